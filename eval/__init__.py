@@ -1,0 +1,1 @@
+"""Images, metrics, generation, comparison and the report."""

@@ -1,0 +1,1 @@
+"""The demo pipeline's world: captioned pictures and the training script."""

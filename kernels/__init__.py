@@ -1,0 +1,1 @@
+"""HIP sources of the kernels."""

@@ -1,0 +1,33 @@
+"""The treatment of a layer, as one value: what recipe, file, loader and report agree on."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.granularity import Granularity
+from quantkit.numerics.masks import Pattern
+
+
+class Activation(Enum):
+    """How a packed layer's input becomes FP8, in the format of its weight."""
+
+    #: not at all: the weight is dequantized and multiplied in 16 bit
+    NONE = "none"
+    #: one calibrated scale per layer (or per timestep bucket)
+    STATIC = "static"
+    #: one scale per token (row), found at run time
+    TOKEN = "token"  # noqa: S105  the field's word, not a password
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One distinct treatment of layers."""
+
+    weight: FloatFormat
+    granularity: Granularity
+    sparsity: Pattern | None
+    activation: Activation
+    #: ascending timesteps that split the schedule; empty when one scale serves all of it
+    buckets: tuple[float, ...] = ()
+    #: True when the layer carries an input_smooth vector
+    smooth: bool = False
