@@ -1,1 +1,1 @@
-"""See ARCHITECTURE.md."""
+"""Statistics of layer inputs: observing a running pipeline, storing, turning into scales."""

@@ -1,1 +1,1 @@
-"""See ARCHITECTURE.md."""
+"""The packed checkpoint: its rules (FORMAT.md), reading, writing."""

@@ -1,1 +1,23 @@
-"""See ARCHITECTURE.md."""
+"""The command line: one module per command, imported here, added below. Nothing heavy at import."""
+
+import sys
+
+import click
+
+from quantkit import __version__
+from quantkit.errors import InputError, QuantkitError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="quantkit")
+def quantkit() -> None:
+    """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exit 2 for bad input, 1 for work that failed."""
+    try:
+        quantkit(args=arguments, prog_name="quantkit", standalone_mode=True)
+    except QuantkitError as error:
+        click.echo(f"quantkit: error: {error}", err=True)
+        sys.exit(2 if isinstance(error, InputError) else 1)

@@ -1,1 +1,1 @@
-"""See ARCHITECTURE.md."""
+"""Operations, architectures, building and running kernels."""

@@ -1,1 +1,1 @@
-"""See ARCHITECTURE.md."""
+"""Packed modules, the operators that they call, and loading in diffusers and transformers."""

@@ -1,1 +1,1 @@
-"""See ARCHITECTURE.md."""
+"""What is known of each model family, and where a model's tensors lie."""

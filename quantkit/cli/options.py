@@ -1,0 +1,47 @@
+"""Options that several commands share.
+
+model, output, force, recipe, calibration: calibrate, sparsify, pack, run
+device, quiet, as_json: everywhere that works or prints
+"""
+
+from pathlib import Path
+
+import click
+
+model = click.argument("model", metavar="MODEL")
+packed = click.argument("packed", metavar="PACKED", type=click.Path(path_type=Path))
+output = click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Where to write."
+)
+force = click.option("--force", is_flag=True, help="Replace an output that exists.")
+recipe = click.option(
+    "-r",
+    "--recipe",
+    default="fp8",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="A bundled recipe's name or a YAML file.",
+)
+calibration = click.option(
+    "-c",
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="Statistics written by 'quantkit calibrate model'.",
+)
+prompts = click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="A UTF-8 file with one prompt a line; default: the bundled set.",
+)
+device = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda[:N]",
+    help="Where the pipeline runs.",
+)
+quiet = click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+dry_run = click.option(
+    "-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing."
+)

@@ -1,0 +1,1 @@
+"""Choosing n:m masks for a model, and the file that holds them."""
