@@ -20,5 +20,5 @@ def demo_assets() -> Path:
 
 
 def _folder(package: str) -> Path:
-    # quantkit is installed unzipped (kernels are compiled from these files), so this is a real path.
+    # quantkit is installed unzipped (compilers read these files), so this is a real path.
     return Path(str(files(package)))
