@@ -1,0 +1,28 @@
+# Every target is one line over a command that works by hand. PYTHON chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(INSTALLED)
+	$(BIN)/quantkit demo -o demo-output
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider tests
+
+check: $(INSTALLED)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
+
+format: $(INSTALLED)
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-output
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
