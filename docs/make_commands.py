@@ -1,0 +1,29 @@
+"""Write docs/commands.md from the commands themselves: ``python docs/make_commands.py``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from quantkit.cli import quantkit
+
+
+def walk(group: click.Group, prefix: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield every command below ``group`` with its full name."""
+    for name, command in sorted(group.commands.items()):
+        if isinstance(command, click.Group):
+            yield from walk(command, f"{prefix} {name}")
+        else:
+            yield f"{prefix} {name}", command
+
+
+def section(name: str, command: click.Command) -> str:
+    """Return one command's help as a section."""
+    context = click.Context(command, info_name=name, max_content_width=100)
+    return f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
+
+
+if __name__ == "__main__":
+    head = "# Commands\n\nMade by `python docs/make_commands.py`; a test holds it to the code.\n"
+    body = [section(name, command) for name, command in walk(quantkit, "quantkit")]
+    Path(__file__).with_name("commands.md").write_text("\n".join([head, *body]), encoding="utf-8")

@@ -1,0 +1,146 @@
+"""Staged writes and safetensors headers, with everything that can be wrong with them."""
+
+import errno
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from quantkit.errors import ModelError, OutputError
+from quantkit.files import staged_directory, staged_file
+from quantkit.tensorfile import read_bytes, read_header
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_staged_directory_appears_only_when_complete(tmp_path):
+    output = tmp_path / "deep" / "out"
+    with staged_directory(output, force=False) as stage:
+        (stage / "a").write_text("1")
+        assert not output.exists()
+    assert names(tmp_path / "deep") == ["out"]
+    assert (output / "a").read_text() == "1"
+
+
+def test_failed_directory_leaves_the_old_one_and_no_rubbish(tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "old").write_text("kept")
+    with (
+        pytest.raises(RuntimeError, match="half way"),
+        staged_directory(output, force=True) as stage,
+    ):
+        (stage / "new").write_text("x")
+        raise RuntimeError("half way")
+    assert names(tmp_path) == ["out"]
+    assert names(output) == ["old"]
+
+
+def test_force_replaces_a_directory(tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "old").write_text("gone")
+    with staged_directory(output, force=True) as stage:
+        (stage / "new").write_text("x")
+    assert names(output) == ["new"]
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("stage", [staged_directory, staged_file], ids=["directory", "file"])
+def test_existing_output_is_refused_without_force(tmp_path, stage):
+    output = tmp_path / "out"
+    output.mkdir()
+    with (
+        pytest.raises(OutputError, match=r"out: exists already; pass --force"),
+        stage(output, force=False),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("stage", [staged_directory, staged_file], ids=["directory", "file"])
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, stage):
+    with (
+        pytest.raises(OutputError, match="no space left on the device"),
+        stage(tmp_path / "out", force=False),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert names(tmp_path) == []
+
+
+def test_staged_file_replaces_a_file_at_once(tmp_path):
+    output = tmp_path / "out.json"
+    output.write_text("old")
+    with staged_file(output, force=True) as stage:
+        stage.write_text("new")
+        assert output.read_text() == "old"
+    assert output.read_text() == "new"
+    assert names(tmp_path) == ["out.json"]
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    data = {"b": np.arange(6, dtype=np.float16).reshape(2, 3), "a": np.ones(3, np.float32)}
+    save_file(data, path, metadata={"k": "v"})
+    return path
+
+
+def test_header_agrees_with_the_library(tensors):
+    header = read_header(tensors)
+    assert header.metadata == {"k": "v"}
+    assert header.tensors["b"].shape == (2, 3)
+    with tensors.open("rb") as file:
+        raw = read_bytes(header.tensors["b"], file.fileno())
+    assert raw == np.arange(6, dtype=np.float16).tobytes()
+
+
+def rewrite(path, change):
+    raw = path.read_bytes()
+    length = struct.unpack_from("<Q", raw)[0]
+    table = json.loads(raw[8 : 8 + length])
+    change(table)
+    head = json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(head)) + head + raw[8 + length :])
+
+
+def shift(table):
+    table["a"]["data_offsets"] = [4, 16]
+
+
+def wrong_shape(table):
+    table["b"]["shape"] = [2, 4]
+
+
+def no_dtype(table):
+    del table["a"]["dtype"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(shift, "data starts at"), (wrong_shape, r"b: 12 bytes, F16 \(2, 4\)"), (no_dtype, "damaged")],
+)
+def test_contradicting_headers_are_refused(tensors, change, message):
+    rewrite(tensors, change)
+    with pytest.raises(ModelError, match=message):
+        read_header(tensors)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 9, 100], ids=lambda n: f"{n}-bytes")
+def test_truncated_files_are_refused(tensors, keep):
+    tensors.write_bytes(tensors.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"x\.safetensors: (truncated|damaged)"):
+        read_header(tensors)
+
+
+def test_lost_tail_and_missing_file_are_refused(tensors):
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="truncated or padded"):
+        read_header(tensors)
+    tensors.unlink()
+    with pytest.raises(ModelError, match="missing"):
+        read_header(tensors)
