@@ -1,0 +1,44 @@
+"""Shared by all tests: no network, few threads, and tiny pipelines built once."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Set before any test module imports a hub client: tests never reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# importlib mode leaves sys.path alone, so helper modules beside the tests are added by name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads():
+    import torch
+
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny StableDiffusionPipeline in fp16; read-only for tests (copy it to break it)."""
+    from pipelines import tiny_pipeline
+
+    return tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline")
+
+
+@pytest.fixture(scope="session")
+def transformer_pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny StableDiffusion3Pipeline in fp16; read-only for tests."""
+    from pipelines import tiny_transformer_pipeline
+
+    return tiny_transformer_pipeline(tmp_path_factory.mktemp("tiny") / "transformer")
+
+
+@pytest.fixture(scope="session")
+def transformer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny PixArt transformer alone in fp16; read-only for tests."""
+    from pipelines import tiny_transformer
+
+    return tiny_transformer(tmp_path_factory.mktemp("tiny") / "pixart")
