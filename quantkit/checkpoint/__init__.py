@@ -1,1 +1,1 @@
-"""The packed checkpoint: its rules (FORMAT.md), reading, writing."""
+"""The packed checkpoint: its specification (FORMAT.md), the reader and the writer."""

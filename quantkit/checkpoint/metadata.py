@@ -1,0 +1,93 @@
+"""The ``quantkit`` entry of a shard's header metadata: checksums, dense shapes, the recipe."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.checkpoint.spec import FORMAT_VERSION, Kind, check_keys, check_version, kind_of
+from quantkit.errors import CheckpointError
+
+#: The key in the header metadata of a safetensors file.
+METADATA_KEY = "quantkit"
+
+_KEYS = ("format_version", "recipe", "layers", "tensors")
+_RECORD_KEYS = ("shape", "source_sha256")
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What the metadata says of a packed layer."""
+
+    #: the dense weight of the module: (N, K) or (N, C, kh, kw)
+    shape: tuple[int, ...]
+    #: SHA-256 of the source weight's bytes, hex
+    source_sha256: str
+
+    @property
+    def kind(self) -> Kind:
+        """The module's kind, which the rank of the weight tells."""
+        return kind_of(self.shape)
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """The ``quantkit`` entry of one shard's header metadata."""
+
+    format_version: int
+    #: the recipe as JSON, for people: nothing reads it back
+    recipe: dict[str, Any]
+    layers: dict[str, LayerRecord]
+    #: SHA-256 of every tensor of the shard, hex
+    tensors: dict[str, str]
+
+    def to_text(self) -> str:
+        """Return the canonical text: compact JSON, ASCII, names ascending."""
+        value = {
+            "format_version": self.format_version,
+            "recipe": self.recipe,
+            "layers": {
+                name: {"shape": list(record.shape), "source_sha256": record.source_sha256}
+                for name, record in sorted(self.layers.items())
+            },
+            "tensors": dict(sorted(self.tensors.items())),
+        }
+        return json.dumps(value, separators=(",", ":"))
+
+
+def parse_metadata(text: str) -> ShardMetadata:
+    """Return the ``quantkit`` entry of a shard's header metadata as a value.
+
+    Raises:
+        CheckpointError: not JSON, a newer version, a missing or unknown key, a damaged record.
+    """
+    where = "header metadata"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{where}: not JSON ({error}); pack the model again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: found {type(value).__name__}, wanted a JSON object")
+    check_version(value.get("format_version"), where)
+    check_keys(value, _KEYS, where)
+    try:
+        layers = {name: _parse_record(name, item) for name, item in value["layers"].items()}
+        tensors = {name: _digest(name, item) for name, item in value["tensors"].items()}
+        recipe = dict(value["recipe"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged ({error}); pack the model again") from error
+    return ShardMetadata(FORMAT_VERSION, recipe, layers, tensors)
+
+
+def _parse_record(layer: str, item: dict[str, Any]) -> LayerRecord:
+    check_keys(item, _RECORD_KEYS, f"header metadata: layer {layer}")
+    shape = tuple(item["shape"])
+    if len(shape) not in (2, 4) or not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError(f"layer {layer}: shape {item['shape']!r}")
+    return LayerRecord(shape, _digest(layer, item["source_sha256"]))
+
+
+def _digest(name: str, value: object) -> str:
+    if not isinstance(value, str) or len(value) != 64 or not _HEX.issuperset(value):
+        raise ValueError(f"{name}: {value!r} is no SHA-256 in hex")
+    return value
