@@ -1,1 +1,1 @@
-"""HIP sources of the kernels."""
+"""HIP sources of quantkit's kernels, their host runtime and their launch geometry (data, no code)."""

@@ -1,0 +1,52 @@
+// The macros of the command line as constants: one compile is one variant of one kernel.
+#pragma once
+
+#include "platform.h"
+
+#define QK_E4M3FN 0
+#define QK_E5M2 1
+#define QK_TENSOR 0
+#define QK_TOKEN 1
+#define QK_CHANNEL 1
+#define QK_F16 0
+#define QK_BF16 1
+#define QK_F32 2
+#define QK_GFX12 0
+#define QK_GFX11 1
+#define QK_SM89 2
+
+#ifndef QK_SYMBOL
+#  error "define QK_SYMBOL: the name of the kernel to emit"
+#endif
+
+namespace qk {
+
+enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2 };
+enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
+
+/// A value of the io type in memory, and its exact or correctly rounded conversions.
+template <Io>
+struct IoType;
+
+template <>
+struct IoType<Io::kF16> {
+  using Memory = u16;
+  static QK_DEVICE f32 widen(Memory value) { return half_to_float(value); }
+  static QK_DEVICE Memory round(f32 value) { return float_to_half(value); }
+};
+
+template <>
+struct IoType<Io::kBF16> {
+  using Memory = u16;
+  static QK_DEVICE f32 widen(Memory value) { return bfloat_to_float(value); }
+  static QK_DEVICE Memory round(f32 value) { return float_to_bfloat(value); }
+};
+
+template <>
+struct IoType<Io::kF32> {
+  using Memory = f32;
+  static QK_DEVICE f32 widen(Memory value) { return value; }
+  static QK_DEVICE Memory round(f32 value) { return value; }
+};
+
+}  // namespace qk

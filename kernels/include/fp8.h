@@ -1,0 +1,65 @@
+// The FP8 codec, by bits: OCP e4m3fn (max 448, NaN 0x7f, no Inf) and e5m2 (max 57344, Inf, NaN).
+#pragma once
+
+#include "config.h"
+
+namespace qk {
+
+template <Format>
+struct Fp8;
+
+template <>
+struct Fp8<Format::kE4M3FN> {
+  static constexpr int kMantissa = 3;
+  static constexpr int kBias = 7;
+  static constexpr f32 kMax = 448.0f;
+};
+
+template <>
+struct Fp8<Format::kE5M2> {
+  static constexpr int kMantissa = 2;
+  static constexpr int kBias = 15;
+  static constexpr f32 kMax = 57344.0f;
+};
+
+/// Clamps to the format's range and rounds to nearest even; NaN becomes sign | 0x7f. Same bytes as torch's
+/// `value.clamp(-max, max).to(fp8)`. Free of branches, so that the host compiler vectorises loops over it.
+template <Format kFormat>
+QK_DEVICE u8 encode_fp8(f32 value) {
+  using F = Fp8<kFormat>;
+  constexpr int kDrop = 23 - F::kMantissa;                            // f32 mantissa bits that are rounded away
+  constexpr u32 kMinNormal = static_cast<u32>(127 + 1 - F::kBias) << 23;  // 2^(1 - bias) as f32 bits
+  constexpr u32 kRebias = static_cast<u32>(127 - F::kBias) << F::kMantissa;
+  // Adding 2^(1 - bias - mantissa + 23) leaves the subnormal code, correctly rounded, in the low bits of the sum.
+  constexpr u32 kMagic = static_cast<u32>(127 + 1 - F::kBias - F::kMantissa + 23) << 23;
+  const u32 bits = float_bits(value), magnitude = bits & 0x7fffffffu;
+  const f32 clamped = magnitude > float_bits(F::kMax) ? F::kMax : bits_float(magnitude);  // NaN handled below
+  const u32 finite = float_bits(clamped);
+  const u32 normal = ((finite + (1u << (kDrop - 1)) - 1 + (finite >> kDrop & 1u)) >> kDrop) - kRebias;
+  const u32 subnormal = float_bits(clamped + bits_float(kMagic)) - kMagic;
+  const u32 rounded = finite < kMinNormal ? subnormal : normal;
+  return static_cast<u8>((magnitude > 0x7f800000u ? 0x7fu : rounded) | (bits >> 24 & 0x80u));
+}
+
+/// Two codes of one 32-bit word (bytes 0, 1 or 2, 3, already moved into the high byte of each half) to two f16,
+/// exactly. NaN and Inf stay NaN and Inf.
+template <Format kFormat>
+QK_DEVICE u32 widen_high_bytes(u32 pair);
+
+/// e5m2 is the high byte of f16.
+template <>
+QK_DEVICE u32 widen_high_bytes<Format::kE5M2>(u32 pair) {
+  return pair;
+}
+
+/// e4m3fn: the magnitude moves down by one bit and the value becomes 2^-8 of the true one. Multiplying by 2^8 is
+/// exact and turns subnormal codes into normal f16, so that no matrix unit can flush them. Adding 0x80 carries into
+/// bit 14 for the NaN code alone, and with that bit the pattern is an f16 NaN before and after the product.
+template <>
+QK_DEVICE u32 widen_high_bytes<Format::kE4M3FN>(u32 pair) {
+  const u32 magnitude = pair >> 1 & 0x3f803f80u;
+  const u32 nan = (magnitude + 0x00800080u) & 0x40004000u;
+  return scale_half_pair(magnitude | nan | (pair & 0x80008000u));
+}
+
+}  // namespace qk

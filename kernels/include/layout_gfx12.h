@@ -1,0 +1,89 @@
+// Where gfx12's matrix instructions keep their operands (wave32, h = lane / 16, r = lane % 16).
+//
+//   WMMA 16x16x16 fp8:   A v[2]: row r, k = 8h + byte;  B v[2]: column r, k = 8h + byte;  D[8h + e][r] = acc[e]
+//   SWMMAC 16x16x32 fp8: A v[2]: row r, the kept bytes of k 16h..16h+15;  B v[4]: column r, k = 16h + byte
+//
+// The hardware multiplies slot by slot, so which k a slot holds is free as long as A and B agree: a lane reads one
+// run of 16 (sparse: 32) consecutive bytes and feeds it to two instructions.
+// A = weights (rows are outputs n), B = tokens: a lane owns one token and 8 consecutive outputs per block.
+#pragma once
+
+#include "config.h"
+
+namespace qk {
+
+/// What both forms share: one token per lane, runs of 8 outputs.
+struct OutputsGfx12 {
+  static constexpr int kColumns = 1;  // tokens of a 16x16 block that a lane holds
+
+  template <int kBlocksN>
+  struct Runs {
+    static constexpr int kCount = kBlocksN;  // runs of consecutive outputs per token
+    static constexpr int kLength = 8;
+  };
+
+  static QK_DEVICE int token(int, int lane) { return lane % 16; }
+  template <int kBlocksN>
+  static QK_DEVICE int output(int run, int lane) {
+    return 16 * run + 8 * (lane / 16);
+  }
+  /// Element e of a run: accumulator block along n and index in it.
+  template <int kBlocksN>
+  static QK_DEVICE int block(int run, int) {
+    return run;
+  }
+  static QK_DEVICE int element(int e, int) { return e; }
+};
+
+struct LayoutGfx12 : OutputsGfx12 {
+  static constexpr bool kSparse = false;
+  static constexpr int kChunk = 32;  // K bytes of one fragment
+  static constexpr int kSteps = 2;   // instructions that consume it
+  struct A {
+    u32 v[4];
+  };
+  using B = A;
+
+  static QK_DEVICE A load_row(const u8* row, int chunk, int lane) {
+    const Vec16 bytes = load<Vec16>(row + kChunk * chunk + 16 * (lane / 16));
+    return {{bytes.v[0], bytes.v[1], bytes.v[2], bytes.v[3]}};
+  }
+  template <int kPitch, int kCodes, int kBlocksN>
+  static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
+    return load_row(rows + (16 * block + lane % 16) * kPitch, chunk, lane);
+  }
+  template <int kPitch>
+  static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
+    return load_row(rows + (16 * block + lane % 16) * kPitch, chunk, lane);
+  }
+};
+
+struct SparseLayoutGfx12 : OutputsGfx12 {
+  static constexpr bool kSparse = true;
+  static constexpr int kChunk = 64;
+  static constexpr int kSteps = 2;
+  /// v[0..3]: kept codes of k 32h..32h+31; v[4]: their 8 nibbles, as on disk. Step s uses 16 bits of it.
+  struct A {
+    u32 v[5];
+  };
+  struct B {
+    u32 v[8];
+  };
+
+  template <int kPitch, int kCodes, int kBlocksN>
+  static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
+    const u8* const row = rows + (16 * block + lane % 16) * kPitch;
+    const int half = lane / 16;
+    const Vec16 codes = load<Vec16>(row + kChunk / 2 * chunk + 16 * half);
+    const u32 nibbles = load<u32>(row + kCodes + kChunk / 8 * chunk + 4 * half);
+    return {{codes.v[0], codes.v[1], codes.v[2], codes.v[3], nibbles}};
+  }
+  template <int kPitch>
+  static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
+    const u8* const run = rows + (16 * block + lane % 16) * kPitch + kChunk * chunk + 32 * (lane / 16);
+    const Vec16 low = load<Vec16>(run), high = load<Vec16>(run + 16);
+    return {{low.v[0], low.v[1], low.v[2], low.v[3], high.v[0], high.v[1], high.v[2], high.v[3]}};
+  }
+};
+
+}  // namespace qk

@@ -1,0 +1,207 @@
+// The only file that knows vendors: types, thread indices, LDS, barriers, wave operations, 16-byte accesses
+// and 16-bit float conversions for AMD (clang, hipRTC), NVIDIA (NVRTC) and the host (g++, clang++).
+// No standard header is included, so that the run-time compilers need nothing but this folder.
+#pragma once
+
+namespace qk {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using f32 = float;
+
+constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
+
+/// Four registers, moved by one 16-byte load or store.
+struct alignas(16) Vec16 {
+  u32 v[4];
+};
+
+}  // namespace qk
+
+#define QK_STRING_(text) #text
+#define QK_STRING(text) QK_STRING_(text)
+#define QK_JOIN_(a, b) a##b
+#define QK_JOIN(a, b) QK_JOIN_(a, b)
+
+#if defined(QK_HOST) && QK_HOST
+// ---------------------------------------------------------------------------------------------- host
+#  include "runtime.h"
+#  define QK_DEVICE inline
+#  define QK_UNROLL
+#  define QK_KERNEL(threads) static void
+#  define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
+#  define QK_HOST_ENTRY(threads, lds_bytes)                                                              \
+    extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args, int os_threads, \
+                                               char* error, int error_size) {                             \
+      static_assert((threads) % qk::kWave == 0, "a block is a whole number of waves");                    \
+      const auto call = qk::host::unpacker(&QK_SYMBOL);                                                   \
+      const qk::host::Launch launch{call.run, reinterpret_cast<void (*)()>(&QK_SYMBOL), args, grid,       \
+                                    (threads), (lds_bytes), QK_STRING(QK_SYMBOL)};                        \
+      return qk::host::run(launch, os_threads, error, error_size);                                        \
+    }
+
+namespace qk {
+
+QK_DEVICE int thread_index() { return host::current()->thread; }
+QK_DEVICE int wave_index() { return thread_index() / kWave; }
+QK_DEVICE int block_x() { return host::current()->block[0]; }
+QK_DEVICE int block_y() { return host::current()->block[1]; }
+QK_DEVICE void block_sync() { host::barrier(); }
+
+QK_DEVICE u32 float_bits(f32 value) {
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+QK_DEVICE f32 bits_float(u32 bits) {
+  f32 value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+template <class T>
+QK_DEVICE T load(const void* address) {
+  T value;
+  __builtin_memcpy(&value, address, sizeof(T));
+  return value;
+}
+template <class T>
+QK_DEVICE void store(void* address, const T& value) {
+  __builtin_memcpy(address, &value, sizeof(T));
+}
+
+/// Largest value over the wave. One rendezvous instead of five shuffles: a fiber switch is what costs here.
+QK_DEVICE u32 wave_max(u32 value) {
+  host::wave_collective(
+      [](void* const* lanes) {
+        u32 best = 0;
+        for (int lane = 0; lane < kWave; ++lane) {
+          const u32 other = *static_cast<u32*>(lanes[lane]);
+          best = other > best ? other : best;
+        }
+        for (int lane = 0; lane < kWave; ++lane) *static_cast<u32*>(lanes[lane]) = best;
+      },
+      &value);
+  return value;
+}
+
+// By bits and without branches, so that loops over runs vectorise with any compiler.
+QK_DEVICE f32 half_to_float(u16 half) {
+  const u32 magnitude = half & 0x7fffu;
+  const u32 scaled = float_bits(bits_float(magnitude << 13) * 0x1p112f);  // exact, subnormals included
+  const u32 special = 0x7f800000u | magnitude << 13;                      // Inf and NaN keep their payload
+  return bits_float((magnitude < 0x7c00u ? scaled : special) | (half & 0x8000u) << 16);
+}
+QK_DEVICE u16 float_to_half(f32 value) {
+  constexpr u32 kTiny = 0x38800000u, kHuge = 0x47800000u, kInf = 0x7f800000u;  // 2^-14, 2^16
+  const u32 bits = float_bits(value), magnitude = bits & 0x7fffffffu;
+  const u32 normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+  const u32 tiny = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;  // the ulp of 0.5 is 2^-24
+  const u32 special = magnitude > kInf ? 0x7e00u : 0x7c00u;
+  const u32 finite = magnitude < kTiny ? tiny : normal;
+  return static_cast<u16>((magnitude < kHuge ? finite : special) | (bits >> 16 & 0x8000u));
+}
+QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }
+
+}  // namespace qk
+
+#else
+// ------------------------------------------------------------------------------------------- devices
+#  define QK_UNROLL _Pragma("unroll")
+#  define QK_HOST_ENTRY(threads, lds_bytes)
+#  if defined(__AMDGCN__) || defined(__HIP__) || defined(__HIPCC_RTC__)
+#    define QK_AMD 1
+#    define QK_DEVICE __attribute__((device, always_inline)) inline
+#    define QK_KERNEL(threads) \
+      extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+#    define QK_SHARED(name, bytes) __attribute__((shared, aligned(16))) static qk::u8 name[bytes]
+#  elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#    define QK_NVIDIA 1
+#    define QK_DEVICE __device__ __forceinline__
+#    define QK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#    define QK_SHARED(name, bytes) __shared__ __align__(16) qk::u8 name[bytes]
+#  else
+#    error "quantkit kernels compile for AMD, NVIDIA, or the host with -DQK_HOST=1"
+#  endif
+
+namespace qk {
+
+template <class T>
+QK_DEVICE T load(const void* address) {
+  return *static_cast<const T*>(address);
+}
+template <class T>
+QK_DEVICE void store(void* address, const T& value) {
+  *static_cast<T*>(address) = value;
+}
+
+#  if defined(QK_AMD)
+
+QK_DEVICE int thread_index() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
+QK_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() / kWave); }
+QK_DEVICE int block_x() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
+QK_DEVICE int block_y() { return static_cast<int>(__builtin_amdgcn_workgroup_id_y()); }
+QK_DEVICE void block_sync() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+QK_DEVICE u32 float_bits(f32 value) { return __builtin_bit_cast(u32, value); }
+QK_DEVICE f32 bits_float(u32 bits) { return __builtin_bit_cast(f32, bits); }
+QK_DEVICE u32 lane_xor(u32 value, int mask) {
+  const int lane = thread_index() % kWave;
+  return static_cast<u32>(__builtin_amdgcn_ds_bpermute((lane ^ mask) * 4, static_cast<int>(value)));
+}
+QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
+QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
+QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
+
+#  else  // NVIDIA
+
+QK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+QK_DEVICE int wave_index() { return __shfl_sync(0xffffffffu, thread_index() / kWave, 0); }
+QK_DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
+QK_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
+QK_DEVICE void block_sync() { __syncthreads(); }
+QK_DEVICE u32 float_bits(f32 value) { return __float_as_uint(value); }
+QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
+QK_DEVICE u32 lane_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+QK_DEVICE f32 half_to_float(u16 half) {
+  f32 value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+QK_DEVICE u16 float_to_half(f32 value) {
+  u16 half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+QK_DEVICE f32 add_rounded(f32 a, f32 b) { return __fadd_rn(a, b); }  // NVRTC would fuse a plain sum
+
+#  endif
+
+/// Largest value over the wave, in every lane.
+QK_DEVICE u32 wave_max(u32 value) {
+  QK_UNROLL
+  for (int mask = kWave / 2; mask > 0; mask /= 2) {
+    const u32 other = lane_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+}  // namespace qk
+#endif
+
+namespace qk {
+
+QK_DEVICE f32 bfloat_to_float(u16 bfloat) { return bits_float(static_cast<u32>(bfloat) << 16); }
+QK_DEVICE u16 float_to_bfloat(f32 value) {
+  const u32 bits = float_bits(value);
+  const u32 rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const u32 nan = bits >> 16 | 0x40u;  // quiet, so that dropping the payload cannot make it an infinity
+  return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+}  // namespace qk

@@ -1,0 +1,26 @@
+// Which tile a block computes: groups of kGroupM tile rows are walked column by column, so that blocks that run at
+// the same time share weight columns and token rows in L2.
+#pragma once
+
+#include "config.h"
+
+namespace qk {
+
+constexpr int kGroupM = 8;
+
+struct TileOrigin {
+  int m, n;
+};
+
+/// The grid is (ceil(n / kN), ceil(m / kM)); every tile is visited once.
+template <class Tile>
+QK_DEVICE TileOrigin tile_origin(int m, int n) {
+  const int tiles_m = (m - 1) / Tile::kM + 1, tiles_n = (n - 1) / Tile::kN + 1;
+  const int index = block_y() * tiles_n + block_x();
+  const int first = index / (kGroupM * tiles_n) * kGroupM;
+  const int rows = tiles_m - first < kGroupM ? tiles_m - first : kGroupM;
+  const int within = index - first * tiles_n;
+  return {(first + within % rows) * Tile::kM, within / rows * Tile::kN};
+}
+
+}  // namespace qk
