@@ -1,0 +1,129 @@
+"""One literal row per model family: what stays in 16 bit and why, and what is no layer.
+
+The rows follow the module structure in diffusers; ``tests/golden/keys_*.json.gz`` hold the modules
+of published models, and every row is tested against them.
+"""
+
+from dataclasses import dataclass
+
+from quantkit.errors import ModelError
+from quantkit.recipe import matches
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Layers that stay in 16 bit."""
+
+    #: glob on the module path
+    pattern: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """The denoisers that share a module structure."""
+
+    name: str
+    #: ``_class_name`` in config.json
+    class_names: tuple[str, ...]
+    keep: tuple[Keep, ...]
+    #: globs on modules whose 2-D or 4-D weight is not that of a Linear or a dense Conv2d:
+    #: embedding tables, grouped convolutions
+    not_layers: tuple[str, ...] = ()
+
+    def keep_reason(self, layer: str) -> str | None:
+        """Return why the layer stays in 16 bit, or None when it is packed."""
+        for keep in self.keep:
+            if matches(layer, (keep.pattern,)):
+                return keep.reason
+        return None
+
+
+_TIME = "embeds the timestep: one row per image, and its error reaches every layer"
+_LABEL = "embeds a condition: one row per image, and its error reaches every layer"
+_TEXT = "embeds the prompt once per image; its error reaches every block"
+_MODULATION = "scales and shifts whole channels from one row per image: nothing to gain in speed"
+_FIRST = "reads the latent: few channels, and its error reaches every layer"
+_LAST = "writes the latent: its error is the picture's"
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "unet",
+        ("UNet2DConditionModel",),
+        keep=(
+            Keep("conv_in", _FIRST),
+            Keep("conv_out", _LAST),
+            Keep("time_embedding.*", _TIME),
+            Keep("add_embedding.*", _LABEL),
+            Keep("class_embedding", _LABEL),
+            Keep("class_embedding.*", _LABEL),
+            Keep("encoder_hid_proj", _TEXT),
+            Keep("encoder_hid_proj.*", _TEXT),
+            Keep("*.time_emb_proj", _MODULATION),
+        ),
+        # With num_class_embeds set, class_embedding is an nn.Embedding; kept either way.
+        not_layers=("class_embedding",),
+    ),
+    Family(
+        "sd3",
+        ("SD3Transformer2DModel",),
+        keep=(
+            Keep("pos_embed.proj", _FIRST),
+            Keep("time_text_embed.*", _TIME),
+            Keep("context_embedder", _TEXT),
+            Keep("*.norm1.linear", _MODULATION),
+            Keep("*.norm1_context.linear", _MODULATION),
+            Keep("norm_out.linear", _MODULATION),
+            Keep("proj_out", _LAST),
+        ),
+    ),
+    Family(
+        "flux",
+        ("FluxTransformer2DModel",),
+        keep=(
+            Keep("x_embedder", _FIRST),
+            Keep("time_text_embed.*", _TIME),
+            Keep("context_embedder", _TEXT),
+            Keep("*.norm1.linear", _MODULATION),
+            Keep("*.norm1_context.linear", _MODULATION),
+            Keep("single_transformer_blocks.*.norm.linear", _MODULATION),
+            Keep("norm_out.linear", _MODULATION),
+            Keep("proj_out", _LAST),
+        ),
+    ),
+    Family(
+        "pixart",
+        ("PixArtTransformer2DModel",),
+        keep=(
+            Keep("pos_embed.proj", _FIRST),
+            Keep("adaln_single.*", _MODULATION),
+            Keep("caption_projection.*", _TEXT),
+            Keep("proj_out", _LAST),
+        ),
+    ),
+    Family(
+        "sana",
+        ("SanaTransformer2DModel",),
+        keep=(
+            Keep("patch_embed.proj", _FIRST),
+            Keep("time_embed.*", _MODULATION),
+            Keep("caption_projection.*", _TEXT),
+            Keep("proj_out", _LAST),
+        ),
+        # Depthwise: K is 9, and one channel is no matrix product.
+        not_layers=("*.ff.conv_depth",),
+    ),
+)
+
+
+def find_family(class_name: str) -> Family:
+    """Return the family of the denoiser class.
+
+    Raises:
+        ModelError: no row has it; the text lists the classes that have one.
+    """
+    for family in FAMILIES:
+        if class_name in family.class_names:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.class_names)
+    raise ModelError(f"denoiser {class_name}: no family describes it, wanted one of {known}")

@@ -1,0 +1,63 @@
+"""Models behind a hub id: the cache of huggingface_hub first, then the network."""
+
+from pathlib import Path
+
+from quantkit.errors import ModelError
+
+_INDEX = ["model_index.json", "config.json"]
+
+#: Files of a component that a pipeline needs: no variants, no pickles, no other framework's.
+_FILES = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model-*-of-*.safetensors",
+)
+
+
+def cached(repository: str) -> Path | None:
+    """Return the newest snapshot in the cache, whole or not, or None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, local_files_only=True, allow_patterns=_INDEX))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def download(repository: str) -> Path:
+    """Fetch the files of the pipeline or component that the cache lacks.
+
+    Raises:
+        ModelError: no such repository, no access, no network, or not of diffusers.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        root = Path(snapshot_download(repository, allow_patterns=_INDEX))
+        return Path(snapshot_download(repository, allow_patterns=_patterns(repository, root)))
+    except (OSError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{repository}: cannot be fetched from the hub ({type(error).__name__}: {reason}); "
+            "check the name and your access, or pass a directory"
+        ) from error
+
+
+def _patterns(repository: str, root: Path) -> list[str]:
+    from quantkit.models.source import read_json
+
+    if (root / "model_index.json").is_file():
+        index = read_json(root / "model_index.json")
+        folders = [f"{name}/" for name, entry in index.items() if isinstance(entry, list)]
+        return [*_INDEX, *(folder + file for folder in folders for file in _FILES)]
+    if (root / "config.json").is_file():
+        return list(_FILES)
+    raise ModelError(
+        f"{repository}: not a diffusers repository: found neither model_index.json nor config.json"
+    )

@@ -1,0 +1,105 @@
+"""The Linear and Conv2d layers of a component, from safetensors headers alone."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+from quantkit.errors import ModelError
+from quantkit.models.source import Component
+from quantkit.recipe import matches
+from quantkit.tensorfile import TensorInfo, read_header
+
+#: Dtypes that weights are packed from.
+SOURCE_DTYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer that could be packed."""
+
+    #: module path inside the component
+    name: str
+    kind: Literal["linear", "conv2d"]
+    weight: TensorInfo
+    #: the file that holds the weight
+    shard: Path
+    bias: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the module's weight: (N, K), or (N, C, kh, kw)."""
+        return self.weight.shape
+
+    @property
+    def n(self) -> int:
+        """Output channels."""
+        return self.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Length of the reduction: K, or kh * kw * C."""
+        return prod(self.shape[1:])
+
+    @property
+    def channels(self) -> int:
+        """Input channels: C of a convolution, K of a Linear."""
+        return self.shape[1]
+
+    @property
+    def area(self) -> int:
+        """Taps of the convolution's window; 1 for a Linear."""
+        return prod(self.shape[2:])
+
+
+def list_layers(component: Component) -> tuple[Layer, ...]:
+    """Return the layers in the order of the files.
+
+    A 2-D weight is a Linear's and a 4-D one a Conv2d's, except where the family says otherwise.
+
+    Raises:
+        ModelError: a damaged file, a tensor in two files, a weight of a dtype that is not packed.
+    """
+    tensors: dict[str, tuple[Path, TensorInfo]] = {}
+    for shard in component.shards:
+        for info in read_header(shard).tensors.values():
+            if info.name in tensors:
+                raise ModelError(
+                    f"{shard}: {info.name} is in {tensors[info.name][0].name} too; "
+                    "download the component again"
+                )
+            tensors[info.name] = shard, info
+    return tuple(
+        _layer(name.removesuffix(".weight"), shard, info, bias=_bias_of(name) in tensors)
+        for name, (shard, info) in tensors.items()
+        if _is_layer(component, info)
+    )
+
+
+def _bias_of(weight: str) -> str:
+    return f"{weight.removesuffix('.weight')}.bias"
+
+
+def _is_layer(component: Component, info: TensorInfo) -> bool:
+    name = info.name.removesuffix(".weight")
+    return (
+        name != info.name
+        and len(info.shape) in (2, 4)
+        and not matches(name, component.family.not_layers)
+    )
+
+
+def _layer(name: str, shard: Path, info: TensorInfo, *, bias: bool) -> Layer:
+    if info.dtype.endswith("FNUZ"):
+        raise ModelError(
+            f"{shard}: {info.name}: found {info.dtype}, the FP8 of MI300 (max 240, another bias), "
+            f"wanted one of {', '.join(SOURCE_DTYPES)}; pack from the 16-bit model"
+        )
+    if info.dtype not in SOURCE_DTYPES:
+        raise ModelError(
+            f"{shard}: {info.name}: found {info.dtype}, wanted one of {', '.join(SOURCE_DTYPES)}; "
+            "pack from the 16-bit model"
+        )
+    if 0 in info.shape:
+        raise ModelError(f"{shard}: {info.name}: shape {info.shape} holds no weights")
+    return Layer(name, "linear" if len(info.shape) == 2 else "conv2d", info, shard, bias)

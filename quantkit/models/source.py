@@ -1,0 +1,208 @@
+"""Opening MODEL: a pipeline directory, a component directory, or a hub id. Reads only JSON."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ModelError
+from quantkit.models.families import FAMILIES, Family, find_family
+
+#: diffusers' name of a model's weights, before the variant and the extension
+WEIGHTS = "diffusion_pytorch_model"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+#: What a pipeline calls its denoiser, for messages about one that no family describes.
+_DENOISERS = ("unet", "transformer")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One denoiser: a directory with config.json and weights."""
+
+    #: sub-folder of the pipeline; "" when MODEL is the component itself
+    name: str
+    path: Path
+    class_name: str
+    family: Family
+    #: safetensors files, in the order of their names
+    shards: tuple[Path, ...]
+    #: the shard index, when there is one
+    index: Path | None
+    #: as in diffusion_pytorch_model.fp16.safetensors; None for the plain name
+    variant: str | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is quantized: a pipeline's denoisers, or one denoiser alone."""
+
+    path: Path
+    is_pipeline: bool
+    components: tuple[Component, ...]
+
+
+def open_model(text: str) -> Model:
+    """Return the model at a path, or behind a hub id (its cache first).
+
+    Raises:
+        ModelError: neither, not a diffusers directory, no weights, a missing shard, a text
+            encoder, a denoiser of no known family, a model that is quantized already.
+    """
+    path = Path(text)
+    if path.is_dir():
+        return _open_directory(path)
+    if path.exists():
+        raise ModelError(
+            f"{text}: a file, wanted a diffusers directory; single-file checkpoints are converted "
+            "by from_single_file(...) and save_pretrained(...) of diffusers"
+        )
+    if HUB_ID.fullmatch(text):
+        return _open_hub(text)
+    raise ModelError(f"{text}: no such directory, and not a hub id (owner/name)")
+
+
+def _open_hub(repository: str) -> Model:
+    from quantkit.models.hub import cached, download
+
+    path = cached(repository)
+    if path is not None:
+        try:
+            return _open_directory(path)
+        except ModelError:
+            # Only part of it was ever downloaded, as by another program: fetch the rest below.
+            pass
+    return _open_directory(download(repository))
+
+
+def _open_directory(path: Path) -> Model:
+    if (path / "model_index.json").is_file():
+        return Model(path, is_pipeline=True, components=_open_pipeline(path))
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path}: not a diffusers directory: found neither model_index.json (a pipeline) nor "
+            "config.json (a component)"
+        )
+    return Model(path, is_pipeline=False, components=(_open_component(path, ""),))
+
+
+def _open_pipeline(path: Path) -> tuple[Component, ...]:
+    index = read_json(path / "model_index.json")
+    classes = {
+        name: entry[1]
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+    }
+    known = {class_name for family in FAMILIES for class_name in family.class_names}
+    names = [name for name, class_name in classes.items() if class_name in known]
+    if not names:
+        _refuse_pipeline(path, classes)
+    return tuple(_open_component(path / name, name) for name in names)
+
+
+def _refuse_pipeline(path: Path, classes: Mapping[str, str]) -> None:
+    for name in _DENOISERS:
+        if name in classes:
+            try:
+                find_family(classes[name])
+            except ModelError as error:
+                raise ModelError(f"{path / name}: {error}") from error
+    found = ", ".join(sorted(classes)) or "nothing"
+    raise ModelError(f"{path}: model_index.json names no unet or transformer (found {found})")
+
+
+def _open_component(path: Path, name: str) -> Component:
+    if not path.is_dir():
+        raise ModelError(f"{path}: missing, though model_index.json names it; download it again")
+    config = read_json(path / "config.json")
+    if "quantization_config" in config:
+        method = dict(config["quantization_config"] or {}).get("quant_method", "an unnamed method")
+        raise ModelError(
+            f"{path}: packed already (by {method}); start from the 16-bit model it came from"
+        )
+    class_name = config.get("_class_name")
+    if not isinstance(class_name, str):
+        raise ModelError(_no_denoiser(path, config))
+    try:
+        family = find_family(class_name)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    shards, index, variant = _find_weights(path)
+    return Component(name, path, class_name, family, shards, index, variant)
+
+
+def _no_denoiser(path: Path, config: Mapping[str, Any]) -> str:
+    if "architectures" in config or "model_type" in config:
+        kind = (config.get("architectures") or [config.get("model_type")])[0]
+        return (
+            f"{path}: {kind} is a transformers model; quantkit packs the denoiser of a pipeline "
+            "(unet or transformer) and leaves text encoders as they are"
+        )
+    return f"{path / 'config.json'}: no _class_name, wanted the config of a diffusers model"
+
+
+def _find_weights(path: Path) -> tuple[tuple[Path, ...], Path | None, str | None]:
+    """Return the shards, their index and the variant; the plain name wins over a variant's."""
+    index = path / f"{WEIGHTS}.safetensors.index.json"
+    if index.is_file():
+        return _shards_of(index), index, None
+    plain = path / f"{WEIGHTS}.safetensors"
+    if plain.is_file():
+        return (plain,), None, None
+    return _find_variant(path)
+
+
+def _find_variant(path: Path) -> tuple[tuple[Path, ...], Path | None, str | None]:
+    found: dict[str, Path] = {}
+    for file in sorted(path.glob(f"{WEIGHTS}.safetensors.index.*.json")):
+        found[file.name.split(".")[-2]] = file
+    for file in sorted(path.glob(f"{WEIGHTS}.*.safetensors")):
+        if "-of-" not in file.name:
+            found[file.name.split(".")[-2]] = file
+    if len(found) > 1:
+        raise ModelError(
+            f"{path}: found the variants {', '.join(sorted(found))}, wanted one; keep the one to "
+            "pack"
+        )
+    for variant, file in found.items():
+        if file.suffix == ".json":
+            return _shards_of(file), file, variant
+        return (file,), None, variant
+    if list(path.glob("*.bin")):
+        raise ModelError(
+            f"{path}: only pickled weights (.bin), wanted safetensors; load it in diffusers and "
+            "save_pretrained it"
+        )
+    raise ModelError(f"{path}: no weights: {WEIGHTS}.safetensors is missing; download it again")
+
+
+def _shards_of(index: Path) -> tuple[Path, ...]:
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ModelError(f"{index}: no weight_map; download it again")
+    names = sorted(set(map(str, table.values())))
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index}: shard {name!r} is outside the directory")
+        if not (index.parent / name).is_file():
+            raise ModelError(f"{index.parent / name}: missing shard; download it again")
+    return tuple(index.parent / name for name in names)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ModelError: missing, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: missing; download it again") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: found {type(value).__name__}, wanted a JSON object")
+    return value

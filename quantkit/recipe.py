@@ -1,0 +1,287 @@
+"""Recipes: YAML read into frozen, strictly checked values. What to do, never how.
+
+Layer patterns are fnmatch globs on the module path inside the component, as
+``down_blocks.*.attentions.*``. Nothing here opens a model.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from quantkit import resources
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.numerics.granularity import parse_granularity
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _checked_granularity(text: str) -> str:
+    return str(parse_granularity(text))
+
+
+def _checked_pattern(text: str) -> str:
+    from quantkit.numerics.masks import parse_pattern
+
+    return str(parse_pattern(text))
+
+
+def _ascending(buckets: int | tuple[float, ...]) -> int | tuple[float, ...]:
+    if isinstance(buckets, int):
+        if buckets < 1:
+            raise RecipeError(f"buckets {buckets}: wanted at least 1")
+    elif not buckets or any(a >= b for a, b in pairwise(buckets)):
+        raise RecipeError(f"buckets {list(buckets)}: wanted ascending timestep edges, or a number")
+    return buckets
+
+
+Format = Literal["e4m3fn", "e5m2"]
+Percentile = Annotated[float, Field(gt=0, le=100)]
+Patterns = tuple[str, ...]
+
+
+class WeightRecipe(_Strict):
+    """How weights become FP8."""
+
+    format: Format = "e4m3fn"
+    #: tensor, channel or group:SIZE
+    granularity: Annotated[str, AfterValidator(_checked_granularity)] = "channel"
+    observer: Literal["amax", "mse"] = "amax"
+
+
+class ActivationRecipe(_Strict):
+    """How inputs of packed layers become FP8, in the format of the weight."""
+
+    mode: Literal["none", "static", "token"] = "token"
+    #: what chooses a static scale from the statistics
+    observer: Literal["amax", "percentile", "mse"] = "mse"
+    percentile: Percentile = 99.99
+    #: timestep buckets that have a static scale of their own: how many, or their edges
+    buckets: Annotated[int | tuple[float, ...], AfterValidator(_ascending)] = 1
+
+
+class SparsityRecipe(_Strict):
+    """Which layers are masked, and how."""
+
+    pattern: Annotated[str, AfterValidator(_checked_pattern)] = "2:4"
+    method: Literal["magnitude", "wanda"] = "magnitude"
+    layers: Patterns = ("*",)
+    exclude: Patterns = ()
+    #: mask only layers that lose at most this share of their output's power; None: all
+    error_budget: Annotated[float, Field(gt=0)] | None = None
+
+
+class CalibrationRecipe(_Strict):
+    """How the pipeline is run for statistics."""
+
+    prompts: Annotated[int, Field(ge=1)] = 16
+    steps: Annotated[int, Field(ge=1)] = 20
+    #: None: the pipeline's own default
+    guidance: float | None = None
+    seed: Annotated[int, Field(ge=0)] = 0
+    #: timestep buckets kept apart in the statistics
+    buckets: Annotated[int, Field(ge=1)] = 4
+    #: prompts per run of the pipeline
+    batch: Annotated[int, Field(ge=1)] = 4
+
+    @model_validator(mode="after")
+    def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
+        if self.buckets > self.steps:
+            raise RecipeError(
+                f"buckets {self.buckets}: more than the {self.steps} steps; take fewer buckets"
+            )
+        return self
+
+
+class Override(_Strict):
+    """Another treatment for some layers. Of overrides that match, the last to set a field wins."""
+
+    layers: Annotated[Patterns, Field(min_length=1)]
+    #: True: stay in 16 bit; False: pack what the family would keep
+    keep: bool | None = None
+    weight: WeightRecipe | None = None
+    activation: ActivationRecipe | None = None
+    #: True or False: mask or do not mask, whatever the sparsity section says
+    sparse: bool | None = None
+
+
+class Gates(_Strict):
+    """What the packed pipeline must reach; None leaves the default of 'quantkit eval report'."""
+
+    ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
+    lpips: Annotated[float, Field(ge=0)] | None = None
+    #: largest relative loss of the CLIP score, in percent
+    clip_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What a recipe says about one layer."""
+
+    #: None: as the family has it
+    keep: bool | None
+    weight: WeightRecipe
+    activation: ActivationRecipe
+    #: whether the recipe wants a mask, eligible or not
+    sparse: bool
+
+
+class Recipe(_Strict):
+    """Everything that a run of quantkit decides."""
+
+    name: str
+    description: str = ""
+    weight: WeightRecipe = WeightRecipe()
+    activation: ActivationRecipe = ActivationRecipe()
+    sparsity: SparsityRecipe | None = None
+    #: SmoothQuant's alpha: 0 leaves the input, 1 moves all of its range into the weight
+    smooth: Annotated[float, Field(ge=0, le=1)] | None = None
+    #: layers that stay in 16 bit besides those of the family
+    keep: Patterns = ()
+    overrides: tuple[Override, ...] = ()
+    calibration: CalibrationRecipe = CalibrationRecipe()
+    gates: Gates | None = None
+
+    @field_validator("overrides", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return () if value is None else value
+
+    @model_validator(mode="after")
+    def _smoothing_has_a_scale(self) -> "Recipe":
+        activations = [self.activation, *(o.activation for o in self.overrides if o.activation)]
+        if self.smooth is not None and any(
+            a.mode == "static" and a.observer != "amax" for a in activations
+        ):
+            raise RecipeError(
+                "smooth with static activations: the histogram was taken before smoothing; "
+                "set activation.observer: amax, or activation.mode: token"
+            )
+        return self
+
+    def settings(self, layer: str) -> LayerSettings:
+        """Return what holds for the layer at this module path."""
+        keep: bool | None = True if matches(layer, self.keep) else None
+        weight, activation, sparse = self.weight, self.activation, self._sparse(layer)
+        for override in self.overrides:
+            if matches(layer, override.layers):
+                keep = keep if override.keep is None else override.keep
+                weight = override.weight or weight
+                activation = override.activation or activation
+                sparse = sparse if override.sparse is None else override.sparse
+        return LayerSettings(keep, weight, activation, sparse)
+
+    def _sparse(self, layer: str) -> bool:
+        rule = self.sparsity
+        return rule is not None and matches(layer, rule.layers) and not matches(layer, rule.exclude)
+
+
+def matches(layer: str, patterns: Sequence[str]) -> bool:
+    """Tell whether one of the globs matches the module path."""
+    return any(fnmatchcase(layer, pattern) for pattern in patterns)
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Return the names of the bundled recipes, sorted."""
+    return tuple(sorted(path.stem for path in resources.recipes().glob("*.yaml")))
+
+
+def load_recipe(text: str) -> Recipe:
+    """Return the bundled recipe called ``text``, or the one in the YAML file at ``text``.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, an unknown key, a value out of range.
+    """
+    path = Path(text)
+    if path.suffix in {".yaml", ".yml"} or path.is_file():
+        return parse_recipe(_read(path), where=text)
+    if text not in recipe_names():
+        known = recipe_names()
+        raise RecipeError(
+            f"recipe {text!r}: neither a bundled recipe nor a .yaml file"
+            f"{_did_you_mean(text, known)}; bundled are {', '.join(known)}"
+        )
+    return parse_recipe(_read(resources.recipes() / f"{text}.yaml"), where=f"recipe {text}")
+
+
+def parse_recipe(text: str, *, where: str) -> Recipe:
+    """Return the recipe written in ``text``.
+
+    Args:
+        text: YAML.
+        where: what error messages call it.
+
+    Raises:
+        RecipeError: not YAML, an unknown key, a value out of range.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{where}: not YAML: {reason}") from error
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where}: found {type(values).__name__}, wanted a table of settings")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_first(error)}") from error
+    except QuantkitError as error:
+        raise RecipeError(f"{where}: {error}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read as a UTF-8 recipe ({error})") from error
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first complaint as one line."""
+    complaint = error.errors()[0]
+    path = [str(part) for part in complaint["loc"]]
+    place = ".".join(path)
+    if complaint["type"] == "extra_forbidden":
+        known = _fields_at(complaint["loc"][:-1])
+        return f"unknown key {place!r}{_did_you_mean(path[-1], known)}; known: {', '.join(known)}"
+    found = "" if complaint["type"] == "missing" else f", found {complaint['input']!r}"
+    return f"{place}: {complaint['msg']}{found}"
+
+
+#: Sections by key, for the keys that a typing mistake may have meant.
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "weight": WeightRecipe,
+    "activation": ActivationRecipe,
+    "sparsity": SparsityRecipe,
+    "calibration": CalibrationRecipe,
+    "overrides": Override,
+    "gates": Gates,
+}
+
+
+def _fields_at(path: Sequence[str | int]) -> tuple[str, ...]:
+    names = [part for part in path if isinstance(part, str)]
+    section = _SECTIONS[names[-1]] if names else Recipe
+    return tuple(section.model_fields)
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
