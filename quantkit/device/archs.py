@@ -1,0 +1,99 @@
+"""The targets of the kernels: how each is compiled, and the limits that its objects must keep."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from quantkit.errors import KernelError
+
+
+class Toolchain(Enum):
+    """What compiles for a target."""
+
+    #: clang >= 19, ahead of time, to a linked code object
+    CLANG = "clang"
+    #: NVRTC from the wheels that torch depends on, to a cubin; needs no GPU
+    NVRTC = "nvrtc"
+    #: the system's C++ compiler, at first use, to a shared library
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class RegisterFile:
+    """What limits how many waves a SIMD holds at once."""
+
+    #: vector registers per lane in one SIMD
+    registers: int
+    #: allocation granule
+    granule: int
+    #: hardware's most waves per SIMD
+    waves: int
+    #: SIMDs that share ``lds`` bytes
+    simds: int
+    lds: int
+
+    def occupancy(self, registers: int, lds: int, block: int) -> int:
+        """Return the waves per SIMD that fit, for a kernel of ``block`` threads."""
+        granules = max(1, -(-registers // self.granule))
+        by_registers = min(self.waves, self.registers // (granules * self.granule))
+        per_block = -(-block // 32)
+        blocks = by_registers * self.simds // per_block
+        if lds:
+            blocks = min(blocks, self.lds // lds)
+        return min(by_registers, blocks * per_block // self.simds)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One target."""
+
+    name: str
+    toolchain: Toolchain
+    description: str
+    #: None for the host
+    register_file: RegisterFile | None = None
+    #: operation -> the matrix instruction without which its object is not what it should be
+    matrix_instruction: tuple[tuple[str, str], ...] = ()
+    #: static LDS a workgroup may have
+    lds_limit: int = 64 * 1024
+
+
+# Sources: RDNA3 and RDNA4 ISA references; occupancies agree with clang 19's
+# -Rpass-analysis=kernel-resource-usage (96 registers: 16 waves, 168: 9, 256: 5).
+_RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 1024)
+# Source: CUDA programming guide, compute capability 8.9: 64 K registers and 48 warps per SM,
+# 100 KB of shared memory, of which 48 KB static.
+_ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
+
+_FP8_WMMA = (
+    ("gemm_fp8", "v_wmma_f32_16x16x16_fp8_fp8"),
+    ("gemm_fp8_sparse", "v_swmmac_f32_16x16x32_fp8_fp8"),
+)
+_F16_WMMA = (
+    ("gemm_fp8", "v_wmma_f32_16x16x16_f16"),
+    ("gemm_fp8_sparse", "v_wmma_f32_16x16x16_f16"),
+)
+
+ARCHS: dict[str, Arch] = {
+    a.name: a
+    for a in (
+        Arch("gfx1200", Toolchain.CLANG, "RDNA4, RX 9060 series", _RDNA, _FP8_WMMA),
+        Arch("gfx1201", Toolchain.CLANG, "RDNA4, RX 9070 series, R9700", _RDNA, _FP8_WMMA),
+        Arch("gfx1100", Toolchain.CLANG, "RDNA3, RX 7900 series", _RDNA, _F16_WMMA),
+        Arch("sm_89", Toolchain.NVRTC, "Ada, RTX 40 series", _ADA, lds_limit=48 * 1024),
+        Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
+    )
+}
+
+#: Whose fragments the host's emulated matrix instruction has; the index is QK_HOST_LAYOUT.
+HOST_LAYOUTS = ("gfx12", "gfx11", "sm89")
+
+
+def find_arch(name: str) -> Arch:
+    """Return the target called ``name``.
+
+    Raises:
+        KernelError: there is none.
+    """
+    if name not in ARCHS:
+        raise KernelError(f"target {name!r}: unknown, wanted one of {', '.join(ARCHS)}")
+    return ARCHS[name]

@@ -1,0 +1,105 @@
+"""Launch geometry: what kernels/launch.json says, as numbers.
+
+Grid expressions are integers, argument names, + - * // and ceil_div(a, b): a language that any
+launcher can read. They are parsed, never evaluated as Python.
+"""
+
+import ast
+import json
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from quantkit.device.ops import Variant
+from quantkit.resources import kernel_sources
+
+Names = Mapping[str, int]
+Expression = Callable[[Names], int]
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How one variant is launched."""
+
+    #: threads of a block, all along x
+    block: int
+    #: blocks along x, y and z, over the argument names
+    grid: tuple[str, str, str]
+    #: static LDS bytes of a block
+    lds: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One entry of the tile menu."""
+
+    m: int
+    n: int
+    block: int
+
+
+@lru_cache(maxsize=1)
+def tiles() -> tuple[Tile, ...]:
+    """Return the tile menu; variant word ``t1`` is its entry 1."""
+    return tuple(Tile(tile["m"], tile["n"], tile["block"]) for tile in _launch_file()["tiles"])
+
+
+def geometry_of(variant: Variant) -> Geometry:
+    """Return the block, grid expressions and LDS of a variant, tile sizes filled in."""
+    entry = _launch_file()[variant.op.name]
+    x, y, z = entry["grid"]
+    word = variant.word("QK_TILE")
+    if not word:
+        return Geometry(entry["block"], (x, y, z), entry["lds"])
+    index = int(word[1:])
+    tile = tiles()[index]
+
+    def fill(text: str) -> str:
+        return text.replace("TILE_M", str(tile.m)).replace("TILE_N", str(tile.n))
+
+    return Geometry(tile.block, (fill(x), fill(y), fill(z)), entry["lds"][index])
+
+
+def compile_expression(text: str) -> Expression:
+    """Return a function from argument values to the value of a grid expression.
+
+    Raises:
+        ValueError: the text is not in the language above.
+    """
+    return _compile(ast.parse(text, mode="eval").body, text)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+@lru_cache(maxsize=1)
+def _launch_file() -> dict[str, Any]:
+    content = json.loads((kernel_sources() / "launch.json").read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+def _compile(node: ast.expr, text: str) -> Expression:
+    match node:
+        case ast.Constant(value=int(value)):
+            return lambda _: value
+        case ast.Name(id=name):
+            return lambda names: names[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            apply, a, b = _OPERATORS[type(op)], _compile(left, text), _compile(right, text)
+            return lambda names: apply(a(names), b(names))
+        case ast.Call(func=ast.Name(id="ceil_div"), args=[left, right], keywords=[]):
+            a, b = _compile(left, text), _compile(right, text)
+            return lambda names: ceil_div(a(names), b(names))
+    raise ValueError(f"grid expression {text!r}: wanted integers, names, + - * // and ceil_div")

@@ -1,0 +1,114 @@
+"""Checks of what is handed to an operation, before anything runs on it."""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import KernelError, ShapeError
+
+#: What the kernels read and write beside codes, and the word for it in a variant's name.
+IO_WORDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+def check_quantize(op: str, x: Tensor, smooth: Tensor | None) -> None:
+    """Refuse inputs of a quantize operation that no back end computes.
+
+    Raises:
+        ShapeError: x is not two-dimensional, or smooth does not have one factor per column.
+        KernelError: a dtype, or a device that differs.
+    """
+    if x.ndim != 2:
+        raise ShapeError(f"{op}: x has shape {_shape(x)}, wanted (M, K); flatten the tokens first")
+    io_word(op, x.dtype)
+    if smooth is not None:
+        expect(op, "smooth", smooth, torch.float32, (x.shape[1],))
+        _check_device(op, "smooth", smooth, x)
+
+
+def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:
+    """Refuse scales that are not float32 with one element, or ``count`` in one dimension."""
+    if scale.dtype != torch.float32:
+        raise KernelError(f"{op}: {name} is {scale.dtype}, wanted float32; scales are never cast")
+    if scale.numel() != 1 and (count is None or scale.shape != (count,)):
+        wanted = "one element" if count is None else f"one element or ({count},)"
+        raise ShapeError(f"{op}: {name} has shape {_shape(scale)}, wanted {wanted}")
+
+
+def check_gemm(
+    op: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weights: tuple[tuple[str, Tensor, int], ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse operands of a GEMM that do not fit together.
+
+    Args:
+        weights: (argument name, tensor, values of K per byte of a row).
+
+    Raises:
+        ShapeError: shapes that do not agree.
+        KernelError: a dtype that is not the operation's, or operands on several devices.
+    """
+    if x.ndim != 2 or x.dtype != torch.uint8:
+        raise ShapeError(
+            f"{op}: x is {x.dtype} of shape {_shape(x)}, wanted uint8 codes of shape (M, K)"
+        )
+    m, k = x.shape
+    n = weights[0][1].shape[0]
+    for name, weight, per_byte in weights:
+        expect(op, name, weight, torch.uint8, (n, k // per_byte))
+        _check_device(op, name, weight, x)
+    check_scale(op, "x_scale", x_scale, m)
+    if w_scale.ndim == 2:
+        _check_group_scale(op, w_scale, n, k)
+    else:
+        check_scale(op, "w_scale", w_scale, n)
+    io_word(op, dtype)
+    if bias is not None:
+        expect(op, "bias", bias, dtype, (n,))
+        _check_device(op, "bias", bias, x)
+    _check_device(op, "x_scale", x_scale, x)
+    _check_device(op, "w_scale", w_scale, x)
+
+
+def expect(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another dtype or shape."""
+    if tensor.dtype != dtype:
+        raise KernelError(f"{op}: {name} is {tensor.dtype}, wanted {dtype}")
+    if tensor.shape != shape:
+        raise ShapeError(f"{op}: {name} has shape {_shape(tensor)}, wanted {shape}")
+
+
+def io_word(op: str, dtype: torch.dtype) -> str:
+    """Return f16, bf16 or f32.
+
+    Raises:
+        KernelError: another dtype.
+    """
+    if dtype not in IO_WORDS:
+        raise KernelError(f"{op}: dtype {dtype}, wanted float16, bfloat16 or float32")
+    return IO_WORDS[dtype]
+
+
+def _check_group_scale(op: str, scale: Tensor, n: int, k: int) -> None:
+    if scale.dtype != torch.float32:
+        raise KernelError(f"{op}: w_scale is {scale.dtype}, wanted float32; scales are never cast")
+    rows, groups = scale.shape
+    if rows != n or groups == 0 or k % groups:
+        raise ShapeError(
+            f"{op}: w_scale has shape {_shape(scale)}, wanted ({n}, groups) with groups dividing "
+            f"K {k}"
+        )
+
+
+def _check_device(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise KernelError(f"{op}: {name} is on {tensor.device}, x is on {x.device}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

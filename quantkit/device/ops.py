@@ -1,0 +1,228 @@
+"""The operations: what each computes, its variants, its arguments, and how exact it must be.
+
+A variant is one compile of one source: a word per axis. Its words, joined, are its name; the index
+of each word is the value of the axis' macro (kernels/include/config.h holds the same numbers).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from quantkit.device import reference
+from quantkit.errors import KernelError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One choice made on the compiler's command line."""
+
+    macro: str
+    #: position in this tuple = value of the macro; an empty word leaves no trace in the name
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One kernel argument, in launch order."""
+
+    name: str
+    #: element type of a pointer (u8, f32, io), or i32 for a number passed by value
+    element: str
+    #: empty for numbers
+    shape: str = ""
+    written: bool = False
+    #: what a null pointer means; empty when null is not allowed
+    null: str = ""
+
+    @property
+    def is_pointer(self) -> bool:
+        """True for device memory, False for a number."""
+        return bool(self.shape)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How far a kernel may be from the exact result rounded once."""
+
+    #: squared error over squared size of the exact result
+    nmse: float
+    #: largest error, in spacings of the output dtype plus float32 spacings of the summed sizes
+    ulp: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation, one source file."""
+
+    name: str
+    source: str
+    formula: str
+    axes: tuple[Axis, ...]
+    args: tuple[Argument, ...]
+    #: K must be a multiple of this, else the launcher refuses
+    k_multiple: int
+    #: the same operation in plain PyTorch
+    reference: Callable[..., object]
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compile of an operation."""
+
+    op: Op
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The words that say what was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_t0``."""
+        return "_".join(word for word in self.words if word)
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in the object file."""
+        return f"{self.op.name}_{self.name}"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The macros of the command line."""
+        pairs = zip(self.op.axes, self.words, strict=True)
+        values = (f"-D{axis.macro}={axis.words.index(word)}" for axis, word in pairs)
+        return (f"-DQK_SYMBOL={self.symbol}", *values)
+
+    def word(self, macro: str) -> str:
+        """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""
+        pairs = zip(self.op.axes, self.words, strict=True)
+        return next((word for axis, word in pairs if axis.macro == macro), "")
+
+
+_FORMATS = ("e4m3fn", "e5m2")
+_IO = Axis("QK_IO", ("f16", "bf16", "f32"))
+_X_FORMAT = Axis("QK_X_FORMAT", _FORMATS)
+_W_FORMAT = Axis("QK_W_FORMAT", _FORMATS)
+_X_SCALE = Axis("QK_X_SCALE", ("tensor", "token"))
+_W_SCALE = Axis("QK_W_SCALE", ("tensor", "channel"))
+_SMOOTH = Axis("QK_SMOOTH", ("", "smooth"))
+_TILE = Axis("QK_TILE", ("t0", "t1", "t2"))
+
+_QUANTIZE_AXES = (_IO, _X_FORMAT, _SMOOTH)
+_GEMM_AXES = (_X_FORMAT, _W_FORMAT, _X_SCALE, _W_SCALE, _IO, _TILE)
+
+_M, _N, _K = Argument("m", "i32"), Argument("n", "i32"), Argument("k", "i32")
+_X = Argument("x", "io", "[m, k]")
+_SMOOTH_ARG = Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)")
+_Q = Argument("q", "u8", "[m, k]", written=True)
+_X_CODES = Argument("x", "u8", "[m, k]")
+_X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
+_W_SCALES = Argument("w_scale", "f32", "[1] or [n]")
+_BIAS = Argument("bias", "io", "[n]", null="no bias")
+_Y = Argument("y", "io", "[m, n]", written=True)
+
+_EXACT = Budget(0.0, 0.0, "divide, clamp and round are exact operations: bytes equal torch's")
+_SUMMED = Budget(
+    1e-5,
+    2.0,
+    "float32 sums of exact products in another order, then one rounding: half a spacing of the "
+    "output (bfloat16: NMSE 2**-18) and a few float32 spacings of the sum of sizes",
+)
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op(
+            name="quantize_fp8_static",
+            source="quantize_fp8_static.hip",
+            formula="q[i, j] = fp8(clamp(x[i, j] * smooth[j] / scale[0], -max, max))",
+            axes=_QUANTIZE_AXES,
+            args=(_X, _SMOOTH_ARG, Argument("scale", "f32", "[1]"), _Q, _M, _K),
+            k_multiple=1,
+            reference=reference.quantize_static,
+            budget=_EXACT,
+        ),
+        Op(
+            name="quantize_fp8_token",
+            source="quantize_fp8_token.hip",
+            formula=(
+                "scale[i] = amax_j(|x[i, j] * smooth[j]|) / max, or 1 if that is 0; "
+                "q[i, j] = fp8(clamp(x[i, j] * smooth[j] / scale[i], -max, max))"
+            ),
+            axes=_QUANTIZE_AXES,
+            args=(_X, _SMOOTH_ARG, Argument("scale", "f32", "[m]", written=True), _Q, _M, _K),
+            k_multiple=1,
+            reference=reference.quantize_token,
+            budget=_EXACT,
+        ),
+        Op(
+            name="gemm_fp8",
+            source="gemm_fp8.hip",
+            formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
+            axes=_GEMM_AXES,
+            args=(
+                _X_CODES,
+                _X_SCALES,
+                Argument("w", "u8", "[n, k]"),
+                _W_SCALES,
+                _BIAS,
+                _Y,
+                _M,
+                _N,
+                _K,
+            ),
+            k_multiple=16,
+            reference=reference.gemm,
+            budget=_SUMMED,
+        ),
+        Op(
+            name="gemm_fp8_sparse",
+            source="gemm_fp8_sparse.hip",
+            formula=(
+                "y[i, j] = sum_k(x[i, k] * dense(w, w_meta)[j, k]) * x_scale[i] * w_scale[j] "
+                "+ bias[j]; nibble g of a row of w_meta holds the positions of w[j, 2g], "
+                "w[j, 2g + 1] in columns 4g to 4g + 3 (bits 1:0 and 3:2)"
+            ),
+            axes=_GEMM_AXES,
+            args=(
+                _X_CODES,
+                _X_SCALES,
+                Argument("w", "u8", "[n, k / 2]"),
+                Argument("w_meta", "u8", "[n, k / 8]"),
+                _W_SCALES,
+                _BIAS,
+                _Y,
+                _M,
+                _N,
+                _K,
+            ),
+            k_multiple=32,
+            reference=reference.gemm_sparse,
+            budget=_SUMMED,
+        ),
+    )
+}
+
+
+def find_op(name: str) -> Op:
+    """Return the operation called ``name``.
+
+    Raises:
+        KernelError: there is none.
+    """
+    if name not in OPS:
+        raise KernelError(f"operation {name!r}: unknown, wanted one of {', '.join(OPS)}")
+    return OPS[name]
+
+
+def all_variants(op: Op) -> Iterator[Variant]:
+    """Yield every combination of the operation's axes."""
+    for words in product(*(axis.words for axis in op.axes)):
+        yield Variant(op, words)
+
+
+def default_variants() -> tuple[Variant, ...]:
+    """Return what an inference program needs: e4m3fn codes, 16-bit input and output."""
+    return tuple(v for op in OPS.values() for v in all_variants(op) if _is_default(v))
+
+
+def _is_default(variant: Variant) -> bool:
+    return "e5m2" not in variant.words and variant.word("QK_IO") != "f32"

@@ -1,0 +1,112 @@
+"""The operations in plain PyTorch: the oracle of every kernel test, and the named fallback.
+
+Codes are uint8 here, as the kernels read them; the format goes beside them by name.
+"""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+import torch
+from torch import Tensor
+
+from quantkit.numerics.formats import find_format
+from quantkit.numerics.packing import unpack_two_of_four
+from quantkit.numerics.scales import cast
+
+
+def decode(codes: Tensor, fmt: str, precision: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of uint8 ``codes``, exactly, in ``precision``."""
+    return codes.contiguous().view(find_format(fmt).torch_dtype).to(precision)
+
+
+def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -> Tensor:
+    """Return the codes of ``x * smooth / scale``, saturated; NaN stays NaN.
+
+    Args:
+        x: (M, K) float16, bfloat16 or float32.
+        scale: float32 with one element.
+        smooth: (K,) float32, or None for ones.
+
+    Returns:
+        (M, K) uint8.
+    """
+    return cast(_smoothed(x, smooth) / scale.reshape(()), find_format(fmt)).view(torch.uint8)
+
+
+def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    """Return codes and one scale per row, amax(|x * smooth|) / max; 1.0 where that is zero.
+
+    Args:
+        x: (M, K) float16, bfloat16 or float32. NaN makes its row's scale NaN, and all its codes.
+
+    Returns:
+        (M, K) uint8 and (M,) float32.
+    """
+    values, target = _smoothed(x, smooth), find_format(fmt)
+    scale = values.abs().amax(dim=1) / target.max
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return cast(values / scale.unsqueeze(1), target).view(torch.uint8), scale
+
+
+def gemm(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    dtype: torch.dtype,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``(x @ w.T) * x_scale * w_scale + bias``, rounded once to ``dtype``.
+
+    Args:
+        x: (M, K) uint8 codes.
+        x_scale: float32, one element or (M,).
+        w: (N, K) uint8 codes.
+        w_scale: float32, one element, (N,), or (N, K / G) with a scale per group along K.
+        bias: (N,) any float dtype, or None.
+        precision: of products and sums; float64 makes them exact enough to judge the others by.
+
+    Returns:
+        (M, N) in ``dtype``.
+    """
+    weight = decode(w, w_format, precision)
+    if w_scale.ndim == 2:
+        weight = weight * _per_column(w_scale, w.shape[1]).to(precision)
+    y = decode(x, x_format, precision) @ weight.T
+    y = y * _column(x_scale).to(precision)
+    if w_scale.ndim < 2:
+        y = y * w_scale.to(precision)
+    return (y if bias is None else y + bias.to(precision)).to(dtype)
+
+
+def gemm_sparse(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_meta: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    dtype: torch.dtype,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``gemm`` of the weight whose kept codes are ``w`` (N, K/2) at ``w_meta`` (N, K/8)."""
+    dense = unpack_two_of_four(w, w_meta)
+    return gemm(x, x_scale, dense, w_scale, bias, x_format, w_format, dtype, precision=precision)
+
+
+def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:
+    return x.float() if smooth is None else x.float() * smooth
+
+
+def _column(scale: Tensor) -> Tensor:
+    return scale.reshape(-1, 1)
+
+
+def _per_column(scale: Tensor, k: int) -> Tensor:
+    return scale.repeat_interleave(k // scale.shape[1], dim=1)
