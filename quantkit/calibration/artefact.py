@@ -1,0 +1,88 @@
+"""The file of an artefact: one safetensors file, JSON in its header, a checksum of both."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.errors import ArtefactError, ModelError
+from quantkit.files import staged_file
+from quantkit.tensorfile import read_header
+
+FORMAT_VERSION = 1
+
+
+def write_artefact(
+    path: Path, kind: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, force: bool
+) -> None:
+    """Write an artefact, whole or not at all.
+
+    Args:
+        path: the file to make.
+        kind: the metadata key, as ``quantkit_calibration``.
+        tensors: by name.
+        about: JSON values that go with them.
+        force: replace an existing file.
+
+    Raises:
+        OutputError: the file exists without ``force``, or cannot be written.
+    """
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(about, sort_keys=True)
+    entry = {"format_version": FORMAT_VERSION, "sha256": _digest(plain, text), "about": text}
+    with staged_file(path, force=force) as stage:
+        save_file(plain, stage, metadata={kind: json.dumps(entry)})
+
+
+def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and what was said about them.
+
+    Raises:
+        ArtefactError: missing, damaged, of another kind, or of a newer version.
+    """
+    if not path.is_file():
+        raise ArtefactError(f"{path}: no such file")
+    try:
+        metadata = read_header(path).metadata
+        if kind not in metadata:
+            raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")
+        entry = json.loads(metadata[kind])
+        version = entry["format_version"]
+        if version != FORMAT_VERSION:
+            raise ArtefactError(
+                f"{path}: format_version {version}, wanted {FORMAT_VERSION}; update quantkit or "
+                "write the file again"
+            )
+        tensors, text = load_file(path), entry["about"]
+    except (ModelError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(f"{path}: damaged ({error}); write it again") from error
+    if _digest(tensors, text) != entry.get("sha256"):
+        raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
+    return tensors, json.loads(text)
+
+
+def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # reshape(-1) first: a scalar has no last axis to view as bytes
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def pack_name(component: str, layer: str, field: str) -> str:
+    """Return the name of a layer's tensor in an artefact."""
+    return f"{component}/{layer}/{field}"
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Undo ``pack_name``: component, layer, field."""
+    component, layer, field = name.split("/")
+    return component, layer, field

@@ -1,0 +1,195 @@
+"""What calibration stores: statistics of the input of every layer, and how they were taken."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.calibration.histogram import BINS, quantiles
+from quantkit.errors import ArtefactError
+from quantkit.models.source import Component
+
+_KIND = "quantkit_calibration"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """The input of one layer over B timestep buckets; C input channels, taps of a conv share."""
+
+    #: float32 (B,), largest |x|
+    amax: Tensor
+    #: float64 (B, BINS), how many |x| fell into each bin of ``histogram``
+    histogram: Tensor
+    #: float32 (B, C), mean of x**2
+    second_moment: Tensor
+    #: float32 (B, C), largest |x|
+    channel_amax: Tensor
+    #: int64 (B,), values seen per channel
+    count: Tensor
+
+    def pooled(self) -> "LayerStatistics":
+        """Return the statistics of all buckets as one (B = 1), exactly."""
+        return self.regrouped([0] * len(self.amax))
+
+    def regrouped(self, targets: Sequence[int]) -> "LayerStatistics":
+        """Return the statistics with bucket b poured into bucket ``targets[b]``."""
+        groups = [
+            torch.tensor([b for b, target in enumerate(targets) if target == wanted])
+            for wanted in range(max(targets) + 1)
+        ]
+        weighted = self.second_moment.double() * self.count.unsqueeze(1)
+        count = torch.stack([self.count[g].sum() for g in groups])
+        moment = torch.stack([weighted[g].sum(dim=0) for g in groups])
+        return LayerStatistics(
+            amax=torch.stack([self.amax[g].amax() for g in groups]),
+            histogram=torch.stack([self.histogram[g].sum(dim=0) for g in groups]),
+            second_moment=(moment / count.clamp(min=1).unsqueeze(1)).float(),
+            channel_amax=torch.stack([self.channel_amax[g].amax(dim=0) for g in groups]),
+            count=count,
+        )
+
+    def rebucketed(self, stored: Sequence[float], wanted: Sequence[float]) -> "LayerStatistics":
+        """Return the statistics per bucket of ``wanted`` edges, some of the ``stored`` ones."""
+        starts = (float("-inf"), *stored)
+        return self.regrouped([bisect_right(wanted, start) for start in starts])
+
+    def percentile(self, percent: float) -> Tensor:
+        """Return the |x| that ``percent`` of all values do not exceed, float64 (B,)."""
+        return quantiles(self.histogram, self.amax, percent / 100)
+
+
+def per_column(channels: Tensor, area: int) -> Tensor:
+    """Return values per channel as values per column of the rows that the kernels read.
+
+    Args:
+        channels: (..., C).
+        area: taps kh * kw; 1 for a Linear.
+
+    Returns:
+        (..., kh * kw * C), the channels of each tap in turn.
+    """
+    return channels.repeat(*[1] * (channels.ndim - 1), area)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a calibration was taken."""
+
+    #: SHA-256 of each layer's source weight, by component and layer
+    digests: dict[str, dict[str, str]]
+    #: name of the recipe
+    recipe: str
+    prompts: int
+    #: SHA-256 of the prompts, one a line
+    prompts_digest: str
+    steps: int
+    guidance: float | None
+    seed: int
+    #: calls of the denoiser per bucket
+    calls: dict[str, list[int]]
+    #: of quantkit, torch and diffusers
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Statistics of all layers, by component and module path."""
+
+    layers: dict[str, dict[str, LayerStatistics]]
+    #: ascending timesteps between buckets, in the unit the denoiser is called with
+    edges: tuple[float, ...]
+    metadata: Provenance
+
+    def of(self, component: Component) -> Mapping[str, LayerStatistics]:
+        """Return the statistics of a component's layers.
+
+        A denoiser that was packed alone finds the statistics taken from its pipeline.
+
+        Raises:
+            ArtefactError: the calibration has no such component.
+        """
+        return self.layers[find_component(component.name, tuple(self.layers), "calibration")]
+
+    def digests_of(self, component: Component) -> Mapping[str, str]:
+        """Return the SHA-256 of the source weights the statistics belong to."""
+        table = self.metadata.digests
+        return table[find_component(component.name, tuple(table), "calibration")]
+
+
+def find_component(name: str, stored: tuple[str, ...], what: str) -> str:
+    """Return the key of an artefact that a component's name means.
+
+    Raises:
+        ArtefactError: none, or more than one could be meant.
+    """
+    if name in stored:
+        return name
+    if len(stored) == 1 and "" in (name, *stored):
+        return stored[0]
+    raise ArtefactError(
+        f"{what}: has no component {name or '(alone)'!r}, found {', '.join(map(repr, stored))}; "
+        "make it from this model"
+    )
+
+
+def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> None:
+    """Write the calibration to one safetensors file.
+
+    Raises:
+        OutputError: the file exists without ``force``, or cannot be written.
+    """
+    tensors = {
+        pack_name(component, layer, field.name): getattr(statistics, field.name)
+        for component, layers in calibration.layers.items()
+        for layer, statistics in layers.items()
+        for field in fields(statistics)
+    }
+    about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
+    write_artefact(path, _KIND, tensors, about, force=force)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read what ``save_calibration`` wrote.
+
+    Raises:
+        ArtefactError: missing, damaged, or of a newer version.
+    """
+    tensors, about = read_artefact(path, _KIND)
+    try:
+        grouped: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for name, tensor in tensors.items():
+            component, layer, field = split_name(name)
+            grouped.setdefault(component, {}).setdefault(layer, {})[field] = tensor
+        edges = tuple(map(float, about["edges"]))
+        layers = {
+            component: {
+                name: _statistics(f"{component}/{name}", parts, len(edges) + 1)
+                for name, parts in table.items()
+            }
+            for component, table in grouped.items()
+        }
+        return Calibration(layers, edges, Provenance(**about["provenance"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtefactError(f"{path}: damaged ({error}); calibrate again") from error
+
+
+def _statistics(where: str, parts: dict[str, Any], buckets: int) -> LayerStatistics:
+    statistics = LayerStatistics(**parts)
+    channels = statistics.channel_amax.shape[-1]
+    wanted = {
+        "amax": (buckets,),
+        "histogram": (buckets, BINS),
+        "second_moment": (buckets, channels),
+        "channel_amax": (buckets, channels),
+        "count": (buckets,),
+    }
+    for field, shape in wanted.items():
+        found = tuple(parts[field].shape)
+        if found != shape:
+            raise ValueError(f"{where}/{field}: shape {found}, wanted {shape}")
+    return statistics

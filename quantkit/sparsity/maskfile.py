@@ -1,0 +1,127 @@
+"""Masks as values, and the file that holds them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.calibration.statistics import find_component
+from quantkit.errors import ArtefactError, ShapeError
+from quantkit.models.source import Component
+from quantkit.numerics.masks import Pattern, parse_pattern
+
+_KIND = "quantkit_masks"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMask:
+    """Which weights of one layer are kept."""
+
+    #: uint8 (N, ceil(K / 8)) over rows as the kernels read them; bit i of a byte is column 8j + i
+    bits: Tensor
+    pattern: Pattern
+    #: SHA-256 of the source weight the mask was chosen for
+    source_digest: str
+    #: estimated share of the output's power that is lost: sum(E[x^2] dw^2) / sum(E[x^2] w^2)
+    error: float
+
+    def dense(self, n: int, k: int) -> Tensor:
+        """Return the mask as bool (n, k).
+
+        Raises:
+            ShapeError: the mask has another shape.
+        """
+        if tuple(self.bits.shape) != (n, -(-k // 8)):
+            raise ShapeError(
+                f"mask of {tuple(self.bits.shape)} bytes does not fit a weight of ({n}, {k})"
+            )
+        bits = np.unpackbits(self.bits.numpy(), axis=1, count=k, bitorder="little")
+        return torch.from_numpy(bits).bool()
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Return a bool (N, K) mask as the bits of ``LayerMask``."""
+    return torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little"))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided for one layer that the recipe wanted sparse."""
+
+    component: str
+    layer: str
+    #: None: it was not measured, because it cannot be sparse
+    error: float | None
+    chosen: bool
+    #: why not; "" when chosen
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class MaskSet:
+    """The masks of a model, by component and module path."""
+
+    layers: dict[str, dict[str, LayerMask]]
+    method: str
+    pattern: Pattern
+    decisions: tuple[Decision, ...] = ()
+
+    def of(self, component: Component) -> Mapping[str, LayerMask]:
+        """Return the masks of a component's layers.
+
+        Raises:
+            ArtefactError: the set has no such component.
+        """
+        return self.layers[find_component(component.name, tuple(self.layers), "masks")]
+
+
+def save_masks(masks: MaskSet, path: Path, *, force: bool) -> None:
+    """Write the masks to one safetensors file.
+
+    Raises:
+        OutputError: the file exists without ``force``, or cannot be written.
+    """
+    tensors = {
+        pack_name(component, layer, "bits"): mask.bits
+        for component, layers in masks.layers.items()
+        for layer, mask in layers.items()
+    }
+    about = {
+        "method": masks.method,
+        "pattern": str(masks.pattern),
+        "decisions": [asdict(decision) for decision in masks.decisions],
+        "layers": {
+            component: {
+                layer: {"source_digest": mask.source_digest, "error": mask.error}
+                for layer, mask in layers.items()
+            }
+            for component, layers in masks.layers.items()
+        },
+    }
+    write_artefact(path, _KIND, tensors, about, force=force)
+
+
+def load_masks(path: Path) -> MaskSet:
+    """Read what ``save_masks`` wrote.
+
+    Raises:
+        ArtefactError: missing, damaged, or of a newer version.
+    """
+    tensors, about = read_artefact(path, _KIND)
+    try:
+        pattern = parse_pattern(about["pattern"])
+        layers: dict[str, dict[str, LayerMask]] = {name: {} for name in about["layers"]}
+        for name, bits in tensors.items():
+            component, layer, _ = split_name(name)
+            entry = about["layers"][component][layer]
+            layers[component][layer] = LayerMask(
+                bits, pattern, str(entry["source_digest"]), float(entry["error"])
+            )
+        decisions = tuple(Decision(**entry) for entry in about["decisions"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtefactError(f"{path}: damaged ({error}); choose the masks again") from error
+    return MaskSet(layers, str(about["method"]), pattern, decisions)
