@@ -41,25 +41,4 @@ QK_DEVICE u8 encode_fp8(f32 value) {
   return static_cast<u8>((magnitude > 0x7f800000u ? 0x7fu : rounded) | (bits >> 24 & 0x80u));
 }
 
-/// Two codes of one 32-bit word (bytes 0, 1 or 2, 3, already moved into the high byte of each half) to two f16,
-/// exactly. NaN and Inf stay NaN and Inf.
-template <Format kFormat>
-QK_DEVICE u32 widen_high_bytes(u32 pair);
-
-/// e5m2 is the high byte of f16.
-template <>
-QK_DEVICE u32 widen_high_bytes<Format::kE5M2>(u32 pair) {
-  return pair;
-}
-
-/// e4m3fn: the magnitude moves down by one bit and the value becomes 2^-8 of the true one. Multiplying by 2^8 is
-/// exact and turns subnormal codes into normal f16, so that no matrix unit can flush them. Adding 0x80 carries into
-/// bit 14 for the NaN code alone, and with that bit the pattern is an f16 NaN before and after the product.
-template <>
-QK_DEVICE u32 widen_high_bytes<Format::kE4M3FN>(u32 pair) {
-  const u32 magnitude = pair >> 1 & 0x3f803f80u;
-  const u32 nan = (magnitude + 0x00800080u) & 0x40004000u;
-  return scale_half_pair(magnitude | nan | (pair & 0x80008000u));
-}
-
 }  // namespace qk

@@ -30,6 +30,7 @@ struct alignas(16) Vec16 {
 #  include "runtime.h"
 #  define QK_DEVICE inline
 #  define QK_UNROLL
+#  define QK_NO_UNROLL
 #  define QK_KERNEL(threads) static void
 #  define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
 #  define QK_HOST_ENTRY(threads, lds_bytes)                                                              \
@@ -104,11 +105,19 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }
 
+/// Two f16 in a word, each times 2^8.
+QK_DEVICE u32 scale_half_pair(u32 pair) {
+  const u32 low = float_to_half(half_to_float(static_cast<u16>(pair)) * 0x1p8f);
+  const u32 high = float_to_half(half_to_float(static_cast<u16>(pair >> 16)) * 0x1p8f);
+  return low | high << 16;
+}
+
 }  // namespace qk
 
 #else
 // ------------------------------------------------------------------------------------------- devices
 #  define QK_UNROLL _Pragma("unroll")
+#  define QK_NO_UNROLL _Pragma("unroll 1")
 #  define QK_HOST_ENTRY(threads, lds_bytes)
 #  if defined(__AMDGCN__) || defined(__HIP__) || defined(__HIPCC_RTC__)
 #    define QK_AMD 1
@@ -156,6 +165,13 @@ QK_DEVICE u32 lane_xor(u32 value, int mask) {
 QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
 QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
+
+/// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
+QK_DEVICE u32 scale_half_pair(u32 pair) {
+  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+  const Half2 factor = {static_cast<_Float16>(256.0f), static_cast<_Float16>(256.0f)};
+  return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, pair) * factor);
+}
 
 #  else  // NVIDIA
 

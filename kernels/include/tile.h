@@ -110,7 +110,8 @@ struct TileLoop {
   static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n, int lane) {
     const u8* const x_rows = buffer + wave_m * kPitchX;
     const u8* const w_rows = buffer + kBytesX + wave_n * kPitchW;
-    QK_UNROLL
+    // Unrolled, the fragments of all chunks live at once: gfx1100 spilled 245 registers, gfx1201 filled all 256.
+    QK_NO_UNROLL
     for (int chunk = 0; chunk < Tile::kK / Mma::kChunk; ++chunk) {
       typename Mma::A a[Tile::kBlocksN];
       typename Mma::B b[Tile::kBlocksM];
