@@ -22,7 +22,7 @@ def staged_directory(output: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         OutputError: ``output`` exists without ``force``, or cannot be written (no space left).
     """
-    _refuse_existing(output, force=force)
+    refuse_existing(output, force=force)
     with _translated(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -43,7 +43,7 @@ def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         OutputError: ``output`` exists without ``force``, or cannot be written.
     """
-    _refuse_existing(output, force=force)
+    refuse_existing(output, force=force)
     with _translated(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     stage = output.parent / f".{output.name}.{os.getpid()}"
@@ -57,7 +57,12 @@ def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
         stage.unlink(missing_ok=True)
 
 
-def _refuse_existing(output: Path, *, force: bool) -> None:
+def refuse_existing(output: Path, *, force: bool) -> None:
+    """Refuse an output that exists, so that long work need not end in that error.
+
+    Raises:
+        OutputError: ``output`` exists without ``force``.
+    """
     if output.exists() and not force:
         raise OutputError(f"{output}: exists already; pass --force to replace it, or another path")
 
