@@ -21,6 +21,9 @@ QUANT_METHOD = "quantkit"
 #: The key of config.json that holds the schemes.
 CONFIG_KEY = "quantization_config"
 
+#: The tensors that a packed layer may own besides its bias.
+PACKED_PARTS = ("weight", "weight_meta", "weight_scale", "input_scale", "input_smooth")
+
 #: Names that FORMAT.md keeps for later: a reader of this version refuses them.
 RESERVED_WEIGHTS = ("int8", "int4")
 
@@ -181,7 +184,6 @@ def layer_tensors(
         raise CheckpointError(f"{layer}: dense shape {list(shape)} is no weight of a {kind}")
     check_divides(layer, scheme, shape)
     n, k = rows_of(shape)
-    channels = shape[1]
     codes = scheme.weight.safetensors_dtype
     specs = [TensorSpec(f"{layer}.weight", codes, _weight_shape(scheme, shape))]
     if scheme.sparsity is not None:
@@ -192,7 +194,7 @@ def layer_tensors(
         buckets = (len(scheme.buckets) + 1,) if scheme.buckets else ()
         specs.append(TensorSpec(f"{layer}.input_scale", "F32", buckets))
     if scheme.smooth:
-        specs.append(TensorSpec(f"{layer}.input_smooth", "F32", (channels,)))
+        specs.append(TensorSpec(f"{layer}.input_smooth", "F32", (shape[1],)))
     if bias_dtype is not None:
         specs.append(TensorSpec(f"{layer}.bias", bias_dtype, (n,)))
     return tuple(specs)
@@ -204,8 +206,7 @@ def check_divides(layer: str, scheme: Scheme, shape: tuple[int, ...]) -> None:
     Raises:
         CheckpointError: naming the layer, the dimension and the divisor.
     """
-    axis, channels = ("C", shape[1]) if len(shape) == 4 else ("K", shape[1])
-    k = rows_of(shape)[1]
+    axis, channels, k = "C" if len(shape) == 4 else "K", shape[1], rows_of(shape)[1]
     if scheme.sparsity is not None and channels % 4:
         raise CheckpointError(f"{layer}: {axis} {channels} is not a multiple of 4, which 2:4 needs")
     if scheme.sparsity is not None and k % 8:

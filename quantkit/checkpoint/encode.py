@@ -1,0 +1,158 @@
+"""One weight, from 16 or 32 bit to packed tensors, block by block of rows.
+
+Rows are independent, so blocks of any size give the same bytes. What needs the whole weight (a
+scale per tensor, smoothing) takes a pass of its own over it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from hashlib import sha256
+from math import prod
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.layout import Sink
+from quantkit.checkpoint.metadata import LayerRecord
+from quantkit.checkpoint.rows import Digest, SourceTensor
+from quantkit.errors import NonFiniteError, ShapeError
+from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.granularity import PerTensor
+from quantkit.numerics.packing import pack_two_of_four
+from quantkit.numerics.scales import MSE_GRID, WEIGHT_SCALES, cast, quantize, scale_of_amax
+from quantkit.numerics.scheme import Scheme
+
+#: (rows (R, K) float32 as in the source, index of the first) -> bool (R, K), True where kept
+MaskSource = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """All that is known of a layer before its weight is read."""
+
+    layer: str
+    scheme: Scheme
+    #: amax or mse
+    observer: str
+    #: None: dense
+    mask: MaskSource | None = None
+    #: amax of each column |w| (K,) -> factor (C,) by which inputs are multiplied
+    smooth: Callable[[Tensor], Tensor] | None = None
+    #: factor or None -> static scale, [] or [buckets]
+    input_scale: Callable[[Tensor | None], Tensor] | None = None
+
+
+def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
+    """Write the packed tensors of one layer.
+
+    Args:
+        plan: its treatment.
+        source: its dense weight.
+        sinks: by part: weight, weight_scale, and what the scheme asks for besides.
+
+    Returns:
+        the dense shape and the SHA-256 of the source weight.
+
+    Raises:
+        NonFiniteError: NaN or Inf in the weight, or after smoothing.
+        ShapeError: a mask that does not fit.
+    """
+    return _Encoder(plan, source).run(sinks)
+
+
+class _Encoder:
+    def __init__(self, plan: WeightPlan, source: SourceTensor) -> None:
+        self._plan = plan
+        self._source = source
+        self._digest = sha256()
+        self._passes = 0
+        #: (C,) and (K,): the smoothing factor by channel and by column
+        self._factor: Tensor | None = None
+        self._columns: Tensor | None = None
+
+    def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
+        if self._plan.smooth is not None:
+            self._factor = self._plan.smooth(self._column_amax())
+            self._columns = self._per_column(self._factor)
+            _append(sinks["input_smooth"], self._factor)
+        if self._plan.input_scale is not None:
+            _append(sinks["input_scale"], self._plan.input_scale(self._factor))
+        whole = isinstance(self._plan.scheme.granularity, PerTensor)
+        scale = self._tensor_scale() if whole else None
+        if scale is not None:
+            _append(sinks["weight_scale"], scale)
+        for rows, mask in self._blocks():
+            self._encode(rows, mask, scale, sinks)
+        return LayerRecord(self._source.info.shape, self._digest.hexdigest())
+
+    def _encode(
+        self, rows: Tensor, mask: Tensor | None, scale: Tensor | None, sinks: Mapping[str, Sink]
+    ) -> None:
+        scheme = self._plan.scheme
+        if scale is None:
+            scale = WEIGHT_SCALES[self._plan.observer](rows, scheme.weight, scheme.granularity)
+            _append(sinks["weight_scale"], scale)
+        codes = quantize(rows, scale, scheme.weight, scheme.granularity).view(torch.uint8)
+        if mask is None:
+            _append(sinks["weight"], codes)
+            return
+        try:
+            values, meta = pack_two_of_four(codes, mask)
+        except ShapeError as error:
+            raise ShapeError(f"{self._plan.layer}: {error}") from error
+        _append(sinks["weight"], values)
+        _append(sinks["weight_meta"], meta)
+
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield rows as they are cast, smoothed and zero where nothing is kept, and their mask."""
+        for first, rows in self._source_blocks():
+            # Chosen before smoothing: |w| is compared with its neighbours as the source has it.
+            mask = None if self._plan.mask is None else self._plan.mask(rows, first)
+            if self._columns is not None:
+                rows.div_(self._columns)
+                if not bool(torch.isfinite(rows).all()):
+                    raise NonFiniteError(
+                        f"{self._plan.layer}: smoothing overflows the weight; lower smooth"
+                    )
+            if mask is not None:
+                rows.mul_(mask)
+            yield rows, mask
+
+    def _source_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows); the first pass hashes the source's bytes."""
+        self._passes += 1
+        digest: Digest | None = self._digest if self._passes == 1 else None
+        return self._source.blocks(digest)
+
+    def _column_amax(self) -> Tensor:
+        return reduce(torch.maximum, (rows.abs().amax(dim=0) for _, rows in self._source_blocks()))
+
+    def _per_column(self, factor: Tensor) -> Tensor:
+        """Return (C,) repeated for each tap: columns are channels last."""
+        return factor.repeat(prod(self._source.info.shape[1:]) // factor.numel())
+
+    def _tensor_scale(self) -> Tensor:
+        """Return the one scale of the weight, shape []."""
+        fmt = self._plan.scheme.weight
+        amax = reduce(torch.maximum, (rows.abs().amax() for rows, _ in self._blocks()))
+        base = scale_of_amax(amax, fmt)
+        if self._plan.observer == "amax":
+            return base
+        # A subnormal base times a fraction can round to zero, which nothing is divided by.
+        candidates = [base * fraction for fraction in MSE_GRID if base * fraction > 0]
+        errors = torch.zeros(len(candidates), dtype=torch.float64)
+        for rows, _ in self._blocks():
+            errors += torch.stack([_squared_error(rows, scale, fmt) for scale in candidates])
+        # argmin takes the first of equals, which is nearest to the amax scale.
+        return candidates[int(errors.argmin())]
+
+
+def _squared_error(rows: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    error = cast(rows / scale, fmt).float() * scale - rows
+    return error.square().sum(dtype=torch.float64)
+
+
+def _append(sink: Sink, tensor: Tensor) -> None:
+    # reshape(-1) first: a scalar has no last axis to view as bytes.
+    sink.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,105 @@
+"""Where each tensor of a safetensors file lies, decided before its data exists.
+
+The bytes are those that the safetensors library writes for the same tensors, with one choice where
+the library has none: it writes the metadata keys in random order, here they ascend.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from typing import Any
+
+from quantkit.checkpoint.spec import TensorSpec
+from quantkit.tensorfile import ITEM_BYTES
+
+#: File order of dtypes: the library sorts by its enumeration, descending, so that every tensor is
+#: aligned to its item. Source: safetensors 0.8.0, observed; the tests compare with the library.
+DTYPE_ORDER = (
+    "U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ",
+    "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL",
+)  # fmt: skip
+
+#: The data starts at a multiple of this; the header is padded with spaces.
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one tensor in the file."""
+
+    spec: TensorSpec
+    #: absolute offset of the first byte
+    start: int
+    #: absolute offset past the last byte
+    stop: int
+
+
+def file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return the tensors as the library orders them: by dtype, then by name (bytewise)."""
+    return sorted(specs, key=lambda spec: (DTYPE_ORDER.index(spec.dtype), spec.name.encode()))
+
+
+def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return everything before the data: the length, the JSON, the padding.
+
+    Args:
+        specs: the tensors of the file, in any order.
+        metadata: text to text.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    position = 0
+    for spec in file_order(specs):
+        stop = position + _nbytes(spec)
+        offsets = [position, stop]
+        table[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
+        position = stop
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def place(specs: Sequence[TensorSpec], header_bytes: int) -> dict[str, Slot]:
+    """Return the place of every tensor in a file whose header takes ``header_bytes``."""
+    slots, position = {}, header_bytes
+    for spec in file_order(specs):
+        slots[spec.name] = Slot(spec, position, position + _nbytes(spec))
+        position = slots[spec.name].stop
+    return slots
+
+
+class Sink:
+    """Takes the bytes of one tensor in order, puts them in its slot and hashes them."""
+
+    def __init__(self, descriptor: int, slot: Slot) -> None:
+        self._descriptor = descriptor
+        self._slot = slot
+        self._position = slot.start
+        self._digest = sha256()
+
+    def append(self, data: memoryview) -> None:
+        """Write the next bytes of the tensor."""
+        data = data.cast("B")
+        assert self._position + len(data) <= self._slot.stop, self._slot.spec.name
+        self._digest.update(data)
+        write_at(self._descriptor, data, self._position)
+        self._position += len(data)
+
+    def close(self) -> str:
+        """Return the SHA-256 of the whole tensor, in hex."""
+        assert self._position == self._slot.stop, self._slot.spec.name
+        return self._digest.hexdigest()
+
+
+def write_at(descriptor: int, data: memoryview | bytes, position: int) -> None:
+    """Write all of ``data`` at an offset; one call of the system may take only a part."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(descriptor, rest, position)
+        rest, position = rest[count:], position + count
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * ITEM_BYTES[spec.dtype]
