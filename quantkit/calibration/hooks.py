@@ -1,0 +1,217 @@
+"""Hooks on a running denoiser: what its layers read, summed up where it is, per timestep bucket.
+
+Memory is one accumulator per layer and bucket whatever the number of prompts, and the device is
+waited for once per call of the denoiser, when the timestep is read.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibration.histogram import BINS, count_bins
+from quantkit.calibration.statistics import LayerStatistics
+from quantkit.errors import ModelError, NonFiniteError, RecipeError
+from quantkit.models.layers import Layer
+from quantkit.models.timestep import bucket_of, timestep_argument
+
+
+@dataclass(eq=False)
+class _Sums:
+    """The accumulators of one layer over all buckets, on the device."""
+
+    channel_amax: Tensor
+    squares: Tensor
+    histogram: Tensor
+    count: list[int]
+
+    def add(self, bucket: int, values: Tensor, channel_axis: int) -> Tensor:
+        """Add one input; return whether it holds NaN or Inf, as a tensor on the device."""
+        values = values.detach().float()
+        others = [axis for axis in range(values.ndim) if axis != channel_axis % values.ndim]
+        amax = values.abs().amax(dim=others)
+        self.channel_amax[bucket] = torch.maximum(self.channel_amax[bucket], amax)
+        self.squares[bucket] += values.square().sum(dim=others).double()
+        self.histogram[bucket] += count_bins(values)
+        self.count[bucket] += values.numel() // len(amax)
+        return ~amax.isfinite().all()
+
+    def statistics(self) -> LayerStatistics:
+        """Return the sums as statistics on the CPU."""
+        count = torch.tensor(self.count)
+        channel_amax = self.channel_amax.cpu()
+        mean = self.squares.cpu() / count.clamp(min=1).unsqueeze(1)
+        return LayerStatistics(
+            amax=channel_amax.amax(dim=1),
+            histogram=self.histogram.cpu(),
+            second_moment=mean.float(),
+            channel_amax=channel_amax,
+            count=count,
+        )
+
+
+class Collector:
+    """Observes the layers of one denoiser; ``attached`` is where it listens."""
+
+    def __init__(
+        self, name: str, denoiser: nn.Module, layers: Sequence[Layer], buckets: int
+    ) -> None:
+        """Prepare to observe.
+
+        Args:
+            name: the component's, for messages.
+            denoiser: the module the pipeline calls.
+            layers: those to observe.
+            buckets: how many timestep buckets.
+
+        Raises:
+            ModelError: a layer of the files is not the module that diffusers builds.
+        """
+        self.name = name
+        self.denoiser = denoiser
+        self.calls = [0] * buckets
+        self.edges: tuple[float, ...] | None = None
+        self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
+        self._sums: dict[str, _Sums] = {}
+        #: layers in the order of their first call: the first one named is where NaN came up
+        self._order: list[str] = []
+        self._bad: Tensor | None = None
+        self._bucket = 0
+        self._timestep = 0.0
+
+    @contextmanager
+    def attached(self, scheduler: Any, report: Callable[[int], None]) -> Iterator[None]:
+        """Listen while the body runs the pipeline.
+
+        Args:
+            scheduler: its ``timesteps`` are read at the first call, and give the bucket edges.
+            report: called with the number of calls so far, at every call.
+
+        Raises:
+            NonFiniteError: an input held NaN or Inf; the text names the layer and the step.
+        """
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._begin_call(timestep_argument(self.denoiser.forward, args, kwargs), scheduler)
+            report(sum(self.calls))
+
+        handles = [self.denoiser.register_forward_pre_hook(begin, with_kwargs=True)]
+        try:
+            for layer, module in self._modules.items():
+                axis = 1 if isinstance(module, nn.Conv2d) else -1
+                handles.append(module.register_forward_pre_hook(self._listener(layer, axis)))
+            yield
+            if self._bad is not None:
+                self._refuse_bad(self._bad.tolist())
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def statistics(self) -> dict[str, LayerStatistics]:
+        """Return the statistics of every layer that was called.
+
+        Raises:
+            ModelError: a bucket saw no call of the denoiser.
+        """
+        if 0 in self.calls:
+            raise ModelError(
+                f"{self.name}: timestep bucket {self.calls.index(0)} saw no call (calls "
+                f"{self.calls}, edges {self.edges}); calibrate with buckets 1"
+            )
+        return {name: sums.statistics() for name, sums in self._sums.items()}
+
+    def _begin_call(self, timestep: Any, scheduler: Any) -> None:
+        flat = torch.as_tensor(timestep).double().reshape(-1)[:1]
+        if self._bad is None:
+            values = flat.tolist()
+        else:
+            # One wait for the device brings both, the timestep and last call's verdict.
+            values = torch.cat((flat.to(self._bad.device), self._bad.double())).tolist()
+        self._refuse_bad(values[1:])
+        self._timestep = values[0]
+        if self.edges is None:
+            self.edges = split_schedule(scheduler, self._timestep, len(self.calls))
+        self._bucket = bucket_of(self._timestep, self.edges)
+        self.calls[self._bucket] += 1
+
+    def _refuse_bad(self, flags: Sequence[float]) -> None:
+        for layer, flag in zip(self._order, flags, strict=False):
+            if flag:
+                raise NonFiniteError(
+                    f"{self.name}.{layer}: NaN or Inf in its input at step {sum(self.calls)} "
+                    f"(timestep {self._timestep:g}); if the model overflows in float16, calibrate "
+                    "with --device cpu, which computes in float32"
+                )
+
+    def _listener(self, layer: str, axis: int) -> Callable[..., None]:
+        def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
+            values = args[0]
+            if layer not in self._sums:
+                self._sums[layer] = self._new_sums(values.device, values.shape[axis])
+                self._order.append(layer)
+            if self._bad is None:
+                self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=values.device)
+            bad = self._sums[layer].add(self._bucket, values, axis)
+            self._bad[self._order.index(layer)] |= bad
+
+        return listen
+
+    def _new_sums(self, device: torch.device, channels: int) -> _Sums:
+        buckets = len(self.calls)
+        return _Sums(
+            channel_amax=torch.zeros(buckets, channels, device=device),
+            squares=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
+            histogram=torch.zeros(buckets, BINS, device=device, dtype=torch.float64),
+            count=[0] * buckets,
+        )
+
+
+def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, ...]:
+    """Return the edges that give every bucket the same number of steps, give or take one.
+
+    Args:
+        scheduler: of diffusers, its timesteps set.
+        first: the timestep of the first call. Its ratio to the scheduler's first one is the unit
+            that the denoiser is called in: 1 for SD, 1 / 1000 for Flux.
+        buckets: how many.
+
+    Returns:
+        buckets - 1 ascending timesteps, each halfway between two steps, in the denoiser's unit.
+
+    Raises:
+        RecipeError: fewer distinct steps than buckets.
+        ModelError: the denoiser is not called with a multiple of the scheduler's timesteps.
+    """
+    steps = [float(step) for step in scheduler.timesteps]
+    unit = first / steps[0] if steps[0] else 0.0
+    if unit <= 0:
+        raise ModelError(
+            f"the denoiser is called with timestep {first:g} where the scheduler has {steps[0]:g}; "
+            "timestep buckets cannot be told apart"
+        )
+    distinct = sorted(set(steps))
+    if len(distinct) < buckets:
+        raise RecipeError(
+            f"calibration.buckets {buckets}: the schedule has {len(distinct)} steps; take fewer "
+            "buckets or more steps"
+        )
+    cuts = [round(i * len(distinct) / buckets) for i in range(1, buckets)]
+    return tuple(unit * (distinct[cut - 1] + distinct[cut]) / 2 for cut in cuts)
+
+
+def _find_module(denoiser: nn.Module, layer: Layer, component: str) -> nn.Module:
+    try:
+        module = denoiser.get_submodule(layer.name)
+    except AttributeError as error:
+        raise ModelError(f"{component}: diffusers builds no module {layer.name}") from error
+    wanted = nn.Linear if layer.kind == "linear" else nn.Conv2d
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, wanted) or weight is None or tuple(weight.shape) != layer.shape:
+        raise ModelError(
+            f"{component}.{layer.name}: found {type(module).__name__}, wanted {wanted.__name__} "
+            f"with a weight of {layer.shape}; the family's description does not fit"
+        )
+    return module
