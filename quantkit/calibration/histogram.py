@@ -71,5 +71,6 @@ def quantiles(counts: Tensor, amax: Tensor, share: float) -> Tensor:
     inside = counts.double().gather(1, index)
     before = cumulated.gather(1, index) - inside
     low, high = edges[index].minimum(top), edges[index + 1].minimum(top)
-    value = low + (high - low) * ((rank - before) / inside.clamp(min=1)).clamp(0, 1)
+    # The r-th of n values in a bin is taken at (r + 1) / n of it, so that the last one is amax.
+    value = low + (high - low) * ((rank - before + 1) / inside.clamp(min=1)).clamp(0, 1)
     return torch.where(total > 0, value, torch.zeros_like(value)).squeeze(1)

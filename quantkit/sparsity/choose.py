@@ -1,0 +1,181 @@
+"""Choosing masks for a model, weight by weight: no more than one weight is ever in memory."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.digest import sha256_of
+from quantkit.errors import ArtefactError, ModelError, NonFiniteError
+from quantkit.models.layers import Layer, list_layers
+from quantkit.models.plan import dense_reason, kept_reason
+from quantkit.models.source import Component, Model
+from quantkit.numerics.masks import MASKS, Pattern, choose_mask, parse_pattern
+from quantkit.numerics.packing import to_rows
+from quantkit.progress import Progress
+from quantkit.recipe import Recipe, SparsityRecipe
+from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
+
+#: Weights whose mask is chosen at a time; the comparisons need about ten bytes for each.
+BLOCK = 1 << 22
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def choose_masks(
+    model: Model, recipe: Recipe, calibration: Calibration | None, *, progress: Progress
+) -> MaskSet:
+    """Return the masks that the recipe's sparsity section asks for.
+
+    Masks are decided in float32 on the source weights, before any scaling or cast. A layer is
+    masked if the patterns want it, if it can be sparse, and if its estimated error is within the
+    budget (where one is set).
+
+    Args:
+        model: the source.
+        recipe: a missing sparsity section means the section's defaults.
+        calibration: input statistics; without them every input channel counts the same.
+        progress: told of layers done.
+
+    Raises:
+        RecipeError: a method that needs a calibration, without one.
+        ArtefactError: the calibration was taken from other weights.
+        NonFiniteError: NaN or Inf in a weight.
+    """
+    rule = recipe.sparsity or SparsityRecipe()
+    pattern = parse_pattern(rule.pattern)
+    recipe = recipe.model_copy(update={"sparsity": rule})
+    masks: dict[str, dict[str, LayerMask]] = {}
+    decisions = []
+    for component in model.components:
+        inputs = _Inputs.of(component, calibration)
+        chosen = masks.setdefault(component.name, {})
+        for layer in _walk(component, recipe, progress):
+            decision, mask = _decide(component, layer, rule, pattern, inputs)
+            decisions.append(decision)
+            if mask is not None:
+                chosen[layer.name] = mask
+    return MaskSet(masks, rule.method, pattern, tuple(decisions))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a calibration knows of one component's inputs; nothing, without one."""
+
+    calibrated: bool
+    statistics: Mapping[str, LayerStatistics]
+    digests: Mapping[str, str]
+
+    @classmethod
+    def of(cls, component: Component, calibration: Calibration | None) -> "_Inputs":
+        if calibration is None:
+            return cls(calibrated=False, statistics={}, digests={})
+        return cls(
+            calibrated=True,
+            statistics=calibration.of(component),
+            digests=calibration.digests_of(component),
+        )
+
+    def second_moment(self, layer: Layer, digest: str) -> Tensor | None:
+        """Return E[x^2] of each column of the layer's rows, (K,), or None without a calibration."""
+        if not self.calibrated:
+            return None
+        if layer.name not in self.statistics:
+            raise ArtefactError(
+                f"calibration: no statistics of {layer.name}; calibrate with the same recipe"
+            )
+        if self.digests.get(layer.name) != digest:
+            raise ArtefactError(
+                f"calibration: {layer.name} had other weights (checksum {digest[:12]} now, "
+                f"{self.digests.get(layer.name, 'none')[:12]} then); calibrate this model"
+            )
+        pooled = self.statistics[layer.name].pooled()
+        return per_column(pooled.second_moment[0], layer.area)
+
+
+def _walk(component: Component, recipe: Recipe, progress: Progress) -> Iterator[Layer]:
+    """Yield the layers that are packed and wanted sparse."""
+    wanted = [
+        layer
+        for layer in list_layers(component)
+        if recipe.settings(layer.name).sparse
+        and kept_reason(layer, component.family, recipe) is None
+    ]
+    for done, layer in enumerate(wanted):
+        progress(f"masks of {component.name or component.class_name}", done, len(wanted))
+        yield layer
+    progress(f"masks of {component.name or component.class_name}", len(wanted), len(wanted))
+
+
+def _decide(
+    component: Component, layer: Layer, rule: SparsityRecipe, pattern: Pattern, inputs: _Inputs
+) -> tuple[Decision, LayerMask | None]:
+    refusal = dense_reason(layer, pattern)
+    if refusal:
+        return Decision(component.name, layer.name, None, chosen=False, reason=refusal), None
+    digest = sha256_of(layer.shard, layer.weight)
+    moment = inputs.second_moment(layer, digest)
+    bits, error = mask_rows(read_rows(layer), rule.method, pattern, moment)
+    if rule.error_budget is not None and error > rule.error_budget:
+        reason = f"error {error:.3g} is over the budget {rule.error_budget:g}"
+        return Decision(component.name, layer.name, error, chosen=False, reason=reason), None
+    mask = LayerMask(bits, pattern, digest, error)
+    return Decision(component.name, layer.name, error, chosen=True, reason=""), mask
+
+
+def read_rows(layer: Layer) -> Tensor:
+    """Return a layer's weight as rows (N, K) in its own dtype, checked.
+
+    Raises:
+        ModelError: the file is shorter than its header says.
+        NonFiniteError: NaN or Inf; the text names the tensor and the first place.
+    """
+    descriptor = os.open(layer.shard, os.O_RDONLY)
+    try:
+        # bytearray, not bytes: torch warns of memory that it may not write.
+        raw = bytearray(os.pread(descriptor, layer.weight.nbytes, layer.weight.start))
+    finally:
+        os.close(descriptor)
+    if len(raw) != layer.weight.nbytes:
+        raise ModelError(f"{layer.shard}: {layer.weight.name}: truncated; download it again")
+    weight = torch.frombuffer(raw, dtype=_DTYPES[layer.weight.dtype]).reshape(layer.shape)
+    finite = weight.isfinite()
+    if not bool(finite.all()):
+        place = [int(i) for i in (~finite).nonzero()[0]]
+        value = float(weight[tuple(place)])
+        raise NonFiniteError(
+            f"{layer.shard}: {layer.weight.name}: {value} at {place}; repair or download the model"
+        )
+    return to_rows(weight)
+
+
+def mask_rows(
+    rows: Tensor, method: str, pattern: Pattern, second_moment: Tensor | None
+) -> tuple[Tensor, float]:
+    """Choose the mask of one weight, a block of rows at a time.
+
+    Args:
+        rows: (N, K), any float dtype, finite.
+        method: a key of MASKS.
+        pattern: n:m.
+        second_moment: (K,) E[x^2] of each column, or None when it is unknown.
+
+    Returns:
+        the mask's bits, uint8 (N, ceil(K / 8)), and the share of the output's power that is lost if
+        inputs are independent: sum(E[x^2] dw^2) / sum(E[x^2] w^2), 0 for an all-zero weight.
+    """
+    n, k = rows.shape
+    power = torch.ones(k) if second_moment is None else second_moment.float()
+    lost = total = 0.0
+    bits = []
+    for start in range(0, n, max(1, BLOCK // k)):
+        block = rows[start : start + max(1, BLOCK // k)].float()
+        mask = choose_mask(MASKS[method](block, second_moment), pattern)
+        weighted = block.square().mul_(power)
+        total += float(weighted.sum(dtype=torch.float64))
+        lost += float(weighted.masked_fill_(mask, 0.0).sum(dtype=torch.float64))
+        bits.append(pack_mask(mask))
+    return torch.cat(bits), lost / total if total else 0.0
