@@ -64,14 +64,16 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 
+# {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
 _FP8_WMMA = (
-    ("gemm_fp8", "v_wmma_f32_16x16x16_fp8_fp8"),
-    ("gemm_fp8_sparse", "v_swmmac_f32_16x16x32_fp8_fp8"),
+    ("gemm_fp8", "v_wmma_f32_16x16x16_{w}_{x}"),
+    ("gemm_fp8_sparse", "v_swmmac_f32_16x16x32_{w}_{x}"),
 )
 _F16_WMMA = (
     ("gemm_fp8", "v_wmma_f32_16x16x16_f16"),
     ("gemm_fp8_sparse", "v_wmma_f32_16x16x16_f16"),
 )
+_QMMA = (("gemm_fp8", "QMMA"), ("gemm_fp8_sparse", "QMMA"))
 
 ARCHS: dict[str, Arch] = {
     a.name: a
@@ -79,7 +81,7 @@ ARCHS: dict[str, Arch] = {
         Arch("gfx1200", Toolchain.CLANG, "RDNA4, RX 9060 series", _RDNA, _FP8_WMMA),
         Arch("gfx1201", Toolchain.CLANG, "RDNA4, RX 9070 series, R9700", _RDNA, _FP8_WMMA),
         Arch("gfx1100", Toolchain.CLANG, "RDNA3, RX 7900 series", _RDNA, _F16_WMMA),
-        Arch("sm_89", Toolchain.NVRTC, "Ada, RTX 40 series", _ADA, lds_limit=48 * 1024),
+        Arch("sm_89", Toolchain.NVRTC, "Ada, RTX 40 series", _ADA, _QMMA, lds_limit=48 * 1024),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )
 }

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from quantkit.device import backends, host, log, reference
 from quantkit.device.backends import Backend
+from quantkit.device.geometry import ceil_div, tiles
 from quantkit.device.operands import check_gemm, check_quantize, check_scale, io_word
 from quantkit.device.ops import Variant, find_op
 
 _logger = logging.getLogger(__name__)
+
+#: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (AVX-512, gcc
+#: 12, docs/kernels.md); only the ratios matter.
+_TILE_SPEED = (56.0, 37.0, 17.0)
 
 
 def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -> Tensor:
@@ -148,11 +153,20 @@ def gemm_sparse(
     return _run_gemm(op, words, x, x_scale, (w, w_meta), w_scale, bias, dtype)
 
 
-def choose_tile(m: int, n: int) -> str:
-    """Return the tile for M tokens and N outputs, the fastest where it was measured on the host."""
-    if m <= 16:
-        return "t2"
-    return "t1" if m <= 64 or n <= 64 else "t0"
+@lru_cache(maxsize=4096)
+def choose_tile(m: int, n: int, threads: int) -> str:
+    """Return the tile that finishes M tokens and N outputs first on ``threads`` cores.
+
+    Blocks at the edge cost as much as whole ones, and a core that has none waits: both follow from
+    the number of rounds. On ties the larger tile wins.
+    """
+
+    def seconds(index: int) -> float:
+        tile = tiles()[index]
+        blocks = ceil_div(m, tile.m) * ceil_div(n, tile.n)
+        return ceil_div(blocks, threads) * tile.m * tile.n / _TILE_SPEED[index]
+
+    return f"t{min(range(len(_TILE_SPEED)), key=seconds)}"
 
 
 def _run_quantize(
@@ -183,7 +197,8 @@ def _run_gemm(
     y = torch.empty(m, n, dtype=dtype)
     if y.numel() == 0:
         return y
-    kernel = _kernel(op, (*words, choose_tile(m, n)))
+    threads = torch.get_num_threads()
+    kernel = _kernel(op, (*words, choose_tile(m, n, threads)))
     x, x_scale, w_scale = _plain(x), _plain(x_scale), _plain(w_scale)
     weights, bias = tuple(_plain(w) for w in weights), None if bias is None else _plain(bias)
     values = (
@@ -197,7 +212,7 @@ def _run_gemm(
         n,
         k,
     )
-    kernel.launch(values, m, n, k, torch.get_num_threads())
+    kernel.launch(values, m, n, k, threads)
     log.note(op, kernel.variant.name, Backend.HOST)
     return y
 

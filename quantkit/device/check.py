@@ -1,0 +1,145 @@
+"""Gates on built objects: no spills, LDS within the limit, the matrix instructions meant."""
+
+import hashlib
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.device.archs import Arch, Toolchain, find_arch
+from quantkit.device.codeobject import (
+    ObjectArgument,
+    Resources,
+    count_qmma,
+    read_amd_kernels,
+    read_nvidia_kernels,
+)
+from quantkit.device.compilers import objdump
+from quantkit.device.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
+
+_MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?)_\w+")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was read from one object, and what is wrong with it."""
+
+    kernel: ManifestKernel
+    #: waves per SIMD that fit at once
+    occupancy: int
+    #: matrix instruction -> how often it stands in the code
+    instructions: dict[str, int]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of one folder."""
+
+    manifest: Manifest
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True when no object has a problem."""
+        return not any(finding.problems for finding in self.findings)
+
+
+def check_folder(folder: Path) -> Report:
+    """Check every object of a folder that ``build`` wrote, reading the objects, not the manifest.
+
+    Raises:
+        ArtefactError: the manifest cannot be read.
+        CompilerMissingError: llvm-objdump is missing (AMD targets).
+    """
+    manifest = read_manifest(folder)
+    arch = find_arch(manifest.target)
+    # Looked for before the first object, so that a missing tool is not reported once per kernel.
+    tool = objdump() if arch.toolchain is Toolchain.CLANG else ""
+    findings = (_check_object(folder / k.file, k, arch, tool) for k in manifest.kernels)
+    return Report(manifest, tuple(findings))
+
+
+def required_instruction(arch: Arch, kernel: ManifestKernel) -> str:
+    """Return the matrix instruction that the kernel exists for; empty when it needs none."""
+    template = dict(arch.matrix_instruction).get(kernel.op, "")
+    codes = {"e4m3fn": "fp8", "e5m2": "bf8"}
+    # Weights are the A operand, which the instruction names first.
+    return template.format(
+        w=codes.get(kernel.choices.get("w_format", ""), ""),
+        x=codes.get(kernel.choices.get("x_format", ""), ""),
+    )
+
+
+def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> Finding:
+    try:
+        content = path.read_bytes()
+        resources = _read_resources(content, kernel.symbol, arch)
+    except (OSError, ValueError) as error:
+        return Finding(kernel, 0, {}, (f"{kernel.file} cannot be read: {error}",))
+    counts = _instructions(path, content, kernel.symbol, tool)
+    problems = (
+        *_manifest_problems(content, kernel, resources),
+        *_resource_problems(resources, arch),
+        *_argument_problems(resources.args, kernel.args),
+        *_instruction_problems(counts, required_instruction(arch, kernel)),
+    )
+    assert arch.register_file
+    occupancy = arch.register_file.occupancy(resources.vgprs, resources.lds, kernel.block)
+    return Finding(kernel, occupancy, dict(counts), problems)
+
+
+def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
+    read = read_amd_kernels if arch.toolchain is Toolchain.CLANG else read_nvidia_kernels
+    kernels = {kernel.symbol: kernel for kernel in read(content)}
+    if symbol not in kernels:
+        raise ValueError(f"it holds {', '.join(kernels) or 'no kernel'}, wanted {symbol}")
+    return kernels[symbol]
+
+
+def _instructions(path: Path, content: bytes, symbol: str, tool: str) -> Counter[str]:
+    if not tool:
+        return count_qmma(content, symbol)
+    result = subprocess.run([tool, "-d", str(path)], capture_output=True, text=True, check=True)
+    return Counter(_MATRIX_INSTRUCTION.findall(result.stdout))
+
+
+def _manifest_problems(content: bytes, kernel: ManifestKernel, found: Resources) -> list[str]:
+    if hashlib.sha256(content).hexdigest() != kernel.sha256:
+        return ["the file is not the one that the manifest describes (SHA-256 differs)"]
+    said = (kernel.vgprs, kernel.spills, kernel.lds_bytes)
+    is_so = (found.vgprs, found.spills, found.lds)
+    if said != is_so:
+        return [f"manifest says VGPRs, spills, LDS {said}, the object {is_so}"]
+    return []
+
+
+def _resource_problems(found: Resources, arch: Arch) -> list[str]:
+    problems = []
+    if found.spills or found.scratch:
+        problems.append(f"{found.spills} registers spilled, {found.scratch} bytes of scratch")
+    if found.lds > arch.lds_limit:
+        problems.append(f"{found.lds} bytes of LDS, {arch.name} allows {arch.lds_limit}")
+    return problems
+
+
+def _argument_problems(
+    found: tuple[ObjectArgument, ...] | None, said: tuple[ManifestArgument, ...]
+) -> list[str]:
+    if found is None:
+        return []
+    hidden = [argument.kind for argument in found if argument.kind.startswith("hidden_")]
+    if hidden:
+        return [f"hidden arguments {', '.join(hidden)}; kernels take what the manifest lists"]
+    kinds = [(argument.kind, argument.size) for argument in found]
+    pointers = [argument.type.endswith("*") for argument in said]
+    wanted = [("global_buffer", 8) if pointer else ("by_value", 4) for pointer in pointers]
+    return [] if kinds == wanted else [f"arguments are {kinds}, the manifest lists {wanted}"]
+
+
+def _instruction_problems(counts: Counter[str], required: str) -> list[str]:
+    if not required or counts[required]:
+        return []
+    instead = ", ".join(counts) or "none"
+    return [f"no {required} in the code (matrix instructions: {instead})"]
