@@ -5,3 +5,21 @@ directory. It imports nothing heavy: torch and diffusers come with the first cal
 """
 
 __version__ = "0.1.0"
+
+# After the version, which the loaders read when diffusers is imported already.
+from quantkit.inference import hook as _hook
+
+TYPE_CHECKING = False  # the typing module takes longer to import than all of this
+if TYPE_CHECKING:
+    from quantkit.inference.loading import load_pipeline as load_pipeline
+
+_hook.install()
+
+
+def __getattr__(name: str) -> object:
+    """Return ``load_pipeline``, importing torch and diffusers only now."""
+    if name == "load_pipeline":
+        from quantkit.inference.loading import load_pipeline
+
+        return load_pipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,235 @@
+"""Loading packed components in diffusers: the quantizer that ``from_pretrained`` calls.
+
+diffusers builds the model on the meta device, then asks here: layers are replaced, and every packed
+tensor is taken from the uncast state dict, because the value that diffusers passes was cast to the
+compute dtype before (float32 scales rounded, e5m2 codes destroyed).
+"""
+
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from torch import Tensor, nn
+
+from quantkit.checkpoint.spec import QUANT_METHOD, PackedConfig, parse_config
+from quantkit.errors import CheckpointError, InputError
+from quantkit.inference import buckets, checks, saving
+from quantkit.inference.checks import some
+from quantkit.inference.dtypes import check_dtype, default_dtype
+from quantkit.inference.modules import PARTS, PackedLayer, pack_module
+
+
+class _Method(str, Enum):
+    QUANTKIT = QUANT_METHOD
+
+
+class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
+    """The ``quantization_config`` of a packed component, as diffusers carries it."""
+
+    def __init__(self, **config: Any) -> None:
+        self.quant_method = _Method.QUANTKIT
+        self.packed: PackedConfig = parse_config(config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what stands in config.json."""
+        return self.packed.to_json()
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the same: nothing here has a default."""
+        return self.to_dict()
+
+    def __repr__(self) -> str:
+        entries = self.packed.schemes
+        count = sum(len(entry.layers) for entry in entries)
+        return f"QuantkitConfig({count} layers in {len(entries)} schemes)"
+
+
+class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped base
+    """Replaces the layers that the schemes name, fills them, counts them."""
+
+    use_keep_in_fp32_modules = True
+
+    def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
+        if not kwargs.get("pre_quantized", True):
+            raise InputError(
+                "quantization_config: quantkit does not quantize while loading; run "
+                "'quantkit pack' and load the packed directory"
+            )
+        super().__init__(quantization_config, **kwargs)
+        self.packed = quantization_config.packed
+        #: what float tensors outside the codes are cast to; set while loading
+        self.compute_dtype: torch.dtype | None = None
+        #: the files that the tensors came from, kept for saving
+        self.files: tuple[Path, ...] = ()
+        self._device = torch.device("cpu")
+        self._expected: frozenset[str] = frozenset()
+        self._filled: set[str] = set()
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse disk offload; diffusers calls this before and after it knows the device map."""
+        del args
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, str) and torch.cuda.is_available():
+            # "auto" and its kind fill GPUs first
+            self._device = torch.device("cuda")
+        if not isinstance(device_map, dict):
+            return
+        places = list(device_map.values())
+        if "disk" in places:
+            raise InputError(
+                "device_map: layers on 'disk' would be cast on their way there; give the packed "
+                "model memory, or call enable_model_cpu_offload() on the pipeline"
+            )
+        if places:
+            self._device = torch.device(places[0])
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """Return the compute dtype: what was asked for, else the default of the device."""
+        if torch_dtype is None:
+            torch_dtype = default_dtype(self._device)
+        self.compute_dtype = check_dtype(torch_dtype, "from_pretrained")
+        return self.compute_dtype
+
+    def maybe_update_loaded_keys(
+        self, loaded_keys: list[str], checkpoint_files: list[str]
+    ) -> list[str]:
+        """Remember the files; they are checked when the model's shapes are known."""
+        self.files = tuple(Path(file) for file in checkpoint_files)
+        return loaded_keys
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        del kwargs
+        if not self.files:
+            raise InputError(
+                "from_single_file: a packed component is a directory with its config.json; "
+                "use from_pretrained"
+            )
+        layers = self._replace(model)
+        checks.check_files(self.files, layers)
+        self._expected = frozenset(
+            f"{name}.{part}"
+            for name, layer in layers.items()
+            for part in PARTS
+            if getattr(layer, part) is not None
+        )
+
+    def update_missing_keys(
+        self, model: nn.Module, missing_keys: list[str], prefix: str
+    ) -> list[str]:
+        """Refuse a file that lacks tensors of the model; diffusers would leave them empty."""
+        del model, prefix
+        if missing_keys:
+            raise CheckpointError(
+                f"{self.files[0].parent}: lacks {some(missing_keys)}; pack the model again"
+            )
+        return missing_keys
+
+    def check_if_quantized_param(
+        self, model: nn.Module, param_value: Tensor, param_name: str, *args: Any, **kwargs: Any
+    ) -> bool:
+        """Tell whether the tensor belongs to a packed layer (its bias does not)."""
+        del model, param_value, args, kwargs
+        return param_name in self._expected
+
+    def check_quantized_param_shape(
+        self, param_name: str, current_param: Tensor, loaded_param: Tensor
+    ) -> bool:
+        """Refuse a tensor of another shape.
+
+        Raises:
+            CheckpointError: naming both shapes.
+        """
+        raise CheckpointError(
+            f"{self.files[0].parent}: {param_name}: shape {list(loaded_param.shape)}, wanted "
+            f"{list(current_param.shape)}; pack the model again"
+        )
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: Tensor,
+        param_name: str,
+        target_device: str | int | torch.device,
+        state_dict: dict[str, Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Put the uncast tensor into its layer."""
+        del param_value, args, kwargs
+        name, _, part = param_name.rpartition(".")
+        layer = model.get_submodule(name)
+        # A copy, also on the CPU: kernels want aligned operands, which a mapped file need not give,
+        # and a mapped file that is replaced later takes the weights with it.
+        value = state_dict[param_name]
+        assert value.dtype == getattr(layer, part).dtype, "the headers were checked"
+        checks.check_values(self.files[0].parent, param_name, value)
+        setattr(layer, part, value.to(target_device, copy=True))
+        self._filled.add(param_name)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        del kwargs
+        if self._expected != self._filled:
+            raise CheckpointError(
+                f"{self.files[0].parent}: not loaded as packed: "
+                f"{some(self._expected - self._filled)}; load without offload_state_dict"
+            )
+        # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
+        model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
+        saving.install(model)
+        return model
+
+    def get_state_dict_and_metadata(
+        self,
+        state_dict: dict[str, Tensor],
+        safe_serialization: bool = False,  # noqa: FBT001, FBT002  diffusers' signature
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Refuse: ``model.save_pretrained`` copies the files instead of coming here.
+
+        Raises:
+            InputError: always.
+        """
+        del state_dict, safe_serialization
+        raise InputError("save_pretrained: a packed model is saved with model.save_pretrained(dir)")
+
+    @property
+    def is_serializable(self) -> bool:
+        """True: see ``saving``."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """False: codes have no gradient."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """True: the operators have fake implementations."""
+        return True
+
+    def _replace(self, model: nn.Module) -> dict[str, PackedLayer]:
+        """Put empty packed layers in place; refuse schemes that name what the model lacks."""
+        schemes = self.packed.layers
+        modules = dict(model.named_modules())
+        absent = sorted(schemes.keys() - modules.keys())
+        if absent:
+            raise CheckpointError(
+                f"{self.files[0].parent}: the schemes name layers that {type(model).__name__} "
+                f"lacks: {some(absent)}; config.json and model do not belong together"
+            )
+        shared = buckets.install(model, {s.buckets for s in schemes.values() if s.buckets})
+        layers = {}
+        for name, scheme in schemes.items():
+            layer = pack_module(name, scheme, modules[name], shared.get(scheme.buckets))
+            model.set_submodule(name, layer)
+            layers[name] = layer
+        return layers
+
+
+def register(module: ModuleType) -> None:
+    """Add "quantkit" to the tables of ``diffusers.quantizers.auto``."""
+    module.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = QuantkitConfig
+    module.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = QuantkitQuantizer

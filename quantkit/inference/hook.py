@@ -1,0 +1,91 @@
+"""Makes diffusers and transformers know "quantkit" when they are imported, before or after us.
+
+Neither library has entry points for quantization methods; both keep tables in a module. A finder in
+front of ``sys.meta_path`` waits for exactly those modules and fills the tables right after they
+have run, in the thread and under the lock of that very import.
+
+Every ``import quantkit`` runs this: nothing is imported that Python has not loaded for itself.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+def _register_quantizer(module: ModuleType) -> None:
+    from quantkit.inference.diffusers_loading import register
+
+    register(module)
+
+
+def _agree_on_dtypes(module: ModuleType) -> None:
+    from quantkit.inference.dtypes import register
+
+    register(module)
+
+
+def _register_refusal(module: ModuleType) -> None:
+    from quantkit.inference.transformers_loading import register
+
+    register(module)
+
+
+#: What to do right after which module has run. Each may be called twice.
+ACTIONS: dict[str, Callable[[ModuleType], None]] = {
+    "diffusers.quantizers.auto": _register_quantizer,
+    "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
+    "transformers.quantizers.auto": _register_refusal,
+}
+
+
+class _Finder:
+    """Finds nothing by itself: asks the other finders and adds the action to the loader."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return the spec that the other finders give, its loader followed by the action."""
+        action = ACTIONS.get(fullname)
+        if action is None:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find is None else find(fullname, path, target)
+            if spec is not None:
+                _follow(spec, action)
+                return spec  # type: ignore[no-any-return]  # finders are untyped here
+        return None
+
+
+def _follow(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
+    """Let the loader of ``spec`` call ``action`` once it has run the module."""
+    loader = spec.loader
+    if loader is None:
+        return
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        action(module)
+
+    # On the instance, which serves this module alone; a wrapper class would hide get_source & co.
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Wait for the libraries, and serve those that are imported already. Twice does no harm."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name, action in ACTIONS.items():
+        if name in sys.modules:
+            __import__(name)  # waits for another thread that is still running the module
+            action(sys.modules[name])

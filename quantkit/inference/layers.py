@@ -1,0 +1,63 @@
+"""What a loaded model says of its packed layers: which they are, and what computes each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quantkit.checkpoint.spec import Kind
+from quantkit.device.backends import choose
+from quantkit.inference.modules import PackedLayer
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.scheme import Activation, Scheme
+
+#: What computes a layer whose activations stay in 16 bit; no operator runs, so no back end does.
+DEQUANTIZED = "dequantized"
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """A packed layer and what computes it where it lies now."""
+
+    #: name of the pipeline's component; empty for a model alone
+    component: str
+    #: module path inside the component
+    name: str
+    kind: Kind
+    scheme: Scheme
+    #: "host", "reference" or "dequantized"
+    backend: str
+    #: why no kernel runs; empty when one does
+    reason: str
+
+
+def packed_layers(model: Any) -> tuple[LayerInfo, ...]:
+    """Return the packed layers of a pipeline or a model, and which back end each would use now.
+
+    Args:
+        model: a DiffusionPipeline, or a module.
+    """
+    return tuple(
+        LayerInfo(component, name, layer.kind, layer.scheme, *_backend(layer))
+        for component, name, layer in iterate_packed(model)
+    )
+
+
+def iterate_packed(model: Any) -> Iterator[tuple[str, str, PackedLayer]]:
+    """Yield component, module path and module of every packed layer of a pipeline or a model."""
+    components = {"": model} if isinstance(model, nn.Module) else model.components
+    for component, module in components.items():
+        if isinstance(module, nn.Module):
+            for name, layer in module.named_modules():
+                if isinstance(layer, PackedLayer):
+                    yield component, name, layer
+
+
+def _backend(layer: PackedLayer) -> tuple[str, str]:
+    if layer.scheme.activation is Activation.NONE:
+        return DEQUANTIZED, "activations stay in 16 bit; kernels multiply fp8 by fp8"
+    op = "gemm_fp8_sparse" if layer.scheme.sparsity else "gemm_fp8"
+    grouped = isinstance(layer.scheme.granularity, PerGroup)
+    choice = choose(op, layer.weight.device, k=layer.k, group_scales=grouped)
+    return choice.backend.value, choice.reason

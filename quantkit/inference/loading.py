@@ -1,0 +1,84 @@
+"""``quantkit.load_pipeline``: a packed pipeline, checked, every component in one compute dtype."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.errors import ModelError
+from quantkit.inference.dtypes import check_dtype, default_dtype
+from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
+from quantkit.progress import silent
+
+__all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
+
+
+def load_pipeline(
+    path: str | Path,
+    *,
+    torch_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    checksums: bool = False,
+) -> Any:
+    """Load a packed pipeline, every component in one compute dtype.
+
+    Args:
+        path: a packed directory, or a hub id of one.
+        torch_dtype: float16, bfloat16 or float32; by default float32 on the CPU, float16 elsewhere.
+        device: where to put it; the CPU by default.
+        checksums: recompute every checksum first (one pass over all bytes).
+
+    Returns:
+        the DiffusionPipeline.
+
+    Raises:
+        ModelError: not a pipeline directory, or nothing in it is packed.
+        CheckpointError: a packed component breaks a rule of FORMAT.md, or does not fit its model.
+        InputError: another dtype.
+    """
+    import diffusers
+
+    device = torch.device(device or "cpu")
+    dtype = check_dtype(torch_dtype or default_dtype(device), "load_pipeline")
+    folder = _folder(path)
+    names = _check(folder, checksums=checksums)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(folder), **{_dtype_key(): dtype})
+    loaded = {component for component, _, _ in iterate_packed(pipe)}
+    assert loaded == names, f"{loaded} loaded as packed, wanted {names}"
+    return pipe.to(device)
+
+
+def _folder(path: str | Path) -> Path:
+    """Return the local directory of a pipeline, downloading a hub id."""
+    folder = Path(path)
+    if not folder.is_dir() and str(path).count("/") == 1 and not folder.is_absolute():
+        import diffusers
+
+        folder = Path(diffusers.DiffusionPipeline.download(str(path)))
+    if not (folder / "model_index.json").is_file():
+        raise ModelError(
+            f"{folder}: no model_index.json, wanted a pipeline directory; load a component alone "
+            "with its class, as UNet2DConditionModel.from_pretrained"
+        )
+    return folder
+
+
+def _check(folder: Path, *, checksums: bool) -> set[str]:
+    """Return the names of the packed components, after their rules were checked."""
+    from quantkit.checkpoint.reader import open_packed, verify
+
+    packed = open_packed(folder)
+    if checksums:
+        verify(folder, progress=silent)
+    if not packed.components:
+        raise ModelError(
+            f"{folder}: nothing in it is packed; run 'quantkit pack', or load it with diffusers"
+        )
+    return {component.name for component in packed.components}
+
+
+def _dtype_key() -> str:
+    """Return the name of diffusers' dtype option: a newer one warns of the old name."""
+    from diffusers.utils import deprecation_utils
+
+    return "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"

@@ -1,0 +1,246 @@
+"""Packed layers: Linear and Conv2d over FP8 codes, called like the dense layers they replace.
+
+The compute dtype is the input's. Codes and scales never change dtype, whatever ``to`` asks for.
+Convolutions unfold in the order of their rows (kh, kw, C), channels last, and become one multiply.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantkit.checkpoint.spec import Kind, TensorSpec, layer_tensors
+from quantkit.errors import CheckpointError, ShapeError
+from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
+from quantkit.inference.operators import gemm, gemm_sparse, quantize_static, quantize_token
+from quantkit.numerics.packing import from_rows, unpack_two_of_four
+from quantkit.numerics.scales import dequantize
+from quantkit.numerics.scheme import Activation, Scheme
+
+#: The buffers of a packed layer, named as FORMAT.md names its tensors.
+PARTS = ("weight", "weight_meta", "weight_scale", "input_scale", "input_smooth")
+
+_DTYPES = {
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class PackedLayer(nn.Module):
+    """What PackedLinear and PackedConv2d share: the buffers of FORMAT.md, and the multiply."""
+
+    kind: Kind
+    weight: Tensor
+    weight_meta: Tensor | None
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    input_smooth: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        name: str,
+        scheme: Scheme,
+        dense: nn.Linear | nn.Conv2d,
+        buckets: TimestepBuckets | None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.scheme = scheme
+        self.dense_shape = tuple(dense.weight.shape)
+        # A tuple hides the buckets from the module tree: they belong to the root model.
+        self.buckets = (buckets,)
+        specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
+        parts = {spec.name.removeprefix(f"{name}."): spec for spec in specs}
+        for part in PARTS:
+            buffer = _empty(parts[part], dense.weight.device) if part in parts else None
+            self.register_buffer(part, buffer)
+        bias = dense.bias
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.dense_shape[0]
+
+    @property
+    def k(self) -> int:
+        """Length of a row: in_features, or kh * kw * C."""
+        return prod(self.dense_shape[1:])
+
+    @property
+    def row_codes(self) -> Tensor:
+        """The weight's codes as uint8 rows, (N, K) or (N, K / 2)."""
+        return self.weight.view(torch.uint8).reshape(self.n, -1)
+
+    def dequantized(self) -> Tensor:
+        """Return the dense weight in float32, shaped as the dense module's."""
+        codes = self.row_codes
+        if self.weight_meta is not None:
+            codes = unpack_two_of_four(codes, self.weight_meta)
+        values = codes.view(self.scheme.weight.torch_dtype)
+        rows = dequantize(values, self.weight_scale, self.scheme.granularity)
+        return from_rows(rows, self.dense_shape)
+
+    def extra_repr(self) -> str:
+        """Return the shape and the treatment."""
+        s = self.scheme
+        sparsity = f", {s.sparsity}" if s.sparsity else ""
+        return (
+            f"{list(self.dense_shape)}, {s.weight.name} per {s.granularity}{sparsity}, "
+            f"activation={s.activation.value}, bias={self.bias is not None}"
+        )
+
+    def _static_scale(self, device: torch.device) -> Tensor:
+        assert self.input_scale is not None
+        buckets = self.buckets[0]
+        if buckets is None:
+            return self.input_scale.reshape(1)
+        return self.input_scale.index_select(0, buckets.index.to(device))
+
+    def _multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return (M, N) in ``dtype`` from (M, K) input codes and their scale."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        codes_w, scale_w, form = self.row_codes, self.weight_scale, self.scheme.weight.name
+        y: Tensor
+        if self.weight_meta is None:
+            y = gemm(codes, scale, codes_w, scale_w, bias, form, dtype)
+        else:
+            meta = self.weight_meta
+            y = gemm_sparse(codes, scale, codes_w, meta, scale_w, bias, form, dtype)
+        return y
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
+        return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
+
+
+class PackedLinear(PackedLayer):
+    """A Linear layer over codes.
+
+    Called with (..., K) in float16, bfloat16 or float32; returns (..., N) in the same dtype.
+    """
+
+    kind: Kind = "linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        if x.shape[-1] != self.k:
+            raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
+        if self.scheme.activation is Activation.NONE:
+            weight = self.dequantized().to(x.dtype)
+            return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
+        rows = x.reshape(-1, self.k).contiguous()
+        if self.scheme.activation is Activation.STATIC:
+            scale = self._static_scale(x.device)
+            codes = quantize_static(rows, scale, self.input_smooth, self.scheme.weight.name)
+        else:
+            codes, scale = quantize_token(rows, self.input_smooth, self.scheme.weight.name)
+        return self._multiply(codes, scale, x.dtype).reshape(*x.shape[:-1], self.n)
+
+
+class PackedConv2d(PackedLayer):
+    """A Conv2d layer over codes, with zero padding and one group.
+
+    Called with (B, C, H, W) or (C, H, W) in float16, bfloat16 or float32; returns the same dtype,
+    (B, N, OH, OW) with channels last in memory, which the next packed convolution reads as is.
+    """
+
+    kind: Kind = "conv2d"
+
+    def __init__(
+        self,
+        name: str,
+        scheme: Scheme,
+        dense: nn.Conv2d,
+        buckets: TimestepBuckets | None,
+    ) -> None:
+        if dense.padding_mode != "zeros" or dense.groups != 1:
+            raise CheckpointError(
+                f"{name}: Conv2d with padding_mode {dense.padding_mode!r} and groups "
+                f"{dense.groups}, wanted 'zeros' and 1; keep this layer in 16 bit"
+            )
+        super().__init__(name, scheme, dense, buckets)
+        self.stride = dense.stride
+        self.dilation = dense.dilation
+        #: left, right, top, bottom, as ``functional.pad`` takes them; covers padding="same"
+        self.padding = tuple(dense._reversed_padding_repeated_twice)  # noqa: SLF001  the only place that resolves "same"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution of ``x``."""
+        channels = self.dense_shape[1]
+        if x.ndim not in (3, 4) or x.shape[-3] != channels:
+            raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (B, {channels}, H, W)")
+        if x.ndim == 3:
+            return self._batched_forward(x.unsqueeze(0)).squeeze(0)
+        return self._batched_forward(x)
+
+    def _batched_forward(self, x: Tensor) -> Tensor:
+        channels = self.dense_shape[1]
+        if self.scheme.activation is Activation.NONE:
+            return self._dequantized_forward(x)
+        pixels = x.permute(0, 2, 3, 1).contiguous()
+        form, smooth = self.scheme.weight.name, self.input_smooth
+        if self.scheme.activation is Activation.STATIC:
+            # One scale for all: quantize each pixel once, then unfold bytes. Code 0 is zero.
+            scale = self._static_scale(x.device)
+            codes = quantize_static(pixels.reshape(-1, channels), scale, smooth, form)
+            windows = self._windows(codes.reshape(pixels.shape))
+            rows = windows.reshape(-1, self.k)
+        else:
+            windows = self._windows(pixels)
+            taps = self.k // channels
+            smooth = None if smooth is None else smooth.repeat(taps)
+            rows, scale = quantize_token(windows.reshape(-1, self.k), smooth, form)
+        y = self._multiply(rows, scale, x.dtype)
+        return y.reshape(*windows.shape[:3], self.n).permute(0, 3, 1, 2)
+
+    def _windows(self, pixels: Tensor) -> Tensor:
+        """Return the view (B, OH, OW, kh, kw, C) of (B, H, W, C); only padding copies."""
+        left, right, top, bottom = self.padding
+        if any(self.padding):
+            pixels = functional.pad(pixels, (0, 0, left, right, top, bottom))
+        (sh, sw), (dh, dw) = self.stride, self.dilation
+        kh, kw = self.dense_shape[2:]
+        tall, wide = dh * (kh - 1) + 1, dw * (kw - 1) + 1
+        view = pixels.unfold(1, tall, sh).unfold(2, wide, sw)
+        return view[..., ::dh, ::dw].permute(0, 1, 2, 4, 5, 3)
+
+    def _dequantized_forward(self, x: Tensor) -> Tensor:
+        smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)
+        padded = functional.pad(_smoothed(x, smooth), self.padding)
+        weight = self.dequantized().to(x.dtype)
+        return functional.conv2d(padded, weight, _as(self.bias, x), self.stride, 0, self.dilation)
+
+
+def pack_module(
+    name: str, scheme: Scheme, dense: nn.Module, buckets: TimestepBuckets | None
+) -> PackedLayer:
+    """Return the empty packed layer that replaces ``dense``, on the same device.
+
+    Raises:
+        CheckpointError: neither Linear nor Conv2d, or a Conv2d that is not supported.
+    """
+    if isinstance(dense, nn.Linear):
+        return PackedLinear(name, scheme, dense, buckets)
+    if isinstance(dense, nn.Conv2d):
+        return PackedConv2d(name, scheme, dense, buckets)
+    raise CheckpointError(
+        f"{name}: the model has a {type(dense).__name__} here, wanted Linear or Conv2d; "
+        "pack the model again"
+    )
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
+
+
+def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:
+    return x if smooth is None else (x.float() * smooth).to(x.dtype)
+
+
+def _as(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(x.dtype)

@@ -1,0 +1,154 @@
+"""The four operations as ``torch.library`` operators, so that ``torch.compile`` sees through them.
+
+Each has a fake implementation (shapes and dtypes only). What computes is ``device.execute``, which
+chooses kernel or reference at run time, outside of any compiled graph. Codes are uint8 here; the
+format's name says what they mean. Empty inputs never reach a kernel.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit.device import execute
+
+
+@torch.library.custom_op("quantkit::quantize_static", mutates_args=())
+def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, format_name: str) -> Tensor:
+    """Quantize rows with one given scale.
+
+    Args:
+        x: (M, K), float16, bfloat16 or float32, contiguous.
+        scale: float32, (1,) or ().
+        smooth: float32 (K,); multiplies the columns first.
+        format_name: "e4m3fn" or "e5m2".
+
+    Returns:
+        (M, K) uint8 codes of x * smooth / scale, saturated; NaN stays NaN.
+    """
+    if x.numel() == 0:
+        return x.new_empty(x.shape, dtype=torch.uint8)
+    return execute.quantize_static(x, scale, smooth, format_name)
+
+
+@quantize_static.register_fake
+def _(x: Tensor, scale: Tensor, smooth: Tensor | None, format_name: str) -> Tensor:
+    del scale, smooth, format_name
+    return x.new_empty(x.shape, dtype=torch.uint8)
+
+
+@torch.library.custom_op("quantkit::quantize_token", mutates_args=())
+def quantize_token(x: Tensor, smooth: Tensor | None, format_name: str) -> tuple[Tensor, Tensor]:
+    """Quantize rows, each with the scale of its own amax.
+
+    Args:
+        x: (M, K), float16, bfloat16 or float32, contiguous.
+        smooth: float32 (K,); multiplies the columns first.
+        format_name: "e4m3fn" or "e5m2".
+
+    Returns:
+        (M, K) uint8 codes, and (M,) float32 scales; 1.0 for an all-zero row.
+    """
+    if x.numel() == 0:
+        return _token_like(x)
+    return execute.quantize_token(x, smooth, format_name)
+
+
+@quantize_token.register_fake
+def _(x: Tensor, smooth: Tensor | None, format_name: str) -> tuple[Tensor, Tensor]:
+    del smooth, format_name
+    return _token_like(x)
+
+
+@torch.library.custom_op("quantkit::gemm", mutates_args=())
+def gemm(  # noqa: PLR0917  the order is the operator's schema
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    format_name: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Multiply codes: x @ w.T * x_scale * w_scale + bias, accumulated in float32.
+
+    Args:
+        x: (M, K) uint8 codes.
+        x_scale: float32, (), (1,) or (M,).
+        w: (N, K) uint8 codes.
+        w_scale: float32, (), (N,) or (N, K / G).
+        bias: (N,) in ``dtype``.
+        format_name: the format of both operands.
+        dtype: of the result.
+
+    Returns:
+        (M, N) in ``dtype``, rounded once.
+    """
+    if x.shape[0] == 0:
+        return x.new_empty((0, w.shape[0]), dtype=dtype)
+    return execute.gemm(x, x_scale, w, w_scale, bias, format_name, format_name, dtype)
+
+
+@gemm.register_fake
+def _(  # noqa: PLR0917  the order is the operator's schema
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    format_name: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    del x_scale, w_scale, bias, format_name
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=dtype)
+
+
+@torch.library.custom_op("quantkit::gemm_sparse", mutates_args=())
+def gemm_sparse(  # noqa: PLR0917  the order is the operator's schema
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_meta: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    format_name: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Multiply codes by 2:4-sparse weights: as ``gemm``, with the kept half of ``w``.
+
+    Args:
+        x: (M, K) uint8 codes.
+        x_scale: float32, (), (1,) or (M,).
+        w: (N, K / 2) uint8 kept codes.
+        w_meta: (N, K / 8) uint8 positions.
+        w_scale: float32, () or (N,).
+        bias: (N,) in ``dtype``.
+        format_name: the format of both operands.
+        dtype: of the result.
+
+    Returns:
+        (M, N) in ``dtype``, rounded once.
+    """
+    if x.shape[0] == 0:
+        return x.new_empty((0, w.shape[0]), dtype=dtype)
+    return execute.gemm_sparse(
+        x, x_scale, w, w_meta, w_scale, bias, format_name, format_name, dtype
+    )
+
+
+@gemm_sparse.register_fake
+def _(  # noqa: PLR0917  the order is the operator's schema
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_meta: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    format_name: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    del x_scale, w_meta, w_scale, bias, format_name
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=dtype)
+
+
+def _token_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    return codes, x.new_empty((x.shape[0],), dtype=torch.float32)

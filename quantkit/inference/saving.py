@@ -1,0 +1,186 @@
+"""Saving a loaded packed component: the same bytes back, whatever dtype it computes in.
+
+``save_pretrained`` copies the files that the model was loaded from, after it has seen that the
+model still holds what they say. Writing the tensors anew could not do it: biases and norms are in
+the compute dtype by now, and diffusers cuts shards by its own rule.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from quantkit.errors import CheckpointError, InputError
+from quantkit.files import staged_file
+from quantkit.inference.checks import some
+
+#: Ways from the saved value to the present one, besides the cast to the present dtype itself:
+#: ``to`` may have been called before, and float16 and bfloat16 do not hold each other's values.
+_DETOURS: tuple[tuple[torch.dtype, ...], ...] = (
+    (),
+    (torch.bfloat16,),
+    (torch.float16,),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+)
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
+
+def install(model: nn.Module) -> None:
+    """Give this model its own ``save_pretrained``."""
+    model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+
+
+def save_pretrained(  # noqa: PLR0917  diffusers' signature
+    self: Any,
+    save_directory: str | Path,
+    is_main_process: bool = True,  # noqa: FBT001, FBT002  diffusers' signature
+    save_function: object = None,
+    safe_serialization: bool = True,  # noqa: FBT001, FBT002  diffusers' signature
+    variant: str | None = None,
+    max_shard_size: int | str | None = None,
+    push_to_hub: bool = False,  # noqa: FBT001, FBT002  diffusers' signature
+    **kwargs: Any,
+) -> None:
+    """Write config.json, and the weight files byte for byte as they were loaded.
+
+    Args:
+        self: the loaded model.
+        save_directory: is made; weight files of an earlier save in it are replaced.
+        is_main_process: False writes nothing.
+        save_function: unused, as in diffusers.
+        safe_serialization: must be True.
+        variant: must be the one that the model was loaded with.
+        max_shard_size: must be None: shards stay cut as they were.
+        push_to_hub: must be False.
+        kwargs: must be empty.
+
+    Raises:
+        InputError: an option that would need other bytes.
+        CheckpointError: the model does not hold what the files say any more.
+    """
+    del save_function
+    files: tuple[Path, ...] = self.hf_quantizer.files
+    loaded = _variant_of(files[0])
+    refusals = {
+        "safe_serialization=False: packed files are safetensors": not safe_serialization,
+        f"variant={variant!r}: files keep their names, loaded as {loaded!r}": variant != loaded,
+        f"max_shard_size={max_shard_size!r}: shards stay cut as they were": max_shard_size,
+        "push_to_hub=True: save, then upload the directory": push_to_hub,
+        f"unknown options {', '.join(kwargs)}": kwargs,
+    }
+    for text, refused in refusals.items():
+        if refused:
+            raise InputError(f"save_pretrained: {text}; leave the option out")
+    check_unchanged(self, files)
+    if not is_main_process:
+        return
+    folder = Path(save_directory)
+    self.save_config(folder)
+    sources = [*files, *_index_of(files)]
+    for source in sources:
+        _copy(source, folder / source.name)
+    _drop_older(folder, {source.name for source in sources})
+
+
+def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
+    """Refuse a model that its files do not describe any more.
+
+    Raises:
+        CheckpointError: other tensors (adapters), or other values.
+    """
+    where = files[0].parent
+    gone = [str(file) for file in files if not file.is_file()]
+    if gone:
+        raise CheckpointError(
+            f"save_pretrained: the files that the model was loaded from are gone: {some(gone)}; "
+            "put them back, or load again"
+        )
+    state = model.state_dict()
+    extra = state.keys() - {name for name, _ in _saved(files)}
+    if extra:
+        raise CheckpointError(
+            f"save_pretrained: {type(model).__name__} has tensors that {where} lacks: "
+            f"{some(extra)}; unload adapters before saving (unload_lora_weights), or pack the "
+            "changed 16-bit model"
+        )
+    changed = [
+        name for name, read in _saved(files) if name in state and not _same(state[name], read())
+    ]
+    if changed:
+        raise CheckpointError(
+            f"save_pretrained: changed since it was loaded from {where}: {some(changed)}; a packed "
+            "model is saved as it was loaded: change the 16-bit model and pack it again"
+        )
+
+
+def _same(now: Tensor, saved: Tensor) -> bool:
+    """Tell whether ``now`` is ``saved`` after casts, bit for bit."""
+    now = now.cpu()
+    if now.dtype == saved.dtype and _equal(now, saved):
+        return True
+    if now.shape != saved.shape or not saved.is_floating_point() or saved.itemsize == 1:
+        return False
+    for detour in _DETOURS:
+        value = saved
+        for dtype in detour:
+            value = value.to(dtype)
+        if _equal(now, value.to(now.dtype)):
+            return True
+    return False
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    # As bytes: NaN equals itself and -0.0 is not 0.0.
+    if a.shape != b.shape:
+        return False
+    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
+
+
+def _saved(files: tuple[Path, ...]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield every tensor's name and what reads it."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  not a dict
+                yield name, partial(opened.get_tensor, name)
+
+
+def _variant_of(file: Path) -> str | None:
+    """Return "fp16" of diffusion_pytorch_model.fp16(-00001-of-00002).safetensors."""
+    parts = _SHARD.sub("", file.name).split(".")
+    return parts[1] if len(parts) > 2 else None
+
+
+def _index_of(files: tuple[Path, ...]) -> list[Path]:
+    """Return the index that names these files, if one does."""
+    names = {file.name for file in files}
+    return [
+        path
+        for path in files[0].parent.glob("*.safetensors.index*.json")
+        if set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()) == names
+    ]
+
+
+def _copy(source: Path, target: Path) -> None:
+    if target.exists() and target.samefile(source):
+        return
+    with staged_file(target, force=True) as stage:
+        shutil.copyfile(source, stage)
+
+
+def _drop_older(folder: Path, current: set[str]) -> None:
+    """Remove what an earlier save left: an index or a single file would win over the new ones."""
+    for pattern in ("diffusion_pytorch_model*.safetensors", "*.safetensors.index*.json"):
+        for path in folder.glob(pattern):
+            if path.name not in current:
+                path.unlink()
