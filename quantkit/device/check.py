@@ -17,6 +17,7 @@ from quantkit.device.codeobject import (
 )
 from quantkit.device.compilers import objdump
 from quantkit.device.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
+from quantkit.errors import ArtefactError
 
 _MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?)_\w+")
 
@@ -55,6 +56,8 @@ def check_folder(folder: Path) -> Report:
     """
     manifest = read_manifest(folder)
     arch = find_arch(manifest.target)
+    if arch.register_file is None:
+        raise ArtefactError(f"{folder}: target {arch.name} has no objects to check")
     # Looked for before the first object, so that a missing tool is not reported once per kernel.
     tool = objdump() if arch.toolchain is Toolchain.CLANG else ""
     findings = (_check_object(folder / k.file, k, arch, tool) for k in manifest.kernels)
