@@ -1,0 +1,152 @@
+"""Pictures as arrays: checked, read from folders, matched, saved, subtracted. No metrics here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from quantkit.errors import InputError, NonFiniteError, ShapeError
+
+#: (height, width, 3), RGB, 8 bit: what is saved is what is measured.
+Pixels = NDArray[np.uint8]
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+#: How much a difference is amplified to be seen: FP8 moves a pixel by 1 to 5 of 255.
+GAIN = 8
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pictures of two pipelines, matched one to one."""
+
+    names: tuple[str, ...]
+    original: tuple[Pixels, ...]
+    packed: tuple[Pixels, ...]
+    #: one per pair, or None when nobody knows what the pictures should show
+    prompts: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.names) == len(self.original) == len(self.packed)
+        assert self.prompts is None or len(self.prompts) == len(self.names)
+        for name, first, second in zip(self.names, self.original, self.packed, strict=True):
+            check_same_size(name, first, second)
+
+
+def check_same_size(name: str, first: Pixels, second: Pixels) -> None:
+    """Refuse pictures that cannot be compared pixel by pixel.
+
+    Raises:
+        ShapeError: the sizes differ.
+    """
+    if first.shape != second.shape:
+        raise ShapeError(
+            f"{name}: {_size(first)} against {_size(second)} pixels; "
+            "metrics want equal sizes, generate both at one size"
+        )
+
+
+def to_pixels(values: NDArray[np.floating], *, name: str) -> Pixels:
+    """Return the 8-bit picture of float values.
+
+    Args:
+        values: (height, width, 3), in [0, 1]; values outside saturate.
+        name: where the picture comes from, for the error.
+
+    Raises:
+        NonFiniteError: a value is NaN or Inf.
+    """
+    bad = values.size - int(np.isfinite(values).sum())
+    if bad:
+        raise NonFiniteError(
+            f"{name}: {bad} of {values.size} values are NaN or Inf; "
+            "a scale or an activation overflows: compute in float32, or keep more layers in 16 bit"
+        )
+    rounded: Pixels = np.round(np.clip(values, 0.0, 1.0) * 255.0).astype(np.uint8)
+    return rounded
+
+
+def read_image(path: Path) -> Pixels:
+    """Return the pixels of an 8-bit picture file; grey becomes RGB.
+
+    Raises:
+        InputError: not a picture, more than 8 bits a channel, or transparent pixels.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except (UnidentifiedImageError, OSError) as error:
+        raise InputError(f"{path}: not a picture that Pillow can read ({error})") from error
+    if image.mode not in ("RGB", "RGBA", "L", "LA", "P", "1"):
+        raise InputError(f"{path}: mode {image.mode}; wanted 8 bits a channel, RGB or grey")
+    rgba = np.asarray(image.convert("RGBA"))
+    if (rgba[..., 3] != 255).any():
+        raise InputError(f"{path}: transparent pixels have no colour to compare; flatten it first")
+    return np.ascontiguousarray(rgba[..., :3])
+
+
+def match_folders(first: Path, second: Path, prompts: tuple[str, ...] | None = None) -> Pairs:
+    """Return the pictures of two folders, matched by file name without suffix, sorted.
+
+    Args:
+        first: pictures of the original.
+        second: pictures to judge.
+        prompts: one per picture in the order of the names.
+
+    Raises:
+        InputError: an empty folder, a picture without a partner, or another number of prompts.
+        ShapeError: a pair of different sizes.
+    """
+    left, right = _list(first), _list(second)
+    for here, there, have, other in ((first, second, left, right), (second, first, right, left)):
+        alone = sorted(set(have) - set(other))
+        if alone:
+            raise InputError(
+                f"{there}: no partner for {len(alone)} of {len(have)} pictures of {here}, "
+                f"as {have[alone[0]].name}; equal names make a pair"
+            )
+    names = tuple(sorted(left))
+    if prompts is not None and len(prompts) != len(names):
+        raise InputError(
+            f"{len(prompts)} prompts for {len(names)} pictures of {first}; "
+            "wanted one line per picture, in the order of the file names"
+        )
+    return Pairs(
+        names,
+        tuple(read_image(left[name]) for name in names),
+        tuple(read_image(right[name]) for name in names),
+        prompts,
+    )
+
+
+def amplified_difference(first: Pixels, second: Pixels, *, gain: int = GAIN) -> Pixels:
+    """Return ``gain`` times the absolute difference, saturating at white."""
+    difference = np.abs(first.astype(np.int32) - second.astype(np.int32)) * gain
+    saturated: Pixels = np.minimum(difference, 255).astype(np.uint8)
+    return saturated
+
+
+def save_png(pixels: Pixels, path: Path) -> None:
+    """Write the picture losslessly."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels, "RGB").save(path, format="PNG", optimize=False)
+
+
+def _list(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise InputError(f"{folder}: not a folder; wanted one with {', '.join(SUFFIXES)} files")
+    files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES]
+    if not files:
+        raise InputError(f"{folder}: no pictures; wanted {', '.join(SUFFIXES)} files")
+    found: dict[str, Path] = {}
+    for path in files:
+        if path.stem in found:
+            raise InputError(f"{folder}: {found[path.stem].name} and {path.name} share one name")
+        found[path.stem] = path
+    return found
+
+
+def _size(pixels: Pixels) -> str:
+    return f"{pixels.shape[1]}x{pixels.shape[0]}"

@@ -1,0 +1,109 @@
+"""The report's drawings, as SVG that follows the page's light or dark colours."""
+
+from collections.abc import Callable, Sequence
+from io import StringIO
+from typing import Any
+
+from .comparison import Score
+from .gates import Gate
+from .result import LayerRow, Report
+from .statistics import Interval
+
+#: Drawn in place of the page's text colour, which only the page knows.
+_INK = "#010203"
+_GOOD, _BAD, _PLAIN, _SOFT = "#2b8a5b", "#cf4436", "#3f7fc1", "#9aa5b1"
+
+
+def plot_scores(score: Score, gate: Gate | None, names: Sequence[str]) -> str:
+    """Return one bar per prompt, worst first, with the mean, its interval and the gate."""
+    order = sorted(range(len(score.values)), key=lambda i: score.values[i])
+    values = [score.values[i] for i in order]
+
+    def draw(axes: Any) -> None:
+        limit = gate.limit if gate else None
+        colours = [_SOFT if limit is None else _GOOD if v > limit else _BAD for v in values]
+        axes.bar(range(len(values)), values, color=colours, width=0.75)
+        axes.set_ylim(max(-1.0, min([*values, limit or 1.0]) - 0.05), 1.0)
+        axes.set_xticks(range(len(values)), [names[i] for i in order], rotation=90)
+        axes.set_ylabel(score.metric.title)
+        axes.set_xlabel("prompt, worst first")
+        _mark_mean(axes, score.summary.mean, score.summary.interval)
+        if limit is not None:
+            axes.axhline(limit, color=_BAD, linestyle="--", linewidth=1.2, label=f"gate {limit:g}")
+        _legend(axes)
+
+    return _svg(draw, salt=f"scores-{score.metric.name}", height=2.9)
+
+
+def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
+    """Return weight and output error of every packed layer, in the order of the model."""
+    rows = [row for row in layers if row.weight_error is not None]
+
+    def draw(axes: Any) -> None:
+        for values, colour, label in (
+            ([row.weight_error for row in rows], _SOFT, "weight"),
+            ([row.output_error for row in rows], _PLAIN, "output on real inputs"),
+            ([row.deviation for row in rows], _GOOD, "kernel against reference"),
+        ):
+            shown = [(i, v) for i, v in enumerate(values, 1) if v]
+            if shown:
+                axes.plot(*zip(*shown, strict=True), ".", color=colour, markersize=6, label=label)
+        axes.set_yscale("log")
+        axes.set_ylabel("relative error")
+        axes.set_xlabel(f"packed layer, in the order of the model (1 to {len(rows)})")
+        _legend(axes)
+
+    return _svg(draw, salt="errors", height=2.9)
+
+
+def plot_bytes(report: Report) -> str:
+    """Return the weight files of the denoising components before and after."""
+    sizes = (report.original.nbytes / 2**20, report.packed.nbytes / 2**20)
+
+    def draw(axes: Any) -> None:
+        bars = axes.barh(["original", "packed"], sizes, color=[_SOFT, _PLAIN], height=0.6)
+        axes.bar_label(bars, [f"{size:.2f} MiB" for size in sizes], padding=4, color=_INK)
+        axes.set_xlim(0, max(sizes) * 1.25)
+        axes.invert_yaxis()
+        axes.set_xlabel("MiB on disk")
+
+    return _svg(draw, salt="bytes", height=1.5)
+
+
+def _mark_mean(axes: Any, mean: float | None, interval: Interval | None) -> None:
+    if mean is not None:
+        axes.axhline(mean, color=_INK, linewidth=1.2, zorder=3, label=f"mean {mean:.4f}")
+    if interval is not None:
+        axes.axhspan(
+            interval.low, interval.high, color=_INK, alpha=0.15, zorder=0, label="95 % interval"
+        )
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False, labelcolor=_INK
+        )
+
+
+def _svg(draw: Callable[[Any], None], *, salt: str, height: float) -> str:
+    # Figure without pyplot: no global state, no display, safe beside a program's own plots.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # A salt per drawing keeps ids apart when several drawings stand in one page.
+    style: dict[str, Any] = {
+        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif",
+        "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
+        "axes.edgecolor": _INK, "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    with rc_context(style):
+        figure = Figure(figsize=(8.2, height), layout="constrained")
+        figure.patch.set_alpha(0.0)
+        axes = figure.add_subplot()
+        axes.patch.set_alpha(0.0)
+        draw(axes)
+        text = StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :].replace(_INK, "currentColor")

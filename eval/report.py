@@ -1,0 +1,225 @@
+"""Writing a report: pictures, report.json, report.md and one self-contained report.html."""
+
+import base64
+import io
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from quantkit.files import staged_directory
+
+from .comparison import Comparison
+from .gates import Gate
+from .images import GAIN, Pairs, Pixels, amplified_difference, save_png
+from .plots import plot_bytes, plot_layer_errors, plot_scores
+from .result import Report, show, to_json
+from .statistics import RESAMPLES, Interval, Summary
+
+#: Larger pictures are embedded shrunk to this side: three of 1024x1024 would be 5 MB a prompt.
+EMBED_SIDE = 384
+#: More prompts than this are in images/ only.
+EMBED_COUNT = 24
+
+LAYER_COLUMNS = (
+    ("#", "n"), ("Layer", ""), ("Kind", ""), ("Shape", ""), ("Format", ""), ("Weight error", "n"),
+    ("Output error", "n"), ("Kernel deviation", "n"), ("Bytes before", "n"), ("After", "n"),
+    ("Backend", ""),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One line of the metric table."""
+
+    title: str
+    backbone: str
+    unit: str
+    better: str
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class PictureRow:
+    """One prompt of the picture grid; the pictures are data URIs."""
+
+    name: str
+    seed: int
+    prompt: str
+    ssim: float
+    numbers: str
+    css: str
+    original: str
+    packed: str
+    difference: str
+
+
+def write_report(report: Report, pairs: Pairs, output: Path, *, force: bool) -> None:
+    """Write the directory ``output`` at once: report.json, .md, .html and images/.
+
+    Raises:
+        OutputError: it exists without ``force``, or cannot be written.
+    """
+    with staged_directory(output, force=force) as stage:
+        for side, pictures in (("original", pairs.original), ("packed", pairs.packed)):
+            for name, picture in zip(pairs.names, pictures, strict=True):
+                save_png(picture, stage / "images" / side / f"{name}.png")
+        values = _template_values(report, pairs)
+        text = json.dumps(to_json(report), indent=1, allow_nan=False, ensure_ascii=False)
+        (stage / "report.json").write_text(text + "\n", encoding="utf-8")
+        for name in ("report.md", "report.html"):
+            page = render(f"{name}.j2", {"report": report, **values})
+            (stage / name).write_text(page, encoding="utf-8")
+
+
+def render(template: str, values: dict[str, Any]) -> str:
+    """Return a page from ``templates/``; HTML is escaped, unknown names are errors."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("quantkit.eval", "templates"),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "show": show,
+        "interval": show_interval,
+        "mib": show_bytes,
+        "seconds": lambda seconds: f"{seconds:.1f} s",
+        "remark": gate_remark,
+        "product": prod,
+        # a bar would end the cell of a Markdown table
+        "cell": lambda text: str(text).replace("|", "\\|").replace("\n", " "),
+    }
+    assets = {name: _asset(environment, name) for name in ("style.css", "sort.js")}
+    return environment.get_template(template).render(
+        style=assets["style.css"], script=assets["sort.js"], **values
+    )
+
+
+def show_interval(interval: Interval | None) -> str:
+    """Return an interval as ``0.9512 to 0.9731``."""
+    return "-" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
+
+
+def show_bytes(nbytes: int) -> str:
+    """Return a size as ``12.3 MiB``."""
+    return f"{nbytes / 2**20:.4g} MiB"
+
+
+def gate_remark(gate: Gate) -> str:
+    """Return what else there is to know about a gate."""
+    unsure = "the interval holds the limit: more prompts could turn it" if not gate.settled else ""
+    if gate.passed is None or gate.settled is None:
+        unsure = ""
+    return "; ".join(part for part in (gate.note, unsure) if part)
+
+
+def metric_rows(comparison: Comparison) -> list[MetricRow]:
+    """Return the metric table: pair metrics, then both CLIP scores and the loss between them."""
+    rows = [
+        MetricRow(score.metric.title, score.backbone, score.metric.unit,
+                  score.metric.better.value, score.summary)
+        for score in comparison.scores.values()
+    ]  # fmt: skip
+    clip = comparison.clip
+    if clip is not None:
+        rows += [
+            MetricRow("CLIP score, original", clip.backbone, "", "higher", clip.original.summary),
+            MetricRow("CLIP score, packed", clip.backbone, "", "higher", clip.packed.summary),
+            MetricRow("CLIP score loss", clip.backbone, "%", "lower", clip.loss),
+        ]
+    return rows
+
+
+def kernel_sentence(report: Report) -> str:
+    """Return which backends ran how often, and how far they were from reference."""
+    kernels = report.kernels
+    if not kernels.total:
+        return "No packed layer ran."
+    parts = [f"{count:,} on {backend}" for backend, count in kernels.by_backend.items()]
+    if kernels.worst_deviation is None:
+        return f"{kernels.total:,} calls: {', '.join(parts)}. {kernels.watched}"
+    return (
+        f"{kernels.total:,} calls: {', '.join(parts)}. Largest deviation from reference "
+        f"{kernels.worst_deviation:.3g} of the rms, in {kernels.worst_layer} ({kernels.watched})."
+    )
+
+
+def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
+    order = report.comparison.worst_first()
+    rows = metric_rows(report.comparison)
+    intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
+    side = max(max(picture.shape[:2]) for picture in pairs.original)
+    return {
+        "headline": "Passed." if report.passed else "Failed.",
+        "ratio": f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
+        "packed_layers": sum(row.weight_error is not None for row in report.layers),
+        "backends": ", ".join(report.kernels.by_backend) or "nothing",
+        "kernel_sentence": kernel_sentence(report),
+        "metrics": rows,
+        "interval_methods": ", ".join(sorted({row.method for row in intervals})) or "none",
+        "resamples": RESAMPLES,
+        "pictures": [_picture(report, pairs, index) for index in order[:EMBED_COUNT]],
+        "hidden": max(0, len(order) - EMBED_COUNT),
+        "shrunk": side > EMBED_SIDE,
+        "gain": GAIN,
+        "plots": _plots(report),
+        "layer_columns": LAYER_COLUMNS,
+        "guidance": "of the pipeline" if report.run.guidance is None else report.run.guidance,
+    }
+
+
+def _plots(report: Report) -> list[dict[str, str]]:
+    scores, gates = report.comparison.scores, {gate.metric: gate for gate in report.gates}
+    names = report.comparison.names
+    ssim = plot_scores(scores["ssim"], gates.get("ssim"), names)
+    return [
+        {"svg": ssim, "caption": "SSIM of every prompt, worst first, with mean and gate."},
+        {"svg": plot_layer_errors(report.layers),
+         "caption": "Relative error of every packed layer: weight, output, kernel."},
+        {"svg": plot_bytes(report), "caption": "Weight files before and after."},
+    ]  # fmt: skip
+
+
+def _picture(report: Report, pairs: Pairs, index: int) -> PictureRow:
+    comparison, original, packed = report.comparison, pairs.original[index], pairs.packed[index]
+    numbers = [
+        f"{score.metric.title}{f' [{score.backbone}]' if score.backbone else ''} "
+        f"{show(score.values[index], score.metric.unit)}"
+        for score in comparison.scores.values()
+    ]
+    if comparison.clip is not None:
+        before, after = comparison.clip.original.values[index], comparison.clip.packed.values[index]
+        numbers.append(f"CLIP [{comparison.clip.backbone}] {before:.2f} -> {after:.2f}")
+    return PictureRow(
+        name=pairs.names[index],
+        seed=report.run.seeds[index],
+        prompt=report.run.prompts[index],
+        ssim=comparison.scores["ssim"].values[index],
+        numbers=", ".join(numbers),
+        css="small" if max(original.shape[:2]) <= EMBED_SIDE // 2 else "large",
+        original=_data_uri(original),
+        packed=_data_uri(packed),
+        difference=_data_uri(amplified_difference(original, packed)),
+    )
+
+
+def _data_uri(pixels: Pixels) -> str:
+    image = Image.fromarray(pixels, "RGB")
+    image.thumbnail((EMBED_SIDE, EMBED_SIDE))
+    data = io.BytesIO()
+    image.save(data, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode("ascii")
+
+
+def _asset(environment: Any, name: str) -> Any:
+    from markupsafe import Markup
+
+    source, _, _ = environment.loader.get_source(environment, name)
+    return Markup(source)  # noqa: S704  the package's own file, not input
