@@ -186,6 +186,15 @@ class Recipe(_Strict):
                 sparse = sparse if override.sparse is None else override.sparse
         return LayerSettings(keep, weight, activation, sparse)
 
+    def with_calibration(self, settings: Mapping[str, Any]) -> "Recipe":
+        """Return the recipe with some settings of its calibration section replaced.
+
+        Raises:
+            RecipeError: settings that do not go together.
+        """
+        section = CalibrationRecipe(**{**self.calibration.model_dump(), **settings})
+        return self.model_copy(update={"calibration": section})
+
     def _sparse(self, layer: str) -> bool:
         rule = self.sparsity
         return rule is not None and matches(layer, rule.layers) and not matches(layer, rule.exclude)

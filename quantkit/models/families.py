@@ -39,8 +39,7 @@ class Family:
         return None
 
 
-_TIME = "embeds the timestep: one row per image, and its error reaches every layer"
-_LABEL = "embeds a condition: one row per image, and its error reaches every layer"
+_CONDITION = "embeds timestep or condition: one row per image, and its error reaches every layer"
 _TEXT = "embeds the prompt once per image; its error reaches every block"
 _MODULATION = "scales and shifts whole channels from one row per image: nothing to gain in speed"
 _FIRST = "reads the latent: few channels, and its error reaches every layer"
@@ -53,10 +52,10 @@ FAMILIES: tuple[Family, ...] = (
         keep=(
             Keep("conv_in", _FIRST),
             Keep("conv_out", _LAST),
-            Keep("time_embedding.*", _TIME),
-            Keep("add_embedding.*", _LABEL),
-            Keep("class_embedding", _LABEL),
-            Keep("class_embedding.*", _LABEL),
+            Keep("time_embedding.*", _CONDITION),
+            Keep("add_embedding.*", _CONDITION),
+            Keep("class_embedding", _CONDITION),
+            Keep("class_embedding.*", _CONDITION),
             Keep("encoder_hid_proj", _TEXT),
             Keep("encoder_hid_proj.*", _TEXT),
             Keep("*.time_emb_proj", _MODULATION),
@@ -69,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         ("SD3Transformer2DModel",),
         keep=(
             Keep("pos_embed.proj", _FIRST),
-            Keep("time_text_embed.*", _TIME),
+            Keep("time_text_embed.*", _CONDITION),
             Keep("context_embedder", _TEXT),
             Keep("*.norm1.linear", _MODULATION),
             Keep("*.norm1_context.linear", _MODULATION),
@@ -82,7 +81,7 @@ FAMILIES: tuple[Family, ...] = (
         ("FluxTransformer2DModel",),
         keep=(
             Keep("x_embedder", _FIRST),
-            Keep("time_text_embed.*", _TIME),
+            Keep("time_text_embed.*", _CONDITION),
             Keep("context_embedder", _TEXT),
             Keep("*.norm1.linear", _MODULATION),
             Keep("*.norm1_context.linear", _MODULATION),

@@ -1,0 +1,170 @@
+"""``quantkit calibrate model``: run a pipeline on prompts and store what its layers read."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.calibration.statistics import Calibration
+    from quantkit.models.source import Model
+    from quantkit.recipe import Recipe
+
+
+@click.group()
+def calibrate() -> None:
+    """Take the statistics that static scales, smoothing and Wanda masks are chosen from."""
+
+
+@calibrate.command("model")
+@options.model
+@options.recipe
+@options.output
+@options.prompts
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
+@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@options.device
+@options.force
+@options.dry_run
+@options.quiet
+@options.as_json
+def model_command(
+    model: str,
+    recipe: str,
+    output: Path,
+    prompts: Path | None,
+    count: int | None,
+    device: str,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **run: Any,
+) -> None:
+    """Run MODEL, a pipeline, on prompts and store statistics of what its layers read.
+
+    They are kept per layer and timestep bucket: amax, a histogram, and per channel amax and mean
+    square. Scales and masks are chosen from them later, without running the model again.
+    """
+    calibrate_model(
+        model,
+        recipe,
+        output,
+        prompts=prompts,
+        count=count,
+        run={name: value for name, value in run.items() if value is not None},
+        device=device,
+        force=force,
+        dry_run=dry_run,
+        quiet=quiet,
+        as_json=as_json,
+    )
+
+
+def calibrate_model(
+    model: str,
+    recipe: str,
+    output: Path,
+    *,
+    prompts: Path | None,
+    count: int | None,
+    run: dict[str, Any],
+    device: str,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Calibrate, write the file and print what is in it.
+
+    Args:
+        model: pipeline directory or hub id.
+        recipe: a bundled name or a YAML file.
+        output: the file to write.
+        prompts: a file of prompts; None: the bundled set.
+        count: how many of them; None: all of a file, the recipe's number of the bundled set.
+        run: settings of the recipe's calibration section to replace.
+        device: auto, cpu or cuda[:N].
+        force: replace an existing file.
+        dry_run: say what would be observed, and write nothing.
+        quiet: no progress.
+        as_json: print JSON.
+    """
+    from quantkit.calibration.running import read_prompts
+    from quantkit.files import refuse_existing
+    from quantkit.models.source import open_model
+    from quantkit.recipe import load_recipe
+
+    refuse_existing(output, force=force)
+    texts = read_prompts(prompts)
+    if count or prompts:
+        run = {**run, "prompts": count or len(texts)}
+    chosen = load_recipe(recipe).with_calibration(run)
+    source = open_model(model)
+    if dry_run:
+        result = _planned(source, chosen, len(texts[: chosen.calibration.prompts]))
+    else:
+        from quantkit.calibration.collect import calibrate as take
+        from quantkit.calibration.statistics import save_calibration
+
+        with progress_bar(quiet=quiet) as progress:
+            calibration = take(source, chosen, texts, device=device, progress=progress)
+        save_calibration(calibration, output, force=force)
+        result = _described(calibration, output)
+    if as_json:
+        print_json(result)
+    else:
+        _print(result, f"{model}: would observe" if dry_run else f"{output}")
+
+
+def _planned(model: "Model", recipe: "Recipe", prompts: int) -> dict[str, Any]:
+    from quantkit.calibration.collect import observed_layers
+
+    settings = recipe.calibration
+    return {
+        "written": None,
+        "prompts": prompts,
+        "steps": settings.steps,
+        "buckets": settings.buckets,
+        "edges": None,
+        "components": {
+            c.name: {"layers": [layer.name for layer in observed_layers(c, recipe)]}
+            for c in model.components
+        },
+    }
+
+
+def _described(calibration: "Calibration", output: Path) -> dict[str, Any]:
+    about = calibration.metadata
+    return {
+        "written": str(output),
+        "prompts": about.prompts,
+        "steps": about.steps,
+        "buckets": len(calibration.edges) + 1,
+        "edges": list(calibration.edges),
+        "components": {
+            name: {
+                "calls": about.calls[name],
+                "layers": {layer: stats.amax.tolist() for layer, stats in layers.items()},
+            }
+            for name, layers in calibration.layers.items()
+        },
+    }
+
+
+def _print(result: dict[str, Any], title: str) -> None:
+    rows = [
+        (name, len(entry["layers"]), result["prompts"], result["steps"], result["buckets"])
+        for name, entry in result["components"].items()
+    ]
+    print_table(title, ("component", "layers", "prompts", "steps", "buckets"), rows)

@@ -1,0 +1,142 @@
+"""``quantkit sparsify``: choose the n:m masks of a model and store them."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.recipe import Recipe
+    from quantkit.sparsity.maskfile import MaskSet
+
+
+@click.command()
+@options.model
+@options.recipe
+@options.calibration
+@options.output
+@click.option("--pattern", metavar="N:M", help="As 2:4 (or 4:2); default: the recipe's.")
+@click.option(
+    "--method",
+    type=click.Choice(["magnitude", "wanda"]),
+    help="How weights are ranked; wanda needs --calibration. Default: the recipe's.",
+)
+@click.option(
+    "--budget",
+    "error_budget",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Mask only layers that lose at most this share of their output's power.",
+)
+@options.force
+@options.dry_run
+@options.quiet
+@options.as_json
+def sparsify(
+    model: str,
+    recipe: str,
+    calibration: Path | None,
+    output: Path,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **rule: Any,
+) -> None:
+    """Choose which weights of MODEL are kept: n of every m along K, as 2 of 4.
+
+    Layers follow the recipe's sparsity section, and a budget where one is set. The error is the
+    share of a layer's output power that is lost if its input channels are independent, with their
+    measured mean squares where a calibration is given.
+    """
+    choose(
+        model,
+        recipe,
+        output,
+        calibration=calibration,
+        rule={name: value for name, value in rule.items() if value is not None},
+        force=force,
+        dry_run=dry_run,
+        quiet=quiet,
+        as_json=as_json,
+    )
+
+
+def choose(
+    model: str,
+    recipe: str,
+    output: Path,
+    *,
+    calibration: Path | None,
+    rule: dict[str, Any],
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Choose the masks, write the file and print every decision.
+
+    Args:
+        model: pipeline directory, component directory or hub id.
+        recipe: a bundled name or a YAML file.
+        output: the file to write.
+        calibration: statistics of the same model.
+        rule: settings of the recipe's sparsity section to replace.
+        force: replace an existing file.
+        dry_run: decide and print, but write nothing.
+        quiet: no progress.
+        as_json: print JSON.
+    """
+    from quantkit.calibration.statistics import load_calibration
+    from quantkit.files import refuse_existing
+    from quantkit.models.source import open_model
+    from quantkit.recipe import load_recipe
+    from quantkit.sparsity.choose import choose_masks
+    from quantkit.sparsity.maskfile import save_masks
+
+    refuse_existing(output, force=force)
+    chosen = _with_rule(load_recipe(recipe), rule)
+    source = open_model(model)
+    statistics = load_calibration(calibration) if calibration else None
+    with progress_bar(quiet=quiet) as progress:
+        masks = choose_masks(source, chosen, statistics, progress=progress)
+    if not dry_run:
+        save_masks(masks, output, force=force)
+    if as_json:
+        print_json(_described(masks, None if dry_run else output))
+    else:
+        _print(masks, "nothing written" if dry_run else str(output))
+
+
+def _with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":
+    """Return the recipe with settings of its sparsity section replaced."""
+    from quantkit.recipe import SparsityRecipe
+
+    section = recipe.sparsity or SparsityRecipe()
+    return recipe.model_copy(update={"sparsity": SparsityRecipe(**{**dict(section), **rule})})
+
+
+def _described(masks: "MaskSet", written: Path | None) -> dict[str, Any]:
+    return {
+        "written": None if written is None else str(written),
+        "method": masks.method,
+        "pattern": str(masks.pattern),
+        "layers": [asdict(decision) for decision in masks.decisions],
+    }
+
+
+def _print(masks: "MaskSet", where: str) -> None:
+    rows = [
+        (
+            "/".join(filter(None, (d.component, d.layer))),
+            "" if d.error is None else f"{d.error:.4f}",
+            "masked" if d.chosen else d.reason,
+        )
+        for d in masks.decisions
+    ]
+    count = sum(decision.chosen for decision in masks.decisions)
+    title = f"{masks.pattern} by {masks.method}: {count} of {len(rows)} layers masked ({where})"
+    print_table(title, ("layer", "error", "decision"), rows)
