@@ -7,8 +7,6 @@ have run, in the thread and under the lock of that very import.
 Every ``import quantkit`` runs this: nothing is imported that Python has not loaded for itself.
 """
 
-from __future__ import annotations
-
 import sys
 
 TYPE_CHECKING = False
@@ -18,26 +16,26 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def _register_quantizer(module: ModuleType) -> None:
+def _register_quantizer(module: "ModuleType") -> None:
     from quantkit.inference.diffusers_loading import register
 
     register(module)
 
 
-def _agree_on_dtypes(module: ModuleType) -> None:
+def _agree_on_dtypes(module: "ModuleType") -> None:
     from quantkit.inference.dtypes import register
 
     register(module)
 
 
-def _register_refusal(module: ModuleType) -> None:
+def _register_refusal(module: "ModuleType") -> None:
     from quantkit.inference.transformers_loading import register
 
     register(module)
 
 
 #: What to do right after which module has run. Each may be called twice.
-ACTIONS: dict[str, Callable[[ModuleType], None]] = {
+ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
     "transformers.quantizers.auto": _register_refusal,
@@ -50,9 +48,9 @@ class _Finder:
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
+        path: "Sequence[str] | None",
+        target: "ModuleType | None" = None,
+    ) -> "ModuleSpec | None":
         """Return the spec that the other finders give, its loader followed by the action."""
         action = ACTIONS.get(fullname)
         if action is None:
@@ -66,14 +64,14 @@ class _Finder:
         return None
 
 
-def _follow(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
+def _follow(spec: "ModuleSpec", action: "Callable[[ModuleType], None]") -> None:
     """Let the loader of ``spec`` call ``action`` once it has run the module."""
     loader = spec.loader
     if loader is None:
         return
     execute = loader.exec_module
 
-    def exec_module(module: ModuleType) -> None:
+    def exec_module(module: "ModuleType") -> None:
         execute(module)
         action(module)
 

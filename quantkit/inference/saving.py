@@ -72,15 +72,18 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
     files: tuple[Path, ...] = self.hf_quantizer.files
     loaded = _variant_of(files[0])
     refusals = {
-        "safe_serialization=False: packed files are safetensors": not safe_serialization,
-        f"variant={variant!r}: files keep their names, loaded as {loaded!r}": variant != loaded,
-        f"max_shard_size={max_shard_size!r}: shards stay cut as they were": max_shard_size,
+        "safe_serialization=False: packed files are safetensors; leave it out": safe_serialization
+        is False,
+        f"variant={variant!r}: files keep their names; pass variant={loaded!r}": variant != loaded,
+        f"max_shard_size={max_shard_size!r}: shards stay as they were cut; leave it out": (
+            max_shard_size is not None
+        ),
         "push_to_hub=True: save, then upload the directory": push_to_hub,
-        f"unknown options {', '.join(kwargs)}": kwargs,
+        f"{', '.join(kwargs)}: unknown; leave it out": any(kwargs.values()),
     }
     for text, refused in refusals.items():
         if refused:
-            raise InputError(f"save_pretrained: {text}; leave the option out")
+            raise InputError(f"save_pretrained: {text}")
     check_unchanged(self, files)
     if not is_main_process:
         return

@@ -1,0 +1,109 @@
+"""Packed layers from dense ones, for tests: numerics only, independent of the writer."""
+
+import json
+from hashlib import sha256
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
+from quantkit.checkpoint.spec import make_config
+from quantkit.inference.modules import pack_module
+from quantkit.numerics.masks import choose_mask
+from quantkit.numerics.packing import pack_two_of_four, to_rows
+from quantkit.numerics.scales import amax_scale, quantize
+from quantkit.numerics.scheme import Activation
+
+
+def packed_tensors(weight, scheme, *, input_amax=4.0):
+    """Return part -> tensor of FORMAT.md for a dense weight; smoothing ramps from 0.5 to 2."""
+    channels = weight.shape[1]
+    parts = {}
+    wide = weight.detach().float()
+    if scheme.smooth:
+        smooth = torch.linspace(0.5, 2.0, channels)
+        wide = wide / smooth.reshape(-1, *[1] * (weight.ndim - 2))
+        parts["input_smooth"] = smooth
+    rows = to_rows(wide).contiguous()
+    mask = None
+    if scheme.sparsity:
+        mask = choose_mask(rows.abs(), scheme.sparsity)
+        rows = rows * mask
+    scale = amax_scale(rows, scheme.weight, scheme.granularity)
+    codes = quantize(rows, scale, scheme.weight, scheme.granularity)
+    if mask is not None:
+        values, parts["weight_meta"] = pack_two_of_four(codes.view(torch.uint8), mask)
+        codes = values.view(scheme.weight.torch_dtype)
+    elif weight.ndim == 4:
+        n, c, kh, kw = weight.shape
+        codes = codes.reshape(n, kh, kw, c)
+    parts |= {"weight": codes, "weight_scale": scale}
+    if scheme.activation is Activation.STATIC:
+        count = len(scheme.buckets) + 1
+        # no ratio is a power of two, which would change no FP8 result
+        ramp = torch.linspace(1.0, 1.7, count) * (input_amax / scheme.weight.max)
+        parts["input_scale"] = ramp if scheme.buckets else ramp[0]
+    return parts
+
+
+def packed_module(dense, scheme, *, buckets=None, name="layer"):
+    """Return the packed layer of a Linear or Conv2d, filled."""
+    layer = pack_module(name, scheme, dense, buckets)
+    for part, value in packed_tensors(dense.weight, scheme).items():
+        assert getattr(layer, part).shape == value.shape
+        setattr(layer, part, value)
+    return layer
+
+
+def pack_component(folder, schemes, *, shards=1, recipe=None):
+    """Pack the 16-bit component in ``folder`` in place.
+
+    Args:
+        folder: a component directory with one safetensors file.
+        schemes: module path -> Scheme.
+        shards: how many files to cut it into.
+    """
+    source = folder / "diffusion_pytorch_model.safetensors"
+    tensors, records = {}, {}
+    with safe_open(source, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  not a dict
+            tensor = file.get_tensor(name).clone()
+            layer, _, part = name.rpartition(".")
+            if part == "weight" and layer in schemes:
+                parts = packed_tensors(tensor, schemes[layer])
+                tensors |= {f"{layer}.{key}": value.contiguous() for key, value in parts.items()}
+                records[layer] = LayerRecord(tuple(tensor.shape), _digest(tensor))
+            else:
+                tensors[name] = tensor
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text())
+    config["quantization_config"] = make_config(schemes).to_json()
+    config_path.write_text(json.dumps(config, indent=2))
+    source.unlink()
+    _write_shards(folder, tensors, records, shards, recipe or {})
+
+
+def _write_shards(folder, tensors, records, shards, recipe):
+    # A layer's tensors stay together: cut between modules.
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    size = -(-len(modules) // shards)
+    index = {}
+    for i in range(shards):
+        part = set(modules[i * size : (i + 1) * size])
+        own = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in part}
+        cut = f"-{i + 1:05}-of-{shards:05}" if shards > 1 else ""
+        name = f"diffusion_pytorch_model{cut}.safetensors"
+        layers = {n: r for n, r in records.items() if n in part}
+        meta = ShardMetadata(1, recipe, layers, {n: _digest(t) for n, t in own.items()})
+        save_file(own, folder / name, metadata={"format": "pt", METADATA_KEY: meta.to_text()})
+        index |= dict.fromkeys(own, name)
+    if shards > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+        (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(text)
+
+
+def _digest(tensor):
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return sha256(flat.numpy().tobytes()).hexdigest()
