@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from golden.make_keys import MODELS, describe
 from headers import golden_keys, write_component, write_header
+
 from quantkit.errors import ModelError, RecipeError, ShapeError
 from quantkit.models.families import FAMILIES, find_family
 from quantkit.models.layers import list_layers
@@ -348,67 +349,66 @@ def test_a_variant_is_taken_when_there_is_no_plain_file(tmp_path):
     assert open_model(str(path)).components[0].variant is None
 
 
-def broken(directory: Path, how: str) -> Path:
-    config, weights = directory / "config.json", directory / "diffusion_pytorch_model.safetensors"
-    match how:
-        case "empty":
-            config.unlink()
-        case "not json":
-            config.write_text("{")
-        case "list":
-            config.write_text("[]")
-        case "no class":
-            config.write_text("{}")
-        case "text encoder":
-            config.write_text('{"architectures": ["T5EncoderModel"], "model_type": "t5"}')
-        case "unknown":
-            config.write_text('{"_class_name": "VQModel"}')
-        case "packed":
-            config.write_text(
-                '{"_class_name": "UNet2DConditionModel",'
-                ' "quantization_config": {"quant_method": "quantkit"}}'
-            )
-        case "no weights":
-            weights.unlink()
-        case "pickled":
-            weights.rename(directory / "diffusion_pytorch_model.bin")
-        case "no map":
-            (directory / f"{weights.name}.index.json").write_text("{}")
-        case "pipeline without unet":
-            (directory / "model_index.json").write_text('{"vae": ["diffusers", "AutoencoderKL"]}')
-        case "unknown pipeline":
-            (directory / "model_index.json").write_text(
-                '{"transformer": ["diffusers", "WanTransformer3DModel"]}'
-            )
-        case "pipeline without folder":
-            (directory / "model_index.json").write_text(
-                '{"unet": ["diffusers", "UNet2DConditionModel"]}'
-            )
-    return directory
+def config(text):
+    return lambda path: (path / "config.json").write_text(text)
 
 
+def index(text):
+    return lambda path: (path / "model_index.json").write_text(text)
+
+
+def weights(action):
+    return lambda path: action(path / "diffusion_pytorch_model.safetensors")
+
+
+#: name -> (what is done to a component directory, what is said of it)
 BROKEN = {
-    "empty": "not a diffusers directory: found neither model_index.json .* nor config.json",
-    "not json": "config.json: not JSON",
-    "list": "found list, wanted a JSON object",
-    "no class": "no _class_name",
-    "text encoder": "T5EncoderModel is a transformers model",
-    "unknown": "VQModel: no family describes it",
-    "packed": r"packed already \(by quantkit\)",
-    "no weights": "no weights: diffusion_pytorch_model.safetensors is missing",
-    "pickled": "only pickled weights",
-    "no map": "no weight_map",
-    "pipeline without unet": r"names no unet or transformer \(found vae\)",
-    "unknown pipeline": "transformer: denoiser WanTransformer3DModel: no family",
-    "pipeline without folder": "unet: missing, though model_index.json names it",
+    "empty": (
+        lambda path: (path / "config.json").unlink(),
+        "not a diffusers directory: found neither model_index.json .* nor config.json",
+    ),
+    "not json": (config("{"), "config.json: not JSON"),
+    "list": (config("[]"), "found list, wanted a JSON object"),
+    "no class": (config("{}"), "no _class_name"),
+    "text encoder": (
+        config('{"architectures": ["T5EncoderModel"], "model_type": "t5"}'),
+        "T5EncoderModel is a transformers model",
+    ),
+    "unknown": (config('{"_class_name": "VQModel"}'), "VQModel: no family describes it"),
+    "packed": (
+        config('{"_class_name": "X", "quantization_config": {"quant_method": "quantkit"}}'),
+        r"packed already \(by quantkit\)",
+    ),
+    "no weights": (
+        weights(Path.unlink),
+        "no weights: diffusion_pytorch_model.safetensors is missing",
+    ),
+    "pickled": (weights(lambda w: w.rename(w.with_suffix(".bin"))), "only pickled weights"),
+    "no map": (
+        weights(lambda w: w.with_name(f"{w.name}.index.json").write_text("{}")),
+        "no weight_map",
+    ),
+    "pipeline without unet": (
+        index('{"vae": ["diffusers", "AutoencoderKL"]}'),
+        r"names no unet or transformer \(found vae\)",
+    ),
+    "unknown pipeline": (
+        index('{"transformer": ["diffusers", "WanTransformer3DModel"]}'),
+        "transformer: denoiser WanTransformer3DModel: no family",
+    ),
+    "pipeline without folder": (
+        index('{"unet": ["diffusers", "UNet2DConditionModel"]}'),
+        "unet: missing, though model_index.json names it",
+    ),
 }
 
 
-@pytest.mark.parametrize(("how", "message"), BROKEN.items(), ids=BROKEN)
-def test_broken_directory_is_named(tmp_path, how, message):
+@pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_directory_is_named(tmp_path, damage, message):
     path = write_component(tmp_path / "c", "UNet2DConditionModel", {"a.weight": [16, 16]})
+    damage(path)
     with pytest.raises(ModelError, match=message) as caught:
-        open_model(str(broken(path, how)))
+        open_model(str(path))
     assert "\n" not in str(caught.value)
 
 

@@ -1,0 +1,171 @@
+"""Recipes: the bundled ones run dry, strict checking, and what wins for a layer."""
+
+import pytest
+from golden.make_keys import MODELS
+from headers import golden_keys, write_component
+from pydantic import ValidationError
+
+from quantkit import resources
+from quantkit.errors import RecipeError
+from quantkit.models.plan import plan_layers
+from quantkit.models.source import open_model
+from quantkit.recipe import load_recipe, parse_recipe, recipe_names
+
+#: The recipes that are for one kind of model; the others suit all.
+MADE_FOR = {
+    "sd15-fp8": ("sd15",),
+    "sdxl-fp8": ("sdxl",),
+    "sd3-fp8": ("sd3_medium", "sd35_medium", "sd35_large"),
+    "flux-fp8": ("flux1_dev",),
+    "pixart-fp8": ("pixart_sigma",),
+}
+
+
+def parse(text):
+    return parse_recipe(text, where="test")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    for name in MODELS:
+        keys = golden_keys(name)
+        write_component(root / name, keys["class_name"], keys["tensors"])
+    return {name: open_model(str(root / name)).components[0] for name in MODELS}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_bundled_recipe_plans_published_models(name, published):
+    recipe = load_recipe(name)
+    assert (recipe.name, bool(recipe.description)) == (name, True)
+    for model in MADE_FOR.get(name, MODELS):
+        stored = recipe.calibration.buckets
+        edges = tuple(float(edge) for edge in range(1, stored))
+        plan = plan_layers(published[model], recipe, calibrated=True, masked=(), edges=edges)
+        assert sum(t.scheme is not None for t in plan) > len(plan) / 2
+        names = [t.layer.name for t in plan]
+        for override in recipe.overrides:
+            settings = [recipe.settings(n) for n in names]
+            assert any(s.activation == override.activation for s in settings)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_bundled_recipe_is_short(name):
+    lines = (resources.recipes() / f"{name}.yaml").read_text().splitlines()
+    assert len(lines) <= 35
+
+
+def test_flux_recipe_packs_modulation_as_weights_alone(published):
+    plan = plan_layers(published["flux1_dev"], load_recipe("flux-fp8"), calibrated=False, masked=())
+    schemes = {t.layer.name: t.scheme for t in plan}
+    assert schemes["transformer_blocks.0.norm1.linear"].activation.value == "none"
+    assert schemes["single_transformer_blocks.37.norm.linear"].activation.value == "none"
+    assert schemes["transformer_blocks.0.attn.to_q"].activation.value == "token"
+    assert schemes["norm_out.linear"] is None
+
+
+def test_empty_recipe_has_the_defaults():
+    recipe = parse("name: t")
+    assert (recipe.weight.format, recipe.weight.granularity) == ("e4m3fn", "channel")
+    assert recipe.activation.mode == "token"
+    settings = recipe.settings("a.b")
+    assert (settings.keep, settings.sparse) == (None, False)
+
+
+def test_the_last_override_to_set_a_field_wins():
+    recipe = parse("""
+name: t
+keep: ["a.*"]
+sparsity: {layers: ["a.*", "b"], exclude: ["a.c"]}
+overrides:
+  - {layers: ["a.*"], weight: {format: e5m2}, sparse: false}
+  - {layers: ["a.b"], keep: false}
+  - {layers: ["*.d", "a.b"], activation: {mode: none}, sparse: true}
+""")
+    settings = {name: recipe.settings(name) for name in ("a.b", "a.c", "b", "x.d")}
+    assert [s.keep for s in settings.values()] == [False, True, None, None]
+    assert [s.sparse for s in settings.values()] == [True, False, True, True]
+    assert [s.weight.format for s in settings.values()] == ["e5m2", "e5m2", "e4m3fn", "e4m3fn"]
+    assert [s.activation.mode for s in settings.values()] == ["none", "token", "token", "none"]
+
+
+def test_both_spellings_of_a_pattern_mean_the_same():
+    patterns = [parse(f"{{name: t, sparsity: {{pattern: '{p}'}}}}") for p in ("4:2", "2:4")]
+    assert [r.sparsity.pattern for r in patterns] == ["2:4", "2:4"]
+
+
+def test_buckets_are_a_number_or_edges():
+    assert parse("{name: t, activation: {buckets: 4}}").activation.buckets == 4
+    assert parse("{name: t, activation: {buckets: [100, 500.5]}}").activation.buckets == (
+        100,
+        500.5,
+    )
+
+
+def test_recipes_do_not_change():
+    with pytest.raises(ValidationError, match="frozen"):
+        parse("name: t").name = "u"
+
+
+BAD = {
+    "not yaml": ("a: [", "test: not YAML"),
+    "list": ("[1]", "found list, wanted a table"),
+    "empty": ("", "found NoneType, wanted a table"),
+    "no name": ("{}", "name: Field required"),
+    "unknown key": ("{name: t, wieght: {}}", "unknown key 'wieght'; did you mean 'weight'"),
+    "unknown nested key": (
+        "{name: t, activation: {bucket: 4}}",
+        "unknown key 'activation.bucket'; did you mean 'buckets'",
+    ),
+    "unknown key in a list": (
+        "{name: t, overrides: [{layers: [a], wait: 1}]}",
+        "unknown key 'overrides.0.wait'",
+    ),
+    "unknown key in an override's section": (
+        "{name: t, overrides: [{layers: [a], weight: {fromat: e5m2}}]}",
+        "unknown key 'overrides.0.weight.fromat'; did you mean 'format'",
+    ),
+    "format": ("{name: t, weight: {format: e4m3fnuz}}", "weight.format: .*found 'e4m3fnuz'"),
+    "granularity": ("{name: t, weight: {granularity: row}}", "granularity 'row': unknown"),
+    "pattern": ("{name: t, sparsity: {pattern: '4:4'}}", "pattern '4:4': wanted n:m"),
+    "percentile": ("{name: t, activation: {percentile: 101}}", "activation.percentile: .*100"),
+    "buckets": ("{name: t, activation: {buckets: 0}}", "buckets 0: wanted at least 1"),
+    "edges": ("{name: t, activation: {buckets: [5, 5]}}", "wanted ascending timestep edges"),
+    "no edges": ("{name: t, activation: {buckets: []}}", "wanted ascending timestep edges"),
+    "buckets over steps": ("{name: t, calibration: {steps: 3}}", "buckets 4: more than the 3 step"),
+    "smooth": ("{name: t, smooth: 1.5}", "smooth: .*less than or equal to 1"),
+    "smooth and mse": (
+        "{name: t, smooth: 0.5, activation: {mode: static}}",
+        "set activation.observer: amax",
+    ),
+    "budget": ("{name: t, sparsity: {error_budget: 0}}", "error_budget: .*greater than 0"),
+    "no layers": ("{name: t, overrides: [{layers: []}]}", "overrides.0.layers"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD)
+def test_bad_recipe_is_one_line(text, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("test: ")
+
+
+def test_recipe_is_found_by_name_or_path(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine")
+    assert load_recipe(str(path)).name == "mine"
+    with pytest.raises(RecipeError, match="'fp8-statik': neither .*; did you mean 'fp8-static'"):
+        load_recipe("fp8-statik")
+    with pytest.raises(RecipeError, match="cannot be read as a UTF-8 recipe"):
+        load_recipe(str(tmp_path / "none.yaml"))
+    path.write_bytes(b"name: \xff")
+    with pytest.raises(RecipeError, match="cannot be read as a UTF-8 recipe"):
+        load_recipe(str(path))
+
+
+def test_calibration_settings_are_checked_when_replaced():
+    recipe = load_recipe("fp8")
+    assert recipe.with_calibration({"steps": 9}).calibration.steps == 9
+    with pytest.raises(RecipeError, match="more than the 2 steps"):
+        recipe.with_calibration({"steps": 2})
