@@ -28,7 +28,6 @@ struct Matrix {
   static constexpr int kWordsA = sizeof(typename Layout::A) / 4, kWordsB = sizeof(typename Layout::B) / 4;
   static_assert(kWordsB == kParts * kSteps * Isa::kRegsB, "B fragments are the registers of every instruction");
   static_assert(kWordsA == kSteps * Isa::kRegsA + Isa::kSparse, "A fragments may carry one word of metadata");
-  static_assert((kN + kM) * kDepth * 4 + kN * kM * 4 <= kWorkspaceBytes, "the logical matrices need workspace");
 
   struct Lanes {
     f32* acc[kWave];
@@ -36,55 +35,75 @@ struct Matrix {
     const u8* b[kWave];
   };
 
-  static constexpr int kRegsStepA = 4 * Isa::kRegsA, kRegsStepB = 4 * Isa::kRegsB;  // bytes
+  static constexpr int kBytes = Isa::kBytes;
+  static constexpr int kKept = Isa::kSparse ? Isa::kDepth / 2 : Isa::kDepth;  // elements of a row of A
+  static constexpr int kSlots = kSteps * kKept;
+  static_assert(bytes_of(kWeights) == kBytes && bytes_of(kTokens) == kBytes, "operands have the instruction's width");
 
-  /// weights[slot][row]: transposed, so that the multiply loop reads vectors of outputs.
-  static void decode_dense_a(const Lanes& lanes, f32 (*weights)[kN]) {
-    for (int block = 0; block < kBlocksN; ++block) {
-      for (int step = 0; step < kSteps; ++step) {
-        const int base = block * kWordsA * 4 + step * kRegsStepA;
-        for (int row = 0; row < 16; ++row) {
-          for (int k = 0; k < Isa::kDepth; ++k) {
-            const Place place = Isa::a(row, k);
-            weights[step * Isa::kDepth + k][16 * block + row] = decode<kWeights>(lanes.a[place.lane] + base + place.at);
-          }
+  /// Elements that lie side by side in one lane wherever a run of that length starts.
+  static constexpr int run_length(Place (*place)(int, int), int rows, int depth) {
+    int length = 16 / kBytes;
+    for (int row = 0; row < rows; ++row) {
+      for (int k = 0; k < depth; ++k) {
+        while (place(row, k).lane != place(row, k / length * length).lane ||
+               place(row, k).at != place(row, k / length * length).at + k % length * kBytes) {
+          length /= 2;
         }
+      }
+    }
+    return length;
+  }
+  static constexpr int kRunA = run_length(&Isa::a, 16, kKept);
+  static constexpr int kRunB = run_length(&Isa::b, Isa::kColumns, Isa::kDepth);
+
+  using ImageA = u8[kSlots][kN * kBytes];
+  using ImageB = u8[kM][kDepth * kBytes];
+
+  /// image[slot][row]: A transposed, so that the multiply loop reads vectors of outputs.
+  static void gather_a(const Lanes& lanes, ImageA& image) {
+    for (int block = 0; block < kBlocksN; ++block) {
+      for (int slot = 0; slot < kSlots; slot += kRunA) {
+        const int base = 4 * (block * kWordsA + slot / kKept * Isa::kRegsA);
+        const u8* rows[16];
+        for (int row = 0; row < 16; ++row) {
+          const Place place = Isa::a(row, slot % kKept);
+          rows[row] = lanes.a[place.lane] + base + place.at;
+        }
+        transpose_rows<kBytes, kRunA>(rows, &image[slot][16 * block * kBytes], sizeof image[0]);
       }
     }
   }
 
-  static void decode_sparse_a(const Lanes& lanes, f32 (*weights)[kN]) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int row = 0; row < kN; ++row) weights[k][row] = 0.0f;
-    }
-    for (int block = 0; block < kBlocksN; ++block) {
-      for (int step = 0; step < kSteps; ++step) {
-        const int base = block * kWordsA * 4 + step * kRegsStepA, word = (block + 1) * kWordsA - 1;
-        for (int row = 0; row < 16; ++row) {
-          for (int group = 0; group < Isa::kDepth / 4; ++group) {
-            const Place index = Isa::index(row, group);
-            const u32 bits = load<u32>(lanes.a[index.lane] + 4 * word) >> (step * Isa::kIndexBits + index.at);
-            const int k = step * Isa::kDepth + 4 * group;
-            const Place first = Isa::a(row, 2 * group), second = Isa::a(row, 2 * group + 1);
-            weights[k + (bits & 3)][16 * block + row] += decode<kWeights>(lanes.a[first.lane] + base + first.at);
-            weights[k + (bits >> 2 & 3)][16 * block + row] += decode<kWeights>(lanes.a[second.lane] + base + second.at);
-          }
-        }
-      }
-    }
-  }
-
-  static void decode_b(const Lanes& lanes, f32 (*tokens)[kDepth]) {
+  static void gather_b(const Lanes& lanes, ImageB& image) {
     for (int block = 0; block < kBlocksM; ++block) {
-      for (int part = 0; part < kParts; ++part) {
-        for (int step = 0; step < kSteps; ++step) {
-          const int base = block * kWordsB * 4 + (part * kSteps + step) * kRegsStepB;
-          for (int column = 0; column < Isa::kColumns; ++column) {
-            f32* const token = tokens[16 * block + Isa::kColumns * part + column] + step * Isa::kDepth;
-            for (int k = 0; k < Isa::kDepth; ++k) {
-              const Place place = Isa::b(column, k);
-              token[k] = decode<kTokens>(lanes.b[place.lane] + base + place.at);
-            }
+      for (int column = 0; column < 16; ++column) {
+        for (int k = 0; k < kDepth; k += kRunB) {
+          const int step = column / Isa::kColumns * kSteps + k / Isa::kDepth;
+          const Place place = Isa::b(column % Isa::kColumns, k % Isa::kDepth);
+          const u8* const from = lanes.b[place.lane] + 4 * (block * kWordsB + step * Isa::kRegsB) + place.at;
+          __builtin_memcpy(&image[16 * block + column][k * kBytes], from, kRunB * kBytes);
+        }
+      }
+    }
+  }
+
+  /// Spreads the kept values over groups of four slots. Equal positions, which no valid file has, add up.
+  static void expand(const Lanes& lanes, const f32 (*kept)[kN], f32 (*weights)[kN]) {
+    u32 words[kN];
+    for (int step = 0; step < kSteps; ++step) {
+      for (int group = 0; group < Isa::kDepth / 4; ++group) {
+        if (group == 0 || Isa::index(0, group).lane != Isa::index(0, group - 1).lane) {
+          for (int n = 0; n < kN; ++n) {
+            words[n] = load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * ((n / 16 + 1) * kWordsA - 1));
+          }
+        }
+        const int shift = step * Isa::kIndexBits + Isa::index(0, group).at, slot = step * kKept + 2 * group;
+        for (u32 position = 0; position < 4; ++position) {
+          f32* const row = weights[2 * slot + position];
+          for (int n = 0; n < kN; ++n) {
+            const u32 nibble = words[n] >> shift;
+            const f32 first = (nibble & 3u) == position ? kept[slot][n] : 0.0f;
+            row[n] = first + ((nibble >> 2 & 3u) == position ? kept[slot + 1][n] : 0.0f);
           }
         }
       }
@@ -150,6 +169,15 @@ struct Matrix {
     void store(int m, int n, Vector sum) const { store_vector(&sums[m][n], sum); }
   };
 
+  struct alignas(64) Work {
+    f32 weights[kDepth][kN], tokens[kM][kDepth];
+    f32 kept[Isa::kSparse ? kSlots : 1][kN];
+    f32 sums[rows_in_runs() ? 1 : kM][kN];
+    ImageA image_a;
+    ImageB image_b;
+  };
+  static_assert(sizeof(Work) <= kWorkspaceBytes, "the logical matrices need workspace");
+
   static void run(void* const* payloads) {
     Lanes lanes;
     for (int lane = 0; lane < kWave; ++lane) {
@@ -158,24 +186,25 @@ struct Matrix {
       lanes.a[lane] = reinterpret_cast<const u8*>(operands.a);
       lanes.b[lane] = reinterpret_cast<const u8*>(operands.b);
     }
-    auto* const weights = reinterpret_cast<f32(*)[kN]>(workspace());
-    auto* const tokens = reinterpret_cast<f32(*)[kDepth]>(workspace() + sizeof(f32) * kDepth * kN);
+    auto& work = *reinterpret_cast<Work*>(workspace());
+    gather_a(lanes, work.image_a);
+    gather_b(lanes, work.image_b);
+    decode_run<kTokens, kM * kDepth>(work.image_b[0], work.tokens[0]);
     if constexpr (Isa::kSparse) {
-      decode_sparse_a(lanes, weights);
+      decode_run<kWeights, kN * kSlots>(work.image_a[0], work.kept[0]);
+      expand(lanes, work.kept, work.weights);
     } else {
-      decode_dense_a(lanes, weights);
+      decode_run<kWeights, kN * kSlots>(work.image_a[0], work.weights[0]);
     }
-    decode_b(lanes, tokens);
     if constexpr (rows_in_runs()) {
-      multiply(weights, tokens, InPlace{lanes});
+      multiply(work.weights, work.tokens, InPlace{lanes});
     } else {
-      auto* const sums = reinterpret_cast<f32(*)[kN]>(workspace() + sizeof(f32) * kDepth * (kN + kM));
       for (int m = 0; m < kM; ++m) {
-        for (int n = 0; n < kN; ++n) sums[m][n] = *accumulator(lanes, n, m);
+        for (int n = 0; n < kN; ++n) work.sums[m][n] = *accumulator(lanes, n, m);
       }
-      multiply(weights, tokens, Copied{sums});
+      multiply(work.weights, work.tokens, Copied{work.sums});
       for (int m = 0; m < kM; ++m) {
-        for (int n = 0; n < kN; ++n) *accumulator(lanes, n, m) = sums[m][n];
+        for (int n = 0; n < kN; ++n) *accumulator(lanes, n, m) = work.sums[m][n];
       }
     }
   }

@@ -37,7 +37,7 @@ const Current* current();
 u8* shared_memory(int bytes);
 
 /// Scratch for collectives, one per operating-system thread, 64-byte aligned, kWorkspaceBytes long.
-constexpr int kWorkspaceBytes = 64 * 1024;
+constexpr int kWorkspaceBytes = 96 * 1024;
 u8* workspace();
 
 void barrier();

@@ -80,5 +80,41 @@ inline void store_runs(const Runs& runs, int first, Vector a) {
 
 #endif
 
+/// Transposes 16 rows of kRun elements: out[e * pitch] gets element e of every row, side by side.
+template <int kBytes, int kRun>
+inline void transpose_rows(const unsigned char* const (&rows)[16], unsigned char* out, int pitch) {
+#if defined(__AVX512VBMI__)
+  if constexpr (kBytes == 1 && kRun == 8) {
+    const auto run = [&rows](int row) {
+      long long bytes;
+      __builtin_memcpy(&bytes, rows[row], sizeof bytes);
+      return bytes;
+    };
+    const __m512i low = _mm512_set_epi64(run(7), run(6), run(5), run(4), run(3), run(2), run(1), run(0));
+    const __m512i high = _mm512_set_epi64(run(15), run(14), run(13), run(12), run(11), run(10), run(9), run(8));
+    // Byte r of the index: element 0 of row r; rows 8..15 come from the second source, 64 bytes on.
+    const __m128i first = _mm_set_epi8(120, 112, 104, 96, 88, 80, 72, 64, 56, 48, 40, 32, 24, 16, 8, 0);
+    const __m512i step = _mm512_set_epi64(0x0303030303030303, 0x0303030303030303, 0x0202020202020202,
+                                          0x0202020202020202, 0x0101010101010101, 0x0101010101010101, 0, 0);
+    const __m512i index = _mm512_add_epi8(_mm512_broadcast_i32x4(first), step);
+    for (int half = 0; half < 2; ++half) {
+      const __m512i picked =
+          _mm512_permutex2var_epi8(low, _mm512_add_epi8(index, _mm512_set1_epi8(static_cast<char>(4 * half))), high);
+      unsigned char* const target = out + 4 * half * pitch;
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_extracti32x4_epi32(picked, 0));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + pitch), _mm512_extracti32x4_epi32(picked, 1));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 2 * pitch), _mm512_extracti32x4_epi32(picked, 2));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 3 * pitch), _mm512_extracti32x4_epi32(picked, 3));
+    }
+    return;
+  }
+#endif
+  for (int row = 0; row < 16; ++row) {
+    unsigned char run[kBytes * kRun];
+    __builtin_memcpy(run, rows[row], sizeof run);
+    for (int e = 0; e < kRun; ++e) __builtin_memcpy(out + e * pitch + row * kBytes, run + e * kBytes, kBytes);
+  }
+}
+
 }  // namespace host
 }  // namespace qk

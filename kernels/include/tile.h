@@ -41,20 +41,20 @@ struct Carrier {
   T pieces[kCount];
 
   /// base: first row's bytes of this step. Rows >= rows and bytes >= bytes of a row become `fill`.
-  QK_DEVICE void fetch(const u8* base, u32 pitch, int rows, int bytes, const T& fill) {
+  QK_DEVICE void fetch(const u8* base, u32 pitch, int rows, int bytes, int thread, const T& fill) {
     QK_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      const int piece = i * kThreads + thread_index(), row = piece / kPerRow;
+      const int piece = i * kThreads + thread, row = piece / kPerRow;
       const int column = piece % kPerRow * static_cast<int>(sizeof(T));
       pieces[i] = fill;
       if (row < rows && column < bytes) pieces[i] = load<T>(base + (static_cast<u32>(row) * pitch + column));
     }
   }
 
-  QK_DEVICE void deposit(u8* lds, int lds_pitch) const {
+  QK_DEVICE void deposit(u8* lds, int lds_pitch, int thread) const {
     QK_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      const int piece = i * kThreads + thread_index();
+      const int piece = i * kThreads + thread;
       store(lds + piece / kPerRow * lds_pitch + piece % kPerRow * static_cast<int>(sizeof(T)), pieces[i]);
     }
   }
@@ -89,22 +89,23 @@ struct TileLoop {
   Carrier<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
   Carrier<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
 
-  QK_DEVICE void fetch(const Operands& op, int m0, int n0, int k0) {
+  QK_DEVICE void fetch(const Operands& op, int m0, int n0, int k0, int thread) {
     const int left = op.k - k0;
-    x.fetch(op.x + static_cast<i64>(m0) * op.k + k0, op.k, op.m - m0, left, Vec16{});
+    x.fetch(op.x + static_cast<i64>(m0) * op.k + k0, op.k, op.m - m0, left, thread, Vec16{});
     if constexpr (kSparse) {
       constexpr u32 kNeutral = 0x44444444u;  // every group keeps positions 0 and 1: legal, and its codes are zero
-      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, Vec16{});
-      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8, kNeutral);
+      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, thread, Vec16{});
+      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8, thread,
+                 kNeutral);
     } else {
-      w.fetch(op.w + static_cast<i64>(n0) * op.k + k0, op.k, op.n - n0, left, Vec16{});
+      w.fetch(op.w + static_cast<i64>(n0) * op.k + k0, op.k, op.n - n0, left, thread, Vec16{});
     }
   }
 
-  QK_DEVICE void deposit(u8* buffer) const {
-    x.deposit(buffer, kPitchX);
-    w.deposit(buffer + kBytesX, kPitchW);
-    if constexpr (kSparse) meta.deposit(buffer + kBytesX + kCodes, kPitchW);
+  QK_DEVICE void deposit(u8* buffer, int thread) const {
+    x.deposit(buffer, kPitchX, thread);
+    w.deposit(buffer + kBytesX, kPitchW, thread);
+    if constexpr (kSparse) meta.deposit(buffer + kBytesX + kCodes, kPitchW, thread);
   }
 
   static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n, int lane) {
@@ -127,18 +128,18 @@ struct TileLoop {
 
   /// Runs the whole K loop of the tile at (m0, n0) for the calling wave.
   QK_DEVICE void run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
-    const int wave = wave_index(), lane = thread_index() % kWave;
+    const int thread = thread_index(), wave = wave_index(), lane = thread % kWave;
     const int wave_m = wave / Tile::kWavesN * Tile::kWaveM, wave_n = wave % Tile::kWavesN * Tile::kWaveN;
     u8* current = lds;
     u8* next = lds + kBufferBytes;
-    fetch(op, m0, n0, 0);
-    deposit(current);
+    fetch(op, m0, n0, 0, thread);
+    deposit(current, thread);
     block_sync();
     for (int k0 = 0; k0 < op.k; k0 += Tile::kK) {
       const bool more = k0 + Tile::kK < op.k;
-      if (more) fetch(op, m0, n0, k0 + Tile::kK);
+      if (more) fetch(op, m0, n0, k0 + Tile::kK, thread);
       multiply(acc, current, wave_m, wave_n, lane);
-      if (more) deposit(next);
+      if (more) deposit(next, thread);
       block_sync();
       u8* const swap = current;
       current = next;
