@@ -9,11 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from math import prod
 from typing import Any
 
 from quantkit.checkpoint.spec import TensorSpec
-from quantkit.tensorfile import ITEM_BYTES
 
 #: File order of dtypes: the library sorts by its enumeration, descending, so that every tensor is
 #: aligned to its item. Source: safetensors 0.8.0, observed; the tests compare with the library.
@@ -52,7 +50,7 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> b
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     position = 0
     for spec in file_order(specs):
-        stop = position + _nbytes(spec)
+        stop = position + spec.nbytes
         offsets = [position, stop]
         table[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
         position = stop
@@ -65,7 +63,7 @@ def place(specs: Sequence[TensorSpec], header_bytes: int) -> dict[str, Slot]:
     """Return the place of every tensor in a file whose header takes ``header_bytes``."""
     slots, position = {}, header_bytes
     for spec in file_order(specs):
-        slots[spec.name] = Slot(spec, position, position + _nbytes(spec))
+        slots[spec.name] = Slot(spec, position, position + spec.nbytes)
         position = slots[spec.name].stop
     return slots
 
@@ -99,7 +97,3 @@ def write_at(descriptor: int, data: memoryview | bytes, position: int) -> None:
     while rest:
         count = os.pwrite(descriptor, rest, position)
         rest, position = rest[count:], position + count
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * ITEM_BYTES[spec.dtype]

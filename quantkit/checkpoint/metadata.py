@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.checkpoint.spec import FORMAT_VERSION, Kind, check_keys, check_version, kind_of
+from quantkit.checkpoint.schemes import check_keys
+from quantkit.checkpoint.spec import FORMAT_VERSION, Kind, check_version, kind_of
 from quantkit.errors import CheckpointError
 
 #: The key in the header metadata of a safetensors file.

@@ -1,20 +1,18 @@
-"""FORMAT.md as types: the quantization_config and the tensors of a layer.
-
-Pure values without files: the reader, the writer and the loaders all agree through these.
-"""
+"""FORMAT.md as types, for reader, writer and loaders: the config and the tensors of a layer."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
+from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 from quantkit import __version__
-from quantkit.errors import CheckpointError, InputError
-from quantkit.numerics.formats import FloatFormat, find_format
-from quantkit.numerics.granularity import parse_granularity, scale_shape
-from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
+from quantkit.errors import CheckpointError
+from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.tensorfile import ITEM_BYTES
 
 FORMAT_VERSION = 1
 QUANT_METHOD = "quantkit"
@@ -24,13 +22,9 @@ CONFIG_KEY = "quantization_config"
 #: The tensors that a packed layer may own besides its bias.
 PACKED_PARTS = ("weight", "weight_meta", "weight_scale", "input_scale", "input_smooth")
 
-#: Names that FORMAT.md keeps for later: a reader of this version refuses them.
-RESERVED_WEIGHTS = ("int8", "int4")
-
 Kind = Literal["linear", "conv2d"]
 
 _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
-_SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,11 @@ class TensorSpec:
     #: the dtype's name in a safetensors header
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PackedConfig:
     quantkit_version: str
     schemes: tuple[SchemeEntry, ...]
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, Scheme]:
         """Every packed layer with its treatment."""
         return {name: entry.scheme for entry in self.schemes for name in entry.layers}
@@ -75,7 +74,10 @@ class PackedConfig:
             "quant_method": QUANT_METHOD,
             "format_version": self.format_version,
             "quantkit_version": self.quantkit_version,
-            "schemes": [_scheme_to_json(entry) for entry in self.schemes],
+            "schemes": [
+                {**scheme_to_json(entry.scheme), "layers": list(entry.layers)}
+                for entry in self.schemes
+            ],
         }
 
 
@@ -111,7 +113,10 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
             f"{CONFIG_KEY}: wanted quantkit_version as text and a list of schemes with at least "
             "one; pack the model again"
         )
-    entries = tuple(_parse_scheme(item, index) for index, item in enumerate(schemes))
+    entries = tuple(
+        SchemeEntry(*parse_scheme(item, f"{CONFIG_KEY}: scheme {index}"))
+        for index, item in enumerate(schemes)
+    )
     _check_distinct(entries)
     return PackedConfig(FORMAT_VERSION, version, entries)
 
@@ -129,22 +134,6 @@ def check_version(found: object, where: str) -> None:
             f"{where}: format_version {found} is newer than {FORMAT_VERSION}, the newest that "
             f"quantkit {__version__} reads; upgrade quantkit"
         )
-
-
-def check_keys(found: Mapping[str, Any], wanted: tuple[str, ...], where: str) -> None:
-    """Refuse missing and unknown keys: a reader ignores nothing silently.
-
-    Raises:
-        CheckpointError: naming the first key that is missing or unknown.
-    """
-    for key in wanted:
-        if key not in found:
-            raise CheckpointError(f"{where}: key {key!r} is missing; pack the model again")
-    for key in found:
-        if key not in wanted:
-            raise CheckpointError(
-                f"{where}: unknown key {key!r}, wanted {', '.join(wanted)}; upgrade quantkit"
-            )
 
 
 def kind_of(shape: tuple[int, ...]) -> Kind:
@@ -226,73 +215,6 @@ def _weight_shape(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
         _, channels, kh, kw = shape
         return n, kh, kw, channels
     return n, k
-
-
-def _scheme_to_json(entry: SchemeEntry) -> dict[str, Any]:
-    scheme = entry.scheme
-    return {
-        "weight": scheme.weight.name,
-        "granularity": str(scheme.granularity),
-        "sparsity": None if scheme.sparsity is None else str(scheme.sparsity),
-        "activation": scheme.activation.value,
-        "buckets": list(scheme.buckets) or None,
-        "smooth": scheme.smooth,
-        "layers": list(entry.layers),
-    }
-
-
-def _parse_scheme(item: object, index: int) -> SchemeEntry:
-    where = f"{CONFIG_KEY}: scheme {index}"
-    if not isinstance(item, dict):
-        raise CheckpointError(f"{where}: found {type(item).__name__}, wanted a JSON object")
-    check_keys(item, _SCHEME_KEYS, where)
-    try:
-        granularity = parse_granularity(_text(item["granularity"]))
-        weight = _parse_weight(_text(item["weight"]))
-        activation = Activation(item["activation"])
-        buckets = _parse_buckets(item["buckets"], activation)
-    except (InputError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
-        raise CheckpointError(f"{where}: sparsity {item['sparsity']!r}, wanted null or '2:4'")
-    if type(item["smooth"]) is not bool:
-        raise CheckpointError(f"{where}: smooth {item['smooth']!r}, wanted true or false")
-    sparsity = TWO_OF_FOUR if item["sparsity"] else None
-    scheme = Scheme(weight, granularity, sparsity, activation, buckets, item["smooth"])
-    return SchemeEntry(scheme, _parse_layers(item["layers"], where))
-
-
-def _parse_weight(name: str) -> FloatFormat:
-    if name in RESERVED_WEIGHTS:
-        raise CheckpointError(f"weight {name!r} is reserved, not read by quantkit {__version__}")
-    return find_format(name)
-
-
-def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not value or not all(type(v) in (int, float) for v in value):
-        raise CheckpointError(f"buckets {value!r}, wanted null or a list of timesteps")
-    edges = tuple(float(v) for v in value)
-    if not all(isfinite(edge) for edge in edges) or list(edges) != sorted(set(edges)):
-        raise CheckpointError(f"buckets {value!r}, wanted ascending, distinct, finite timesteps")
-    if activation is not Activation.STATIC:
-        raise CheckpointError(f"buckets with activation {activation.value!r}, wanted 'static'")
-    return edges
-
-
-def _parse_layers(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise CheckpointError(f"{where}: layers is no list of module paths; pack the model again")
-    if not value:
-        raise CheckpointError(f"{where}: no layers; a scheme without layers must not be written")
-    return tuple(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise CheckpointError(f"found {value!r}, wanted text")
-    return value
 
 
 def _check_distinct(entries: tuple[SchemeEntry, ...]) -> None:

@@ -1,0 +1,110 @@
+"""A packed component as a value: its headers, its tensors, its dense weights."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
+from quantkit.checkpoint.spec import PACKED_PARTS, PackedConfig, rows_of
+from quantkit.checkpoint.validate import Index, Shard
+from quantkit.numerics.packing import from_rows, unpack_two_of_four
+from quantkit.numerics.scales import dequantize
+from quantkit.tensorfile import Header, TensorInfo
+
+#: torch's dtypes of packed tensors, by their names in a safetensors header.
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
+    "F32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class PackedComponent:
+    """A packed component whose rules were checked."""
+
+    #: sub-folder of the pipeline; "" when the component was opened itself
+    name: str
+    path: Path
+    class_name: str
+    config: PackedConfig
+    shards: tuple[Shard, ...]
+    index: Index | None
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Headers of the weight files."""
+        return tuple(shard.header for shard in self.shards)
+
+    @property
+    def metadata(self) -> tuple[ShardMetadata, ...]:
+        """The header metadata of the weight files."""
+        return tuple(shard.metadata for shard in self.shards)
+
+    @cached_property
+    def records(self) -> Mapping[str, LayerRecord]:
+        """Dense shape and source digest of every packed layer."""
+        return {name: record for m in self.metadata for name, record in m.layers.items()}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, tuple[Path, TensorInfo]]:
+        """Every tensor and the file that holds it."""
+        return {
+            name: (header.path, info)
+            for header in self.headers
+            for name, info in header.tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of a packed layer as it is stored.
+
+        Args:
+            name: as ``conv_in.weight_scale``.
+        """
+        path, info = self.tensors[name]
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            data = bytearray(os.pread(descriptor, info.nbytes, info.start))
+        finally:
+            os.close(descriptor)
+        return torch.frombuffer(data, dtype=_DTYPES[info.dtype]).reshape(info.shape)
+
+    def parts(self, layer: str) -> dict[str, Tensor]:
+        """Return the packed tensors of a layer by part: weight, weight_scale, ..."""
+        names = {part: f"{layer}.{part}" for part in PACKED_PARTS}
+        return {part: self.read(name) for part, name in names.items() if name in self.tensors}
+
+    def dequantized(self, layer: str) -> Tensor:
+        """Return what the packed weight stands for, smoothing undone.
+
+        Returns:
+            float32, the module's dense shape: (N, K) or (N, C, kh, kw).
+        """
+        scheme, shape = self.config.layers[layer], self.records[layer].shape
+        parts, (n, k) = self.parts(layer), rows_of(shape)
+        codes = parts["weight"].reshape(n, -1)
+        if scheme.sparsity is not None:
+            dense = unpack_two_of_four(codes.view(torch.uint8), parts["weight_meta"])
+            codes = dense.view(scheme.weight.torch_dtype)
+        rows = dequantize(codes, parts["weight_scale"], scheme.granularity)
+        if scheme.smooth:
+            factor = parts["input_smooth"]
+            rows = rows * factor.repeat(k // factor.numel())
+        return from_rows(rows, shape)
+
+    def layer_bytes(self, layer: str) -> tuple[int, int]:
+        """Return the bytes of a layer's weight before and after packing, its bias left aside.
+
+        Before is two bytes a weight: what the 16-bit model takes, even when it was packed from
+        float32.
+        """
+        n, k = rows_of(self.records[layer].shape)
+        names = (f"{layer}.{part}" for part in PACKED_PARTS)
+        after = sum(self.tensors[name][1].nbytes for name in names if name in self.tensors)
+        return 2 * n * k, after

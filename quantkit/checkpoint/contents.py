@@ -1,0 +1,79 @@
+"""The rules of FORMAT.md that need the data: finite scales, legal codes, checksums."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.digest import sha256_of
+from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
+from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
+from quantkit.numerics.scheme import Scheme
+
+_SCALES = ("weight_scale", "input_scale", "input_smooth")
+
+
+def broken_scales(component: PackedComponent) -> Iterator[str]:
+    """Yield a line for every scale or factor that is not finite and positive."""
+    for layer in component.config.layers:
+        for part in _SCALES:
+            name = f"{layer}.{part}"
+            if name in component.tensors:
+                values = component.read(name).flatten()
+                bad = ~(torch.isfinite(values) & (values > 0))
+                if bool(bad.any()):
+                    found = float(values[bad][0])
+                    yield f"{_where(component, name)}: found {found}, wanted finite and positive"
+
+
+def broken_checksum(component: PackedComponent, name: str) -> Iterator[str]:
+    """Yield a line if the bytes of a tensor are not those that were written."""
+    path, info = component.tensors[name]
+    wanted = next(s.metadata.tensors[name] for s in component.shards if s.header.path == path)
+    found = sha256_of(path, info)
+    if found != wanted:
+        yield (
+            f"{_where(component, name)}: damaged: SHA-256 {found}, wanted {wanted}; download it "
+            "or pack the model again"
+        )
+
+
+def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
+    """Yield a line for every rule that the codes or the metadata of a layer break."""
+    scheme, parts = component.config.layers[layer], component.parts(layer)
+    codes = parts["weight"].view(torch.uint8).flatten(1)
+    where = _where(component, f"{layer}.weight")
+    if int((codes & 0x7F).amax()) > _largest_code(scheme.weight):
+        yield f"{where}: a code is NaN or infinite; pack the model again"
+    meta = parts.get("weight_meta")
+    if meta is not None and not metadata_is_legal(meta):
+        yield f"{where}_meta: a nibble names no two ascending positions; pack the model again"
+        return
+    scale = parts["weight_scale"]
+    zero = _zero_groups(codes, meta, scheme) & (scale != 1)
+    if bool(zero.any()):
+        yield f"{where}_scale: found {float(scale[zero][0])} for an all-zero group, wanted 1"
+
+
+def _largest_code(fmt: FloatFormat) -> int:
+    """Return the code of ``fmt.max``: the last below infinity, or below the one NaN."""
+    exponents = (1 << fmt.exponent_bits) - 1
+    return (exponents << fmt.mantissa_bits) - 1 if fmt.has_infinity else 0x7F - 1
+
+
+def _zero_groups(codes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
+    """Return which scales serve only zeros, of the scales' shape."""
+    match scheme.granularity:
+        case PerTensor():
+            return (codes & 0x7F).amax() == 0
+        case PerChannel():
+            return (codes & 0x7F).amax(dim=1) == 0
+        case PerGroup(size):
+            dense = codes if meta is None else unpack_two_of_four(codes, meta)
+            return (dense & 0x7F).reshape(len(dense), -1, size).amax(dim=2) == 0
+
+
+def _where(component: PackedComponent, name: str) -> str:
+    return f"{component.tensors[name][0]}: {name}"

@@ -1,0 +1,107 @@
+"""A treatment as JSON, and back: one entry of ``schemes`` in the quantization_config."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from quantkit import __version__
+from quantkit.errors import CheckpointError, InputError
+from quantkit.numerics.formats import FloatFormat, find_format
+from quantkit.numerics.granularity import parse_granularity
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
+
+#: Names that FORMAT.md keeps for later: a reader of this version refuses them.
+RESERVED_WEIGHTS = ("int8", "int4")
+
+_SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
+
+
+def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
+    """Return a treatment as FORMAT.md writes it, without its layers."""
+    return {
+        "weight": scheme.weight.name,
+        "granularity": str(scheme.granularity),
+        "sparsity": None if scheme.sparsity is None else str(scheme.sparsity),
+        "activation": scheme.activation.value,
+        "buckets": list(scheme.buckets) or None,
+        "smooth": scheme.smooth,
+    }
+
+
+def check_keys(found: Mapping[str, Any], wanted: tuple[str, ...], where: str) -> None:
+    """Refuse missing and unknown keys: a reader ignores nothing silently.
+
+    Raises:
+        CheckpointError: naming the first key that is missing or unknown.
+    """
+    for key in wanted:
+        if key not in found:
+            raise CheckpointError(f"{where}: key {key!r} is missing; pack the model again")
+    for key in found:
+        if key not in wanted:
+            raise CheckpointError(
+                f"{where}: unknown key {key!r}, wanted {', '.join(wanted)}; upgrade quantkit"
+            )
+
+
+def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
+    """Return a treatment and its layers.
+
+    Args:
+        item: the JSON value.
+        where: what error messages call it.
+
+    Raises:
+        CheckpointError: a missing or unknown key, an unknown value.
+    """
+    if not isinstance(item, dict):
+        raise CheckpointError(f"{where}: found {type(item).__name__}, wanted a JSON object")
+    check_keys(item, _SCHEME_KEYS, where)
+    try:
+        granularity = parse_granularity(_text(item["granularity"]))
+        weight = _parse_weight(_text(item["weight"]))
+        activation = Activation(item["activation"])
+        buckets = _parse_buckets(item["buckets"], activation)
+    except (InputError, ValueError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
+        raise CheckpointError(f"{where}: sparsity {item['sparsity']!r}, wanted null or '2:4'")
+    if type(item["smooth"]) is not bool:
+        raise CheckpointError(f"{where}: smooth {item['smooth']!r}, wanted true or false")
+    sparsity = TWO_OF_FOUR if item["sparsity"] else None
+    scheme = Scheme(weight, granularity, sparsity, activation, buckets, item["smooth"])
+    return scheme, _parse_layers(item["layers"], where)
+
+
+def _parse_weight(name: str) -> FloatFormat:
+    if name in RESERVED_WEIGHTS:
+        raise CheckpointError(f"weight {name!r} is reserved, not read by quantkit {__version__}")
+    return find_format(name)
+
+
+def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not value or not all(type(v) in (int, float) for v in value):
+        raise CheckpointError(f"buckets {value!r}, wanted null or a list of timesteps")
+    edges = tuple(float(v) for v in value)
+    if not all(isfinite(edge) for edge in edges) or list(edges) != sorted(set(edges)):
+        raise CheckpointError(f"buckets {value!r}, wanted ascending, distinct, finite timesteps")
+    if activation is not Activation.STATIC:
+        raise CheckpointError(f"buckets with activation {activation.value!r}, wanted 'static'")
+    return edges
+
+
+def _parse_layers(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError(f"{where}: layers is no list of module paths; pack the model again")
+    if not value:
+        raise CheckpointError(f"{where}: no layers; a scheme without layers must not be written")
+    return tuple(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"found {value!r}, wanted text")
+    return value

@@ -1,0 +1,170 @@
+"""``quantkit pack``: write the packed checkpoint of a model."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.pipeline import PackSummary
+
+#: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
+MOST_THREADS = 8
+
+
+@click.command()
+@options.model
+@options.recipe
+@options.calibration
+@click.option(
+    "--masks",
+    type=click.Path(path_type=Path),
+    help="Masks written by 'quantkit sparsify'; default: chosen here, as the recipe says.",
+)
+@options.output
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help=f"Tensors in work at once; default: the cores, at most {MOST_THREADS}. The bytes are "
+    "the same for any number.",
+)
+@options.force
+@options.dry_run
+@options.quiet
+@options.as_json
+def pack(
+    model: str,
+    recipe: str,
+    calibration: Path | None,
+    masks: Path | None,
+    output: Path,
+    threads: int | None,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Pack MODEL: a pipeline directory, a component directory (as its unet) or a hub id.
+
+    Linear and Conv2d weights of the denoiser become FP8 codes, 2:4 sparse where the recipe says
+    so; everything else is copied byte for byte. Without --calibration, weights are scaled from
+    the weights alone and activations per token. Memory stays small whatever the model's size.
+    """
+    pack_model(
+        model,
+        recipe,
+        output,
+        calibration=calibration,
+        masks=masks,
+        threads=threads or min(len(os.sched_getaffinity(0)), MOST_THREADS),
+        force=force,
+        dry_run=dry_run,
+        quiet=quiet,
+        as_json=as_json,
+    )
+
+
+def pack_model(
+    model: str,
+    recipe: str,
+    output: Path,
+    *,
+    calibration: Path | None,
+    masks: Path | None,
+    threads: int,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Write the packed directory and print what became of every layer.
+
+    Args:
+        model: pipeline directory, component directory or hub id.
+        recipe: a bundled name or a YAML file.
+        output: the directory to make.
+        calibration: statistics of the same model.
+        masks: masks of the same model.
+        threads: tensors in work at once.
+        force: replace an existing output.
+        dry_run: plan and print, but write nothing.
+        quiet: no progress.
+        as_json: print JSON.
+    """
+    from quantkit import pipeline
+    from quantkit.calibration.statistics import load_calibration
+    from quantkit.files import refuse_existing
+    from quantkit.models.source import open_model
+    from quantkit.recipe import load_recipe
+    from quantkit.sparsity.maskfile import load_masks
+
+    refuse_existing(output, force=force)
+    chosen, source = load_recipe(recipe), open_model(model)
+    statistics = load_calibration(calibration) if calibration else None
+    stored = load_masks(masks) if masks else None
+    with progress_bar(quiet=quiet) as progress:
+        if dry_run:
+            plan = pipeline.plan_pack(
+                source, chosen, calibration=statistics, masks=stored, progress=progress
+            )
+            summary = pipeline.summarize(plan, output)
+        else:
+            summary = pipeline.pack(
+                source,
+                chosen,
+                output,
+                calibration=statistics,
+                masks=stored,
+                threads=threads,
+                force=force,
+                progress=progress,
+            )
+    if as_json:
+        print_json({"written": not dry_run, **pipeline.to_json(summary)})
+    else:
+        _print(summary, "nothing written" if dry_run else str(output))
+
+
+def _print(summary: "PackSummary", where: str) -> None:
+    rows = [
+        (
+            scheme.weight.name,
+            str(scheme.granularity),
+            "dense" if scheme.sparsity is None else str(scheme.sparsity),
+            scheme.activation.value,
+            count,
+        )
+        for scheme, count in summary.by_scheme().items()
+    ]
+    columns = ("weight", "scale per", "sparsity", "activation", "layers")
+    print_table(f"Packed ({where})", columns, rows)
+    _print_reasons("Kept in 16 bit", summary.kept())
+    _print_reasons("Dense", summary.dense())
+    if summary.left_out:
+        click.echo(f"Left out (other weights): {', '.join(map(str, summary.left_out))}")
+    for component in summary.components:
+        name = component.name or component.class_name
+        click.echo(f"{name}: {_sizes(component.bytes_before, component.bytes_after)}")
+    if summary.copied_files:
+        click.echo(f"copied: {summary.copied_files} files, {summary.copied_bytes:,} bytes")
+    click.echo(f"total: {_sizes(summary.bytes_before, summary.bytes_after)}")
+
+
+def _print_reasons(title: str, reasons: dict[str, list[str]]) -> None:
+    if reasons:
+        rows = [(reason, len(names), _some(names)) for reason, names in reasons.items()]
+        print_table(title, ("why", "layers", "which"), rows)
+
+
+def _some(names: list[str]) -> str:
+    """Return the first names; a long list is in --json."""
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _sizes(before: int, after: int) -> str:
+    return f"{before:,} -> {after:,} bytes ({after / before:.1%})"

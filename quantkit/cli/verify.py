@@ -1,0 +1,56 @@
+"""``quantkit verify``: every checksum and every rule of FORMAT.md."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import print_json, progress_bar
+
+
+@click.command()
+@options.packed
+@click.option("--all", "list_all", is_flag=True, help="List every broken rule, not the first.")
+@options.quiet
+@options.as_json
+def verify(packed: Path, list_all: bool, quiet: bool, as_json: bool) -> None:
+    """Recompute every checksum of PACKED and check every rule of the format.
+
+    Ends with exit code 2 and the first broken rule, or all of them with --all.
+    """
+    check(packed, list_all=list_all, quiet=quiet, as_json=as_json)
+
+
+def check(packed: Path, *, list_all: bool, quiet: bool, as_json: bool) -> None:
+    """Check a packed directory and print what was checked.
+
+    Args:
+        packed: a packed pipeline or component.
+        list_all: go on after the first breach and print each.
+        quiet: no progress.
+        as_json: print JSON.
+
+    Raises:
+        CheckpointError: a rule is broken.
+    """
+    from quantkit.checkpoint.reader import find_breaches
+    from quantkit.errors import CheckpointError
+
+    with progress_bar(quiet=quiet) as progress:
+        result = find_breaches(packed, progress=progress, stop_at_first=not list_all)
+    if as_json:
+        print_json({"ok": not result.breaches, **asdict(result)})
+    elif list_all:
+        for breach in result.breaches:
+            click.echo(breach)
+    if len(result.breaches) > 1:
+        raise CheckpointError(f"{packed}: {len(result.breaches)} rules are broken")
+    if result.breaches:
+        raise CheckpointError(result.breaches[0])
+    if not as_json:
+        click.echo(
+            f"{packed}: ok: {result.components} components, {result.layers} packed layers, "
+            f"{result.tensors} tensors, {result.nbytes:,} bytes: checksums, shapes, dtypes, "
+            "order, scales, codes and metadata"
+        )
