@@ -5,6 +5,7 @@ import sys
 import click
 
 from quantkit import __version__
+from quantkit.cli import calibrate, demo, evaluate, kernels, run, sparsify
 from quantkit.errors import InputError, QuantkitError
 
 
@@ -12,6 +13,14 @@ from quantkit.errors import InputError, QuantkitError
 @click.version_option(__version__, prog_name="quantkit")
 def quantkit() -> None:
     """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
+
+
+quantkit.add_command(calibrate.calibrate)
+quantkit.add_command(sparsify.sparsify)
+quantkit.add_command(evaluate.evaluate)
+quantkit.add_command(run.run)
+quantkit.add_command(kernels.kernels)
+quantkit.add_command(demo.demo)
 
 
 def main(arguments: list[str] | None = None) -> None:
