@@ -283,3 +283,264 @@ def test_packed_text_encoders_are_refused(broken):
 
     with pytest.raises(CheckpointError, match="use the 16-bit text encoder"):
         DiffusionPipeline.from_pretrained(broken)
+
+
+def compute_dtypes(pipe):
+    """dtype of every float parameter outside packed layers' own buffers."""
+    modules = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
+    return {p.dtype for m in modules for p in m.parameters() if p.is_floating_point()}
+
+
+def draw(pipe, steps=2):
+    images = pipe(
+        "a red square",
+        num_inference_steps=steps,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(0),
+    ).images
+    assert torch.isfinite(images).all()
+    return images
+
+
+def plain(folder, **options):
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(folder, **options)
+
+
+DICT = {"unet": torch.bfloat16, "vae": torch.float32, "default": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("load", "dtype"),
+    [
+        (quantkit.load_pipeline, torch.float32),
+        (lambda d: quantkit.load_pipeline(str(d), torch_dtype=torch.bfloat16), torch.bfloat16),
+        (lambda d: quantkit.load_pipeline(d, checksums=True, device="cpu"), torch.float32),
+        (plain, torch.float32),
+        (lambda d: plain(d, torch_dtype=torch.float16), torch.float16),
+        (lambda d: plain(d, torch_dtype=torch.bfloat16), torch.bfloat16),
+        (lambda d: plain(d, torch_dtype=DICT), torch.bfloat16),
+        (lambda d: plain(d, torch_dtype={"default": torch.float16}), torch.float16),
+        (lambda d: plain(d, torch_dtype={"vae": torch.float16}), torch.float32),
+        (lambda d: plain(d, torch_dtype=torch.float16).to(torch.float32), torch.float32),
+        (lambda d: quantkit.load_pipeline(d).to(torch.bfloat16), torch.bfloat16),
+        (lambda d: plain(d).to("cpu", torch.float16), torch.float16),
+    ],
+    ids=range(12),
+)
+def test_all_components_compute_in_one_dtype(packed_dir, load, dtype):
+    pipe = load(packed_dir)
+    assert compute_dtypes(pipe) == {dtype}
+    assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {dtype}
+    assert_bit_exact(pipe.unet, packed_dir / "unet")
+    draw(pipe)
+
+
+def test_a_mixed_request_is_overruled_aloud(packed_dir, caplog):
+    plain(packed_dir, torch_dtype=DICT)
+    loud = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [m for m in loud if m.startswith("vae: cast from torch.float32 to torch.bfloat16")]
+
+
+def test_components_that_were_handed_in_stay_as_they_are(packed_dir):
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(packed_dir / "vae", torch_dtype=torch.float32)
+    pipe = plain(packed_dir, vae=vae, torch_dtype=torch.float16)
+    assert pipe.vae is vae
+    assert vae.dtype == torch.float32
+    assert pipe.text_encoder.dtype == torch.float16
+
+
+def test_unpacked_pipelines_are_left_alone(pipeline_dir):
+    pipe = plain(pipeline_dir)
+    assert pipe.text_encoder.dtype == torch.float16
+    assert pipe.unet.dtype == torch.float32
+
+
+def test_parts_kept_in_float32_stay_so():
+    from quantkit.inference.dtypes import _cast
+
+    class Kept(nn.Module):
+        _keep_in_fp32_modules = ("wo",)
+
+        def __init__(self):
+            super().__init__()
+            self.wi, self.wo = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    model = Kept()
+    _cast(model, torch.float16)
+    assert (model.wi.weight.dtype, model.wo.weight.dtype) == (torch.float16, torch.float32)
+    assert model.count.dtype == torch.int64
+
+
+def test_packed_pictures_resemble_the_original(pipeline_dir, packed_dir):
+    dense = draw(plain(pipeline_dir, torch_dtype=torch.float32))
+    packed = draw(quantkit.load_pipeline(packed_dir))
+    # Random weights and 2:4 on a third of the layers: far from equal, and far from unrelated.
+    error = (packed - dense).square().mean().sqrt() / (dense - dense.mean()).square().mean().sqrt()
+    assert 0.001 < error < 0.8
+
+
+def test_load_pipeline_refuses_what_is_no_packed_pipeline(pipeline_dir, packed_dir, tmp_path):
+    with pytest.raises(ModelError, match="nothing in it is packed; run 'quantkit pack'"):
+        quantkit.load_pipeline(pipeline_dir)
+    with pytest.raises(ModelError, match="no model_index.json, wanted a pipeline directory"):
+        quantkit.load_pipeline(packed_dir / "unet")
+    with pytest.raises(ModelError, match="no model_index.json"):
+        quantkit.load_pipeline(tmp_path / "nothing")
+    with pytest.raises(InputError, match="torch_dtype torch.float8_e4m3fn, wanted float16"):
+        quantkit.load_pipeline(packed_dir, torch_dtype=torch.float8_e4m3fn)
+
+
+def test_load_pipeline_finds_flipped_bits_when_asked(broken):
+    path = broken / "unet" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 0x01
+    path.write_bytes(data)
+    quantkit.load_pipeline(broken)
+    with pytest.raises(CheckpointError, match="checksum"):
+        quantkit.load_pipeline(broken, checksums=True)
+
+
+def test_load_pipeline_finds_a_truncated_file(broken):
+    path = broken / "unet" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises((CheckpointError, ModelError), match="truncated"):
+        quantkit.load_pipeline(broken)
+
+
+def weight_files(folder):
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.name.endswith((".safetensors", ".safetensors.index.json"))
+    }
+
+
+def quantization(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", ["packed_dir", "sharded_dir"])
+def test_pipelines_save_the_same_bytes(where, dtype, request, tmp_path):
+    folder = request.getfixturevalue(where)
+    pipe = plain(folder, torch_dtype=dtype)
+    pipe.save_pretrained(tmp_path / "copy")
+    assert weight_files(tmp_path / "copy") == weight_files(folder)
+    assert quantization(tmp_path / "copy" / "unet") == quantization(folder / "unet")
+    again = quantkit.load_pipeline(tmp_path / "copy", torch_dtype=dtype, checksums=True)
+    assert_bit_exact(again.unet, folder / "unet")
+
+
+@pytest.mark.parametrize(
+    "casts",
+    [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_casts_after_loading_do_not_change_what_is_saved(packed_dir, tmp_path, casts):
+    pipe = quantkit.load_pipeline(packed_dir)
+    for dtype in casts:
+        pipe.to(dtype)
+    pipe.save_pretrained(tmp_path / "copy")
+    assert weight_files(tmp_path / "copy") == weight_files(packed_dir)
+
+
+def test_models_save_over_themselves_and_over_older_cuts(packed_dir, sharded_dir, tmp_path):
+    folder = tmp_path / "unet"
+    shutil.copytree(sharded_dir / "unet", folder)
+    unet_class().from_pretrained(packed_dir / "unet").save_pretrained(folder)
+    assert weight_files(folder) == weight_files(packed_dir / "unet")
+    unet_class().from_pretrained(folder).save_pretrained(folder)
+    assert weight_files(folder) == weight_files(packed_dir / "unet")
+
+
+def test_saving_refuses_what_would_need_other_bytes(packed_dir, tmp_path):
+    model = unet_class().from_pretrained(packed_dir / "unet")
+    for options, text in (
+        ({"safe_serialization": False}, "packed files are safetensors"),
+        ({"variant": "fp16"}, "files keep their names; pass variant=None"),
+        ({"max_shard_size": "1GB"}, "shards stay as they were cut"),
+        ({"push_to_hub": True}, "upload the directory"),
+        ({"use_flashpack": True}, "use_flashpack: unknown"),
+    ):
+        with pytest.raises(InputError, match=text):
+            model.save_pretrained(tmp_path / "copy", **options)
+    assert not (tmp_path / "copy").exists()
+    with pytest.raises(InputError, match=r"model\.save_pretrained"):
+        type(model).save_pretrained(model, tmp_path / "copy")
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_saving_refuses_a_changed_model(packed_dir, tmp_path):
+    model = unet_class().from_pretrained(packed_dir / "unet")
+    with torch.no_grad():
+        model.conv_in.bias[0] += 0.25
+    with pytest.raises(CheckpointError, match=r"changed since it was loaded .*conv_in\.bias"):
+        model.save_pretrained(tmp_path / "copy")
+    model = unet_class().from_pretrained(packed_dir / "unet")
+    model.conv_in.add_module("lora_A", nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"lacks: conv_in\.lora_A.*unload adapters"):
+        model.save_pretrained(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_saving_needs_the_files_it_was_loaded_from(broken, tmp_path):
+    model = unet_class().from_pretrained(broken / "unet")
+    shutil.rmtree(broken)
+    with pytest.raises(CheckpointError, match="are gone"):
+        model.save_pretrained(tmp_path / "copy")
+
+
+def test_changed_16_bit_components_save_their_change(packed_dir, tmp_path):
+    pipe = plain(packed_dir)
+    with torch.no_grad():
+        pipe.vae.quant_conv.bias += 0.5
+    pipe.save_pretrained(tmp_path / "copy")
+    saved = tensors_on_disk(tmp_path / "copy" / "vae")["quant_conv.bias"]
+    assert torch.equal(saved, pipe.vae.quant_conv.bias)
+    assert saved.dtype == torch.float32
+
+
+def test_deep_copies_save_too(packed_dir, tmp_path):
+    import copy
+
+    model = copy.deepcopy(unet_class().from_pretrained(packed_dir / "unet"))
+    model.save_pretrained(tmp_path / "copy")
+    assert weight_files(tmp_path / "copy") == weight_files(packed_dir / "unet")
+
+
+def test_a_packed_unet_compiles_without_a_graph_break(packed_dir):
+    model = unet_class().from_pretrained(packed_dir / "unet")
+    x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 16, 32)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for t in (100, 500, 900):
+            wanted = model(x, torch.tensor(t), text).sample
+            assert torch.equal(compiled(x, torch.tensor(t), text).sample, wanted)
+    assert len({float(b.index) for b in model.quantkit_buckets}) == 1
+
+
+def test_transformers_load_alike(transformer_dir, tmp_path):
+    from diffusers import PixArtTransformer2DModel
+
+    shutil.copytree(transformer_dir, tmp_path / "pixart")
+    pack_component(tmp_path / "pixart", mixed(tmp_path / "pixart"))
+    model = PixArtTransformer2DModel.from_pretrained(
+        tmp_path / "pixart", torch_dtype=torch.bfloat16
+    )
+    count = sum(1 for _ in iterate_packed(model))
+    assert count == len(mixed(transformer_dir))
+    y = model(
+        torch.randn(1, 4, 8, 8, dtype=torch.bfloat16),
+        encoder_hidden_states=torch.randn(1, 5, 32, dtype=torch.bfloat16),
+        timestep=torch.tensor([500]),
+    ).sample
+    assert y.dtype == torch.bfloat16
+    assert torch.isfinite(y).all()
+    assert model.quantkit_buckets[0].index.tolist() == [1]

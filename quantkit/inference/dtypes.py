@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import InputError
+from quantkit.inference import restoring
 
 _log = logging.getLogger(__name__)
 
@@ -42,22 +44,32 @@ def check_dtype(dtype: object, where: str) -> torch.dtype:
     return dtype
 
 
-def agree(pipe: Any, *, passed: frozenset[str] = frozenset()) -> None:
+def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = logging.INFO) -> None:
     """Cast the components of a pipeline to the compute dtype of its packed denoiser.
+
+    They save as they were, too: see ``restoring``.
 
     Args:
         pipe: a DiffusionPipeline; one without packed components is left alone.
         passed: names of components that the caller made and handed in: they stay as they are.
+        level: how loudly to log a cast.
     """
-    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
-    wanted = next((d for d in map(_packed_dtype, modules.values()) if d is not None), None)
-    if wanted is None:
+    modules = {
+        name: module
+        for name, module in pipe.components.items()
+        if isinstance(module, nn.Module) and name not in passed
+    }
+    quantizers = [q for q in map(_quantizer, modules.values()) if q is not None]
+    if not quantizers:
         return
+    wanted, root = quantizers[0].compute_dtype, quantizers[0].files[0].parent.parent
     for name, module in modules.items():
         found = _dtype_of(module)
-        if name not in passed and found not in (None, wanted):
-            _log.info("%s: cast from %s to %s, the denoiser's", name, found, wanted)
+        if found not in (None, wanted):
+            _log.log(level, "%s: cast from %s to %s, the denoiser's", name, found, wanted)
             _cast(module, wanted)
+        if _quantizer(module) is None:
+            restoring.install(module, root / name)
 
 
 def register(module: ModuleType) -> None:
@@ -75,16 +87,22 @@ def register(module: ModuleType) -> None:
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         pipe = original(cls, *args, **kwargs)
         passed = frozenset(name for name, v in kwargs.items() if isinstance(v, nn.Module))
-        agree(pipe, passed=passed)
+        asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        # A dtype per component was meant to be kept: say that it is not.
+        agree(
+            pipe, passed=passed, level=logging.WARNING if isinstance(asked, dict) else logging.INFO
+        )
         return pipe
 
     from_pretrained.quantkit_original = original  # type: ignore[attr-defined]
     pipeline.from_pretrained = classmethod(from_pretrained)
 
 
-def _packed_dtype(module: nn.Module) -> torch.dtype | None:
+def _quantizer(module: nn.Module) -> Any:
+    """Return the QuantkitQuantizer that loaded the module, None when another or no one did."""
     quantizer = getattr(module, "hf_quantizer", None)
-    return getattr(quantizer, "compute_dtype", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    return quantizer if method == QUANT_METHOD else None
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:
@@ -95,7 +113,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast as ``from_pretrained`` would have: what the model keeps in float32 stays float32."""
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
-    if _packed_dtype(module) is not None or not kept or dtype is torch.float32:
+    if not kept or dtype is torch.float32:
         module.to(dtype)
         return
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())

@@ -89,7 +89,7 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
         return
     folder = Path(save_directory)
     self.save_config(folder)
-    sources = [*files, *_index_of(files)]
+    sources = [*files, *index_of(files)]
     for source in sources:
         _copy(source, folder / source.name)
     _drop_older(folder, {source.name for source in sources})
@@ -117,7 +117,9 @@ def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
             "changed 16-bit model"
         )
     changed = [
-        name for name, read in _saved(files) if name in state and not _same(state[name], read())
+        name
+        for name, read in _saved(files)
+        if name in state and not same_after_casts(state[name], read())
     ]
     if changed:
         raise CheckpointError(
@@ -126,8 +128,13 @@ def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
         )
 
 
-def _same(now: Tensor, saved: Tensor) -> bool:
-    """Tell whether ``now`` is ``saved`` after casts, bit for bit."""
+def same_after_casts(now: Tensor, saved: Tensor) -> bool:
+    """Tell whether ``now`` is ``saved`` after casts among 16 and 32 bit, bit for bit.
+
+    Args:
+        now: a tensor of the model, anywhere.
+        saved: what the file says; codes (one byte) and integers allow no cast.
+    """
     now = now.cpu()
     if now.dtype == saved.dtype and _equal(now, saved):
         return True
@@ -164,7 +171,7 @@ def _variant_of(file: Path) -> str | None:
     return parts[1] if len(parts) > 2 else None
 
 
-def _index_of(files: tuple[Path, ...]) -> list[Path]:
+def index_of(files: tuple[Path, ...]) -> list[Path]:
     """Return the index that names these files, if one does."""
     names = {file.name for file in files}
     return [
