@@ -42,12 +42,15 @@ class Argument:
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a kernel may be from the exact result rounded once."""
+    """How far a kernel may be from the exact result."""
 
-    #: squared error over squared size of the exact result
+    #: squared error over squared size, beyond the square of the output dtype's eps
     nmse: float
-    #: largest error, in spacings of the output dtype plus float32 spacings of the summed sizes
+    #: largest error in spacings of the output, beyond what ``float32`` grants
     ulp: float
+    #: granted to each output, in float32 spacings of its sum of sizes: a constant, and a factor of
+    #: sqrt(K)
+    float32: tuple[float, float]
     reason: str
 
 
@@ -119,12 +122,15 @@ _W_SCALES = Argument("w_scale", "f32", "[1] or [n]")
 _BIAS = Argument("bias", "io", "[n]", null="no bias")
 _Y = Argument("y", "io", "[m, n]", written=True)
 
-_EXACT = Budget(0.0, 0.0, "divide, clamp and round are exact operations: bytes equal torch's")
+_EXACT = Budget(
+    0.0, 0.0, (0.0, 0.0), "divide, clamp and round are exact operations: bytes equal torch's"
+)
 _SUMMED = Budget(
-    1e-5,
-    2.0,
-    "float32 sums of exact products in another order, then one rounding: half a spacing of the "
-    "output (bfloat16: NMSE 2**-18) and a few float32 spacings of the sum of sizes",
+    1e-11,
+    0.501,
+    (1.5, 1.0),
+    "one rounding to the output; in float32, half a spacing for each of two scales and the bias, "
+    "and 3.5 sigma of a random walk of K roundings for sums of exact products in another order",
 )
 
 OPS: dict[str, Op] = {

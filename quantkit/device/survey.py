@@ -57,7 +57,7 @@ def survey() -> Survey:
         devices=(_describe_cpu(), *_describe_gpus()),
         tools=_tools(),
         cache=folder,
-        cache_bytes=sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()),
+        cache_bytes=sum(path.stat().st_size for path in folder.rglob("*.so")),
         operations=tuple(_choose(op, kind) for kind in kinds for op in OPS),
     )
 

@@ -1,0 +1,220 @@
+"""Operands, guarded buffers and the error measure of the kernel tests."""
+
+import os
+from dataclasses import dataclass
+from itertools import combinations
+
+import pytest
+import torch
+
+from quantkit.device import host, reference
+from quantkit.device.geometry import tiles
+from quantkit.device.ops import Variant, all_variants
+from quantkit.errors import CompilerMissingError
+from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.packing import LEGAL_NIBBLES
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+SENTINEL = 0xA5
+GUARD = 256
+
+
+def need(find):
+    """Return what ``find`` finds; skip when it is missing, fail where CI demands it."""
+    try:
+        return find()
+    except CompilerMissingError as error:
+        if os.environ.get("QUANTKIT_REQUIRE_COMPILER") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+class Guarded:
+    """A tensor with sentinels on both sides, and a record of what inputs held."""
+
+    def __init__(self, value, *, written=False):
+        size = value.numel() * value.element_size()
+        self.bytes = torch.full((size + 2 * GUARD + 64,), SENTINEL, dtype=torch.uint8)
+        # 16-byte aligned and no more, so that a kernel that assumes more is caught on 32.
+        start = GUARD + (16 - self.bytes.data_ptr() - GUARD) % 32
+        self.inside = slice(start, start + size)
+        self.view = self.bytes[self.inside].view(value.dtype).view(value.shape)
+        if not written:
+            self.view.copy_(value)
+        self.before = None if written else self.bytes.clone()
+
+    def check(self, name):
+        outside = torch.cat((self.bytes[: self.inside.start], self.bytes[self.inside.stop :]))
+        assert bool((outside == SENTINEL).all()), f"{name}: written outside its buffer"
+        if self.before is not None:
+            assert torch.equal(self.bytes, self.before), f"{name}: an input was changed"
+
+
+def launch(variant, layout, tensors, sizes, *, threads=2):
+    """Run a variant on guarded copies; return the written tensors by name.
+
+    tensors: argument name -> tensor (None is a null pointer); a written one gives dtype and shape.
+    """
+    kernel = host.load(variant, layout)
+    guarded = {
+        a.name: None if tensors[a.name] is None else Guarded(tensors[a.name], written=a.written)
+        for a in variant.op.args
+        if a.is_pointer
+    }
+    values = [
+        sizes[a.name] if not a.is_pointer else g and g.view.data_ptr()
+        for a in variant.op.args
+        for g in [guarded.get(a.name)]
+    ]
+    kernel.launch(values, sizes["m"], sizes.get("n", 0), sizes["k"], threads)
+    for name, buffer in guarded.items():
+        if buffer is not None:
+            buffer.check(f"{variant.symbol} ({layout}): {name}")
+    return {a.name: guarded[a.name].view for a in variant.op.args if a.written}
+
+
+def codes(shape, fmt, generator):
+    """Return uniform random codes without NaN and infinity: every sign, exponent and subnormal."""
+    legal = torch.arange(256, dtype=torch.uint8)
+    legal = legal[reference.decode(legal, fmt).isfinite()]
+    return legal[torch.randint(len(legal), shape, generator=generator)]
+
+
+def sparse_weight(n, k, fmt, generator):
+    """Return kept codes and metadata: 0, 1 or 2 non-zeros per group at random legal positions."""
+    w = codes((n, k // 2), fmt, generator)
+    kept = torch.randint(4, (n, k // 4), generator=generator)  # bit i: is the i-th code non-zero
+    keep = torch.stack((kept & 1, kept >> 1), dim=-1).reshape(n, k // 2).bool()
+    nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[
+        torch.randint(6, (n, k // 4), generator=generator)
+    ]
+    return w * keep, nibbles[:, ::2] | nibbles[:, 1::2] << 4
+
+
+@dataclass(frozen=True)
+class GemmCase:
+    """Operands of one GEMM call."""
+
+    variant: Variant
+    m: int
+    n: int
+    k: int
+    #: argument name -> operand, y aside
+    tensors: dict
+
+    @property
+    def dtype(self):
+        return DTYPES[self.variant.word("QK_IO")]
+
+    def changed(self, **tensors):
+        return GemmCase(self.variant, self.m, self.n, self.k, {**self.tensors, **tensors})
+
+    def run(self, layout):
+        y = torch.empty(self.m, self.n, dtype=self.dtype)
+        sizes = {"m": self.m, "n": self.n, "k": self.k}
+        return launch(self.variant, layout, {**self.tensors, "y": y}, sizes)["y"]
+
+    def exact(self):
+        """Return the result in float64, unrounded."""
+        return self._reference(self.tensors)
+
+    def sizes(self):
+        """Return the sum of the magnitudes of all terms: what float32 rounding is relative to."""
+        plain = {k: v for k, v in self.tensors.items() if v is not None}
+        absolute = {k: v.abs() for k, v in plain.items() if v.is_floating_point()}
+        unsigned = {k: plain[k] & 0x7F for k in ("x", "w")}
+        return self._reference({**self.tensors, **absolute, **unsigned})
+
+    def _reference(self, t):
+        weights = [t[name] for name in ("w", "w_meta") if name in t]
+        formats = (self.variant.word("QK_X_FORMAT"), self.variant.word("QK_W_FORMAT"))
+        operands = (t["x"], t["x_scale"], *weights, t["w_scale"], t["bias"], *formats)
+        double = torch.float64
+        return self.variant.op.reference(*operands, double, precision=double)
+
+
+def gemm_case(variant, m, n, k, generator, *, bias=True):
+    """Return random operands of a GEMM variant."""
+    x_format, w_format = variant.word("QK_X_FORMAT"), variant.word("QK_W_FORMAT")
+    rows = m if variant.word("QK_X_SCALE") == "token" else 1
+    channels = n if variant.word("QK_W_SCALE") == "channel" else 1
+    # Codes reach 448 or 57344; these scales bring sums into the range of float16.
+    size = 0.5 / (FORMATS[x_format].max * FORMATS[w_format].max) ** 0.5
+    tensors = {
+        "x": codes((m, k), x_format, generator),
+        "x_scale": size * (0.5 + torch.rand(rows, generator=generator)),
+        "w": codes((n, k), w_format, generator),
+        "w_scale": size * (0.5 + torch.rand(channels, generator=generator)),
+        "bias": None,
+    }
+    if variant.op.name == "gemm_fp8_sparse":
+        tensors["w"], tensors["w_meta"] = sparse_weight(n, k, w_format, generator)
+    if bias:
+        noise = torch.randn(n, generator=generator)
+        tensors["bias"] = noise.to(DTYPES[variant.word("QK_IO")])
+    return GemmCase(variant, m, n, k, tensors)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a result is from the exact one, in the units of ``Budget``."""
+
+    nmse: float
+    ulp: float
+
+    def within(self, budget):
+        return self.nmse <= budget.nmse and self.ulp <= budget.ulp
+
+
+def deviation(case, y):
+    """Measure a result of ``case``. NaN and infinity must stand where rounding puts them."""
+    exact, sizes = case.exact(), case.sizes()
+    rounded, found = exact.to(y.dtype).double(), y.double()
+    assert torch.equal(found.isnan(), rounded.isnan()), "NaN in other places"
+    finite = rounded.isfinite()
+    assert torch.equal(found[~finite].nan_to_num(), rounded[~finite].nan_to_num()), "infinities"
+    error = (found - exact)[finite].abs()
+    constant, factor = case.variant.op.budget.float32
+    granted = (constant + factor * case.k**0.5) * spacing(sizes[finite], torch.float32)
+    ulps = (error - granted) / spacing(exact[finite], y.dtype)
+    energy = exact[finite].square().sum().clamp(min=1e-300)
+    nmse = float(error.square().sum() / energy) - torch.finfo(y.dtype).eps ** 2
+    return Deviation(nmse, float(ulps.max()) if error.numel() else 0.0)
+
+
+def spacing(value, dtype):
+    """Return the distance between neighbours of ``dtype`` around each value, in float64."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(value.abs().clamp(min=info.smallest_normal))[1] - 1
+    return torch.ldexp(torch.full_like(value, info.eps), exponent)
+
+
+def covering_variants(op, *, pairs):
+    """Return few variants in which every word of every axis stands; with ``pairs``, every pair."""
+    left = {goal for variant in all_variants(op) for goal in _goals(variant, pairs)}
+    chosen = []
+    while left:
+        best = max(all_variants(op), key=lambda v: len(left & _goals(v, pairs)))
+        left -= _goals(best, pairs)
+        chosen.append(best)
+    return chosen
+
+
+def _goals(variant, pairs):
+    places = enumerate(variant.words)
+    return set(combinations(places, 2)) if pairs else set(places)
+
+
+def shapes_of(variant):
+    """Return (m, n, k) around every edge of the variant's tile, and past one raster group."""
+    tile, step = tiles()[int(variant.word("QK_TILE")[1:])], variant.op.k_multiple
+    m, n = tile.m, tile.n
+    return (
+        (1, 1, step),
+        (1, n + 1, 3 * step),
+        (m - 1, n - 1, 5 * step),
+        (m, n, 128),
+        (m + 1, 3, 128 + step),
+        (2 * m + 5, 2 * n + 7, 288),
+        (8 * m + 3, n + 5, 2 * step),
+    )
