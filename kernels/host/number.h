@@ -11,10 +11,6 @@ enum class Number { kE4M3FN, kE5M2, kF16 };
 /// Bytes of an element.
 constexpr int bytes_of(Number number) { return number == Number::kF16 ? 2 : 1; }
 
-/// All ones where the condition holds. Selecting with a mask, not with `?:`, keeps g++ from turning a float operation
-/// into a branch, which it then cannot vectorise.
-inline u32 mask_if(bool condition) { return 0u - static_cast<u32>(condition); }
-
 /// One code. No subnormal f32 takes part: some CPUs multiply those slowly.
 template <Format kFormat>
 inline f32 decode_code(u8 code) {
@@ -27,9 +23,9 @@ inline f32 decode_code(u8 code) {
   const u32 magnitude = code & 0x7fu;
   const u32 normal = (magnitude << kShift) + (static_cast<u32>(127 - F::kBias) << 23);
   const u32 subnormal = float_bits(static_cast<f32>(static_cast<int>(magnitude)) * bits_float(kStep));
-  const u32 small = mask_if(magnitude < kLeastNormal), special = mask_if(magnitude >= kFirstSpecial);
-  const u32 bits = (subnormal & small) | (normal & ~small);
-  return bits_float(bits | (special & (kSpecial | magnitude << kShift)) | static_cast<u32>(code & 0x80u) << 24);
+  const u32 finite = choose(magnitude < kLeastNormal, subnormal, normal);
+  const u32 bits = choose(magnitude < kFirstSpecial, finite, kSpecial | magnitude << kShift);
+  return bits_float(bits | static_cast<u32>(code & 0x80u) << 24);
 }
 
 /// kCount consecutive elements.

@@ -12,14 +12,18 @@ template <>
 struct Fp8<Format::kE4M3FN> {
   static constexpr int kMantissa = 3;
   static constexpr int kBias = 7;
-  static constexpr f32 kMax = 448.0f;
+  static constexpr f32 kMax = 448.0f;  // 2^8 * 1.75
+  static constexpr int kMaxExponent = 8;
+  static constexpr u32 kMaxFraction = 6u << 20;
 };
 
 template <>
 struct Fp8<Format::kE5M2> {
   static constexpr int kMantissa = 2;
   static constexpr int kBias = 15;
-  static constexpr f32 kMax = 57344.0f;
+  static constexpr f32 kMax = 57344.0f;  // 2^15 * 1.75
+  static constexpr int kMaxExponent = 15;
+  static constexpr u32 kMaxFraction = 3u << 21;
 };
 
 /// Clamps to the format's range and rounds to nearest even; NaN becomes sign | 0x7f. Same bytes as torch's
@@ -33,12 +37,12 @@ QK_DEVICE u8 encode_fp8(f32 value) {
   // Adding 2^(1 - bias - mantissa + 23) leaves the subnormal code, correctly rounded, in the low bits of the sum.
   constexpr u32 kMagic = static_cast<u32>(127 + 1 - F::kBias - F::kMantissa + 23) << 23;
   const u32 bits = float_bits(value), magnitude = bits & 0x7fffffffu;
-  const f32 clamped = magnitude > float_bits(F::kMax) ? F::kMax : bits_float(magnitude);  // NaN handled below
-  const u32 finite = float_bits(clamped);
+  constexpr u32 kMaxBits = static_cast<u32>(127 + F::kMaxExponent) << 23 | F::kMaxFraction;
+  const u32 finite = choose(magnitude > kMaxBits, kMaxBits, magnitude);  // magnitudes compare as their bits
   const u32 normal = ((finite + (1u << (kDrop - 1)) - 1 + (finite >> kDrop & 1u)) >> kDrop) - kRebias;
-  const u32 subnormal = float_bits(clamped + bits_float(kMagic)) - kMagic;
-  const u32 rounded = finite < kMinNormal ? subnormal : normal;
-  return static_cast<u8>((magnitude > 0x7f800000u ? 0x7fu : rounded) | (bits >> 24 & 0x80u));
+  const u32 subnormal = float_bits(bits_float(finite) + bits_float(kMagic)) - kMagic;
+  const u32 rounded = choose(finite < kMinNormal, subnormal, normal);
+  return static_cast<u8>(choose(magnitude > 0x7f800000u, 0x7fu, rounded) | (bits >> 24 & 0x80u));
 }
 
 }  // namespace qk
