@@ -226,7 +226,7 @@ def test_group_size_must_divide(tmp_path, shape, message):
 
 def test_static_activations_need_a_calibration(tmp_path):
     text = "{name: t, activation: {mode: static, buckets: 2}}"
-    with pytest.raises(RecipeError, match="a: activation.mode static needs statistics"):
+    with pytest.raises(RecipeError, match=r"a: activation\.mode static needs statistics"):
         plan(tmp_path, {"a.weight": [8, 64]}, text)
     shutil.rmtree(tmp_path / "c")
     found = plan(

@@ -155,7 +155,7 @@ def test_recipe_is_found_by_name_or_path(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine")
     assert load_recipe(str(path)).name == "mine"
-    with pytest.raises(RecipeError, match="'fp8-statik': neither .*; did you mean 'fp8-static'"):
+    with pytest.raises(RecipeError, match=r"'fp8-statik': neither .*; did you mean 'fp8-static'"):
         load_recipe("fp8-statik")
     with pytest.raises(RecipeError, match="cannot be read as a UTF-8 recipe"):
         load_recipe(str(tmp_path / "none.yaml"))

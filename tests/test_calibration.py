@@ -1,0 +1,744 @@
+"""Histograms, hooks on running pipelines, the statistics file, observers and smoothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.collect import calibrate, observed_layers
+from quantkit.calibration.histogram import BINS, bin_edges, bin_index, count_bins
+from quantkit.calibration.hooks import Collector, split_schedule
+from quantkit.calibration.observers import OBSERVERS, static_scale
+from quantkit.calibration.running import (
+    choose_device,
+    choose_dtype,
+    load_pipeline,
+    quiet_libraries,
+    read_prompts,
+    run_prompts,
+)
+from quantkit.calibration.smoothing import smooth_factor
+from quantkit.calibration.statistics import (
+    LayerStatistics,
+    load_calibration,
+    per_column,
+    save_calibration,
+)
+from quantkit.cli.calibrate import calibrate as calibrate_command
+from quantkit.errors import (
+    ArtefactError,
+    ModelError,
+    NonFiniteError,
+    OutputError,
+    PromptError,
+    RecipeError,
+    ShapeError,
+)
+from quantkit.models.layers import Layer
+from quantkit.models.source import open_model
+from quantkit.models.timestep import bucket_of
+from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.packing import to_rows
+from quantkit.numerics.scales import cast
+from quantkit.progress import silent
+from quantkit.recipe import ActivationRecipe, load_recipe
+from quantkit.tensorfile import TensorInfo
+
+PROMPTS = ("a red circle", "two blue squares", "a tree")
+RECIPE = load_recipe("fp8").with_calibration(
+    {"prompts": 3, "steps": 4, "buckets": 2, "batch": 2, "seed": 7}
+)
+
+
+def statistics_of(*buckets):
+    """Return the statistics of raw inputs (rows, C), one tensor per bucket."""
+    return LayerStatistics(
+        amax=torch.stack([x.abs().amax() for x in buckets]),
+        histogram=torch.stack([count_bins(x) for x in buckets]),
+        second_moment=torch.stack([x.double().square().mean(0).float() for x in buckets]),
+        channel_amax=torch.stack([x.abs().amax(0) for x in buckets]),
+        count=torch.tensor([len(x) for x in buckets]),
+    )
+
+
+def sample(name, rows=4000, channels=8):
+    generator = torch.Generator().manual_seed(len(name))
+    x = torch.randn(rows, channels, generator=generator)
+    match name:
+        case "gaussian":
+            return x
+        case "heavy":
+            return x / torch.rand(rows, channels, generator=generator).clamp(min=1e-3)
+        case "relu":
+            return x.relu()
+        case "tiny":
+            return x * 1e-6
+        case "outlier":
+            x[17, 3] = -300.0
+            return x
+    raise AssertionError(name)
+
+
+SAMPLES = ("gaussian", "heavy", "relu", "tiny", "outlier")
+
+
+# Histograms
+
+
+def test_bins_agree_with_a_search_of_the_edges():
+    edges = bin_edges()
+    assert len(edges) == BINS + 1
+    inner = edges[1:-1].float()
+    values = torch.cat(
+        (
+            inner,
+            torch.nextafter(inner, torch.tensor(0.0)),
+            -inner,
+            torch.tensor([0.0, -0.0, 1e-45, 65504.0, -1e30, torch.finfo(torch.float32).max]),
+            torch.randn(5000) * 10,
+        )
+    )
+    wanted = np.searchsorted(edges.numpy(), values.abs().double().numpy(), side="right") - 1
+    assert bin_index(values).tolist() == wanted.tolist()
+
+
+def test_bins_cover_float16_and_are_no_wider_than_a_sixteenth():
+    edges = bin_edges()
+    assert (edges[1], edges[-2]) == (2.0**-24, 2.0**17)
+    assert float((edges[2:-1] / edges[1:-2]).max()) <= 1 + 1 / 16
+
+
+def test_every_value_is_counted_once():
+    x = torch.randn(33, 7)
+    counts = count_bins(x)
+    assert counts.sum() == x.numel()
+    assert counts.tolist() == np.histogram(x.abs().double(), bin_edges().numpy())[0].tolist()
+    assert count_bins(torch.empty(0)).sum() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_gpu_counts_as_the_cpu_does():
+    x = torch.randn(1 << 20) * 3
+    assert torch.equal(count_bins(x.cuda()).cpu(), count_bins(x))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("percent", [0.1, 50.0, 99.0, 99.99, 100.0])
+def test_percentile_is_torchs_within_a_bin(name, percent):
+    x = sample(name)
+    found = float(statistics_of(x).percentile(percent))
+    low, high = (
+        float(torch.quantile(x.abs().double(), percent / 100, interpolation=side))
+        for side in ("lower", "higher")
+    )
+    assert low / (1 + 1 / 16) - 2.0**-24 <= found <= high * (1 + 1 / 16) + 2.0**-24
+    if percent == 100:
+        assert found == float(x.abs().amax())
+
+
+def test_percentile_of_zeros_and_of_overflow():
+    assert float(statistics_of(torch.zeros(5, 2)).percentile(99)) == 0.0
+    assert float(statistics_of(torch.full((5, 2), 1e9)).percentile(100)) == 1e9
+
+
+# Statistics
+
+
+def test_pooling_is_exact():
+    first, second, third = sample("gaussian"), sample("heavy", rows=1000), sample("relu", rows=10)
+    buckets = statistics_of(first, second, third)
+    pooled, wanted = buckets.pooled(), statistics_of(torch.cat((first, second, third)))
+    assert torch.equal(pooled.amax, wanted.amax)
+    assert torch.equal(pooled.histogram, wanted.histogram)
+    assert torch.equal(pooled.channel_amax, wanted.channel_amax)
+    assert torch.equal(pooled.count, wanted.count)
+    torch.testing.assert_close(pooled.second_moment, wanted.second_moment, rtol=1e-6, atol=0)
+    halves = buckets.rebucketed((10.0, 20.0), (20.0,))
+    assert halves.amax.tolist() == [float(torch.cat((first, second)).abs().amax()), third.amax()]
+    assert torch.equal(buckets.rebucketed((10.0, 20.0), (10.0, 20.0)).histogram, buckets.histogram)
+
+
+def test_bucket_without_values_does_not_weigh():
+    x = sample("gaussian")
+    full, empty = statistics_of(x), torch.zeros(1)
+    both = LayerStatistics(
+        amax=torch.cat((empty, full.amax)),
+        histogram=torch.cat((torch.zeros(1, BINS), full.histogram)),
+        second_moment=torch.cat((torch.zeros(1, 8), full.second_moment)),
+        channel_amax=torch.cat((torch.zeros(1, 8), full.channel_amax)),
+        count=torch.tensor([0, len(x)]),
+    )
+    assert torch.equal(both.pooled().second_moment, full.second_moment)
+
+
+def test_columns_are_in_the_order_the_kernels_read():
+    values = torch.arange(5.0)
+    weight = values.reshape(1, 5, 1, 1).expand(2, 5, 3, 2)
+    assert torch.equal(per_column(values, 6), to_rows(weight)[0])
+    assert per_column(torch.ones(4, 5), 9).shape == (4, 45)
+    assert torch.equal(per_column(values, 1), values)
+
+
+# Hooks
+
+
+class Denoiser(torch.nn.Module):
+    """Two layers and a timestep, as small as a denoiser can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = torch.nn.Linear(8, 8)
+        self.early = torch.nn.Conv2d(4, 8, 3, padding=1)
+
+    def forward(self, sample, timestep):
+        return self.late(self.early(sample).movedim(1, -1))
+
+
+class Scheduler:
+    def __init__(self, *timesteps):
+        self.timesteps = torch.tensor(timesteps)
+
+
+def layer_of(name, kind, shape):
+    return Layer(name, kind, TensorInfo(f"{name}.weight", "F16", shape, 0, 0), Path("none"), True)
+
+
+LAYERS = (layer_of("late", "linear", (8, 8)), layer_of("early", "conv2d", (8, 4, 3, 3)))
+
+
+def observe(inputs, buckets=2):
+    """Run a denoiser over (sample, timestep) pairs and return the collector."""
+    torch.manual_seed(0)
+    denoiser = Denoiser()
+    collector = Collector("unet", denoiser, LAYERS, buckets)
+    scheduler = Scheduler(*(t for _, t in inputs))
+    with torch.no_grad(), collector.attached(scheduler, lambda calls: None):
+        for x, t in inputs:
+            denoiser(x, torch.tensor([t, t]))
+    return collector
+
+
+def test_statistics_are_those_of_the_inputs():
+    inputs = [(torch.randn(2, 4, 5, 6) * (i + 1), float(t)) for i, t in enumerate((9, 7, 5, 3))]
+    collector = observe(inputs)
+    assert collector.edges == (6.0,)
+    assert collector.calls == [2, 2]
+    found = collector.statistics()["early"]
+    rows = [x.movedim(1, -1).reshape(-1, 4) for x, _ in inputs]
+    wanted = statistics_of(torch.cat(rows[2:]), torch.cat(rows[:2]))
+    for field in ("amax", "histogram", "channel_amax", "count"):
+        assert torch.equal(getattr(found, field), getattr(wanted, field)), field
+    torch.testing.assert_close(found.second_moment, wanted.second_moment, rtol=1e-5, atol=0)
+
+
+def test_memory_does_not_grow_with_calls():
+    def size(collector):
+        sums = collector._sums.values()
+        return sum(t.numel() for s in sums for t in (s.channel_amax, s.squares, s.histogram))
+
+    few = observe([(torch.randn(1, 4, 2, 2), float(t)) for t in (4, 3)])
+    many = observe([(torch.randn(8, 4, 9, 9), float(t)) for t in range(50, 0, -1)])
+    assert size(few) == size(many) == 2 * (4 + 4 + BINS + 8 + 8 + BINS)
+
+
+@pytest.mark.parametrize("step", [1, 3], ids=["first", "last"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_value_that_is_not_finite_names_layer_and_step(step, value):
+    inputs = [(torch.randn(1, 4, 3, 3), float(t)) for t in (30, 20, 10)]
+    inputs[step - 1][0][0, 2, 1, 1] = value
+    with pytest.raises(NonFiniteError, match=rf"unet\.early: NaN or Inf .* at step {step} ") as e:
+        observe(inputs)
+    assert f"(timestep {40 - 10 * step})" in str(e.value)
+
+
+def test_value_that_comes_up_inside_names_the_layer_that_reads_it():
+    torch.manual_seed(0)
+    denoiser = Denoiser()
+    denoiser.early.bias.data[3] = torch.nan
+    collector = Collector("unet", denoiser, LAYERS, 1)
+    with (
+        torch.no_grad(),
+        pytest.raises(NonFiniteError, match=r"unet\.late: NaN"),
+        collector.attached(Scheduler(5.0), lambda calls: None),
+    ):
+        denoiser(torch.randn(1, 4, 3, 3), 5.0)
+    assert not denoiser._forward_pre_hooks
+
+
+def test_hooks_are_gone_when_the_work_fails():
+    denoiser = Denoiser()
+    collector = Collector("unet", denoiser, LAYERS, 1)
+    with pytest.raises(KeyError), collector.attached(Scheduler(5.0), lambda calls: None):
+        raise KeyError
+    assert not any(module._forward_pre_hooks for module in denoiser.modules())
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (layer_of("none", "linear", (8, 8)), "diffusers builds no module none"),
+        (layer_of("late", "conv2d", (8, 8, 1, 1)), "late: found Linear, wanted Conv2d"),
+        (layer_of("late", "linear", (8, 9)), r"late: found Linear, .* \(8, 9\)"),
+    ],
+    ids=["missing", "kind", "shape"],
+)
+def test_module_that_is_not_as_the_file_says_is_refused(layer, message):
+    with pytest.raises(ModelError, match=message):
+        Collector("unet", Denoiser(), [layer], 1)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3], ids=["SD", "Flux"])
+@pytest.mark.parametrize(("steps", "buckets"), [(4, 1), (4, 4), (20, 4), (28, 3), (7, 4)])
+def test_schedule_is_split_evenly_in_the_denoisers_unit(steps, buckets, unit):
+    timesteps = torch.linspace(999, 31, steps).tolist()
+    edges = split_schedule(Scheduler(*timesteps), timesteps[0] * unit, buckets)
+    counts = np.bincount([bucket_of(t * unit, edges) for t in timesteps], minlength=buckets)
+    assert len(edges) == buckets - 1
+    assert counts.max() - counts.min() <= 1
+
+
+def test_repeated_timesteps_count_once():
+    # The second-order and pseudo-numerical schedulers visit timesteps twice.
+    assert split_schedule(Scheduler(9.0, 7.0, 7.0, 5.0, 5.0, 3.0), 9.0, 2) == (6.0,)
+
+
+def test_schedule_that_cannot_be_split_is_refused():
+    with pytest.raises(RecipeError, match="buckets 3: the schedule has 2 steps"):
+        split_schedule(Scheduler(2.0, 1.0), 2.0, 3)
+    with pytest.raises(ModelError, match="called with timestep 0 where the scheduler has 999"):
+        split_schedule(Scheduler(999.0, 1.0), 0.0, 2)
+
+
+def test_bucket_without_a_call_is_refused():
+    denoiser = Denoiser()
+    collector = Collector("unet", denoiser, LAYERS, 2)
+    with torch.no_grad(), collector.attached(Scheduler(9.0, 1.0), lambda calls: None):
+        denoiser(torch.randn(1, 4, 3, 3), 9.0)
+    with pytest.raises(ModelError, match="bucket 0 saw no call"):
+        collector.statistics()
+
+
+# Pipelines
+
+
+@pytest.fixture(scope="module")
+def flux_dir(tmp_path_factory):
+    import diffusers
+    from pipelines import tiny_flux_pipeline
+
+    build = diffusers.FluxPipeline.__init__
+
+    def smaller(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        # Its own default is 128, whatever the model: a thousand tokens too many for a test.
+        self.default_sample_size = 16
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diffusers.FluxPipeline, "__init__", smaller)
+        yield tiny_flux_pipeline(tmp_path_factory.mktemp("tiny") / "flux")
+
+
+@pytest.fixture(scope="module", params=["sd", "sd3", "flux"])
+def source(request, pipeline_dir, transformer_pipeline_dir):
+    paths = {"sd": pipeline_dir, "sd3": transformer_pipeline_dir}
+    path = paths.get(request.param) or request.getfixturevalue("flux_dir")
+    return open_model(str(path))
+
+
+@pytest.fixture(scope="module")
+def calibration(source):
+    return calibrate(source, RECIPE, PROMPTS, device="cpu", progress=silent)
+
+
+def test_pipeline_is_observed_as_its_layers_see_it(source, calibration):
+    (component,) = source.components
+    raw = {layer.name: ([], []) for layer in observed_layers(component, RECIPE)}
+    bucket = [0]
+    with quiet_libraries():
+        pipe = load_pipeline(source, torch.device("cpu"))
+        denoiser = getattr(pipe, component.name)
+
+        def begin(module, args, kwargs):
+            t = kwargs["timestep"] if "timestep" in kwargs else args[1]
+            bucket[0] = bucket_of(float(torch.as_tensor(t).reshape(-1)[0]), calibration.edges)
+
+        def keep(name):
+            def listen(module, args):
+                axis = 1 if args[0].ndim == 4 else -1
+                x = args[0].movedim(axis, -1)
+                raw[name][bucket[0]].append(x.reshape(-1, x.shape[-1]).clone())
+
+            return listen
+
+        denoiser.register_forward_pre_hook(begin, with_kwargs=True)
+        for name in raw:
+            denoiser.get_submodule(name).register_forward_pre_hook(keep(name))
+        run_prompts(pipe, PROMPTS, RECIPE.calibration)
+    found = calibration.of(component)
+    assert set(found) == set(raw)
+    for name, buckets in raw.items():
+        wanted = statistics_of(*(torch.cat(b) for b in buckets))
+        assert torch.equal(found[name].amax, wanted.amax), name
+        assert torch.equal(found[name].histogram, wanted.histogram), name
+        assert torch.equal(found[name].count, wanted.count), name
+        torch.testing.assert_close(found[name].second_moment, wanted.second_moment)
+
+
+def test_provenance_says_how_it_was_taken(source, calibration):
+    about = calibration.metadata
+    (component,) = source.components
+    assert (about.recipe, about.prompts, about.steps, about.seed) == ("fp8", 3, 4, 7)
+    # 4 steps of 2 batches, split over 2 buckets
+    assert about.calls == {component.name: [4, 4]}
+    assert set(about.versions) == {"quantkit", "torch", "diffusers"}
+    layers = observed_layers(component, RECIPE)
+    assert set(calibration.digests_of(component)) == {layer.name for layer in layers}
+
+
+def test_edges_are_in_the_unit_of_the_call(source, calibration):
+    (edge,) = calibration.edges
+    low, high = (0, 1) if source.components[0].family.name == "flux" else (200, 900)
+    assert low < edge < high
+
+
+def test_calibration_survives_its_file(source, calibration, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_calibration(calibration, path, force=False)
+    loaded = load_calibration(path)
+    assert (loaded.edges, loaded.metadata) == (calibration.edges, calibration.metadata)
+    (component,) = source.components
+    for name, statistics in calibration.of(component).items():
+        again = loaded.of(component)[name]
+        for field in ("amax", "histogram", "second_moment", "channel_amax", "count"):
+            assert torch.equal(getattr(again, field), getattr(statistics, field))
+    with pytest.raises(OutputError, match="exists already"):
+        save_calibration(calibration, path, force=False)
+
+
+@pytest.fixture(scope="module")
+def sd(pipeline_dir):
+    return open_model(str(pipeline_dir))
+
+
+@pytest.fixture(scope="module")
+def sd_calibration(sd):
+    return calibrate(sd, RECIPE, PROMPTS, device="cpu", progress=silent)
+
+
+def test_batches_change_nothing_but_rounding(sd, sd_calibration):
+    one = calibrate(
+        sd, RECIPE.with_calibration({"batch": 1}), PROMPTS, device="cpu", progress=silent
+    )
+    for name, statistics in sd_calibration.layers["unet"].items():
+        other = one.layers["unet"][name]
+        assert torch.equal(other.count, statistics.count)
+        torch.testing.assert_close(other.amax, statistics.amax, rtol=1e-3, atol=1e-5)
+
+
+def test_guidance_and_prompts_reach_the_pipeline(sd, sd_calibration):
+    unguided = calibrate(
+        sd, RECIPE.with_calibration({"guidance": 1.0}), PROMPTS, device="cpu", progress=silent
+    )
+    name = "mid_block.attentions.0.proj_in"
+    counts = [c.layers["unet"][name].count.sum() for c in (sd_calibration, unguided)]
+    # Guidance runs every prompt twice.
+    assert counts[0] == 2 * counts[1]
+
+
+def test_only_the_first_prompts_are_used(sd, sd_calibration):
+    again = calibrate(sd, RECIPE, (*PROMPTS, "more"), device="cpu", progress=silent)
+    name = "mid_block.attentions.0.proj_in"
+    found, wanted = (c.layers["unet"][name] for c in (again, sd_calibration))
+    assert torch.equal(found.histogram, wanted.histogram)
+
+
+def test_progress_ends_at_its_total(sd):
+    seen = {}
+    calibrate(
+        sd,
+        RECIPE.with_calibration({"prompts": 1}),
+        PROMPTS,
+        device="cpu",
+        progress=lambda step, done, total: seen.__setitem__(step, (done, total)),
+    )
+    assert seen["denoising"] == (4, 4)
+    assert seen["hashing weights"][0] == seen["hashing weights"][1] > 0
+
+
+def test_statistics_of_a_pipeline_serve_its_denoiser_alone(sd, sd_calibration):
+    alone = open_model(str(sd.components[0].path)).components[0]
+    assert alone.name == ""
+    assert sd_calibration.of(alone) is sd_calibration.layers["unet"]
+
+
+def test_component_that_was_not_calibrated_is_named(sd_calibration, transformer_pipeline_dir):
+    (component,) = open_model(str(transformer_pipeline_dir)).components
+    with pytest.raises(ArtefactError, match="no component 'transformer', found 'unet'"):
+        sd_calibration.of(component)
+
+
+def test_nan_weight_is_found_where_it_is_read(pipeline_dir, tmp_path):
+    path = Path(shutil.copytree(pipeline_dir, tmp_path / "p"))
+    weights = path / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors["down_blocks.0.resnets.0.conv1.bias"][5] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    pattern = r"unet\.down_blocks\.0\.resnets\.0\.conv2: NaN or Inf in its input at step 1 "
+    with pytest.raises(NonFiniteError, match=pattern):
+        calibrate(open_model(str(path)), RECIPE, PROMPTS, device="cpu", progress=silent)
+
+
+def test_component_alone_cannot_be_calibrated(transformer_dir):
+    model = open_model(str(transformer_dir))
+    with pytest.raises(ModelError, match="runs the whole pipeline, pass its directory"):
+        calibrate(model, RECIPE, PROMPTS, device="cpu", progress=silent)
+
+
+def test_pipeline_that_diffusers_cannot_load_is_one_line(pipeline_dir, tmp_path):
+    path = Path(shutil.copytree(pipeline_dir, tmp_path / "p"))
+    (path / "text_encoder" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="diffusers cannot load it") as caught:
+        calibrate(open_model(str(path)), RECIPE, PROMPTS, device="cpu", progress=silent)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_prompts_are_refused(sd):
+    with pytest.raises(PromptError, match="no prompts"):
+        calibrate(sd, RECIPE, (), device="cpu", progress=silent)
+
+
+def test_device_and_dtype(sd):
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_dtype(sd, torch.device("cpu")) is torch.float32
+    assert choose_dtype(sd, torch.device("cuda")) is torch.float16
+    with pytest.raises(ModelError, match="device 'tpu9': unknown"):
+        choose_device("tpu9")
+    with pytest.raises(ModelError, match="torch sees"):
+        choose_device("cuda:99")
+
+
+def test_libraries_are_as_loud_as_before():
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with quiet_libraries():
+        assert not logging.is_progress_bar_enabled()
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+# Prompts
+
+
+def test_bundled_prompts_are_64_different_ones():
+    prompts = read_prompts(None)
+    assert len(prompts) == len(set(prompts)) == 64
+
+
+def test_prompt_file_is_read_line_by_line(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xef\xbb\xbfa cat\r\n\r\n  caf\xc3\xa9, # not a comment \n")
+    assert read_prompts(path) == ("a cat", "café, # not a comment")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty, wanted one prompt a line"),
+        (b" \n\n", "empty"),
+        (b"caf\xe9\n", "not UTF-8: byte 3 is 0xe9"),
+        (None, "cannot be read"),
+    ],
+    ids=["empty", "blank", "latin-1", "missing"],
+)
+def test_bad_prompt_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "p.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PromptError, match=message):
+        read_prompts(path)
+
+
+# The file
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite_entry(path, **changes):
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        entry = json.loads(file.metadata()["quantkit_calibration"])
+    text = json.dumps({**entry, **changes})
+    save_file(load_file(path), path, metadata={"quantkit_calibration": text})
+
+
+DAMAGE = {
+    "missing": (Path.unlink, "no such file"),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "damaged .*truncated"),
+    "empty": (lambda p: p.write_bytes(b""), "damaged .*truncated"),
+    "not safetensors": (lambda p: p.write_text("x" * 100), "damaged"),
+    "bit in a tensor": (lambda p: flip(p, -9), "its checksum does not agree"),
+    "newer": (lambda p: rewrite_entry(p, format_version=2), "format_version 2, wanted 1; update"),
+    "other numbers": (lambda p: rewrite_entry(p, about="{}"), "its checksum does not agree"),
+    "other file": (lambda p: save_file({}, p), "not a quantkit_calibration file"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_file_is_refused(sd_calibration, tmp_path, damage, message):
+    path = tmp_path / "c.safetensors"
+    save_calibration(sd_calibration, path, force=False)
+    damage(path)
+    with pytest.raises(ArtefactError, match=message) as caught:
+        load_calibration(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensor_of_a_wrong_shape_is_refused(sd_calibration, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_calibration(sd_calibration, path, force=False)
+    tensors, about = read_artefact(path, "quantkit_calibration")
+    name = "unet/mid_block.attentions.0.proj_in/amax"
+    tensors[name] = tensors[name][:1]
+    write_artefact(path, "quantkit_calibration", tensors, about, force=True)
+    with pytest.raises(ArtefactError, match=r"proj_in/amax: shape \(1,\), wanted \(2,\)"):
+        load_calibration(path)
+    del tensors[name]
+    write_artefact(path, "quantkit_calibration", tensors, about, force=True)
+    with pytest.raises(ArtefactError, match=r"damaged .*amax"):
+        load_calibration(path)
+
+
+# Observers
+
+
+def quantization_error(x, clip, fmt):
+    scale = clip / fmt.max
+    return float((cast(x / scale, fmt).float() * scale - x).double().square().mean())
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_mse_clip_is_as_good_as_a_search_of_the_values(name, fmt):
+    x = sample(name)
+    clip = float(OBSERVERS["mse"](statistics_of(x), fmt, 0.0))
+    amax = float(x.abs().amax())
+    best = min(quantization_error(x, amax * i / 200, fmt) for i in range(20, 201))
+    # A heavy tail's error is that of its few largest values, finer than a bin tells.
+    assert quantization_error(x, clip, fmt) <= (1.3 if name == "heavy" else 1.05) * best
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_scales_are_positive_and_reach_no_further_than_amax(observer, fmt):
+    statistics = statistics_of(*map(sample, SAMPLES), torch.zeros(3, 8))
+    edges = tuple(map(float, range(len(SAMPLES))))
+    recipe = ActivationRecipe(mode="static", observer=observer, buckets=edges)
+    scale = static_scale(statistics, recipe, fmt, edges=edges)
+    assert (scale.dtype, scale.shape) == (torch.float32, (len(SAMPLES) + 1,))
+    assert bool((scale > 0).all())
+    assert bool((scale[:-1] <= statistics.amax[:-1] / fmt.max * (1 + 1e-6)).all())
+    # Nothing was seen but zeros: nothing to scale.
+    assert scale[-1] == 1.0
+
+
+def test_one_bucket_has_a_scale_without_axes():
+    x = sample("gaussian")
+    recipe = ActivationRecipe(mode="static", observer="amax")
+    scale = static_scale(statistics_of(x, 2 * x), recipe, FORMATS["e4m3fn"], edges=(5.0,))
+    assert scale.shape == ()
+    assert float(scale) == pytest.approx(2 * float(x.abs().amax()) / 448)
+
+
+def test_percentile_clips_the_outlier():
+    statistics = statistics_of(sample("outlier"))
+    recipe = ActivationRecipe(mode="static", observer="percentile", percentile=99.9)
+    scale = static_scale(statistics, recipe, FORMATS["e4m3fn"])
+    assert float(scale) * 448 < 5
+
+
+def test_smoothed_input_has_the_scale_of_its_channels():
+    x, factor = sample("gaussian"), torch.linspace(0.1, 2, 8)
+    recipe = ActivationRecipe(mode="static", observer="amax")
+    scale = static_scale(statistics_of(x), recipe, FORMATS["e5m2"], factor)
+    assert float(scale) == pytest.approx(float((x * factor).abs().amax()) / 57344, rel=1e-6)
+    with pytest.raises(RecipeError, match="taken before smoothing; use amax"):
+        static_scale(statistics_of(x), ActivationRecipe(mode="static"), FORMATS["e5m2"], factor)
+
+
+def test_buckets_that_are_not_there_are_refused():
+    recipe = ActivationRecipe(mode="static", buckets=2)
+    with pytest.raises(RecipeError, match="has 1 buckets, which do not pool into 2"):
+        static_scale(statistics_of(sample("gaussian")), recipe, FORMATS["e4m3fn"])
+
+
+# Smoothing
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_smoothing_changes_no_product(alpha):
+    x, w = sample("heavy", rows=50), sample("gaussian", rows=16)
+    factor = smooth_factor(statistics_of(x), w, alpha)
+    torch.testing.assert_close((x * factor) @ (w / factor).T, x @ w.T, rtol=1e-4, atol=1e-3)
+    if alpha == 0.5:
+        loud, heavy = (x * factor).abs().amax(0), (w / factor).abs().amax(0)
+        torch.testing.assert_close(loud, heavy)
+    if alpha == 1.0:
+        torch.testing.assert_close((x * factor).abs().amax(0), torch.ones(8))
+
+
+def test_taps_of_a_convolution_share_a_factor():
+    x, weight = sample("heavy"), torch.randn(6, 8, 3, 3)
+    factor = smooth_factor(statistics_of(x), to_rows(weight), 0.5)
+    per_channel = weight.abs().amax(dim=(0, 2, 3))
+    torch.testing.assert_close(factor, (per_channel / x.abs().amax(0)).sqrt())
+
+
+def test_silent_channels_are_left_alone():
+    x, w = sample("gaussian"), torch.randn(4, 8)
+    x[:, 2], w[:, 5] = 0, 0
+    factor = smooth_factor(statistics_of(x), w, 0.5)
+    assert (factor[2], factor[5]) == (1.0, 1.0)
+    assert bool(factor.isfinite().all())
+    with pytest.raises(ShapeError, match="K 9 is not a multiple of the 8 input channels"):
+        smooth_factor(statistics_of(x), torch.randn(4, 9), 0.5)
+
+
+# The command
+
+
+def run(*arguments):
+    return CliRunner().invoke(calibrate_command, ["model", *map(str, arguments)])
+
+
+def test_command_writes_a_calibration(pipeline_dir, tmp_path):
+    output, prompts = tmp_path / "c.safetensors", tmp_path / "p.txt"
+    prompts.write_text("a\nb\n")
+    options = ("--prompts", prompts, "--steps", 4, "--seed", 3, "--device", "cpu", "--json", "-q")
+    result = run(pipeline_dir, "-o", output, *options)
+    assert result.exit_code == 0, result.output
+    said, stored = json.loads(result.stdout), load_calibration(output)
+    assert (said["prompts"], said["steps"], said["edges"]) == (2, 4, list(stored.edges))
+    assert set(said["components"]["unet"]["layers"]) == set(stored.layers["unet"])
+    assert stored.metadata.seed == 3
+    assert isinstance(run(pipeline_dir, "-o", output).exception, OutputError)
+
+
+def test_dry_run_writes_nothing(pipeline_dir, tmp_path):
+    output = tmp_path / "c.safetensors"
+    result = run(pipeline_dir, "-o", output, "--dry-run", "--count", 5)
+    assert result.exit_code == 0, result.output
+    assert "would observe" in result.stdout
+    assert "71" in result.stdout
+    assert not list(tmp_path.iterdir())
