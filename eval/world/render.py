@@ -38,10 +38,9 @@ def render(scenes: Scenes, layout: Layout, *, supersample: int = 2) -> Tensor:
     canvas = _ground(scenes.pattern, layout, x, y, pixel)
     for slot in range(2):
         shown = 1.0 if slot == 0 else (scenes.relation != ALONE).float()[:, None, None]
-        across = x - layout.centre[:, slot, 0, None, None]
-        down = y - layout.centre[:, slot, 1, None, None]
+        across = x + 0 * y - layout.centre[:, slot, 0, None, None]
+        down = y + 0 * x - layout.centre[:, slot, 1, None, None]
         radius = layout.radius[:, slot, None, None]
-        across, down = torch.broadcast_tensors(across, down)
         inside = -radius * signed_distance(scenes.shape[:, slot], across / radius, down / radius)
         second = _fill(scenes.fill[:, slot], across, down, inside, pixel)
         colour = _two_tone(layout.paint[:, slot], _FILL_ACCENT, second)

@@ -7,13 +7,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-#: Pictures are enlarged three times; the rest is white space and three lines of caption.
-_SCALE, _GAP, _LINES, _LINE = 3, 16, 3, 15
+#: Pictures are enlarged three times; the rest is white space and four lines of caption.
+_SCALE, _GAP, _LINES, _LINE = 3, 14, 4, 14
 _COLUMNS, _LETTERS, _FONT_SIZE = 6, 33, 12
 
 
 def save_sheet(pictures: Tensor, texts: list[str], path: Path) -> None:
-    """Write a PNG of at most 256 colours, which keeps it small enough for a README.
+    """Write a PNG of at most 128 colours, which keeps it small enough for a README.
 
     Args:
         pictures: (n, 3, side, side) in [0, 1], red green blue.
@@ -33,5 +33,5 @@ def save_sheet(pictures: Tensor, texts: list[str], path: Path) -> None:
         sheet.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top))
         for line, words in enumerate(textwrap.wrap(text, _LETTERS)):
             pen.text((left, top + side + 3 + line * _LINE), words, fill="black", font=font)
-    small = sheet.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    small = sheet.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     small.save(path, optimize=True)

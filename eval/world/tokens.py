@@ -7,6 +7,7 @@ thousands a second; the two ways agree token by token.
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,9 +38,7 @@ def learn_merges(words: list[str]) -> list[tuple[str, str]]:
     """
     spelled = [[*word[:-1], word[-1] + _LAST] for word in words]
     merges = []
-    while pairs := Counter(
-        pair for word in spelled for pair in zip(word[:-1], word[1:], strict=True)
-    ):
+    while pairs := Counter(pair for word in spelled for pair in pairwise(word)):
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         spelled = [_merge(word, best) for word in spelled]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from .train_alexnet import train_alexnet
 from .train_clip import train_clip
@@ -43,6 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [name for name in names if name not in STAGES]
     if unknown:
         _parser().error(f"--stages: no stage {unknown[0]!r}; choose from {', '.join(STAGES)}")
+    # Reports on weights that one model of a file leaves to another would bury the figures.
+    transformers.utils.logging.set_verbosity_error()
     device = torch.device(parsed.device)
     options = Options(
         out=parsed.out,

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,7 +120,7 @@ def _schedule(step: int, plan: Plan) -> float:
 
 def _rate(step: int, begun: float) -> str:
     seconds = time.monotonic() - begun
-    return f"{seconds:.0f} s, {(step + 1) / seconds:.1f} steps/s"
+    return f"{seconds:.1f} s, {(step + 1) / seconds:.1f} steps/s"
 
 
 @contextmanager
@@ -143,4 +142,4 @@ def write_figures(out: Path, figures: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     temporary = out / ".training.json"
     temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, out / "training.json")
+    temporary.replace(out / "training.json")

@@ -85,8 +85,8 @@ def matched(options: Options, pictures: Tensor, texts: list[str]) -> float:
 def _load_pipeline(options: Options) -> Any:
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(
-        options.out / "pipeline", torch_dtype=torch.float32
-    ).to(options.device)
+    # The components load in different dtypes, so one is chosen for all of them here.
+    pipeline = StableDiffusionPipeline.from_pretrained(options.out / "pipeline")
+    pipeline = pipeline.to(options.device, torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
