@@ -73,7 +73,7 @@ def pack_component(folder, schemes, *, shards=1, recipe=None):
             if part == "weight" and layer in schemes:
                 parts = packed_tensors(tensor, schemes[layer])
                 tensors |= {f"{layer}.{key}": value.contiguous() for key, value in parts.items()}
-                records[layer] = LayerRecord(tuple(tensor.shape), _digest(tensor))
+                records[layer] = LayerRecord(tuple(tensor.shape), digest(tensor))
             else:
                 tensors[name] = tensor
     config_path = folder / "config.json"
@@ -95,7 +95,7 @@ def _write_shards(folder, tensors, records, shards, recipe):
         cut = f"-{i + 1:05}-of-{shards:05}" if shards > 1 else ""
         name = f"diffusion_pytorch_model{cut}.safetensors"
         layers = {n: r for n, r in records.items() if n in part}
-        meta = ShardMetadata(1, recipe, layers, {n: _digest(t) for n, t in own.items()})
+        meta = ShardMetadata(1, recipe, layers, {n: digest(t) for n, t in own.items()})
         save_file(own, folder / name, metadata={"format": "pt", METADATA_KEY: meta.to_text()})
         index |= dict.fromkeys(own, name)
     if shards > 1:
@@ -104,6 +104,7 @@ def _write_shards(folder, tensors, records, shards, recipe):
         (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(text)
 
 
-def _digest(tensor):
+def digest(tensor):
+    """Return the SHA-256 of a tensor's bytes, hex."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return sha256(flat.numpy().tobytes()).hexdigest()

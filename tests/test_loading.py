@@ -6,19 +6,23 @@ import shutil
 
 import pytest
 import torch
-from packed import pack_component
+from packed import digest, pack_component
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quantkit
+from quantkit.checkpoint.spec import PACKED_PARTS
+from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, InputError, ModelError
+from quantkit.inference.deviation import watch
 from quantkit.inference.layers import iterate_packed, packed_layers
-from quantkit.inference.modules import PARTS, PackedLayer
+from quantkit.inference.modules import PackedLayer
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.tensorfile import read_header
 
 TOKEN = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
 #: One of each, spread over the layers in turn; e5m2 and float32 scales are what loaders destroy.
@@ -95,7 +99,7 @@ def assert_bit_exact(model, folder):
     packed = [
         n
         for n in state
-        if n.rpartition(".")[2] in PARTS
+        if n.rpartition(".")[2] in PACKED_PARTS
         and isinstance(model.get_submodule(n.rpartition(".")[0]), PackedLayer)
     ]
     assert len(packed) > 40
@@ -151,7 +155,7 @@ def test_ways_that_would_cast_are_refused(packed_dir, tmp_path):
         load(packed_dir / "unet", low_cpu_mem_usage=False)
     with pytest.raises(InputError, match="device_map: layers on 'disk'"):
         load(packed_dir / "unet", device_map={"": "disk"}, offload_folder=tmp_path / "offload")
-    with pytest.raises(InputError, match="torch_dtype torch.float64, wanted float16"):
+    with pytest.raises(InputError, match=r"torch_dtype torch.float64, wanted float16"):
         load(packed_dir / "unet", torch_dtype=torch.float64)
 
 
@@ -178,7 +182,9 @@ def edit_tensors(folder, change):
         metadata = file.metadata()
     tensors = {n: t.clone() for n, t in load_file(path).items()}
     change(tensors)
-    save_file(tensors, path, metadata=metadata)
+    record = json.loads(metadata["quantkit"])
+    record["tensors"] = {name: digest(tensor) for name, tensor in tensors.items()}
+    save_file(tensors, path, metadata=metadata | {"quantkit": json.dumps(record)})
 
 
 def first(tensors, part):
@@ -207,23 +213,27 @@ def reshape(tensors):
 
 
 TENSOR_FAULTS = {
-    "scale-missing": (drop(".weight_scale"), r"lacks .*\.weight_scale"),
-    "codes-missing": (drop("to_q.weight"), r"lacks .*\.to_q\.weight"),
-    "meta-missing": (drop(".weight_meta"), r"lacks .*\.weight_meta"),
+    "scale-missing": (drop(".weight_scale"), r"\.weight_scale: missing"),
+    "codes-missing": (drop("to_q.weight"), r"\.to_q\.weight: missing"),
+    "meta-missing": (drop(".weight_meta"), r"\.weight_meta: missing"),
     "dense-missing": (drop("conv_in.weight"), r"lacks conv_in\.weight"),
-    "scale-dtype": (retype, r"\.weight_scale: F16 \[.*\], wanted F32"),
-    "meta-shape": (reshape, r"\.weight_meta: U8 \[.*\], wanted U8 \["),
-    "scale-zero": (put(".weight_scale", 0.0), r"\.weight_scale: 1 of .* not finite and positive"),
-    "scale-nan": (put(".input_scale", torch.nan), r"\.input_scale: 1 of .* not finite"),
-    "smooth-inf": (put(".input_smooth", torch.inf), r"\.input_smooth: 1 of .* not finite"),
-    "nibble": (put(".weight_meta", 0x00), r"\.weight_meta: a nibble names no two"),
+    "bias-missing": (drop("conv1.bias"), r"conv1: no bias, the model has one"),
+    "bias-added": (
+        lambda t: t.update({first(t, "to_q.weight")[:-6] + "bias": torch.zeros(64)}),
+        r"to_q.*bias",
+    ),
+    "scale-dtype": (retype, r"\.weight_scale: found F16 \[.*\], wanted F32"),
+    "meta-shape": (reshape, r"\.weight_meta: found U8 \[.*\], wanted U8 \["),
+    "scale-zero": (put(".weight_scale", 0.0), r"\.weight_scale: .*finite and positive"),
+    "scale-nan": (put(".input_scale", torch.nan), r"\.input_scale: .*finite and positive"),
+    "smooth-inf": (put(".input_smooth", torch.inf), r"\.input_smooth: .*finite and positive"),
     "extra": (
         lambda t: t.update({"conv_in.weight_scale": torch.ones(())}),
-        r"no scheme has conv_in\.weight_scale",
+        r"conv_in\.weight_scale: packed, but no scheme",
     ),
     "raw-codes": (
         lambda t: t.update({"conv_in.weight": t["conv_in.weight"].to(torch.float8_e4m3fn)}),
-        r"no scheme has conv_in\.weight",
+        r"conv_in\.weight: packed, but no scheme",
     ),
 }
 
@@ -234,7 +244,7 @@ def test_damaged_tensors_are_named(broken, change, text):
     with pytest.raises(CheckpointError, match=text) as caught:
         unet_class().from_pretrained(broken / "unet")
     assert "\n" not in str(caught.value)
-    assert "pack the model again" in str(caught.value)
+    assert str(broken) in str(caught.value)
 
 
 CONFIG_FAULTS = {
@@ -256,6 +266,16 @@ CONFIG_FAULTS = {
 def test_damaged_configurations_are_named(broken, change, text):
     edit_config(broken, change)
     with pytest.raises(CheckpointError, match=text):
+        unet_class().from_pretrained(broken / "unet")
+
+
+def test_a_model_of_other_shapes_is_refused(broken):
+    path = broken / "unet" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"cross_attention_dim": 64}))
+    with pytest.raises(
+        CheckpointError, match=r"to_[kv]: packed from \[64, 32\], the model has \[64"
+    ):
         unet_class().from_pretrained(broken / "unet")
 
 
@@ -291,10 +311,10 @@ def compute_dtypes(pipe):
     return {p.dtype for m in modules for p in m.parameters() if p.is_floating_point()}
 
 
-def draw(pipe, steps=2):
+def draw(pipe):
     images = pipe(
         "a red square",
-        num_inference_steps=steps,
+        num_inference_steps=1,
         output_type="pt",
         generator=torch.Generator().manual_seed(0),
     ).images
@@ -334,7 +354,8 @@ def test_all_components_compute_in_one_dtype(packed_dir, load, dtype):
     assert compute_dtypes(pipe) == {dtype}
     assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {dtype}
     assert_bit_exact(pipe.unet, packed_dir / "unet")
-    draw(pipe)
+    with use(Backend.REFERENCE):  # kernels in every dtype are tested, and built, elsewhere
+        draw(pipe)
 
 
 def test_a_mixed_request_is_overruled_aloud(packed_dir, caplog):
@@ -376,32 +397,41 @@ def test_parts_kept_in_float32_stay_so():
     assert model.count.dtype == torch.int64
 
 
-def test_packed_pictures_resemble_the_original(pipeline_dir, packed_dir):
-    dense = draw(plain(pipeline_dir, torch_dtype=torch.float32))
-    packed = draw(quantkit.load_pipeline(packed_dir))
-    # Random weights and 2:4 on a third of the layers: far from equal, and far from unrelated.
-    error = (packed - dense).square().mean().sqrt() / (dense - dense.mean()).square().mean().sqrt()
-    assert 0.001 < error < 0.8
+def test_layers_are_near_reference_and_near_the_original(pipeline_dir, packed_dir):
+    dense = plain(pipeline_dir, torch_dtype=torch.float32)
+    pipe = quantkit.load_pipeline(packed_dir)
+    with watch(pipe, dense=dense) as seen:
+        draw(pipe)
+    assert len(seen.layers) == len(packed_layers(pipe))
+    for info in packed_layers(pipe):
+        layer = seen.layers["unet", info.name]
+        assert layer.calls == layer.watched == 1
+        assert layer.kernel < 1e-4, info.name  # float32 sums in another order
+        # e4m3fn and e5m2 round to 3 and 2 bits, 2:4 drops half; the static scales are made up.
+        if info.scheme.activation is not Activation.STATIC:
+            assert 1e-3 < layer.dense < (0.6 if info.scheme.sparsity else 0.15), info.name
 
 
 def test_load_pipeline_refuses_what_is_no_packed_pipeline(pipeline_dir, packed_dir, tmp_path):
     with pytest.raises(ModelError, match="nothing in it is packed; run 'quantkit pack'"):
         quantkit.load_pipeline(pipeline_dir)
-    with pytest.raises(ModelError, match="no model_index.json, wanted a pipeline directory"):
+    with pytest.raises(ModelError, match=r"no model_index.json, wanted a pipeline directory"):
         quantkit.load_pipeline(packed_dir / "unet")
-    with pytest.raises(ModelError, match="no model_index.json"):
+    with pytest.raises(ModelError, match=r"no model_index.json"):
         quantkit.load_pipeline(tmp_path / "nothing")
-    with pytest.raises(InputError, match="torch_dtype torch.float8_e4m3fn, wanted float16"):
+    with pytest.raises(InputError, match=r"torch_dtype torch.float8_e4m3fn, wanted float16"):
         quantkit.load_pipeline(packed_dir, torch_dtype=torch.float8_e4m3fn)
 
 
 def test_load_pipeline_finds_flipped_bits_when_asked(broken):
     path = broken / "unet" / "diffusion_pytorch_model.safetensors"
+    header = read_header(path)
+    info = header.tensors[first(header.tensors, "to_q.weight")]
     data = bytearray(path.read_bytes())
-    data[-2000] ^= 0x01
+    data[info.start] ^= 0x80
     path.write_bytes(data)
     quantkit.load_pipeline(broken)
-    with pytest.raises(CheckpointError, match="checksum"):
+    with pytest.raises(CheckpointError, match=r"to_q\.weight: damaged: SHA-256"):
         quantkit.load_pipeline(broken, checksums=True)
 
 
@@ -519,8 +549,8 @@ def test_a_packed_unet_compiles_without_a_graph_break(packed_dir):
     x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 16, 32)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        for t in (100, 500, 900):
+    with torch.no_grad(), use(Backend.REFERENCE):
+        for t in (100, 900):
             wanted = model(x, torch.tensor(t), text).sample
             assert torch.equal(compiled(x, torch.tensor(t), text).sample, wanted)
     assert len({float(b.index) for b in model.quantkit_buckets}) == 1

@@ -15,12 +15,12 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import QUANT_METHOD, PackedConfig, parse_config
+from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD, PackedConfig, parse_config
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import buckets, checks, saving
-from quantkit.inference.checks import some
+from quantkit.inference import buckets, saving
+from quantkit.inference.checks import check_component, some
 from quantkit.inference.dtypes import check_dtype, default_dtype
-from quantkit.inference.modules import PARTS, PackedLayer, pack_module
+from quantkit.inference.modules import PackedLayer, pack_module
 
 
 class _Method(str, Enum):
@@ -109,11 +109,11 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
                 "use from_pretrained"
             )
         layers = self._replace(model)
-        checks.check_files(self.files, layers)
+        check_component(self.files[0].parent, layers)
         self._expected = frozenset(
             f"{name}.{part}"
             for name, layer in layers.items()
-            for part in PARTS
+            for part in PACKED_PARTS
             if getattr(layer, part) is not None
         )
 
@@ -166,7 +166,6 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         # and a mapped file that is replaced later takes the weights with it.
         value = state_dict[param_name]
         assert value.dtype == getattr(layer, part).dtype, "the headers were checked"
-        checks.check_values(self.files[0].parent, param_name, value)
         setattr(layer, part, value.to(target_device, copy=True))
         self._filled.add(param_name)
 

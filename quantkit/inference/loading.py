@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.reader import open_packed, verify
 from quantkit.errors import ModelError
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
@@ -65,8 +66,6 @@ def _folder(path: str | Path) -> Path:
 
 def _check(folder: Path, *, checksums: bool) -> set[str]:
     """Return the names of the packed components, after their rules were checked."""
-    from quantkit.checkpoint.reader import open_packed, verify
-
     packed = open_packed(folder)
     if checksums:
         verify(folder, progress=silent)

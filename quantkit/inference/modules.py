@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantkit.checkpoint.spec import Kind, TensorSpec, layer_tensors
+from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.operators import gemm, gemm_sparse, quantize_static, quantize_token
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
-
-#: The buffers of a packed layer, named as FORMAT.md names its tensors.
-PARTS = ("weight", "weight_meta", "weight_scale", "input_scale", "input_smooth")
 
 _DTYPES = {
     "F32": torch.float32,
@@ -56,7 +53,7 @@ class PackedLayer(nn.Module):
         self.buckets = (buckets,)
         specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
         parts = {spec.name.removeprefix(f"{name}."): spec for spec in specs}
-        for part in PARTS:
+        for part in PACKED_PARTS:
             buffer = _empty(parts[part], dense.weight.device) if part in parts else None
             self.register_buffer(part, buffer)
         bias = dense.bias
