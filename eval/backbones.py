@@ -16,6 +16,7 @@ from urllib.error import URLError
 import torch
 from torch import Tensor
 
+from quantkit.calibration.running import quiet_libraries
 from quantkit.errors import ModelError, ShapeError
 
 from .images import Pixels
@@ -122,6 +123,7 @@ def load_lpips(weights: Path | None, *, device: torch.device) -> LpipsBackbone:
     return LpipsBackbone(IMAGENET_NAME, lambda a, b: model(a, b).squeeze(), device)
 
 
+@quiet_libraries()
 def load_clip(text: str, *, device: torch.device) -> ClipBackbone:
     """Return the CLIP model of a hub id or a directory.
 
@@ -129,9 +131,7 @@ def load_clip(text: str, *, device: torch.device) -> ClipBackbone:
         ModelError: it cannot be found, downloaded or read.
     """
     from transformers import CLIPModel, CLIPProcessor
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         model = CLIPModel.from_pretrained(text, dtype=torch.float32)
         processor = CLIPProcessor.from_pretrained(text)

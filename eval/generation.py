@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from quantkit.calibration.running import read_prompts
 from quantkit.errors import InputError, PromptError
 from quantkit.progress import Progress, silent
 
 from .images import Pixels, to_pixels
+
+#: Prompts of the bundled set that are compared when nobody says how many.
+DEFAULT_COUNT = 16
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,10 @@ def generate(
     Raises:
         NonFiniteError: a picture holds NaN or Inf; prompt and pipeline are named.
     """
-    prepare(pipe)
+    pipe.set_progress_bar_config(disable=True)
+    if getattr(pipe, "safety_checker", None) is not None:
+        # It blackens pictures, in one pipeline and not in the other: no metric sees through that.
+        pipe.safety_checker = None
     pictures: list[Pixels] = []
     started = perf_counter()
     for start in range(0, len(settings.prompts), settings.batch):
@@ -87,36 +94,26 @@ def generate(
     return Generated(tuple(pictures), perf_counter() - started)
 
 
-def prepare(pipe: Any) -> None:
-    """Silence diffusers' own bar and take out the safety checker.
-
-    The checker blackens pictures, in one pipeline and not in the other, which no metric can see
-    through.
-    """
-    pipe.set_progress_bar_config(disable=True)
-    if getattr(pipe, "safety_checker", None) is not None:
-        pipe.safety_checker = None
-
-
-def choose_prompts(path: Path | None, count: int | None) -> tuple[str, ...]:
+def choose_prompts(path: Path | None, count: int | None, *, last: bool) -> tuple[str, ...]:
     """Return ``count`` prompts of a file, or of the bundled set.
 
-    The bundled set is read from its end: calibration reads it from its start, and a pipeline
-    should be judged on prompts that its scales were not chosen on.
+    Args:
+        path: one prompt a line; None for the bundled set.
+        count: None for all of a file, or 16 of the bundled set.
+        last: take them from the end. Calibration reads prompts from the start, and a pipeline is
+            better judged on others than those that its scales were chosen on.
 
     Raises:
         PromptError: an unreadable file, or fewer prompts than wanted.
     """
-    from quantkit.calibration.running import read_prompts
-
     prompts = tuple(read_prompts(path))
-    count = count or (len(prompts) if path else 16)
+    count = count or (len(prompts) if path else DEFAULT_COUNT)
     if len(prompts) < count:
         raise PromptError(
             f"{path or 'bundled prompts'}: {len(prompts)} prompts, wanted {count}; "
             "lower --count or pass a longer --prompts FILE"
         )
-    return prompts[:count] if path else prompts[-count:]
+    return prompts[-count:] if last else prompts[:count]
 
 
 def _generate_batch(

@@ -1,5 +1,6 @@
 """The report's drawings, as SVG that follows the page's light or dark colours."""
 
+import re
 from collections.abc import Callable, Sequence
 from io import StringIO
 from typing import Any
@@ -32,7 +33,7 @@ def plot_scores(score: Score, gate: Gate | None, names: Sequence[str]) -> str:
             axes.axhline(limit, color=_BAD, linestyle="--", linewidth=1.2, label=f"gate {limit:g}")
         _legend(axes)
 
-    return _svg(draw, salt=f"scores-{score.metric.name}", height=2.9)
+    return _svg(draw, name=f"scores-{score.metric.name}", height=2.9)
 
 
 def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
@@ -53,7 +54,7 @@ def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
         axes.set_xlabel(f"packed layer, in the order of the model (1 to {len(rows)})")
         _legend(axes)
 
-    return _svg(draw, salt="errors", height=2.9)
+    return _svg(draw, name="errors", height=2.9)
 
 
 def plot_bytes(report: Report) -> str:
@@ -67,7 +68,7 @@ def plot_bytes(report: Report) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("MiB on disk")
 
-    return _svg(draw, salt="bytes", height=1.5)
+    return _svg(draw, name="bytes", height=1.5)
 
 
 def _mark_mean(axes: Any, mean: float | None, interval: Interval | None) -> None:
@@ -86,14 +87,13 @@ def _legend(axes: Any) -> None:
         )
 
 
-def _svg(draw: Callable[[Any], None], *, salt: str, height: float) -> str:
+def _svg(draw: Callable[[Any], None], *, name: str, height: float) -> str:
     # Figure without pyplot: no global state, no display, safe beside a program's own plots.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # A salt per drawing keeps ids apart when several drawings stand in one page.
     style: dict[str, Any] = {
-        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif",
+        "svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif",
         "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
         "axes.edgecolor": _INK, "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
@@ -106,4 +106,6 @@ def _svg(draw: Callable[[Any], None], *, salt: str, height: float) -> str:
         text = StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
-    return svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    # Several drawings stand in one page, and matplotlib names the parts of each alike.
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg[svg.index("<svg") :])
+    return svg.replace(_INK, "currentColor")

@@ -120,6 +120,16 @@ def gate_remark(gate: Gate) -> str:
     return "; ".join(part for part in (gate.note, unsure) if part)
 
 
+def headline(report: Report) -> str:
+    """Return the verdict in as few words as are true."""
+    results = {gate.passed for gate in report.gates}
+    if False in results:
+        return "Failed."
+    if True not in results:
+        return "Not judged."
+    return "Passed what was measured." if None in results else "Passed."
+
+
 def metric_rows(comparison: Comparison) -> list[MetricRow]:
     """Return the metric table: pair metrics, then both CLIP scores and the loss between them."""
     rows = [
@@ -157,7 +167,7 @@ def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
     intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
     side = max(max(picture.shape[:2]) for picture in pairs.original)
     return {
-        "headline": "Passed." if report.passed else "Failed.",
+        "headline": headline(report),
         "ratio": f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
         "packed_layers": sum(row.weight_error is not None for row in report.layers),
         "backends": ", ".join(report.kernels.by_backend) or "nothing",

@@ -1,0 +1,269 @@
+"""The whole job on the bundled pipeline: one original, two packed pipelines, two reports."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from quantkit.calibration.collect import calibrate
+from quantkit.calibration.running import load_pipeline, quiet_libraries, read_prompts
+from quantkit.calibration.statistics import save_calibration
+from quantkit.checkpoint.reader import verify
+from quantkit.device.backends import choose
+from quantkit.errors import OutputError, PromptError
+from quantkit.models.source import Model, open_model
+from quantkit.pipeline import pack
+from quantkit.progress import Progress
+from quantkit.recipe import load_recipe
+from quantkit.resources import demo_assets
+from quantkit.sparsity.choose import choose_masks
+from quantkit.sparsity.maskfile import save_masks
+
+from .backbones import Backbones, load_backbones
+from .build import CALIBRATION, MASKS
+from .evaluation import evaluate, open_pair
+from .gates import Limits
+from .generation import Generated, Settings, generate, make_settings
+from .report import write_report
+from .result import Report, show
+
+#: Written first: a folder that holds it is the demo's own and may be replaced.
+MARK = ".quantkit-demo"
+#: Enough for scales and second moments of 64x64 pictures, and few enough for seconds.
+CALIBRATION_PROMPTS, CALIBRATION_STEPS = 8, 12
+SEED = 100
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to pack the bundled pipeline."""
+
+    recipe: str
+    title: str
+    #: said when a gate fails
+    remark: str
+
+
+CONFIGURATIONS = (
+    Configuration("fp8-static", "FP8", "FP8 alone should hold its gates: please report this."),
+    Configuration(
+        "fp8-sparse",
+        "4:2 and FP8",
+        "One-shot 4:2 drops half of the weights of every layer and trains nothing afterwards, so "
+        "the pictures change; which layers can bear it is for a recipe to say.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the demo works and whom it tells."""
+
+    output: Path
+    #: told the result of every step in one line
+    say: Callable[[str], None]
+    progress: Progress
+
+    def under(self, configuration: Configuration) -> Progress:
+        """Return a progress that names the configuration with every step."""
+
+        def report(step: str, done: int, total: int) -> None:
+            self.progress(f"{configuration.title}: {step}", done, total)
+
+        return report
+
+    @contextmanager
+    def step(self, words: str) -> Iterator[None]:
+        """Say what was done and how long it took, when it is done."""
+        started = perf_counter()
+        yield
+        self.say(f"{words} ({perf_counter() - started:.1f} s)")
+
+    def packed(self, configuration: Configuration) -> Path:
+        """Return where the packed pipeline lies."""
+        return self.output / f"packed-{configuration.recipe}"
+
+    def report(self, configuration: Configuration) -> Path:
+        """Return where the report lies."""
+        return self.output / f"report-{configuration.recipe}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One configuration's report."""
+
+    configuration: Configuration
+    report: Report
+    #: folder of the report, inside the demo's
+    folder: str
+
+
+@quiet_libraries()
+def run_demo(stage: Stage, *, prompts: int, steps: int) -> tuple[Outcome, ...]:
+    """Calibrate, sparsify, pack twice, verify, run on quantkit's kernels and report twice.
+
+    Args:
+        stage: its output is replaced if an earlier demo made it.
+        prompts: number of pictures to compare.
+        steps: denoising steps of each.
+
+    Returns:
+        One outcome per configuration, in their order.
+
+    Raises:
+        OutputError: the output exists and is not a demo's.
+        PromptError: more prompts than the demo has.
+    """
+    assets = demo_assets()
+    texts = read_prompts(assets / "prompts.txt")
+    if prompts > len(texts):
+        raise PromptError(f"--prompts {prompts}: the demo has {len(texts)}")
+    # Calibration reads the prompts from their start, so the pictures are taken from their end.
+    settings = make_settings(texts[-prompts:], steps=steps, guidance=None, seed=SEED, batch=prompts)
+    _claim(stage.output)
+    model = open_model(str(assets / "pipeline"))
+    stage.say(f"kernels: {describe_kernels()}")
+    _pack_all(stage, model, texts)
+    with stage.step("load the networks of LPIPS and CLIP score"):
+        backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=CPU)
+    with stage.step(f"original pipeline: {prompts} pictures of {steps} steps"):
+        pipe = load_pipeline(model, CPU)
+        original = generate(pipe, settings, label="original", progress=stage.progress)
+    return tuple(
+        _evaluate(stage, configuration, settings, original, backbones)
+        for configuration in CONFIGURATIONS
+    )
+
+
+def describe_kernels() -> str:
+    """Return what will compute packed layers on this machine, and why if it is no kernel."""
+    choice = choose("gemm_fp8", CPU, k=64)
+    return f"{choice.backend.value}{f', because {choice.reason}' if choice.reason else ''}"
+
+
+def remarks(outcomes: tuple[Outcome, ...]) -> tuple[str, ...]:
+    """Return one sentence per configuration whose gates fail."""
+    return tuple(
+        f"{outcome.configuration.title}: {outcome.configuration.remark}"
+        for outcome in outcomes
+        if not outcome.report.passed
+    )
+
+
+def table(outcomes: tuple[Outcome, ...]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings and rows that compare the configurations."""
+    clip = outcomes[0].report.comparison.clip
+    lpips = outcomes[0].report.comparison.scores["lpips"]
+    assert clip is not None
+    headings = (
+        "configuration", "weights", "ratio", "SSIM", f"LPIPS [{lpips.backbone}]",
+        f"CLIP change [{clip.backbone}]", "gates", "backend", "calls",
+    )  # fmt: skip
+    return headings, [_row(outcome) for outcome in outcomes]
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    report = outcome.report
+    scores, clip = report.comparison.scores, report.comparison.clip
+    assert clip is not None
+    loss = clip.loss.mean
+    return (
+        outcome.configuration.title,
+        f"{report.packed.nbytes / 2**20:.2f} MiB",
+        f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
+        show(scores["ssim"].summary.mean),
+        show(scores["lpips"].summary.mean),
+        "-" if loss is None else f"{-loss:+.2f} %",
+        "pass" if report.passed else "FAIL",
+        ", ".join(report.kernels.by_backend),
+        f"{report.kernels.total:,}",
+    )
+
+
+def _claim(output: Path) -> None:
+    """Empty ``output`` if it is an earlier demo's, and mark it."""
+    if output.exists():
+        if not (output / MARK).is_file():
+            raise OutputError(f"{output}: exists and was not made by the demo; pass another -o")
+        shutil.rmtree(output)
+    output.mkdir(parents=True)
+    (output / MARK).write_text("quantkit demo replaces this folder\n", encoding="utf-8")
+
+
+def _pack_all(stage: Stage, model: Model, texts: tuple[str, ...]) -> None:
+    run = {"prompts": CALIBRATION_PROMPTS, "steps": CALIBRATION_STEPS, "batch": CALIBRATION_PROMPTS}
+    recipes = [load_recipe(configuration.recipe) for configuration in CONFIGURATIONS]
+    with stage.step(f"calibrate: {CALIBRATION_PROMPTS} prompts of {CALIBRATION_STEPS} steps"):
+        calibration = calibrate(
+            model, recipes[0].with_calibration(run), texts, device="cpu", progress=stage.progress
+        )
+        save_calibration(calibration, stage.output / CALIBRATION, force=False)
+    with stage.step("sparsify: 2 of every 4 weights by Wanda"):
+        masks = choose_masks(model, recipes[-1], calibration, progress=stage.progress)
+        save_masks(masks, stage.output / MASKS, force=False)
+    for configuration, recipe in zip(CONFIGURATIONS, recipes, strict=True):
+        with stage.step(f"pack and verify: {configuration.title}"):
+            pack(
+                model,
+                recipe,
+                stage.packed(configuration),
+                calibration=calibration,
+                masks=masks if recipe.sparsity else None,
+                threads=os.cpu_count() or 1,
+                force=False,
+                progress=stage.under(configuration),
+            )
+            verify(stage.packed(configuration), progress=stage.under(configuration))
+
+
+def _evaluate(
+    stage: Stage,
+    configuration: Configuration,
+    settings: Settings,
+    original: Generated,
+    backbones: Backbones,
+) -> Outcome:
+    model = str(demo_assets() / "pipeline")
+    packed, folder = stage.packed(configuration), stage.report(configuration)
+    with stage.step(f"load, run on kernels, compare: {configuration.title}"):
+        report, pairs = evaluate(
+            open_pair(model, packed),
+            settings,
+            backbones=backbones,
+            limits=Limits(),
+            device=CPU,
+            title=f"quantkit demo: {configuration.title} against the FP16 original",
+            original=original,
+            commands=_commands(stage, configuration, settings),
+            progress=stage.under(configuration),
+        )
+        write_report(report, pairs, folder, force=False)
+    return Outcome(configuration, report, folder.name)
+
+
+def _commands(stage: Stage, configuration: Configuration, settings: Settings) -> tuple[str, ...]:
+    """Return the single commands that make one report."""
+    assets, out = demo_assets(), stage.output
+    model, packed = assets / "pipeline", stage.packed(configuration)
+    recipe = configuration.recipe
+    sparse = load_recipe(recipe).sparsity is not None
+    calibrate_it = (
+        f"quantkit calibrate model {model} -r {CONFIGURATIONS[0].recipe} "
+        f"--prompts {assets / 'prompts.txt'} --count {CALIBRATION_PROMPTS} "
+        f"--steps {CALIBRATION_STEPS} --batch {CALIBRATION_PROMPTS} -o {out / CALIBRATION}"
+    )
+    sparsify_it = f"quantkit sparsify {model} -r {recipe} -c {out / CALIBRATION} -o {out / MASKS}"
+    masks = f" --masks {out / MASKS}" if sparse else ""
+    return (
+        calibrate_it,
+        *([sparsify_it] if sparse else []),
+        f"quantkit pack {model} -r {recipe} -c {out / CALIBRATION}{masks} -o {packed}",
+        f"quantkit verify {packed}",
+        f"quantkit demo -o {out} --prompts {len(settings.prompts)} --steps {settings.steps}",
+    )

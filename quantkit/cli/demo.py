@@ -1,0 +1,96 @@
+"""``quantkit demo``: the whole job on the bundled pipeline."""
+
+import sys
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.eval.demo import Outcome
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("demo-output"),
+    show_default=True,
+    help="Where to write; the output of an earlier demo is replaced.",
+)
+@click.option(
+    "--prompts",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Pictures to compare.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Denoising steps."
+)
+@options.quiet
+@options.as_json
+def demo(output: Path, prompts: int, steps: int, quiet: bool, as_json: bool) -> None:
+    """Pack the bundled pipeline to FP8 and 4:2, run it on quantkit's kernels, and report.
+
+    Calibrates, sparsifies, packs twice, verifies, loads, generates and compares, on the CPU in a
+    few minutes. Exits with 1 when FP8 fails its gates; one-shot 4:2 is shown as it is.
+    """
+    outcomes, seconds = show_demo(output, prompts=prompts, steps=steps, quiet=quiet)
+    if as_json:
+        from quantkit.eval.result import to_json
+
+        print_json({
+            "schema": "quantkit.demo", "schema_version": 1, "output": str(output),
+            "seconds": seconds,
+            "reports": {o.configuration.recipe: to_json(o.report) for o in outcomes},
+        })  # fmt: skip
+    else:
+        print_outcomes(outcomes, output, seconds)
+    if not outcomes[0].report.passed:
+        sys.exit(1)
+
+
+def show_demo(
+    output: Path, *, prompts: int, steps: int, quiet: bool
+) -> "tuple[tuple[Outcome, ...], float]":
+    """Run the demo and write its index page.
+
+    Raises:
+        OutputError: the output exists and is not a demo's.
+    """
+    from quantkit.eval.demo import Stage, run_demo
+    from quantkit.eval.index import write_index
+
+    started, numbers = perf_counter(), count(1)
+
+    def say(line: str) -> None:
+        if not quiet:
+            click.echo(f"{next(numbers):2}. {line}", err=True)
+
+    with progress_bar(quiet=quiet) as progress:
+        outcomes = run_demo(Stage(output, say, progress), prompts=prompts, steps=steps)
+    seconds = perf_counter() - started
+    write_index(output / "index.html", outcomes, seconds)
+    return outcomes, seconds
+
+
+def print_outcomes(outcomes: "tuple[Outcome, ...]", output: Path, seconds: float) -> None:
+    """Print the comparison, what a failed gate means, and where to look."""
+    from quantkit.eval.demo import remarks, table
+
+    headings, rows = table(outcomes)
+    print_table(f"quantkit demo: {seconds:.0f} s", headings, rows)
+    for outcome in outcomes:
+        click.echo(outcome.report.verdict)
+        for line in outcome.report.warnings:
+            click.echo(f"note: {line}")
+    for line in remarks(outcomes):
+        click.echo(line)
+    click.echo(f"open {output / 'index.html'}")
