@@ -5,7 +5,18 @@ import sys
 import click
 
 from quantkit import __version__
-from quantkit.cli import calibrate, demo, evaluate, kernels, run, sparsify
+from quantkit.cli import (
+    calibrate,
+    demo,
+    doctor,
+    evaluate,
+    inspect,
+    kernels,
+    pack,
+    run,
+    sparsify,
+    verify,
+)
 from quantkit.errors import InputError, QuantkitError
 
 
@@ -17,9 +28,13 @@ def quantkit() -> None:
 
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
+quantkit.add_command(pack.pack)
+quantkit.add_command(inspect.inspect)
+quantkit.add_command(verify.verify)
 quantkit.add_command(evaluate.evaluate)
 quantkit.add_command(run.run)
 quantkit.add_command(kernels.kernels)
+quantkit.add_command(doctor.doctor)
 quantkit.add_command(demo.demo)
 
 
