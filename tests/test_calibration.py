@@ -1,5 +1,6 @@
 """Histograms, hooks on running pipelines, the statistics file, observers and smoothing."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -335,6 +336,7 @@ def flux_dir(tmp_path_factory):
 
     build = diffusers.FluxPipeline.__init__
 
+    @functools.wraps(build)
     def smaller(self, *args, **kwargs):
         build(self, *args, **kwargs)
         # Its own default is 128, whatever the model: a thousand tokens too many for a test.
