@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.calibration.collect import calibrate, observed_layers
-from quantkit.calibration.histogram import BINS, bin_edges, bin_index, count_bins
+from quantkit.calibration.histogram import (
+    BINS,
+    bin_edges,
+    bin_index,
+    count_bins,
+    count_without_waiting,
+)
 from quantkit.calibration.hooks import Collector, split_schedule
 from quantkit.calibration.observers import OBSERVERS, static_scale
 from quantkit.calibration.running import (
@@ -121,6 +127,11 @@ def test_every_value_is_counted_once():
     assert counts.sum() == x.numel()
     assert counts.tolist() == np.histogram(x.abs().double(), bin_edges().numpy())[0].tolist()
     assert count_bins(torch.empty(0)).sum() == 0
+
+
+def test_both_ways_to_count_agree():
+    index = torch.cat((torch.arange(BINS), torch.arange(0, BINS, 7))).int()
+    assert count_without_waiting(index).tolist() == torch.bincount(index, minlength=BINS).tolist()
 
 
 @pytest.mark.gpu

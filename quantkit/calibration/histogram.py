@@ -37,10 +37,16 @@ def count_bins(values: Tensor) -> Tensor:
     """Return how many values each bin holds, float64 (BINS,), on the device of ``values``."""
     index = bin_index(values).flatten()
     if index.is_cuda:
-        # bincount waits for the device; histc does not. It counts in float32 per block and adds
-        # the blocks, so it is exact to one part in 2**24.
-        return torch.histc(index.float(), BINS, min=0, max=BINS - 1).double()
+        return count_without_waiting(index)
     return torch.bincount(index, minlength=BINS).double()
+
+
+def count_without_waiting(index: Tensor) -> Tensor:
+    """Count bin numbers as bincount does, which on a GPU would wait for the device.
+
+    histc counts in float32 per block and adds the blocks: exact to one part in 2**24.
+    """
+    return torch.histc(index.float(), BINS, min=-0.5, max=BINS - 0.5).double()
 
 
 def bin_edges() -> Tensor:
