@@ -35,7 +35,7 @@ from .result import Report, show
 #: Written first: a folder that holds it is the demo's own and may be replaced.
 MARK = ".quantkit-demo"
 #: Enough for scales and second moments of 64x64 pictures, and few enough for seconds.
-CALIBRATION_PROMPTS, CALIBRATION_STEPS = 8, 12
+CALIBRATION_RUN = {"prompts": 8, "steps": 12, "batch": 8}
 SEED = 100
 CPU = torch.device("cpu")
 
@@ -197,9 +197,9 @@ def _claim(output: Path) -> None:
 
 
 def _pack_all(stage: Stage, model: Model, texts: tuple[str, ...]) -> None:
-    run = {"prompts": CALIBRATION_PROMPTS, "steps": CALIBRATION_STEPS, "batch": CALIBRATION_PROMPTS}
+    run = CALIBRATION_RUN
     recipes = [load_recipe(configuration.recipe) for configuration in CONFIGURATIONS]
-    with stage.step(f"calibrate: {CALIBRATION_PROMPTS} prompts of {CALIBRATION_STEPS} steps"):
+    with stage.step(f"calibrate: {run['prompts']} prompts of {run['steps']} steps"):
         calibration = calibrate(
             model, recipes[0].with_calibration(run), texts, device="cpu", progress=stage.progress
         )
@@ -255,8 +255,9 @@ def _commands(stage: Stage, configuration: Configuration, settings: Settings) ->
     sparse = load_recipe(recipe).sparsity is not None
     calibrate_it = (
         f"quantkit calibrate model {model} -r {CONFIGURATIONS[0].recipe} "
-        f"--prompts {assets / 'prompts.txt'} --count {CALIBRATION_PROMPTS} "
-        f"--steps {CALIBRATION_STEPS} --batch {CALIBRATION_PROMPTS} -o {out / CALIBRATION}"
+        f"--prompts {assets / 'prompts.txt'} --count {CALIBRATION_RUN['prompts']} "
+        f"--steps {CALIBRATION_RUN['steps']} --batch {CALIBRATION_RUN['batch']} "
+        f"-o {out / CALIBRATION}"
     )
     sparsify_it = f"quantkit sparsify {model} -r {recipe} -c {out / CALIBRATION} -o {out / MASKS}"
     masks = f" --masks {out / MASKS}" if sparse else ""
