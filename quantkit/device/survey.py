@@ -7,12 +7,17 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.reader import Packed
+from quantkit.checkpoint.spec import rows_of
 from quantkit.device import cache
 from quantkit.device.backends import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
 from quantkit.device.nvrtc import load_nvrtc
 from quantkit.device.ops import OPS
 from quantkit.errors import KernelError
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.scheme import Activation, Scheme
 
 
 @dataclass(frozen=True)
@@ -110,3 +115,38 @@ def _find(name: str, needed_for: str, find: Callable[[], str]) -> Tool:
         return Tool(name, needed_for, find(), "")
     except KernelError as error:
         return Tool(name, needed_for, "", str(error))
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What would compute a packed layer here."""
+
+    component: str
+    layer: str
+    op: str
+    #: host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
+    backend: str
+    #: why no kernel runs; empty when one does
+    reason: str
+
+
+def layer_choices(packed: Packed, device: torch.device) -> tuple[LayerChoice, ...]:
+    """Return what would compute every packed layer of a checkpoint on ``device``."""
+    return tuple(
+        _choose_layer(component, layer, scheme, device)
+        for component in packed.components
+        for layer, scheme in component.config.layers.items()
+    )
+
+
+def _choose_layer(
+    component: PackedComponent, layer: str, scheme: Scheme, device: torch.device
+) -> LayerChoice:
+    op = "gemm_fp8_sparse" if scheme.sparsity else "gemm_fp8"
+    if scheme.activation is Activation.NONE:
+        reason = "activations stay in 16 bit; kernels multiply fp8 by fp8"
+        return LayerChoice(component.name, layer, op, "dequantized", reason)
+    _, k = rows_of(component.records[layer].shape)
+    grouped = isinstance(scheme.granularity, PerGroup)
+    choice = choose(op, device, k=k, group_scales=grouped)
+    return LayerChoice(component.name, layer, op, choice.backend.value, choice.reason)
