@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -574,3 +576,69 @@ def test_transformers_load_alike(transformer_dir, tmp_path):
     assert y.dtype == torch.bfloat16
     assert torch.isfinite(y).all()
     assert model.quantkit_buckets[0].index.tolist() == [1]
+
+
+def test_sd3_keeps_its_dtype_its_t5_and_its_bytes(transformer_pipeline_dir, tmp_path):
+    folder = tmp_path / "sd3"
+    shutil.copytree(transformer_pipeline_dir, folder)
+    pack_component(folder / "transformer", mixed(folder / "transformer"))
+    pipe = plain(folder, torch_dtype=torch.float16)
+    kept = {n for n, p in pipe.text_encoder_3.named_parameters() if p.dtype == torch.float32}
+    assert kept
+    assert all("wo" in name.split(".") for name in kept)
+    assert plain(folder).text_encoder.dtype == torch.float32
+    with use(Backend.REFERENCE):
+        latents = pipe("a b", num_inference_steps=1, output_type="latent").images
+    assert latents.dtype == torch.float16
+    assert torch.isfinite(latents).all()
+    pipe.save_pretrained(tmp_path / "copy")
+    assert weight_files(tmp_path / "copy") == weight_files(folder)
+
+
+def test_what_pack_writes_loads_and_saves(pipeline_dir, tmp_path):
+    from quantkit.models.source import open_model
+    from quantkit.pipeline import pack
+    from quantkit.progress import silent
+    from quantkit.recipe import load_recipe
+
+    folder = tmp_path / "packed"
+    pack(
+        open_model(str(pipeline_dir)),
+        load_recipe("fp8"),
+        folder,
+        calibration=None,
+        masks=None,
+        threads=1,
+        force=False,
+        progress=silent,
+    )
+    pipe = plain(folder)
+    assert {info.component for info in packed_layers(pipe)} == {"unet"}
+    state, disk = pipe.unet.state_dict(), tensors_on_disk(folder / "unet")
+    assert state.keys() == disk.keys()
+    assert all(same_bytes(state[n], disk[n]) for n in state if state[n].dtype == disk[n].dtype)
+    pipe.save_pretrained(tmp_path / "copy")
+    assert weight_files(tmp_path / "copy") == weight_files(folder)
+    quantkit.load_pipeline(tmp_path / "copy", checksums=True)
+
+
+def test_the_pipeline_loads_from_the_hub_cache(packed_dir, monkeypatch):
+    import diffusers
+
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline, "download", classmethod(lambda _, name: str(packed_dir))
+    )
+    assert packed_layers(quantkit.load_pipeline("someone/packed"))
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "loading.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets_of_the_page_run(snippet, packed_dir, tmp_path, monkeypatch):
+    shutil.copytree(packed_dir, tmp_path / "packed")
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    with use(Backend.REFERENCE):
+        exec(compile(snippet, PAGE.name, "exec"), {})
