@@ -12,11 +12,11 @@
 namespace qk {
 namespace host {
 
-/// What a lane deposits: its accumulators [kBlocksN][kBlocksM][8] and the words of its fragments.
+/// What a lane deposits: its accumulators [kBlocksN][kBlocksM][8] and the registers of its fragments.
 struct LaneOperands {
   f32* acc;
-  const u32* a;
-  const u32* b;
+  const u8* a;
+  const u8* b;
 };
 
 template <class Layout, class Isa, Number kWeights, Number kTokens, int kBlocksN, int kBlocksM>
@@ -26,8 +26,9 @@ struct Matrix {
   static constexpr int kParts = 16 / Isa::kColumns;     // instructions along a block's 16 tokens
   static constexpr int kDepth = kSteps * Isa::kDepth;   // K slots of the operation
   static constexpr int kWordsA = sizeof(typename Layout::A) / 4, kWordsB = sizeof(typename Layout::B) / 4;
+  static constexpr int kMetaWord = kSteps * Isa::kRegsA;
   static_assert(kWordsB == kParts * kSteps * Isa::kRegsB, "B fragments are the registers of every instruction");
-  static_assert(kWordsA == kSteps * Isa::kRegsA + Isa::kSparse, "A fragments may carry one word of metadata");
+  static_assert(kWordsA >= kSteps * Isa::kRegsA + Isa::kSparse, "A fragments: registers of every instruction, then metadata");
 
   struct Lanes {
     f32* acc[kWave];
@@ -94,7 +95,7 @@ struct Matrix {
       for (int group = 0; group < Isa::kDepth / 4; ++group) {
         if (group == 0 || Isa::index(0, group).lane != Isa::index(0, group - 1).lane) {
           for (int n = 0; n < kN; ++n) {
-            words[n] = load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * ((n / 16 + 1) * kWordsA - 1));
+            words[n] = load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * (n / 16 * kWordsA + kMetaWord));
           }
         }
         const int shift = step * Isa::kIndexBits + Isa::index(0, group).at, slot = step * kKept + 2 * group;
@@ -183,8 +184,8 @@ struct Matrix {
     for (int lane = 0; lane < kWave; ++lane) {
       const LaneOperands& operands = *static_cast<const LaneOperands*>(payloads[lane]);
       lanes.acc[lane] = operands.acc;
-      lanes.a[lane] = reinterpret_cast<const u8*>(operands.a);
-      lanes.b[lane] = reinterpret_cast<const u8*>(operands.b);
+      lanes.a[lane] = operands.a;
+      lanes.b[lane] = operands.b;
     }
     auto& work = *reinterpret_cast<Work*>(workspace());
     gather_a(lanes, work.image_a);

@@ -28,7 +28,7 @@ struct HostMma : Layout {
   template <int kBlocksN, int kBlocksM>
   static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const typename Layout::A (&a)[kBlocksN],
                                  const typename Layout::B (&b)[kBlocksM]) {
-    host::LaneOperands mine{acc[0][0].v, a[0].v, b[0].v};
+    host::LaneOperands mine{acc[0][0].v, reinterpret_cast<const u8*>(a), reinterpret_cast<const u8*>(b)};
     host::wave_collective(&host::Matrix<Layout, Isa, kWeights, kTokens, kBlocksN, kBlocksM>::run, &mine);
   }
 };

@@ -96,7 +96,7 @@ inline void transpose_rows(const unsigned char* const (&rows)[16], unsigned char
     const __m128i first = _mm_set_epi8(120, 112, 104, 96, 88, 80, 72, 64, 56, 48, 40, 32, 24, 16, 8, 0);
     const __m512i step = _mm512_set_epi64(0x0303030303030303, 0x0303030303030303, 0x0202020202020202,
                                           0x0202020202020202, 0x0101010101010101, 0x0101010101010101, 0, 0);
-    const __m512i index = _mm512_add_epi8(_mm512_broadcast_i32x4(first), step);
+    const __m512i index = _mm512_add_epi8(_mm512_maskz_broadcast_i32x4(0xffff, first), step);
     for (int half = 0; half < 2; ++half) {
       const __m512i picked =
           _mm512_permutex2var_epi8(low, _mm512_add_epi8(index, _mm512_set1_epi8(static_cast<char>(4 * half))), high);

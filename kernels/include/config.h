@@ -28,11 +28,23 @@ enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
 template <Io>
 struct IoType;
 
+/// Eight 16-bit values in one 16-byte piece, element 0 lowest.
+template <class Type>
+QK_DEVICE Vec16 round_eight(const f32* values) {
+  Vec16 vector;
+  QK_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1])) << 16;
+  }
+  return vector;
+}
+
 template <>
 struct IoType<Io::kF16> {
   using Memory = u16;
   static QK_DEVICE f32 widen(Memory value) { return half_to_float(value); }
   static QK_DEVICE Memory round(f32 value) { return float_to_half(value); }
+  static QK_DEVICE Vec16 round_vector(const f32* values) { return round_eight<IoType>(values); }
 };
 
 template <>
@@ -40,6 +52,7 @@ struct IoType<Io::kBF16> {
   using Memory = u16;
   static QK_DEVICE f32 widen(Memory value) { return bfloat_to_float(value); }
   static QK_DEVICE Memory round(f32 value) { return float_to_bfloat(value); }
+  static QK_DEVICE Vec16 round_vector(const f32* values) { return round_eight<IoType>(values); }
 };
 
 template <>
@@ -47,6 +60,9 @@ struct IoType<Io::kF32> {
   using Memory = f32;
   static QK_DEVICE f32 widen(Memory value) { return value; }
   static QK_DEVICE Memory round(f32 value) { return value; }
+  static QK_DEVICE Vec16 round_vector(const f32* values) {
+    return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])}};
+  }
 };
 
 }  // namespace qk

@@ -22,21 +22,17 @@ struct Epilogue {
   template <int kCount>
   static QK_DEVICE void write(const EpilogueArgs& args, int token, int output, const f32 (&values)[kCount]) {
     constexpr int kPerStore = sizeof(Vec16) / sizeof(Memory);
-    constexpr int kPiece = kCount < kPerStore ? kCount : kPerStore;
-    struct alignas(kPiece * sizeof(Memory)) Piece {
-      Memory v[kPiece];
-    };
+    constexpr bool kVectors = kCount % kPerStore == 0;
     Memory* const target = static_cast<Memory*>(args.y) + (static_cast<i64>(token) * args.n + output);
-    Piece pieces[kCount / kPiece];
-    QK_UNROLL
-    for (int e = 0; e < kCount; ++e) pieces[e / kPiece].v[e % kPiece] = Type::round(values[e]);
-    if (args.n % kPiece == 0 && output + kCount <= args.n) {
+    if (kVectors && args.n % kPerStore == 0 && output + kCount <= args.n) {
       QK_UNROLL
-      for (int p = 0; p < kCount / kPiece; ++p) store(target + p * kPiece, pieces[p]);
+      for (int first = 0; first + kPerStore <= kCount; first += kPerStore) {
+        store(target + first, Type::round_vector(values + first));
+      }
     } else {
       QK_UNROLL
       for (int e = 0; e < kCount; ++e) {
-        if (output + e < args.n) target[e] = pieces[e / kPiece].v[e % kPiece];
+        if (output + e < args.n) target[e] = Type::round(values[e]);
       }
     }
   }

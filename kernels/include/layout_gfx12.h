@@ -39,14 +39,11 @@ struct LayoutGfx12 : OutputsGfx12 {
   static constexpr bool kSparse = false;
   static constexpr int kChunk = 32;  // K bytes of one fragment
   static constexpr int kSteps = 2;   // instructions that consume it
-  struct A {
-    u32 v[4];
-  };
-  using B = A;
+  using A = Vec16;
+  using B = Vec16;
 
-  static QK_DEVICE A load_row(const u8* row, int chunk, int lane) {
-    const Vec16 bytes = load<Vec16>(row + kChunk * chunk + 16 * (lane / 16));
-    return {{bytes.v[0], bytes.v[1], bytes.v[2], bytes.v[3]}};
+  static QK_DEVICE Vec16 load_row(const u8* row, int chunk, int lane) {
+    return load<Vec16>(row + kChunk * chunk + 16 * (lane / 16));
   }
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
@@ -62,27 +59,24 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
   static constexpr bool kSparse = true;
   static constexpr int kChunk = 64;
   static constexpr int kSteps = 2;
-  /// v[0..3]: kept codes of k 32h..32h+31; v[4]: their 8 nibbles, as on disk. Step s uses 16 bits of it.
   struct A {
-    u32 v[5];
+    Vec16 codes;  // the kept ones of k 32h..32h+31
+    u32 nibbles;  // their 8 groups, as on disk; each step uses 16 bits
   };
   struct B {
-    u32 v[8];
+    Vec16 steps[2];
   };
 
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
     const u8* const row = rows + (16 * block + lane % 16) * kPitch;
     const int half = lane / 16;
-    const Vec16 codes = load<Vec16>(row + kChunk / 2 * chunk + 16 * half);
-    const u32 nibbles = load<u32>(row + kCodes + kChunk / 8 * chunk + 4 * half);
-    return {{codes.v[0], codes.v[1], codes.v[2], codes.v[3], nibbles}};
+    return {load<Vec16>(row + kChunk / 2 * chunk + 16 * half), load<u32>(row + kCodes + kChunk / 8 * chunk + 4 * half)};
   }
   template <int kPitch>
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
     const u8* const run = rows + (16 * block + lane % 16) * kPitch + kChunk * chunk + 32 * (lane / 16);
-    const Vec16 low = load<Vec16>(run), high = load<Vec16>(run + 16);
-    return {{low.v[0], low.v[1], low.v[2], low.v[3], high.v[0], high.v[1], high.v[2], high.v[3]}};
+    return {{load<Vec16>(run), load<Vec16>(run + 16)}};
   }
 };
 

@@ -9,6 +9,13 @@ using Int2 = int __attribute__((ext_vector_type(2)));
 using Int4 = int __attribute__((ext_vector_type(4)));
 using Float8 = f32 __attribute__((ext_vector_type(8)));
 
+QK_DEVICE Int4 vector_of(const Vec16& words) { return __builtin_bit_cast(Int4, words.v); }
+
+template <int kStep>
+QK_DEVICE Int2 pair_of(Int4 words) {
+  return __builtin_shufflevector(words, words, 2 * kStep, 2 * kStep + 1);
+}
+
 template <Format kW, Format kX>
 struct DenseMma : LayoutGfx12 {
   using Acc = Float8;
@@ -21,20 +28,23 @@ struct DenseMma : LayoutGfx12 {
     if constexpr (!kW8 && !kX8) return __builtin_amdgcn_wmma_f32_16x16x16_bf8_bf8_w32_gfx12(a, b, acc);
   }
 
-  template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  template <int kStep, int kBlocksN, int kBlocksM>
+  static QK_DEVICE void multiply_blocks(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                        const B (&b)[kBlocksM]) {
     QK_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
+    for (int i = 0; i < kBlocksN; ++i) {
+      const Int2 weights = pair_of<kStep>(vector_of(a[i]));
       QK_UNROLL
-      for (int i = 0; i < kBlocksN; ++i) {
-        const Int2 weights = {static_cast<int>(a[i].v[2 * step]), static_cast<int>(a[i].v[2 * step + 1])};
-        QK_UNROLL
-        for (int j = 0; j < kBlocksM; ++j) {
-          const Int2 tokens = {static_cast<int>(b[j].v[2 * step]), static_cast<int>(b[j].v[2 * step + 1])};
-          acc[i][j] = multiply_step(weights, tokens, acc[i][j]);
-        }
+      for (int j = 0; j < kBlocksM; ++j) {
+        acc[i][j] = multiply_step(weights, pair_of<kStep>(vector_of(b[j])), acc[i][j]);
       }
     }
+  }
+
+  template <int kBlocksN, int kBlocksM>
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+    multiply_blocks<0>(acc, a, b);
+    multiply_blocks<1>(acc, a, b);
   }
 };
 
@@ -50,24 +60,25 @@ struct SparseMma : SparseLayoutGfx12 {
     if constexpr (!kW8 && !kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_bf8_w32(a, b, acc, index);
   }
 
-  template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  template <int kStep, int kBlocksN, int kBlocksM>
+  static QK_DEVICE void multiply_blocks(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                        const B (&b)[kBlocksM]) {
     QK_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
+    for (int i = 0; i < kBlocksN; ++i) {
+      const Int2 weights = pair_of<kStep>(vector_of(a[i].codes));
+      // The compiler folds the shift into the instruction's index key: no register is spent on it.
+      const short index = static_cast<short>(a[i].nibbles >> (16 * kStep));
       QK_UNROLL
-      for (int i = 0; i < kBlocksN; ++i) {
-        const Int2 weights = {static_cast<int>(a[i].v[2 * step]), static_cast<int>(a[i].v[2 * step + 1])};
-        // The compiler folds the shift into the instruction's index key: no register is spent on it.
-        const short index = static_cast<short>(a[i].v[4] >> (16 * step));
-        QK_UNROLL
-        for (int j = 0; j < kBlocksM; ++j) {
-          const u32* const v = &b[j].v[4 * step];
-          const Int4 tokens = {static_cast<int>(v[0]), static_cast<int>(v[1]), static_cast<int>(v[2]),
-                               static_cast<int>(v[3])};
-          acc[i][j] = multiply_step(weights, tokens, acc[i][j], index);
-        }
+      for (int j = 0; j < kBlocksM; ++j) {
+        acc[i][j] = multiply_step(weights, vector_of(b[j].steps[kStep]), acc[i][j], index);
       }
     }
+  }
+
+  template <int kBlocksN, int kBlocksM>
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+    multiply_blocks<0>(acc, a, b);
+    multiply_blocks<1>(acc, a, b);
   }
 };
 

@@ -13,11 +13,6 @@ using f32 = float;
 
 constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
 
-/// Four registers, moved by one 16-byte load or store.
-struct alignas(16) Vec16 {
-  u32 v[4];
-};
-
 }  // namespace qk
 
 #define QK_STRING_(text) #text
@@ -44,6 +39,11 @@ struct alignas(16) Vec16 {
     }
 
 namespace qk {
+
+/// Four registers, moved by one 16-byte load or store.
+struct alignas(16) Vec16 {
+  u32 v[4];
+};
 
 QK_DEVICE int thread_index() { return host::current()->thread; }
 QK_DEVICE int wave_index() { return thread_index() / kWave; }
@@ -155,6 +155,21 @@ QK_DEVICE void store(void* address, const T& value) {
 
 #  if defined(QK_AMD)
 
+/// The four registers of a Vec16 as a vector: as an array, the optimiser cuts some of the loads
+/// into words and pairs those up badly.
+using Words4 = u32 __attribute__((ext_vector_type(4)));
+struct alignas(16) Vec16 {
+  Words4 v;
+};
+template <>
+QK_DEVICE Vec16 load<Vec16>(const void* address) {
+  return {*static_cast<const Words4*>(address)};
+}
+template <>
+QK_DEVICE void store<Vec16>(void* address, const Vec16& value) {
+  *static_cast<Words4*>(address) = value.v;
+}
+
 QK_DEVICE int thread_index() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
 QK_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() / kWave); }
 QK_DEVICE int block_x() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
@@ -182,6 +197,11 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 }
 
 #  else  // NVIDIA
+
+/// Four registers, moved by one 16-byte load or store.
+struct alignas(16) Vec16 {
+  u32 v[4];
+};
 
 QK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 QK_DEVICE int wave_index() { return __shfl_sync(0xffffffffu, thread_index() / kWave, 0); }
