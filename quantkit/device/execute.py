@@ -20,9 +20,9 @@ from quantkit.device.ops import Variant, find_op
 
 _logger = logging.getLogger(__name__)
 
-#: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (AVX-512, gcc
+#: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (Zen 5, g++
 #: 12, docs/kernels.md); only the ratios matter.
-_TILE_SPEED = (56.0, 37.0, 17.0)
+_TILE_SPEED = (75.0, 55.0, 26.0)
 
 
 def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -> Tensor:
