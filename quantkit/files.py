@@ -10,6 +10,9 @@ from pathlib import Path
 
 from quantkit.errors import OutputError
 
+#: What the system says of a place that is not ours to write; EEXIST: a file where a folder must be.
+_NOT_WRITABLE = {errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+
 
 @contextmanager
 def staged_directory(output: Path, *, force: bool) -> Iterator[Path]:
@@ -76,7 +79,7 @@ def _translated(output: Path) -> Iterator[None]:
             raise OutputError(
                 f"{output}: no space left on the device; free some or choose another path"
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+        if error.errno in _NOT_WRITABLE:
             raise OutputError(f"{output}: cannot be written ({error.strerror})") from error
         raise
 

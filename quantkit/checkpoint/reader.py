@@ -1,6 +1,6 @@
 """Opening packed checkpoints: headers and scales are checked always, all bytes on request."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -9,7 +9,13 @@ from typing import Any
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.contents import broken_checksum, broken_scales, broken_weight
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
-from quantkit.checkpoint.spec import CONFIG_KEY, QUANT_METHOD, PackedConfig, parse_config
+from quantkit.checkpoint.spec import (
+    CONFIG_KEY,
+    PACKED_PARTS,
+    QUANT_METHOD,
+    PackedConfig,
+    parse_config,
+)
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.source import WEIGHTS, read_json
@@ -109,14 +115,26 @@ def _all_breaches(component: PackedComponent, progress: Progress) -> Iterator[st
         yield from structure
         return
     yield from broken_scales(component)
-    step = f"verify {component.name or component.class_name}"
-    weights = {f"{layer}.weight": layer for layer in component.config.layers}
-    for done, name in enumerate(component.tensors):
-        progress(step, done, len(component.tensors))
-        yield from broken_checksum(component, name)
-        if name in weights:
-            yield from broken_weight(component, weights[name])
-    progress(step, len(component.tensors), len(component.tensors))
+    damaged = set()
+    for name in _reported(component, "checksums", list(component.tensors), progress):
+        for breach in broken_checksum(component, name):
+            damaged.add(name)
+            yield breach
+    for layer in _reported(component, "codes", list(component.config.layers), progress):
+        # What is damaged breaks other rules too, which would say nothing new.
+        if damaged.isdisjoint(f"{layer}.{part}" for part in PACKED_PARTS):
+            yield from broken_weight(component, layer)
+
+
+def _reported(
+    component: PackedComponent, step: str, names: Sequence[str], progress: Progress
+) -> Iterator[str]:
+    """Yield the names, and tell of those done."""
+    title = f"{step} of {component.name or component.class_name}"
+    for done, name in enumerate(names):
+        progress(title, done, len(names))
+        yield name
+    progress(title, len(names), len(names))
 
 
 def _find_components(path: Path) -> Iterator[tuple[str, Path]]:

@@ -126,7 +126,7 @@ def pack_model(
     if as_json:
         print_json({"written": not dry_run, **pipeline.to_json(summary)})
     else:
-        _print(summary, "nothing written" if dry_run else str(output))
+        _print(summary, "nothing written" if dry_run else f"written to {output}")
 
 
 def _print(summary: "PackSummary", where: str) -> None:
@@ -141,7 +141,7 @@ def _print(summary: "PackSummary", where: str) -> None:
         for scheme, count in summary.by_scheme().items()
     ]
     columns = ("weight", "scale per", "sparsity", "activation", "layers")
-    print_table(f"Packed ({where})", columns, rows)
+    print_table("Packed", columns, rows)
     _print_reasons("Kept in 16 bit", summary.kept())
     _print_reasons("Dense", summary.dense())
     if summary.left_out:
@@ -151,7 +151,7 @@ def _print(summary: "PackSummary", where: str) -> None:
         click.echo(f"{name}: {_sizes(component.bytes_before, component.bytes_after)}")
     if summary.copied_files:
         click.echo(f"copied: {summary.copied_files} files, {summary.copied_bytes:,} bytes")
-    click.echo(f"total: {_sizes(summary.bytes_before, summary.bytes_after)}")
+    click.echo(f"total: {_sizes(summary.bytes_before, summary.bytes_after)}, {where}")
 
 
 def _print_reasons(title: str, reasons: dict[str, list[str]]) -> None:
