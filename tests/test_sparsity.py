@@ -27,7 +27,7 @@ from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
 from quantkit.recipe import SparsityRecipe, load_recipe
 from quantkit.sparsity import choose
-from quantkit.sparsity.choose import choose_masks, mask_rows, read_rows
+from quantkit.sparsity.choose import choose_mask_of, choose_masks, read_blocks
 from quantkit.sparsity.maskfile import LayerMask, load_masks, pack_mask, save_masks
 
 
@@ -112,7 +112,7 @@ def test_groups_run_along_the_channels_of_each_tap():
     weight = torch.zeros(1, 8, 2, 1)
     weight[0, [0, 3], 0, 0] = 5.0
     weight[0, [1, 2, 5, 6], 1, 0] = 3.0
-    bits, error = mask_rows(to_rows(weight), "magnitude", Pattern(2, 4), None)
+    bits, error = choose_mask_of([to_rows(weight)], "magnitude", Pattern(2, 4), None)
     # Tap 0 keeps channels 0 and 3, then (all zero) 4 and 5; tap 1 keeps 1, 2 and 5, 6.
     assert bits.tolist() == [[0b00111001, 0b01100110]]
     assert error == 0.0
@@ -135,7 +135,7 @@ def test_error_is_the_outputs_for_independent_inputs():
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(100_000, 32, generator=generator) * torch.linspace(0.1, 3, 32)
     w = torch.randn(64, 32, generator=generator)
-    bits, error = mask_rows(w, "wanda", Pattern(2, 4), x.square().mean(0))
+    bits, error = choose_mask_of([w], "wanda", Pattern(2, 4), x.square().mean(0))
     mask = LayerMask(bits, Pattern(2, 4), "", error).dense(64, 32)
     measured = (x @ (w * ~mask).T).square().sum() / (x @ w.T).square().sum()
     assert error == pytest.approx(float(measured), rel=0.02)
@@ -155,31 +155,31 @@ def test_wanda_loses_less_than_magnitude_where_inputs_are_uneven(model, calibrat
 def test_any_pattern_keeps_n_of_every_m(pattern, method):
     n, m = sorted(map(int, pattern.split(":")))
     rows = torch.randn(5, 48)
-    bits, error = mask_rows(rows, method, Pattern(n, m), torch.rand(48))
+    bits, error = choose_mask_of([rows], method, Pattern(n, m), torch.rand(48))
     mask = LayerMask(bits, Pattern(n, m), "", error).dense(5, 48)
     assert bool((mask.reshape(-1, m).sum(1) == n).all())
     assert 0 < error < 1
 
 
-def test_blocks_change_nothing(monkeypatch):
-    rows, moment = torch.randn(37, 64), torch.rand(64)
-    whole = mask_rows(rows, "wanda", Pattern(2, 4), moment)
+def test_blocks_change_nothing(model, monkeypatch):
+    whole = choose_masks(model, MAGNITUDE, None, progress=silent).layers[""]
     monkeypatch.setattr(choose, "BLOCK", 100)
-    parts = mask_rows(rows, "wanda", Pattern(2, 4), moment)
-    assert torch.equal(parts[0], whole[0])
-    assert parts[1] == pytest.approx(whole[1], rel=1e-6)
+    parts = choose_masks(model, MAGNITUDE, None, progress=silent).layers[""]
+    for name, mask in whole.items():
+        assert torch.equal(parts[name].bits, mask.bits)
+        assert parts[name].error == pytest.approx(mask.error, rel=1e-6)
 
 
 def test_zero_weight_and_zero_input_lose_nothing():
-    assert mask_rows(torch.zeros(3, 8), "magnitude", Pattern(2, 4), None)[1] == 0.0
-    assert mask_rows(torch.ones(3, 8), "wanda", Pattern(2, 4), torch.zeros(8))[1] == 0.0
+    assert choose_mask_of([torch.zeros(3, 8)], "magnitude", Pattern(2, 4), None)[1] == 0.0
+    assert choose_mask_of([torch.ones(3, 8)], "wanda", Pattern(2, 4), torch.zeros(8))[1] == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_rows_are_read_as_they_lie_in_the_file(tmp_path, dtype):
     model = component_with(tmp_path / "m", LAYERS, dtype)
     for layer in list_layers(model.components[0]):
-        rows = read_rows(layer)
+        rows = torch.cat(list(read_blocks(layer)))
         assert rows.dtype == dtype
         assert torch.equal(rows, to_rows(LAYERS[layer.name].to(dtype)))
 
@@ -255,7 +255,9 @@ def test_calibration_without_the_layer_is_refused(model, calibration):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weight_that_is_not_finite_is_named_with_its_place(tmp_path, value):
+@pytest.mark.parametrize("block", [choose.BLOCK, 1], ids=["whole", "row by row"])
+def test_weight_that_is_not_finite_is_named_with_its_place(tmp_path, monkeypatch, value, block):
+    monkeypatch.setattr(choose, "BLOCK", block)
     conv = LAYERS["conv"].clone()
     conv[1, 2, 0, 1] = value
     conv[5, 0, 0, 0] = value

