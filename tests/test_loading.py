@@ -490,6 +490,22 @@ def test_models_save_over_themselves_and_over_older_cuts(packed_dir, sharded_dir
     assert weight_files(folder) == weight_files(packed_dir / "unet")
 
 
+def test_variants_load_and_save_under_their_names(broken, tmp_path):
+    unet = broken / "unet"
+    (unet / "diffusion_pytorch_model.safetensors").rename(
+        unet / "diffusion_pytorch_model.fp16.safetensors"
+    )
+    pipe = quantkit.load_pipeline(broken)
+    with pytest.raises(InputError, match="pass variant='fp16'"):
+        pipe.unet.save_pretrained(tmp_path / "copy")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "diffusion_pytorch_model.safetensors").write_bytes(b"another variant")
+    pipe.unet.save_pretrained(tmp_path / "copy", variant="fp16")
+    files = weight_files(tmp_path / "copy")
+    assert files.pop("diffusion_pytorch_model.safetensors")
+    assert files == weight_files(unet)
+
+
 def test_saving_refuses_what_would_need_other_bytes(packed_dir, tmp_path):
     model = unet_class().from_pretrained(packed_dir / "unet")
     for options, text in (

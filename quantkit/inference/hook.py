@@ -45,6 +45,9 @@ ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
 class _Finder:
     """Finds nothing by itself: asks the other finders and adds the action to the loader."""
 
+    #: By this a finder of an earlier import of this module is known: two would ask each other.
+    is_quantkit = True
+
     def find_spec(
         self,
         fullname: str,
@@ -56,11 +59,12 @@ class _Finder:
         if action is None:
             return None
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find is None else find(fullname, path, target)
+            if hasattr(finder, "is_quantkit") or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 _follow(spec, action)
-                return spec  # type: ignore[no-any-return]  # finders are untyped here
+                return spec
         return None
 
 
@@ -73,15 +77,17 @@ def _follow(spec: "ModuleSpec", action: "Callable[[ModuleType], None]") -> None:
 
     def exec_module(module: "ModuleType") -> None:
         execute(module)
-        action(module)
+        if module.__name__ == spec.name:
+            action(module)
 
-    # On the instance, which serves this module alone; a wrapper class would hide get_source & co.
+    # On the instance: a wrapper class would hide get_source and the like. Most loaders serve one
+    # module; that of a zip file serves all, hence the name above.
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 def install() -> None:
     """Wait for the libraries, and serve those that are imported already. Twice does no harm."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not any(hasattr(finder, "is_quantkit") for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name, action in ACTIONS.items():
         if name in sys.modules:

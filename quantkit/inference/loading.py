@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import PackedComponent, open_packed, verify
 from quantkit.errors import ModelError
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
+from quantkit.inference.saving import variant_of
 from quantkit.progress import silent
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
@@ -42,10 +43,14 @@ def load_pipeline(
     device = torch.device(device or "cpu")
     dtype = check_dtype(torch_dtype or default_dtype(device), "load_pipeline")
     folder = _folder(path)
-    names = _check(folder, checksums=checksums)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(folder), **{_dtype_key(): dtype})
+    components = _check(folder, checksums=checksums)
+    # The source's file names are kept, so its variant is too; None is the usual name.
+    variant = max((variant_of(c.headers[0].path) or "" for c in components), default="") or None
+    pipe = diffusers.DiffusionPipeline.from_pretrained(
+        str(folder), variant=variant, **{_dtype_key(): dtype}
+    )
     loaded = {component for component, _, _ in iterate_packed(pipe)}
-    assert loaded == names, f"{loaded} loaded as packed, wanted {names}"
+    assert loaded == {c.name for c in components}, f"only {loaded} loaded as packed"
     return pipe.to(device)
 
 
@@ -64,8 +69,8 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _check(folder: Path, *, checksums: bool) -> set[str]:
-    """Return the names of the packed components, after their rules were checked."""
+def _check(folder: Path, *, checksums: bool) -> tuple[PackedComponent, ...]:
+    """Return the packed components, after their rules were checked."""
     packed = open_packed(folder)
     if checksums:
         verify(folder, progress=silent)
@@ -73,7 +78,7 @@ def _check(folder: Path, *, checksums: bool) -> set[str]:
         raise ModelError(
             f"{folder}: nothing in it is packed; run 'quantkit pack', or load it with diffusers"
         )
-    return {component.name for component in packed.components}
+    return packed.components
 
 
 def _dtype_key() -> str:

@@ -70,7 +70,7 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
     """
     del save_function
     files: tuple[Path, ...] = self.hf_quantizer.files
-    loaded = _variant_of(files[0])
+    loaded = variant_of(files[0])
     refusals = {
         "safe_serialization=False: packed files are safetensors; leave it out": safe_serialization
         is False,
@@ -92,7 +92,7 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
     sources = [*files, *index_of(files)]
     for source in sources:
         _copy(source, folder / source.name)
-    _drop_older(folder, {source.name for source in sources})
+    _drop_older(folder, {source.name for source in sources}, variant)
 
 
 def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
@@ -165,7 +165,7 @@ def _saved(files: tuple[Path, ...]) -> Iterator[tuple[str, Callable[[], Tensor]]
                 yield name, partial(opened.get_tensor, name)
 
 
-def _variant_of(file: Path) -> str | None:
+def variant_of(file: Path) -> str | None:
     """Return "fp16" of diffusion_pytorch_model.fp16(-00001-of-00002).safetensors."""
     parts = _SHARD.sub("", file.name).split(".")
     return parts[1] if len(parts) > 2 else None
@@ -188,9 +188,13 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, stage)
 
 
-def _drop_older(folder: Path, current: set[str]) -> None:
+def _drop_older(folder: Path, current: set[str], variant: str | None) -> None:
     """Remove what an earlier save left: an index or a single file would win over the new ones."""
-    for pattern in ("diffusion_pytorch_model*.safetensors", "*.safetensors.index*.json"):
-        for path in folder.glob(pattern):
-            if path.name not in current:
-                path.unlink()
+    tag = re.escape(f".{variant}") if variant else ""
+    name = re.compile(
+        rf"diffusion_pytorch_model({tag}({_SHARD.pattern})?\.safetensors"
+        rf"|\.safetensors\.index{tag}\.json)"
+    )
+    for path in folder.iterdir():
+        if name.fullmatch(path.name) and path.name not in current:
+            path.unlink()
