@@ -2,11 +2,13 @@
 //
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH = 1
 // scale   f32 [1], read                      q       fp8 codes [M, K]
-// Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division; the bytes equal
-// torch's `(x.float() * smooth / scale).clamp(-max, max).to(fp8)`. NaN becomes the NaN code, never a number.
+// Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division; the bytes
+// equal torch's `(x.float() * smooth / scale).clamp(-max, max).to(fp8)`. NaN becomes the NaN code, never a
+// number.
 //
-// Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a block, r = 0 and 1,
-// gives thread t the 16 values at 8192 * block + 4096 * r + 16 * t, so every access but the last run's is 16 bytes.
+// Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a block, r = 0
+// and 1, gives thread t the 16 values at 8192 * block + 4096 * r + 16 * t, so every access but the last run's
+// is 16 bytes.
 #include "vector_io.h"
 
 namespace {
@@ -24,10 +26,9 @@ QK_SYMBOL(const void* x, const float* smooth, const float* scale, qk::u8* q, int
   using Run = qk::RunOf<qk::Io(QK_IO)>;
   const qk::i64 total = static_cast<qk::i64>(m) * k;
   const float divisor = scale[0];
-  QK_UNROLL
-  for (int run = 0; run < kRuns; ++run) {
-    const qk::i64 start = static_cast<qk::i64>(qk::block_x()) * kBlockValues +
-                          (run * kThreads + qk::thread_index()) * qk::kRun;
+  QK_UNROLL for (int run = 0; run < kRuns; ++run) {
+    const qk::i64 start =
+        static_cast<qk::i64>(qk::block_x()) * kBlockValues + (run * kThreads + qk::thread_index()) * qk::kRun;
     if (start >= total) continue;
     const bool whole = start + qk::kRun <= total;
     const int count = whole ? qk::kRun : static_cast<int>(total - start);
@@ -35,8 +36,7 @@ QK_SYMBOL(const void* x, const float* smooth, const float* scale, qk::u8* q, int
     Run::read(values, static_cast<const typename Run::Memory*>(x) + start, whole, count);
     if constexpr (kSmooth) {
       int column = static_cast<int>(start % k);
-      QK_UNROLL
-      for (int e = 0; e < qk::kRun; ++e) {
+      QK_UNROLL for (int e = 0; e < qk::kRun; ++e) {
         values[e] *= smooth[column];
         column = column + 1 < k ? column + 1 : 0;
       }

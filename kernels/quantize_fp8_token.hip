@@ -3,11 +3,13 @@
 //
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH = 1
 // scale   f32 [M], written                   q       fp8 codes [M, K]
-// Any M and K; base pointers 16-byte aligned. True f32 divisions and round to nearest even, as torch's. A NaN in a
-// row makes its scale NaN and with it all its codes: it is passed on visibly, never turned into a number.
+// Any M and K; base pointers 16-byte aligned. True f32 divisions and round to nearest even, as torch's. A NaN
+// in a row makes its scale NaN and with it all its codes: it is passed on visibly, never turned into a
+// number.
 //
-// Launch: 256 threads, grid (ceil(M / 8), 1, 1). One wave per row: lane l takes the 16 values at 512 * step + 16 * l,
-// so the maximum needs no barrier. The second pass finds the row in cache (a row of 5120 f16 is 10 KB).
+// Launch: 256 threads, grid (ceil(M / 8), 1, 1). One wave per row: lane l takes the 16 values at 512 * step +
+// 16 * l, so the maximum needs no barrier. The second pass finds the row in cache (a row of 5120 f16 is 10
+// KB).
 #include "vector_io.h"
 
 namespace {
@@ -26,8 +28,7 @@ QK_DEVICE void read_smoothed(float (&values)[qk::kRun], const typename Run::Memo
                              int column, int k, bool aligned) {
   Run::read(values, row + column, aligned, k - column);
   if constexpr (kSmooth) {
-    QK_UNROLL
-    for (int e = 0; e < qk::kRun; ++e) {
+    QK_UNROLL for (int e = 0; e < qk::kRun; ++e) {
       if (aligned || column + e < k) values[e] *= smooth[column + e];
     }
   }
@@ -39,14 +40,14 @@ QK_KERNEL(kThreads)
 QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, int k) {
   const int index = qk::block_x() * kRows + qk::wave_index(), lane = qk::thread_index() % qk::kWave;
   if (index >= m) return;  // whole waves leave
-  const typename Run::Memory* const row = static_cast<const typename Run::Memory*>(x) + static_cast<qk::i64>(index) * k;
+  const typename Run::Memory* const row =
+      static_cast<const typename Run::Memory*>(x) + static_cast<qk::i64>(index) * k;
   const bool aligned = k % qk::kRun == 0;  // then every run is whole, and 16-byte aligned in x and q
   float values[qk::kRun];
   qk::u32 amax = 0;  // magnitudes compare as their bits, with NaN above everything
   for (int column = lane * qk::kRun; column < k; column += kStep) {
     read_smoothed(values, row, smooth, column, k, aligned);
-    QK_UNROLL
-    for (int e = 0; e < qk::kRun; ++e) {
+    QK_UNROLL for (int e = 0; e < qk::kRun; ++e) {
       const qk::u32 magnitude = qk::float_bits(values[e]) & 0x7fffffffu;
       amax = magnitude > amax ? magnitude : amax;
     }
@@ -56,7 +57,8 @@ QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, in
   if (lane == 0) scale[index] = divisor;
   for (int column = lane * qk::kRun; column < k; column += kStep) {
     read_smoothed(values, row, smooth, column, k, aligned);
-    qk::write_codes<kFormat>(q + static_cast<qk::i64>(index) * k + column, values, divisor, aligned, k - column);
+    qk::write_codes<kFormat>(q + static_cast<qk::i64>(index) * k + column, values, divisor, aligned,
+                             k - column);
   }
 }
 

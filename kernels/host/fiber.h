@@ -1,11 +1,91 @@
-// Switching between stacks: the callee-saved registers, nothing else (about 5 ns; ucontext makes a system call).
+// For runtime.cpp alone. Switching between stacks: the callee-saved registers, nothing else (about 5 ns;
+// ucontext makes a system call).
 #pragma once
 
-#if defined(__ELF__) && (defined(__x86_64__) || defined(__aarch64__))
-#  define QK_FIBER_ASM 1
-#else
-#  define QK_FIBER_ASM 0
+#ifndef QK_FIBER_ASM
+#  if defined(__ELF__) && (defined(__x86_64__) || defined(__aarch64__))
+#    define QK_FIBER_ASM 1
+#  else
+#    define QK_FIBER_ASM 0
+#  endif
+#endif
+#if !QK_FIBER_ASM
 #  include <ucontext.h>
+#endif
+
+#if QK_FIBER_ASM && defined(__x86_64__)
+__asm__(R"(
+.text
+.hidden qk_fiber_switch
+.globl qk_fiber_switch
+.type qk_fiber_switch, @function
+qk_fiber_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size qk_fiber_switch, .-qk_fiber_switch
+.hidden qk_fiber_start
+.globl qk_fiber_start
+.type qk_fiber_start, @function
+qk_fiber_start:
+  callq *%r14
+  ud2
+.size qk_fiber_start, .-qk_fiber_start
+)");
+#elif QK_FIBER_ASM && defined(__aarch64__)
+__asm__(R"(
+.text
+.hidden qk_fiber_switch
+.globl qk_fiber_switch
+.type qk_fiber_switch, %function
+qk_fiber_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x2, sp
+  str x2, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size qk_fiber_switch, .-qk_fiber_switch
+.hidden qk_fiber_start
+.globl qk_fiber_start
+.type qk_fiber_start, %function
+qk_fiber_start:
+  blr x19
+  brk #1
+.size qk_fiber_start, .-qk_fiber_start
+)");
 #endif
 
 namespace qk {
@@ -20,7 +100,9 @@ struct Context {
 extern "C" void qk_fiber_switch(void** save, void* load);
 extern "C" void qk_fiber_start();
 
-inline void switch_context(Context& from, Context& to) { qk_fiber_switch(&from.stack_pointer, to.stack_pointer); }
+inline void switch_context(Context& from, Context& to) {
+  qk_fiber_switch(&from.stack_pointer, to.stack_pointer);
+}
 
 /// Prepares a context whose first switch calls `entry`, which must never return.
 inline void make_context(Context& context, char* stack, long size, void (*entry)()) {

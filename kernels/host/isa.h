@@ -1,6 +1,6 @@
-// Where each matrix instruction finds its operands, written from the vendors' descriptions and independent of the
-// layouts in include/: element -> (lane, byte of the lane's operand registers). A layout that disagrees with its
-// instruction gives wrong numbers on the host as it would on the card.
+// Where each matrix instruction finds its operands, written from the vendors' descriptions and independent of
+// the layouts in include/: element -> (lane, byte of the lane's operand registers). A layout that disagrees
+// with its instruction gives wrong numbers on the host as it would on the card.
 //
 // A is rows x k, B is k x columns, D is rows x columns. Elements: 1 byte (fp8) or 2 bytes (f16).
 #pragma once
@@ -23,8 +23,8 @@ struct IsaGfx12 {
   static constexpr Place d(int row, int column) { return {16 * (row / 8) + column, row % 8}; }
 };
 
-/// v_swmmac_f32_16x16x32_fp8_fp8 and its bf8 forms. a() counts kept elements; index() places a group's nibble:
-/// bit offset in the 16 bits that OPSEL picks.
+/// v_swmmac_f32_16x16x32_fp8_fp8 and its bf8 forms. a() counts kept elements; index() places a group's
+/// nibble: bit offset in the 16 bits that OPSEL picks.
 struct SparseIsaGfx12 {
   static constexpr bool kSparse = true;
   static constexpr int kColumns = 16, kDepth = 32, kBytes = 1;
@@ -36,7 +36,8 @@ struct SparseIsaGfx12 {
   static constexpr Place index(int row, int group) { return {16 * (group / 4) + row, 4 * (group % 4)}; }
 };
 
-/// v_wmma_f32_16x16x16_f16: both halves of the wave hold the same rows; rows of D alternate between the halves.
+/// v_wmma_f32_16x16x16_f16: both halves of the wave hold the same rows; rows of D alternate between the
+/// halves.
 struct IsaGfx11 {
   static constexpr bool kSparse = false;
   static constexpr int kColumns = 16, kDepth = 16, kBytes = 2;

@@ -1,7 +1,7 @@
 // One emulated matrix operation: all instructions of a wave's register tile over one chunk of K.
 //
-// Registers of 32 lanes -> logical matrices through the instruction's own tables (isa.h) -> products in the order
-// of the instruction's slots -> accumulators back into the lanes' registers.
+// Registers of 32 lanes -> logical matrices through the instruction's own tables (isa.h) -> products in the
+// order of the instruction's slots -> accumulators back into the lanes' registers.
 #pragma once
 
 #include "config.h"
@@ -22,13 +22,15 @@ struct LaneOperands {
 template <class Layout, class Isa, Number kWeights, Number kTokens, int kBlocksN, int kBlocksM>
 struct Matrix {
   static constexpr int kN = 16 * kBlocksN, kM = 16 * kBlocksM;
-  static constexpr int kSteps = Layout::kSteps;         // instructions along K
-  static constexpr int kParts = 16 / Isa::kColumns;     // instructions along a block's 16 tokens
-  static constexpr int kDepth = kSteps * Isa::kDepth;   // K slots of the operation
+  static constexpr int kSteps = Layout::kSteps;        // instructions along K
+  static constexpr int kParts = 16 / Isa::kColumns;    // instructions along a block's 16 tokens
+  static constexpr int kDepth = kSteps * Isa::kDepth;  // K slots of the operation
   static constexpr int kWordsA = sizeof(typename Layout::A) / 4, kWordsB = sizeof(typename Layout::B) / 4;
   static constexpr int kMetaWord = kSteps * Isa::kRegsA;
-  static_assert(kWordsB == kParts * kSteps * Isa::kRegsB, "B fragments are the registers of every instruction");
-  static_assert(kWordsA >= kSteps * Isa::kRegsA + Isa::kSparse, "A fragments: registers of every instruction, then metadata");
+  static_assert(kWordsB == kParts * kSteps * Isa::kRegsB,
+                "B fragments are the registers of every instruction");
+  static_assert(kWordsA >= kSteps * Isa::kRegsA + Isa::kSparse,
+                "A fragments: registers of every instruction, then metadata");
 
   struct Lanes {
     f32* acc[kWave];
@@ -39,7 +41,8 @@ struct Matrix {
   static constexpr int kBytes = Isa::kBytes;
   static constexpr int kKept = Isa::kSparse ? Isa::kDepth / 2 : Isa::kDepth;  // elements of a row of A
   static constexpr int kSlots = kSteps * kKept;
-  static_assert(bytes_of(kWeights) == kBytes && bytes_of(kTokens) == kBytes, "operands have the instruction's width");
+  static_assert(bytes_of(kWeights) == kBytes && bytes_of(kTokens) == kBytes,
+                "operands have the instruction's width");
 
   /// Elements that lie side by side in one lane wherever a run of that length starts.
   static constexpr int run_length(Place (*place)(int, int), int rows, int depth) {
@@ -95,7 +98,8 @@ struct Matrix {
       for (int group = 0; group < Isa::kDepth / 4; ++group) {
         if (group == 0 || Isa::index(0, group).lane != Isa::index(0, group - 1).lane) {
           for (int n = 0; n < kN; ++n) {
-            words[n] = load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * (n / 16 * kWordsA + kMetaWord));
+            words[n] =
+                load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * (n / 16 * kWordsA + kMetaWord));
           }
         }
         const int shift = step * Isa::kIndexBits + Isa::index(0, group).at, slot = step * kKept + 2 * group;
@@ -128,7 +132,8 @@ struct Matrix {
 
   /// sums(m, first run, vector index): 4 tokens x kColumns vectors at a time, slots in ascending order.
   template <class Runs>
-  static void multiply_rows(const f32 (*weights)[kN], const f32 (*tokens)[kDepth], int m, int n, const Runs& runs) {
+  static void multiply_rows(const f32 (*weights)[kN], const f32 (*tokens)[kDepth], int m, int n,
+                            const Runs& runs) {
     constexpr int kVectors = kN / Vector::kLanes < Vector::kColumns ? kN / Vector::kLanes : Vector::kColumns;
     Vector sums[4][kVectors];
     for (int t = 0; t < 4; ++t) {

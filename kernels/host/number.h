@@ -17,7 +17,7 @@ inline f32 decode_code(u8 code) {
   using F = Fp8<kFormat>;
   constexpr u32 kShift = 23 - F::kMantissa;
   constexpr u32 kLeastNormal = 1u << F::kMantissa;
-  constexpr u32 kFirstSpecial = kFormat == Format::kE4M3FN ? 0x7fu : 0x7cu;  // NaN; Inf, then NaN
+  constexpr u32 kFirstSpecial = kFormat == Format::kE4M3FN ? 0x7fu : 0x7cu;         // NaN; Inf, then NaN
   constexpr u32 kSpecial = kFormat == Format::kE4M3FN ? 0x7fc00000u : 0x7f800000u;  // with bits of the code
   constexpr u32 kStep = static_cast<u32>(127 + 1 - F::kBias - F::kMantissa) << 23;  // of subnormals, as f32
   const u32 magnitude = code & 0x7fu;
@@ -35,7 +35,7 @@ inline void decode_run(const u8* elements, f32* values) {
     if constexpr (kNumber == Number::kF16) {
       values[i] = half_to_float(load<u16>(elements + 2 * i));
     } else {
-      values[i] = decode_code<kNumber == Number::kE4M3FN ? Format::kE4M3FN : Format::kE5M2>(elements[i]);
+      values[i] = decode_code < kNumber == Number::kE4M3FN ? Format::kE4M3FN : Format::kE5M2 > (elements[i]);
     }
   }
 }

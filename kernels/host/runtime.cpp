@@ -14,81 +14,6 @@
 
 #include "fiber.h"
 
-#if QK_FIBER_ASM && defined(__x86_64__)
-__asm__(R"(
-.text
-.hidden qk_fiber_switch
-.globl qk_fiber_switch
-.type qk_fiber_switch, @function
-qk_fiber_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size qk_fiber_switch, .-qk_fiber_switch
-.hidden qk_fiber_start
-.globl qk_fiber_start
-.type qk_fiber_start, @function
-qk_fiber_start:
-  callq *%r14
-  ud2
-.size qk_fiber_start, .-qk_fiber_start
-)");
-#elif QK_FIBER_ASM && defined(__aarch64__)
-__asm__(R"(
-.text
-.hidden qk_fiber_switch
-.globl qk_fiber_switch
-.type qk_fiber_switch, %function
-qk_fiber_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x2, sp
-  str x2, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-.size qk_fiber_switch, .-qk_fiber_switch
-.hidden qk_fiber_start
-.globl qk_fiber_start
-.type qk_fiber_start, %function
-qk_fiber_start:
-  blr x19
-  brk #1
-.size qk_fiber_start, .-qk_fiber_start
-)");
-#endif
-
 namespace qk {
 namespace host {
 namespace {
@@ -96,8 +21,8 @@ namespace {
 constexpr int kWaveLanes = 32;
 constexpr int kMaxThreads = 1024;
 constexpr long kStackBytes = 32 * 1024;
-// Neighbouring stacks are an odd number of cache lines apart; a power of two would put the same local variable of
-// all lanes into one cache set.
+// Neighbouring stacks are an odd number of cache lines apart; a power of two would put the same local
+// variable of all lanes into one cache set.
 constexpr long kStackStride = kStackBytes + 9 * 64;
 constexpr int kLdsLimit = 64 * 1024;
 constexpr unsigned kStackCanary = 0x5afe57acu;
@@ -108,7 +33,8 @@ struct Wave {
   int arrived;
 };
 
-/// Everything that one operating-system thread needs to run a block. Kept between launches: its pages are touched.
+/// Everything that one operating-system thread needs to run a block. Kept between launches: its pages are
+/// touched.
 struct Worker {
   Current now;  // must be first: current() hands out its address
   Context scheduler;
@@ -131,7 +57,8 @@ void push_ready(Worker& w, int fiber) {
   w.ready[(w.ready_first + w.ready_count++) & (kMaxThreads - 1)] = fiber;
 }
 
-/// Leaves the running fiber for the next ready one; with none left the block is stuck, and the scheduler says so.
+/// Leaves the running fiber for the next ready one; with none left the block is stuck, and the scheduler says
+/// so.
 void switch_away(Worker& w) {
   Context& self = w.fibers[w.now.thread];
   if (w.ready_count == 0 || w.failed) return switch_context(self, w.scheduler);
@@ -157,7 +84,8 @@ void describe_stuck_block(Worker& w) {
     lane += wave * kWaveLanes;
   }
   if (lane >= 0) {
-    std::snprintf(w.message, sizeof w.message, "thread %d waits at a wave operation that not all lanes reach", lane);
+    std::snprintf(w.message, sizeof w.message, "thread %d waits at a wave operation that not all lanes reach",
+                  lane);
   } else {
     std::snprintf(w.message, sizeof w.message, "divergent barrier: %d threads wait, %d have finished, of %d",
                   w.at_barrier, w.finished, w.launch->threads);
@@ -265,8 +193,9 @@ void work(Job& job) {
   while (!job.failed) {
     const unsigned long long i = job.next++;
     if (i >= blocks) break;
-    const bool fine = run_block(*worker, *job.launch, static_cast<unsigned>(i % grid[0]),
-                                static_cast<unsigned>(i / grid[0] % grid[1]), static_cast<unsigned>(i / plane));
+    const bool fine =
+        run_block(*worker, *job.launch, static_cast<unsigned>(i % grid[0]),
+                  static_cast<unsigned>(i / grid[0] % grid[1]), static_cast<unsigned>(i / plane));
     if (!fine) report(job, worker);
   }
   if (worker != nullptr) release(worker);
@@ -297,7 +226,8 @@ void wave_collective(Collective operation, void* payload) {
   Worker& w = *worker;
   const int thread = w.now.thread, lane = thread % kWaveLanes;
   Wave& wave = w.waves[thread / kWaveLanes];
-  if (wave.arrived > 0 && wave.operation != operation) fail("lanes of one wave meet at different wave operations");
+  if (wave.arrived > 0 && wave.operation != operation)
+    fail("lanes of one wave meet at different wave operations");
   wave.operation = operation;
   wave.payload[lane] = payload;
   if (++wave.arrived < kWaveLanes) return switch_away(w);
@@ -323,8 +253,9 @@ int run(const Launch& launch, int os_threads, char* error, int error_size) {
   job.error_size = error_size;
   if (launch.threads > kMaxThreads || launch.lds_bytes > kLdsLimit) {
     if (error != nullptr && error_size > 0) {
-      std::snprintf(error, static_cast<std::size_t>(error_size), "%s: %d threads and %d bytes of LDS exceed %d and %d",
-                    launch.name, launch.threads, launch.lds_bytes, kMaxThreads, kLdsLimit);
+      std::snprintf(error, static_cast<std::size_t>(error_size),
+                    "%s: %d threads and %d bytes of LDS exceed %d and %d", launch.name, launch.threads,
+                    launch.lds_bytes, kMaxThreads, kLdsLimit);
     }
     return 1;
   }

@@ -1,9 +1,9 @@
 // The host target: one fiber per HIP thread, blocks spread over operating-system threads.
 //
-// A fiber runs until it reaches a barrier, a wave collective or its end. The last of the threads that meet at a
-// collective executes it for all of them. If every live fiber waits and none can go on, or the lanes of a wave meet
-// at different collectives, the launch fails with a line that names kernel, block and thread: on a GPU the same
-// mistake hangs or corrupts silently.
+// A fiber runs until it reaches a barrier, a wave collective or its end. The last of the threads that meet at
+// a collective executes it for all of them. If every live fiber waits and none can go on, or the lanes of a
+// wave meet at different collectives, the launch fails with a line that names kernel, block and thread: on a
+// GPU the same mistake hangs or corrupts silently.
 #pragma once
 
 namespace qk {

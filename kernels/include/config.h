@@ -32,8 +32,7 @@ struct IoType;
 template <class Type>
 QK_DEVICE Vec16 round_eight(const f32* values) {
   Vec16 vector;
-  QK_UNROLL
-  for (int i = 0; i < 4; ++i) {
+  QK_UNROLL for (int i = 0; i < 4; ++i) {
     vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1])) << 16;
   }
   return vector;

@@ -1,4 +1,5 @@
-// From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to the io type.
+// From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to the io
+// type.
 #pragma once
 
 #include "config.h"
@@ -18,20 +19,19 @@ struct Epilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
 
-  /// Writes kCount values at y[token, output...]; whole 16-byte stores where the row pitch keeps them aligned.
+  /// Writes kCount values at y[token, output...]; whole 16-byte stores where the row pitch keeps them
+  /// aligned.
   template <int kCount>
   static QK_DEVICE void write(const EpilogueArgs& args, int token, int output, const f32 (&values)[kCount]) {
     constexpr int kPerStore = sizeof(Vec16) / sizeof(Memory);
     constexpr bool kVectors = kCount % kPerStore == 0;
     Memory* const target = static_cast<Memory*>(args.y) + (static_cast<i64>(token) * args.n + output);
     if (kVectors && args.n % kPerStore == 0 && output + kCount <= args.n) {
-      QK_UNROLL
-      for (int first = 0; first + kPerStore <= kCount; first += kPerStore) {
+      QK_UNROLL for (int first = 0; first + kPerStore <= kCount; first += kPerStore) {
         store(target + first, Type::round_vector(values + first));
       }
     } else {
-      QK_UNROLL
-      for (int e = 0; e < kCount; ++e) {
+      QK_UNROLL for (int e = 0; e < kCount; ++e) {
         if (output + e < args.n) target[e] = Type::round(values[e]);
       }
     }
@@ -39,32 +39,28 @@ struct Epilogue {
 
   /// m0, n0: first token and output of the calling wave's accumulators.
   template <class Mma, int kBlocksN, int kBlocksM>
-  static QK_DEVICE void run(const EpilogueArgs& args, const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
-                            int n0) {
+  static QK_DEVICE void run(const EpilogueArgs& args, const typename Mma::Acc (&acc)[kBlocksN][kBlocksM],
+                            int m0, int n0) {
     using Runs = typename Mma::template Runs<kBlocksN>;
     constexpr int kLength = Runs::kLength;
     const int lane = thread_index() % kWave;
-    QK_UNROLL
-    for (int run = 0; run < Runs::kCount; ++run) {
+    QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
       const int output = n0 + Mma::template output<kBlocksN>(run, lane);
       f32 scale[kLength], bias[kLength];
-      QK_UNROLL
-      for (int e = 0; e < kLength; ++e) {
+      QK_UNROLL for (int e = 0; e < kLength; ++e) {
         const bool inside = output + e < args.n;
         scale[e] = kPerChannel ? (inside ? args.w_scale[output + e] : 0.0f) : args.w_scale[0];
         bias[e] = 0.0f;
-        if (args.bias != nullptr && inside) bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[output + e]);
+        if (args.bias != nullptr && inside)
+          bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[output + e]);
       }
-      QK_UNROLL
-      for (int j = 0; j < kBlocksM; ++j) {
-        QK_UNROLL
-        for (int column = 0; column < Mma::kColumns; ++column) {
+      QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
+        QK_UNROLL for (int column = 0; column < Mma::kColumns; ++column) {
           const int token = m0 + 16 * j + Mma::token(column, lane);
           if (token >= args.m || output >= args.n) continue;
           const f32 x_scale = args.x_scale[kPerToken ? token : 0];
           f32 values[kLength];
-          QK_UNROLL
-          for (int e = 0; e < kLength; ++e) {
+          QK_UNROLL for (int e = 0; e < kLength; ++e) {
             const f32 sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
             values[e] = add_rounded(sum * x_scale * scale[e], bias[e]);
           }

@@ -1,11 +1,12 @@
 // Where gfx12's matrix instructions keep their operands (wave32, h = lane / 16, r = lane % 16).
 //
-//   WMMA 16x16x16 fp8:   A v[2]: row r, k = 8h + byte;  B v[2]: column r, k = 8h + byte;  D[8h + e][r] = acc[e]
-//   SWMMAC 16x16x32 fp8: A v[2]: row r, the kept bytes of k 16h..16h+15;  B v[4]: column r, k = 16h + byte
+//   WMMA 16x16x16 fp8:   A v[2]: row r, k = 8h + byte;  B v[2]: column r, k = 8h + byte;  D[8h + e][r] =
+//   acc[e] SWMMAC 16x16x32 fp8: A v[2]: row r, the kept bytes of k 16h..16h+15;  B v[4]: column r, k = 16h +
+//   byte
 //
-// The hardware multiplies slot by slot, so which k a slot holds is free as long as A and B agree: a lane reads one
-// run of 16 (sparse: 32) consecutive bytes and feeds it to two instructions.
-// A = weights (rows are outputs n), B = tokens: a lane owns one token and 8 consecutive outputs per block.
+// The hardware multiplies slot by slot, so which k a slot holds is free as long as A and B agree: a lane
+// reads one run of 16 (sparse: 32) consecutive bytes and feeds it to two instructions. A = weights (rows are
+// outputs n), B = tokens: a lane owns one token and 8 consecutive outputs per block.
 #pragma once
 
 #include "config.h"
@@ -71,7 +72,8 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
     const u8* const row = rows + (16 * block + lane % 16) * kPitch;
     const int half = lane / 16;
-    return {load<Vec16>(row + kChunk / 2 * chunk + 16 * half), load<u32>(row + kCodes + kChunk / 8 * chunk + 4 * half)};
+    return {load<Vec16>(row + kChunk / 2 * chunk + 16 * half),
+            load<u32>(row + kCodes + kChunk / 8 * chunk + 4 * half)};
   }
   template <int kPitch>
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {

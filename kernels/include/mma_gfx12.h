@@ -31,18 +31,17 @@ struct DenseMma : LayoutGfx12 {
   template <int kStep, int kBlocksN, int kBlocksM>
   static QK_DEVICE void multiply_blocks(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
                                         const B (&b)[kBlocksM]) {
-    QK_UNROLL
-    for (int i = 0; i < kBlocksN; ++i) {
+    QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       const Int2 weights = pair_of<kStep>(vector_of(a[i]));
-      QK_UNROLL
-      for (int j = 0; j < kBlocksM; ++j) {
+      QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
         acc[i][j] = multiply_step(weights, pair_of<kStep>(vector_of(b[j])), acc[i][j]);
       }
     }
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }
@@ -63,20 +62,19 @@ struct SparseMma : SparseLayoutGfx12 {
   template <int kStep, int kBlocksN, int kBlocksM>
   static QK_DEVICE void multiply_blocks(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
                                         const B (&b)[kBlocksM]) {
-    QK_UNROLL
-    for (int i = 0; i < kBlocksN; ++i) {
+    QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       const Int2 weights = pair_of<kStep>(vector_of(a[i].codes));
       // The compiler folds the shift into the instruction's index key: no register is spent on it.
       const short index = static_cast<short>(a[i].nibbles >> (16 * kStep));
-      QK_UNROLL
-      for (int j = 0; j < kBlocksM; ++j) {
+      QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
         acc[i][j] = multiply_step(weights, vector_of(b[j].steps[kStep]), acc[i][j], index);
       }
     }
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }

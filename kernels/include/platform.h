@@ -11,7 +11,8 @@ using u32 = unsigned int;
 using i64 = long long;
 using f32 = float;
 
-constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
+constexpr int kWave =
+    32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
 
 }  // namespace qk
 
@@ -28,13 +29,18 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #  define QK_NO_UNROLL
 #  define QK_KERNEL(threads) static void
 #  define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
-#  define QK_HOST_ENTRY(threads, lds_bytes)                                                              \
+#  define QK_HOST_ENTRY(threads, lds_bytes)                                                               \
     extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args, int os_threads, \
                                                char* error, int error_size) {                             \
       static_assert((threads) % qk::kWave == 0, "a block is a whole number of waves");                    \
       const auto call = qk::host::unpacker(&QK_SYMBOL);                                                   \
-      const qk::host::Launch launch{call.run, reinterpret_cast<void (*)()>(&QK_SYMBOL), args, grid,       \
-                                    (threads), (lds_bytes), QK_STRING(QK_SYMBOL)};                        \
+      const qk::host::Launch launch{call.run,                                                             \
+                                    reinterpret_cast<void (*)()>(&QK_SYMBOL),                             \
+                                    args,                                                                 \
+                                    grid,                                                                 \
+                                    (threads),                                                            \
+                                    (lds_bytes),                                                          \
+                                    QK_STRING(QK_SYMBOL)};                                                \
       return qk::host::run(launch, os_threads, error, error_size);                                        \
     }
 
@@ -87,7 +93,8 @@ QK_DEVICE u32 wave_max(u32 value) {
   return value;
 }
 
-/// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot vectorise the loop.
+/// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot vectorise the
+/// loop.
 QK_DEVICE u32 choose(bool condition, u32 yes, u32 no) {
   const u32 mask = 0u - static_cast<u32>(condition);
   return (yes & mask) | (no & ~mask);
@@ -98,7 +105,8 @@ QK_DEVICE f32 half_to_float(u16 half) {
   const u32 normal = (magnitude << 13) + (112u << 23);
   const u32 subnormal = float_bits(static_cast<f32>(static_cast<int>(magnitude)) * 0x1p-24f);
   const u32 special = 0x7f800000u | magnitude << 13;  // Inf and NaN keep their payload
-  return bits_float(choose(magnitude < 0x7c00u, choose(magnitude < 0x0400u, subnormal, normal), special) | sign);
+  return bits_float(choose(magnitude < 0x7c00u, choose(magnitude < 0x0400u, subnormal, normal), special) |
+                    sign);
 }
 QK_DEVICE u16 float_to_half(f32 value) {
   constexpr u32 kTiny = 0x38800000u, kHuge = 0x47800000u, kInf = 0x7f800000u;  // 2^-14, 2^16
@@ -227,8 +235,7 @@ QK_DEVICE f32 add_rounded(f32 a, f32 b) { return __fadd_rn(a, b); }  // NVRTC wo
 
 /// Largest value over the wave, in every lane.
 QK_DEVICE u32 wave_max(u32 value) {
-  QK_UNROLL
-  for (int mask = kWave / 2; mask > 0; mask /= 2) {
+  QK_UNROLL for (int mask = kWave / 2; mask > 0; mask /= 2) {
     const u32 other = lane_xor(value, mask);
     value = other > value ? other : value;
   }

@@ -1,5 +1,5 @@
-// Which tile a block computes: groups of kGroupM tile rows are walked column by column, so that blocks that run at
-// the same time share weight columns and token rows in L2.
+// Which tile a block computes: groups of kGroupM tile rows are walked column by column, so that blocks that
+// run at the same time share weight columns and token rows in L2.
 #pragma once
 
 #include "config.h"

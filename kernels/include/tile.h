@@ -1,8 +1,9 @@
 // The tile loop of every GEMM: global memory -> registers -> double-buffered LDS -> fragments -> matrix unit.
 //
-// One block computes kM tokens x kN outputs. While a K step is multiplied from one LDS buffer, the next one is
-// already on its way into registers; it is stored into the other buffer afterwards, so one barrier per step is
-// enough. Rows beyond M or N and bytes beyond K are loaded as zeros: the matrix unit always runs with all lanes.
+// One block computes kM tokens x kN outputs. While a K step is multiplied from one LDS buffer, the next one
+// is already on its way into registers; it is stored into the other buffer afterwards, so one barrier per
+// step is enough. Rows beyond M or N and bytes beyond K are loaded as zeros: the matrix unit always runs with
+// all lanes.
 #pragma once
 
 #include "config.h"
@@ -17,7 +18,8 @@ struct TileShape {
   static constexpr int kThreads = WavesM * WavesN * kWave;
   static constexpr int kWaveM = M / WavesM, kWaveN = N / WavesN;
   static constexpr int kBlocksM = kWaveM / 16, kBlocksN = kWaveN / 16;  // 16x16 accumulators of a wave
-  static_assert(M % (16 * WavesM) == 0 && N % (16 * WavesN) == 0, "the wave grid must cut the tile into 16x16 blocks");
+  static_assert(M % (16 * WavesM) == 0 && N % (16 * WavesN) == 0,
+                "the wave grid must cut the tile into 16x16 blocks");
 };
 
 // The menu; launch.json repeats these numbers for the launcher and the .hip files assert them.
@@ -26,12 +28,21 @@ struct TileMenu;
 // Four waves of 64x64: 128 accumulators a lane, and each fragment read from LDS feeds four matrix operations.
 template <>
 struct TileMenu<0> : TileShape<128, 128, 64, 2, 2> {};
-// Four times the blocks for layers whose 128x128 grid would leave compute units idle; weight fragments still in fours.
+// Four times the blocks for layers whose 128x128 grid would leave compute units idle; weight fragments still
+// in fours.
 template <>
 struct TileMenu<1> : TileShape<64, 64, 64, 2, 1> {};
 // M <= 16 (time embeddings): bound by the weight stream, so narrow, with twice the bytes in flight.
 template <>
 struct TileMenu<2> : TileShape<16, 64, 128, 1, 2> {};
+
+/// Whether menu entry kIndex is what launch.json says.
+template <int kIndex>
+constexpr bool tile_is(int m, int n, int block) {
+  return TileMenu<kIndex>::kM == m && TileMenu<kIndex>::kN == n && TileMenu<kIndex>::kThreads == block;
+}
+static_assert(tile_is<0>(128, 128, 128) && tile_is<1>(64, 64, 64) && tile_is<2>(16, 64, 64),
+              "launch.json repeats the menu: change both");
 
 /// The part of a tile that one thread carries from global memory to LDS: kRows x kPerRow pieces of type T.
 template <class T, int kRows, int kPerRow, int kThreads>
@@ -42,8 +53,7 @@ struct Carrier {
 
   /// base: first row's bytes of this step. Rows >= rows and bytes >= bytes of a row become `fill`.
   QK_DEVICE void fetch(const u8* base, u32 pitch, int rows, int bytes, int thread, const T& fill) {
-    QK_UNROLL
-    for (int i = 0; i < kCount; ++i) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i) {
       const int piece = i * kThreads + thread, row = piece / kPerRow;
       const int column = piece % kPerRow * static_cast<int>(sizeof(T));
       pieces[i] = fill;
@@ -52,8 +62,7 @@ struct Carrier {
   }
 
   QK_DEVICE void deposit(u8* lds, int lds_pitch, int thread) const {
-    QK_UNROLL
-    for (int i = 0; i < kCount; ++i) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i) {
       const int piece = i * kThreads + thread;
       store(lds + piece / kPerRow * lds_pitch + piece % kPerRow * static_cast<int>(sizeof(T)), pieces[i]);
     }
@@ -72,8 +81,8 @@ template <class Tile, class Mma>
 struct TileLoop {
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kCodes = kSparse ? Tile::kK / 2 : Tile::kK;  // weight bytes of a row and step
-  // 16 bytes of padding: rows start 4 banks apart modulo 16, so 8 lanes reading 16 bytes each meet no bank twice.
-  // Sparse rows keep their metadata (kK / 8 <= 16 bytes) in it.
+  // 16 bytes of padding: rows start 4 banks apart modulo 16, so 8 lanes reading 16 bytes each meet no bank
+  // twice. Sparse rows keep their metadata (kK / 8 <= 16 bytes) in it.
   static constexpr int kPad = 16;
   static constexpr int kPitchX = Tile::kK + kPad, kPitchW = kCodes + kPad;
   static constexpr int kBytesX = Tile::kM * kPitchX;
@@ -93,10 +102,12 @@ struct TileLoop {
     const int left = op.k - k0;
     x.fetch(op.x + static_cast<i64>(m0) * op.k + k0, op.k, op.m - m0, left, thread, Vec16{});
     if constexpr (kSparse) {
-      constexpr u32 kNeutral = 0x44444444u;  // every group keeps positions 0 and 1: legal, and its codes are zero
-      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, thread, Vec16{});
-      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8, thread,
-                 kNeutral);
+      constexpr u32 kNeutral =
+          0x44444444u;  // every group keeps positions 0 and 1: legal, and its codes are zero
+      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, thread,
+              Vec16{});
+      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8,
+                 thread, kNeutral);
     } else {
       w.fetch(op.w + static_cast<i64>(n0) * op.k + k0, op.k, op.n - n0, left, thread, Vec16{});
     }
@@ -111,17 +122,17 @@ struct TileLoop {
   static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n, int lane) {
     const u8* const x_rows = buffer + wave_m * kPitchX;
     const u8* const w_rows = buffer + kBytesX + wave_n * kPitchW;
-    // Unrolled, the fragments of all chunks live at once: gfx1100 spilled 245 registers, gfx1201 filled all 256.
+    // Unrolled, the fragments of all chunks live at once: gfx1100 spilled 245 registers, gfx1201 filled all
+    // 256.
     QK_NO_UNROLL
     for (int chunk = 0; chunk < Tile::kK / Mma::kChunk; ++chunk) {
       typename Mma::A a[Tile::kBlocksN];
       typename Mma::B b[Tile::kBlocksM];
-      QK_UNROLL
-      for (int i = 0; i < Tile::kBlocksN; ++i) {
+      QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
         a[i] = Mma::template load_a<kPitchW, kCodes, Tile::kBlocksN>(w_rows, i, chunk, lane);
       }
-      QK_UNROLL
-      for (int j = 0; j < Tile::kBlocksM; ++j) b[j] = Mma::template load_b<kPitchX>(x_rows, j, chunk, lane);
+      QK_UNROLL for (int j = 0; j < Tile::kBlocksM; ++j)
+        b[j] = Mma::template load_b<kPitchX>(x_rows, j, chunk, lane);
       Mma::multiply(acc, a, b);
     }
   }

@@ -19,15 +19,14 @@ struct RunOf {
       struct alignas(16) Piece {
         Memory v[kPerLoad];
       };
-      QK_UNROLL
-      for (int p = 0; p < kRun / kPerLoad; ++p) {
+      QK_UNROLL for (int p = 0; p < kRun / kPerLoad; ++p) {
         const Piece piece = load<Piece>(x + p * kPerLoad);
-        QK_UNROLL
-        for (int e = 0; e < kPerLoad; ++e) values[p * kPerLoad + e] = Type::widen(piece.v[e]);
+        QK_UNROLL for (int e = 0; e < kPerLoad; ++e)
+          values[p * kPerLoad + e] = Type::widen(piece.v[e]);
       }
     } else {
-      QK_UNROLL
-      for (int e = 0; e < kRun; ++e) values[e] = e < count ? Type::widen(x[e]) : 0.0f;
+      QK_UNROLL for (int e = 0; e < kRun; ++e)
+        values[e] = e < count ? Type::widen(x[e]) : 0.0f;
     }
   }
 };
@@ -39,13 +38,12 @@ QK_DEVICE void write_codes(u8* q, const f32 (&values)[kRun], f32 scale, bool ali
     u8 v[kRun];
   };
   Codes codes;
-  QK_UNROLL
-  for (int e = 0; e < kRun; ++e) codes.v[e] = encode_fp8<kFormat>(values[e] / scale);
+  QK_UNROLL for (int e = 0; e < kRun; ++e)
+    codes.v[e] = encode_fp8<kFormat>(values[e] / scale);
   if (aligned) {
     store(q, codes);
   } else {
-    QK_UNROLL
-    for (int e = 0; e < kRun; ++e) {
+    QK_UNROLL for (int e = 0; e < kRun; ++e) {
       if (e < count) q[e] = codes.v[e];
     }
   }
