@@ -16,6 +16,7 @@ from quantkit.calibration.statistics import save_calibration
 from quantkit.checkpoint.reader import verify
 from quantkit.device.backends import choose
 from quantkit.errors import OutputError, PromptError
+from quantkit.files import staged_file
 from quantkit.models.source import Model, open_model
 from quantkit.pipeline import pack
 from quantkit.progress import Progress
@@ -192,8 +193,8 @@ def _claim(output: Path) -> None:
         if not (output / MARK).is_file():
             raise OutputError(f"{output}: exists and was not made by the demo; pass another -o")
         shutil.rmtree(output)
-    output.mkdir(parents=True)
-    (output / MARK).write_text("quantkit demo replaces this folder\n", encoding="utf-8")
+    with staged_file(output / MARK, force=True) as mark:
+        mark.write_text("quantkit demo replaces this folder\n", encoding="utf-8")
 
 
 def _pack_all(stage: Stage, model: Model, texts: tuple[str, ...]) -> None:

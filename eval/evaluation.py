@@ -44,6 +44,8 @@ WATCHED_PROMPTS = 1
 class Pair:
     """Original and packed directory, both opened and checked."""
 
+    #: the original as the user wrote it: a path or a hub id
+    name: str
     model: Model
     packed: Packed
 
@@ -78,7 +80,7 @@ def open_pair(model: str, packed: Path) -> Pair:
                 f"{packed}: packed {component.name or 'component alone'}, but {model} has "
                 f"{', '.join(sorted(names))}; pass the two directories of one pipeline"
             )
-    return Pair(opened, found)
+    return Pair(model, opened, found)
 
 
 @quiet_libraries()
@@ -125,11 +127,11 @@ def evaluate(
     schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}
     compression = find_compression(schemes)
     report = Report(
-        title=title or f"{pair.packed.path.name} against {pair.model.path.name}",
+        title=title or f"{pair.packed.path.name} against {Path(pair.name).name}",
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         quantkit_version=__version__,
         compression=compression,
-        original=original_facts(pair.model, pair.packed),
+        original=original_facts(pair.name, pair.model, pair.packed),
         packed=packed_facts(pair.packed),
         run=run_facts(settings, device, dtype, original=original, packed=packed, calls=calls),
         comparison=comparison,

@@ -76,11 +76,11 @@ def run_facts(
     )
 
 
-def original_facts(model: Model, packed: Packed) -> ModelFacts:
+def original_facts(name: str, model: Model, packed: Packed) -> ModelFacts:
     """Return what identifies the components of the original that were packed."""
     names = {component.name for component in packed.components}
     shards = [path for c in model.components if c.name in names for path in c.shards]
-    return _facts(str(model.path), shards)
+    return _facts(name, shards)
 
 
 def packed_facts(packed: Packed) -> ModelFacts:

@@ -98,7 +98,7 @@ def _svg(draw: Callable[[Any], None], *, name: str, height: float) -> str:
         "axes.edgecolor": _INK, "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with rc_context(style):
-        figure = Figure(figsize=(8.2, height), layout="constrained")
+        figure = Figure(figsize=(6.4, height), layout="constrained")
         figure.patch.set_alpha(0.0)
         axes = figure.add_subplot()
         axes.patch.set_alpha(0.0)

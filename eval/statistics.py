@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """A bootstrap confidence interval, and the method that gave it."""
+    """A bootstrap confidence interval, and the variant of the method that gave it."""
 
     low: float
     high: float
@@ -110,7 +110,7 @@ def _bootstrap(samples: tuple[Array, ...], statistic: Callable[..., Array]) -> I
                 random_state=np.random.default_rng(SEED),
             ).confidence_interval
         if isfinite(low) and isfinite(high):
-            return Interval(float(low), float(high), f"bootstrap, {method}")
+            return Interval(float(low), float(high), method)
     return None
 
 

@@ -301,7 +301,7 @@ def test_summary_equals_numpy():
     assert (found.minimum, found.maximum) == (min(values), max(values))
     assert found.median == pytest.approx(np.median(values))
     assert found.interval.low < found.mean < found.interval.high
-    assert found.interval.method == "bootstrap, BCa"
+    assert found.interval.method == "BCa"
     assert found == summarize(values)
 
 
@@ -586,3 +586,16 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(tmp_path, clip_dir
     bad = run_images(*arguments, "--gate-ssim", "1.5")
     assert bad.exit_code == 1
     assert json.loads(bad.stdout)["gates"][0]["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--gate-clip", "1"), "pass --prompts FILE"),
+        (("--gate-lpips", "1", "--without", "lpips"), "left out by --without"),
+    ],
+)
+def test_eval_images_refuses_gates_that_it_cannot_judge(tmp_path, arguments, wanted):
+    result = run_images(*write_folders(tmp_path, made_pairs(2)), "--quiet", *arguments)
+    with pytest.raises(InputError, match=wanted):
+        raise result.exception

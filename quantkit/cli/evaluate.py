@@ -9,6 +9,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     from quantkit.eval.comparison import Comparison
@@ -65,6 +66,7 @@ def images(**given: Any) -> None:
     from quantkit.eval.gates import Compression, Limits, judge, passed
     from quantkit.eval.result import comparison_json, gates_json
 
+    _check_gates(given)
     comparison = compare_folders(**{
         key: value for key, value in given.items()
         if not key.startswith("gate_") and key != "as_json"
@@ -80,6 +82,17 @@ def images(**given: Any) -> None:
         print_gates(gates)
     if gates and not passed(gates):
         sys.exit(1)
+
+
+def _check_gates(given: dict[str, Any]) -> None:
+    """Refuse a gate on a metric that will not be measured: it would pass unseen."""
+    for metric in ("lpips", "clip"):
+        if given[f"gate_{metric}"] is not None and metric in given["without"]:
+            raise InputError(
+                f"--gate-{metric}: {metric} is left out by --without; drop one of both"
+            )
+    if given["gate_clip"] is not None and given["prompts"] is None:
+        raise InputError("--gate-clip: CLIP score wants the prompts; pass --prompts FILE")
 
 
 def compare_folders(

@@ -129,7 +129,7 @@ def run_recipe(
             backbones=backbones,
             limits=limits_of(chosen),
             device=place,
-            title=f"{opened.path.name} with recipe {chosen.name}",
+            title=f"{Path(model).name} with recipe {chosen.name}",
             commands=(command,),
             progress=progress,
         )
