@@ -1,6 +1,9 @@
 """Recipes: the bundled ones run dry, strict checking, and what wins for a layer."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 from golden.make_keys import MODELS
 from headers import golden_keys, write_component
 from pydantic import ValidationError
@@ -9,7 +12,15 @@ from quantkit import resources
 from quantkit.errors import RecipeError
 from quantkit.models.plan import plan_layers
 from quantkit.models.source import open_model
-from quantkit.recipe import load_recipe, parse_recipe, recipe_names
+from quantkit.recipe import (
+    ActivationRecipe,
+    CalibrationRecipe,
+    Override,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    recipe_names,
+)
 
 #: The recipes that are for one kind of model; the others suit all.
 MADE_FOR = {
@@ -169,3 +180,17 @@ def test_calibration_settings_are_checked_when_replaced():
     assert recipe.with_calibration({"steps": 9}).calibration.steps == 9
     with pytest.raises(RecipeError, match="more than the 2 steps"):
         recipe.with_calibration({"steps": 2})
+
+
+def test_documented_keys_are_all_there_are():
+    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    block = page.split("```yaml\n")[1].split("```")[0]
+    documented = yaml.safe_load(block)
+    recipe = parse(block)
+    assert recipe.activation == ActivationRecipe()
+    assert recipe.calibration == CalibrationRecipe()
+    assert set(documented) == set(Recipe.model_fields)
+    for name in ("weight", "activation", "sparsity", "calibration", "gates"):
+        assert set(documented[name]) == set(type(getattr(recipe, name)).model_fields), name
+    assert set(documented["overrides"][0]) == set(Override.model_fields)
+    assert not [name for name in recipe_names() if f"`{name}`" not in page]

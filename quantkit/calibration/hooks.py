@@ -27,9 +27,11 @@ class _Sums:
     squares: Tensor
     histogram: Tensor
     count: list[int]
+    #: set once an input held NaN or Inf; a view of the collector's flags
+    bad: Tensor
 
-    def add(self, bucket: int, values: Tensor, channel_axis: int) -> Tensor:
-        """Add one input; return whether it holds NaN or Inf, as a tensor on the device."""
+    def add(self, bucket: int, values: Tensor, channel_axis: int) -> None:
+        """Add one input, without waiting for the device."""
         values = values.detach().float()
         others = [axis for axis in range(values.ndim) if axis != channel_axis % values.ndim]
         amax = values.abs().amax(dim=others)
@@ -37,7 +39,7 @@ class _Sums:
         self.squares[bucket] += values.square().sum(dim=others).double()
         self.histogram[bucket] += count_bins(values)
         self.count[bucket] += values.numel() // len(amax)
-        return ~amax.isfinite().all()
+        self.bad |= ~amax.isfinite().all()
 
     def statistics(self) -> LayerStatistics:
         """Return the sums as statistics on the CPU."""
@@ -76,8 +78,7 @@ class Collector:
         self.edges: tuple[float, ...] | None = None
         self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
         self._sums: dict[str, _Sums] = {}
-        #: layers in the order of their first call: the first one named is where NaN came up
-        self._order: list[str] = []
+        #: one flag per layer in the order of first calls: the first one set is where NaN came up
         self._bad: Tensor | None = None
         self._bucket = 0
         self._timestep = 0.0
@@ -138,7 +139,7 @@ class Collector:
         self.calls[self._bucket] += 1
 
     def _refuse_bad(self, flags: Sequence[float]) -> None:
-        for layer, flag in zip(self._order, flags, strict=False):
+        for layer, flag in zip(self._sums, flags, strict=False):
             if flag:
                 raise NonFiniteError(
                     f"{self.name}.{layer}: NaN or Inf in its input at step {sum(self.calls)} "
@@ -149,23 +150,23 @@ class Collector:
     def _listener(self, layer: str, axis: int) -> Callable[..., None]:
         def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
             values = args[0]
-            if layer not in self._sums:
-                self._sums[layer] = self._new_sums(values.device, values.shape[axis])
-                self._order.append(layer)
             if self._bad is None:
                 self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=values.device)
-            bad = self._sums[layer].add(self._bucket, values, axis)
-            self._bad[self._order.index(layer)] |= bad
+            if layer not in self._sums:
+                flag = self._bad[len(self._sums)]
+                self._sums[layer] = self._new_sums(values.device, values.shape[axis], flag)
+            self._sums[layer].add(self._bucket, values, axis)
 
         return listen
 
-    def _new_sums(self, device: torch.device, channels: int) -> _Sums:
+    def _new_sums(self, device: torch.device, channels: int, bad: Tensor) -> _Sums:
         buckets = len(self.calls)
         return _Sums(
             channel_amax=torch.zeros(buckets, channels, device=device),
             squares=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
             histogram=torch.zeros(buckets, BINS, device=device, dtype=torch.float64),
             count=[0] * buckets,
+            bad=bad,
         )
 
 
