@@ -25,8 +25,8 @@ constexpr int kLds[] = {40960, 20480, 23040};
 static_assert(Loop::kLdsBytes == kLds[QK_TILE], "launch.json states the LDS of every tile");
 
 QK_KERNEL(Tile::kThreads)
-QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const float* w_scale, const void* bias,
-          void* y, int m, int n, int k) {
+QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const float* w_scale, const void* bias, void* y,
+          int m, int n, int k) {
   QK_SHARED(lds, Loop::kLdsBytes);
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   typename Loop::Accumulators acc = {};

@@ -3,8 +3,7 @@
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH = 1
 // scale   f32 [1], read                      q       fp8 codes [M, K]
 // Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division; the bytes
-// equal torch's `(x.float() * smooth / scale).clamp(-max, max).to(fp8)`. NaN becomes the NaN code, never a
-// number.
+// equal torch's `(x.float() * smooth / scale).clamp(-max, max).to(fp8)`. NaN becomes the NaN code, never a number.
 //
 // Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a block, r = 0
 // and 1, gives thread t the 16 values at 8192 * block + 4096 * r + 16 * t, so every access but the last run's

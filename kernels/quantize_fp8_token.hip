@@ -4,8 +4,7 @@
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH = 1
 // scale   f32 [M], written                   q       fp8 codes [M, K]
 // Any M and K; base pointers 16-byte aligned. True f32 divisions and round to nearest even, as torch's. A NaN
-// in a row makes its scale NaN and with it all its codes: it is passed on visibly, never turned into a
-// number.
+// in a row makes its scale NaN and with it all its codes: it is passed on visibly, never turned into a number.
 //
 // Launch: 256 threads, grid (ceil(M / 8), 1, 1). One wave per row: lane l takes the 16 values at 512 * step +
 // 16 * l, so the maximum needs no barrier. The second pass finds the row in cache (a row of 5120 f16 is 10
@@ -57,8 +56,7 @@ QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, in
   if (lane == 0) scale[index] = divisor;
   for (int column = lane * qk::kRun; column < k; column += kStep) {
     read_smoothed(values, row, smooth, column, k, aligned);
-    qk::write_codes<kFormat>(q + static_cast<qk::i64>(index) * k + column, values, divisor, aligned,
-                             k - column);
+    qk::write_codes<kFormat>(q + static_cast<qk::i64>(index) * k + column, values, divisor, aligned, k - column);
   }
 }
 

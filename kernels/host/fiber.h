@@ -100,9 +100,7 @@ struct Context {
 extern "C" void qk_fiber_switch(void** save, void* load);
 extern "C" void qk_fiber_start();
 
-inline void switch_context(Context& from, Context& to) {
-  qk_fiber_switch(&from.stack_pointer, to.stack_pointer);
-}
+inline void switch_context(Context& from, Context& to) { qk_fiber_switch(&from.stack_pointer, to.stack_pointer); }
 
 /// Prepares a context whose first switch calls `entry`, which must never return.
 inline void make_context(Context& context, char* stack, long size, void (*entry)()) {

@@ -36,8 +36,7 @@ struct SparseIsaGfx12 {
   static constexpr Place index(int row, int group) { return {16 * (group / 4) + row, 4 * (group % 4)}; }
 };
 
-/// v_wmma_f32_16x16x16_f16: both halves of the wave hold the same rows; rows of D alternate between the
-/// halves.
+/// v_wmma_f32_16x16x16_f16: both halves of the wave hold the same rows; rows of D alternate between the halves.
 struct IsaGfx11 {
   static constexpr bool kSparse = false;
   static constexpr int kColumns = 16, kDepth = 16, kBytes = 2;
@@ -56,9 +55,7 @@ struct IsaSm89 {
     return {4 * (row % 8) + k % 16 / 4, 4 * (row / 8) + 8 * (k / 16) + k % 4};
   }
   static constexpr Place b(int column, int k) { return {4 * column + k % 16 / 4, 4 * (k / 16) + k % 4}; }
-  static constexpr Place d(int row, int column) {
-    return {4 * (row % 8) + column / 2, 2 * (row / 8) + column % 2};
-  }
+  static constexpr Place d(int row, int column) { return {4 * (row % 8) + column / 2, 2 * (row / 8) + column % 2}; }
 };
 
 /// mma.sp.sync.m16n8k64 on 8-bit floats, sparsity selector 0.

@@ -27,8 +27,7 @@ struct Matrix {
   static constexpr int kDepth = kSteps * Isa::kDepth;  // K slots of the operation
   static constexpr int kWordsA = sizeof(typename Layout::A) / 4, kWordsB = sizeof(typename Layout::B) / 4;
   static constexpr int kMetaWord = kSteps * Isa::kRegsA;
-  static_assert(kWordsB == kParts * kSteps * Isa::kRegsB,
-                "B fragments are the registers of every instruction");
+  static_assert(kWordsB == kParts * kSteps * Isa::kRegsB, "B fragments are the registers of every instruction");
   static_assert(kWordsA >= kSteps * Isa::kRegsA + Isa::kSparse,
                 "A fragments: registers of every instruction, then metadata");
 
@@ -41,8 +40,7 @@ struct Matrix {
   static constexpr int kBytes = Isa::kBytes;
   static constexpr int kKept = Isa::kSparse ? Isa::kDepth / 2 : Isa::kDepth;  // elements of a row of A
   static constexpr int kSlots = kSteps * kKept;
-  static_assert(bytes_of(kWeights) == kBytes && bytes_of(kTokens) == kBytes,
-                "operands have the instruction's width");
+  static_assert(bytes_of(kWeights) == kBytes && bytes_of(kTokens) == kBytes, "operands have the instruction's width");
 
   /// Elements that lie side by side in one lane wherever a run of that length starts.
   static constexpr int run_length(Place (*place)(int, int), int rows, int depth) {
@@ -98,8 +96,7 @@ struct Matrix {
       for (int group = 0; group < Isa::kDepth / 4; ++group) {
         if (group == 0 || Isa::index(0, group).lane != Isa::index(0, group - 1).lane) {
           for (int n = 0; n < kN; ++n) {
-            words[n] =
-                load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * (n / 16 * kWordsA + kMetaWord));
+            words[n] = load<u32>(lanes.a[Isa::index(n % 16, group).lane] + 4 * (n / 16 * kWordsA + kMetaWord));
           }
         }
         const int shift = step * Isa::kIndexBits + Isa::index(0, group).at, slot = step * kKept + 2 * group;
@@ -132,8 +129,7 @@ struct Matrix {
 
   /// sums(m, first run, vector index): 4 tokens x kColumns vectors at a time, slots in ascending order.
   template <class Runs>
-  static void multiply_rows(const f32 (*weights)[kN], const f32 (*tokens)[kDepth], int m, int n,
-                            const Runs& runs) {
+  static void multiply_rows(const f32 (*weights)[kN], const f32 (*tokens)[kDepth], int m, int n, const Runs& runs) {
     constexpr int kVectors = kN / Vector::kLanes < Vector::kColumns ? kN / Vector::kLanes : Vector::kColumns;
     Vector sums[4][kVectors];
     for (int t = 0; t < 4; ++t) {

@@ -33,8 +33,7 @@ struct Wave {
   int arrived;
 };
 
-/// Everything that one operating-system thread needs to run a block. Kept between launches: its pages are
-/// touched.
+/// Everything that one operating-system thread needs to run a block. Kept between launches: its pages are touched.
 struct Worker {
   Current now;  // must be first: current() hands out its address
   Context scheduler;
@@ -53,12 +52,9 @@ struct Worker {
 
 thread_local Worker* worker = nullptr;
 
-void push_ready(Worker& w, int fiber) {
-  w.ready[(w.ready_first + w.ready_count++) & (kMaxThreads - 1)] = fiber;
-}
+void push_ready(Worker& w, int fiber) { w.ready[(w.ready_first + w.ready_count++) & (kMaxThreads - 1)] = fiber; }
 
-/// Leaves the running fiber for the next ready one; with none left the block is stuck, and the scheduler says
-/// so.
+/// Leaves the running fiber for the next ready one; with none left the block is stuck, and the scheduler says so.
 void switch_away(Worker& w) {
   Context& self = w.fibers[w.now.thread];
   if (w.ready_count == 0 || w.failed) return switch_context(self, w.scheduler);
@@ -84,8 +80,7 @@ void describe_stuck_block(Worker& w) {
     lane += wave * kWaveLanes;
   }
   if (lane >= 0) {
-    std::snprintf(w.message, sizeof w.message, "thread %d waits at a wave operation that not all lanes reach",
-                  lane);
+    std::snprintf(w.message, sizeof w.message, "thread %d waits at a wave operation that not all lanes reach", lane);
   } else {
     std::snprintf(w.message, sizeof w.message, "divergent barrier: %d threads wait, %d have finished, of %d",
                   w.at_barrier, w.finished, w.launch->threads);
@@ -179,8 +174,8 @@ void report(Job& job, const Worker* w) {
     std::snprintf(job.error, static_cast<std::size_t>(job.error_size), "%s: no memory for the host runtime",
                   job.launch->name);
   } else {
-    std::snprintf(job.error, static_cast<std::size_t>(job.error_size), "%s: block (%d, %d, %d): %s",
-                  job.launch->name, w->now.block[0], w->now.block[1], w->now.block[2], w->message);
+    std::snprintf(job.error, static_cast<std::size_t>(job.error_size), "%s: block (%d, %d, %d): %s", job.launch->name,
+                  w->now.block[0], w->now.block[1], w->now.block[2], w->message);
   }
 }
 
@@ -193,9 +188,8 @@ void work(Job& job) {
   while (!job.failed) {
     const unsigned long long i = job.next++;
     if (i >= blocks) break;
-    const bool fine =
-        run_block(*worker, *job.launch, static_cast<unsigned>(i % grid[0]),
-                  static_cast<unsigned>(i / grid[0] % grid[1]), static_cast<unsigned>(i / plane));
+    const bool fine = run_block(*worker, *job.launch, static_cast<unsigned>(i % grid[0]),
+                                static_cast<unsigned>(i / grid[0] % grid[1]), static_cast<unsigned>(i / plane));
     if (!fine) report(job, worker);
   }
   if (worker != nullptr) release(worker);
@@ -226,8 +220,7 @@ void wave_collective(Collective operation, void* payload) {
   Worker& w = *worker;
   const int thread = w.now.thread, lane = thread % kWaveLanes;
   Wave& wave = w.waves[thread / kWaveLanes];
-  if (wave.arrived > 0 && wave.operation != operation)
-    fail("lanes of one wave meet at different wave operations");
+  if (wave.arrived > 0 && wave.operation != operation) fail("lanes of one wave meet at different wave operations");
   wave.operation = operation;
   wave.payload[lane] = payload;
   if (++wave.arrived < kWaveLanes) return switch_away(w);

@@ -1,5 +1,4 @@
-// From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to the io
-// type.
+// From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to io.
 #pragma once
 
 #include "config.h"
@@ -19,8 +18,7 @@ struct Epilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
 
-  /// Writes kCount values at y[token, output...]; whole 16-byte stores where the row pitch keeps them
-  /// aligned.
+  /// Writes kCount values at y[token, output...]; by 16 bytes where the row pitch keeps them aligned.
   template <int kCount>
   static QK_DEVICE void write(const EpilogueArgs& args, int token, int output, const f32 (&values)[kCount]) {
     constexpr int kPerStore = sizeof(Vec16) / sizeof(Memory);
@@ -39,8 +37,8 @@ struct Epilogue {
 
   /// m0, n0: first token and output of the calling wave's accumulators.
   template <class Mma, int kBlocksN, int kBlocksM>
-  static QK_DEVICE void run(const EpilogueArgs& args, const typename Mma::Acc (&acc)[kBlocksN][kBlocksM],
-                            int m0, int n0) {
+  static QK_DEVICE void run(const EpilogueArgs& args, const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
+                            int n0) {
     using Runs = typename Mma::template Runs<kBlocksN>;
     constexpr int kLength = Runs::kLength;
     const int lane = thread_index() % kWave;
@@ -51,8 +49,7 @@ struct Epilogue {
         const bool inside = output + e < args.n;
         scale[e] = kPerChannel ? (inside ? args.w_scale[output + e] : 0.0f) : args.w_scale[0];
         bias[e] = 0.0f;
-        if (args.bias != nullptr && inside)
-          bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[output + e]);
+        if (args.bias != nullptr && inside) bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[output + e]);
       }
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
         QK_UNROLL for (int column = 0; column < Mma::kColumns; ++column) {

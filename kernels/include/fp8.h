@@ -31,11 +31,10 @@ struct Fp8<Format::kE5M2> {
 template <Format kFormat>
 QK_DEVICE u8 encode_fp8(f32 value) {
   using F = Fp8<kFormat>;
-  constexpr int kDrop = 23 - F::kMantissa;  // f32 mantissa bits that are rounded away
+  constexpr int kDrop = 23 - F::kMantissa;                                // f32 mantissa bits that are rounded away
   constexpr u32 kMinNormal = static_cast<u32>(127 + 1 - F::kBias) << 23;  // 2^(1 - bias) as f32 bits
   constexpr u32 kRebias = static_cast<u32>(127 - F::kBias) << F::kMantissa;
-  // Adding 2^(1 - bias - mantissa + 23) leaves the subnormal code, correctly rounded, in the low bits of the
-  // sum.
+  // Adding 2^(1 - bias - mantissa + 23) leaves the rounded subnormal code in the low bits of the sum.
   constexpr u32 kMagic = static_cast<u32>(127 + 1 - F::kBias - F::kMantissa + 23) << 23;
   const u32 bits = float_bits(value), magnitude = bits & 0x7fffffffu;
   constexpr u32 kMaxBits = static_cast<u32>(127 + F::kMaxExponent) << 23 | F::kMaxFraction;

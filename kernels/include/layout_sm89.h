@@ -52,12 +52,10 @@ struct LayoutSm89 : OutputsSm89 {
     u32 v[8];  // [part][step][register]
   };
 
-  // K slots are free to permute, the same way in A and B: a lane's four words of a chunk are its 16 bytes at
-  // 16t.
+  // K slots are free to permute, the same way in A and B: a lane's four words of a chunk are its 16 bytes at 16t.
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
-    const u8* const row =
-        rows + weight_row<kBlocksN>(block, lane) * kPitch + kChunk * chunk + 16 * (lane % 4);
+    const u8* const row = rows + weight_row<kBlocksN>(block, lane) * kPitch + kChunk * chunk + 16 * (lane % 4);
     const Vec16 low = load<Vec16>(row), high = load<Vec16>(row + kPitch);
     return {{low.v[0], high.v[0], low.v[1], high.v[1], low.v[2], high.v[2], low.v[3], high.v[3]}};
   }
@@ -65,8 +63,7 @@ struct LayoutSm89 : OutputsSm89 {
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
     const u8* const row = rows + (16 * block + lane / 4) * kPitch + kChunk * chunk + 16 * (lane % 4);
     const Vec16 first = load<Vec16>(row), second = load<Vec16>(row + 8 * kPitch);
-    return {
-        {first.v[0], first.v[1], first.v[2], first.v[3], second.v[0], second.v[1], second.v[2], second.v[3]}};
+    return {{first.v[0], first.v[1], first.v[2], first.v[3], second.v[0], second.v[1], second.v[2], second.v[3]}};
   }
 };
 

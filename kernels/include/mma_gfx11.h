@@ -18,8 +18,8 @@ struct WidenedMma : Layout {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       const Half16 weights = __builtin_bit_cast(Half16, a[i].v);
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
-        acc[i][j] = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(weights, __builtin_bit_cast(Half16, b[j].v),
-                                                               acc[i][j]);
+        acc[i][j] =
+            __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(weights, __builtin_bit_cast(Half16, b[j].v), acc[i][j]);
       }
     }
   }

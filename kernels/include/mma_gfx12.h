@@ -40,8 +40,7 @@ struct DenseMma : LayoutGfx12 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
-                                 const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }
@@ -73,8 +72,7 @@ struct SparseMma : SparseLayoutGfx12 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
-                                 const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }

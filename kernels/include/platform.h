@@ -11,8 +11,7 @@ using u32 = unsigned int;
 using i64 = long long;
 using f32 = float;
 
-constexpr int kWave =
-    32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
+constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
 
 }  // namespace qk
 
@@ -93,8 +92,7 @@ QK_DEVICE u32 wave_max(u32 value) {
   return value;
 }
 
-/// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot vectorise the
-/// loop.
+/// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot vectorise the loop.
 QK_DEVICE u32 choose(bool condition, u32 yes, u32 no) {
   const u32 mask = 0u - static_cast<u32>(condition);
   return (yes & mask) | (no & ~mask);
@@ -105,8 +103,7 @@ QK_DEVICE f32 half_to_float(u16 half) {
   const u32 normal = (magnitude << 13) + (112u << 23);
   const u32 subnormal = float_bits(static_cast<f32>(static_cast<int>(magnitude)) * 0x1p-24f);
   const u32 special = 0x7f800000u | magnitude << 13;  // Inf and NaN keep their payload
-  return bits_float(choose(magnitude < 0x7c00u, choose(magnitude < 0x0400u, subnormal, normal), special) |
-                    sign);
+  return bits_float(choose(magnitude < 0x7c00u, choose(magnitude < 0x0400u, subnormal, normal), special) | sign);
 }
 QK_DEVICE u16 float_to_half(f32 value) {
   constexpr u32 kTiny = 0x38800000u, kHuge = 0x47800000u, kInf = 0x7f800000u;  // 2^-14, 2^16
@@ -136,8 +133,7 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #  if defined(__AMDGCN__) || defined(__HIP__) || defined(__HIPCC_RTC__)
 #    define QK_AMD 1
 #    define QK_DEVICE __attribute__((device, always_inline)) inline
-#    define QK_KERNEL(threads) \
-      extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+#    define QK_KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
 #    define QK_SHARED(name, bytes) __attribute__((shared, aligned(16))) static qk::u8 name[bytes]
 #  elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #    define QK_NVIDIA 1

@@ -102,12 +102,10 @@ struct TileLoop {
     const int left = op.k - k0;
     x.fetch(op.x + static_cast<i64>(m0) * op.k + k0, op.k, op.m - m0, left, thread, Vec16{});
     if constexpr (kSparse) {
-      constexpr u32 kNeutral =
-          0x44444444u;  // every group keeps positions 0 and 1: legal, and its codes are zero
-      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, thread,
-              Vec16{});
-      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8,
-                 thread, kNeutral);
+      constexpr u32 kNeutral = 0x44444444u;  // positions 0 and 1 everywhere: legal, and the codes are zero
+      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, thread, Vec16{});
+      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8, thread,
+                 kNeutral);
     } else {
       w.fetch(op.w + static_cast<i64>(n0) * op.k + k0, op.k, op.n - n0, left, thread, Vec16{});
     }
@@ -122,8 +120,7 @@ struct TileLoop {
   static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n, int lane) {
     const u8* const x_rows = buffer + wave_m * kPitchX;
     const u8* const w_rows = buffer + kBytesX + wave_n * kPitchW;
-    // Unrolled, the fragments of all chunks live at once: gfx1100 spilled 245 registers, gfx1201 filled all
-    // 256.
+    // Unrolled, the fragments of all chunks live at once: gfx1100 spilled 245 registers, gfx1201 had none left.
     QK_NO_UNROLL
     for (int chunk = 0; chunk < Tile::kK / Mma::kChunk; ++chunk) {
       typename Mma::A a[Tile::kBlocksN];
@@ -150,8 +147,10 @@ struct TileLoop {
       const bool more = k0 + Tile::kK < op.k;
       if (more) fetch(op, m0, n0, k0 + Tile::kK, thread);
       multiply(acc, current, wave_m, wave_n, lane);
-      if (more) deposit(next, thread);
-      block_sync();
+      if (more) {
+        deposit(next, thread);
+        block_sync();
+      }
       u8* const swap = current;
       current = next;
       next = swap;
