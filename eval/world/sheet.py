@@ -13,7 +13,7 @@ _COLUMNS, _LETTERS, _FONT_SIZE = 6, 33, 12
 
 
 def save_sheet(pictures: Tensor, texts: list[str], path: Path) -> None:
-    """Write a PNG of at most 128 colours, which keeps it small enough for a README.
+    """Write a PNG in which every pixel of a picture is a square, so that nothing is smoothed over.
 
     Args:
         pictures: (n, 3, side, side) in [0, 1], red green blue.
@@ -30,8 +30,7 @@ def save_sheet(pictures: Tensor, texts: list[str], path: Path) -> None:
         top = _GAP + index // _COLUMNS * height
         pixels = (picture.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
         image = Image.fromarray(pixels.cpu().numpy())
-        sheet.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top))
+        sheet.paste(image.resize((side, side), Image.Resampling.NEAREST), (left, top))
         for line, words in enumerate(textwrap.wrap(text, _LETTERS)):
             pen.text((left, top + side + 3 + line * _LINE), words, fill="black", font=font)
-    small = sheet.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    small.save(path, optimize=True)
+    sheet.save(path, optimize=True)

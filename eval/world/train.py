@@ -92,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the planned steps")
     parser.add_argument("--batch-scale", type=float, default=1.0, help="share of the batch sizes")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_available(),
+        help="send models through torch.compile: worth its minutes only on long runs",
+    )
     parser.add_argument("--seed", type=int, default=2026)
     return parser
 

@@ -76,9 +76,12 @@ def train_unet(options: Options) -> dict[str, Any]:
 
 def gflop() -> float:
     """Return 10**9 operations (two per multiply-add) of one forward pass for one picture."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter, frozen(build_unet()) as model:
+    # Fused attention is not counted on every version of torch; plain products are.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with plain, FlopCounterMode(display=False) as counter, frozen(build_unet()) as model:
         latents = torch.zeros(1, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE)
         model(latents, 1, torch.zeros(1, MAX_LENGTH, model.config.cross_attention_dim))
     return counter.get_total_flops() / 1e9
