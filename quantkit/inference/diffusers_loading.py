@@ -22,6 +22,9 @@ from quantkit.inference.checks import check_component, some
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.modules import PackedLayer, pack_module
 
+#: The first diffusers that names the weight files to a quantizer.
+DIFFUSERS = "0.39"
+
 
 class _Method(str, Enum):
     QUANTKIT = QUANT_METHOD
@@ -105,8 +108,8 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         del kwargs
         if not self.files:
             raise InputError(
-                "from_single_file: a packed component is a directory with its config.json; "
-                "use from_pretrained"
+                "a packed component is loaded from its directory: use from_pretrained, not "
+                f"from_single_file, with diffusers {DIFFUSERS} or newer"
             )
         layers = self._replace(model)
         check_component(self.files[0].parent, layers)

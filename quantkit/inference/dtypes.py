@@ -17,6 +17,7 @@ from torch import nn
 from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import InputError
 from quantkit.inference import restoring
+from quantkit.inference.layers import modules_of
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +55,7 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
         passed: names of components that the caller made and handed in: they stay as they are.
         level: how loudly to log a cast.
     """
-    modules = {
-        name: module
-        for name, module in pipe.components.items()
-        if isinstance(module, nn.Module) and name not in passed
-    }
+    modules = {name: m for name, m in modules_of(pipe).items() if name not in passed}
     quantizers = [q for q in map(_quantizer, modules.values()) if q is not None]
     if not quantizers:
         return
@@ -114,7 +111,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast as ``from_pretrained`` would have: what the model keeps in float32 stays float32."""
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if not kept or dtype is torch.float32:
-        module.to(dtype)
+        nn.Module.to(module, dtype)  # diffusers' own to() warns of every cast
         return
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     for name, tensor in tensors:

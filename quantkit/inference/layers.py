@@ -46,12 +46,20 @@ def packed_layers(model: Any) -> tuple[LayerInfo, ...]:
 
 def iterate_packed(model: Any) -> Iterator[tuple[str, str, PackedLayer]]:
     """Yield component, module path and module of every packed layer of a pipeline or a model."""
-    components = {"": model} if isinstance(model, nn.Module) else model.components
+    components = {"": model} if isinstance(model, nn.Module) else modules_of(model)
     for component, module in components.items():
-        if isinstance(module, nn.Module):
-            for name, layer in module.named_modules():
-                if isinstance(layer, PackedLayer):
-                    yield component, name, layer
+        # torch.compile wraps the model; the paths stay those inside it.
+        for name, layer in getattr(module, "_orig_mod", module).named_modules():
+            if isinstance(layer, PackedLayer):
+                yield component, name, layer
+
+
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the components of a DiffusionPipeline that are modules, by name.
+
+    ``pipe.components`` would raise for pipelines that do not list their components properly.
+    """
+    return {name: value for name, value in vars(pipe).items() if isinstance(value, nn.Module)}
 
 
 def _backend(layer: PackedLayer) -> tuple[str, str]:

@@ -51,7 +51,8 @@ def load_pipeline(
     )
     loaded = {component for component, _, _ in iterate_packed(pipe)}
     assert loaded == {c.name for c in components}, f"only {loaded} loaded as packed"
-    return pipe.to(device)
+    # Where it is already: diffusers warns of every float16 pipeline that is sent to the CPU.
+    return pipe if device.type == "cpu" else pipe.to(device)
 
 
 def _folder(path: str | Path) -> Path:
@@ -72,12 +73,12 @@ def _folder(path: str | Path) -> Path:
 def _check(folder: Path, *, checksums: bool) -> tuple[PackedComponent, ...]:
     """Return the packed components, after their rules were checked."""
     packed = open_packed(folder)
-    if checksums:
-        verify(folder, progress=silent)
     if not packed.components:
         raise ModelError(
             f"{folder}: nothing in it is packed; run 'quantkit pack', or load it with diffusers"
         )
+    if checksums:
+        verify(folder, progress=silent)
     return packed.components
 
 

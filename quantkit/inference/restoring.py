@@ -9,6 +9,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
@@ -35,10 +36,15 @@ def install(model: Any, folder: Path) -> None:
     original = type(model).save_pretrained  # type: ignore[attr-defined]  # both libraries' models
 
     @functools.wraps(original)
-    def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, save_directory, *args, **kwargs)
+    def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        if Path(save_directory).is_dir() and folder.is_dir() and folder.samefile(save_directory):
+            # Over itself: see first whether there is anything to write.
+            with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as stage:
+                original(self, stage, *args, **kwargs)
+                if _same_tensors(sources, _weights(Path(stage))):
+                    return
+        original(self, save_directory, *args, **kwargs)
         _restore(folder, Path(save_directory))
-        return result
 
     model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
 
@@ -48,7 +54,7 @@ def _restore(folder: Path, saved: Path) -> None:
     if not folder.is_dir() or saved.samefile(folder):
         return
     sources, written = _weights(folder), _weights(saved)
-    if not sources or not written or not _same_tensors(sources, written):
+    if not sources or not _same_tensors(sources, written):
         return
     for path in [*written, *index_of(tuple(written))]:
         path.unlink()

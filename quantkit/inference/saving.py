@@ -88,11 +88,12 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
     if not is_main_process:
         return
     folder = Path(save_directory)
-    self.save_config(folder)
     sources = [*files, *index_of(files)]
     for source in sources:
         _copy(source, folder / source.name)
     _drop_older(folder, {source.name for source in sources}, variant)
+    # Last: without it nothing here loads, should the copies have failed.
+    self.save_config(folder)
 
 
 def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
