@@ -123,7 +123,7 @@ def source(tmp_path):
     return component(tmp_path / "source", small_tensors())
 
 
-@pytest.fixture(params=[1, 100, 1 << 18], ids="block-{}".format)
+@pytest.fixture(params=[1, 100, 1 << 17], ids="block-{}".format)
 def _block(request, monkeypatch):
     """Elements of a block: a row at a time, a few rows, the whole of a small weight."""
     monkeypatch.setattr(rows_module, "BLOCK_ELEMENTS", request.param)
@@ -239,6 +239,29 @@ def test_smoothing_and_static_scales(tmp_path, sparse):
         near = packed.dequantized("a.conv")
         weight = small_tensors()["a.conv.weight"].float()
         assert float((near - weight).norm() / weight.norm()) < 0.04
+
+
+def test_smoothing_that_overflows_is_named(tmp_path):
+    tensors = {"a.fc.weight": torch.full((16, 32), 1e30)}
+    folder = component(tmp_path / "source", tensors)
+    calibration = calibration_of(folder)
+    calibration.layers[""]["a.fc"].channel_amax.fill_(1e30)
+    with pytest.raises(NonFiniteError, match=r"a\.fc: smoothing overflows the weight"):
+        run(folder, tmp_path / "packed", {"smooth": 1.0}, calibration=calibration)
+    assert not (tmp_path / "packed").exists()
+
+
+def test_statistics_that_do_not_fit_are_refused(tmp_path):
+    folder = component(tmp_path / "source", small_tensors())
+    recipe = {"activation": {"mode": "static", "observer": "amax", "buckets": 2}}
+    calibration = calibration_of(folder)
+    layers = calibration.layers[""]
+    layers["a.conv"] = layers["a.fc"]
+    with pytest.raises(ArtefactError, match=r"a\.conv: 96 input channels, wanted 32"):
+        run(folder, tmp_path / "packed", recipe, calibration=calibration)
+    del layers["a.conv"]
+    with pytest.raises(ArtefactError, match=r"no statistics of layer a\.conv"):
+        run(folder, tmp_path / "packed", recipe, calibration=calibration)
 
 
 @pytest.mark.parametrize("method", MASKS)

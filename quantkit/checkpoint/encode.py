@@ -20,7 +20,13 @@ from quantkit.errors import NonFiniteError, ShapeError
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.packing import pack_two_of_four
-from quantkit.numerics.scales import MSE_GRID, WEIGHT_SCALES, cast, quantize, scale_of_amax
+from quantkit.numerics.scales import (
+    MSE_GRID,
+    WEIGHT_SCALES,
+    cast,
+    expand_scale,
+    scale_of_amax,
+)
 from quantkit.numerics.scheme import Scheme
 
 #: (rows (R, K) float32 as in the source, index of the first) -> bool (R, K), True where kept
@@ -93,7 +99,7 @@ class _Encoder:
         if scale is None:
             scale = WEIGHT_SCALES[self._plan.observer](rows, scheme.weight, scheme.granularity)
             _append(sinks["weight_scale"], scale)
-        codes = quantize(rows, scale, scheme.weight, scheme.granularity).view(torch.uint8)
+        codes = _quantize_(rows, scale, scheme).view(torch.uint8)
         if mask is None:
             _append(sinks["weight"], codes)
             return
@@ -146,6 +152,13 @@ class _Encoder:
             errors += torch.stack([_squared_error(rows, scale, fmt) for scale in candidates])
         # argmin takes the first of equals, which is nearest to the amax scale.
         return candidates[int(errors.argmin())]
+
+
+def _quantize_(rows: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Return the codes of ``numerics.scales.quantize``, using ``rows`` up: no fresh memory."""
+    limit = scheme.weight.max
+    rows.div_(expand_scale(scale, scheme.granularity, rows.shape[1])).clamp_(-limit, limit)
+    return rows.to(scheme.weight.torch_dtype)
 
 
 def _squared_error(rows: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
