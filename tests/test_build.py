@@ -21,7 +21,13 @@ from quantkit.device.elf import read_sections, unpack_message
 from quantkit.device.geometry import compile_expression
 from quantkit.device.manifest import describe_kernel, read_manifest
 from quantkit.device.ops import OPS, Variant
-from quantkit.errors import ArtefactError, CompilerMissingError, KernelError, OutputError
+from quantkit.errors import (
+    ArtefactError,
+    CheckpointError,
+    CompilerMissingError,
+    KernelError,
+    OutputError,
+)
 
 WORDS = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t1")
 VARIANTS = (
@@ -406,6 +412,31 @@ def test_doctor_names_tools_and_back_ends():
     assert all(bool(tool["found"]) != bool(tool["problem"]) for tool in content["tools"])
     assert content["layers"] == []
     assert "kernel cache" in invoke(command=doctor).stdout
+
+
+def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
+    from quantkit.models.source import open_model
+    from quantkit.pipeline import pack
+    from quantkit.progress import silent
+    from quantkit.recipe import load_recipe
+
+    need(compilers.host_compiler)
+    model, recipe, out = open_model(str(pipeline_dir)), load_recipe("fp8"), tmp_path / "packed"
+    nothing = {"calibration": None, "masks": None, "threads": 1, "force": False}
+    pack(model, recipe, out, **nothing, progress=silent)
+    layers = json.loads(invoke(out, "--device", "cpu", "--json", command=doctor).stdout)["layers"]
+    assert len(layers) > 10
+    assert {(layer["component"], layer["op"]) for layer in layers} == {("unet", "gemm_fp8")}
+    assert {layer["backend"] for layer in layers if not layer["reason"]} == {"host"}
+    shown = invoke(out, "--device", "cpu", "--quiet", command=doctor).stdout
+    kernels_run = sum(not layer["reason"] for layer in layers)
+    assert f"{kernels_run} of {len(layers)} packed layers run on a kernel" in shown
+
+
+def test_doctor_refuses_what_is_not_packed(pipeline_dir):
+    result = invoke(pipeline_dir, command=doctor)
+    assert isinstance(result.exception, CheckpointError)
+    assert "nothing in it is packed" in str(result.exception)
 
 
 def test_every_object_target_has_limits():

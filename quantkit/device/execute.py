@@ -46,7 +46,7 @@ def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -
     words = _quantize_words(op, x, smooth, fmt)
     if _on_reference(op, x, words):
         return reference.quantize_static(x, scale, smooth, fmt)
-    q = torch.empty(x.shape, dtype=torch.uint8)
+    q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     _run_quantize(op, words, x, smooth, _plain(scale), q)
     return q
 
@@ -70,8 +70,8 @@ def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, 
     words = _quantize_words(op, x, smooth, fmt)
     if _on_reference(op, x, words):
         return reference.quantize_token(x, smooth, fmt)
-    q = torch.empty(x.shape, dtype=torch.uint8)
-    scale = torch.empty(x.shape[0], dtype=torch.float32)
+    q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     _run_quantize(op, words, x, smooth, scale, q)
     return q, scale
 
@@ -194,7 +194,7 @@ def _run_gemm(
     dtype: torch.dtype,
 ) -> Tensor:
     (m, k), n = x.shape, weights[0].shape[0]
-    y = torch.empty(m, n, dtype=dtype)
+    y = torch.empty(m, n, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
     threads = torch.get_num_threads()
