@@ -2,6 +2,7 @@
 // the layouts in include/: element -> (lane, byte of the lane's operand registers). A layout that disagrees
 // with its instruction gives wrong numbers on the host as it would on the card.
 //
+// kMirrored: lanes 16..31 must hold the same A and B as lanes 0..15.
 // A is rows x k, B is k x columns, D is rows x columns. Elements: 1 byte (fp8) or 2 bytes (f16).
 #pragma once
 
@@ -16,6 +17,7 @@ struct Place {
 /// v_wmma_f32_16x16x16_fp8_fp8 and its bf8 forms.
 struct IsaGfx12 {
   static constexpr bool kSparse = false;
+  static constexpr bool kMirrored = false;
   static constexpr int kColumns = 16, kDepth = 16, kBytes = 1;
   static constexpr int kRegsA = 2, kRegsB = 2, kRegsD = 8;
   static constexpr Place a(int row, int k) { return {16 * (k / 8) + row, k % 8}; }
@@ -27,6 +29,7 @@ struct IsaGfx12 {
 /// nibble: bit offset in the 16 bits that OPSEL picks.
 struct SparseIsaGfx12 {
   static constexpr bool kSparse = true;
+  static constexpr bool kMirrored = false;
   static constexpr int kColumns = 16, kDepth = 32, kBytes = 1;
   static constexpr int kRegsA = 2, kRegsB = 4, kRegsD = 8;
   static constexpr int kIndexBits = 16;  // consumed per instruction
@@ -39,6 +42,7 @@ struct SparseIsaGfx12 {
 /// v_wmma_f32_16x16x16_f16: both halves of the wave hold the same rows; rows of D alternate between the halves.
 struct IsaGfx11 {
   static constexpr bool kSparse = false;
+  static constexpr bool kMirrored = true;
   static constexpr int kColumns = 16, kDepth = 16, kBytes = 2;
   static constexpr int kRegsA = 8, kRegsB = 8, kRegsD = 8;
   static constexpr Place a(int row, int k) { return {row, 2 * k}; }
@@ -49,6 +53,7 @@ struct IsaGfx11 {
 /// mma.sync.m16n8k32 on 8-bit floats.
 struct IsaSm89 {
   static constexpr bool kSparse = false;
+  static constexpr bool kMirrored = false;
   static constexpr int kColumns = 8, kDepth = 32, kBytes = 1;
   static constexpr int kRegsA = 4, kRegsB = 2, kRegsD = 4;
   static constexpr Place a(int row, int k) {
@@ -61,6 +66,7 @@ struct IsaSm89 {
 /// mma.sp.sync.m16n8k64 on 8-bit floats, sparsity selector 0.
 struct SparseIsaSm89 {
   static constexpr bool kSparse = true;
+  static constexpr bool kMirrored = false;
   static constexpr int kColumns = 8, kDepth = 64, kBytes = 1;
   static constexpr int kRegsA = 4, kRegsB = 4, kRegsD = 4;
   static constexpr int kIndexBits = 32;

@@ -112,6 +112,15 @@ struct Matrix {
     }
   }
 
+  /// The tables read one half of the wave only; the other must agree, or the hardware would see something else.
+  static bool halves_agree(const Lanes& lanes) {
+    for (int lane = 0; lane < kWave / 2; ++lane) {
+      if (__builtin_memcmp(lanes.a[lane], lanes.a[lane + kWave / 2], 4 * kBlocksN * kWordsA) != 0) return false;
+      if (__builtin_memcmp(lanes.b[lane], lanes.b[lane + kWave / 2], 4 * kBlocksM * kWordsB) != 0) return false;
+    }
+    return true;
+  }
+
   /// Address of D[n][m] in its lane's accumulators.
   static f32* accumulator(const Lanes& lanes, int n, int m) {
     const Place place = Isa::d(n % 16, m % Isa::kColumns);
@@ -187,6 +196,9 @@ struct Matrix {
       lanes.acc[lane] = operands.acc;
       lanes.a[lane] = operands.a;
       lanes.b[lane] = operands.b;
+    }
+    if constexpr (Isa::kMirrored) {
+      if (!halves_agree(lanes)) fail("the halves of the wave hold different fragments");
     }
     auto& work = *reinterpret_cast<Work*>(workspace());
     gather_a(lanes, work.image_a);
