@@ -16,6 +16,7 @@ from quantkit.checkpoint.spec import (
     PackedConfig,
     parse_config,
 )
+from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.source import WEIGHTS, read_json
@@ -95,7 +96,8 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
             f"{path}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
         )
     found = chain.from_iterable(_all_breaches(component, progress) for component in components)
-    breaches = tuple(islice(found, 1 if stop_at_first else None))
+    with one_torch_thread():
+        breaches = tuple(islice(found, 1 if stop_at_first else None))
     tensors = [info for c in components for _, info in c.tensors.values()]
     layers = sum(len(component.config.layers) for component in components)
     nbytes = sum(info.nbytes for info in tensors)

@@ -2,14 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from quantkit.checkpoint.encode import WeightPlan, encode_weight
 from quantkit.checkpoint.layout import Sink, Slot, encode_header, place, write_at
@@ -23,6 +21,7 @@ from quantkit.checkpoint.spec import (
     kind_of,
     layer_tensors,
 )
+from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.errors import ArtefactError
 from quantkit.progress import Progress
 from quantkit.tensorfile import Header, TensorInfo, read_header
@@ -132,7 +131,7 @@ def write_shards(
         ArtefactError: a mask or statistics for another weight.
         OSError: as no space left; the caller knows the output's name.
     """
-    with ExitStack() as stack, _one_torch_thread():
+    with ExitStack() as stack, one_torch_thread():
         files = [_ShardFile(plan, folder, stack) for plan in plans]
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         # The largest first, so that no thread is left alone with one at the end.
@@ -245,14 +244,3 @@ def _opened(path: Path, flags: int, stack: ExitStack) -> int:
     descriptor = os.open(path, flags, 0o644)
     stack.callback(os.close, descriptor)
     return descriptor
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Keep torch from starting threads of its own inside each of ours."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
