@@ -1,4 +1,4 @@
-// scale[m] = max_k |x[m, k] * smooth[k]| / max, 1 for a row of zeros
+// scale[m] = max_k |x[m, k] * smooth[k]| / max, 1 where that is zero
 // q[m, k]  = fp8(clamp(x[m, k] * smooth[k] / scale[m], -max, max))
 //
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH = 1
@@ -52,7 +52,9 @@ QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, in
     }
   }
   amax = qk::wave_max(amax);
-  const float divisor = amax == 0 ? 1.0f : qk::bits_float(amax) / qk::Fp8<kFormat>::kMax;
+  // Zero for a row of zeros, and when amax is so small that the quotient underflows: zeros would become NaN.
+  const float quotient = qk::bits_float(amax) / qk::Fp8<kFormat>::kMax;
+  const float divisor = quotient == 0.0f ? 1.0f : quotient;
   if (lane == 0) scale[index] = divisor;
   for (int column = lane * qk::kRun; column < k; column += kStep) {
     read_smoothed(values, row, smooth, column, k, aligned);
