@@ -14,7 +14,8 @@ _FILL_ACCENT, _GROUND_ACCENT, _GRADIENT_ACCENT = 0.62, 0.34, 0.6
 #: Periods in pixels: at least five, because the autoencoder sees cells of four pixels.
 _STRIPES, _DOTS = 6.0, 5.5
 _GROUND_STRIPES, _GROUND_CELLS, _GROUND_DOTS = 16.0, 16.0, 12.8
-_OUTLINE = 2.2
+#: Width of an outline in radii and its bounds in pixels: the thinnest ring keeps an inside.
+_OUTLINE, _OUTLINE_LEAST, _OUTLINE_MOST = 0.16, 1.3, 3.0
 #: Radius of a dot as a share of its period.
 _DOT = 0.29
 #: Relative luminance of red, green and blue (ITU-R BT.709), above which the accent is darker.
@@ -42,7 +43,7 @@ def render(scenes: Scenes, layout: Layout, *, supersample: int = 2) -> Tensor:
         down = y + 0 * x - layout.centre[:, slot, 1, None, None]
         radius = layout.radius[:, slot, None, None]
         inside = -radius * signed_distance(scenes.shape[:, slot], across / radius, down / radius)
-        second = _fill(scenes.fill[:, slot], across, down, inside, pixel)
+        second = _fill(scenes.fill[:, slot], across, down, inside - _outline(radius), pixel)
         colour = _two_tone(layout.paint[:, slot], _FILL_ACCENT, second)
         canvas = torch.lerp(canvas, colour, (_step(inside, pixel) * shown)[:, None])
     return functional.avg_pool2d(canvas, supersample)
@@ -69,16 +70,20 @@ def _ground(pattern: Tensor, layout: Layout, x: Tensor, y: Tensor, pixel: float)
     return _two_tone(layout.paint[:, 2], _GROUND_ACCENT, second, darker=darker)
 
 
-def _fill(fill: Tensor, x: Tensor, y: Tensor, inside: Tensor, pixel: float) -> Tensor:
+def _fill(fill: Tensor, x: Tensor, y: Tensor, within: Tensor, pixel: float) -> Tensor:
     masks = {
         "solid": torch.zeros_like(x),
         "striped": _step(_wave((x - y) / _STRIPES) * _STRIPES, pixel),
         "dotted": _step(
             (_DOT + 0.03 - torch.hypot(_saw(x / _DOTS), _saw(y / _DOTS))) * _DOTS, pixel
         ),
-        "outlined": _step(inside - _OUTLINE, pixel),
+        "outlined": _step(within, pixel),
     }
     return _select(fill, [masks[name] for name in FILLS])
+
+
+def _outline(radius: Tensor) -> Tensor:
+    return (_OUTLINE * radius).clamp(_OUTLINE_LEAST, _OUTLINE_MOST)
 
 
 def _select(rows: Tensor, masks: list[Tensor]) -> Tensor:

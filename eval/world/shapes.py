@@ -50,7 +50,7 @@ def _cross(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _ring(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.hypot(x, y) - 0.75).abs() - 0.27
+    return (torch.hypot(x, y) - 0.7).abs() - 0.32
 
 
 def _heart(x: Tensor, y: Tensor) -> Tensor:
