@@ -126,17 +126,14 @@ def check_command(
 
 def list_kernels(*, as_json: bool) -> None:
     """Print OPS and ARCHS."""
-    from rich.markup import escape
-
     from quantkit.device.archs import ARCHS
     from quantkit.device.ops import OPS, all_variants
 
     if as_json:
         print_json({"operations": [_op_json(op) for op in OPS.values()], "targets": list(ARCHS)})
         return
-    # The table reads [i, j] as markup.
     rows = [
-        (op.name, sum(1 for _ in all_variants(op)), op.k_multiple, escape(op.formula))
+        (op.name, sum(1 for _ in all_variants(op)), op.k_multiple, op.formula)
         for op in OPS.values()
     ]
     print_table("Operations", ("operation", "variants", "K multiple of", "computes"), rows)
