@@ -35,8 +35,10 @@ from .result import Report, show
 
 #: Written first: a folder that holds it is the demo's own and may be replaced.
 MARK = ".quantkit-demo"
+#: What the bundled pipeline's own samples were drawn with (eval/assets/training.json).
+GUIDANCE = 4.0
 #: Enough for scales and second moments of 64x64 pictures, and few enough for seconds.
-CALIBRATION_RUN = {"prompts": 8, "steps": 12, "batch": 8}
+CALIBRATION_RUN = {"prompts": 4, "steps": 12, "batch": 4, "guidance": GUIDANCE}
 SEED = 100
 CPU = torch.device("cpu")
 
@@ -126,7 +128,9 @@ def run_demo(stage: Stage, *, prompts: int, steps: int) -> tuple[Outcome, ...]:
     if prompts > len(texts):
         raise PromptError(f"--prompts {prompts}: the demo has {len(texts)}")
     # Calibration reads the prompts from their start, so the pictures are taken from their end.
-    settings = make_settings(texts[-prompts:], steps=steps, guidance=None, seed=SEED, batch=prompts)
+    settings = make_settings(
+        texts[-prompts:], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
+    )
     _claim(stage.output)
     model = open_model(str(assets / "pipeline"))
     stage.say(f"kernels: {describe_kernels()}")
@@ -258,7 +262,7 @@ def _commands(stage: Stage, configuration: Configuration, settings: Settings) ->
         f"quantkit calibrate model {model} -r {CONFIGURATIONS[0].recipe} "
         f"--prompts {assets / 'prompts.txt'} --count {CALIBRATION_RUN['prompts']} "
         f"--steps {CALIBRATION_RUN['steps']} --batch {CALIBRATION_RUN['batch']} "
-        f"-o {out / CALIBRATION}"
+        f"--guidance {CALIBRATION_RUN['guidance']} -o {out / CALIBRATION}"
     )
     sparsify_it = f"quantkit sparsify {model} -r {recipe} -c {out / CALIBRATION} -o {out / MASKS}"
     masks = f" --masks {out / MASKS}" if sparse else ""

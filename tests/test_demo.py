@@ -36,9 +36,8 @@ def small_demo(assets, monkeypatch):
     monkeypatch.setattr("quantkit.eval.demo.demo_assets", lambda: assets)
     monkeypatch.setattr("quantkit.resources.demo_assets", lambda: assets)
     # Two steps instead of twelve, and so fewer timestep buckets than the recipes' four.
-    monkeypatch.setattr(
-        "quantkit.eval.demo.CALIBRATION_RUN", {"prompts": 2, "steps": 2, "batch": 2, "buckets": 1}
-    )
+    quick = {"prompts": 2, "steps": 2, "batch": 2, "guidance": 4.0, "buckets": 1}
+    monkeypatch.setattr("quantkit.eval.demo.CALIBRATION_RUN", quick)
 
     def run(*arguments):
         return CliRunner().invoke(demo, ["--prompts", "2", "--steps", "2", *map(str, arguments)])

@@ -569,7 +569,10 @@ def test_eval_images_of_identical_folders_is_valid_json(tmp_path):
     assert psnr["summary"]["note"].startswith("3 of 3 pairs identical")
 
 
-def test_eval_images_with_prompts_scores_clip_and_keeps_gates(tmp_path, clip_dir, alexnet_file):
+def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
+    tmp_path, clip_dir, alexnet_file, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "160")
     originals = tuple(pixels(seed, 40, 40) for seed in range(2))
     folders = write_folders(tmp_path, Pairs(("a", "b"), originals, originals))
     (tmp_path / "prompts.txt").write_text("a red ball\na blue box\n")
@@ -583,6 +586,9 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(tmp_path, clip_dir
     assert found["clip"]["backbone"] == "tiny-clip (CLIP)"
     assert found["metrics"]["lpips"]["backbone"] == "ImageNet AlexNet"
     assert found["metrics"]["lpips"]["values"] == [0.0, 0.0]
+    table = run_images(*arguments[:-1], "--gate-lpips", "0.1")
+    assert "LPIPS [ImageNet AlexNet]" in table.stdout
+    assert "tiny-clip (CLIP)" in table.stdout
     bad = run_images(*arguments, "--gate-ssim", "1.5")
     assert bad.exit_code == 1
     assert json.loads(bad.stdout)["gates"][0]["passed"] is False

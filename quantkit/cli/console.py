@@ -46,7 +46,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    # Without markup: names in brackets, as "LPIPS [ImageNet AlexNet]", are text and not a style.
+    Console(markup=False).print(table)
 
 
 def print_json(value: object) -> None:

@@ -85,8 +85,10 @@ def print_outcomes(outcomes: "tuple[Outcome, ...]", output: Path, seconds: float
     """Print the comparison, what a failed gate means, and where to look."""
     from quantkit.eval.demo import remarks, table
 
+    # Quantities down, configurations across: two columns of numbers fit any terminal.
     headings, rows = table(outcomes)
-    print_table(f"quantkit demo: {seconds:.0f} s", headings, rows)
+    lines = list(zip(headings, *rows, strict=True))
+    print_table(f"quantkit demo: {seconds:.0f} s", lines[0], lines[1:])
     for outcome in outcomes:
         click.echo(outcome.report.verdict)
         for line in outcome.report.warnings:

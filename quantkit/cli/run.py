@@ -10,6 +10,7 @@ import click
 
 from quantkit.cli import evaluate, options
 from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.report_tables import print_report
 
 if TYPE_CHECKING:
     from quantkit.eval.gates import Limits
@@ -60,7 +61,7 @@ def run(**given: Any) -> None:
 
         print_json(to_json(result))
     else:
-        evaluate.print_report(result, given["output"] / "report")
+        print_report(result, given["output"] / "report")
     if not result.passed:
         sys.exit(1)
 
