@@ -1,1 +1,1 @@
-"""HIP sources of quantkit's kernels, their host runtime and their launch geometry (data, no code)."""
+"""HIP sources of the kernels, their host runtime and their launch geometry: data, no code."""
