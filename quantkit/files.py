@@ -53,6 +53,8 @@ def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
     try:
         with _translated(output):
             yield stage
+            # safetensors writes 0600; a file should be as readable as one made by open().
+            stage.chmod(_plain_mode())
             _sync_file(stage)
             stage.replace(output)
             _sync_file(output.parent)
@@ -68,6 +70,12 @@ def refuse_existing(output: Path, *, force: bool) -> None:
     """
     if output.exists() and not force:
         raise OutputError(f"{output}: exists already; pass --force to replace it, or another path")
+
+
+def _plain_mode() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 @contextmanager

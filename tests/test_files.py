@@ -82,6 +82,14 @@ def test_staged_file_replaces_a_file_at_once(tmp_path):
     assert names(tmp_path) == ["out.json"]
 
 
+def test_staged_file_is_as_readable_as_any_other(tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    with staged_file(tmp_path / "out", force=False) as stage:
+        stage.touch(mode=0o600)
+    assert (tmp_path / "out").stat().st_mode == plain.stat().st_mode
+
+
 @pytest.fixture
 def tensors(tmp_path):
     path = tmp_path / "x.safetensors"
