@@ -10,8 +10,9 @@ import torch
 
 from quantkit import resources
 from quantkit.errors import ModelError, PromptError
+from quantkit.jsonfile import read_json
 from quantkit.models.layers import list_layers
-from quantkit.models.source import Model, read_json
+from quantkit.models.source import Model
 from quantkit.recipe import CalibrationRecipe
 
 

@@ -19,7 +19,8 @@ from quantkit.checkpoint.spec import (
 from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models.source import WEIGHTS, read_json
+from quantkit.jsonfile import read_json
+from quantkit.models.source import WEIGHTS
 from quantkit.progress import Progress
 from quantkit.tensorfile import read_header
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from quantkit.errors import ModelError
+from quantkit.jsonfile import read_json
 
 _INDEX = ["model_index.json", "config.json"]
 
@@ -50,7 +51,6 @@ def download(repository: str) -> Path:
 
 
 def _patterns(repository: str, root: Path) -> list[str]:
-    from quantkit.models.source import read_json
 
     if (root / "model_index.json").is_file():
         index = read_json(root / "model_index.json")

@@ -1,6 +1,5 @@
 """Opening MODEL: a pipeline directory, a component directory, or a hub id. Reads only JSON."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.jsonfile import read_json
 from quantkit.models.families import FAMILIES, Family, find_family
 
 #: diffusers' name of a model's weights, before the variant and the extension
@@ -189,20 +189,3 @@ def _shards_of(index: Path) -> tuple[Path, ...]:
         if not (index.parent / name).is_file():
             raise ModelError(f"{index.parent / name}: missing shard; download it again")
     return tuple(index.parent / name for name in names)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ModelError: missing, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: missing; download it again") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: found {type(value).__name__}, wanted a JSON object")
-    return value
