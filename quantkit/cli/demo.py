@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts",
     type=click.IntRange(min=1),
-    default=8,
+    default=12,
     show_default=True,
     help="Pictures to compare.",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Denoising steps."
+    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
 )
 @options.quiet
 @options.as_json
