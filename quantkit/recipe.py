@@ -69,7 +69,7 @@ class ActivationRecipe(_Strict):
 
     mode: Literal["none", "static", "token"] = "token"
     #: what chooses a static scale from the statistics
-    observer: Literal["amax", "percentile", "mse"] = "mse"
+    observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
     percentile: Percentile = 99.99
     #: timestep buckets that have a static scale of their own: how many, or their edges
     buckets: Annotated[int | tuple[float, ...], AfterValidator(_ascending)] = 1
@@ -169,7 +169,7 @@ class Recipe(_Strict):
             a.mode == "static" and a.observer != "amax" for a in activations
         ):
             raise RecipeError(
-                "smooth with static activations: the histogram was taken before smoothing; "
+                "smooth with static activations: its statistics were taken before smoothing; "
                 "set activation.observer: amax, or activation.mode: token"
             )
         return self

@@ -1,6 +1,7 @@
 """Recipes: the bundled ones run dry, strict checking, and what wins for a layer."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ from headers import golden_keys, write_component
 from pydantic import ValidationError
 
 from quantkit import resources
+from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.plan import plan_layers
 from quantkit.models.source import open_model
@@ -111,6 +113,10 @@ def test_buckets_are_a_number_or_edges():
         100,
         500.5,
     )
+
+
+def test_every_observer_can_be_asked_for():
+    assert set(get_args(ActivationRecipe.model_fields["observer"].annotation)) == set(OBSERVERS)
 
 
 def test_recipes_do_not_change():

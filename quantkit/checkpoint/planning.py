@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.calibration.observers import static_scale
+from quantkit.calibration.observers import refuse_without_average, static_scale
 from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.copying import is_weight, list_files
@@ -162,9 +162,9 @@ def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
         assert inputs.recipe.smooth is not None
         smooth = partial(_smooth, _statistics(layer, inputs), inputs.recipe.smooth)
     if scheme.activation is Activation.STATIC:
-        input_scale = partial(
-            _static, _statistics(layer, inputs), settings.activation, scheme.weight, inputs.edges
-        )
+        statistics = _statistics(layer, inputs)
+        refuse_without_average(statistics, settings.activation.observer)
+        input_scale = partial(_static, statistics, settings.activation, scheme.weight, inputs.edges)
     mask = None if scheme.sparsity is None else _mask_source(layer, inputs)
     plan = WeightPlan(layer.name, scheme, settings.weight.observer, mask, smooth, input_scale)
     return PackedLayer(plan, tuple(_expected(layer, inputs)))
