@@ -244,7 +244,7 @@ def test_smoothing_and_static_scales(tmp_path, sparse):
 def test_average_that_was_not_stored_is_refused_before_anything_is_written(tmp_path):
     folder = component(tmp_path / "source", small_tensors())
     recipe = {"activation": {"mode": "static", "observer": "moving_average"}}
-    with pytest.raises(ArtefactError, match="has no moving average .* choose another observer"):
+    with pytest.raises(ArtefactError, match=r"has no moving average .* choose another observer"):
         run(folder, tmp_path / "packed", recipe, calibration=calibration_of(folder))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

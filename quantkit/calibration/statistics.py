@@ -110,10 +110,11 @@ class Provenance:
     #: name of the recipe
     recipe: str
     prompts: int
-    #: SHA-256 of the prompts, one a line
+    #: SHA-256 of the prompts, one a line; of a merge, of its parts' digests, one a line
     prompts_digest: str
     steps: int
     guidance: float | None
+    #: of the first prompt's noise; of a merge, the first part's
     seed: int
     #: calls of the denoiser per bucket
     calls: dict[str, list[int]]
