@@ -28,7 +28,7 @@ from quantkit.calibration.histogram import (
 )
 from quantkit.calibration.hooks import Collector, split_schedule
 from quantkit.calibration.merge import merge, merge_layer
-from quantkit.calibration.observers import CLIP_GRID, OBSERVERS, static_scale
+from quantkit.calibration.observers import CLIP_GRID, OBSERVERS, agreeing_edges, static_scale
 from quantkit.calibration.running import (
     choose_device,
     choose_dtype,
@@ -989,6 +989,48 @@ def test_buckets_that_are_not_there_are_refused():
     recipe = ActivationRecipe(mode="static", buckets=2)
     with pytest.raises(RecipeError, match="has 1 buckets, which do not pool into 2"):
         static_scale(statistics_of(sample("gaussian")), recipe, FORMATS["e4m3fn"])
+
+
+# Automatic buckets
+
+
+@pytest.mark.parametrize(
+    ("loud", "wanted"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), ()),
+        ((1.0, 1.1, 1.18, 1.05), ()),
+        # Each is close to its neighbour, the ends are not.
+        ((1.0, 1.15, 1.3, 1.5), (20.0,)),
+        ((1.0, 2.0, 4.0, 8.0), (10.0, 20.0, 30.0)),
+        ((4.0, 1.0, 1.1, 4.0), (10.0, 30.0)),
+        ((0.0, 1.0, 0.0, 1.0), ()),
+        ((1.0, 0.0, 3.0, 0.0), (20.0,)),
+        ((0.0, 0.0, 0.0, 0.0), ()),
+    ],
+    ids=str,
+)
+def test_neighbours_that_agree_share_a_bucket(loud, wanted):
+    edges, fmt = (10.0, 20.0, 30.0), FORMATS["e4m3fn"]
+    statistics = statistics_of(*(torch.full((3, 8), amax) for amax in loud))
+    recipe = ActivationRecipe(mode="static", observer="amax", buckets="auto")
+    assert agreeing_edges(statistics, recipe, fmt, edges) == wanted
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_one_distribution_needs_one_bucket_and_another_scale_its_own(observer):
+    same = [torch.randn(4000, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    # The largest of 32,000 values moves from draw to draw; its clip is not what is tested here.
+    same = [x.clamp(-3.5, 3.5) for x in same]
+    edges, fmt = (1.0, 2.0, 3.0, 4.0), FORMATS["e4m3fn"]
+    recipe = ActivationRecipe(mode="static", observer=observer, buckets="auto")
+    assert agreeing_edges(statistics_of(*same), recipe, fmt, edges) == ()
+    louder = statistics_of(*same[:2], *(3 * x for x in same[2:]))
+    assert agreeing_edges(louder, recipe, fmt, edges) == (2.0,)
+
+
+def test_one_stored_bucket_stays_one():
+    recipe = ActivationRecipe(mode="static", buckets="auto")
+    assert agreeing_edges(statistics_of(sample("relu")), recipe, FORMATS["e5m2"], ()) == ()
 
 
 # Smoothing

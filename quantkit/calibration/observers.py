@@ -18,6 +18,10 @@ from quantkit.recipe import ActivationRecipe
 #: and Student-t (2.5 degrees) values, and of Gaussian ones with an outlier of 300, was over 0.9.
 CLIP_GRID = tuple(2.0 ** (-step / 8) for step in range(17))
 
+#: Neighbouring buckets whose scales are within this factor share one, where the recipe says auto:
+#: two steps of CLIP_GRID, since neighbours that see the same may differ by one.
+AUTO_TOLERANCE = 2.0**0.25
+
 #: Values that stand for one bin: half a code of e4m3 is wide enough to need more than its middle.
 _POINTS = 4
 
@@ -151,6 +155,40 @@ def static_scale(
         )
     scale = scale_of_amax(clip, fmt)
     return scale if wanted else scale[0]
+
+
+def agreeing_edges(
+    statistics: LayerStatistics,
+    activation: ActivationRecipe,
+    fmt: FloatFormat,
+    edges: Sequence[float],
+) -> tuple[float, ...]:
+    """Return the edges left when neighbouring buckets whose scales agree are poured together.
+
+    From the lowest timestep up, a bucket joins the one below it as long as all scales in it stay
+    within ``AUTO_TOLERANCE`` of each other; one that saw only zeros joins any.
+
+    Args:
+        statistics: of the layer.
+        activation: mode static; observer and percentile choose the scales.
+        fmt: the format of the layer's weight.
+        edges: of the calibration.
+
+    Returns:
+        ascending, some of ``edges``; () when all agree.
+    """
+    scales = static_scale(statistics, activation, fmt, edges=edges).reshape(-1).tolist()
+    starts = (float("-inf"), *edges)
+    kept: list[float] = []
+    run: list[float] = []
+    for start, scale, amax in zip(starts, scales, statistics.amax.tolist(), strict=True):
+        if amax == 0:
+            continue
+        if run and max(*run, scale) > AUTO_TOLERANCE * min(*run, scale):
+            kept.append(start)
+            run = []
+        run.append(scale)
+    return tuple(kept)
 
 
 def _best_clip(histogram: Tensor, amax: float, fmt: FloatFormat) -> float:
