@@ -41,15 +41,16 @@ def _checked_pattern(text: str) -> str:
     return str(parse_pattern(text))
 
 
-def _ascending(buckets: int | tuple[float, ...]) -> int | tuple[float, ...]:
+def _ascending(buckets: "Buckets") -> "Buckets":
     if isinstance(buckets, int):
         if buckets < 1:
             raise RecipeError(f"buckets {buckets}: wanted at least 1")
-    elif not buckets or any(a >= b for a, b in pairwise(buckets)):
-        raise RecipeError(f"buckets {list(buckets)}: wanted ascending timestep edges, or a number")
+    elif buckets != "auto" and not (buckets and all(a < b for a, b in pairwise(buckets))):
+        raise RecipeError(f"buckets {buckets}: wanted ascending timestep edges, a number or auto")
     return buckets
 
 
+Buckets = int | tuple[float, ...] | Literal["auto"]
 Format = Literal["e4m3fn", "e5m2"]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 Patterns = tuple[str, ...]
@@ -69,10 +70,10 @@ class ActivationRecipe(_Strict):
 
     mode: Literal["none", "static", "token"] = "token"
     #: what chooses a static scale from the statistics
-    observer: Literal["amax", "percentile", "mse"] = "mse"
+    observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
     percentile: Percentile = 99.99
-    #: timestep buckets that have a static scale of their own: how many, or their edges
-    buckets: Annotated[int | tuple[float, ...], AfterValidator(_ascending)] = 1
+    #: timestep buckets that have a static scale of their own: how many, their edges, or auto
+    buckets: Annotated[Buckets, AfterValidator(_ascending)] = 1
 
 
 class SparsityRecipe(_Strict):
@@ -169,7 +170,7 @@ class Recipe(_Strict):
             a.mode == "static" and a.observer != "amax" for a in activations
         ):
             raise RecipeError(
-                "smooth with static activations: the histogram was taken before smoothing; "
+                "smooth with static activations: its statistics were taken before smoothing; "
                 "set activation.observer: amax, or activation.mode: token"
             )
         return self

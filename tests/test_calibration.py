@@ -1,17 +1,23 @@
 """Histograms, hooks on running pipelines, the statistics file, observers and smoothing."""
 
 import functools
+import hashlib
 import json
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+import scipy.signal
+import scipy.stats
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.average import RATE, continued
 from quantkit.calibration.collect import calibrate, observed_layers
 from quantkit.calibration.histogram import (
     BINS,
@@ -21,7 +27,8 @@ from quantkit.calibration.histogram import (
     count_without_waiting,
 )
 from quantkit.calibration.hooks import Collector, split_schedule
-from quantkit.calibration.observers import OBSERVERS, static_scale
+from quantkit.calibration.merge import merge, merge_layer
+from quantkit.calibration.observers import CLIP_GRID, OBSERVERS, agreeing_edges, static_scale
 from quantkit.calibration.running import (
     choose_device,
     choose_dtype,
@@ -71,6 +78,8 @@ def statistics_of(*buckets):
         second_moment=torch.stack([x.double().square().mean(0).float() for x in buckets]),
         channel_amax=torch.stack([x.abs().amax(0) for x in buckets]),
         count=torch.tensor([len(x) for x in buckets]),
+        moving_amax=torch.stack([x.abs().amax() for x in buckets]).double(),
+        updates=torch.ones(len(buckets), dtype=torch.int64),
     )
 
 
@@ -92,6 +101,7 @@ def sample(name, rows=4000, channels=8):
     raise AssertionError(name)
 
 
+FIELDS = tuple(field.name for field in fields(LayerStatistics))
 SAMPLES = ("gaussian", "heavy", "relu", "tiny", "outlier")
 
 
@@ -253,11 +263,12 @@ def test_statistics_are_those_of_the_inputs():
 def test_memory_does_not_grow_with_calls():
     def size(collector):
         sums = collector._sums.values()
-        return sum(t.numel() for s in sums for t in (s.channel_amax, s.squares, s.histogram))
+        return sum(t.numel() for s in sums for t in vars(s).values() if torch.is_tensor(t))
 
     few = observe([(torch.randn(1, 4, 2, 2), float(t)) for t in (4, 3)])
     many = observe([(torch.randn(8, 4, 9, 9), float(t)) for t in range(50, 0, -1)])
-    assert size(few) == size(many) == 2 * (4 + 4 + BINS + 8 + 8 + BINS)
+    # Per bucket the channels' amax and squares, a histogram and an average; per layer a flag.
+    assert size(few) == size(many) == 2 * (4 + 4 + BINS + 1 + 8 + 8 + BINS + 1) + 2
 
 
 @pytest.mark.parametrize("step", [1, 3], ids=["first", "last"])
@@ -429,7 +440,7 @@ def test_calibration_survives_its_file(source, calibration, tmp_path):
     (component,) = source.components
     for name, statistics in calibration.of(component).items():
         again = loaded.of(component)[name]
-        for field in ("amax", "histogram", "second_moment", "channel_amax", "count"):
+        for field in FIELDS:
             assert torch.equal(getattr(again, field), getattr(statistics, field))
     with pytest.raises(OutputError, match="exists already"):
         save_calibration(calibration, path, force=False)
@@ -602,7 +613,7 @@ DAMAGE = {
     "empty": (lambda p: p.write_bytes(b""), "damaged .*truncated"),
     "not safetensors": (lambda p: p.write_text("x" * 100), "damaged"),
     "bit in a tensor": (lambda p: flip(p, -9), "its checksum does not agree"),
-    "newer": (lambda p: rewrite_entry(p, format_version=2), "format_version 2, wanted 1; update"),
+    "newer": (lambda p: rewrite_entry(p, format_version=3), "format_version 3, wanted 1 to 2; u"),
     "other numbers": (lambda p: rewrite_entry(p, about="{}"), "its checksum does not agree"),
     "other file": (lambda p: save_file({}, p), "not a quantkit_calibration file"),
 }
@@ -621,7 +632,11 @@ def test_damaged_file_is_refused(sd_calibration, tmp_path, damage, message):
 def test_tensor_of_a_wrong_shape_is_refused(sd_calibration, tmp_path):
     path = tmp_path / "c.safetensors"
     save_calibration(sd_calibration, path, force=False)
-    tensors, about = read_artefact(path, "quantkit_calibration")
+    tensors, about = read_artefact(path, "quantkit_calibration", newest=2)
+    half = {n: t for n, t in tensors.items() if not n.endswith("/updates")}
+    write_artefact(path, "quantkit_calibration", half, about, force=True, version=2)
+    with pytest.raises(ArtefactError, match=r"damaged \('updates'\)"):
+        load_calibration(path)
     name = "unet/mid_block.attentions.0.proj_in/amax"
     tensors[name] = tensors[name][:1]
     write_artefact(path, "quantkit_calibration", tensors, about, force=True)
@@ -631,6 +646,150 @@ def test_tensor_of_a_wrong_shape_is_refused(sd_calibration, tmp_path):
     write_artefact(path, "quantkit_calibration", tensors, about, force=True)
     with pytest.raises(ArtefactError, match=r"damaged .*amax"):
         load_calibration(path)
+
+
+# Merging
+
+
+@pytest.fixture(scope="module")
+def halves(sd):
+    """Calibrations of the first two prompts and of the last, as the run over all three has them."""
+    later = RECIPE.with_calibration({"seed": 9})
+    return {
+        "a": calibrate(sd, RECIPE, PROMPTS[:2], device="cpu", progress=silent),
+        "b": calibrate(sd, later, PROMPTS[2:], device="cpu", progress=silent),
+    }
+
+
+def test_merged_halves_are_the_whole_run(sd_calibration, halves):
+    merged = merge(halves)
+    assert merged.edges == sd_calibration.edges
+    about, wanted = merged.metadata, sd_calibration.metadata
+    told = hashlib.sha256(
+        "\n".join(part.metadata.prompts_digest for part in halves.values()).encode()
+    ).hexdigest()
+    assert about == replace(wanted, prompts_digest=told)
+    assert set(merged.layers["unet"]) == set(sd_calibration.layers["unet"])
+    for name, whole in sd_calibration.layers["unet"].items():
+        found = merged.layers["unet"][name]
+        for field in ("amax", "histogram", "channel_amax", "count", "updates"):
+            assert torch.equal(getattr(found, field), getattr(whole, field)), (name, field)
+        torch.testing.assert_close(found.second_moment, whole.second_moment, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.moving_amax, whole.moving_amax, rtol=1e-12, atol=0)
+
+
+def test_order_matters_to_the_average_alone(halves):
+    name = "mid_block.attentions.0.proj_in"
+    one, two = (
+        merge(dict(p)).layers["unet"][name] for p in (halves.items(), [*halves.items()][::-1])
+    )
+    assert torch.equal(one.histogram, two.histogram)
+    torch.testing.assert_close(one.second_moment, two.second_moment, rtol=1e-6, atol=0)
+    assert not torch.equal(one.moving_amax, two.moving_amax)
+
+
+def test_three_parts_merge_as_two_and_one():
+    parts = [statistics_of(sample(name, rows=50 * i)) for i, name in enumerate(SAMPLES[:3], 1)]
+    found = merge_layer(merge_layer(parts[0], parts[1]), parts[2])
+    other = merge_layer(parts[0], merge_layer(parts[1], parts[2]))
+    wanted = statistics_of(
+        torch.cat([sample(n, rows=50 * i) for i, n in enumerate(SAMPLES[:3], 1)])
+    )
+    for field in FIELDS:
+        torch.testing.assert_close(getattr(found, field), getattr(other, field), rtol=1e-6, atol=0)
+        if field not in {"moving_amax", "updates"}:
+            torch.testing.assert_close(getattr(found, field), getattr(wanted, field))
+    assert float(found.moving_amax) == pytest.approx(filtered([float(p.amax) for p in parts]))
+
+
+def test_part_without_an_average_leaves_it_out(halves):
+    table = {
+        name: replace(statistics, moving_amax=None, updates=None)
+        for name, statistics in halves["b"].layers["unet"].items()
+    }
+    merged = merge({**halves, "b": replace(halves["b"], layers={"unet": table})})
+    assert all(s.moving_amax is None for s in merged.layers["unet"].values())
+
+
+def renamed(part):
+    return replace(
+        part,
+        layers={"transformer": part.layers["unet"]},
+        metadata=replace(part.metadata, digests={"transformer": part.metadata.digests["unet"]}),
+    )
+
+
+def with_digest(part, layer, digest):
+    digests = {"unet": {**part.metadata.digests["unet"], layer: digest}}
+    return replace(part, metadata=replace(part.metadata, digests=digests))
+
+
+def with_layers(part, names):
+    table = part.layers["unet"]
+    return replace(part, layers={"unet": {name: table.get(name, table[FIRST]) for name in names}})
+
+
+FIRST = "mid_block.attentions.0.proj_in"
+OTHERS = {
+    "components": (renamed, "b: components transformer, wanted unet as in a;"),
+    "edges": (lambda p: replace(p, edges=(500.5,)), r"b: bucket edges 500\.5, wanted .* as in a;"),
+    "steps": (
+        lambda p: replace(p, metadata=replace(p.metadata, steps=5)),
+        "b: steps 5, wanted 4 as in a;",
+    ),
+    "guidance": (
+        lambda p: replace(p, metadata=replace(p.metadata, guidance=1.0)),
+        "b: guidance 1.0, wanted None as in a;",
+    ),
+    "model": (
+        lambda p: with_digest(p, FIRST, "0" * 64),
+        rf"b: the weight of unet/{FIRST} is not that of a; merge calibrations of one model",
+    ),
+    "missing layer": (
+        lambda p: with_layers(p, set(p.layers["unet"]) - {FIRST}),
+        rf"b: no layer unet/{FIRST}, which a has; calibrate both with the same recipe",
+    ),
+    "more layers": (
+        lambda p: with_layers(p, (*p.layers["unet"], "zz")),
+        "a: no layer unet/zz, which b has;",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS)
+def test_parts_that_do_not_belong_together_are_refused(halves, change, message):
+    with pytest.raises(ArtefactError, match=message) as caught:
+        merge({"a": halves["a"], "b": change(halves["b"])})
+    assert "\n" not in str(caught.value)
+
+
+def test_same_run_does_not_count_twice(halves):
+    with pytest.raises(
+        ArtefactError, match="c: the same prompts and seed as a; give each run once"
+    ):
+        merge({**halves, "c": halves["a"]})
+
+
+def test_command_merges_files(halves, sd_calibration, tmp_path):
+    paths = [tmp_path / f"{name}.safetensors" for name in halves]
+    for path, part in zip(paths, halves.values(), strict=True):
+        save_calibration(part, path, force=False)
+    output = tmp_path / "c.safetensors"
+
+    def invoke(*arguments):
+        return CliRunner().invoke(calibrate_command, ["merge", *map(str, arguments)])
+
+    result = invoke(*paths, "-o", output, "--json")
+    assert result.exit_code == 0, result.output
+    said, stored = json.loads(result.stdout), load_calibration(output)
+    assert said["prompts"] == stored.metadata.prompts == 3
+    assert said["components"]["unet"]["calls"] == sd_calibration.metadata.calls["unet"]
+    assert isinstance(invoke(*paths, "-o", output).exception, OutputError)
+    assert "c.safetensors" in invoke(*paths, "-o", output, "--force").stdout
+    for few in (paths[:1], [paths[0], paths[0]]):
+        error = invoke(*few, "-o", tmp_path / "d").exception
+        assert "wanted two or more different ones" in str(error)
+    assert not (tmp_path / "d").exists()
 
 
 # Observers
@@ -674,6 +833,142 @@ def test_one_bucket_has_a_scale_without_axes():
     assert float(scale) == pytest.approx(2 * float(x.abs().amax()) / 448)
 
 
+def divergence(x, clip, fmt):
+    """Return the divergence that the docs describe, from bins cut in four, by scipy."""
+    edges = np.append(bin_edges().numpy()[1:-1], 2.0**18)
+    counts = np.histogram(x.abs().double(), edges)[0]
+    seen, amax = counts > 0, float(x.abs().amax())
+    low, high = edges[:-1][seen], edges[1:][seen]
+    place = (np.arange(4) + 0.5) / 4
+    values = low[:, None] + (np.minimum(high, amax) - low)[:, None] * place
+    scaled = (values / (clip / fmt.max)).ravel()
+    observed, width = np.repeat(counts[seen] / 4, 4), np.repeat((high - low) / 4, 4)
+    kept = values.ravel() <= clip
+    lost, observed, width = observed[~kept].sum(), observed[kept], width[kept]
+    codes = scaled[kept].astype(np.float32).astype(getattr(ml_dtypes, f"float8_{fmt.name}"))
+    if lost and not (codes == fmt.max).any():
+        # Nothing below the clip has the largest code: a place for what lies beyond.
+        codes, observed, width = (
+            np.append(a, b) for a, b in ((codes, fmt.max), (observed, 0), (width, 1))
+        )
+    spread = np.zeros(len(observed))
+    for code in np.unique(codes):
+        of_code = codes == code
+        even, clipped = width[of_code] / width[of_code].sum(), lost * float(code == fmt.max)
+        spread[of_code] = (observed[of_code].sum() + min(clipped, 1)) * even
+        observed[of_code] += clipped * even
+    return scipy.stats.entropy(observed, spread)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_kl_clip_is_that_of_least_entropy(name, fmt):
+    x = sample(name)
+    clip, amax = float(OBSERVERS["kl"](statistics_of(x), fmt, 0.0)), float(x.abs().amax())
+    table = {amax * fraction: divergence(x, amax * fraction, fmt) for fraction in CLIP_GRID}
+    best = min(table.values())
+    assert np.isfinite(list(table.values())).all()
+    assert max(table.values()) > best + 1e-6
+    assert table[min(table, key=lambda c: abs(c - clip))] <= best + 1e-7
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_kl_gives_up_a_lone_outlier_but_not_a_filled_range(fmt):
+    lone = float(OBSERVERS["kl"](statistics_of(sample("outlier")), fmt, 0.0))
+    assert lone < 0.7 * 300
+    # As many values near the top as anywhere: a clip would cut many off.
+    flat = torch.rand(4000, 8, generator=torch.Generator().manual_seed(0))
+    assert float(OBSERVERS["kl"](statistics_of(flat), fmt, 0.0)) == float(flat.amax())
+
+
+@pytest.mark.parametrize("power", [-6, 5])
+def test_kl_clip_moves_with_its_input(power):
+    fmt, x = FORMATS["e4m3fn"], sample("gaussian")
+    # None of them falls below the first bin, where nothing counts.
+    x = x[x.abs().amin(dim=1) > 2.0**-10]
+    clip = OBSERVERS["kl"](statistics_of(x), fmt, 0.0)
+    moved = OBSERVERS["kl"](statistics_of(x * 2.0**power), fmt, 0.0)
+    assert float(moved) == float(clip) * 2.0**power
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("value", [0.0, 1e-9, 1.0, 1.03, 2.0**17, 1e9])
+def test_kl_leaves_one_value_alone(value, fmt):
+    assert float(OBSERVERS["kl"](statistics_of(torch.full((5, 2), value)), fmt, 0.0)) == (
+        pytest.approx(value)
+    )
+
+
+# The moving average
+
+
+def filtered(values):
+    """Return the average by scipy's recursive filter, and without its start of zero."""
+    both = scipy.signal.lfilter([RATE], [1, RATE - 1], [values, [1.0] * len(values)])
+    return both[0, -1] / both[1, -1]
+
+
+def test_average_is_that_of_a_recursive_filter():
+    loud = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    timesteps = (9.0, 8.0, 2.0, 1.0, 9.0, 8.0, 2.0, 1.0)
+    inputs = []
+    for amax, t in zip(loud, timesteps, strict=True):
+        x = torch.rand(2, 4, 3, 3) * amax / 2
+        x[0, 1, 2, 0] = -amax
+        inputs.append((x, t))
+    found = observe(inputs).statistics()["early"]
+    wanted = [filtered([loud[i] for i in calls]) for calls in ((2, 3, 6, 7), (0, 1, 4, 5))]
+    assert found.moving_amax.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert found.updates.tolist() == [4, 4]
+    assert float(OBSERVERS["moving_average"](found, FORMATS["e5m2"], 0.0)[0]) == (
+        pytest.approx(wanted[0], rel=1e-6)
+    )
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_average_goes_on_from_where_it_was(cut):
+    loud = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+    ends = [filtered(part) if part else 0.0 for part in (loud[:cut], loud[cut:])]
+    first, second = (torch.tensor([end], dtype=torch.float64) for end in ends)
+    joined = continued(first, torch.tensor([cut]), second, torch.tensor([7 - cut]))
+    assert float(joined) == pytest.approx(filtered(loud), rel=1e-12)
+
+
+def test_pooled_average_weighs_buckets_by_their_calls():
+    statistics = replace(
+        statistics_of(sample("gaussian"), sample("heavy"), sample("relu")),
+        moving_amax=torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64),
+        updates=torch.tensor([1, 3, 0]),
+    )
+    pooled = statistics.regrouped([0, 0, 1])
+    assert pooled.moving_amax.tolist() == [17 / 4, 0.0]
+    assert pooled.updates.tolist() == [4, 0]
+
+
+def test_older_file_serves_all_but_the_average(sd_calibration, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_calibration(sd_calibration, path, force=False)
+    tensors, about = read_artefact(path, "quantkit_calibration", newest=2)
+    with pytest.raises(ArtefactError, match="format_version 2, wanted 1; update"):
+        read_artefact(path, "quantkit_calibration")
+    older = {n: t for n, t in tensors.items() if not n.endswith(("/moving_amax", "/updates"))}
+    write_artefact(path, "quantkit_calibration", older, about, force=True)
+    loaded, name = load_calibration(path), "mid_block.attentions.0.proj_in"
+    statistics = loaded.layers["unet"][name]
+    assert torch.equal(statistics.histogram, sd_calibration.layers["unet"][name].histogram)
+    for observer in OBSERVERS:
+        recipe = ActivationRecipe(mode="static", observer=observer, buckets=2)
+        if observer == "moving_average":
+            with pytest.raises(ArtefactError, match=r"has no moving average \(format_version 1\)"):
+                static_scale(statistics, recipe, FORMATS["e4m3fn"], edges=loaded.edges)
+        else:
+            scale = static_scale(statistics, recipe, FORMATS["e4m3fn"], edges=loaded.edges)
+            assert bool((scale > 0).all())
+    # Written again it is what it was: nothing that an older program could not read.
+    save_calibration(loaded, path, force=True)
+    assert read_artefact(path, "quantkit_calibration")[1] == about
+
+
 def test_percentile_clips_the_outlier():
     statistics = statistics_of(sample("outlier"))
     recipe = ActivationRecipe(mode="static", observer="percentile", percentile=99.9)
@@ -694,6 +989,48 @@ def test_buckets_that_are_not_there_are_refused():
     recipe = ActivationRecipe(mode="static", buckets=2)
     with pytest.raises(RecipeError, match="has 1 buckets, which do not pool into 2"):
         static_scale(statistics_of(sample("gaussian")), recipe, FORMATS["e4m3fn"])
+
+
+# Automatic buckets
+
+
+@pytest.mark.parametrize(
+    ("loud", "wanted"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), ()),
+        ((1.0, 1.1, 1.18, 1.05), ()),
+        # Each is close to its neighbour, the ends are not.
+        ((1.0, 1.15, 1.3, 1.5), (20.0,)),
+        ((1.0, 2.0, 4.0, 8.0), (10.0, 20.0, 30.0)),
+        ((4.0, 1.0, 1.1, 4.0), (10.0, 30.0)),
+        ((0.0, 1.0, 0.0, 1.0), ()),
+        ((1.0, 0.0, 3.0, 0.0), (20.0,)),
+        ((0.0, 0.0, 0.0, 0.0), ()),
+    ],
+    ids=str,
+)
+def test_neighbours_that_agree_share_a_bucket(loud, wanted):
+    edges, fmt = (10.0, 20.0, 30.0), FORMATS["e4m3fn"]
+    statistics = statistics_of(*(torch.full((3, 8), amax) for amax in loud))
+    recipe = ActivationRecipe(mode="static", observer="amax", buckets="auto")
+    assert agreeing_edges(statistics, recipe, fmt, edges) == wanted
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_one_distribution_needs_one_bucket_and_another_scale_its_own(observer):
+    same = [torch.randn(4000, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    # The largest of 32,000 values moves from draw to draw; its clip is not what is tested here.
+    same = [x.clamp(-3.5, 3.5) for x in same]
+    edges, fmt = (1.0, 2.0, 3.0, 4.0), FORMATS["e4m3fn"]
+    recipe = ActivationRecipe(mode="static", observer=observer, buckets="auto")
+    assert agreeing_edges(statistics_of(*same), recipe, fmt, edges) == ()
+    louder = statistics_of(*same[:2], *(3 * x for x in same[2:]))
+    assert agreeing_edges(louder, recipe, fmt, edges) == (2.0,)
+
+
+def test_one_stored_bucket_stays_one():
+    recipe = ActivationRecipe(mode="static", buckets="auto")
+    assert agreeing_edges(statistics_of(sample("relu")), recipe, FORMATS["e5m2"], ()) == ()
 
 
 # Smoothing

@@ -261,7 +261,13 @@ def test_overrides_reach_what_the_family_keeps(tmp_path):
 
 @pytest.mark.parametrize(
     ("buckets", "wanted"),
-    [(1, ()), (2, (20.0,)), (4, (10.0, 20.0, 30.0)), ((10.0, 30.0), (10.0, 30.0))],
+    [
+        (1, ()),
+        (2, (20.0,)),
+        (4, (10.0, 20.0, 30.0)),
+        ("auto", (10.0, 20.0, 30.0)),
+        ((10.0, 30.0), (10.0, 30.0)),
+    ],
     ids=str,
 )
 def test_static_scales_use_some_of_the_stored_edges(buckets, wanted):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -239,6 +240,35 @@ def test_smoothing_and_static_scales(tmp_path, sparse):
         near = packed.dequantized("a.conv")
         weight = small_tensors()["a.conv.weight"].float()
         assert float((near - weight).norm() / weight.norm()) < 0.04
+
+
+def test_automatic_buckets_are_each_layers_own(tmp_path):
+    folder = component(tmp_path / "source", small_tensors())
+    stored = calibration_of(folder)
+    statistics = stored.layers[""]["a.fc"]
+    louder = replace(statistics, amax=statistics.amax * torch.tensor([1.0, 4.0]))
+    even = replace(stored.layers[""]["a.conv"], amax=torch.tensor([2.0, 2.1]))
+    table = {**stored.layers[""], "a.fc": louder, "a.conv": even}
+    calibration = replace(stored, layers={"": table})
+    recipe = {"activation": {"mode": "static", "observer": "amax", "buckets": "auto"}}
+    run(folder, tmp_path / "packed", recipe, calibration=calibration)
+    packed = open_packed(tmp_path / "packed").components[0]
+    schemes = {layer: entry.scheme for entry in packed.config.schemes for layer in entry.layers}
+    assert schemes["a.fc"].buckets == (500.0,)
+    assert schemes["a.conv"].buckets == ()
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    assert torch.equal(found["a.fc.input_scale"], louder.amax / 448)
+    assert torch.equal(found["a.conv.input_scale"], torch.tensor(2.1) / 448)
+    with pytest.raises(RecipeError, match=r"buckets auto with smooth: .* give a number"):
+        run(folder, tmp_path / "smooth", {**recipe, "smooth": 0.5}, calibration=calibration)
+
+
+def test_average_that_was_not_stored_is_refused_before_anything_is_written(tmp_path):
+    folder = component(tmp_path / "source", small_tensors())
+    recipe = {"activation": {"mode": "static", "observer": "moving_average"}}
+    with pytest.raises(ArtefactError, match=r"has no moving average .* choose another observer"):
+        run(folder, tmp_path / "packed", recipe, calibration=calibration_of(folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_smoothing_that_overflows_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """Recipes: the bundled ones run dry, strict checking, and what wins for a layer."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ from headers import golden_keys, write_component
 from pydantic import ValidationError
 
 from quantkit import resources
+from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.plan import plan_layers
 from quantkit.models.source import open_model
@@ -105,12 +107,17 @@ def test_both_spellings_of_a_pattern_mean_the_same():
     assert [r.sparsity.pattern for r in patterns] == ["2:4", "2:4"]
 
 
-def test_buckets_are_a_number_or_edges():
+def test_buckets_are_a_number_edges_or_auto():
+    assert parse("{name: t, activation: {buckets: auto}}").activation.buckets == "auto"
     assert parse("{name: t, activation: {buckets: 4}}").activation.buckets == 4
     assert parse("{name: t, activation: {buckets: [100, 500.5]}}").activation.buckets == (
         100,
         500.5,
     )
+
+
+def test_every_observer_can_be_asked_for():
+    assert set(get_args(ActivationRecipe.model_fields["observer"].annotation)) == set(OBSERVERS)
 
 
 def test_recipes_do_not_change():
@@ -142,6 +149,7 @@ BAD = {
     "percentile": ("{name: t, activation: {percentile: 101}}", "activation.percentile: .*100"),
     "buckets": ("{name: t, activation: {buckets: 0}}", "buckets 0: wanted at least 1"),
     "edges": ("{name: t, activation: {buckets: [5, 5]}}", "wanted ascending timestep edges"),
+    "neither edges nor auto": ("{name: t, activation: {buckets: all}}", "buckets.*found 'all'"),
     "no edges": ("{name: t, activation: {buckets: []}}", "wanted ascending timestep edges"),
     "buckets over steps": ("{name: t, calibration: {steps: 3}}", "buckets 4: more than the 3 step"),
     "smooth": ("{name: t, smooth: 1.5}", "smooth: .*less than or equal to 1"),

@@ -15,11 +15,18 @@ from quantkit.errors import ArtefactError, ModelError
 from quantkit.files import staged_file
 from quantkit.tensorfile import read_header
 
-FORMAT_VERSION = 1
+#: The version of a kind that never changed.
+FIRST_VERSION = 1
 
 
 def write_artefact(
-    path: Path, kind: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, force: bool
+    path: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    *,
+    force: bool,
+    version: int = FIRST_VERSION,
 ) -> None:
     """Write an artefact, whole or not at all.
 
@@ -29,19 +36,27 @@ def write_artefact(
         tensors: by name.
         about: JSON values that go with them.
         force: replace an existing file.
+        version: the oldest that holds all of it, so that older programs read what they can.
 
     Raises:
         OutputError: the file exists without ``force``, or cannot be written.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(about, sort_keys=True)
-    entry = {"format_version": FORMAT_VERSION, "sha256": _digest(plain, text), "about": text}
+    entry = {"format_version": version, "sha256": _digest(plain, text), "about": text}
     with staged_file(path, force=force) as stage:
         save_file(plain, stage, metadata={kind: json.dumps(entry)})
 
 
-def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_artefact(
+    path: Path, kind: str, *, newest: int = FIRST_VERSION
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and what was said about them.
+
+    Args:
+        path: the file.
+        kind: the metadata key.
+        newest: the last version that the caller understands, as it does all before it.
 
     Raises:
         ArtefactError: missing, damaged, of another kind, or of a newer version.
@@ -54,10 +69,10 @@ def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, A
             raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")
         entry = json.loads(metadata[kind])
         version = entry["format_version"]
-        if version != FORMAT_VERSION:
+        if not FIRST_VERSION <= version <= newest:
             raise ArtefactError(
-                f"{path}: format_version {version}, wanted {FORMAT_VERSION}; update quantkit or "
-                "write the file again"
+                f"{path}: format_version {version}, wanted {_range(newest)}; update quantkit "
+                "or write the file again"
             )
         tensors, text = load_file(path), entry["about"]
     except (ModelError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -65,6 +80,10 @@ def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, A
     if _digest(tensors, text) != entry.get("sha256"):
         raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
     return tensors, json.loads(text)
+
+
+def _range(newest: int) -> str:
+    return str(newest) if newest == FIRST_VERSION else f"{FIRST_VERSION} to {newest}"
 
 
 def _digest(tensors: Mapping[str, Tensor], about: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibration.average import step_average, without_start
 from quantkit.calibration.histogram import BINS, count_bins
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
@@ -26,6 +27,9 @@ class _Sums:
     channel_amax: Tensor
     squares: Tensor
     histogram: Tensor
+    #: the moving average of each call's amax, from a start of zero
+    moving: Tensor
+    updates: list[int]
     count: list[int]
     #: set once an input held NaN or Inf; a view of the collector's flags
     bad: Tensor
@@ -39,11 +43,13 @@ class _Sums:
         self.squares[bucket] += values.square().sum(dim=others).double()
         self.histogram[bucket] += count_bins(values)
         self.count[bucket] += values.numel() // len(amax)
+        step_average(self.moving[bucket], amax.amax())
+        self.updates[bucket] += 1
         self.bad |= ~amax.isfinite().all()
 
     def statistics(self) -> LayerStatistics:
         """Return the sums as statistics on the CPU."""
-        count = torch.tensor(self.count)
+        count, updates = torch.tensor(self.count), torch.tensor(self.updates)
         channel_amax = self.channel_amax.cpu()
         mean = self.squares.cpu() / count.clamp(min=1).unsqueeze(1)
         return LayerStatistics(
@@ -52,6 +58,8 @@ class _Sums:
             second_moment=mean.float(),
             channel_amax=channel_amax,
             count=count,
+            moving_amax=without_start(self.moving.cpu(), updates),
+            updates=updates,
         )
 
 
@@ -165,6 +173,8 @@ class Collector:
             channel_amax=torch.zeros(buckets, channels, device=device),
             squares=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
             histogram=torch.zeros(buckets, BINS, device=device, dtype=torch.float64),
+            moving=torch.zeros(buckets, device=device, dtype=torch.float64),
+            updates=[0] * buckets,
             count=[0] * buckets,
             bad=bad,
         )

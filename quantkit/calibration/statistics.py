@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.calibration.artefact import (
+    FIRST_VERSION,
+    pack_name,
+    read_artefact,
+    split_name,
+    write_artefact,
+)
 from quantkit.calibration.histogram import BINS, quantiles
 from quantkit.errors import ArtefactError
 from quantkit.models.source import Component
 
 _KIND = "quantkit_calibration"
+#: Version 2 added the moving average; a calibration without it is still written as version 1.
+_NEWEST = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +39,21 @@ class LayerStatistics:
     channel_amax: Tensor
     #: int64 (B,), values seen per channel
     count: Tensor
+    #: float64 (B,), exponential moving average of each call's largest |x|; None in version 1
+    moving_amax: Tensor | None = None
+    #: int64 (B,), the calls it averages; None in version 1
+    updates: Tensor | None = None
 
     def pooled(self) -> "LayerStatistics":
-        """Return the statistics of all buckets as one (B = 1), exactly."""
+        """Return the statistics of all buckets as one (B = 1)."""
         return self.regrouped([0] * len(self.amax))
 
     def regrouped(self, targets: Sequence[int]) -> "LayerStatistics":
-        """Return the statistics with bucket b poured into bucket ``targets[b]``."""
+        """Return the statistics with bucket b poured into bucket ``targets[b]``.
+
+        All is exact but the moving average, which becomes the mean of those of the buckets, each
+        weighing as much as it had calls: one over the whole trajectory would remember its end only.
+        """
         groups = [
             torch.tensor([b for b, target in enumerate(targets) if target == wanted])
             for wanted in range(max(targets) + 1)
@@ -51,7 +67,16 @@ class LayerStatistics:
             second_moment=(moment / count.clamp(min=1).unsqueeze(1)).float(),
             channel_amax=torch.stack([self.channel_amax[g].amax(dim=0) for g in groups]),
             count=count,
+            **self._regrouped_average(groups),
         )
+
+    def _regrouped_average(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
+        if self.moving_amax is None or self.updates is None:
+            return {}
+        weighted = self.moving_amax * self.updates
+        updates = torch.stack([self.updates[g].sum() for g in groups])
+        total = torch.stack([weighted[g].sum() for g in groups])
+        return {"moving_amax": total / updates.clamp(min=1), "updates": updates}
 
     def rebucketed(self, stored: Sequence[float], wanted: Sequence[float]) -> "LayerStatistics":
         """Return the statistics per bucket of ``wanted`` edges, some of the ``stored`` ones."""
@@ -85,10 +110,11 @@ class Provenance:
     #: name of the recipe
     recipe: str
     prompts: int
-    #: SHA-256 of the prompts, one a line
+    #: SHA-256 of the prompts, one a line; of a merge, of its parts' digests, one a line
     prompts_digest: str
     steps: int
     guidance: float | None
+    #: of the first prompt's noise; of a merge, the first part's
     seed: int
     #: calls of the denoiser per bucket
     calls: dict[str, list[int]]
@@ -144,22 +170,27 @@ def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> No
         OutputError: the file exists without ``force``, or cannot be written.
     """
     tensors = {
-        pack_name(component, layer, field.name): getattr(statistics, field.name)
+        pack_name(component, layer, field.name): tensor
         for component, layers in calibration.layers.items()
         for layer, statistics in layers.items()
         for field in fields(statistics)
+        if (tensor := getattr(statistics, field.name)) is not None
     }
+    averaged = any(name.endswith("/moving_amax") for name in tensors)
     about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
-    write_artefact(path, _KIND, tensors, about, force=force)
+    version = _NEWEST if averaged else FIRST_VERSION
+    write_artefact(path, _KIND, tensors, about, force=force, version=version)
 
 
 def load_calibration(path: Path) -> Calibration:
     """Read what ``save_calibration`` wrote.
 
+    Files of version 1 have no moving average; everything else serves as ever.
+
     Raises:
         ArtefactError: missing, damaged, or of a newer version.
     """
-    tensors, about = read_artefact(path, _KIND)
+    tensors, about = read_artefact(path, _KIND, newest=_NEWEST)
     try:
         grouped: dict[str, dict[str, dict[str, Tensor]]] = {}
         for name, tensor in tensors.items():
@@ -188,6 +219,8 @@ def _statistics(where: str, parts: dict[str, Any], buckets: int) -> LayerStatist
         "channel_amax": (buckets, channels),
         "count": (buckets,),
     }
+    if {"moving_amax", "updates"} & set(parts):
+        wanted |= {"moving_amax": (buckets,), "updates": (buckets,)}
     for field, shape in wanted.items():
         found = tuple(parts[field].shape)
         if found != shape:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.calibration.observers import static_scale
+from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
 from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.copying import is_weight, list_files
@@ -83,13 +83,14 @@ def plan_component(
         None if masks is None else masks.of(component),
     )
     layers = list_layers(component)
-    treatments = plan_layers(
+    planned = plan_layers(
         component,
         recipe,
         calibrated=calibration is not None,
         masked=_masked(layers, inputs),
         edges=inputs.edges,
     )
+    treatments = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
     schemes = {t.layer.name: t.scheme for t in treatments if t.scheme is not None}
     if not schemes:
         raise RecipeError(
@@ -155,6 +156,21 @@ def _masked(layers: tuple[Layer, ...], inputs: _Inputs) -> frozenset[str]:
     return frozenset(inputs.masks)
 
 
+def _with_agreed_buckets(treatment: Treatment, inputs: _Inputs) -> Treatment:
+    """Return the treatment with the buckets of ``auto``, which the statistics decide."""
+    layer, scheme = treatment.layer, treatment.scheme
+    activation = inputs.recipe.settings(layer.name).activation
+    if scheme is None or activation.mode != "static" or activation.buckets != "auto":
+        return treatment
+    if scheme.smooth:
+        raise RecipeError(
+            f"{layer.name}: activation.buckets auto with smooth: its scales are known only when "
+            "the weight is read; give a number of buckets, or drop smooth"
+        )
+    edges = agreeing_edges(_statistics(layer, inputs), activation, scheme.weight, inputs.edges)
+    return replace(treatment, scheme=replace(scheme, buckets=edges))
+
+
 def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
     settings = inputs.recipe.settings(layer.name)
     smooth, input_scale = None, None
@@ -162,9 +178,11 @@ def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
         assert inputs.recipe.smooth is not None
         smooth = partial(_smooth, _statistics(layer, inputs), inputs.recipe.smooth)
     if scheme.activation is Activation.STATIC:
-        input_scale = partial(
-            _static, _statistics(layer, inputs), settings.activation, scheme.weight, inputs.edges
-        )
+        statistics = _statistics(layer, inputs)
+        refuse_without_average(statistics, settings.activation.observer)
+        # The scheme has the edges that were chosen, also where the recipe has a number or auto.
+        chosen = settings.activation.model_copy(update={"buckets": scheme.buckets or 1})
+        input_scale = partial(_static, statistics, chosen, scheme.weight, inputs.edges)
     mask = None if scheme.sparsity is None else _mask_source(layer, inputs)
     plan = WeightPlan(layer.name, scheme, settings.weight.observer, mask, smooth, input_scale)
     return PackedLayer(plan, tuple(_expected(layer, inputs)))

@@ -1,4 +1,4 @@
-"""``quantkit calibrate model``: run a pipeline on prompts and store what its layers read."""
+"""``quantkit calibrate``: run a pipeline on prompts and store what its layers read, and merge."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,8 @@ from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from quantkit.calibration.statistics import Calibration
     from quantkit.models.source import Model
     from quantkit.recipe import Recipe
@@ -125,6 +127,55 @@ def calibrate_model(
         print_json(result)
     else:
         _print(result, f"{model}: would observe" if dry_run else f"{output}")
+
+
+@calibrate.command("merge")
+@click.argument("calibrations", nargs=-1, required=True, type=click.Path(path_type=Path))
+@options.output
+@options.force
+@options.as_json
+def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
+    """Merge CALIBRATIONS of one model into what one run over all their prompts would store.
+
+    They must have the same layers, timestep buckets, steps and guidance, and be given in the order
+    of their prompts. Prompt i starts from the seed plus i: pass each part a --seed of its own.
+    """
+    merge_calibrations(calibrations, output, force=force, as_json=as_json)
+
+
+def merge_calibrations(
+    calibrations: "Sequence[Path]", output: Path, *, force: bool, as_json: bool
+) -> None:
+    """Merge, write the file and print what is in it.
+
+    Args:
+        calibrations: two files or more.
+        output: the file to write.
+        force: replace an existing file.
+        as_json: print JSON.
+
+    Raises:
+        ArtefactError: fewer than two, or files that do not belong together.
+    """
+    from quantkit.calibration.merge import merge
+    from quantkit.calibration.statistics import load_calibration, save_calibration
+    from quantkit.errors import ArtefactError
+    from quantkit.files import refuse_existing
+
+    refuse_existing(output, force=force)
+    parts = {str(path): path for path in calibrations}
+    if len(calibrations) < 2 or len(parts) < len(calibrations):
+        raise ArtefactError(
+            f"merge: {len(calibrations)} files, {len(parts)} of them different, wanted two or more "
+            "different ones; give each run once"
+        )
+    merged = merge({name: load_calibration(path) for name, path in parts.items()})
+    save_calibration(merged, output, force=force)
+    result = _described(merged, output)
+    if as_json:
+        print_json(result)
+    else:
+        _print(result, str(output))
 
 
 def _planned(model: "Model", recipe: "Recipe", prompts: int) -> dict[str, Any]:

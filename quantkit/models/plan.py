@@ -81,13 +81,16 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
     """Return the edges that static scales use: some of those that the statistics have.
 
     Args:
-        activation: how many buckets, or the edges themselves.
+        activation: how many buckets, or the edges themselves; auto starts from all of them, of
+            which the layer's statistics decide, elsewhere.
         edges: ascending, those of the statistics.
 
     Raises:
         RecipeError: the statistics cannot be pooled into these buckets.
     """
     wanted = activation.buckets
+    if wanted == "auto":
+        return edges
     if isinstance(wanted, tuple):
         if missing := [edge for edge in wanted if edge not in edges]:
             raise RecipeError(

@@ -1,0 +1,137 @@
+"""Several calibrations of one model as one: what one run over all prompts would have stored."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.average import continued
+from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance
+from quantkit.errors import ArtefactError
+
+
+def merge(parts: Mapping[str, Calibration]) -> Calibration:
+    """Return the calibration over the prompts of all parts, in their order.
+
+    Sums, maxima and counts are those of one run up to float summation; so is the moving average,
+    if each part began where a batch did. It is left out when a part has none.
+
+    Args:
+        parts: at least one, by the name that messages call it.
+
+    Raises:
+        ArtefactError: parts of other models, components, layers, edges, steps or guidance, or the
+            same run twice.
+    """
+    (name, first), *rest = parts.items()
+    for other, part in rest:
+        _refuse_others(name, first, other, part)
+    _refuse_twins(parts)
+    layers = {
+        component: {
+            layer: reduce(merge_layer, (part.layers[component][layer] for part in parts.values()))
+            for layer in table
+        }
+        for component, table in first.layers.items()
+    }
+    return Calibration(layers, first.edges, _provenance([p.metadata for p in parts.values()]))
+
+
+def merge_layer(first: LayerStatistics, second: LayerStatistics) -> LayerStatistics:
+    """Return the statistics of both runs, the second having come after the first."""
+    count = first.count + second.count
+    squares = sum(s.second_moment.double() * s.count.unsqueeze(1) for s in (first, second))
+    assert isinstance(squares, Tensor)
+    return LayerStatistics(
+        amax=torch.maximum(first.amax, second.amax),
+        histogram=first.histogram + second.histogram,
+        second_moment=(squares / count.clamp(min=1).unsqueeze(1)).float(),
+        channel_amax=torch.maximum(first.channel_amax, second.channel_amax),
+        count=count,
+        **_averages(first, second),
+    )
+
+
+def _averages(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tensor]:
+    if first.moving_amax is None or second.moving_amax is None:
+        return {}
+    assert first.updates is not None
+    assert second.updates is not None
+    average = continued(first.moving_amax, first.updates, second.moving_amax, second.updates)
+    return {"moving_amax": average, "updates": first.updates + second.updates}
+
+
+def _refuse_others(name: str, first: Calibration, other: str, part: Calibration) -> None:
+    """Refuse to merge what would mean nothing together."""
+    for what, wanted, found in _facts(first, part):
+        if found != wanted:
+            raise ArtefactError(
+                f"{other}: {what} {found}, wanted {wanted} as in {name}; "
+                "merge calibrations of one model, run alike"
+            )
+    for component, layers in first.layers.items():
+        if missing := set(layers) ^ set(part.layers[component]):
+            layer = min(missing)
+            here, there = (name, other) if layer in layers else (other, name)
+            raise ArtefactError(
+                f"{there}: no layer {component}/{layer}, which {here} has; "
+                "calibrate both with the same recipe"
+            )
+        one, two = (p.metadata.digests[component] for p in (first, part))
+        if changed := [layer for layer in layers if one[layer] != two[layer]]:
+            raise ArtefactError(
+                f"{other}: the weight of {component}/{changed[0]} is not that of {name}; "
+                "merge calibrations of one model"
+            )
+
+
+def _facts(first: Calibration, part: Calibration) -> list[tuple[str, object, object]]:
+    """Return what has to agree: its name, the first's and the other's value."""
+    one, two = first.metadata, part.metadata
+    return [
+        ("components", ", ".join(sorted(first.layers)), ", ".join(sorted(part.layers))),
+        ("bucket edges", _listed(first.edges), _listed(part.edges)),
+        ("steps", one.steps, two.steps),
+        ("guidance", one.guidance, two.guidance),
+    ]
+
+
+def _listed(edges: Sequence[float]) -> str:
+    return ", ".join(map(repr, edges)) or "(none)"
+
+
+def _refuse_twins(parts: Mapping[str, Calibration]) -> None:
+    """Refuse one run under two names: its values would count twice."""
+    seen: dict[tuple[str, int], str] = {}
+    for name, part in parts.items():
+        run = (part.metadata.prompts_digest, part.metadata.seed)
+        if run in seen:
+            raise ArtefactError(
+                f"{name}: the same prompts and seed as {seen[run]}; give each run once"
+            )
+        seen[run] = name
+
+
+def _provenance(parts: Sequence[Provenance]) -> Provenance:
+    digests = "\n".join(part.prompts_digest for part in parts)
+    return replace(
+        parts[0],
+        recipe=_distinct(part.recipe for part in parts),
+        prompts=sum(part.prompts for part in parts),
+        prompts_digest=hashlib.sha256(digests.encode()).hexdigest(),
+        calls={
+            name: [sum(counts) for counts in zip(*(p.calls[name] for p in parts), strict=True)]
+            for name in parts[0].calls
+        },
+        versions={
+            name: _distinct(part.versions.get(name, "unknown") for part in parts)
+            for name in parts[0].versions
+        },
+    )
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(texts))
