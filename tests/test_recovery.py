@@ -13,10 +13,9 @@ from pipelines import tiny_flux_pipeline
 from safetensors.torch import load_file, safe_open, save_file
 
 from quantkit.calibration.running import choose_device, load_pipeline
-from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.validate import find_problems
 from quantkit.cli.recover import make_settings, split_options
 from quantkit.cli.sparsify import sparsify as sparsify_command
+from quantkit.cli.verify import verify as verify_command
 from quantkit.errors import (
     ArtefactError,
     ModelError,
@@ -55,6 +54,15 @@ SHORT = Settings(
     refresh=15,
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Steps of a millisecond wait longer for a second thread of a busy machine than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run(model, masks, settings, **changes):
@@ -154,7 +162,8 @@ def test_packed_zeros_are_the_trained_ones(model, masks, written, tmp_path):
     recipe = load_recipe("fp8-sparse")
     pack(source, recipe, packed, calibration=None, masks=load_masks(file), threads=1, force=False,
          progress=silent)  # fmt: skip
-    assert not list(find_problems(open_packed(packed), progress=silent))
+    verified = CliRunner().invoke(verify_command, [str(packed), "-q"])
+    assert verified.exit_code == 0, verified.output
     tensors = load_file(packed / "unet" / WEIGHTS)
     chosen = masks.of(model.components[0])
     layers = {layer.name: layer for layer in list_layers(source.components[0])}
@@ -165,20 +174,20 @@ def test_packed_zeros_are_the_trained_ones(model, masks, written, tmp_path):
 
 
 def test_same_settings_give_the_same_weights(model, masks):
-    few = replace(SHORT, steps=2)
+    few = replace(SHORT, steps=2, trajectories=2)
     first, second = run(model, masks, few), run(model, masks, few)
     assert all(torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
 
 
 def test_checkpointing_changes_no_result(model, masks):
-    few = replace(SHORT, steps=2)
+    few = replace(SHORT, steps=2, trajectories=2)
     plain, frugal = run(model, masks, few), run(model, masks, replace(few, checkpointing=True))
     torch.testing.assert_close(frugal.points[-1].loss, plain.points[-1].loss)
 
 
 def test_time_limit_ends_the_run(model, masks):
     begun = time.monotonic()
-    result = run(model, masks, replace(SHORT, steps=10**9, seconds=2.0))
+    result = run(model, masks, replace(SHORT, steps=10**9, seconds=1.0))
     assert result.points[-1].fraction == 1
     assert result.points[-1].seconds < 10
     assert time.monotonic() - begun < 30
@@ -211,19 +220,29 @@ def test_bank_is_bounded_and_drops_the_oldest(model):
     assert seen == stored[1] | stored[2]
 
 
-def make_flux(tmp_path_factory):
-    return tiny_flux_pipeline(tmp_path_factory.mktemp("tiny") / "flux")
-
-
 @pytest.mark.parametrize("kind", ["sd3", "flux"])
 def test_transformers_are_recovered_too(kind, transformer_pipeline_dir, tmp_path_factory):
-    path = transformer_pipeline_dir if kind == "sd3" else make_flux(tmp_path_factory)
+    path = transformer_pipeline_dir
+    if kind == "flux":
+        path = tiny_flux_pipeline(tmp_path_factory.mktemp("tiny") / "flux")
     model = open_model(str(path))
+    pipe = load_pipeline(model, choose_device("cpu"))
+    few = replace(SHORT, steps=1, batch=1, sampling_batch=1, trajectories=1, checkpointing=True)
+    chunk = Teacher(pipe, pipe.transformer, PROMPTS, few).sample(1)
+    bank = Bank(chunk, 1)
+    rows, answers = bank.draw(2, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        again = pipe.transformer(**bank.template.arguments(rows))[0]
+    torch.testing.assert_close(again, answers, rtol=1e-4, atol=1e-5)
     masks = choose_masks(model, RECIPE, None, progress=silent)
-    result = run(model, masks, replace(SHORT, steps=26))
-    assert result.points[-1].loss < result.points[0].loss
-    for name, mask in dense_masks(model, masks).items():
+    result = run(model, masks, few)
+    before = dict(pipe.transformer.named_parameters())
+    dense = dense_masks(model, masks)
+    for name, mask in dense.items():
         assert not torch.any(result.weights[name][~mask])
+    # SD3's last block has text queries whose result nothing reads: they stay as they were.
+    trained = [n for n, m in dense.items() if not torch.equal(result.weights[n][m], before[n][m])]
+    assert len(trained) > 0.8 * len(dense)
 
 
 def test_denoiser_that_is_not_called_is_refused(model):
@@ -246,7 +265,9 @@ def test_masks_of_other_weights_are_refused(model, masks, written):
 
 
 def test_masks_of_an_unknown_layer_are_refused(model, masks):
-    strange = replace(masks, layers={"unet": {"nowhere": next(iter(masks.layers["unet"].values()))}})
+    strange = replace(
+        masks, layers={"unet": {"nowhere": next(iter(masks.layers["unet"].values()))}}
+    )
     with pytest.raises(ArtefactError, match="nowhere is no layer"):
         run(model, strange, SHORT)
 
@@ -263,7 +284,7 @@ def test_no_prompts_are_refused(model, masks):
 
 def test_loss_that_is_not_finite_ends_the_run(model, masks):
     with pytest.raises(NonFiniteError, match="the loss is"):
-        run(model, masks, replace(SHORT, rate=1e30))
+        run(model, masks, replace(SHORT, steps=5, rate=1e30))
 
 
 @pytest.mark.parametrize(
@@ -346,10 +367,11 @@ def test_existing_masks_end_the_command_before_the_work(pipeline_dir, tmp_path):
     assert isinstance(result.exception, OutputError)
 
 
-def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path):
-    result = command(pipeline_dir, "-o", tmp_path / "out", "--minutes", 1)
+@pytest.mark.parametrize("option", [("--minutes", 1), ("--checkpointing",), ("--no-graphs",)])
+def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
+    result = command(pipeline_dir, "-o", tmp_path / "out", *option)
     assert isinstance(result.exception, RecipeError)
-    assert "--minutes" in str(result.exception)
+    assert str(result.exception).startswith(option[0])
 
 
 @pytest.mark.parametrize(

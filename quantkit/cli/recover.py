@@ -74,6 +74,13 @@ _OPTIONS = (
         help="With --recover: recompute activations, for less memory.",
     ),
     click.option(
+        "--no-graphs",
+        "graphs",
+        flag_value=False,
+        default=None,
+        help="With --recover: no CUDA graphs, which make training a quarter faster.",
+    ),
+    click.option(
         "--seed",
         type=click.IntRange(min=0),
         help="With --recover: of the first noise; default: the recipe's.",
@@ -100,14 +107,14 @@ def split_options(given: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[st
     """
     names = {
         "masks_output", "minutes", "steps", "batch", "rate", "prompts", "sampling_steps",
-        "sampling_batch", "trajectories", "guidance", "checkpointing", "seed",
+        "sampling_batch", "trajectories", "guidance", "checkpointing", "graphs", "seed",
     }  # fmt: skip
     mine = {name: value for name, value in given.items() if name in names and value is not None}
     others = {n: v for n, v in given.items() if n not in {*names, "recover", "device"}}
     if given["recover"] is not None:
         return {**mine, "device": given["device"]}, others
     if mine:
-        option = min(mine).replace("_", "-")
+        option = min(mine).replace("_", "-").replace("graphs", "no-graphs")
         raise RecipeError(f"--{option}: belongs to a recovery; add --recover distill, or drop it")
     return None, others
 

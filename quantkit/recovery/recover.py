@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.running import choose_device, load_pipeline, quiet_libraries
@@ -135,8 +134,6 @@ def _masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, La
 def _copy(denoiser: Any, settings: Settings) -> nn.Module:
     """Return a float32 copy that can be trained; dropout stays off, as where pictures are made."""
     student: Any = copy.deepcopy(denoiser).float().requires_grad_(True).eval()
-    if next(student.parameters()).is_cuda:
-        student = student.to(memory_format=torch.channels_last)
     if settings.checkpointing:
         student.enable_gradient_checkpointing()
     module: nn.Module = student

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,10 @@ class Trainer:
             QuantkitError: out of GPU memory.
         """
         try:
-            return self._run(watch)
+            with warnings.catch_warnings():
+                # Graphs are captured on a stream of their own, once; the wait costs nothing.
+                warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+                return self._run(watch)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 f"out of GPU memory at a batch of {self._settings.batch}; take a smaller --batch, "
