@@ -18,6 +18,7 @@ LAYERS = (
     ("calibration",),
     ("sparsity",),
     ("checkpoint",),
+    ("recovery",),
     ("device",),
     ("inference",),
     ("pipeline",),

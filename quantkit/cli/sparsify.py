@@ -8,6 +8,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.recover import masks_path, recover_and_write, recover_options, split_options
 
 if TYPE_CHECKING:
     from quantkit.recipe import Recipe
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0, min_open=True),
     help="Mask only layers that lose at most this share of their output's power.",
 )
+@recover_options
 @options.force
 @options.dry_run
 @options.quiet
@@ -44,20 +46,26 @@ def sparsify(
     dry_run: bool,
     quiet: bool,
     as_json: bool,
-    **rule: Any,
+    **given: Any,
 ) -> None:
     """Choose which weights of MODEL are kept: n of every m along K, as 2 of 4.
 
     Layers follow the recipe's sparsity section, and a budget where one is set. The error is the
     share of a layer's output power that is lost if its input channels are independent, with their
     measured mean squares where a calibration is given.
+
+    With --recover distill the masked denoiser is then trained on what the dense one answers along
+    its own trajectories from noise. No data set is needed. OUTPUT is then an ordinary 16-bit
+    pipeline with the zeros in place, and its masks are a file beside it.
     """
+    recovery, rule = split_options(given)
     choose(
         model,
         recipe,
         output,
         calibration=calibration,
         rule={name: value for name, value in rule.items() if value is not None},
+        recovery=recovery,
         force=force,
         dry_run=dry_run,
         quiet=quiet,
@@ -72,6 +80,7 @@ def choose(
     *,
     calibration: Path | None,
     rule: dict[str, Any],
+    recovery: dict[str, Any] | None = None,
     force: bool,
     dry_run: bool,
     quiet: bool,
@@ -82,9 +91,10 @@ def choose(
     Args:
         model: pipeline directory, component directory or hub id.
         recipe: a bundled name or a YAML file.
-        output: the file to write.
+        output: the file to write; with a recovery, the pipeline directory.
         calibration: statistics of the same model.
         rule: settings of the recipe's sparsity section to replace.
+        recovery: options of a recovery; None stores the masks alone.
         force: replace an existing file.
         dry_run: decide and print, but write nothing.
         quiet: no progress.
@@ -98,17 +108,30 @@ def choose(
     from quantkit.sparsity.maskfile import save_masks
 
     refuse_existing(output, force=force)
+    if recovery is not None:
+        refuse_existing(masks_path(output, recovery), force=force)
     chosen = _with_rule(load_recipe(recipe), rule)
     source = open_model(model)
     statistics = load_calibration(calibration) if calibration else None
     with progress_bar(quiet=quiet) as progress:
         masks = choose_masks(source, chosen, statistics, progress=progress)
-    if not dry_run:
+    trained: dict[str, Any] | None = None
+    if recovery is not None and not dry_run:
+        trained = recover_and_write(
+            source, chosen, masks, output, recovery, force=force, quiet=quiet
+        )
+    elif not dry_run:
         save_masks(masks, output, force=force)
     if as_json:
-        print_json(_described(masks, None if dry_run else output))
-    else:
-        _print(masks, "nothing written" if dry_run else str(output))
+        values = _described(masks, None if dry_run else output)
+        print_json(values if trained is None else values | {"recovery": trained})
+        return
+    _print(masks, "nothing written" if dry_run else str(output))
+    if trained is not None:
+        click.echo(
+            f"recovered in {trained['steps']} steps, {trained['seconds']:g} s: loss "
+            f"{trained['first_loss']:.5f} -> {trained['last_loss']:.5f}; masks: {trained['masks']}"
+        )
 
 
 def _with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":

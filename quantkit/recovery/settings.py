@@ -1,0 +1,64 @@
+"""How a recovery runs."""
+
+from dataclasses import dataclass
+
+from quantkit.errors import RecipeError
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long, how fast, and on which trajectories of the teacher the student is trained."""
+
+    #: training steps; None: the time decides
+    steps: int | None = None
+    #: wall time of trajectories and training together; None: the steps decide
+    seconds: float | None = 120.0
+    #: rows of one training step
+    batch: int = 256
+    #: highest learning rate
+    rate: float = 3e-4
+    #: steps until it is reached
+    warm_up: int = 100
+    weight_decay: float = 0.0
+    #: decay of the moving average of the weights, which is what is kept
+    average: float = 0.999
+    #: recompute activations in the backward pass: less memory, a third more time
+    checkpointing: bool = False
+    #: replay the student's passes as CUDA graphs; ignored on the CPU and with checkpointing
+    graphs: bool = True
+    #: denoising steps of a trajectory; the student sees the timesteps of this schedule only
+    sampling_steps: int = 20
+    #: None takes the pipeline's own default
+    guidance: float | None = None
+    #: prompts that the teacher denoises at a time
+    sampling_batch: int = 256
+    #: trajectories kept at a time, the oldest replaced as training goes
+    trajectories: int = 4096
+    #: memory that they may take
+    bank_bytes: int = 4 * _GIB
+    #: training steps after which one sampling batch is replaced
+    refresh: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no run can have.
+
+        Raises:
+            RecipeError: no end, or a number out of range.
+        """
+        if self.steps is None and self.seconds is None:
+            raise RecipeError("recovery: neither steps nor seconds is set; set one of both")
+        counts = ("batch", "sampling_steps", "sampling_batch", "trajectories", "refresh")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise RecipeError(f"recovery: {name} {getattr(self, name)}, wanted at least 1")
+        if self.steps is not None and self.steps < 1:
+            raise RecipeError(f"recovery: steps {self.steps}, wanted at least 1")
+        if self.seconds is not None and not self.seconds > 0:
+            raise RecipeError(f"recovery: seconds {self.seconds:g}, wanted more than 0")
+        if not self.rate > 0:
+            raise RecipeError(f"recovery: rate {self.rate:g}, wanted more than 0")
+        if not 0 <= self.average < 1:
+            raise RecipeError(f"recovery: average {self.average:g}, wanted 0 <= average < 1")

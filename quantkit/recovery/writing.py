@@ -1,0 +1,138 @@
+"""Writing a recovered model: the pipeline as it was, with other weights in its denoiser."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint.copying import copy_files, is_weight, list_files
+from quantkit.digest import sha256_of
+from quantkit.errors import ModelError, NonFiniteError, OutputError
+from quantkit.files import refuse_existing, staged_directory
+from quantkit.models.layers import list_layers
+from quantkit.models.source import Component, Model, open_model
+from quantkit.numerics.packing import from_rows
+from quantkit.recovery.recover import Recovered
+from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
+
+
+def refuse_outputs(model: Model, output: Path, masks_output: Path, *, force: bool) -> None:
+    """Refuse outputs that cannot be, before anything long begins.
+
+    Raises:
+        OutputError: one exists without ``force``, or lies in the other or in the model.
+    """
+    refuse_existing(output, force=force)
+    refuse_existing(masks_output, force=force)
+    source, target = model.path.resolve(), output.resolve()
+    if source == target or source in target.parents or target in source.parents:
+        raise OutputError(f"{output}: overlaps the model {model.path}; choose another path")
+    if target in masks_output.resolve().parents or target == masks_output.resolve():
+        raise OutputError(
+            f"{masks_output}: inside the pipeline {output}, where masks do not belong; choose "
+            "another path"
+        )
+
+
+def write_recovered(
+    model: Model,
+    masks: MaskSet,
+    recovered: Recovered,
+    output: Path,
+    masks_output: Path,
+    *,
+    force: bool,
+) -> MaskSet:
+    """Write the recovered pipeline, and the masks for it.
+
+    Every other component is copied byte for byte; the denoiser keeps its files' names, their
+    tensors and dtypes. Other formats of the denoiser's weights are left out.
+
+    Args:
+        model: the source.
+        masks: which weights are kept.
+        recovered: trained with these masks.
+        output: the directory to make.
+        masks_output: the mask file to make.
+        force: replace existing outputs.
+
+    Returns:
+        the masks with the digests of the recovered weights, of which they take nothing away.
+
+    Raises:
+        NonFiniteError: a trained weight does not fit the dtype of the file.
+        OutputError: an output exists without ``force``, or cannot be written.
+    """
+    refuse_outputs(model, output, masks_output, force=force)
+    component = recovered.component
+    chosen = masks.of(component)
+    with staged_directory(output, force=force) as stage:
+        copy_files(model.path, stage, _copied(model, component))
+        for shard in component.shards:
+            _write_shard(shard, stage / component.name / shard.name, recovered)
+        written = open_model(str(stage)).components[0]
+        updated = {
+            layer.name: replace(
+                chosen[layer.name], source_digest=sha256_of(layer.shard, layer.weight), error=0.0
+            )
+            for layer in list_layers(written)
+            if layer.name in chosen
+        }
+        _check_zeros(written, updated)
+    result = replace(masks, layers={component.name: updated})
+    save_masks(result, masks_output, force=force)
+    return result
+
+
+def _copied(model: Model, component: Component) -> list[Path]:
+    """Return all files but the denoiser's weights and single-file weights at the root."""
+    return [
+        file
+        for file in list_files(model.path)
+        if not is_weight(file)
+        or model.path / file == component.index
+        or (len(file.parts) > 1 and file.parts[0] != component.name)
+    ]
+
+
+def _write_shard(source: Path, target: Path, recovered: Recovered) -> None:
+    tensors: dict[str, Tensor] = {}
+    with safe_open(source, framework="pt") as file:
+        metadata = file.metadata()
+        for name in file.keys():  # noqa: SIM118  not a dict
+            tensors[name] = _trained(file.get_tensor(name), name, recovered)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target, metadata=metadata)
+
+
+def _trained(before: Tensor, name: str, recovered: Recovered) -> Tensor:
+    """Return what a tensor of the file became, in its own dtype."""
+    if name not in recovered.weights:
+        return before
+    value = recovered.weights[name]
+    if value.shape != before.shape:
+        raise ModelError(
+            f"{recovered.component.path}: {name} is {tuple(before.shape)} in the file and "
+            f"{tuple(value.shape)} in diffusers; save the model again"
+        )
+    after = value.to(before.dtype).contiguous()
+    if not bool(after.isfinite().all()):
+        raise NonFiniteError(
+            f"recovery: {name} does not fit {before.dtype} (up to {float(value.abs().max()):g}); "
+            "take a lower --rate"
+        )
+    return after
+
+
+def _check_zeros(component: Component, masks: dict[str, LayerMask]) -> None:
+    """Hold the written file to its masks: every weight that is not kept is zero."""
+    for layer in list_layers(component):
+        if layer.name not in masks:
+            continue
+        with safe_open(layer.shard, framework="pt") as file:
+            weight = file.get_tensor(layer.weight.name)
+        keep = from_rows(masks[layer.name].dense(layer.n, layer.k), layer.shape)
+        assert not torch.any(weight[~keep]), f"{layer.name}: a weight outside its mask"
