@@ -59,7 +59,7 @@ CONFIGURATIONS = (
         "fp8-sparse",
         "4:2 and FP8",
         "One-shot 4:2 drops half of the weights of every layer and trains nothing afterwards, so "
-        "the pictures change; which layers can bear it is for a recipe to say.",
+        "the pictures change; 'quantkit sparsify --recover distill' brings them back.",
     ),
 )
 
