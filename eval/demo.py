@@ -20,7 +20,7 @@ from quantkit.files import staged_file
 from quantkit.models.source import Model, open_model
 from quantkit.pipeline import pack
 from quantkit.progress import Progress
-from quantkit.recipe import load_recipe
+from quantkit.recipefile import load_recipe
 from quantkit.resources import demo_assets
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import save_masks

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "resources", "progress", "files", "tensorfile", "jsonfile", "digest"),
     ("numerics",),
-    ("recipe", "models"),
+    ("recipe", "recipefile", "models"),
     ("calibration",),
     ("sparsity",),
     ("checkpoint",),

@@ -418,7 +418,7 @@ def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
     from quantkit.models.source import open_model
     from quantkit.pipeline import pack
     from quantkit.progress import silent
-    from quantkit.recipe import load_recipe
+    from quantkit.recipefile import load_recipe
 
     need(compilers.host_compiler)
     model, recipe, out = open_model(str(pipeline_dir)), load_recipe("fp8"), tmp_path / "packed"

@@ -61,7 +61,8 @@ from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.scales import cast
 from quantkit.progress import silent
-from quantkit.recipe import ActivationRecipe, load_recipe
+from quantkit.recipe import ActivationRecipe
+from quantkit.recipefile import load_recipe
 from quantkit.tensorfile import TensorInfo
 
 PROMPTS = ("a red circle", "two blue squares", "a tree")

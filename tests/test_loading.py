@@ -630,7 +630,7 @@ def test_what_pack_writes_loads_and_saves(pipeline_dir, tmp_path):
     from quantkit.models.source import open_model
     from quantkit.pipeline import pack
     from quantkit.progress import silent
-    from quantkit.recipe import load_recipe
+    from quantkit.recipefile import load_recipe
 
     folder = tmp_path / "packed"
     pack(

@@ -17,7 +17,8 @@ from quantkit.models.timestep import bucket_of, timestep_argument
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation
-from quantkit.recipe import ActivationRecipe, load_recipe, parse_recipe
+from quantkit.recipe import ActivationRecipe
+from quantkit.recipefile import load_recipe, parse_recipe
 
 #: What stays in 16 bit of each published model: module names without their numbers.
 KEPT = {

@@ -14,15 +14,8 @@ from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.plan import plan_layers
 from quantkit.models.source import open_model
-from quantkit.recipe import (
-    ActivationRecipe,
-    CalibrationRecipe,
-    Override,
-    Recipe,
-    load_recipe,
-    parse_recipe,
-    recipe_names,
-)
+from quantkit.recipe import ActivationRecipe, CalibrationRecipe, Override, Recipe
+from quantkit.recipefile import load_recipe, parse_recipe, recipe_names
 
 #: The recipes that are for one kind of model; the others suit all.
 MADE_FOR = {

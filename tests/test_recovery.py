@@ -29,7 +29,8 @@ from quantkit.models.source import open_model
 from quantkit.numerics.packing import from_rows, unpack_positions
 from quantkit.pipeline import pack
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe, load_recipe
+from quantkit.recipe import SparsityRecipe
+from quantkit.recipefile import load_recipe
 from quantkit.recovery import recover as recover_module
 from quantkit.recovery.bank import Bank, Teacher
 from quantkit.recovery.calls import recording

@@ -25,7 +25,8 @@ from quantkit.models.source import open_model
 from quantkit.numerics.masks import MASKS, Pattern
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe, load_recipe
+from quantkit.recipe import SparsityRecipe
+from quantkit.recipefile import load_recipe
 from quantkit.sparsity import choose
 from quantkit.sparsity.choose import choose_mask_of, choose_masks, read_blocks
 from quantkit.sparsity.maskfile import LayerMask, load_masks, pack_mask, save_masks

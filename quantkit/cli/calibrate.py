@@ -105,7 +105,7 @@ def calibrate_model(
     from quantkit.calibration.running import read_prompts
     from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
-    from quantkit.recipe import load_recipe
+    from quantkit.recipefile import load_recipe
 
     refuse_existing(output, force=force)
     texts = read_prompts(prompts)

@@ -99,7 +99,7 @@ def pack_model(
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
-    from quantkit.recipe import load_recipe
+    from quantkit.recipefile import load_recipe
     from quantkit.sparsity.maskfile import load_masks
 
     refuse_existing(output, force=force)

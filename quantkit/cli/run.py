@@ -100,7 +100,7 @@ def run_recipe(
     from quantkit.eval.generation import choose_prompts, make_settings
     from quantkit.eval.report import write_report
     from quantkit.files import refuse_existing
-    from quantkit.recipe import load_recipe
+    from quantkit.recipefile import load_recipe
 
     refuse_existing(output, force=force)
     chosen = load_recipe(recipe)

@@ -103,7 +103,7 @@ def choose(
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
-    from quantkit.recipe import load_recipe
+    from quantkit.recipefile import load_recipe
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
 
