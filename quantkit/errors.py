@@ -18,9 +18,14 @@ QuantkitError
 class QuantkitError(Exception):
     """Base of everything that quantkit raises on purpose."""
 
+    #: of the command line
+    exit_code = 1
+
 
 class InputError(QuantkitError):
     """The user's input cannot be used; nothing was written."""
+
+    exit_code = 2
 
 
 class ModelError(InputError):

@@ -1,16 +1,26 @@
 """Calibrating: run a pipeline on prompts and keep the statistics of what its layers read."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 
 from quantkit.calibration.hooks import Collector
+from quantkit.calibration.merge import Part, join_parts
+from quantkit.calibration.partial import Kept, Pace, others
+from quantkit.calibration.processes import ALONE, Processes
 from quantkit.calibration.running import (
+    Batch,
     choose_device,
+    choose_dtype,
     load_pipeline,
     quiet_libraries,
     read_prompts,
@@ -19,14 +29,17 @@ from quantkit.calibration.running import (
 )
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.digest import sha256_of
-from quantkit.errors import PromptError, QuantkitError
+from quantkit.errors import ArtefactError, PromptError, QuantkitError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import kept_reason
 from quantkit.models.source import Component, Model
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationRecipe, Recipe
 
-__all__ = ["calibrate", "observed_layers", "read_prompts"]
+__all__ = ["Run", "calibrate", "calibrate_share", "observed_layers", "read_prompts"]
+
+#: SHA-256 of each layer's weight, by component and layer.
+Digests = dict[str, dict[str, str]]
 
 
 def calibrate(
@@ -47,28 +60,44 @@ def calibrate(
         PromptError: no prompts.
         RecipeError: more buckets than steps.
     """
-    settings = recipe.calibration
-    chosen = tuple(prompts[: settings.prompts])
-    if not chosen:
-        raise PromptError("no prompts, wanted at least one")
-    layers = {c.name: observed_layers(c, recipe) for c in model.components}
-    target = choose_device(device)
-    with quiet_libraries():
-        collectors = _run(load_pipeline(model, target), layers, chosen, settings, progress)
-    provenance = Provenance(
-        digests=_digests(layers, progress),
-        recipe=recipe.name,
-        prompts=len(chosen),
-        prompts_digest=hashlib.sha256("\n".join(chosen).encode()).hexdigest(),
-        steps=settings.steps,
-        guidance=settings.guidance,
-        seed=settings.seed,
-        calls={collector.name: collector.calls for collector in collectors},
-        versions={name: version(name) for name in ("quantkit", "torch", "diffusers")},
-    )
-    statistics = {collector.name: collector.statistics() for collector in collectors}
-    # Denoisers of one pipeline share its scheduler, so the first one's edges are everyone's.
-    return Calibration(statistics, collectors[0].edges or (), provenance)
+    run = Run(model, recipe, tuple(prompts), device)
+    digests = _digests(run.layers, progress)
+    part = _collect(run, ALONE, None, [], progress)
+    assert part is not None, "one process takes all batches, of which there is one at least"
+    return Calibration(part.layers, part.edges, run.provenance(digests, part))
+
+
+def calibrate_share(
+    run: "Run", output: Path, *, processes: Processes, resume: bool, progress: Progress
+) -> tuple[Calibration | None, Kept]:
+    """Calibrate in one of several processes, keeping what is done beside the output.
+
+    Args:
+        run: the same in every process.
+        output: where the calibration will be written; partial ones lie beside it.
+        processes: each takes a run of whole batches.
+        resume: go on with what a run that was killed had kept.
+        progress: told of weights hashed and of this process's denoiser calls.
+
+    Returns:
+        what ``calibrate`` returns, in the first process, None in the others; and what to discard
+        once it is written.
+
+    Raises:
+        ArtefactError: nothing to resume, or kept by a run with other settings.
+        QuantkitError: as ``calibrate``, from any process.
+    """
+    with processes.together():
+        mine = _digests(run.layers, progress) if processes.is_first else {}
+    digests = processes.exchange(mine)[0]
+    kept = Kept(output, processes, run.facts(digests))
+    before = _read_kept(kept, processes) if resume else []
+    own = _collect(run, processes, kept, before, progress)
+    parts = [part for part in processes.gather(own) if part is not None]
+    if not processes.is_first:
+        return None, kept
+    part = join_parts(parts)
+    return Calibration(part.layers, part.edges, run.provenance(digests, part)), kept
 
 
 def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
@@ -80,42 +109,164 @@ def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
     )
 
 
-def _run(
-    pipe: Any,
-    layers: Mapping[str, Sequence[Layer]],
-    prompts: Sequence[str],
-    settings: CalibrationRecipe,
-    progress: Progress,
-) -> list[Collector]:
-    """Run the pipeline over the prompts with all layers observed."""
-    batches = split_batches(prompts, settings)
+@dataclass(frozen=True)
+class Run:
+    """What is calibrated, and how."""
 
-    def report(calls: int) -> None:
-        total = len(batches) * len(pipe.scheduler.timesteps)
-        progress("denoising", min(calls, total), total)
+    model: Model
+    recipe: Recipe
+    #: of which the first ``recipe.calibration.prompts`` are used
+    texts: tuple[str, ...]
+    #: auto, cpu or cuda[:N]
+    device: str
 
-    collectors = [
-        Collector(name, getattr(pipe, name), found, settings.buckets)
-        for name, found in layers.items()
-    ]
-    with ExitStack() as stack:
-        for collector in collectors:
-            stack.enter_context(collector.attached(pipe.scheduler, report))
+    @property
+    def settings(self) -> CalibrationRecipe:
+        """The calibration section of the recipe."""
+        return self.recipe.calibration
+
+    @cached_property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts that are used.
+
+        Raises:
+            PromptError: there are none.
+        """
+        if not self.texts:
+            raise PromptError("no prompts, wanted at least one")
+        return self.texts[: self.settings.prompts]
+
+    @property
+    def prompts_digest(self) -> str:
+        """SHA-256 of the prompts, one a line."""
+        return hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[Layer, ...]]:
+        """The layers that are observed, by component."""
+        return {c.name: observed_layers(c, self.recipe) for c in self.model.components}
+
+    def facts(self, digests: Digests) -> dict[str, Any]:
+        """Return what decides the statistics, under the names that messages call it."""
+        settings = self.settings
+        weights = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+        dtype = choose_dtype(self.model, choose_device(self.device))
+        return {
+            "steps": settings.steps,
+            "guidance": settings.guidance,
+            "seed": settings.seed,
+            "batch": settings.batch,
+            "buckets": settings.buckets,
+            "prompts": self.prompts_digest,
+            "model": weights,
+            "compute dtype": str(dtype).removeprefix("torch."),
+            "versions": _versions(),
+        }
+
+    def provenance(self, digests: Digests, part: Part) -> Provenance:
+        """Return how the statistics of all batches were taken."""
+        return Provenance(
+            digests=digests,
+            recipe=self.recipe.name,
+            prompts=len(self.prompts),
+            prompts_digest=self.prompts_digest,
+            steps=self.settings.steps,
+            guidance=self.settings.guidance,
+            seed=self.settings.seed,
+            calls=part.calls,
+            versions=_versions(),
+        )
+
+
+def _read_kept(kept: Kept, processes: Processes) -> list[Part]:
+    """Return the part that this process had, if it had one."""
+    with processes.together():
+        part = kept.read()
+    if not any(processes.exchange(part is not None)):
+        found = ", ".join(path.name for path in others(kept.output)) or "none"
+        raise ArtefactError(
+            f"{kept.output}: nothing to resume with {processes.count} processes, partial "
+            f"calibrations beside it: {found}; start as many as then, or drop --resume"
+        )
+    return [] if part is None else [part]
+
+
+def _collect(
+    run: Run, processes: Processes, kept: Kept | None, before: list[Part], progress: Progress
+) -> Part | None:
+    """Run this process's batches, from where ``before`` ends, and return what all of them gave."""
+    with processes.together():
+        batches = split_batches(run.prompts, run.settings)
+        share = [batches[index] for index in processes.share(len(batches))]
+        todo = share[sum(part.batches for part in before) :]
+    turns, pace, parts = max(processes.exchange(len(todo))), Pace(), before
+    with quiet_libraries(), ExitStack() as stack:
+        with processes.together():
+            observed = _Observed(run, processes, len(todo), progress, stack) if todo else None
+        for turn in range(turns):
+            with processes.together():
+                if observed is None or turn >= len(todo):
+                    continue
+                observed.run(todo[turn])
+                last = turn + 1 == len(todo)
+                if last or (kept is not None and pace.is_due()):
+                    parts = [join_parts([*before, observed.part(turn + 1)])]
+                if kept is not None and pace.is_due():
+                    started = monotonic()
+                    kept.write(parts[0])
+                    pace.wrote(started)
+    return parts[0] if parts else None
+
+
+class _Observed:
+    """The pipeline with its layers observed, until the stack unwinds."""
+
+    def __init__(
+        self, run: Run, processes: Processes, batches: int, progress: Progress, stack: ExitStack
+    ) -> None:
+        self._settings = run.settings
+        self._pipe = load_pipeline(run.model, choose_device(processes.device(run.device)))
+        self._collectors = [
+            Collector(name, getattr(self._pipe, name), found, run.settings.buckets)
+            for name, found in run.layers.items()
+        ]
+
+        def report(calls: int) -> None:
+            total = batches * len(self._pipe.scheduler.timesteps)
+            progress("denoising", min(calls, total), total)
+
+        for collector in self._collectors:
+            stack.enter_context(collector.attached(self._pipe.scheduler, report))
+
+    def run(self, batch: Batch) -> None:
+        for collector in self._collectors:
+            collector.begin_batch(batch.seeds)
         try:
-            for batch in batches:
-                for collector in collectors:
-                    collector.begin_batch(batch.seeds)
-                run_batch(pipe, batch, settings)
+            run_batch(self._pipe, batch, self._settings)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 "out of GPU memory while denoising; take a smaller batch, or --device cpu"
             ) from error
-    return collectors
+        for collector in self._collectors:
+            collector.check()
+
+    def part(self, batches: int) -> Part:
+        return Part(
+            {collector.name: collector.statistics() for collector in self._collectors},
+            # Denoisers of one pipeline share its scheduler, so the first one's edges are all's.
+            self._collectors[0].edges or (),
+            {collector.name: list(collector.calls) for collector in self._collectors},
+            batches,
+        )
 
 
-def _digests(layers: dict[str, tuple[Layer, ...]], progress: Progress) -> dict[str, dict[str, str]]:
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("quantkit", "torch", "diffusers")}
+
+
+def _digests(layers: Mapping[str, tuple[Layer, ...]], progress: Progress) -> Digests:
     total = sum(map(len, layers.values()))
-    digests: dict[str, dict[str, str]] = {}
+    digests: Digests = {}
     done = 0
     for name, found in layers.items():
         digests[name] = {}

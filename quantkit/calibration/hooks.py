@@ -130,11 +130,19 @@ class Collector:
             for layer, module in self._modules.items():
                 handles.append(module.register_forward_pre_hook(self._listener(layer, module)))
             yield
-            if self._bad is not None:
-                self._refuse_bad(self._bad.tolist())
+            self.check()
         finally:
             for handle in handles:
                 handle.remove()
+
+    def check(self) -> None:
+        """Wait for the last call, and refuse NaN and Inf in it.
+
+        Raises:
+            NonFiniteError: naming the layer and the step.
+        """
+        if self._bad is not None:
+            self._refuse_bad(self._bad.tolist())
 
     def statistics(self) -> dict[str, LayerStatistics]:
         """Return the statistics of every layer that was called.

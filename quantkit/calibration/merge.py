@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -10,7 +10,12 @@ from torch import Tensor
 
 from quantkit.calibration.average import continued
 from quantkit.calibration.sampling import join_samples
-from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance
+from quantkit.calibration.statistics import (
+    Calibration,
+    LayersByComponent,
+    LayerStatistics,
+    Provenance,
+)
 from quantkit.errors import ArtefactError
 
 
@@ -31,14 +36,46 @@ def merge(parts: Mapping[str, Calibration]) -> Calibration:
     for other, part in rest:
         _refuse_others(name, first, other, part)
     _refuse_twins(parts)
-    layers = {
-        component: {
-            layer: reduce(merge_layer, (part.layers[component][layer] for part in parts.values()))
-            for layer in table
-        }
-        for component, table in first.layers.items()
-    }
+    layers = _merge_layers([part.layers for part in parts.values()])
     return Calibration(layers, first.edges, _provenance([p.metadata for p in parts.values()]))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What some of a run's batches gave, one after another."""
+
+    layers: LayersByComponent
+    edges: tuple[float, ...]
+    #: calls of the denoiser per bucket
+    calls: dict[str, list[int]]
+    batches: int
+
+
+def join_parts(parts: Sequence[Part]) -> Part:
+    """Return parts of one run, at least one, in the order of their batches, as one part."""
+    return Part(
+        _merge_layers([part.layers for part in parts]),
+        parts[0].edges,
+        _summed_calls([part.calls for part in parts]),
+        sum(part.batches for part in parts),
+    )
+
+
+def _merge_layers(tables: Sequence[LayersByComponent]) -> LayersByComponent:
+    return {
+        component: {
+            layer: reduce(merge_layer, (table[component][layer] for table in tables))
+            for layer in layers
+        }
+        for component, layers in tables[0].items()
+    }
+
+
+def _summed_calls(tables: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
+    return {
+        name: [sum(counts) for counts in zip(*(table[name] for table in tables), strict=True)]
+        for name in tables[0]
+    }
 
 
 def merge_layer(first: LayerStatistics, second: LayerStatistics) -> LayerStatistics:
@@ -140,10 +177,7 @@ def _provenance(parts: Sequence[Provenance]) -> Provenance:
         recipe=_distinct(part.recipe for part in parts),
         prompts=sum(part.prompts for part in parts),
         prompts_digest=hashlib.sha256(digests.encode()).hexdigest(),
-        calls={
-            name: [sum(counts) for counts in zip(*(p.calls[name] for p in parts), strict=True)]
-            for name in parts[0].calls
-        },
+        calls=_summed_calls([part.calls for part in parts]),
         versions={
             name: _distinct(part.versions.get(name, "unknown") for part in parts)
             for name in parts[0].versions

@@ -125,6 +125,10 @@ class LayerStatistics:
         return quantiles(self.histogram, self.amax, percent / 100)
 
 
+#: Statistics by component and module path.
+LayersByComponent = dict[str, dict[str, LayerStatistics]]
+
+
 def per_column(channels: Tensor, area: int) -> Tensor:
     """Return values per channel as values per column of the rows that the kernels read.
 
@@ -161,9 +165,9 @@ class Provenance:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Statistics of all layers, by component and module path."""
+    """Statistics of all layers, and how they were taken."""
 
-    layers: dict[str, dict[str, LayerStatistics]]
+    layers: LayersByComponent
     #: ascending timesteps between buckets, in the unit the denoiser is called with
     edges: tuple[float, ...]
     metadata: Provenance
@@ -206,13 +210,7 @@ def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> No
     Raises:
         OutputError: the file exists without ``force``, or cannot be written.
     """
-    tensors = {
-        pack_name(component, layer, field.name): tensor
-        for component, layers in calibration.layers.items()
-        for layer, statistics in layers.items()
-        for field in fields(statistics)
-        if (tensor := getattr(statistics, field.name)) is not None
-    }
+    tensors = tensors_of_layers(calibration.layers)
     about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
     version = _oldest_with({split_name(name)[2] for name in tensors})
     write_artefact(path, _KIND, tensors, about, force=force, version=version)
@@ -228,21 +226,41 @@ def load_calibration(path: Path) -> Calibration:
     """
     tensors, about = read_artefact(path, _KIND, newest=_NEWEST)
     try:
-        grouped: dict[str, dict[str, dict[str, Tensor]]] = {}
-        for name, tensor in tensors.items():
-            component, layer, field = split_name(name)
-            grouped.setdefault(component, {}).setdefault(layer, {})[field] = tensor
         edges = tuple(map(float, about["edges"]))
-        layers = {
-            component: {
-                name: _statistics(f"{component}/{name}", parts, len(edges) + 1)
-                for name, parts in table.items()
-            }
-            for component, table in grouped.items()
-        }
+        layers = layers_of_tensors(tensors, len(edges) + 1)
         return Calibration(layers, edges, Provenance(**about["provenance"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ArtefactError(f"{path}: damaged ({error}); calibrate again") from error
+
+
+def tensors_of_layers(layers: LayersByComponent) -> dict[str, Tensor]:
+    """Return every field that is there, by component, layer and field."""
+    return {
+        pack_name(component, layer, field.name): tensor
+        for component, table in layers.items()
+        for layer, statistics in table.items()
+        for field in fields(statistics)
+        if (tensor := getattr(statistics, field.name)) is not None
+    }
+
+
+def layers_of_tensors(tensors: Mapping[str, Tensor], buckets: int) -> LayersByComponent:
+    """Undo ``tensors_of_layers``.
+
+    Raises:
+        KeyError, TypeError, ValueError: tensors that are missing, unknown or of a wrong shape.
+    """
+    grouped: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        component, layer, field = split_name(name)
+        grouped.setdefault(component, {}).setdefault(layer, {})[field] = tensor
+    return {
+        component: {
+            name: _statistics(f"{component}/{name}", parts, buckets)
+            for name, parts in table.items()
+        }
+        for component, table in grouped.items()
+    }
 
 
 def _oldest_with(stored: set[str]) -> int:

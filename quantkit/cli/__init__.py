@@ -17,7 +17,7 @@ from quantkit.cli import (
     sparsify,
     verify,
 )
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import QuantkitError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -44,4 +44,4 @@ def main(arguments: list[str] | None = None) -> None:
         quantkit(args=arguments, prog_name="quantkit", standalone_mode=True)
     except QuantkitError as error:
         click.echo(f"quantkit: error: {error}", err=True)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        sys.exit(error.exit_code)

@@ -11,9 +11,9 @@ from quantkit.cli.console import print_json, print_table, progress_bar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from quantkit.calibration.collect import Run
+    from quantkit.calibration.processes import Processes
     from quantkit.calibration.statistics import Calibration
-    from quantkit.models.source import Model
-    from quantkit.recipe import Recipe
 
 
 @click.group()
@@ -35,6 +35,7 @@ def calibrate() -> None:
 @click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
 @click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--resume", is_flag=True, help="Go on with a run that was killed.")
 @options.device
 @options.force
 @options.dry_run
@@ -46,6 +47,7 @@ def model_command(
     output: Path,
     prompts: Path | None,
     count: int | None,
+    resume: bool,
     device: str,
     force: bool,
     dry_run: bool,
@@ -55,8 +57,9 @@ def model_command(
 ) -> None:
     """Run MODEL, a pipeline, on prompts and store statistics of what its layers read.
 
-    They are kept per layer and timestep bucket: amax, a histogram, and per channel amax and mean
-    square. Scales and masks are chosen from them later, without running the model again.
+    They are kept per layer and timestep bucket: amax, a histogram, a sample of rows, and per
+    channel amax, mean and mean square. Scales and masks are chosen from them later, without running
+    the model again. Started by torchrun or accelerate, all processes share the prompts.
     """
     calibrate_model(
         model,
@@ -65,6 +68,7 @@ def model_command(
         prompts=prompts,
         count=count,
         run={name: value for name, value in run.items() if value is not None},
+        resume=resume,
         device=device,
         force=force,
         dry_run=dry_run,
@@ -81,6 +85,7 @@ def calibrate_model(
     prompts: Path | None,
     count: int | None,
     run: dict[str, Any],
+    resume: bool,
     device: str,
     force: bool,
     dry_run: bool,
@@ -96,37 +101,69 @@ def calibrate_model(
         prompts: a file of prompts; None: the bundled set.
         count: how many of them; None: all of a file, the recipe's number of the bundled set.
         run: settings of the recipe's calibration section to replace.
+        resume: go on with what a run that was killed had kept beside the output.
         device: auto, cpu or cuda[:N].
         force: replace an existing file.
         dry_run: say what would be observed, and write nothing.
         quiet: no progress.
         as_json: print JSON.
     """
-    from quantkit.calibration.running import read_prompts
+    from quantkit.calibration.processes import joined
     from quantkit.files import refuse_existing
+
+    result: dict[str, Any] | None = None
+    with joined() as processes:
+        with processes.together():
+            chosen = _opened(model, recipe, prompts, count, run, device)
+            refuse_existing(output, force=force)
+        if not dry_run:
+            result = _made(chosen, output, processes, resume=resume, quiet=quiet, force=force)
+        elif processes.is_first:
+            result = _planned(chosen)
+    if result is None:
+        return
+    if as_json:
+        print_json(result)
+    else:
+        _print(result, f"{model}: would observe" if dry_run else str(output))
+
+
+def _opened(
+    model: str,
+    recipe: str,
+    prompts: Path | None,
+    count: int | None,
+    run: dict[str, Any],
+    device: str,
+) -> "Run":
+    from quantkit.calibration.collect import Run
+    from quantkit.calibration.running import read_prompts
     from quantkit.models.source import open_model
     from quantkit.recipefile import load_recipe
 
-    refuse_existing(output, force=force)
     texts = read_prompts(prompts)
     if count or prompts:
         run = {**run, "prompts": count or len(texts)}
     chosen = load_recipe(recipe).with_calibration(run)
-    source = open_model(model)
-    if dry_run:
-        result = _planned(source, chosen, len(texts[: chosen.calibration.prompts]))
-    else:
-        from quantkit.calibration.collect import calibrate as take
-        from quantkit.calibration.statistics import save_calibration
+    return Run(open_model(model), chosen, texts, device)
 
-        with progress_bar(quiet=quiet) as progress:
-            calibration = take(source, chosen, texts, device=device, progress=progress)
-        save_calibration(calibration, output, force=force)
-        result = _described(calibration, output)
-    if as_json:
-        print_json(result)
-    else:
-        _print(result, f"{model}: would observe" if dry_run else f"{output}")
+
+def _made(
+    run: "Run", output: Path, processes: "Processes", *, resume: bool, quiet: bool, force: bool
+) -> dict[str, Any] | None:
+    """Calibrate and write; what the first process prints, None in the others."""
+    from quantkit.calibration.collect import calibrate_share
+    from quantkit.calibration.statistics import save_calibration
+
+    with progress_bar(quiet=quiet or not processes.is_first) as progress:
+        calibration, kept = calibrate_share(
+            run, output, processes=processes, resume=resume, progress=progress
+        )
+    with processes.together():
+        if calibration is not None:
+            save_calibration(calibration, output, force=force)
+    kept.discard()
+    return None if calibration is None else _described(calibration, output)
 
 
 @calibrate.command("merge")
@@ -178,19 +215,16 @@ def merge_calibrations(
         _print(result, str(output))
 
 
-def _planned(model: "Model", recipe: "Recipe", prompts: int) -> dict[str, Any]:
-    from quantkit.calibration.collect import observed_layers
-
-    settings = recipe.calibration
+def _planned(run: "Run") -> dict[str, Any]:
     return {
         "written": None,
-        "prompts": prompts,
-        "steps": settings.steps,
-        "buckets": settings.buckets,
+        "prompts": len(run.prompts),
+        "steps": run.settings.steps,
+        "buckets": run.settings.buckets,
         "edges": None,
         "components": {
-            c.name: {"layers": [layer.name for layer in observed_layers(c, recipe)]}
-            for c in model.components
+            name: {"layers": [layer.name for layer in layers]}
+            for name, layers in run.layers.items()
         },
     }
 

@@ -1,0 +1,272 @@
+"""Calibrating in several processes, and going on with a calibration that was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quantkit.calibration import collect, partial
+from quantkit.calibration.processes import ALONE, Processes, joined
+from quantkit.calibration.statistics import LayerStatistics, load_calibration
+from quantkit.cli.calibrate import calibrate as calibrate_command
+from quantkit.errors import ArtefactError, OutputError
+
+PROMPTS = ("a red circle", "two blue squares", "a tree", "a house", "a cat")
+#: Three batches: 2, 2 and 1 prompts.
+OPTIONS = ("-r", "fp8-static", "--steps", "4", "--batch", "2", "--seed", "7", "--device", "cpu")
+
+#: Runs the command, but ends or fails where the test says: RANK:BATCH:WHAT.
+DRIVER = """
+import os, signal, sys
+from quantkit.calibration import collect, partial
+from quantkit.cli import main
+from quantkit.errors import NonFiniteError
+
+partial._PAUSE = partial._SHARE = 0.0
+rank, last, what = os.environ.get("FAIL", "9:9:-").split(":")
+run, done = collect.run_batch, []
+
+def stopping(*arguments):
+    if os.environ.get("RANK", "0") == rank and len(done) == int(last):
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise NonFiniteError("unet.mid_block: NaN at step 9")
+    run(*arguments)
+    done.append(arguments)
+
+collect.run_batch = stopping
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "p.txt"
+    path.write_text("\n".join(PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def arguments(pipeline_dir, prompts):
+    return ("calibrate", "model", str(pipeline_dir), "--prompts", str(prompts), *OPTIONS)
+
+
+def invoke(arguments, output, *more):
+    return CliRunner().invoke(
+        calibrate_command, [*arguments[1:], "-o", str(output), "-q", *more], catch_exceptions=True
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "c.safetensors"
+    result = invoke(arguments, output)
+    assert result.exit_code == 0, result.output
+    assert [*output.parent.iterdir()] == [output]
+    return load_calibration(output)
+
+
+def launch(count, arguments, output, tmp_path, *more, fail="9:9:-"):
+    """Run the command in processes of torchrun, and return what they said."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
+    command = [sys.executable, *start, str(driver), *arguments, "-o", str(output), *more]
+    environment = {**os.environ, "FAIL": fail, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=280, check=False
+    )
+
+
+def assert_same(found, wanted):
+    assert (found.edges, found.metadata) == (wanted.edges, wanted.metadata)
+    for name, statistics in wanted.layers["unet"].items():
+        other = found.layers["unet"][name]
+        for field in (f.name for f in fields(LayerStatistics)):
+            one, two = getattr(other, field), getattr(statistics, field)
+            if field in {"mean", "second_moment", "moving_amax"}:
+                torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+            elif field == "samples":
+                # A process has one thread, the test has several: sums in another order.
+                torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+            elif field in {"amax", "channel_amax"}:
+                torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+            elif field == "histogram":
+                assert (one - two).abs().sum() <= 2e-3 * two.sum(), name
+            else:
+                assert torch.equal(one, two), (name, field)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("items", [0, 1, 3, 16])
+def test_shares_are_runs_that_make_up_the_whole(count, items):
+    shares = [Processes(rank, count).share(items) for rank in range(count)]
+    assert [item for share in shares for item in share] == [*range(items)]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    # The first one shows the progress.
+    assert len(shares[0]) == max(map(len, shares))
+
+
+def test_one_process_talks_to_nobody(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with joined() as processes:
+        assert processes is ALONE
+    assert (ALONE.exchange("x"), ALONE.gather("x"), ALONE.is_first) == (["x"], ["x"], True)
+    with pytest.raises(OutputError), ALONE.together():
+        raise OutputError("full")
+
+
+def test_gpus_are_dealt_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks = [Processes(rank, 3, local_rank=rank) for rank in range(3)]
+    assert [p.device("auto") for p in ranks] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [p.device("cpu") for p in ranks] == ["cpu"] * 3
+    assert ALONE.device("auto") == "auto"
+
+
+@pytest.mark.slow
+def test_more_processes_than_batches_give_what_one_gives(arguments, whole, tmp_path):
+    output = tmp_path / "out" / "c.safetensors"
+    result = launch(4, arguments, output, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert_same(load_calibration(output), whole)
+    assert [*output.parent.iterdir()] == [output]
+    assert result.stdout.count("component") == 1
+
+
+@pytest.mark.slow
+def test_error_in_one_process_ends_all_with_its_message(arguments, tmp_path):
+    output = tmp_path / "out" / "c.safetensors"
+    result = launch(2, arguments, output, tmp_path, "-q", fail="1:0:raise")
+    assert result.returncode != 0
+    assert result.stderr.count("quantkit: error: unet.mid_block: NaN at step 9") == 1
+    assert "exitcode  : 2" in result.stderr
+    assert not output.exists()
+
+
+@pytest.mark.slow
+def test_killed_processes_go_on(arguments, whole, tmp_path):
+    output = tmp_path / "out" / "c.safetensors"
+    result = launch(2, arguments, output, tmp_path, "-q", fail="0:1:kill")
+    assert result.returncode != 0
+    assert not output.exists()
+    kept = sorted(path.name for path in output.parent.iterdir())
+    assert ".c.safetensors.part-1-of-2" in kept
+    error = invoke(arguments, output, "--resume").exception
+    assert "nothing to resume with 1 processes" in str(error)
+    assert ".c.safetensors.part-1-of-2" in str(error)
+    result = launch(2, arguments, output, tmp_path, "-q", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert_same(load_calibration(output), whole)
+    assert [*output.parent.iterdir()] == [output]
+
+
+def test_killed_run_goes_on(arguments, whole, tmp_path):
+    output = tmp_path / "out" / "c.safetensors"
+    result = launch(1, arguments, output, tmp_path, "-q", fail="0:2:kill")
+    assert result.returncode == -signal.SIGKILL
+    kept = output.parent / ".c.safetensors.part-1-of-1"
+    assert [*output.parent.iterdir()] == [kept]
+    result = invoke(arguments, output, "--resume")
+    assert result.exit_code == 0, result.output
+    assert_same(load_calibration(output), whole)
+    assert [*output.parent.iterdir()] == [output]
+
+
+@pytest.fixture(scope="module")
+def interrupted(arguments, tmp_path_factory):
+    """An output whose run ended after two batches of three."""
+    output = tmp_path_factory.mktemp("interrupted") / "c.safetensors"
+    run, seen = collect.run_batch, []
+
+    def stopping(*given):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        run(*given)
+        seen.append(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collect, "run_batch", stopping)
+        patch.setattr(partial, "_PAUSE", 0.0)
+        patch.setattr(partial, "_SHARE", 0.0)
+        assert invoke(arguments, output).exit_code != 0
+    return output
+
+
+def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_path, monkeypatch):
+    output = tmp_path / "c.safetensors"
+    kept = interrupted.parent / ".c.safetensors.part-1-of-1"
+    (tmp_path / kept.name).write_bytes(kept.read_bytes())
+    run, seeds = collect.run_batch, []
+    monkeypatch.setattr(
+        collect,
+        "run_batch",
+        lambda pipe, batch, s: (seeds.append(batch.seeds), run(pipe, batch, s)),
+    )
+    result = invoke(arguments, output, "--resume")
+    assert result.exit_code == 0, result.output
+    assert seeds == [range(11, 12)]
+    assert_same(load_calibration(output), whole)
+
+
+CHANGES = {
+    "steps": (("--steps", "5"), "steps 4, wanted 5; run with the same settings"),
+    "seed": (("--seed", "8"), "seed 7, wanted 8;"),
+    "batch": (("--batch", "1"), "batch 2, wanted 1;"),
+    "guidance": (("--guidance", "1.5"), r"guidance nothing, wanted 1\.5;"),
+    "prompts": (("--count", "4"), r"prompts [0-9a-f]{12}\.\.\., wanted [0-9a-f]{12}\.\.\.;"),
+    "layers": (("-r", "sd3-fp8"), r"model [0-9a-f]{12}\.\.\., wanted"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), CHANGES.values(), ids=CHANGES)
+def test_run_with_other_settings_is_not_gone_on_with(arguments, interrupted, options, message):
+    if "-r" in options:
+        options = ("-r", str(_recipe_that_keeps_less(interrupted.parent)))
+    error = invoke(arguments, interrupted, "--resume", *options).exception
+    assert isinstance(error, ArtefactError)
+    with pytest.raises(ArtefactError, match=message):
+        raise error
+    assert not interrupted.exists()
+
+
+def _recipe_that_keeps_less(folder):
+    path = Path(folder) / "other.yaml"
+    path.write_text('name: other\nkeep: ["mid_block.*"]\n')
+    return path
+
+
+def test_kept_part_that_is_damaged_is_refused(arguments, interrupted, tmp_path):
+    kept = interrupted.parent / ".c.safetensors.part-1-of-1"
+    data = bytearray(kept.read_bytes())
+    data[-9] ^= 1
+    (tmp_path / kept.name).write_bytes(data)
+    error = invoke(arguments, tmp_path / "c.safetensors", "--resume").exception
+    assert isinstance(error, ArtefactError)
+    assert "its checksum does not agree" in str(error)
+
+
+def test_nothing_to_resume_is_said(arguments, tmp_path):
+    error = invoke(arguments, tmp_path / "c.safetensors", "--resume").exception
+    assert "nothing to resume with 1 processes, partial calibrations beside it: none" in str(error)
+
+
+def test_writing_takes_a_small_part_of_the_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(partial, "monotonic", lambda: now[0])
+    pace = partial.Pace(_due=105.0)
+    assert not pace.is_due()
+    now[0] = 106.0
+    assert pace.is_due()
+    now[0] = 107.0
+    pace.wrote(106.0)
+    now[0] = 126.0
+    assert not pace.is_due()
+    now[0] = 127.0
+    assert pace.is_due()
