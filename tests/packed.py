@@ -89,10 +89,10 @@ def pack_component(folder, schemes, *, shards=1, recipe=None):
     config_path.write_text(json.dumps(config, indent=2))
     source.unlink()
     version = needed_version(schemes.values())
-    _write_shards(folder, tensors, records, shards, recipe or {}, version)
+    _write_shards(folder, tensors, records, shards, (version, recipe or {}))
 
 
-def _write_shards(folder, tensors, records, shards, recipe, version):
+def _write_shards(folder, tensors, records, shards, about):
     # A layer's tensors stay together: cut between modules.
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     size = -(-len(modules) // shards)
@@ -103,7 +103,7 @@ def _write_shards(folder, tensors, records, shards, recipe, version):
         cut = f"-{i + 1:05}-of-{shards:05}" if shards > 1 else ""
         name = f"diffusion_pytorch_model{cut}.safetensors"
         layers = {n: r for n, r in records.items() if n in part}
-        meta = ShardMetadata(version, recipe, layers, {n: digest(t) for n, t in own.items()})
+        meta = ShardMetadata(*about, layers, {n: digest(t) for n, t in own.items()})
         save_file(own, folder / name, metadata={"format": "pt", METADATA_KEY: meta.to_text()})
         index |= dict.fromkeys(own, name)
     if shards > 1:
