@@ -68,8 +68,27 @@ class ActivationRecipe(_Strict):
     #: what chooses a static scale from the statistics
     observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
     percentile: Percentile = 99.99
-    #: timestep buckets that have a static scale of their own: how many, their edges, or auto
+    #: subtract each channel's mean before quantizing; the output gets it back
+    shift: bool = False
+    #: timestep buckets that have a static scale and a shift of their own: how many, their edges,
+    #: or auto
     buckets: Annotated[Buckets, AfterValidator(_ascending)] = 1
+
+    @model_validator(mode="after")
+    def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
+        if self.shift and self.mode == "none":
+            raise RecipeError("activation.shift with mode none: nothing is quantized; drop shift")
+        if self.shift and self.observer == "moving_average":
+            raise RecipeError(
+                "activation.shift with observer moving_average: it was taken before the shift; "
+                "use mse, kl, percentile or amax"
+            )
+        if self.shift and self.buckets == "auto":
+            raise RecipeError(
+                "activation.buckets auto with shift: scales that agree may have shifts that do "
+                "not; give a number of buckets"
+            )
+        return self
 
 
 class SparsityRecipe(_Strict):

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
-from quantkit.checkpoint.spec import make_config
+from quantkit.checkpoint.spec import make_config, needed_version
 from quantkit.inference.modules import pack_module
 from quantkit.numerics.masks import choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows
@@ -44,6 +44,13 @@ def packed_tensors(weight, scheme, *, input_amax=4.0):
         # no ratio is a power of two, which would change no FP8 result
         ramp = torch.linspace(1.0, 1.7, count) * (input_amax / scheme.weight.max)
         parts["input_scale"] = ramp if scheme.buckets else ramp[0]
+    if scheme.shift:
+        count = len(scheme.buckets) + 1
+        shift = torch.linspace(-0.6, 1.0, count * channels).reshape(count, channels)
+        kept = to_rows(weight.detach().double()).reshape(len(weight), -1, channels).sum(1)
+        lost = (shift.double() @ kept.T).float()
+        parts["input_shift"] = shift if scheme.buckets else shift[0]
+        parts["output_shift"] = lost if scheme.buckets else lost[0]
     return parts
 
 
@@ -81,10 +88,11 @@ def pack_component(folder, schemes, *, shards=1, recipe=None):
     config["quantization_config"] = make_config(schemes).to_json()
     config_path.write_text(json.dumps(config, indent=2))
     source.unlink()
-    _write_shards(folder, tensors, records, shards, recipe or {})
+    version = needed_version(schemes.values())
+    _write_shards(folder, tensors, records, shards, (version, recipe or {}))
 
 
-def _write_shards(folder, tensors, records, shards, recipe):
+def _write_shards(folder, tensors, records, shards, about):
     # A layer's tensors stay together: cut between modules.
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     size = -(-len(modules) // shards)
@@ -95,7 +103,7 @@ def _write_shards(folder, tensors, records, shards, recipe):
         cut = f"-{i + 1:05}-of-{shards:05}" if shards > 1 else ""
         name = f"diffusion_pytorch_model{cut}.safetensors"
         layers = {n: r for n, r in records.items() if n in part}
-        meta = ShardMetadata(1, recipe, layers, {n: digest(t) for n, t in own.items()})
+        meta = ShardMetadata(*about, layers, {n: digest(t) for n, t in own.items()})
         save_file(own, folder / name, metadata={"format": "pt", METADATA_KEY: meta.to_text()})
         index |= dict.fromkeys(own, name)
     if shards > 1:

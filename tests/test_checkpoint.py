@@ -14,7 +14,7 @@ from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.reader import find_breaches, open_packed, verify
 from quantkit.checkpoint.spec import (
     CONFIG_KEY,
-    FORMAT_VERSION,
+    FIRST_VERSION,
     TensorSpec,
     layer_tensors,
     make_config,
@@ -324,7 +324,7 @@ ZERO = "0" * 64
 
 #: name -> (how to break the rule, what the reader says); found without reading all bytes
 CHEAP = {
-    "config-newer": (of_config(lambda c: c.update(format_version=2)), "2 is newer than 1.*upgrade"),
+    "config-newer": (of_config(lambda c: c.update(format_version=3)), "3 is newer than 2.*upgrade"),
     "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
     "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
     "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
@@ -350,7 +350,7 @@ CHEAP = {
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
         "stands in the schemes 2x",
     ),
-    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 1"),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 2"),
     "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
     "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
     "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),
@@ -617,8 +617,9 @@ def test_dequantized_is_near_the_source(packed):
 
 def test_version_is_in_both_places(packed):
     edit = Edit(packed)
-    assert edit.config[CONFIG_KEY]["format_version"] == FORMAT_VERSION
-    assert all(m["format_version"] == FORMAT_VERSION for m in edit.metadata.values())
+    # Without a shift, older readers can read it.
+    assert edit.config[CONFIG_KEY]["format_version"] == FIRST_VERSION
+    assert all(m["format_version"] == FIRST_VERSION for m in edit.metadata.values())
 
 
 def test_an_unknown_dtype_is_refused(edit):

@@ -34,6 +34,8 @@ SCHEMES = {
     "static-smooth-sparse": Scheme(E4M3FN, PerTensor(), TWO_OF_FOUR, STATIC, smooth=True),
     "static-e5m2": Scheme(E5M2, PerChannel(), None, STATIC),
     "group": Scheme(E4M3FN, PerGroup(16), None, TOKEN),
+    "token-shift": Scheme(E4M3FN, PerChannel(), None, TOKEN, shift=True),
+    "static-shift": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, STATIC, smooth=True, shift=True),
     "none": Scheme(E4M3FN, PerChannel(), None, NONE),
     "none-smooth-sparse": Scheme(E5M2, PerChannel(), TWO_OF_FOUR, NONE, smooth=True),
 }
@@ -63,6 +65,10 @@ def oracle(layer, x):
     """The layer's value by its definition, in float64: quantize x by hand, multiply dense."""
     scheme, wide = layer.scheme, x.float()
     shape = (-1, 1, 1) if layer.kind == "conv2d" else (-1,)
+    if layer.kind == "conv2d":
+        wide = functional.pad(wide, layer.padding)
+    if layer.input_shift is not None:
+        wide = wide - layer.input_shift.reshape(shape)
     if layer.input_smooth is not None:
         wide = wide * layer.input_smooth.reshape(shape)
     scale = torch.ones(())
@@ -70,14 +76,15 @@ def oracle(layer, x):
         scale = layer.input_scale
         wide = cast(wide / scale, scheme.weight).double() * scale
     weight, bias = layer.dequantized().double(), layer.bias.double()
+    if layer.output_shift is not None:
+        bias = (bias + layer.output_shift).to(x.dtype).double()
     if layer.kind == "linear":
         if scheme.activation is TOKEN:
             amax = wide.abs().amax(-1, keepdim=True)
             scale = torch.where(amax > 0, amax / scheme.weight.max, 1.0)
             wide = cast(wide / scale, scheme.weight).double() * scale
         return functional.linear(wide.double(), weight, bias)
-    padded = functional.pad(wide.double(), layer.padding)
-    kernel = layer.dense_shape[2:]
+    padded, kernel = wide.double(), layer.dense_shape[2:]
     columns = functional.unfold(padded, kernel, layer.dilation, stride=layer.stride)
     if scheme.activation is TOKEN:
         amax = columns.abs().amax(1, keepdim=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.histogram import bin_edges
+from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.plan import choose_edges
@@ -125,6 +126,7 @@ def static_scale(
     smooth: Tensor | None = None,
     *,
     edges: Sequence[float] = (),
+    shift: Tensor | None = None,
 ) -> Tensor:
     """Return the static scale of a layer's input, one per timestep bucket.
 
@@ -134,6 +136,7 @@ def static_scale(
         fmt: the format of the layer's weight.
         smooth: (C,) factor the input is multiplied by, or None.
         edges: of the calibration.
+        shift: (C,) or (buckets, C) that the input is lessened by, before ``smooth``; or None.
 
     Returns:
         float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen.
@@ -144,6 +147,8 @@ def static_scale(
     """
     wanted = choose_edges(activation, tuple(edges))
     pooled = statistics.rebucketed(edges, wanted)
+    if shift is not None:
+        pooled, smooth = shifted(pooled, shift.reshape(len(pooled.amax), -1), smooth), None
     if smooth is None:
         clip = OBSERVERS[activation.observer](pooled, fmt, activation.percentile)
     elif activation.observer == "amax":

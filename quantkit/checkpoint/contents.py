@@ -13,19 +13,21 @@ from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
 from quantkit.numerics.scheme import Scheme
 
 _SCALES = ("weight_scale", "input_scale", "input_smooth")
+_SHIFTS = ("input_shift", "output_shift")
 
 
 def broken_scales(component: PackedComponent) -> Iterator[str]:
-    """Yield a line for every scale or factor that is not finite and positive."""
+    """Yield a line for every scale or factor that is not finite and positive, and every shift."""
     for layer in component.config.layers:
-        for part in _SCALES:
+        for part in (*_SCALES, *_SHIFTS):
             name = f"{layer}.{part}"
             if name in component.tensors:
                 values = component.read(name).flatten()
-                bad = ~(torch.isfinite(values) & (values > 0))
+                wanted = "finite" if part in _SHIFTS else "finite and positive"
+                bad = ~torch.isfinite(values) | ((values <= 0) & (part in _SCALES))
                 if bool(bad.any()):
                     found = float(values[bad][0])
-                    yield f"{_where(component, name)}: found {found}, wanted finite and positive"
+                    yield f"{_where(component, name)}: found {found}, wanted {wanted}"
 
 
 def broken_checksum(component: PackedComponent, name: str) -> Iterator[str]:

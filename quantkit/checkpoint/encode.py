@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
 from quantkit.checkpoint.rows import Digest, SourceTensor
@@ -47,6 +48,8 @@ class WeightPlan:
     smooth: Callable[[Tensor], Tensor] | None = None
     #: factor or None -> static scale, [] or [buckets]
     input_scale: Callable[[Tensor | None], Tensor] | None = None
+    #: (C,) or (buckets, C) that inputs are lessened by
+    shift: Tensor | None = None
 
 
 def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
@@ -76,6 +79,8 @@ class _Encoder:
         #: (C,) and (K,): the smoothing factor by channel and by column
         self._factor: Tensor | None = None
         self._columns: Tensor | None = None
+        #: first row -> float32 (buckets, R), what the shift takes from the output
+        self._taken: dict[int, Tensor] = {}
 
     def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
         if self._plan.smooth is not None:
@@ -90,6 +95,9 @@ class _Encoder:
             _append(sinks["weight_scale"], scale)
         for rows, mask in self._blocks():
             self._encode(rows, mask, scale, sinks)
+        if self._plan.shift is not None:
+            _append(sinks["input_shift"], self._plan.shift)
+            _append(sinks["output_shift"], torch.cat(list(self._taken.values()), dim=1))
         return LayerRecord(self._source.info.shape, self._digest.hexdigest())
 
     def _encode(
@@ -115,6 +123,8 @@ class _Encoder:
         for first, rows in self._source_blocks():
             # Chosen before smoothing: |w| is compared with its neighbours as the source has it.
             mask = None if self._plan.mask is None else self._plan.mask(rows, first)
+            if self._plan.shift is not None:
+                self._taken[first] = self._output_shift(rows, self._plan.shift)
             if self._columns is not None:
                 rows.div_(self._columns)
                 if not bool(torch.isfinite(rows).all()):
@@ -135,8 +145,13 @@ class _Encoder:
         return reduce(torch.maximum, (rows.abs().amax(dim=0) for _, rows in self._source_blocks()))
 
     def _per_column(self, factor: Tensor) -> Tensor:
-        """Return (C,) repeated for each tap: columns are channels last."""
-        return factor.repeat(prod(self._source.info.shape[1:]) // factor.numel())
+        """Return (..., C) repeated for each tap: columns are channels last."""
+        return per_column(factor, prod(self._source.info.shape[2:]))
+
+    def _output_shift(self, rows: Tensor, shift: Tensor) -> Tensor:
+        """Return what the dense weight makes of the shift: what packing loses of it comes back."""
+        columns = self._per_column(shift.reshape(-1, shift.shape[-1]).double())
+        return (columns @ rows.double().T).float()
 
     def _tensor_scale(self) -> Tensor:
         """Return the one scale of the weight, shape []."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
-from quantkit.checkpoint.spec import FORMAT_VERSION, Kind, check_version, kind_of
+from quantkit.checkpoint.spec import Kind, check_version, kind_of
 from quantkit.errors import CheckpointError
 
 #: The key in the header metadata of a safetensors file.
@@ -77,7 +77,7 @@ def parse_metadata(text: str) -> ShardMetadata:
         recipe = dict(value["recipe"])
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: damaged ({error}); pack the model again") from error
-    return ShardMetadata(FORMAT_VERSION, recipe, layers, tensors)
+    return ShardMetadata(int(value["format_version"]), recipe, layers, tensors)
 
 
 def _parse_record(layer: str, item: dict[str, Any]) -> LayerRecord:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
+from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.copying import is_weight, list_files
@@ -173,7 +174,9 @@ def _with_agreed_buckets(treatment: Treatment, inputs: _Inputs) -> Treatment:
 
 def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
     settings = inputs.recipe.settings(layer.name)
-    smooth, input_scale = None, None
+    smooth, input_scale, shift = None, None, None
+    if scheme.shift:
+        shift = input_shift(_statistics(layer, inputs), inputs.edges, scheme.buckets)
     if scheme.smooth:
         assert inputs.recipe.smooth is not None
         smooth = partial(_smooth, _statistics(layer, inputs), inputs.recipe.smooth)
@@ -182,9 +185,11 @@ def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
         refuse_without_average(statistics, settings.activation.observer)
         # The scheme has the edges that were chosen, also where the recipe has a number or auto.
         chosen = settings.activation.model_copy(update={"buckets": scheme.buckets or 1})
-        input_scale = partial(_static, statistics, chosen, scheme.weight, inputs.edges)
+        input_scale = partial(_static, statistics, chosen, scheme.weight, inputs.edges, shift=shift)
     mask = None if scheme.sparsity is None else _mask_source(layer, inputs)
-    plan = WeightPlan(layer.name, scheme, settings.weight.observer, mask, smooth, input_scale)
+    plan = WeightPlan(
+        layer.name, scheme, settings.weight.observer, mask, smooth, input_scale, shift
+    )
     return PackedLayer(plan, tuple(_expected(layer, inputs)))
 
 
@@ -224,8 +229,10 @@ def _static(
     fmt: FloatFormat,
     edges: tuple[float, ...],
     factor: Tensor | None,
+    *,
+    shift: Tensor | None,
 ) -> Tensor:
-    return static_scale(statistics, activation, fmt, factor, edges=edges)
+    return static_scale(statistics, activation, fmt, factor, edges=edges, shift=shift)
 
 
 def _mask_source(layer: Layer, inputs: _Inputs) -> MaskSource:

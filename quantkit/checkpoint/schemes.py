@@ -15,6 +15,8 @@ from quantkit.numerics.scheme import Activation, Scheme
 RESERVED_WEIGHTS = ("int8", "int4")
 
 _SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
+#: Written where true only, so that what has no shift stays a checkpoint of the first version.
+_OPTIONAL_KEYS = ("shift",)
 
 
 def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
@@ -26,10 +28,13 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
         "activation": scheme.activation.value,
         "buckets": list(scheme.buckets) or None,
         "smooth": scheme.smooth,
+        **({"shift": True} if scheme.shift else {}),
     }
 
 
-def check_keys(found: Mapping[str, Any], wanted: tuple[str, ...], where: str) -> None:
+def check_keys(
+    found: Mapping[str, Any], wanted: tuple[str, ...], where: str, optional: tuple[str, ...] = ()
+) -> None:
     """Refuse missing and unknown keys: a reader ignores nothing silently.
 
     Raises:
@@ -39,7 +44,7 @@ def check_keys(found: Mapping[str, Any], wanted: tuple[str, ...], where: str) ->
         if key not in found:
             raise CheckpointError(f"{where}: key {key!r} is missing; pack the model again")
     for key in found:
-        if key not in wanted:
+        if key not in wanted and key not in optional:
             raise CheckpointError(
                 f"{where}: unknown key {key!r}, wanted {', '.join(wanted)}; upgrade quantkit"
             )
@@ -57,12 +62,13 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     """
     if not isinstance(item, dict):
         raise CheckpointError(f"{where}: found {type(item).__name__}, wanted a JSON object")
-    check_keys(item, _SCHEME_KEYS, where)
+    check_keys(item, _SCHEME_KEYS, where, _OPTIONAL_KEYS)
     try:
         granularity = parse_granularity(_text(item["granularity"]))
         weight = _parse_weight(_text(item["weight"]))
         activation = Activation(item["activation"])
-        buckets = _parse_buckets(item["buckets"], activation)
+        shift = _parse_shift(item.get("shift"), activation)
+        buckets = _parse_buckets(item["buckets"], activation, shift=shift)
     except (InputError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
@@ -70,7 +76,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     if type(item["smooth"]) is not bool:
         raise CheckpointError(f"{where}: smooth {item['smooth']!r}, wanted true or false")
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
-    scheme = Scheme(weight, granularity, sparsity, activation, buckets, item["smooth"])
+    scheme = Scheme(weight, granularity, sparsity, activation, buckets, item["smooth"], shift)
     return scheme, _parse_layers(item["layers"], where)
 
 
@@ -80,7 +86,15 @@ def _parse_weight(name: str) -> FloatFormat:
     return find_format(name)
 
 
-def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
+def _parse_shift(value: object, activation: Activation) -> bool:
+    if value not in (None, True):
+        raise CheckpointError(f"shift {value!r}, wanted true, or no such key")
+    if value and activation is Activation.NONE:
+        raise CheckpointError("shift with activation 'none', wanted 'static' or 'token'")
+    return bool(value)
+
+
+def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tuple[float, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not value or not all(type(v) in (int, float) for v in value):
@@ -88,8 +102,10 @@ def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
     edges = tuple(float(v) for v in value)
     if not all(isfinite(edge) for edge in edges) or list(edges) != sorted(set(edges)):
         raise CheckpointError(f"buckets {value!r}, wanted ascending, distinct, finite timesteps")
-    if activation is not Activation.STATIC:
-        raise CheckpointError(f"buckets with activation {activation.value!r}, wanted 'static'")
+    if activation is not Activation.STATIC and not shift:
+        raise CheckpointError(
+            f"buckets with activation {activation.value!r} and no shift, wanted 'static' or a shift"
+        )
     return edges
 
 

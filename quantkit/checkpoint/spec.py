@@ -1,7 +1,7 @@
 """FORMAT.md as types, for reader, writer and loaders: the config and the tensors of a layer."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,13 +14,18 @@ from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.tensorfile import ITEM_BYTES
 
-FORMAT_VERSION = 1
+#: The newest version; a checkpoint without shifts is written as the first, for older readers.
+FORMAT_VERSION = 2
+FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
 #: The key of config.json that holds the schemes.
 CONFIG_KEY = "quantization_config"
 
 #: The tensors that a packed layer may own besides its bias.
-PACKED_PARTS = ("weight", "weight_meta", "weight_scale", "input_scale", "input_smooth")
+PACKED_PARTS = (
+    "weight", "weight_meta", "weight_scale", "input_scale", "input_smooth", "input_shift",
+    "output_shift",
+)  # fmt: skip
 
 Kind = Literal["linear", "conv2d"]
 
@@ -91,7 +96,12 @@ def make_config(schemes: Mapping[str, Scheme]) -> PackedConfig:
     for layer, scheme in sorted(schemes.items()):
         gathered.setdefault(scheme, []).append(layer)
     entries = tuple(SchemeEntry(scheme, tuple(layers)) for scheme, layers in gathered.items())
-    return PackedConfig(FORMAT_VERSION, __version__, entries)
+    return PackedConfig(needed_version(schemes.values()), __version__, entries)
+
+
+def needed_version(schemes: Iterable[Scheme]) -> int:
+    """Return the first format version that holds these treatments."""
+    return FORMAT_VERSION if any(scheme.shift for scheme in schemes) else FIRST_VERSION
 
 
 def parse_config(config: Mapping[str, Any]) -> PackedConfig:
@@ -118,7 +128,13 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
         for index, item in enumerate(schemes)
     )
     _check_distinct(entries)
-    return PackedConfig(FORMAT_VERSION, version, entries)
+    format_version = int(config["format_version"])
+    if format_version < needed_version(entry.scheme for entry in entries):
+        raise CheckpointError(
+            f"{CONFIG_KEY}: format_version {format_version} with a shift, which came with "
+            f"{FORMAT_VERSION}; pack the model again"
+        )
+    return PackedConfig(format_version, version, entries)
 
 
 def check_version(found: object, where: str) -> None:
@@ -128,7 +144,7 @@ def check_version(found: object, where: str) -> None:
         CheckpointError: newer (naming both versions), or no positive integer.
     """
     if type(found) is not int or found < 1:
-        raise CheckpointError(f"{where}: format_version {found!r}, wanted {FORMAT_VERSION}")
+        raise CheckpointError(f"{where}: format_version {found!r}, wanted 1 to {FORMAT_VERSION}")
     if found > FORMAT_VERSION:
         raise CheckpointError(
             f"{where}: format_version {found} is newer than {FORMAT_VERSION}, the newest that "
@@ -164,7 +180,8 @@ def layer_tensors(
         bias_dtype: the bias' dtype as safetensors names it; None without a bias.
 
     Returns:
-        weight, weight_meta (sparse), weight_scale, input_scale (static), input_smooth, bias.
+        weight, weight_meta (sparse), weight_scale, input_scale (static), input_smooth,
+        input_shift and output_shift, bias.
 
     Raises:
         CheckpointError: the shape does not fit the kind, or does not divide as the scheme wants.
@@ -179,11 +196,14 @@ def layer_tensors(
         specs.append(TensorSpec(f"{layer}.weight_meta", "U8", (n, k // 8)))
     scales = scale_shape(scheme.granularity, n, k)
     specs.append(TensorSpec(f"{layer}.weight_scale", "F32", scales))
+    buckets = (len(scheme.buckets) + 1,) if scheme.buckets else ()
     if scheme.activation is Activation.STATIC:
-        buckets = (len(scheme.buckets) + 1,) if scheme.buckets else ()
         specs.append(TensorSpec(f"{layer}.input_scale", "F32", buckets))
     if scheme.smooth:
         specs.append(TensorSpec(f"{layer}.input_smooth", "F32", (shape[1],)))
+    if scheme.shift:
+        specs.append(TensorSpec(f"{layer}.input_shift", "F32", (*buckets, shape[1])))
+        specs.append(TensorSpec(f"{layer}.output_shift", "F32", (*buckets, n)))
     if bias_dtype is not None:
         specs.append(TensorSpec(f"{layer}.bias", bias_dtype, (n,)))
     return tuple(specs)

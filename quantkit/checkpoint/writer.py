@@ -15,11 +15,11 @@ from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadat
 from quantkit.checkpoint.rows import FLOAT_DTYPES, SourceTensor
 from quantkit.checkpoint.spec import (
     CONFIG_KEY,
-    FORMAT_VERSION,
     PackedConfig,
     TensorSpec,
     kind_of,
     layer_tensors,
+    needed_version,
 )
 from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.errors import ArtefactError
@@ -91,7 +91,8 @@ class ShardPlan:
         infos = {name: self.source.tensors[f"{name}.weight"] for name in self.layers}
         layers = {n: records.get(n, LayerRecord(i.shape, _BLANK)) for n, i in infos.items()}
         tensors = {spec.name: digests.get(spec.name, _BLANK) for spec in self.specs()}
-        metadata = ShardMetadata(FORMAT_VERSION, dict(self.recipe), layers, tensors)
+        version = needed_version(layer.plan.scheme for layer in self.layers.values())
+        metadata = ShardMetadata(version, dict(self.recipe), layers, tensors)
         text = {"format": "pt", **self.source.metadata, METADATA_KEY: metadata.to_text()}
         return encode_header(self.specs(), text)
 

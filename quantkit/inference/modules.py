@@ -36,6 +36,8 @@ class PackedLayer(nn.Module):
     weight_scale: Tensor
     input_scale: Tensor | None
     input_smooth: Tensor | None
+    input_shift: Tensor | None
+    output_shift: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -92,16 +94,36 @@ class PackedLayer(nn.Module):
             f"activation={s.activation.value}, bias={self.bias is not None}"
         )
 
-    def _static_scale(self, device: torch.device) -> Tensor:
-        assert self.input_scale is not None
+    def _of_bucket(self, table: Tensor) -> Tensor:
+        """Return the current bucket's row of (edges + 1, ...), or all of a table without buckets.
+
+        Returns:
+            (1, ...), or (...) as it was.
+        """
         buckets = self.buckets[0]
-        if buckets is None:
-            return self.input_scale.reshape(1)
-        return self.input_scale.index_select(0, buckets.index.to(device))
+        return table if buckets is None else table.index_select(0, buckets.index.to(table.device))
+
+    def _static_scale(self) -> Tensor:
+        assert self.input_scale is not None
+        return self._of_bucket(self.input_scale).reshape(1)
+
+    def _shifted(self, rows: Tensor) -> Tensor:
+        """Return rows (M, taps * C) less the shift: float32, so that nothing is rounded twice."""
+        if self.input_shift is None:
+            return rows
+        shift = self._of_bucket(self.input_shift).reshape(-1)
+        return rows.float() - shift.repeat(rows.shape[1] // shift.numel())
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the bias, with what the shift of the input takes from the output put back."""
+        if self.output_shift is None:
+            return None if self.bias is None else self.bias.to(dtype)
+        shift = self._of_bucket(self.output_shift).reshape(-1)
+        return (shift if self.bias is None else shift + self.bias.float()).to(dtype)
 
     def _multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return (M, N) in ``dtype`` from (M, K) input codes and their scale."""
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias = self._bias(dtype)
         codes_w, scale_w, form = self.row_codes, self.weight_scale, self.scheme.weight.name
         y: Tensor
         if self.weight_meta is None:
@@ -130,9 +152,9 @@ class PackedLinear(PackedLayer):
         if self.scheme.activation is Activation.NONE:
             weight = self.dequantized().to(x.dtype)
             return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
-        rows = x.reshape(-1, self.k).contiguous()
+        rows = self._shifted(x.reshape(-1, self.k)).contiguous()
         if self.scheme.activation is Activation.STATIC:
-            scale = self._static_scale(x.device)
+            scale = self._static_scale()
             codes = quantize_static(rows, scale, self.input_smooth, self.scheme.weight.name)
         else:
             codes, scale = quantize_token(rows, self.input_smooth, self.scheme.weight.name)
@@ -179,27 +201,32 @@ class PackedConv2d(PackedLayer):
         channels = self.dense_shape[1]
         if self.scheme.activation is Activation.NONE:
             return self._dequantized_forward(x)
-        pixels = x.permute(0, 2, 3, 1).contiguous()
+        # Padded before the shift: what stands outside of the picture is zero, not the mean.
+        pixels = self._padded(x.permute(0, 2, 3, 1)).contiguous()
         form, smooth = self.scheme.weight.name, self.input_smooth
         if self.scheme.activation is Activation.STATIC:
-            # One scale for all: quantize each pixel once, then unfold bytes. Code 0 is zero.
-            scale = self._static_scale(x.device)
-            codes = quantize_static(pixels.reshape(-1, channels), scale, smooth, form)
+            # One scale for all: quantize each pixel once, then unfold bytes.
+            scale = self._static_scale()
+            codes = quantize_static(
+                self._shifted(pixels.reshape(-1, channels)), scale, smooth, form
+            )
             windows = self._windows(codes.reshape(pixels.shape))
             rows = windows.reshape(-1, self.k)
         else:
             windows = self._windows(pixels)
-            taps = self.k // channels
-            smooth = None if smooth is None else smooth.repeat(taps)
-            rows, scale = quantize_token(windows.reshape(-1, self.k), smooth, form)
+            smooth = None if smooth is None else smooth.repeat(self.k // channels)
+            rows, scale = quantize_token(self._shifted(windows.reshape(-1, self.k)), smooth, form)
         y = self._multiply(rows, scale, x.dtype)
         return y.reshape(*windows.shape[:3], self.n).permute(0, 3, 1, 2)
 
+    def _padded(self, pixels: Tensor) -> Tensor:
+        """Return (B, H, W, C) with zeros around it."""
+        if not any(self.padding):
+            return pixels
+        return functional.pad(pixels, (0, 0, *self.padding))
+
     def _windows(self, pixels: Tensor) -> Tensor:
-        """Return the view (B, OH, OW, kh, kw, C) of (B, H, W, C); only padding copies."""
-        left, right, top, bottom = self.padding
-        if any(self.padding):
-            pixels = functional.pad(pixels, (0, 0, left, right, top, bottom))
+        """Return the view (B, OH, OW, kh, kw, C) of padded (B, H, W, C)."""
         (sh, sw), (dh, dw) = self.stride, self.dilation
         kh, kw = self.dense_shape[2:]
         tall, wide = dh * (kh - 1) + 1, dw * (kw - 1) + 1

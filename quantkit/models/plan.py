@@ -130,6 +130,7 @@ class _Context:
             activation=activation,
             buckets=self._buckets(layer, settings.activation),
             smooth=self._smooth(layer, activation),
+            shift=settings.activation.shift,
         )
         return Treatment(layer, scheme, why_dense)
 
@@ -147,12 +148,13 @@ class _Context:
         return pattern, ""
 
     def _buckets(self, layer: Layer, activation: ActivationRecipe) -> tuple[float, ...]:
-        if activation.mode != "static":
+        if activation.mode != "static" and not activation.shift:
             return ()
         if not self.calibrated:
+            what = "shift" if activation.shift else "mode static"
             raise RecipeError(
-                f"{layer.name}: activation.mode static needs statistics; pass --calibration, or "
-                "set activation.mode: token"
+                f"{layer.name}: activation.{what} needs statistics; pass --calibration, or "
+                "set activation.mode: token without shift"
             )
         return choose_edges(activation, self.edges)
 
