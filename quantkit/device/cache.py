@@ -105,7 +105,7 @@ def prune(keep: Path, limit: int) -> tuple[Path, ...]:
     Returns:
         the folders deleted. Libraries that a process has open live on until it ends.
     """
-    folders = sorted((_used(path), path) for path in _builds().iterdir() if path.is_dir())
+    folders = sorted((_used(path), path) for path in _builds().glob("*") if path.is_dir())
     sizes = {path: folder_bytes(path) for _, path in folders}
     total, deleted = sum(sizes.values()), []
     for _, path in folders:
