@@ -60,12 +60,18 @@ def read_object(driver: Driver, target: str, variant: Variant) -> KernelObject:
 
 
 def cached_path(driver: Driver, target: str, variant: Variant) -> Path:
-    """Return where the cache keeps a variant, built or not.
+    """Return where the cache keeps a variant, built or not."""
+    # The symbol stands for the macros.
+    return cache_folder(driver, target) / f"{variant.symbol}.{driver.suffix}"
 
-    The key is sources, options, target and compiler; the symbol stands for the macros.
+
+def cache_folder(driver: Driver, target: str) -> Path:
+    """Return the cache's folder for a target; its key is sources, options, target and compiler.
+
+    Raises:
+        CompilerMissingError: there is no compiler.
     """
-    folder = _folder(driver.name, driver.compiler_identity, *driver.options(target))
-    return folder / f"{variant.symbol}.{driver.suffix}"
+    return _folder(driver.name, driver.compiler_identity, *driver.options(target))
 
 
 def object_folders(target: str) -> tuple[ObjectFolder, ...]:
