@@ -120,7 +120,7 @@ ARCHS: dict[str, Arch] = {
         Arch(
             "sm_89",
             Toolchain.NVRTC,
-            "Ada, RTX 40 series; Hopper and later, which take the same instructions",
+            "Ada, RTX 40 series; later NVIDIA cards take its instructions too",
             _ADA,
             _QMMA,
             lds_limit=48 * 1024,

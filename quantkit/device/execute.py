@@ -58,7 +58,7 @@ def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -
     if backend is Backend.REFERENCE:
         return reference.quantize_static(x, scale, smooth, fmt)
     if backend is Backend.GPU and x.numel():
-        return prepare_quantize(op, words, x, key)(*operands)[0]
+        return prepare_quantize(op, words, operands, key)(*operands)[0]
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     run_quantize(op, words, x, smooth, scale, q)
     return q
@@ -78,10 +78,10 @@ def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, 
     Raises:
         ShapeError, KernelError: operands that do not fit together.
     """
-    op = "quantize_fp8_token"
-    key = signature(op, (x, smooth), (fmt,))
+    op, operands = "quantize_fp8_token", (x, smooth)
+    key = signature(op, operands, (fmt,))
     if key and (call := calls.find(key)):
-        scale, q = call(x, smooth)
+        scale, q = call(*operands)
         return q, scale
     check_quantize(op, x, smooth)
     words = _quantize_words(op, x, smooth, fmt)
@@ -89,7 +89,7 @@ def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, 
     if backend is Backend.REFERENCE:
         return reference.quantize_token(x, smooth, fmt)
     if backend is Backend.GPU and x.numel():
-        scale, q = prepare_quantize(op, words, x, key)(x, smooth)
+        scale, q = prepare_quantize(op, words, operands, key)(*operands)
         return q, scale
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -135,7 +135,7 @@ def gemm(
     if backend is Backend.REFERENCE:
         return reference.gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
     if backend is Backend.GPU and x.shape[0] and w.shape[0]:
-        return prepare_gemm(op, words, x, w, key)(*operands)[0]
+        return prepare_gemm(op, words, operands, key)(*operands)[0]
     return run_gemm(op, words, x, x_scale, (w,), w_scale, bias, dtype)
 
 
@@ -182,7 +182,7 @@ def gemm_sparse(
             x, x_scale, w, w_meta, w_scale, bias, x_format, w_format, dtype
         )
     if backend is Backend.GPU and x.shape[0] and w.shape[0]:
-        return prepare_gemm(op, words, x, w, key)(*operands)[0]
+        return prepare_gemm(op, words, operands, key)(*operands)[0]
     return run_gemm(op, words, x, x_scale, (w, w_meta), w_scale, bias, dtype)
 
 

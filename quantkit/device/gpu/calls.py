@@ -20,7 +20,6 @@ Signature = tuple[object, ...]
 #: Shape and dtype of a result.
 Output = tuple[tuple[int, ...], torch.dtype]
 
-_ALIGNMENT = 16
 #: Far more than a pipeline at one resolution needs, and small in memory.
 _MOST_CALLS = 4096
 
@@ -28,10 +27,15 @@ _MOST_CALLS = 4096
 class Call:
     """A prepared call of one variant."""
 
-    __slots__ = ("_device", "_index", "_launcher", "_op", "_outputs", "_variant")
+    __slots__ = ("_op", "_outputs", "_torch_device", "_variant", "launch")
 
     def __init__(
-        self, device: Device, variant: Variant, sizes: dict[str, int], outputs: Sequence[Output]
+        self,
+        device: Device,
+        variant: Variant,
+        sizes: dict[str, int],
+        outputs: Sequence[Output],
+        nulls: Sequence[int] = (),
     ) -> None:
         """Prepare a call.
 
@@ -39,45 +43,24 @@ class Call:
             device: where the operands lie.
             sizes: the numbers among the kernel's arguments.
             outputs: the written arguments, which stand behind the others in launch order.
+            nulls: which inputs are None.
 
         Raises:
             KernelError: the kernel cannot be compiled or loaded.
         """
-        self._device, self._index = device, device.index
-        self._launcher = device.launcher(variant, sizes)
+        #: queues the kernel on given operands, outputs included
+        self.launch = device.launcher(variant, sizes, nulls)
+        self._torch_device = device.torch_device
         self._op, self._variant = variant.op.name, variant.name
         self._outputs = tuple(outputs)
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Queue the operation on the current stream and return its outputs."""
-        device = self._device.torch_device
+        device = self._torch_device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
         self.launch(*inputs, *made)
         log.note(self._op, self._variant, Backend.GPU)
         return made
-
-    def launch(self, *operands: Tensor | None) -> None:
-        """Queue the kernel on the current stream; operands in launch order, None is null.
-
-        Operands that are not contiguous, or do not start on 16 bytes, are copied first. The copies
-        may be freed at once: torch reuses memory in the order of the stream.
-        """
-        addresses, copies = [], []
-        for tensor in operands:
-            if tensor is None:
-                addresses.append(0)
-                continue
-            address = tensor.data_ptr()
-            if address % _ALIGNMENT or not tensor.is_contiguous():
-                copies.append(tensor.clone(memory_format=torch.contiguous_format))
-                address = copies[-1].data_ptr()
-            addresses.append(address)
-        device, index = self._device, self._index
-        if device.current() == index:
-            self._launcher(addresses, device.stream(index))
-        else:
-            with device.guard(index):
-                self._launcher(addresses, device.stream(index))
 
 
 _calls: dict[Signature, Call] = {}

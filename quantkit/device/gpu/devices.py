@@ -1,7 +1,7 @@
 """The GPUs of this machine: what runs kernels on each, and why not when nothing does."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -44,8 +44,13 @@ class Device:
         """What kernels are compiled for: the architecture, in the compiler's spelling."""
         return self.arch.target_for(self.name)
 
-    def launcher(self, variant: Variant, sizes: dict[str, int]) -> Launcher:
+    def launcher(
+        self, variant: Variant, sizes: dict[str, int], nulls: Sequence[int] = ()
+    ) -> Launcher:
         """Return a prepared launch; the kernel is read, compiled and loaded when it is new.
+
+        Args:
+            nulls: which arguments are null.
 
         Raises:
             KernelError: it cannot be compiled or loaded, or a graph is being captured.
@@ -55,7 +60,7 @@ class Device:
             with self._lock:
                 function = self._functions.get(variant) or self._load(variant)
                 self._functions[variant] = function
-        return Launcher(self.driver, self.index, function, variant, sizes)
+        return Launcher(self, function, variant, sizes, nulls)
 
     def _load(self, variant: Variant) -> int:
         if self.capturing():

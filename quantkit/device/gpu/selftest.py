@@ -68,10 +68,9 @@ def run_self_test(device: Device) -> None:
         KernelError: a kernel cannot be compiled, loaded or run, or its result is wrong.
     """
     for op, operands, expected in _cases():
-        sizes = {"m": _M, "n": _N, "k": _K}
-        call = Call(
-            device, Variant(find_op(op), _WORDS), sizes, [(tuple(expected.shape), torch.float16)]
-        )
+        variant, sizes = Variant(find_op(op), _WORDS), {"m": _M, "n": _N, "k": _K}
+        no_bias = [len(operands)]
+        call = Call(device, variant, sizes, [((_M, _N), torch.float16)], no_bias)
         try:
             (y,) = call(*(t.to(device.torch_device) for t in operands), None)
             found = y.cpu()
