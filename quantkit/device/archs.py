@@ -60,8 +60,8 @@ class Arch:
     devices: tuple[str, ...] = ()
     #: compute units in one of torch's multiprocessors
     units: int = 1
-    #: throughput of one compute unit per tile of the menu; only the ratios matter
-    tile_speed: tuple[float, ...] = ()
+    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter
+    tile_speed: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     def target_for(self, device: str) -> str:
         """Return what the compiler is told for ``device``: itself, unless the row is for one only.
@@ -79,10 +79,11 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 
-# A 128x128 tile reads half as many operand bytes per product as a 64x64 one, a 16x64 tile twice as
-# many as that; ties go to the larger tile.
-_RDNA_TILES = (1.0, 0.75, 0.4)
-_SM89_TILES = (1.0, 0.75, 0.4)
+# Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64 one,
+# and a 16x64 tile twice as many as that.
+_RDNA_TILES = (("gemm_fp8", (1.0, 0.75, 0.4)), ("gemm_fp8_sparse", (1.0, 0.75, 0.4)))
+# TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions (docs/kernels.md).
+_SM89_TILES = (("gemm_fp8", (221.0, 237.0, 156.0)), ("gemm_fp8_sparse", (13.0, 57.0, 86.0)))
 
 # {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
 _FP8_WMMA = (

@@ -90,7 +90,7 @@ class Launcher:
         self._mask = sum(_MISALIGNED << 8 * _SLOT * i for i in range(pointers))
         self._tail = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
         # Parameter blocks that no thread is using. Both ends of a deque are safe without a lock.
-        self._free: deque[tuple[bytearray, Any]] = deque()
+        self._free: deque[_Block] = deque()
 
     def __call__(self, *operands: Tensor | None) -> None:
         """Queue the kernel on the current stream.
@@ -106,43 +106,54 @@ class Launcher:
         try:
             block = self._free.pop()
         except IndexError:
-            block = self._new_block()
-        slots, params = block
+            block = _Block(self._head, self._tail)
+        slots = block.slots
         self._pack(slots, 0, *map(_address, tensors))
         if _number(slots, "little") & self._mask or not all(map(_contiguous, tensors)):
             # The copies may be freed at once: torch reuses memory in the order of the stream.
             copies = [_plain(tensor) for tensor in tensors]
             self._pack(slots, 0, *map(_address, copies))
         if self._current() == self._index:
-            stream = _pointer(self._stream(self._index))
-            status = self._entry(*self._head, stream, params, None)
+            stream = self._stream(self._index)
+            if stream != block.stream:
+                block.turn_to(stream)
+            status = self._entry(*block.arguments)
             if status:
-                self._again(status, params)
+                self._again(status, block)
         else:
             with self._device.guard(self._index):
-                self._again(self._launch(params), params)
+                block.turn_to(self._stream(self._index))
+                self._again(self._entry(*block.arguments), block)
         # The driver has copied the parameters when it returns.
         self._free.append(block)
 
-    def _again(self, status: int, params: Any) -> None:
+    def _again(self, status: int, block: "_Block") -> None:
         driver = self._device.driver
         if status in driver.unbound:
             # A thread that torch has not used yet.
             driver.bind(self._index)
-            status = self._launch(params)
+            status = self._entry(*block.arguments)
         driver.check("launch the kernel", status, self._symbol)
 
-    def _launch(self, params: Any) -> int:
-        return self._entry(*self._head, _pointer(self._stream(self._index)), params, None)
 
-    def _new_block(self) -> tuple[bytearray, Any]:
-        """Return a buffer with a slot per argument, and a reference to the slots' addresses."""
-        slots = bytearray(self._tail)
-        count = len(slots) // _SLOT
-        base = ctypes.addressof((ctypes.c_char * len(slots)).from_buffer(slots))
+class _Block:
+    """Memory for the arguments of one launch under way, and the driver's arguments around it."""
+
+    __slots__ = ("_head", "_params", "arguments", "slots", "stream")
+
+    def __init__(self, head: tuple[Any, ...], content: bytes) -> None:
+        self.slots = bytearray(content)
+        count = len(content) // _SLOT
+        base = ctypes.addressof((ctypes.c_char * len(content)).from_buffer(self.slots))
         places = range(base, base + _SLOT * count, _SLOT)
+        self._head = head
         # byref makes the C value here, once.
-        return slots, ctypes.byref((ctypes.c_void_p * count)(*places))
+        self._params = ctypes.byref((ctypes.c_void_p * count)(*places))
+        self.turn_to(0)
+
+    def turn_to(self, stream: int) -> None:
+        self.stream = stream
+        self.arguments = (*self._head, _pointer(stream), self._params, None)
 
 
 def _plain(tensor: Tensor) -> Tensor:

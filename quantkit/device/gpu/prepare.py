@@ -51,7 +51,7 @@ def prepare_gemm(op: str, words: tuple[str, ...], inputs: Inputs, key: Signature
     assert w is not None
     (m, k), n = x.shape, w.shape[0]
     device = find_device(x.get_device())
-    tile = choose_tile(m, n, device.units, device.arch.tile_speed)
+    tile = choose_tile(m, n, device.units, dict(device.arch.tile_speed)[op])
     variant = Variant(find_op(op), (*words, tile))
     dtype = next(dtype for dtype, word in IO_WORDS.items() if word == words[-1])
     return _prepare(variant, inputs, {"m": m, "n": n, "k": k}, (((m, n), dtype),), key)
