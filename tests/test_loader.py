@@ -4,6 +4,7 @@ What is above the two vendor files is the same for NVIDIA, and runs there in tes
 """
 
 import contextlib
+import json
 import os
 import re
 import statistics
@@ -16,9 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 from kernel_cases import covering_variants, deviation, gemm_case, shapes_of
 from standin_hip import STREAM, VARIABLES, Standin, build_standin
 
+from quantkit.cli.doctor import doctor
 from quantkit.device import cache, host, log, reference
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.backends import Backend
@@ -441,6 +444,38 @@ def test_a_self_test_during_capture_is_an_error_and_not_remembered(hip, monkeypa
         examine(hip, monkeypatch, capturing=lambda: True)
     hip.provide(*SELF_TEST)
     assert examine(hip, monkeypatch).problem == ""
+
+
+def test_doctor_names_the_gpu_and_all_about_it(hip, monkeypatch, tmp_path):
+    hip.provide(*SELF_TEST)
+    prebuilt(hip, tmp_path / "objects", sources="0" * 64)
+    hip.monkeypatch.setenv("QUANTKIT_OBJECTS", str(tmp_path / "objects"))
+    properties = SimpleNamespace(name="A card", gcnArchName="gfx1201", total_memory=16 * 2**30)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(selftest, "find_device", lambda index: hip.device())
+    selftest.forget()
+    try:
+        text = CliRunner().invoke(doctor, []).stdout
+        found = json.loads(CliRunner().invoke(doctor, ["--json"]).stdout)
+        selftest.forget()
+        hip.set(CORRUPT=1)
+        broken = CliRunner().invoke(doctor, []).stdout
+    finally:
+        selftest.forget()
+    for part in (
+        "cuda:0: A card, gfx1201, 16 GiB",
+        "kernels: gfx1201 policy, compiled for gfx1201; HIP 70152801: ",
+        "hipRTC 7.1: ",
+        f"objects: 2 cached in {cache.cache_directory()}",
+        "built from other sources; build the folder again",
+        "self-test: passed in",
+    ):
+        assert part in text, part
+    assert {o["backend"] for o in found["operations"] if o["device"] == "cuda:0"} == {"gpu"}
+    assert found["gpus"][0]["cached_objects"] == 2
+    assert "self-test: gemm_fp8: the self-test of the matrix instruction got" in broken
 
 
 # ------------------------------------------------------------------------------------- the caches

@@ -79,10 +79,10 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 
-# Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64 one,
-# and a 16x64 tile twice as many as that.
+# Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64
+# one, and a 16x64 tile twice as many as that.
 _RDNA_TILES = (("gemm_fp8", (1.0, 0.75, 0.4)), ("gemm_fp8_sparse", (1.0, 0.75, 0.4)))
-# TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions (docs/kernels.md).
+# TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 _SM89_TILES = (("gemm_fp8", (221.0, 237.0, 156.0)), ("gemm_fp8_sparse", (13.0, 57.0, 86.0)))
 
 # {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.

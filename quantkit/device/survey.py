@@ -194,7 +194,7 @@ class LayerChoice:
     component: str
     layer: str
     op: str
-    #: host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
+    #: gpu, host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
     backend: str
     #: why no kernel runs; empty when one does
     reason: str
