@@ -8,11 +8,12 @@ import pytest
 import torch
 from kernel_cases import need
 
-from quantkit.device import backends, compilers, execute, log, reference
+from quantkit.device import backends, compilers, execute, host_calls, log, reference
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, choose, use
 from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
 from quantkit.device.ops import OPS, all_variants, default_variants, find_op
+from quantkit.device.tiles import choose_tile
 from quantkit.errors import KernelError, ShapeError
 from quantkit.resources import kernel_sources
 
@@ -60,7 +61,7 @@ def test_tables_agree_with_the_launch_file():
         assert (kernel_sources() / op.source).is_file()
         assert content[op.name].get("k_multiple", 1) == op.k_multiple
     for name in ("gemm_fp8", "gemm_fp8_sparse"):
-        assert len(OPS[name].axes[-1].words) == len(content["tiles"]) == len(execute._TILE_SPEED)
+        assert len(OPS[name].axes[-1].words) == len(content["tiles"]) == len(host_calls._TILE_SPEED)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -146,7 +147,7 @@ def test_geometry_of_every_variant_covers_the_output(op):
     ],
 )
 def test_tile_suits_the_shape(m, n, threads, tile):
-    assert execute.choose_tile(m, n, threads) == tile
+    assert choose_tile(m, n, threads, host_calls._TILE_SPEED) == tile
 
 
 # ------------------------------------------------------------------------------------- back ends
@@ -164,7 +165,8 @@ def test_the_cpu_runs_kernels(op):
         ("gemm_fp8", "cpu", 24, False, "K 24 is not a multiple of 16"),
         ("gemm_fp8_sparse", "cpu", 48, False, "K 48 is not a multiple of 32"),
         ("gemm_fp8", "cpu", 64, True, "not per group"),
-        ("gemm_fp8", "cuda", 64, False, "the tensors are on cuda"),
+        ("gemm_fp8", "meta", 64, False, "the tensors are on meta"),
+        ("gemm_fp8", "cuda:99", 64, False, "cuda:99: torch sees"),
         ("gemm_fp8", "cpu", 0, False, "K 0"),
     ],
 )
@@ -189,6 +191,11 @@ def test_a_forced_kernel_that_cannot_run_is_an_error():
         pytest.raises(KernelError, match=r"gemm_fp8: the host kernel was asked for.*K 20"),
     ):
         choose("gemm_fp8", CPU, k=20)
+    with (
+        use(Backend.GPU),
+        pytest.raises(KernelError, match=r"the gpu kernel was asked for.*tensors are on cpu"),
+    ):
+        choose("gemm_fp8", CPU, k=64)
 
 
 # ------------------------------------------------------------------------------------- execution

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import need
 
-from quantkit.device import cache, compilers, execute, host, log, reference
+from quantkit.device import cache, compilers, execute, host, host_calls, log, reference
 from quantkit.device.backends import Backend
 from quantkit.device.ops import OPS, Variant, all_variants
 from quantkit.errors import CompilerMissingError, KernelError
@@ -41,7 +41,7 @@ def fresh_host(tmp_path, monkeypatch):
         host._load,
         host._runtime_object,
         host._folder,
-        execute._kernel,
+        host_calls._kernel,
         execute._say_why,
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -9,7 +9,7 @@ from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table
 
 if TYPE_CHECKING:
-    from quantkit.device.survey import LayerChoice, OpChoice, Survey
+    from quantkit.device.survey import Gpu, LayerChoice, OpChoice, Survey
 
 
 @click.command()
@@ -67,11 +67,25 @@ def _print_survey(found: "Survey") -> None:
     click.echo(f"torch {found.torch_version}")
     for device in found.devices:
         click.echo(device)
-    click.echo(f"kernel cache: {found.cache} ({found.cache_bytes / 2**20:.1f} MiB)")
+    for gpu in found.gpus:
+        _print_gpu(gpu)
+    used, limit = found.cache_bytes / 2**20, found.cache_limit / 2**20
+    click.echo(f"kernel cache: {found.cache} ({used:.1f} of {limit:.0f} MiB)")
     tools = [(t.name, t.needed_for, t.found or f"missing: {t.problem}") for t in found.tools]
     print_table("Compilers", ("tool", "needed for", "found"), tools)
     rows = [(o.op, o.device, *_says(o)) for o in found.operations]
     print_table("Operations", ("operation", "device", "back end", "why"), rows)
+
+
+def _print_gpu(gpu: "Gpu") -> None:
+    click.echo(f"{gpu.device}: {gpu.name}, {gpu.architecture}, {gpu.memory_gib:.0f} GiB")
+    if gpu.driver:
+        click.echo(f"  kernels: {gpu.kernels}; {gpu.driver}; {gpu.compiler}")
+        click.echo(f"  objects: {gpu.cached_objects} cached in {gpu.cache or 'no folder'}")
+    for folder in gpu.prebuilt:
+        click.echo(f"  prebuilt: {folder}")
+    passed = f"passed in {gpu.self_test_seconds:.2f} s"
+    click.echo(f"  self-test: {gpu.problem or passed}")
 
 
 def _says(choice: "OpChoice") -> tuple[str, str]:
@@ -99,9 +113,11 @@ def _json(found: "Survey", layers: "tuple[LayerChoice, ...]") -> dict[str, Any]:
     return {
         "torch": found.torch_version,
         "devices": list(found.devices),
+        "gpus": [asdict(gpu) for gpu in found.gpus],
         "tools": [asdict(tool) for tool in found.tools],
         "cache": str(found.cache),
         "cache_bytes": found.cache_bytes,
+        "cache_limit": found.cache_limit,
         "operations": [
             {
                 "op": o.op,

@@ -55,6 +55,21 @@ class Arch:
     matrix_instruction: tuple[tuple[str, str], ...] = ()
     #: static LDS a workgroup may have
     lds_limit: int = 64 * 1024
+    #: devices that run its kernels, by the names that torch gives: gcnArchName, or sm_ and the
+    #: compute capability
+    devices: tuple[str, ...] = ()
+    #: compute units in one of torch's multiprocessors
+    units: int = 1
+    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter
+    tile_speed: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+    def target_for(self, device: str) -> str:
+        """Return what the compiler is told for ``device``: itself, unless the row is for one only.
+
+        A cubin runs within one generation alone, so NVIDIA's rows are compiled anew for each.
+        """
+        family = self.toolchain is Toolchain.NVRTC and not self.name.endswith("a")
+        return device if family else self.name
 
 
 # Sources: RDNA3 and RDNA4 ISA references; occupancies agree with clang 19's
@@ -63,6 +78,12 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # Source: CUDA programming guide, compute capability 8.9: 64 K registers and 48 warps per SM,
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
+
+# Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64
+# one, and a 16x64 tile twice as many as that.
+_RDNA_TILES = (("gemm_fp8", (1.0, 0.75, 0.4)), ("gemm_fp8_sparse", (1.0, 0.75, 0.4)))
+# TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
+_SM89_TILES = (("gemm_fp8", (221.0, 237.0, 156.0)), ("gemm_fp8_sparse", (13.0, 57.0, 86.0)))
 
 # {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
 _FP8_WMMA = (
@@ -75,13 +96,38 @@ _F16_WMMA = (
 )
 _QMMA = (("gemm_fp8", "QMMA"), ("gemm_fp8_sparse", "QMMA"))
 
+
+def _radeon(name: str, description: str, instructions: tuple[tuple[str, str], ...]) -> Arch:
+    # torch counts work group processors, of two compute units each, as multiprocessors.
+    return Arch(
+        name,
+        Toolchain.CLANG,
+        description,
+        _RDNA,
+        instructions,
+        devices=(name,),
+        units=2,
+        tile_speed=_RDNA_TILES,
+    )
+
+
+#: The first row that lists a device runs it.
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        Arch("gfx1200", Toolchain.CLANG, "RDNA4, RX 9060 series", _RDNA, _FP8_WMMA),
-        Arch("gfx1201", Toolchain.CLANG, "RDNA4, RX 9070 series, R9700", _RDNA, _FP8_WMMA),
-        Arch("gfx1100", Toolchain.CLANG, "RDNA3, RX 7900 series", _RDNA, _F16_WMMA),
-        Arch("sm_89", Toolchain.NVRTC, "Ada, RTX 40 series", _ADA, _QMMA, lds_limit=48 * 1024),
+        _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA),
+        _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA),
+        _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA),
+        Arch(
+            "sm_89",
+            Toolchain.NVRTC,
+            "Ada, RTX 40 series; later NVIDIA cards take its instructions too",
+            _ADA,
+            _QMMA,
+            lds_limit=48 * 1024,
+            devices=("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
+            tile_speed=_SM89_TILES,
+        ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )
 }
@@ -99,3 +145,16 @@ def find_arch(name: str) -> Arch:
     if name not in ARCHS:
         raise KernelError(f"target {name!r}: unknown, wanted one of {', '.join(ARCHS)}")
     return ARCHS[name]
+
+
+def arch_of_device(device: str) -> Arch:
+    """Return the target whose kernels run on ``device`` (``gfx1201``, ``sm_90``).
+
+    Raises:
+        KernelError: none does.
+    """
+    for arch in ARCHS.values():
+        if device in arch.devices:
+            return arch
+    known = ", ".join(name for arch in ARCHS.values() for name in arch.devices)
+    raise KernelError(f"device {device}: no kernels for it, wanted one of {known}")

@@ -17,6 +17,8 @@ class Backend(Enum):
 
     #: the HIP source, compiled by the system's C++ compiler, run lane by lane
     HOST = "host"
+    #: the HIP source, compiled for the GPU that the tensors are on
+    GPU = "gpu"
     #: plain PyTorch
     REFERENCE = "reference"
 
@@ -30,7 +32,6 @@ class Choice:
     reason: str
 
 
-_HOST = Choice(Backend.HOST, "")
 _forced: ContextVar[Backend | None] = ContextVar("quantkit_backend", default=None)
 
 
@@ -59,21 +60,27 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     forced = _forced.get()
     if forced is Backend.REFERENCE:
         return Choice(Backend.REFERENCE, "asked for")
-    reason = _why_no_kernel(op, device.type, k, group_scales) or _why_no_host()
+    kernel = Backend.GPU if device.type == "cuda" else Backend.HOST
+    reason = _why_no_kernel(op, k, group_scales) or _why_not_here(device)
+    if forced not in (None, kernel):
+        reason = f"the tensors are on {device}"
     if not reason:
-        return _HOST
-    if forced is Backend.HOST:
-        raise KernelError(f"{op}: the host kernel was asked for and cannot run: {reason}")
+        return Choice(kernel, "")
+    if forced is not None:
+        raise KernelError(f"{op}: the {forced.value} kernel was asked for and cannot run: {reason}")
     return Choice(Backend.REFERENCE, reason)
 
 
+def is_free() -> bool:
+    """Return True when no back end is forced."""
+    return _forced.get() is None
+
+
 @lru_cache(maxsize=4096)
-def _why_no_kernel(op: str, device: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
+def _why_no_kernel(op: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
     from quantkit.device.ops import find_op
 
     multiple = find_op(op).k_multiple
-    if device != "cpu":
-        return f"kernels are launched on the CPU only so far, and the tensors are on {device}"
     if group_scales:
         return "the kernels apply scales per tensor or per channel, not per group"
     if k % multiple or k == 0:
@@ -81,7 +88,16 @@ def _why_no_kernel(op: str, device: str, k: int, group_scales: bool) -> str:  # 
     return ""
 
 
-def _why_no_host() -> str:
-    from quantkit.device import host
+def _why_not_here(device: torch.device) -> str:
+    if device.type == "cpu":
+        from quantkit.device import host
 
-    return host.why_unavailable()
+        return host.why_unavailable()
+    if device.type != "cuda":
+        return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
+    from quantkit.device.gpu.selftest import state_of
+
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return state_of(index).problem

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.device import nvrtc
 from quantkit.device.archs import Arch, Toolchain, find_arch
+from quantkit.device.cache import device_sources_digest
 from quantkit.device.codeobject import Resources, read_amd_kernels, read_nvidia_kernels
 from quantkit.device.compilers import Compiler, clang
 from quantkit.device.manifest import Manifest, ManifestKernel, describe_kernel, write_manifest
@@ -31,7 +32,6 @@ _CLANG_OPTIONS = (
     # One workgroup stays on one compute unit, as hipRTC compiles by default.
     "-mcumode",
 )
-_NVRTC_OPTIONS = ("-std=c++17", "-default-device")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def build(
     builder = _builder_of(arch, compiler)
     with staged_directory(output, force=force) as stage:
         kernels = _compile_all(builder, variants, stage, f"compile {target}", progress)
-        manifest = Manifest(target, builder.compiler, builder.options, kernels)
+        digest = device_sources_digest()
+        manifest = Manifest(target, builder.compiler, builder.options, kernels, digest)
         write_manifest(manifest, stage)
     return manifest
 
@@ -152,7 +153,7 @@ def _clang_options(arch: Arch) -> tuple[str, ...]:
 
 def _nvrtc_builder(arch: Arch) -> _Builder:
     library, sources = nvrtc.load_nvrtc(), kernel_sources()
-    options = (f"--gpu-architecture={arch.name}", *_NVRTC_OPTIONS)
+    options = nvrtc.nvrtc_options(arch.name)
 
     def compile_variant(variant: Variant, output: Path) -> None:
         text = (sources / variant.op.source).read_text(encoding="utf-8")

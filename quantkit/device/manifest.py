@@ -66,6 +66,8 @@ class Manifest:
     compiler: str
     options: tuple[str, ...]
     kernels: tuple[ManifestKernel, ...]
+    #: SHA-256 over the sources compiled; empty in folders that are older than this entry
+    sources_sha256: str = ""
     quantkit_version: str = __version__
     manifest_version: int = MANIFEST_VERSION
 
@@ -132,6 +134,7 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
             compiler=str(content["compiler"]),
             options=tuple(content["options"]),
             kernels=kernels,
+            sources_sha256=str(content.get("sources_sha256", "")),
             quantkit_version=str(content["quantkit_version"]),
         )
     except (KeyError, TypeError, ValueError) as error:

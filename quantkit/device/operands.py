@@ -23,7 +23,7 @@ def check_quantize(op: str, x: Tensor, smooth: Tensor | None) -> None:
     io_word(op, x.dtype)
     if smooth is not None:
         expect(op, "smooth", smooth, torch.float32, (x.shape[1],))
-        _check_device(op, "smooth", smooth, x)
+        check_device(op, "smooth", smooth, x)
 
 
 def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:
@@ -61,7 +61,7 @@ def check_gemm(
     n = weights[0][1].shape[0]
     for name, weight, per_byte in weights:
         expect(op, name, weight, torch.uint8, (n, k // per_byte))
-        _check_device(op, name, weight, x)
+        check_device(op, name, weight, x)
     check_scale(op, "x_scale", x_scale, m)
     if w_scale.ndim == 2:
         _check_group_scale(op, w_scale, n, k)
@@ -70,9 +70,9 @@ def check_gemm(
     io_word(op, dtype)
     if bias is not None:
         expect(op, "bias", bias, dtype, (n,))
-        _check_device(op, "bias", bias, x)
-    _check_device(op, "x_scale", x_scale, x)
-    _check_device(op, "w_scale", w_scale, x)
+        check_device(op, "bias", bias, x)
+    check_device(op, "x_scale", x_scale, x)
+    check_device(op, "w_scale", w_scale, x)
 
 
 def expect(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -105,7 +105,8 @@ def _check_group_scale(op: str, scale: Tensor, n: int, k: int) -> None:
         )
 
 
-def _check_device(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+def check_device(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    """Refuse an operand that is not where ``x`` is."""
     if tensor.device != x.device:
         raise KernelError(f"{op}: {name} is on {tensor.device}, x is on {x.device}")
 

@@ -42,7 +42,9 @@ def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, 
         (M, K) uint8 and (M,) float32.
     """
     values, target = _smoothed(x, smooth), find_format(fmt)
-    scale = values.abs().amax(dim=1) / target.max
+    amax = values.abs().amax(dim=1)
+    # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
+    scale = amax / torch.full_like(amax, target.max)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return cast(values / scale.unsqueeze(1), target).view(torch.uint8), scale
 

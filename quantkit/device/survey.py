@@ -13,6 +13,9 @@ from quantkit.checkpoint.spec import rows_of
 from quantkit.device import cache
 from quantkit.device.backends import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
+from quantkit.device.gpu.devices import Device, device_name
+from quantkit.device.gpu.objects import cache_folder, object_folders
+from quantkit.device.gpu.selftest import state_of
 from quantkit.device.nvrtc import load_nvrtc
 from quantkit.device.ops import OPS
 from quantkit.errors import KernelError
@@ -42,28 +45,57 @@ class OpChoice:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU, and whether kernels run on it."""
+
+    device: str
+    name: str
+    #: gcnArchName, or sm_ and the compute capability
+    architecture: str
+    memory_gib: float
+    #: row of ARCHS whose kernels run on it; empty when none does
+    kernels: str
+    #: driver and run-time compiler
+    driver: str
+    compiler: str
+    #: seconds of the self-test, compiling included
+    self_test_seconds: float
+    #: objects of this GPU in the cache, and its folder; prebuilt folders, and why they do not match
+    cached_objects: int
+    cache: str
+    prebuilt: tuple[str, ...]
+    #: why no kernel runs on it; empty when they do
+    problem: str
+
+
+@dataclass(frozen=True)
 class Survey:
     """The whole answer."""
 
     torch_version: str
     devices: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
     tools: tuple[Tool, ...]
     cache: Path
     cache_bytes: int
+    #: bytes of builds beyond which the cache deletes the oldest
+    cache_limit: int
     operations: tuple[OpChoice, ...]
 
 
 def survey() -> Survey:
-    """Look at the machine; compiles the host runtime if that was never done."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    """Look at the machine; compiles the host runtime and tests the GPUs if that was never done."""
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     folder = cache.cache_directory()
     return Survey(
         torch_version=torch.__version__,
-        devices=(_describe_cpu(), *_describe_gpus()),
+        devices=(_describe_cpu(),),
+        gpus=tuple(_describe_gpu(index) for index in range(len(gpus))),
         tools=_tools(),
         cache=folder,
-        cache_bytes=sum(path.stat().st_size for path in folder.rglob("*.so")),
-        operations=tuple(_choose(op, kind) for kind in kinds for op in OPS),
+        cache_bytes=cache.folder_bytes(folder),
+        cache_limit=cache.cache_limit(),
+        operations=tuple(_choose(op, kind) for kind in ("cpu", *gpus) for op in OPS),
     )
 
 
@@ -78,15 +110,53 @@ def _describe_cpu() -> str:
     return f"cpu: {cores} cores, {torch.get_num_threads()} torch threads, {capability}"
 
 
-def _describe_gpus() -> tuple[str, ...]:
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        # gcnArchName, never the marketing name, says what an AMD card executes.
-        arch = getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}"
-        gigabytes = properties.total_memory / 2**30
-        found.append(f"cuda:{index}: {properties.name}, {arch}, {gigabytes:.0f} GiB")
-    return tuple(found)
+def _describe_gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    state = state_of(index)
+    device = state.device
+    found = _Objects("", "", "", 0, "", ()) if device is None else _objects_of(device)
+    return Gpu(
+        device=f"cuda:{index}",
+        name=properties.name,
+        architecture=device_name(properties),
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        kernels=found.kernels,
+        driver=found.driver,
+        compiler=found.compiler,
+        self_test_seconds=state.seconds,
+        cached_objects=found.cached,
+        cache=found.cache,
+        prebuilt=found.prebuilt,
+        problem=state.problem,
+    )
+
+
+@dataclass(frozen=True)
+class _Objects:
+    """Where a GPU's kernels come from."""
+
+    kernels: str
+    driver: str
+    compiler: str
+    cached: int
+    cache: str
+    prebuilt: tuple[str, ...]
+
+
+def _objects_of(device: Device) -> _Objects:
+    driver, target = device.driver, device.target
+    prebuilt = tuple(
+        folder.problem or f"{folder.path}: {len(folder.kernels)} kernels"
+        for folder in object_folders(target)
+    )
+    kernels = f"{device.arch.name} policy, compiled for {target}"
+    driver_text = f"{driver.name} {driver.version}: {driver.path}"
+    if isinstance(driver.compiler, str):
+        return _Objects(kernels, driver_text, driver.compiler, 0, "", prebuilt)
+    compiler = f"{driver.compiler.name} {driver.compiler.version}: {driver.compiler.path}"
+    folder = cache_folder(driver, target)
+    cached = sum(1 for _ in folder.glob(f"*.{driver.suffix}"))
+    return _Objects(kernels, driver_text, compiler, cached, str(folder), prebuilt)
 
 
 def _tools() -> tuple[Tool, ...]:
@@ -106,7 +176,7 @@ def _tools() -> tuple[Tool, ...]:
         _find("C++ compiler", "host kernels", host),
         _find("clang >= 19", "kernels build for AMD", amd),
         _find("llvm-objdump", "kernels check for AMD", objdump),
-        _find("NVRTC", "kernels build for sm_89", nvidia),
+        _find("NVRTC", "kernels on NVIDIA, kernels build for sm_89", nvidia),
     )
 
 
@@ -124,7 +194,7 @@ class LayerChoice:
     component: str
     layer: str
     op: str
-    #: host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
+    #: gpu, host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
     backend: str
     #: why no kernel runs; empty when one does
     reason: str

@@ -26,7 +26,7 @@ class LayerInfo:
     name: str
     kind: Kind
     scheme: Scheme
-    #: "host", "reference" or "dequantized"
+    #: "gpu", "host", "reference" or "dequantized"
     backend: str
     #: why no kernel runs; empty when one does
     reason: str

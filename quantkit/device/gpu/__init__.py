@@ -1,0 +1,1 @@
+"""Running kernels on a GPU: one loader, two vendor files."""

@@ -1,0 +1,91 @@
+"""Calls of an operation on tensors: outputs, addresses, stream, launch.
+
+A call is prepared once per operation, shapes and dtypes: checks, choice of variant and tile, grid
+and numbers. After that, a call is found by the signature of its operands.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.device import log
+from quantkit.device.backends import Backend
+from quantkit.device.gpu.devices import Device
+from quantkit.device.ops import Variant
+
+#: Operands that differ in nothing but their addresses.
+Signature = tuple[object, ...]
+#: Shape and dtype of a result.
+Output = tuple[tuple[int, ...], torch.dtype]
+
+#: Far more than a pipeline at one resolution needs, and small in memory.
+_MOST_CALLS = 4096
+
+
+class Call:
+    """A prepared call of one variant."""
+
+    __slots__ = ("_op", "_outputs", "_torch_device", "_variant", "launch")
+
+    def __init__(
+        self,
+        device: Device,
+        variant: Variant,
+        sizes: dict[str, int],
+        outputs: Sequence[Output],
+        nulls: Sequence[int] = (),
+    ) -> None:
+        """Prepare a call.
+
+        Args:
+            device: where the operands lie.
+            sizes: the numbers among the kernel's arguments.
+            outputs: the written arguments, which stand behind the others in launch order.
+            nulls: which inputs are None.
+
+        Raises:
+            KernelError: the kernel cannot be compiled or loaded.
+        """
+        #: queues the kernel on given operands, outputs included
+        self.launch = device.launcher(variant, sizes, nulls)
+        self._torch_device = device.torch_device
+        self._op, self._variant = variant.op.name, variant.name
+        self._outputs = tuple(outputs)
+
+    def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
+        """Queue the operation on the current stream and return its outputs."""
+        device = self._torch_device
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        self.launch(*inputs, *made)
+        log.note(self._op, self._variant, Backend.GPU)
+        return made
+
+
+_calls: dict[Signature, Call] = {}
+
+
+def signature(op: str, operands: Sequence[Tensor | None], words: tuple[Any, ...]) -> Signature:
+    """Return what a prepared call depends on: shapes, dtypes, devices, and what is asked for."""
+    parts = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in operands]
+    return (op, words, *parts)
+
+
+def find(key: Signature) -> Call | None:
+    """Return the call prepared for ``key``."""
+    return _calls.get(key)
+
+
+def keep(key: Signature, call: Call) -> Call:
+    """Remember a call."""
+    if len(_calls) >= _MOST_CALLS:
+        # Sizes that never return; the kernels stay loaded.
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def forget() -> None:
+    """Forget every prepared call."""
+    _calls.clear()

@@ -1,0 +1,129 @@
+"""The GPUs of this machine: what runs kernels on each, and why not when nothing does."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quantkit.device.archs import Arch, arch_of_device
+from quantkit.device.gpu.driver import Driver
+from quantkit.device.gpu.launcher import Launcher
+from quantkit.device.gpu.objects import read_object
+from quantkit.device.ops import Variant
+from quantkit.errors import KernelError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU that kernels may run on."""
+
+    index: int
+    #: gcnArchName, or sm_ and the compute capability; never the marketing name
+    name: str
+    arch: Arch
+    driver: Driver
+    #: compute units, over which the blocks of a grid are spread
+    units: int
+    torch_device: torch.device
+    #: what torch knows: the calling thread's device, a device's current stream, whether a graph is
+    #: being captured, and a block with another device
+    current: Callable[[], int]
+    stream: Callable[[int], int]
+    capturing: Callable[[], bool]
+    guard: Callable[[int], AbstractContextManager[object]]
+    #: variant -> handle of its loaded kernel
+    _functions: dict[Variant, int] = field(default_factory=dict, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+    @property
+    def target(self) -> str:
+        """What kernels are compiled for: the architecture, in the compiler's spelling."""
+        return self.arch.target_for(self.name)
+
+    def launcher(
+        self, variant: Variant, sizes: dict[str, int], nulls: Sequence[int] = ()
+    ) -> Launcher:
+        """Return a prepared launch; the kernel is read, compiled and loaded when it is new.
+
+        Args:
+            nulls: which arguments are null.
+
+        Raises:
+            KernelError: it cannot be compiled or loaded, or a graph is being captured.
+        """
+        function = self._functions.get(variant)
+        if function is None:
+            with self._lock:
+                function = self._functions.get(variant) or self._load(variant)
+                self._functions[variant] = function
+        return Launcher(self, function, variant, sizes, nulls)
+
+    def _load(self, variant: Variant) -> int:
+        if self.capturing():
+            raise KernelError(
+                f"{variant.symbol}: is not loaded yet, and nothing can be loaded while a graph is "
+                "captured; run the model once before capturing"
+            )
+        found = read_object(self.driver, self.target, variant)
+        with self.guard(self.index):
+            self.driver.bind(self.index)
+            try:
+                return self.driver.load_function(found.content, variant.symbol)
+            except KernelError:
+                # A copied or damaged cache: compile again rather than fail for ever. What was built
+                # ahead of time is not ours to replace.
+                if found.prebuilt:
+                    raise
+                found.path.unlink(missing_ok=True)
+                found = read_object(self.driver, self.target, variant)
+                return self.driver.load_function(found.content, variant.symbol)
+
+
+@lru_cache(maxsize=64)
+def find_device(index: int) -> Device:
+    """Return the GPU that torch calls ``cuda:index``.
+
+    Raises:
+        KernelError: torch sees no such GPU, there are no kernels for it, or its driver is missing.
+    """
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise KernelError(f"cuda:{index}: torch sees {torch.cuda.device_count()} GPUs")
+    properties = torch.cuda.get_device_properties(index)
+    name = device_name(properties)
+    arch = arch_of_device(name)
+    return Device(
+        index=index,
+        name=name,
+        arch=arch,
+        driver=_load_driver(),
+        units=properties.multi_processor_count * arch.units,
+        torch_device=torch.device("cuda", index),
+        current=torch._C._cuda_getDevice,  # noqa: SLF001  as below
+        # torch.cuda.current_stream builds an object, which takes longer than the launch.
+        stream=torch._C._cuda_getCurrentRawStream,  # noqa: SLF001  torch.compile's code calls it
+        capturing=torch.cuda.is_current_stream_capturing,
+        guard=torch.cuda.device,
+    )
+
+
+def device_name(properties: Any) -> str:
+    """Return what a GPU executes: gfx1201, sm_90.
+
+    gcnArchName may carry features behind a colon (gfx90a:sramecc+:xnack-).
+    """
+    arch: str = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return arch.split(":", maxsplit=1)[0] or f"sm_{properties.major}{properties.minor}"
+
+
+def _load_driver() -> Driver:
+    if torch.version.hip:
+        from quantkit.device.gpu.driver_hip import load_hip
+
+        return load_hip()
+    from quantkit.device.gpu.driver_cuda import load_cuda
+
+    return load_cuda()

@@ -1,0 +1,127 @@
+"""From a variant to the bytes of its object: built ahead of time, cached on disk, or compiled now.
+
+Folders that ``quantkit kernels build`` wrote are looked at first: those of $QUANTKIT_OBJECTS, then
+``objects`` in the cache folder. They match when target, sources and checksum are right.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from quantkit.device import cache
+from quantkit.device.gpu.driver import Driver
+from quantkit.device.manifest import MANIFEST_NAME, ManifestKernel, read_manifest
+from quantkit.device.ops import Variant
+from quantkit.errors import ArtefactError, KernelError
+from quantkit.resources import kernel_sources
+
+_VARIABLE = "QUANTKIT_OBJECTS"
+
+
+@dataclass(frozen=True)
+class ObjectFolder:
+    """A folder of prebuilt objects, and whether it serves a target."""
+
+    path: Path
+    #: symbol -> its entry; empty when the folder does not match
+    kernels: dict[str, ManifestKernel]
+    #: why it does not match; empty when it does
+    problem: str
+
+
+@dataclass(frozen=True)
+class KernelObject:
+    """The object of one variant."""
+
+    content: bytes
+    path: Path
+    #: by ``kernels build``, not by the cache
+    prebuilt: bool
+
+
+def read_object(driver: Driver, target: str, variant: Variant) -> KernelObject:
+    """Return the object of a variant, compiled now if need be.
+
+    Raises:
+        CompilerMissingError: it is not prebuilt, and there is no compiler.
+        KernelError: it does not compile; the text has the compiler's log and the command.
+    """
+    for folder in object_folders(target):
+        if found := _prebuilt(folder, variant.symbol):
+            return found
+    path = cached_path(driver, target, variant)
+    if not path.exists():
+        with cache.building(path) as stage:
+            if stage:
+                stage.write_bytes(_compile(driver, target, variant))
+    return KernelObject(path.read_bytes(), path, prebuilt=False)
+
+
+def cached_path(driver: Driver, target: str, variant: Variant) -> Path:
+    """Return where the cache keeps a variant, built or not."""
+    # The symbol stands for the macros.
+    return cache_folder(driver, target) / f"{variant.symbol}.{driver.suffix}"
+
+
+def cache_folder(driver: Driver, target: str) -> Path:
+    """Return the cache's folder for a target; its key is sources, options, target and compiler.
+
+    Raises:
+        CompilerMissingError: there is no compiler.
+    """
+    return _folder(driver.name, driver.compiler_identity, *driver.options(target))
+
+
+def object_folders(target: str) -> tuple[ObjectFolder, ...]:
+    """Return the folders of prebuilt objects of this machine, those for other targets aside."""
+    text = os.environ.get(_VARIABLE, "")
+    named = tuple(Path(part) for part in text.split(os.pathsep) if part.strip())
+    usual = tuple(sorted((cache.cache_directory() / "objects").glob("*")))
+    found = (_read_folder(path, target, cache.device_sources_digest()) for path in named + usual)
+    return tuple(folder for folder in found if folder)
+
+
+@lru_cache(maxsize=64)
+def _read_folder(path: Path, target: str, sources: str) -> ObjectFolder | None:
+    try:
+        manifest = read_manifest(path)
+    except ArtefactError as error:
+        return ObjectFolder(path, {}, str(error))
+    if manifest.target != target:
+        return None
+    if manifest.sources_sha256 != sources:
+        problem = f"{path / MANIFEST_NAME}: built from other sources; build the folder again"
+        return ObjectFolder(path, {}, problem)
+    return ObjectFolder(path, {kernel.symbol: kernel for kernel in manifest.kernels}, "")
+
+
+def _prebuilt(folder: ObjectFolder, symbol: str) -> KernelObject | None:
+    kernel = folder.kernels.get(symbol)
+    if kernel is None:
+        return None
+    path = folder.path / kernel.file
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise KernelError(f"{path}: cannot be read ({error}); build the folder again") from error
+    if hashlib.sha256(content).hexdigest() != kernel.sha256:
+        raise KernelError(
+            f"{path}: is not the file that its manifest describes (SHA-256 differs); "
+            "build the folder again"
+        )
+    return KernelObject(content, path, prebuilt=True)
+
+
+def _compile(driver: Driver, target: str, variant: Variant) -> bytes:
+    compiler, sources = driver.require_compiler(), kernel_sources()
+    text = (sources / variant.op.source).read_text(encoding="utf-8")
+    options = [*driver.options(target), f"-I{sources / 'include'}", *variant.defines]
+    content, _ = compiler.compile(text, variant.op.source, options)
+    return content
+
+
+@lru_cache(maxsize=16)
+def _folder(*parts: str) -> Path:
+    return cache.build_folder(*parts)
