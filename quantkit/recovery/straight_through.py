@@ -132,7 +132,9 @@ class QuantizedConv2d(torch.autograd.Function):
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return what products are taken in: autocast's dtype, or the input's own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    # Unscaled sums of codes, up to 448 each, leave the range of float16.
+    return torch.float32 if dtype is torch.float16 else dtype
 
 
 def _quantize_rows(x: Tensor, fmt: FloatFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
