@@ -134,9 +134,10 @@ class Trainer:
                 self.oldest = max(self.oldest, self.chunks - bank.capacity)
             losses.append(self._train(call, bank, fraction))
             self.step += 1
-            looking = watcher if self._look_is_due() else None
+            # The same in all processes: they average what is read.
+            looking = self._look_is_due()
             if looking or self.step % READ_EVERY == 0 or self.step in (1, self._settings.steps):
-                self._read(losses, looking)
+                self._read(losses, watcher if looking else None)
                 watch(self.points[-1])
                 self._save(saver)
         if losses:
@@ -254,12 +255,12 @@ class Trainer:
             raise NonFiniteError(
                 f"recovery: the loss is {loss} at step {self.step}; take a lower --rate"
             )
-        seconds, fraction = self.clock.elapsed, min(1.0, self._fraction())
-        look = None
+        seconds, look = self.clock.elapsed, None
         if watcher is not None:
             with self.clock.paused():
                 look = watcher.look(self.stepper.average)
                 self._patience.see(look, self.stepper.average)
+        fraction = min(1.0, self._fraction())
         self.points.append(Point(self.step, loss, seconds, fraction, look))
 
     def _floats(self, rows: list[Tensor]) -> list[Tensor]:
