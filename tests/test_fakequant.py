@@ -130,6 +130,21 @@ def _gradients(fake, module, x):
     return grads
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_pipelines_get_what_their_packed_layers_give(scheme, case, dtype):
+    dense, x = case
+    packed, fake = both(dense, scheme)
+    # Inputs of hundreds: codes of 448 and their sums must not overflow float16.
+    x = (100 * x).to(dtype)
+    with use(Backend.REFERENCE), torch.no_grad():
+        wanted, found = packed.to(dtype)(x), fake.to(dtype)(x)
+    assert found.dtype == wanted.dtype == dtype
+    error = (found.float() - wanted.float()).square().mean() / wanted.float().square().mean()
+    # One rounding of outputs, and of bfloat16 weights: a weight that moves across an edge of the
+    # FP8 grid counts more, and is rare.
+    assert float(error) < 1e-3
+
+
 def test_static_scale_is_the_batch_amax_when_none_is_given():
     torch.manual_seed(0)
     dense, x = nn.Linear(64, 24), torch.randn(5, 64)

@@ -301,6 +301,20 @@ def test_offloaded_states_are_restored():
     assert torch.equal(first.average["weight"], second.average["weight"])
 
 
+def test_offloaded_teacher_is_on_the_device_only_while_it_samples(model):
+    pipe = load_pipeline(model, choose_device("cpu"))
+    moved = []
+    pipe.to = lambda device: moved.append(str(device))
+    teacher = Teacher(pipe, pipe.unet, PROMPTS, replace(SHORT, offload=True))
+    teacher.rest()
+    with teacher.awake():
+        teacher.sample(1)
+        assert moved == ["cpu", "cpu"]  # asleep; awake on its device, which is this CPU
+    assert moved == ["cpu"] * 3
+    Teacher(pipe, pipe.unet, PROMPTS, SHORT).sample(1)
+    assert len(moved) == 3
+
+
 def test_offloading_from_a_cpu_is_refused(model, masks):
     with pytest.raises(RecipeError, match="this is the CPU"):
         run(model, masks, replace(SHORT, offload=True))

@@ -73,6 +73,11 @@ class Teacher:
         self.made += count
         return record.chunk()
 
+    def rest(self) -> None:
+        """Leave the device to the student, where the pipeline is offloaded."""
+        if self._settings.offload:
+            self.pipe.to("cpu")
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Hold an offloaded pipeline on its device during the body; blocks may nest."""
@@ -87,7 +92,7 @@ class Teacher:
         finally:
             self._woken -= 1
             if not self._woken:
-                self.pipe.to("cpu")
+                self.rest()
 
 
 class Bank:

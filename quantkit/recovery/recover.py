@@ -147,6 +147,8 @@ class _Recruit:
         denoiser: nn.Module = getattr(pipe, self.component.name)
         teacher = Teacher(pipe, denoiser, prompts, self.settings, ranks)
         student, stepper = self._student(denoiser, ranks)
+        # Before the watcher copies the denoiser, so that an offloaded copy is not on the GPU.
+        teacher.rest()
         watcher = self._watcher(teacher, watched) if ranks.writes else None
         with closing(stepper):
             trainer = Trainer(student, stepper, teacher, self.settings, ranks)

@@ -76,12 +76,13 @@ class QuantizedLinear(torch.autograd.Function):
         narrow = weight.to(_compute_dtype(x))
         ctx.save_for_backward(x, narrow)
         codes, scale = _quantize_rows(x, how.fmt, how.scale)
-        return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias)
+        return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias, _output_dtype(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the unquantized rows times the quantized weight."""
         x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
         return (
             (grad @ weight).to(x.dtype) if by_x else None,
@@ -102,20 +103,22 @@ class QuantizedConv2d(torch.autograd.Function):
         narrow = weight.to(_compute_dtype(x))
         ctx.save_for_backward(x, narrow)
         ctx.how = how
+        dtype = _output_dtype(x)
         if how.scale is not None:
             codes = cast(x.float() / how.scale, how.fmt).to(narrow.dtype)
             y = functional.conv2d(codes, narrow, None, how.stride, 0, how.dilation)
-            return _scaled(y.movedim(1, -1), how.scale, bias).movedim(-1, 1)
+            return _scaled(y.movedim(1, -1), how.scale, bias, dtype).movedim(-1, 1)
         kernel = narrow.shape[2:]
         windows = _windows(x.permute(0, 2, 3, 1), kernel, how)
         scales = scale_of_amax(_window_amax(x, kernel, how), how.fmt)
         y = _multiply_windows(windows, scales, to_rows(narrow), how.fmt)
-        return _scaled(y, scales.unsqueeze(-1), bias).permute(0, 3, 1, 2)
+        return _scaled(y, scales.unsqueeze(-1), bias, dtype).permute(0, 3, 1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the unquantized input under the quantized weight."""
         x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
         dx, dw, _ = torch.ops.aten.convolution_backward(
             grad, x.to(grad.dtype), weight, None, ctx.how.stride, (0, 0), ctx.how.dilation,
@@ -129,10 +132,15 @@ class QuantizedConv2d(torch.autograd.Function):
         )
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return what products are taken in: autocast's dtype, or the input's own."""
+def _output_dtype(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype, or the input's own."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return what products are taken in."""
+    dtype = _output_dtype(x)
     # Unscaled sums of codes, up to 448 each, leave the range of float16.
     return torch.float32 if dtype is torch.float16 else dtype
 
@@ -174,7 +182,7 @@ def _window_amax(x: Tensor, kernel: torch.Size, how: QuantizedInput) -> Tensor:
     return pooled.squeeze(1)
 
 
-def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``y * scale + bias`` over the last axis, rounded once to the dtype of ``y``."""
-    wide = y * scale if scale.ndim else y.float() * scale
-    return (wide if bias is None else wide + bias.float()).to(y.dtype)
+def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``y * scale + bias`` over the last axis, rounded once to ``dtype``."""
+    wide = y.float() * scale
+    return (wide if bias is None else wide + bias.float()).to(dtype)
