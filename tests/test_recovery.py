@@ -13,7 +13,7 @@ from pipelines import tiny_flux_pipeline
 from safetensors.torch import load_file, safe_open, save_file
 
 from quantkit.calibration.running import choose_device, load_pipeline
-from quantkit.cli.recover import make_settings, split_options
+from quantkit.cli.recovery_options import make_settings, split_options
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.cli.verify import verify as verify_command
 from quantkit.errors import (
@@ -34,7 +34,7 @@ from quantkit.recipefile import load_recipe
 from quantkit.recovery import recover as recover_module
 from quantkit.recovery.bank import Bank, Teacher
 from quantkit.recovery.calls import recording
-from quantkit.recovery.recover import recover
+from quantkit.recovery.recover import Task, recover
 from quantkit.recovery.settings import Settings
 from quantkit.recovery.writing import write_recovered
 from quantkit.sparsity.choose import choose_masks
@@ -53,6 +53,7 @@ SHORT = Settings(
     sampling_batch=2,
     trajectories=4,
     refresh=15,
+    watch_every=None,
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -66,9 +67,9 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def run(model, masks, settings, **changes):
-    given = {"prompts": PROMPTS, "device": "cpu", "progress": silent} | changes
-    return recover(model, masks, settings, **given)
+def run(model, masks, settings, prompts=PROMPTS, quantize=None, **more):
+    task = Task(model, masks, quantize, prompts, "cpu")
+    return recover(task, settings, progress=silent, **more)
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +257,9 @@ def test_denoiser_that_is_not_called_is_refused(model):
 
 def test_no_masks_are_refused(model, masks):
     empty = replace(masks, layers={"unet": {}})
-    with pytest.raises(ArtefactError, match="no layer is masked"):
-        run(model, empty, SHORT)
+    for nothing in (empty, None):
+        with pytest.raises(ArtefactError, match="no layer is masked"):
+            run(model, nothing, SHORT)
 
 
 def test_masks_of_other_weights_are_refused(model, masks, written):
@@ -368,7 +370,17 @@ def test_existing_masks_end_the_command_before_the_work(pipeline_dir, tmp_path):
     assert isinstance(result.exception, OutputError)
 
 
-@pytest.mark.parametrize("option", [("--minutes", 1), ("--checkpointing",), ("--no-graphs",)])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--minutes", 1),
+        ("--checkpointing",),
+        ("--no-graphs",),
+        ("--no-quantize",),
+        ("--quantize",),
+        ("--device", "cpu"),
+    ],
+)
 def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     result = command(pipeline_dir, "-o", tmp_path / "out", *option)
     assert isinstance(result.exception, RecipeError)
@@ -385,6 +397,6 @@ def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     ],
 )
 def test_minutes_and_steps_limit_the_run(given, steps, seconds):
-    options, _ = split_options({"recover": "distill", "device": "cpu", **given})
+    options, _ = split_options({"device": "cpu", **given})
     settings = make_settings(RECIPE, options, on_cpu=False)
     assert (settings.steps, settings.seconds) == (steps, seconds)

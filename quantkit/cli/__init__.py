@@ -13,6 +13,7 @@ from quantkit.cli import (
     inspect,
     kernels,
     pack,
+    recover,
     run,
     sparsify,
     verify,
@@ -28,6 +29,7 @@ def quantkit() -> None:
 
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
+quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
 quantkit.add_command(inspect.inspect)
 quantkit.add_command(verify.verify)

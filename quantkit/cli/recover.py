@@ -1,4 +1,4 @@
-"""``quantkit sparsify --recover``: train the masked denoiser on the dense one's trajectories."""
+"""``quantkit recover``: train a denoiser of fewer bits or weights on the dense one's answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,116 +7,81 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import progress_bar
-from quantkit.errors import RecipeError
+from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.recovery_options import (
+    METHODS,
+    SAVE_EVERY,
+    make_settings,
+    recovery_options,
+    split_options,
+)
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model
     from quantkit.recipe import Recipe
-    from quantkit.recovery.settings import Settings
-    from quantkit.recovery.training import Point
+    from quantkit.recovery.course import Point
     from quantkit.sparsity.maskfile import MaskSet
 
-_OPTIONS = (
-    click.option(
-        "--recover",
-        type=click.Choice(["distill"]),
-        help="Train the masked denoiser on the dense one's own trajectories; OUTPUT is then a "
-        "16-bit pipeline directory.",
-    ),
-    click.option(
-        "--masks-output",
-        type=click.Path(path_type=Path),
-        help="With --recover: the mask file; default: OUTPUT.masks.safetensors.",
-    ),
-    click.option(
-        "--minutes",
-        type=click.FloatRange(min=0, min_open=True),
-        help="With --recover: how long to train, trajectories included. "
-        "Default: 2, or no limit with --steps.",
-    ),
-    click.option(
-        "--steps", type=click.IntRange(min=1), help="With --recover: how many training steps."
-    ),
-    click.option(
-        "--batch",
-        type=click.IntRange(min=1),
-        help="With --recover: calls of the denoiser a step; default: 256, on a CPU 16.",
-    ),
-    click.option(
-        "--rate",
-        type=click.FloatRange(min=0, min_open=True),
-        help="With --recover: the highest learning rate; default: 3e-4.",
-    ),
-    options.prompts,
-    click.option(
-        "--sampling-steps",
-        type=click.IntRange(min=1),
-        help="With --recover: denoising steps of a trajectory; default: the recipe's.",
-    ),
-    click.option(
-        "--sampling-batch",
-        type=click.IntRange(min=1),
-        help="With --recover: prompts denoised at a time; default: 256, on a CPU 16.",
-    ),
-    click.option(
-        "--trajectories",
-        type=click.IntRange(min=1),
-        help="With --recover: how many are kept at a time; default: 4096, on a CPU 64.",
-    ),
-    click.option(
-        "--guidance", type=float, help="With --recover: guidance scale; default: the recipe's."
-    ),
-    click.option(
-        "--checkpointing",
-        is_flag=True,
-        default=None,
-        help="With --recover: recompute activations, for less memory.",
-    ),
-    click.option(
-        "--no-graphs",
-        "graphs",
-        flag_value=False,
-        default=None,
-        help="With --recover: no CUDA graphs, which make training a quarter faster.",
-    ),
-    click.option(
-        "--seed",
-        type=click.IntRange(min=0),
-        help="With --recover: of the first noise; default: the recipe's.",
-    ),
-    options.device,
+
+@click.command()
+@options.model
+@options.recipe
+@click.option(
+    "--masks",
+    type=click.Path(path_type=Path),
+    help="Masks of 'quantkit sparsify', which the training keeps; without them all weights stay.",
 )
+@options.output
+@click.option(
+    "--method",
+    type=METHODS,
+    default="distill",
+    show_default=True,
+    help="How; distill trains on the dense denoiser's own trajectories.",
+)
+@recovery_options()
+@options.force
+@options.dry_run
+@options.quiet
+@options.as_json
+def recover(
+    model: str,
+    recipe: str,
+    masks: Path | None,
+    output: Path,
+    method: str,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Train MODEL so that packing with the recipe, and masks, cost its pictures less.
 
-#: What a CPU takes in minutes rather than days.
-_ON_CPU = {"batch": 16, "sampling_batch": 16, "trajectories": 64}
-
-
-def recover_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a recovery to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def split_options(given: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the options of a recovery, None where none is wanted, and all others.
-
-    Raises:
-        RecipeError: an option of a recovery without ``--recover``.
+    The denoiser is trained on what it answered in 16 bit along its own trajectories from noise,
+    while it computes as it will when packed. No data set is needed. OUTPUT is an ordinary 16-bit
+    pipeline for 'quantkit pack'; with masks, those for it are a file beside it.
     """
-    names = {
-        "masks_output", "minutes", "steps", "batch", "rate", "prompts", "sampling_steps",
-        "sampling_batch", "trajectories", "guidance", "checkpointing", "graphs", "seed",
-    }  # fmt: skip
-    mine = {name: value for name, value in given.items() if name in names and value is not None}
-    others = {n: v for n, v in given.items() if n not in {*names, "recover", "device"}}
-    if given["recover"] is not None:
-        return {**mine, "device": given["device"]}, others
-    if mine:
-        option = min(mine).replace("_", "-").replace("graphs", "no-graphs")
-        raise RecipeError(f"--{option}: belongs to a recovery; add --recover distill, or drop it")
-    return None, others
+    from quantkit.models.source import open_model
+    from quantkit.recipefile import load_recipe
+    from quantkit.sparsity.maskfile import load_masks
+
+    del method  # distill is the only one yet
+    chosen, source = load_recipe(recipe), open_model(model)
+    mask_set = None if masks is None else load_masks(masks)
+    mine, _ = split_options(given)
+    if dry_run:
+        result: dict[str, Any] | None = describe(source, chosen, mask_set, mine)
+    else:
+        result = recover_and_write(source, chosen, mask_set, output, mine, force=force, quiet=quiet)
+    if result is None:
+        return
+    if as_json:
+        print_json(result)
+    elif dry_run:
+        click.echo(f"{result['masked']} layers masked, {result['quantized']} quantized")
+    else:
+        click.echo(f"{output}: {told(result)}")
 
 
 def masks_path(output: Path, given: dict[str, Any]) -> Path:
@@ -125,84 +90,112 @@ def masks_path(output: Path, given: dict[str, Any]) -> Path:
     return chosen or output.with_name(f"{output.name}.masks.safetensors")
 
 
+def describe(
+    model: "Model", recipe: "Recipe", masks: "MaskSet | None", given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return JSON values that say what would be trained.
+
+    Raises:
+        InputError: masks or a recipe that do not fit the model.
+    """
+    from quantkit.recovery.fakequant import plan_quants
+
+    component = model.components[0]
+    kept = {} if masks is None else masks.of(component)
+    quantize = given.get("quantize", True)
+    quants = plan_quants(component, recipe, set(kept)) if quantize else {}
+    return {"written": None, "masked": len(kept), "quantized": len(quants)}
+
+
 def recover_and_write(
     model: "Model",
     recipe: "Recipe",
-    masks: "MaskSet",
+    masks: "MaskSet | None",
     output: Path,
     given: dict[str, Any],
     *,
     force: bool,
     quiet: bool,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train, write the pipeline and its masks, and return JSON values that say how it went.
 
     Args:
         model: the dense pipeline.
-        recipe: its calibration section says how pictures are sampled.
-        masks: which weights are kept.
+        recipe: what the result will be packed with; its calibration section says how pictures are
+            sampled.
+        masks: which weights are kept; None: all.
         output: the directory to make.
         given: the options of a recovery.
-        force: replace existing outputs.
+        force: replace existing outputs, and a saved training.
         quiet: no progress and no loss.
+
+    Returns:
+        None in all but the first of several processes, which write nothing.
 
     Raises:
         InputError: a model, masks, prompts or settings that cannot be used.
     """
     from quantkit.calibration.running import choose_device, read_prompts
-    from quantkit.recovery.recover import ignore, recover
+    from quantkit.recovery.recover import Keeping, Task, ignore
+    from quantkit.recovery.recover import recover as train
+    from quantkit.recovery.saving import refuse_unfinished
     from quantkit.recovery.writing import refuse_outputs, write_recovered
 
-    where = masks_path(output, given)
+    where = None if masks is None else masks_path(output, given)
     refuse_outputs(model, output, where, force=force)
-    prompts = read_prompts(given.get("prompts"))
-    on_cpu = choose_device(given["device"]).type == "cpu"
+    resume = given.get("resume", False)
+    file = output.with_name(f"{output.name}.recovery.safetensors")
+    refuse_unfinished(file, resume=resume, force=force)
+    device = given.get("device", "auto")
+    quantize = recipe if given.get("quantize", True) else None
+    settings = make_settings(recipe, given, on_cpu=choose_device(device).type == "cpu")
+    task = Task(model, masks, quantize, read_prompts(given.get("prompts")), device)
+    keeping = Keeping(file, given.get("save_every", SAVE_EVERY), resume)
     with progress_bar(quiet=quiet) as progress:
-        recovered = recover(
-            model,
-            masks,
-            make_settings(recipe, given, on_cpu=on_cpu),
-            prompts=prompts,
-            device=given["device"],
-            progress=progress,
-            watch=ignore if quiet else _print_point(),
-        )
+        watch = ignore if quiet else _print_point()
+        recovered = train(task, settings, progress=progress, watch=watch, keeping=keeping)
+    if not recovered.writes:
+        return None
     write_recovered(model, masks, recovered, output, where, force=force)
-    last = recovered.points[-1]
+    file.unlink(missing_ok=True)
+    first, last = recovered.points[0], recovered.points[-1]
+    looks = [point.look for point in recovered.points if point.look]
     return {
         "written": str(output),
-        "masks": str(where),
+        "masks": None if where is None else str(where),
         "steps": last.step,
         "seconds": round(last.seconds, 1),
+        "seconds_aside": round(recovered.aside, 1),
         "trajectories": recovered.trajectories,
-        "first_loss": recovered.points[0].loss,
+        "first_loss": first.loss,
         "last_loss": last.loss,
+        "looks": [{"metric": look.metric, "value": look.value} for look in looks],
     }
 
 
-def make_settings(recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool) -> "Settings":
-    """Return the settings that the options and the recipe ask for."""
-    from quantkit.recovery.settings import Settings
-
-    run = recipe.calibration
-    values: dict[str, Any] = dict(_ON_CPU) if on_cpu else {}
-    values |= {"sampling_steps": run.steps, "guidance": run.guidance, "seed": run.seed}
-    if "minutes" in given:
-        values["seconds"] = 60 * given["minutes"]
-    elif "steps" in given:
-        values["seconds"] = None
-    apart = {"masks_output", "minutes", "prompts", "device"}
-    return Settings(**{**values, **{n: v for n, v in given.items() if n not in apart}})
+def told(result: dict[str, Any]) -> str:
+    """Return a line about a recovery that was written."""
+    looks = [f"{look['metric']} {look['value']:.4f}" for look in result["looks"]]
+    seen = f"; {looks[0]} -> {looks[-1].split()[-1]}" if looks else ""
+    masks = f"; masks: {result['masks']}" if result["masks"] else ""
+    return (
+        f"recovered in {result['steps']} steps, {result['seconds']:g} s and "
+        f"{result['seconds_aside']:g} s aside: loss {result['first_loss']:.5f} -> "
+        f"{result['last_loss']:.5f}{seen}{masks}"
+    )
 
 
 def _print_point() -> Callable[["Point"], None]:
-    """Return a watcher that prints the loss at about every twentieth of the training."""
+    """Return a watcher that prints looks, and the loss at about every twentieth of the training."""
     due = 0.0
 
     def show(point: "Point") -> None:
         nonlocal due
-        if point.fraction >= due:
-            due = point.fraction + 0.05
-            click.echo(f"step {point.step}: loss {point.loss:.5f}, {point.seconds:.0f} s", err=True)
+        if point.fraction < due and point.look is None:
+            return
+        due = max(due, point.fraction + 0.05)
+        seen = "" if point.look is None else f", {point.look.metric} {point.look.value:.4f}"
+        text = f"step {point.step}: loss {point.loss:.5f}{seen}, {point.seconds:.0f} s"
+        click.echo(text, err=True)
 
     return show

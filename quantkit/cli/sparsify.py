@@ -8,7 +8,8 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
-from quantkit.cli.recover import masks_path, recover_and_write, recover_options, split_options
+from quantkit.cli.recover import masks_path, recover_and_write, told
+from quantkit.cli.recovery_options import METHODS, recovery_options, refuse_alone, split_options
 
 if TYPE_CHECKING:
     from quantkit.recipe import Recipe
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0, min_open=True),
     help="Mask only layers that lose at most this share of their output's power.",
 )
-@recover_options
+@click.option(
+    "--recover",
+    type=METHODS,
+    help="Train the masked denoiser afterwards, as 'quantkit recover' does; OUTPUT is then a "
+    "16-bit pipeline directory.",
+)
+@recovery_options("With --recover: ")
 @options.force
 @options.dry_run
 @options.quiet
@@ -55,17 +62,20 @@ def sparsify(
     measured mean squares where a calibration is given.
 
     With --recover distill the masked denoiser is then trained on what the dense one answers along
-    its own trajectories from noise. No data set is needed. OUTPUT is then an ordinary 16-bit
-    pipeline with the zeros in place, and its masks are a file beside it.
+    its own trajectories from noise, as 'quantkit recover' does. No data set is needed. OUTPUT is
+    then an ordinary 16-bit pipeline with the zeros in place, its masks a file beside it.
     """
-    recovery, rule = split_options(given)
+    mine, rule = split_options(given)
+    wanted = rule.pop("recover") is not None
+    if not wanted:
+        refuse_alone(mine)
     choose(
         model,
         recipe,
         output,
         calibration=calibration,
         rule={name: value for name, value in rule.items() if value is not None},
-        recovery=recovery,
+        recovery=mine if wanted else None,
         force=force,
         dry_run=dry_run,
         quiet=quiet,
@@ -120,6 +130,8 @@ def choose(
         trained = recover_and_write(
             source, chosen, masks, output, recovery, force=force, quiet=quiet
         )
+        if trained is None:
+            return
     elif not dry_run:
         save_masks(masks, output, force=force)
     if as_json:
@@ -128,10 +140,7 @@ def choose(
         return
     _print(masks, "nothing written" if dry_run else str(output))
     if trained is not None:
-        click.echo(
-            f"recovered in {trained['steps']} steps, {trained['seconds']:g} s: loss "
-            f"{trained['first_loss']:.5f} -> {trained['last_loss']:.5f}; masks: {trained['masks']}"
-        )
+        click.echo(told(trained))
 
 
 def _with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":

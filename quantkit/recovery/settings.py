@@ -6,6 +6,18 @@ from quantkit.errors import RecipeError
 
 _GIB = 1 << 30
 
+_COUNTS = (
+    "steps",
+    "batch",
+    "sampling_steps",
+    "sampling_batch",
+    "trajectories",
+    "refresh",
+    "watch_every",
+    "watched",
+    "patience",
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -40,6 +52,14 @@ class Settings:
     bank_bytes: int = 4 * _GIB
     #: training steps after which one sampling batch is replaced
     refresh: int = 200
+    #: training steps after which pictures are made and compared; None: never
+    watch_every: int | None = 500
+    #: how many pictures
+    watched: int = 8
+    #: looks without improvement after which training stops; None: it goes on to the end
+    patience: int | None = None
+    #: optimizer and average in the CPU's memory, 16-bit weights on the GPU, stepped one by one
+    offload: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,12 +70,14 @@ class Settings:
         """
         if self.steps is None and self.seconds is None:
             raise RecipeError("recovery: neither steps nor seconds is set; set one of both")
-        counts = ("batch", "sampling_steps", "sampling_batch", "trajectories", "refresh")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise RecipeError(f"recovery: {name} {getattr(self, name)}, wanted at least 1")
-        if self.steps is not None and self.steps < 1:
-            raise RecipeError(f"recovery: steps {self.steps}, wanted at least 1")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RecipeError(f"recovery: {name} {value}, wanted at least 1")
+        if self.patience is not None and self.watch_every is None:
+            raise RecipeError(
+                "recovery: patience without watch_every, so nothing could run out; set watch_every"
+            )
         if self.seconds is not None and not self.seconds > 0:
             raise RecipeError(f"recovery: seconds {self.seconds:g}, wanted more than 0")
         if not self.rate > 0:

@@ -19,17 +19,25 @@ from quantkit.recovery.recover import Recovered
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
 
 
-def refuse_outputs(model: Model, output: Path, masks_output: Path, *, force: bool) -> None:
+def refuse_outputs(model: Model, output: Path, masks_output: Path | None, *, force: bool) -> None:
     """Refuse outputs that cannot be, before anything long begins.
+
+    Args:
+        model: the source.
+        output: the directory to make.
+        masks_output: the mask file to make; None: there are no masks.
+        force: replace existing outputs.
 
     Raises:
         OutputError: one exists without ``force``, or lies in the other or in the model.
     """
     refuse_existing(output, force=force)
-    refuse_existing(masks_output, force=force)
     source, target = model.path.resolve(), output.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise OutputError(f"{output}: overlaps the model {model.path}; choose another path")
+    if masks_output is None:
+        return
+    refuse_existing(masks_output, force=force)
     if target in masks_output.resolve().parents or target == masks_output.resolve():
         raise OutputError(
             f"{masks_output}: inside the pipeline {output}, where masks do not belong; choose "
@@ -39,13 +47,13 @@ def refuse_outputs(model: Model, output: Path, masks_output: Path, *, force: boo
 
 def write_recovered(
     model: Model,
-    masks: MaskSet,
+    masks: MaskSet | None,
     recovered: Recovered,
     output: Path,
-    masks_output: Path,
+    masks_output: Path | None,
     *,
     force: bool,
-) -> MaskSet:
+) -> MaskSet | None:
     """Write the recovered pipeline, and the masks for it.
 
     Every other component is copied byte for byte; the denoiser keeps its files' names, their
@@ -53,14 +61,15 @@ def write_recovered(
 
     Args:
         model: the source.
-        masks: which weights are kept.
+        masks: which weights are kept; None: all.
         recovered: trained with these masks.
         output: the directory to make.
-        masks_output: the mask file to make.
+        masks_output: the mask file to make; None exactly where there are no masks.
         force: replace existing outputs.
 
     Returns:
-        the masks with the digests of the recovered weights, of which they take nothing away.
+        the masks with the digests of the recovered weights, of which they take nothing away; None
+        where there were none.
 
     Raises:
         NonFiniteError: a trained weight does not fit the dtype of the file.
@@ -68,7 +77,7 @@ def write_recovered(
     """
     refuse_outputs(model, output, masks_output, force=force)
     component = recovered.component
-    chosen = masks.of(component)
+    chosen = {} if masks is None else masks.of(component)
     with staged_directory(output, force=force) as stage:
         copy_files(model.path, stage, _copied(model, component))
         for shard in component.shards:
@@ -82,6 +91,8 @@ def write_recovered(
             if layer.name in chosen
         }
         _check_zeros(written, updated)
+    if masks is None or masks_output is None:
+        return None
     result = replace(masks, layers={component.name: updated})
     save_masks(result, masks_output, force=force)
     return result

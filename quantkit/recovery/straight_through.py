@@ -1,0 +1,188 @@
+"""Quantization in the forward pass, none in the backward pass: autograd functions.
+
+Nothing waits for the device, so CUDA graphs can hold them. The input's codes are multiplied as they
+are, which is exact in bfloat16 and float32, and scaled afterwards.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.packing import from_rows, to_rows
+from quantkit.numerics.scales import WEIGHT_SCALES, cast, dequantize, quantize, scale_of_amax
+from quantkit.numerics.scheme import Scheme
+
+#: Elements of windows that are unfolded at a time: 7 bytes each, so about 0.9 GB.
+WINDOW_ELEMENTS = 1 << 27
+
+
+@dataclass(frozen=True, eq=False)
+class LayerQuant:
+    """How one layer will be packed."""
+
+    scheme: Scheme
+    #: what chooses the weight's scales: amax or mse
+    observer: str = "amax"
+    #: what the weight is rounded to before it is packed: the dtype of the model's files
+    stored: torch.dtype = torch.float32
+    #: (C,) float32, by which inputs are multiplied and weights divided; None: not
+    smooth: Tensor | None = None
+    #: float32, one element: the static scale of the input; None takes each batch's own amax
+    input_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedInput:
+    """How an input is quantized, and the steps of a convolution's window."""
+
+    fmt: FloatFormat
+    #: None: one per row or window, of its own amax
+    scale: Tensor | None
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+
+
+class QuantizeWeight(torch.autograd.Function):
+    """Quantize and dequantize a weight, divided by the smoothing factor of its channels."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, smooth: Tensor | None, quant: LayerQuant) -> Tensor:
+        """Return the dequantized weight in float32, shaped as ``weight``."""
+        ctx.by_channel = 1 if smooth is None else smooth.reshape(-1, *[1] * (weight.ndim - 2))
+        rows = to_rows(weight.to(quant.stored).float() / ctx.by_channel).contiguous()
+        fmt, granularity = quant.scheme.weight, quant.scheme.granularity
+        scale = WEIGHT_SCALES[quant.observer](rows, fmt, granularity)
+        codes = quantize(rows, scale, fmt, granularity)
+        return from_rows(dequantize(codes, scale, granularity), tuple(weight.shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient as if nothing had been quantized."""
+        return grad / ctx.by_channel, None, None
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """Rows (M, K) quantized, times a weight (N, K) that is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: QuantizedInput
+    ) -> Tensor:
+        """Return (M, N)."""
+        narrow = weight.to(_compute_dtype(x))
+        ctx.save_for_backward(x, narrow)
+        codes, scale = _quantize_rows(x, how.fmt, how.scale)
+        return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias, _output_dtype(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the unquantized rows times the quantized weight."""
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
+        return (
+            (grad @ weight).to(x.dtype) if by_x else None,
+            (grad.T @ x.to(grad.dtype)).float() if by_weight else None,
+            grad.sum(dim=0, dtype=torch.float32) if by_bias else None,
+            None,
+        )
+
+
+class QuantizedConv2d(torch.autograd.Function):
+    """Windows of (B, C, H, W), padded before, quantized, times a weight (N, C, kh, kw) that is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: QuantizedInput
+    ) -> Tensor:
+        """Return (B, N, OH, OW)."""
+        narrow = weight.to(_compute_dtype(x))
+        ctx.save_for_backward(x, narrow)
+        ctx.how = how
+        dtype = _output_dtype(x)
+        if how.scale is not None:
+            codes = cast(x.float() / how.scale, how.fmt).to(narrow.dtype)
+            y = functional.conv2d(codes, narrow, None, how.stride, 0, how.dilation)
+            return _scaled(y.movedim(1, -1), how.scale, bias, dtype).movedim(-1, 1)
+        kernel = narrow.shape[2:]
+        windows = _windows(x.permute(0, 2, 3, 1), kernel, how)
+        scales = scale_of_amax(_window_amax(x, kernel, how), how.fmt)
+        y = _multiply_windows(windows, scales, to_rows(narrow), how.fmt)
+        return _scaled(y, scales.unsqueeze(-1), bias, dtype).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the unquantized input under the quantized weight."""
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            grad, x.to(grad.dtype), weight, None, ctx.how.stride, (0, 0), ctx.how.dilation,
+            False, (0, 0), 1, (by_x, by_weight, False),
+        )  # fmt: skip
+        return (
+            dx.to(x.dtype) if by_x else None,
+            dw.float() if by_weight else None,
+            grad.sum(dim=(0, 2, 3), dtype=torch.float32) if by_bias else None,
+            None,
+        )
+
+
+def _output_dtype(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype, or the input's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return what products are taken in."""
+    dtype = _output_dtype(x)
+    # Unscaled sums of codes, up to 448 each, leave the range of float16.
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
+def _quantize_rows(x: Tensor, fmt: FloatFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return codes of (M, K) rows, and their scale, which is (M, 1) when none is given."""
+    if scale is not None:
+        return cast(x.float() / scale, fmt), scale
+    scale = scale_of_amax(x.abs().amax(dim=-1, keepdim=True), fmt)
+    # No clamp: nothing exceeds its own amax by more than a rounding, which the cast takes back.
+    return (x / scale).to(fmt.torch_dtype), scale
+
+
+def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: FloatFormat) -> Tensor:
+    """Return (B, OH, OW, N), yet unscaled, of windows (B, OH, OW, kh, kw, C) and rows (N, K)."""
+    samples = max(1, WINDOW_ELEMENTS // windows[0].numel())
+    y = rows.new_empty(*windows.shape[:3], len(rows))
+    for start in range(0, len(windows), samples):
+        view, scale, out = (t[start : start + samples] for t in (windows, scales, y))
+        # Into plain memory: the view's strides overlap, and results would follow their order.
+        values = torch.empty(view.shape, dtype=torch.float32, device=view.device)
+        torch.div(view, scale.reshape(*scale.shape, 1, 1, 1), out=values)
+        codes = values.to(fmt.torch_dtype).reshape(-1, rows.shape[1])
+        out.copy_((codes.to(rows.dtype) @ rows.T).view_as(out))
+    return y
+
+
+def _windows(pixels: Tensor, kernel: torch.Size, how: QuantizedInput) -> Tensor:
+    """Return the view (B, OH, OW, kh, kw, C) of padded (B, H, W, C)."""
+    tall, wide = (d * (k - 1) + 1 for d, k in zip(how.dilation, kernel, strict=True))
+    view = pixels.unfold(1, tall, how.stride[0]).unfold(2, wide, how.stride[1])
+    return view[..., :: how.dilation[0], :: how.dilation[1]].permute(0, 1, 2, 4, 5, 3)
+
+
+def _window_amax(x: Tensor, kernel: torch.Size, how: QuantizedInput) -> Tensor:
+    """Return (B, OH, OW): the largest |x| of each window."""
+    loudest = x.abs().amax(dim=1, keepdim=True)
+    pooled = functional.max_pool2d(loudest, tuple(kernel), how.stride, 0, how.dilation)
+    return pooled.squeeze(1)
+
+
+def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``y * scale + bias`` over the last axis, rounded once to ``dtype``."""
+    wide = y.float() * scale
+    return (wide if bias is None else wide + bias.float()).to(dtype)
