@@ -1,6 +1,6 @@
 """The verdict in words, every sentence computed from the numbers beside it."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 
 from .comparison import ClipScores, Comparison
@@ -10,8 +10,9 @@ from .metrics import METRICS, Better
 from .show import show, show_difference, show_signed
 from .statistics import Summary
 
-#: The pair metrics that decide whether packed pictures can be told from the floor's.
-DECIDING = ("ssim", "lpips")
+#: The metrics that decide whether packed pictures can be told from the floor's, of the first floor
+#: and of the second: one paragraph must stay readable, and the table has them all.
+DECIDING = (("ssim", "lpips"), ("ssim",))
 
 
 class Standing(Enum):
@@ -47,7 +48,10 @@ def write_verdict(
     """Return the verdict: gates, noise floor, CLIP score, worst picture; one paragraph."""
     sentences = [
         judge_gates(gates, compression),
-        *(_Against(comparison, gap).sentence() for gap in gaps),
+        *(
+            describe_floor(comparison, gap, metrics)
+            for gap, metrics in zip(gaps, DECIDING, strict=False)
+        ),
         describe_clip(comparison.clip, len(comparison.names)),
         describe_worst(comparison, gaps),
     ]
@@ -110,47 +114,48 @@ def describe_worst(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Against:
-    """The sentence on one floor."""
+def describe_floor(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]) -> str:
+    """Return whether the packed pictures can be told from the original's under one floor.
 
-    comparison: Comparison
-    gap: FloorGap
-
-    def sentence(self) -> str:
-        floor = self.gap.floor
-        if floor.comparison is None:
-            return f"The noise floor of {floor.title} is missing: {floor.note}."
-        found = {
-            name: standing(name, self.gap.differences[name])
-            for name in DECIDING
-            if name in self.gap.differences
-        }
-        worse = [name for name, place in found.items() if place is Standing.WORSE]
-        if worse:
-            numbers = "; ".join(self._numbers(name) for name in worse)
-            return f"It can be told apart from the original with {floor.title}: {numbers}."
-        numbers = "; ".join(self._numbers(name) for name in found)
-        count = len(self.comparison.names)
-        if Standing.UNKNOWN in found.values():
-            return (
-                f"{count} pictures are too few to say whether it can be told apart from the "
-                f"original with {floor.title}: {numbers}."
-            )
+    Args:
+        comparison: of the packed pipeline.
+        gap: against which floor.
+        metrics: those that decide; the ones that were not measured are passed over.
+    """
+    floor, count = gap.floor, len(comparison.names)
+    if floor.comparison is None:
+        return f"The noise floor of {floor.title} is missing: {floor.note}."
+    if all(value == 0.0 for value in floor.comparison.scores["mse"].values):
+        return f"With {floor.title} the original gives the very same 8-bit pictures."
+    found = {
+        name: standing(name, gap.differences[name]) for name in metrics if name in gap.differences
+    }
+    worse = [name for name, place in found.items() if place is Standing.WORSE]
+    if worse:
+        numbers = _numbers(comparison, gap, worse)
+        return f"It can be told apart from the original with {floor.title}: {numbers}."
+    numbers = _numbers(comparison, gap, list(found))
+    if Standing.UNKNOWN in found.values():
         return (
-            f"Over {count} prompts it cannot be told apart from the original with {floor.title}, "
-            f"or is closer: {numbers}."
+            f"{count} pictures are too few to say whether it can be told apart from the "
+            f"original with {floor.title}: {numbers}."
         )
+    if set(found.values()) == {Standing.BETTER}:
+        return f"It is closer than the original with {floor.title}: {numbers}."
+    return (
+        f"Over {count} prompts it cannot be told apart from the original with {floor.title}: "
+        f"{numbers}."
+    )
 
-    def _numbers(self, name: str) -> str:
-        assert self.gap.floor.comparison is not None
-        packed = self.comparison.scores[name].summary.mean
-        floor = self.gap.floor.comparison.scores[name].summary.mean
-        difference = self.gap.differences[name]
-        return (
-            f"{METRICS[name].title} {show(packed)} against {show(floor)}, "
-            f"{show_difference(difference)}"
-        )
+
+def _numbers(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]) -> str:
+    assert gap.floor.comparison is not None
+    return "; ".join(
+        f"{METRICS[name].title} {show(comparison.scores[name].summary.mean)} against "
+        f"{show(gap.floor.comparison.scores[name].summary.mean)}, a difference of "
+        f"{show_difference(gap.differences[name])}"
+        for name in metrics
+    )
 
 
 def _shortfall(gate: Gate) -> float | None:
