@@ -45,8 +45,8 @@ from .stepwise import Divergence, StepErrors, Trajectory, shadowed
 #: Steps and prompts that are computed again on reference: every layer, early and late noise.
 WATCHED_STEPS = 2
 WATCHED_PROMPTS = 1
-#: Prompts whose every step is answered by both denoisers, by kind of device. Rows of one step
-#: agree within a factor of two, so few suffice where the kernels are emulated.
+#: Prompts whose every step is answered by both denoisers, by kind of device. The quartiles of one
+#: step lie within a factor of two (the demo's FP8), so few suffice where kernels are emulated.
 LOCAL_PROMPTS = {"cpu": 2, "cuda": 8}
 
 

@@ -87,7 +87,7 @@ def measure_floors(
     base, other = original.dtype, OTHER_DTYPE[original.dtype]
     count, batch = len(original.settings.prompts), original.settings.batch
     split = other_batch(count, batch)
-    title = f"{split or 2} prompts at a time instead of {min(batch, count)}"
+    title = f"batches of {split or 2} instead of {min(batch, count)}"
     if split is None:
         batched = Floor("batch", title, None, None, "one prompt cannot be split into batches")
     else:

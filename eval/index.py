@@ -17,6 +17,6 @@ def write_index(path: Path, outcomes: tuple[Outcome, ...], seconds: float) -> No
         outcomes: made on the same prompts.
         seconds: how long the demo took.
     """
-    values = {**page_values(methods(outcomes)), "seconds": seconds}
+    values = {**page_values(methods(outcomes), path.parent), "seconds": seconds}
     with staged_file(path, force=True) as stage:
         stage.write_text(render("index.html.j2", values), encoding="utf-8")

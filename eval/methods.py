@@ -8,18 +8,19 @@ from typing import Any
 
 from quantkit.errors import InputError
 
-from .report import render
-from .result import Report
+from .report import picture_class, render
+from .result import Packing, Report
 from .serialize import gates_json, plain
 from .show import show, show_bytes, show_difference, show_mean
 from .statistics import Summary
 
 SCHEMA_VERSION = 1
-#: What stands in another column than the first, which names the row.
 COLUMNS = (
     "method", "recipe", "sparsity", "weights", "ratio", "SSIM", "LPIPS", "CLIP change", "PSNR",
     "gates", "computed by",
 )  # fmt: skip
+#: Columns of words, which may break; the others hold numbers.
+TEXT_COLUMNS = ("method", "recipe", "sparsity", "gates", "computed by")
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Method:
 
     name: str
     report: Report
-    #: folder of the report, relative to the page; empty for a row without one
-    folder: str = ""
+    #: folder of the report, relative to the page
+    folder: str
     #: said on the page when a gate fails
     remark: str = ""
 
@@ -68,9 +69,7 @@ def cells(method: Method) -> tuple[str, ...]:
     return (
         method.name,
         packing.recipe or "-",
-        f"4:2 in {packing.sparse} of {packing.layers} layers, {100 * packing.pruned:.1f} % dropped"
-        if packing.sparse
-        else "dense",
+        _sparsity(packing),
         show_bytes(report.packed.nbytes),
         f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
         show_mean(scores["ssim"].summary),
@@ -80,6 +79,13 @@ def cells(method: Method) -> tuple[str, ...]:
         judge_cell(report),
         ", ".join(report.kernels.by_backend) or "-",
     )
+
+
+def _sparsity(packing: Packing) -> str:
+    if not packing.sparse:
+        return "dense"
+    dropped = f"{100 * packing.pruned:.1f} % of the weights dropped"
+    return f"4:2 in {packing.sparse} of {packing.layers} layers, {dropped}"
 
 
 def judge_cell(report: Report) -> str:
@@ -99,15 +105,20 @@ def write_methods(methods: Sequence[Method], folder: Path, commands: Sequence[st
         folder: exists, and holds every method's folder.
         commands: what a reader types to make the page again.
     """
-    values = {**page_values(methods), "commands": commands}
+    values = {**page_values(methods, folder), "commands": commands}
     text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
     (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
     for template, name in (("methods.html.j2", "index.html"), ("methods.md.j2", "methods.md")):
         (folder / name).write_text(render(template, values), encoding="utf-8")
 
 
-def page_values(methods: Sequence[Method]) -> dict[str, Any]:
-    """Return what the table's templates want, ``methods_table.html.j2`` among them."""
+def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:
+    """Return what the templates of the table and of the pictures want.
+
+    Args:
+        methods: made on one original.
+        folder: where the page will stand, beside the reports' folders.
+    """
     report = methods[0].report
     return {
         "methods": methods,
@@ -116,6 +127,8 @@ def page_values(methods: Sequence[Method]) -> dict[str, Any]:
         "rows": [(cells(method), method) for method in methods],
         "floors": _floor_rows(report),
         "pictures": _pictures(methods),
+        "text_columns": TEXT_COLUMNS,
+        "css": picture_class(_picture_side(folder / methods[0].folder)),
         # one machine, one cause: the same line would stand there once per method
         "warnings": sorted({line for method in methods for line in method.report.warnings}),
     }
@@ -141,7 +154,7 @@ def _method_json(method: Method) -> dict[str, Any]:
     scores, clip = report.comparison.scores, report.comparison.clip
     return {
         "name": method.name,
-        "report": f"{method.folder}/report.json" if method.folder else None,
+        "report": f"{method.folder}/report.json",
         "packed": plain(report.packed),
         "packing": plain(report.packing),
         "ratio": report.packed.nbytes / report.original.nbytes,
@@ -182,6 +195,14 @@ def _floor_rows(report: Report) -> list[tuple[str, ...]]:
             show_mean(found.scores["psnr"].summary),
         ))  # fmt: skip
     return rows
+
+
+def _picture_side(report: Path) -> int:
+    """Return the longer side of a report's pictures, in pixels."""
+    from PIL import Image
+
+    with Image.open(next((report / "images" / "original").iterdir())) as picture:
+        return int(max(picture.size))
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,11 @@ def kernel_sentence(report: Report) -> str:
     )
 
 
+def picture_class(side: int) -> str:
+    """Return the style of pictures whose longer side has so many pixels: small ones show them."""
+    return "small" if side <= EMBED_SIDE // 2 else "large"
+
+
 def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
     order = report.comparison.worst_first()
     rows = metric_rows(report.comparison, report.noise_floor)
@@ -204,7 +209,7 @@ def _picture(report: Report, pairs: Pairs, index: int) -> PictureRow:
         prompt=report.run.prompts[index],
         ssim=comparison.scores["ssim"].values[index],
         numbers=", ".join(numbers),
-        css="small" if max(original.shape[:2]) <= EMBED_SIDE // 2 else "large",
+        css=picture_class(max(original.shape[:2])),
         original=_data_uri(original),
         packed=_data_uri(packed),
         difference=_data_uri(amplified_difference(original, packed)),

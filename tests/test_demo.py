@@ -71,7 +71,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     # one run of the original, and of its floors, for both
     assert fp8["noise_floor"][0]["comparison"] == sparse["noise_floor"][0]["comparison"]
     page = (output / "index.html").read_text(encoding="utf-8")
-    assert "noise floor: original, BF16 instead of float32" in page
+    assert "noise floor: the original with BF16 instead of float32" in page
     for link in ("report-fp8-static/report.html", "report-fp8-sparse/images/packed/001.png"):
         assert link in page
         assert (output / link).is_file()
@@ -84,7 +84,7 @@ def test_demo_without_noise_floor_runs_the_original_once(small_demo, tmp_path):
     reports = json.loads(result.stdout)["reports"]
     assert all(report["noise_floor"] == [] for report in reports.values())
     assert all("--no-noise-floor" in report["commands"][-1] for report in reports.values())
-    assert "noise floor: original" not in (tmp_path / "out" / "index.html").read_text()
+    assert "noise floor: the original" not in (tmp_path / "out" / "index.html").read_text()
     assert "original pipeline: 1 x 2 pictures of 2 steps" in result.stderr
 
 

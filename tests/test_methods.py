@@ -56,7 +56,7 @@ def test_compare_writes_one_page_and_a_report_each(compared):
     page = (output / "index.html").read_text(encoding="utf-8")
     for link in re.findall(r'(?:href|src)="([^"#]+)"', page):
         assert (output / link).is_file(), link
-    assert page.count("noise floor: original") == 2
+    assert page.count("noise floor: the original with") == 2
     assert page.index("<h2>Methods") < page.index("<h2>Verdicts") < page.index("<h2>Pictures")
 
 
@@ -95,8 +95,8 @@ def test_markdown_table_has_a_row_each_and_the_floors(compared):
     rows = [line for line in lines if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(COLUMNS) + 2}
     assert [row.split("|")[1].strip() for row in rows] == [
-        "method", "---", "fp8", "sparse", "noise floor: original, BF16 instead of float32",
-        "noise floor: original, 1 prompts at a time instead of 2",
+        "method", "---", "fp8", "sparse", "noise floor: the original with BF16 instead of float32",
+        "noise floor: the original with batches of 1 instead of 2",
     ]  # fmt: skip
 
 
@@ -141,7 +141,9 @@ def test_a_row_without_networks_has_dashes(compared, packed):
     from quantkit.eval.methods import Method
     from test_report import made, made_report
 
-    row = dict(zip(COLUMNS, cells(Method("mine", made_report(made(sigma=20.0)))), strict=True))
+    row = dict(
+        zip(COLUMNS, cells(Method("mine", made_report(made(sigma=20.0)), "mine")), strict=True)
+    )
     assert (row["LPIPS"], row["CLIP change"]) == ("-", "-")
     assert row["gates"] == "FAIL: SSIM"
     assert (row["recipe"], row["sparsity"], row["ratio"]) == ("fp8-static", "dense", "52.5 %")

@@ -76,7 +76,7 @@ def made_floors(pairs):
             "dtype", "BF16 instead of float32",
             compare(replace(pairs, packed=moved), Backbones()), steps,
         ),
-        Floor("batch", "1 prompts at a time instead of 2", None, None, "the original overflows"),
+        Floor("batch", "batches of 1 instead of 2", None, None, "the original overflows"),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_pages_put_every_noise_floor_beside_the_metrics(written):
     for page in (text, markdown):
         assert "BF16 instead of float32" in page
         assert all(number in page for number in numbers)
-        assert "1 prompts at a time instead of 2: the original overflows" in page
+        assert "batches of 1 instead of 2: the original overflows" in page
     assert "| 1 | 900 | 0.00015 | 1e-05 | 1e-06 | - |" in markdown
 
 
@@ -475,7 +475,7 @@ def test_run_measures_noise_floor_and_steps(ran):
     _, printed = ran
     dtype, batch = printed["noise_floor"]
     assert dtype["title"] == "BF16 instead of float32"
-    assert batch["title"] == "1 prompts at a time instead of 3"
+    assert batch["title"] == "batches of 1 instead of 3"
     fine, coarse = (f["comparison"]["metrics"]["mse"]["summary"]["mean"] for f in (batch, dtype))
     # other batches change the order of float32 sums only: nothing that 8 bits can show
     assert 0 <= fine < 1e-7 < coarse < 1e-3

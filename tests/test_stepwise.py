@@ -209,7 +209,7 @@ def test_floor_runs_another_dtype_and_another_batch(pipeline_dir):
     pipe, original = original_of(pipeline_dir)
     dtype, batch = measure_floors(pipe, original, Backbones(), lambda *_: None)
     assert (dtype.name, dtype.title) == ("dtype", "BF16 instead of float32")
-    assert (batch.name, batch.title) == ("batch", "1 prompts at a time instead of 2")
+    assert (batch.name, batch.title) == ("batch", "batches of 1 instead of 2")
     assert dtype.comparison.prompts == SETTINGS.prompts
     # BF16 rounds to 2^-9 of a value, float32 sums in another order to 2^-24: squared
     assert 1e-9 < dtype.divergence.mean[-1] < 1e-2

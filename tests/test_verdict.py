@@ -123,9 +123,9 @@ def test_a_floor_that_overflows_or_moves_nothing_is_said():
     assert describe_floor(packed, broken, ("ssim",)) == (
         "The noise floor of BF16 instead of FP16 is missing: the original overflows: prompt 0."
     )
-    still = gap(packed, comparison([1.0] * 8, mse=0.0), title="2 prompts at a time instead of 4")
+    still = gap(packed, comparison([1.0] * 8, mse=0.0), title="batches of 2 instead of 4")
     assert describe_floor(packed, still, ("ssim",)) == (
-        "With 2 prompts at a time instead of 4 the original gives the very same 8-bit pictures."
+        "With batches of 2 instead of 4 the original gives the very same 8-bit pictures."
     )
 
 
@@ -201,14 +201,14 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
         packed,
         (
             Floor("dtype", BF16, comparison(BASE, lpips=SOFT, clip=clip), None),
-            Floor("batch", "1 prompts at a time instead of 2", comparison(BASE, lpips=SOFT), None),
+            Floor("batch", "batches of 1 instead of 2", comparison(BASE, lpips=SOFT), None),
         ),
     )
     assert floors[0].differences["clip"].mean == 0.0
     assert "clip" not in floors[1].differences
     gates = judge(packed, Limits(), Compression.FP8)
     text = write_verdict(gates, Compression.FP8, packed, floors)
-    parts = ("FP8 fails: SSIM is 0.93", BF16, "1 prompts at a time", "CLIP score [", "The worst")
+    parts = ("FP8 fails: SSIM is 0.93", BF16, "batches of 1", "CLIP score [", "The worst")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert write_verdict((), Compression.FP8, packed, ()).startswith("FP8 was not judged. CLIP")
