@@ -11,7 +11,13 @@ from quantkit.progress import Progress, silent
 from .backbones import Backbones
 from .images import Pairs
 from .metrics import METRICS, Metric, Needs
-from .statistics import Summary, bootstrap_loss, relative_loss, summarize
+from .statistics import (
+    Summary,
+    bootstrap_loss,
+    relative_loss,
+    summarize,
+    summarize_difference,
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,13 @@ class Score:
 
 @dataclass(frozen=True)
 class ClipScores:
-    """CLIP score of both pipelines and the relative loss between their means."""
+    """CLIP score of both pipelines, and the difference between them."""
 
     backbone: str
     original: Score
     packed: Score
+    #: packed - original in points, prompt by prompt
+    change: Summary
     #: in % of the original's mean score; negative when the packed pipeline scores higher
     loss: Summary
 
@@ -97,6 +105,7 @@ def _score_prompts(
         name,
         Score(metric, name, before, summarize(before)),
         Score(metric, name, after, summarize(after)),
+        summarize_difference(after, before),
         _summarize_loss(before, after),
     )
 

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from quantkit.calibration.collect import calibrate
-from quantkit.calibration.running import load_pipeline, quiet_libraries, read_prompts
+from quantkit.calibration.running import quiet_libraries, read_prompts
 from quantkit.calibration.statistics import save_calibration
 from quantkit.checkpoint.reader import verify
 from quantkit.device.backends import choose
@@ -25,13 +25,14 @@ from quantkit.resources import demo_assets
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import save_masks
 
-from .backbones import Backbones, load_backbones
+from .backbones import load_backbones
 from .build import CALIBRATION, MASKS
-from .evaluation import evaluate, open_pair
+from .evaluation import Baseline, evaluate, measure_baseline, open_pair
 from .gates import Limits
-from .generation import Generated, Settings, generate, make_settings
+from .generation import make_settings
+from .methods import Method
 from .report import write_report
-from .result import Report, show
+from .result import Report
 
 #: Written first: a folder that holds it is the demo's own and may be replaced.
 MARK = ".quantkit-demo"
@@ -108,13 +109,14 @@ class Outcome:
 
 
 @quiet_libraries()
-def run_demo(stage: Stage, *, prompts: int, steps: int) -> tuple[Outcome, ...]:
+def run_demo(stage: Stage, *, prompts: int, steps: int, noise_floor: bool) -> tuple[Outcome, ...]:
     """Calibrate, sparsify, pack twice, verify, run on quantkit's kernels and report twice.
 
     Args:
         stage: its output is replaced if an earlier demo made it.
         prompts: number of pictures to compare.
         steps: denoising steps of each.
+        noise_floor: whether to run the original twice more, against itself.
 
     Returns:
         One outcome per configuration, in their order.
@@ -137,13 +139,17 @@ def run_demo(stage: Stage, *, prompts: int, steps: int) -> tuple[Outcome, ...]:
     _pack_all(stage, model, texts)
     with stage.step("load the networks of LPIPS and CLIP score"):
         backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=CPU)
-    with stage.step(f"original pipeline: {prompts} pictures of {steps} steps"):
-        pipe = load_pipeline(model, CPU)
-        original = generate(pipe, settings, label="original", progress=stage.progress)
-    return tuple(
-        _evaluate(stage, configuration, settings, original, backbones)
-        for configuration in CONFIGURATIONS
-    )
+    runs = f"{3 if noise_floor else 1} x {prompts} pictures of {steps} steps"
+    with stage.step(f"original pipeline{' and its noise floor' * noise_floor}: {runs}"):
+        baseline = measure_baseline(
+            model,
+            settings,
+            backbones=backbones,
+            device=CPU,
+            noise_floor=noise_floor,
+            progress=stage.progress,
+        )
+    return tuple(_evaluate(stage, configuration, baseline) for configuration in CONFIGURATIONS)
 
 
 def describe_kernels() -> str:
@@ -161,33 +167,10 @@ def remarks(outcomes: tuple[Outcome, ...]) -> tuple[str, ...]:
     )
 
 
-def table(outcomes: tuple[Outcome, ...]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the headings and rows that compare the configurations."""
-    clip = outcomes[0].report.comparison.clip
-    lpips = outcomes[0].report.comparison.scores["lpips"]
-    assert clip is not None
-    headings = (
-        "configuration", "weights", "ratio", "SSIM", f"LPIPS [{lpips.backbone}]",
-        f"CLIP change [{clip.backbone}]", "gates", "backend", "calls",
-    )  # fmt: skip
-    return headings, [_row(outcome) for outcome in outcomes]
-
-
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    report = outcome.report
-    scores, clip = report.comparison.scores, report.comparison.clip
-    assert clip is not None
-    loss = clip.loss.mean
-    return (
-        outcome.configuration.title,
-        f"{report.packed.nbytes / 2**20:.2f} MiB",
-        f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
-        show(scores["ssim"].summary.mean),
-        show(scores["lpips"].summary.mean),
-        "-" if loss is None else f"{-loss:+.2f} %",
-        "pass" if report.passed else "FAIL",
-        ", ".join(report.kernels.by_backend),
-        f"{report.kernels.total:,}",
+def methods(outcomes: tuple[Outcome, ...]) -> tuple[Method, ...]:
+    """Return the configurations as rows of the table of methods."""
+    return tuple(
+        Method(o.configuration.title, o.report, o.folder, o.configuration.remark) for o in outcomes
     )
 
 
@@ -227,33 +210,26 @@ def _pack_all(stage: Stage, model: Model, texts: tuple[str, ...]) -> None:
             verify(stage.packed(configuration), progress=stage.under(configuration))
 
 
-def _evaluate(
-    stage: Stage,
-    configuration: Configuration,
-    settings: Settings,
-    original: Generated,
-    backbones: Backbones,
-) -> Outcome:
+def _evaluate(stage: Stage, configuration: Configuration, baseline: Baseline) -> Outcome:
     model = str(demo_assets() / "pipeline")
     packed, folder = stage.packed(configuration), stage.report(configuration)
     with stage.step(f"load, run on kernels, compare: {configuration.title}"):
         report, pairs = evaluate(
             open_pair(model, packed),
-            settings,
-            backbones=backbones,
+            baseline,
             limits=Limits(),
-            device=CPU,
             title=f"quantkit demo: {configuration.title} against the FP16 original",
-            original=original,
-            commands=_commands(stage, configuration, settings),
+            commands=_commands(stage, configuration, baseline),
             progress=stage.under(configuration),
         )
         write_report(report, pairs, folder, force=False)
     return Outcome(configuration, report, folder.name)
 
 
-def _commands(stage: Stage, configuration: Configuration, settings: Settings) -> tuple[str, ...]:
+def _commands(stage: Stage, configuration: Configuration, baseline: Baseline) -> tuple[str, ...]:
     """Return the single commands that make one report."""
+    settings = baseline.original.settings
+    plain = "" if baseline.floors else " --no-noise-floor"
     assets, out = demo_assets(), stage.output
     model, packed = assets / "pipeline", stage.packed(configuration)
     recipe = configuration.recipe
@@ -271,5 +247,5 @@ def _commands(stage: Stage, configuration: Configuration, settings: Settings) ->
         *([sparsify_it] if sparse else []),
         f"quantkit pack {model} -r {recipe} -c {out / CALIBRATION}{masks} -o {packed}",
         f"quantkit verify {packed}",
-        f"quantkit demo -o {out} --prompts {len(settings.prompts)} --steps {settings.steps}",
+        f"quantkit demo -o {out} --prompts {len(settings.prompts)} --steps {settings.steps}{plain}",
     )

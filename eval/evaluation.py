@@ -1,4 +1,8 @@
-"""One evaluation from two directories to the finished result. Writing it is in report.py."""
+"""One evaluation from two directories to the finished result. Writing it is in report.py.
+
+The original runs once, in ``measure_baseline``; any number of packed pipelines is then compared
+with it by ``evaluate``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,18 +30,24 @@ from .facts import (
     kernel_facts,
     original_facts,
     packed_facts,
+    packing_facts,
     run_facts,
     warn,
 )
+from .floor import Floor, Original, measure_floors, measure_gaps, picture_names
 from .gates import Limits, find_compression, judge
-from .generation import Generated, Settings, generate
+from .generation import Settings, generate
 from .images import Pairs
 from .layers import Place, layer_rows
-from .result import Report
+from .result import Report, Timesteps
+from .stepwise import Divergence, StepErrors, Trajectory, shadowed
 
 #: Steps and prompts that are computed again on reference: every layer, early and late noise.
 WATCHED_STEPS = 2
 WATCHED_PROMPTS = 1
+#: Prompts whose every step is answered by both denoisers, by kind of device. The quartiles of one
+#: step lie within a factor of two (the demo's FP8), so few suffice where kernels are emulated.
+LOCAL_PROMPTS = {"cpu": 2, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -83,49 +93,93 @@ def open_pair(model: str, packed: Path) -> Pair:
     return Pair(model, opened, found)
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """The original, run once, and what any packed pipeline is compared with."""
+
+    original: Original
+    #: empty when the noise floor was not asked for
+    floors: tuple[Floor, ...]
+    backbones: Backbones
+
+
 @quiet_libraries()
-def evaluate(
-    pair: Pair,
+def measure_baseline(
+    model: Model,
     settings: Settings,
     *,
     backbones: Backbones,
-    limits: Limits,
     device: torch.device,
+    noise_floor: bool,
+    progress: Progress = silent,
+) -> Baseline:
+    """Run the original, and twice more for its noise floor.
+
+    Args:
+        model: the original.
+        settings: given to every pipeline alike.
+        backbones: the networks of LPIPS and CLIP score.
+        device: where every pipeline runs.
+        noise_floor: whether to measure it.
+        progress: told about every step.
+
+    Raises:
+        NonFiniteError: a picture holds NaN or Inf.
+    """
+    pipe = load_original(model, device)
+    trajectory = Trajectory(settings.steps)
+    pictures = generate(
+        pipe, settings, label="original", progress=progress, listener=trajectory.listen
+    )
+    dtype = choose_dtype(model, device)
+    original = Original(model, settings, device, dtype, pictures, trajectory)
+    floors = measure_floors(pipe, original, backbones, progress) if noise_floor else ()
+    return Baseline(original, floors, backbones)
+
+
+@quiet_libraries()
+def evaluate(
+    pair: Pair,
+    baseline: Baseline,
+    *,
+    limits: Limits,
     title: str | None = None,
-    original: Generated | None = None,
     commands: Sequence[str] = (),
     progress: Progress = silent,
 ) -> tuple[Report, Pairs]:
-    """Run both pipelines, measure, and return the result with its pictures.
+    """Run the packed pipeline, measure, and return the result with its pictures.
 
     Args:
         pair: what ``open_pair`` returned.
-        settings: given to both pipelines alike.
-        backbones: the networks of LPIPS and CLIP score.
+        baseline: what ``measure_baseline`` returned of the same original.
         limits: the gates' limits.
-        device: where both pipelines run.
         title: the report's heading; by default the two names.
-        original: pictures of the original under the same settings, made before.
         commands: what a reader types to make the report again.
         progress: told about every step.
 
     Raises:
         NonFiniteError: a picture holds NaN or Inf.
     """
-    dtype = choose_dtype(pair.model, device)
-    pipe = load_pipeline(pair.packed.path, torch_dtype=dtype, device=device)
-    dense = load_original(pair.model, device)
-    if original is None:
-        original = generate(dense, settings, label="original", progress=progress)
+    original = baseline.original
+    settings, device = original.settings, original.device
+    pipe = load_pipeline(pair.packed.path, torch_dtype=original.dtype, device=device)
+    divergence = Divergence(original.trajectory)
     with log.record() as calls:
-        packed = generate(pipe, settings, label="packed", progress=progress)
+        packed = generate(
+            pipe, settings, label="packed", progress=progress, listener=divergence.listen
+        )
+    dense = load_original(pair.model, device)
     deviations = _watch(pipe, dense, settings, progress)
+    local = _shadow(pair, pipe, dense, original, progress)
     infos = {(info.component, info.name): info for info in packed_layers(pipe)}
-    names = tuple(f"{index:03d}" for index in range(len(settings.prompts)))
-    pairs = Pairs(names, original.pictures, packed.pictures, settings.prompts)
-    comparison = compare(pairs, backbones, progress=progress)
+    pairs = Pairs(
+        picture_names(len(settings.prompts)), original.generated.pictures, packed.pictures,
+        settings.prompts,
+    )  # fmt: skip
+    comparison = compare(pairs, baseline.backbones, progress=progress)
     schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}
     compression = find_compression(schemes)
+    layers = layer_rows(pair.model, pair.packed, infos, deviations, progress)
     report = Report(
         title=title or f"{pair.packed.path.name} against {Path(pair.name).name}",
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -133,26 +187,56 @@ def evaluate(
         compression=compression,
         original=original_facts(pair.name, pair.model, pair.packed),
         packed=packed_facts(pair.packed),
-        run=run_facts(settings, device, dtype, original=original, packed=packed, calls=calls),
+        packing=packing_facts(pair.packed, layers),
+        run=run_facts(original, packed=packed, calls=calls),
         comparison=comparison,
+        noise_floor=measure_gaps(comparison, baseline.floors),
+        timesteps=_timesteps(divergence.errors(), local),
         gates=judge(comparison, limits, compression),
         kernels=kernel_facts(calls, deviations),
-        layers=layer_rows(pair.model, pair.packed, infos, deviations, progress),
+        layers=layers,
         environment=describe_environment(device),
         commands=tuple(commands),
     )
     return replace(report, warnings=warn(pair.model, pair.packed, report)), pairs
 
 
+def _first(settings: Settings, count: int) -> Settings:
+    """Return the settings of the first ``count`` prompts, at one time."""
+    return replace(
+        settings, prompts=settings.prompts[:count], seeds=settings.seeds[:count], batch=count
+    )
+
+
 def _watch(
     pipe: Any, dense: Any, settings: Settings, progress: Progress
 ) -> dict[Place, LayerDeviation]:
-    few = replace(
-        settings,
-        prompts=settings.prompts[:WATCHED_PROMPTS],
-        seeds=settings.seeds[:WATCHED_PROMPTS],
-        steps=min(WATCHED_STEPS, settings.steps),
-    )
+    few = replace(_first(settings, WATCHED_PROMPTS), steps=min(WATCHED_STEPS, settings.steps))
     with watch(pipe, dense=dense) as deviations:
         generate(pipe, few, label="kernels against reference", progress=progress)
     return deviations.layers
+
+
+def _shadow(
+    pair: Pair, pipe: Any, dense: Any, original: Original, progress: Progress
+) -> StepErrors | None:
+    kind = "cpu" if original.device.type == "cpu" else "cuda"
+    few = _first(original.settings, min(LOCAL_PROMPTS[kind], original.settings.batch))
+    names = tuple(component.name for component in pair.packed.components)
+    with shadowed(dense, pipe, names) as local:
+        generate(dense, few, label="error of every step", progress=progress, listener=local.listen)
+    return local.errors()
+
+
+def _timesteps(divergence: StepErrors | None, local: StepErrors | None) -> Timesteps:
+    if local is None:
+        return Timesteps(None, None, "not measured: the pipeline calls nobody back after a step")
+    note = (
+        f"local error over {len(local.values[0])} rows of the denoiser's batches; with guidance a "
+        "prompt has two"
+    )
+    if divergence is None:
+        return Timesteps(None, local, f"{note}; the latents are too large to be kept and compared")
+    return Timesteps(
+        divergence, local, f"divergence over {len(divergence.values[0])} prompts, {note}"
+    )

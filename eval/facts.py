@@ -3,8 +3,9 @@
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ from quantkit.device.log import KernelLog
 from quantkit.inference.deviation import LayerDeviation
 from quantkit.models.source import Model
 
-from .generation import Generated, Settings
+from .floor import Original
+from .generation import Generated
 from .layers import Place, foreign_layers
-from .result import KernelCalls, Kernels, ModelFacts, Report, Run
+from .result import KernelCalls, Kernels, LayerRow, ModelFacts, Packing, Report, Run
 
 #: The libraries whose version can change a number.
 LIBRARIES = (
@@ -43,16 +45,9 @@ def kernel_facts(calls: KernelLog, deviations: Mapping[Place, LayerDeviation]) -
     return Kernels(rows, watched[worst].kernel, ".".join(filter(None, worst)), words)
 
 
-def run_facts(
-    settings: Settings,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    original: Generated,
-    packed: Generated,
-    calls: KernelLog,
-) -> Run:
+def run_facts(original: Original, *, packed: Generated, calls: KernelLog) -> Run:
     """Return how the pictures were made, and what the times are worth."""
+    settings = original.settings
     backends = Counter(backend.value for _, _, backend in calls.calls)
     note = "wall time of whole pipelines"
     if "host" in backends:
@@ -68,9 +63,9 @@ def run_facts(
         steps=settings.steps,
         guidance=settings.guidance,
         batch=settings.batch,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        original_seconds=original.seconds,
+        device=str(original.device),
+        dtype=str(original.dtype).removeprefix("torch."),
+        original_seconds=original.generated.seconds,
         packed_seconds=packed.seconds,
         timing_note=note,
     )
@@ -87,6 +82,22 @@ def packed_facts(packed: Packed) -> ModelFacts:
     """Return what identifies the packed components."""
     return _facts(
         str(packed.path), [header.path for c in packed.components for header in c.headers]
+    )
+
+
+def packing_facts(packed: Packed, layers: Collection[LayerRow]) -> Packing:
+    """Return recipe, sparsity and layer counts of the packed components."""
+    schemes = {
+        (c.name, layer): scheme
+        for c in packed.components
+        for layer, scheme in c.config.layers.items()
+    }
+    sparse = {place for place, scheme in schemes.items() if scheme.sparsity is not None}
+    total = sum(prod(row.shape) for row in layers)
+    dropped = sum(prod(row.shape) for row in layers if (row.component, row.name) in sparse) / 2
+    recipes = {str(m.recipe.get("name", "")) for c in packed.components for m in c.metadata}
+    return Packing(
+        ", ".join(sorted(recipes - {""})), len(layers), len(schemes), len(sparse), dropped / total
     )
 
 

@@ -1,7 +1,7 @@
 """Pictures from a pipeline, so that two pipelines start from the same noise."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -14,9 +14,13 @@ from quantkit.errors import InputError, PromptError
 from quantkit.progress import Progress, silent
 
 from .images import Pixels, to_pixels
+from .stepwise import Step
 
-#: Prompts of the bundled set that are compared when nobody says how many.
-DEFAULT_COUNT = 16
+#: Prompts of the bundled set that are compared when nobody says how many, by kind of device.
+DEFAULT_COUNTS = {"cpu": 16, "cuda": 64}
+
+#: Told the latents after every step.
+Listener = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,18 @@ def make_settings(
     return Settings(tuple(prompts), seeds, steps, guidance, batch)
 
 
+def unheard(step: Step) -> None:
+    """Listen to nothing."""
+    del step
+
+
 def generate(
-    pipe: Any, settings: Settings, *, label: str, progress: Progress = silent
+    pipe: Any,
+    settings: Settings,
+    *,
+    label: str,
+    progress: Progress = silent,
+    listener: Listener = unheard,
 ) -> Generated:
     """Run the pipeline over all prompts.
 
@@ -74,6 +88,7 @@ def generate(
         settings: the same value for every pipeline that is compared.
         label: what progress and errors call this pipeline.
         progress: told about every denoising step of every prompt.
+        listener: told the latents after every step; never, when the pipeline has no callback.
 
     Returns:
         One picture per prompt and the wall time.
@@ -88,18 +103,22 @@ def generate(
     pictures: list[Pixels] = []
     started = perf_counter()
     for start in range(0, len(settings.prompts), settings.batch):
-        pictures += _generate_batch(pipe, settings, start, label, progress)
+        call = _Batch(settings, start, label, progress, listener)
+        pictures += call.run(pipe)
     total = len(settings.prompts) * settings.steps
     progress(label, total, total)
     return Generated(tuple(pictures), perf_counter() - started)
 
 
-def choose_prompts(path: Path | None, count: int | None, *, last: bool) -> tuple[str, ...]:
+def choose_prompts(
+    path: Path | None, count: int | None, *, device: torch.device, last: bool
+) -> tuple[str, ...]:
     """Return ``count`` prompts of a file, or of the bundled set.
 
     Args:
         path: one prompt a line; None for the bundled set.
-        count: None for all of a file, or 16 of the bundled set.
+        count: None for all of a file, or DEFAULT_COUNTS of the bundled set.
+        device: where the pipelines will run.
         last: take them from the end. Calibration reads prompts from the start, and a pipeline is
             better judged on others than those that its scales were chosen on.
 
@@ -107,7 +126,8 @@ def choose_prompts(path: Path | None, count: int | None, *, last: bool) -> tuple
         PromptError: an unreadable file, or fewer prompts than wanted.
     """
     prompts = tuple(read_prompts(path))
-    count = count or (len(prompts) if path else DEFAULT_COUNT)
+    default = DEFAULT_COUNTS["cpu" if device.type == "cpu" else "cuda"]
+    count = count or (len(prompts) if path else default)
     if len(prompts) < count:
         raise PromptError(
             f"{path or 'bundled prompts'}: {len(prompts)} prompts, wanted {count}; "
@@ -116,31 +136,55 @@ def choose_prompts(path: Path | None, count: int | None, *, last: bool) -> tuple
     return prompts[-count:] if last else prompts[:count]
 
 
-def _generate_batch(
-    pipe: Any, settings: Settings, start: int, label: str, progress: Progress
-) -> list[Pixels]:
-    chosen = slice(start, start + settings.batch)
-    prompts, seeds = settings.prompts[chosen], settings.seeds[chosen]
-    total = len(settings.prompts) * settings.steps
+@dataclass(frozen=True)
+class _Batch:
+    """One call of a pipeline, for the prompts from ``start`` on."""
 
-    def on_step(_pipe: Any, step: int, _timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        done = (start + len(prompts)) * settings.steps
-        progress(label, min(done, start * settings.steps + (step + 1) * len(prompts)), total)
-        return kwargs
+    settings: Settings
+    start: int
+    label: str
+    progress: Progress
+    listener: Listener
 
-    arguments: dict[str, Any] = {
-        "prompt": list(prompts),
-        "num_inference_steps": settings.steps,
-        # one generator per prompt, on the CPU: neither batch size nor device changes the noise
-        "generator": [torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-        "output_type": "np",
-    }
-    if settings.guidance is not None:
-        arguments["guidance_scale"] = settings.guidance
-    if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
-        arguments["callback_on_step_end"] = on_step
-    images = pipe(**arguments).images
-    return [
-        to_pixels(image, name=f"{label}, prompt {start + offset} ({prompts[offset]!r})")
-        for offset, image in enumerate(images)
-    ]
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        return self.settings.prompts[self.start : self.start + self.settings.batch]
+
+    def run(self, pipe: Any) -> list[Pixels]:
+        images = pipe(**self._arguments(pipe)).images
+        return [
+            to_pixels(image, name=f"{self.label}, prompt {self.start + offset} ({prompt!r})")
+            for offset, (image, prompt) in enumerate(zip(images, self.prompts, strict=True))
+        ]
+
+    def _arguments(self, pipe: Any) -> dict[str, Any]:
+        settings = self.settings
+        seeds = settings.seeds[self.start : self.start + settings.batch]
+        arguments: dict[str, Any] = {
+            "prompt": list(self.prompts),
+            "num_inference_steps": settings.steps,
+            # one generator per prompt, on the CPU: neither batch size nor device changes the noise
+            "generator": [torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+            "output_type": "np",
+        }
+        if settings.guidance is not None:
+            arguments["guidance_scale"] = settings.guidance
+        known = inspect.signature(pipe.__call__).parameters
+        if "callback_on_step_end" in known:
+            arguments["callback_on_step_end"] = self._on_step_end
+        elif "callback" in known:
+            # PixArt's pipelines have the older one only.
+            arguments["callback"] = self._tell
+        return arguments
+
+    def _on_step_end(
+        self, _pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        self._tell(index, timestep, tensors["latents"])
+        return tensors
+
+    def _tell(self, index: int, timestep: Any, latents: torch.Tensor) -> None:
+        count, steps = len(self.prompts), self.settings.steps
+        done = min(self.start * steps + (index + 1) * count, (self.start + count) * steps)
+        self.progress(self.label, done, len(self.settings.prompts) * steps)
+        self.listener(Step(self.start, index, float(timestep), latents))

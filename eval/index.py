@@ -4,7 +4,8 @@ from pathlib import Path
 
 from quantkit.files import staged_file
 
-from .demo import Outcome, table
+from .demo import Outcome, methods
+from .methods import page_values
 from .report import render
 
 
@@ -16,17 +17,6 @@ def write_index(path: Path, outcomes: tuple[Outcome, ...], seconds: float) -> No
         outcomes: made on the same prompts.
         seconds: how long the demo took.
     """
-    headings, rows = table(outcomes)
-    first = outcomes[0].report
-    values = {
-        "outcomes": outcomes,
-        "run": first.run,
-        "headings": headings,
-        "rows": list(zip(rows, outcomes, strict=True)),
-        "pictures": list(zip(first.comparison.names, first.run.prompts, strict=True)),
-        # one machine, one cause: the same line would stand there once per configuration
-        "warnings": sorted({line for outcome in outcomes for line in outcome.report.warnings}),
-        "seconds": seconds,
-    }
+    values = {**page_values(methods(outcomes), path.parent), "seconds": seconds}
     with staged_file(path, force=True) as stage:
         stage.write_text(render("index.html.j2", values), encoding="utf-8")

@@ -1,22 +1,33 @@
 """The report's drawings, as SVG that follows the page's light or dark colours."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
+from math import isfinite
 from typing import Any
 
 from .comparison import Score
+from .floor import Floor
 from .gates import Gate
 from .result import LayerRow, Report
 from .statistics import Interval
+from .stepwise import StepErrors
 
 #: Drawn in place of the page's text colour, which only the page knows.
 _INK = "#010203"
 _GOOD, _BAD, _PLAIN, _SOFT = "#2b8a5b", "#cf4436", "#3f7fc1", "#9aa5b1"
+_ORANGE = "#d9822b"
+#: Of the lines over steps: packed, then the noise floors. The dash tells them apart in print.
+_LINES = ((_PLAIN, "-"), (_ORANGE, "--"), (_SOFT, ":"))
+#: More prompts than this are drawn without their names.
+_NAMED = 40
 
 
-def plot_scores(score: Score, gate: Gate | None, names: Sequence[str]) -> str:
-    """Return one bar per prompt, worst first, with the mean, its interval and the gate."""
+def plot_scores(
+    score: Score, gate: Gate | None, names: Sequence[str], floor: Floor | None = None
+) -> str:
+    """Return one bar per prompt, worst first, with the mean, its interval, gate and noise floor."""
+    name = score.metric.name
     order = sorted(range(len(score.values)), key=lambda i: score.values[i])
     values = [score.values[i] for i in order]
 
@@ -24,8 +35,12 @@ def plot_scores(score: Score, gate: Gate | None, names: Sequence[str]) -> str:
         limit = gate.limit if gate else None
         colours = [_SOFT if limit is None else _GOOD if v > limit else _BAD for v in values]
         axes.bar(range(len(values)), values, color=colours, width=0.75)
+        if floor is not None and floor.comparison is not None:
+            marks = [floor.comparison.scores[name].values[i] for i in order]
+            axes.plot(range(len(values)), marks, "_", color=_ORANGE, label=floor.title)
         axes.set_ylim(max(-1.0, min([*values, limit or 1.0]) - 0.05), 1.0)
-        axes.set_xticks(range(len(values)), [names[i] for i in order], rotation=90)
+        shown = [names[i] for i in order] if len(values) <= _NAMED else [""] * len(values)
+        axes.set_xticks(range(len(values)), shown, rotation=90)
         axes.set_ylabel(score.metric.title)
         axes.set_xlabel("prompt, worst first")
         _mark_mean(axes, score.summary.mean, score.summary.interval)
@@ -33,7 +48,35 @@ def plot_scores(score: Score, gate: Gate | None, names: Sequence[str]) -> str:
             axes.axhline(limit, color=_BAD, linestyle="--", linewidth=1.2, label=f"gate {limit:g}")
         _legend(axes)
 
-    return _svg(draw, name=f"scores-{score.metric.name}", height=2.9)
+    return _svg(draw, name=f"scores-{name}", height=2.9)
+
+
+def plot_steps(lines: Mapping[str, StepErrors | None], *, name: str) -> str:
+    """Return NMSE over steps, one line with a quartile band per run; log scale, zeros left out."""
+
+    def draw(axes: Any) -> None:
+        for (label, errors), (colour, dash) in zip(lines.items(), _LINES, strict=False):
+            if errors is None:
+                continue
+            bands = (errors.quantile(0.25), errors.mean, errors.quantile(0.75))
+            rows = [
+                (step, *row)
+                for step, row in enumerate(zip(*bands, strict=True), 1)
+                if min(row) > 0.0 and isfinite(max(row))
+            ]
+            text = label if rows else f"{label}: identical"
+            steps, low, mean, high = zip(*rows, strict=True) if rows else ((),) * 4
+            axes.plot(
+                steps, mean, color=colour, linestyle=dash, marker=".", markersize=4, label=text
+            )
+            axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.set_yscale("log")
+        axes.set_ylabel("NMSE")
+        axes.set_xlabel("denoising step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _legend(axes, columns=1)
+
+    return _svg(draw, name=name, height=3.2)
 
 
 def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
@@ -80,10 +123,10 @@ def _mark_mean(axes: Any, mean: float | None, interval: Interval | None) -> None
         )
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, *, columns: int = 3) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(
-            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False, labelcolor=_INK
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, labelcolor=_INK
         )
 
 

@@ -6,18 +6,23 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from quantkit.files import staged_directory
 
-from .comparison import Comparison
 from .gates import Gate
 from .images import GAIN, Pairs, Pixels, amplified_difference, save_png
-from .plots import plot_bytes, plot_layer_errors, plot_scores
-from .result import Report, show, to_json
-from .statistics import RESAMPLES, Interval, Summary
+from .plots import plot_bytes, plot_layer_errors, plot_scores, plot_steps
+from .result import Report
+from .serialize import to_json
+from .show import show, show_bytes, show_difference, show_interval, show_mean
+from .statistics import RESAMPLES
+from .tables import metric_rows, step_rows
+
+if TYPE_CHECKING:
+    from .stepwise import StepErrors
 
 #: Larger pictures are embedded shrunk to this side: three of 1024x1024 would be 5 MB a prompt.
 EMBED_SIDE = 384
@@ -29,17 +34,6 @@ LAYER_COLUMNS = (
     ("Output error", "n"), ("Kernel deviation", "n"), ("Bytes before", "n"), ("After", "n"),
     ("Backend", ""),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MetricRow:
-    """One line of the metric table."""
-
-    title: str
-    backbone: str
-    unit: str
-    better: str
-    summary: Summary
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,8 @@ def render(template: str, values: dict[str, Any]) -> str:
     environment.filters |= {
         "show": show,
         "interval": show_interval,
+        "mean": show_mean,
+        "difference": show_difference,
         "mib": show_bytes,
         "seconds": lambda seconds: f"{seconds:.1f} s",
         "remark": gate_remark,
@@ -100,16 +96,6 @@ def render(template: str, values: dict[str, Any]) -> str:
     return environment.get_template(template).render(
         style=assets["style.css"], script=assets["sort.js"], **values
     )
-
-
-def show_interval(interval: Interval | None) -> str:
-    """Return an interval as ``0.9512 to 0.9731``."""
-    return "-" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
-
-
-def show_bytes(nbytes: int) -> str:
-    """Return a size as ``12.3 MiB``."""
-    return f"{nbytes / 2**20:.4g} MiB"
 
 
 def gate_remark(gate: Gate) -> str:
@@ -130,23 +116,6 @@ def headline(report: Report) -> str:
     return "Passed what was measured." if None in results else "Passed."
 
 
-def metric_rows(comparison: Comparison) -> list[MetricRow]:
-    """Return the metric table: pair metrics, then both CLIP scores and the loss between them."""
-    rows = [
-        MetricRow(score.metric.title, score.backbone, score.metric.unit,
-                  score.metric.better.value, score.summary)
-        for score in comparison.scores.values()
-    ]  # fmt: skip
-    clip = comparison.clip
-    if clip is not None:
-        rows += [
-            MetricRow("CLIP score, original", clip.backbone, "", "higher", clip.original.summary),
-            MetricRow("CLIP score, packed", clip.backbone, "", "higher", clip.packed.summary),
-            MetricRow("CLIP score loss", clip.backbone, "%", "lower", clip.loss),
-        ]
-    return rows
-
-
 def kernel_sentence(report: Report) -> str:
     """Return which backends ran how often, and how far they were from reference."""
     kernels = report.kernels
@@ -161,9 +130,14 @@ def kernel_sentence(report: Report) -> str:
     )
 
 
+def picture_class(side: int) -> str:
+    """Return the style of pictures whose longer side has so many pixels: small ones show them."""
+    return "small" if side <= EMBED_SIDE // 2 else "large"
+
+
 def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
     order = report.comparison.worst_first()
-    rows = metric_rows(report.comparison)
+    rows = metric_rows(report.comparison, report.noise_floor)
     intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
     side = max(max(picture.shape[:2]) for picture in pairs.original)
     return {
@@ -180,6 +154,7 @@ def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
         "shrunk": side > EMBED_SIDE,
         "gain": GAIN,
         "plots": _plots(report),
+        "steps": step_rows(report.timesteps, report.noise_floor),
         "layer_columns": LAYER_COLUMNS,
         "guidance": "of the pipeline" if report.run.guidance is None else report.run.guidance,
     }
@@ -187,14 +162,35 @@ def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
 
 def _plots(report: Report) -> list[dict[str, str]]:
     scores, gates = report.comparison.scores, {gate.metric: gate for gate in report.gates}
-    names = report.comparison.names
-    ssim = plot_scores(scores["ssim"], gates.get("ssim"), names)
-    return [
+    floor = next((gap.floor for gap in report.noise_floor if gap.floor.comparison), None)
+    ssim = plot_scores(scores["ssim"], gates.get("ssim"), report.comparison.names, floor)
+    found = [
         {"svg": ssim, "caption": "SSIM of every prompt, worst first, with mean and gate."},
         {"svg": plot_layer_errors(report.layers),
          "caption": "Relative error of every packed layer: weight, output, kernel."},
         {"svg": plot_bytes(report), "caption": "Weight files before and after."},
     ]  # fmt: skip
+    return _step_plots(report) + found
+
+
+def _step_plots(report: Report) -> list[dict[str, str]]:
+    divergence, local = report.timesteps.divergence, report.timesteps.local
+    plots = []
+    if divergence is not None:
+        floors = {g.floor.title: g.floor.divergence for g in report.noise_floor}
+        lines: dict[str, StepErrors | None] = {"packed": divergence, **floors}
+        plots.append({
+            "svg": plot_steps(lines, name="divergence"),
+            "caption": "Divergence: NMSE between the latents of two runs from one noise, after "
+            "every step; mean over prompts, the band from the lower to the upper quartile.",
+        })  # fmt: skip
+    if local is not None:
+        plots.append({
+            "svg": plot_steps({"packed": local}, name="local"),
+            "caption": "Error of every step by itself: NMSE of the packed denoiser's answer on the "
+            "original's own latents; mean and quartiles over the rows of the batch.",
+        })  # fmt: skip
+    return plots
 
 
 def _picture(report: Report, pairs: Pairs, index: int) -> PictureRow:
@@ -213,7 +209,7 @@ def _picture(report: Report, pairs: Pairs, index: int) -> PictureRow:
         prompt=report.run.prompts[index],
         ssim=comparison.scores["ssim"].values[index],
         numbers=", ".join(numbers),
-        css="small" if max(original.shape[:2]) <= EMBED_SIDE // 2 else "large",
+        css=picture_class(max(original.shape[:2])),
         original=_data_uri(original),
         packed=_data_uri(packed),
         difference=_data_uri(amplified_difference(original, packed)),

@@ -1,16 +1,12 @@
-"""The result of an evaluation as one value, and its JSON. Everything a report shows is in here."""
+"""The result of an evaluation as one value: everything that a report shows is in here."""
 
-import dataclasses
 from dataclasses import dataclass
-from enum import Enum
-from math import isfinite
-from typing import Any
 
-from .comparison import Comparison, Score
+from .comparison import Comparison
+from .floor import FloorGap
 from .gates import Compression, Gate, passed
-
-#: Raised when a key changes its meaning or goes away; new keys do not raise it.
-SCHEMA_VERSION = 1
+from .stepwise import StepErrors
+from .verdict import write_verdict
 
 
 @dataclass(frozen=True)
@@ -22,6 +18,20 @@ class ModelFacts:
     digest: str
     #: size of those files
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What was done to the packed components, in all."""
+
+    #: the recipe's name as the checkpoint records it; empty when it records none
+    recipe: str
+    #: their Linear and Conv2d, and how many of those are packed and sparse
+    layers: int
+    packed: int
+    sparse: int
+    #: share of the weights of those layers that 4:2 dropped, 0 to 0.5
+    pruned: float
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,18 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Timesteps:
+    """Error over the denoising steps, as NMSE; None where it was not measured."""
+
+    #: latents of the packed pipeline against the original's, from the same noise
+    divergence: StepErrors | None
+    #: answers of the packed denoiser on the original's own latents
+    local: StepErrors | None
+    #: how much was compared, or why nothing was
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
     """One evaluation, complete."""
 
@@ -111,8 +133,12 @@ class Report:
     compression: Compression
     original: ModelFacts
     packed: ModelFacts
+    packing: Packing
     run: Run
     comparison: Comparison
+    #: empty when it was not asked for
+    noise_floor: tuple[FloorGap, ...]
+    timesteps: Timesteps
     gates: tuple[Gate, ...]
     kernels: Kernels
     layers: tuple[LayerRow, ...]
@@ -129,97 +155,5 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Verdict and reasons in one sentence."""
-        return write_verdict(self.gates, self.compression)
-
-
-def write_verdict(gates: tuple[Gate, ...], compression: Compression) -> str:
-    """Return the verdict in words: which gates hold, fail or were not measured."""
-    failed = [f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.wanted}"
-              for gate in gates if gate.passed is False]  # fmt: skip
-    missing = [gate.title for gate in gates if gate.passed is None]
-    tail = f" Not measured: {', '.join(missing)}." if missing else ""
-    if failed:
-        return f"{compression.value} fails: {'; '.join(failed)}.{tail}"
-    if not passed(gates):
-        return f"{compression.value} was not judged.{tail}"
-    held = ", ".join(f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})"
-                     for gate in gates if gate.passed)  # fmt: skip
-    return f"{compression.value} passes: {held}.{tail}"
-
-
-def show(value: float | None, unit: str = "") -> str:
-    """Return a number with four significant digits and its unit; a dash for None."""
-    if value is None:
-        return "-"
-    if not isfinite(value):
-        return "infinite"
-    text = f"{value:.4g}"
-    return f"{text} {unit}" if unit else text
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values; infinities become null, with the summary's note."""
-    body = {field.name: _plain(getattr(report, field.name)) for field in dataclasses.fields(report)}
-    kernels = {
-        **body["kernels"], "total_calls": report.kernels.total,
-        "calls_by_backend": report.kernels.by_backend,
-    }  # fmt: skip
-    verdict = {"passed": report.passed, "text": report.verdict}
-    body |= {"comparison": comparison_json(report.comparison), "kernels": kernels}
-    return {
-        "schema": "quantkit.report",
-        "schema_version": SCHEMA_VERSION,
-        "verdict": verdict,
-    } | body
-
-
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the measured values, per pair and together."""
-    scores = {name: _score_json(score) for name, score in comparison.scores.items()}
-    clip = comparison.clip
-    return {
-        "names": list(comparison.names),
-        "prompts": _plain(comparison.prompts),
-        "metrics": scores,
-        "clip": clip and {
-            "backbone": clip.backbone,
-            "original": _score_json(clip.original),
-            "packed": _score_json(clip.packed),
-            "relative_loss_percent": _plain(clip.loss),
-        },
-    }  # fmt: skip
-
-
-def gates_json(gates: tuple[Gate, ...]) -> list[dict[str, Any]]:
-    """Return the gates as JSON values."""
-    return [_plain(gate) | {"wanted": gate.wanted} for gate in gates]
-
-
-def _score_json(score: Score) -> dict[str, Any]:
-    metric = score.metric
-    identical = sum(not isfinite(value) for value in score.values)
-    return {
-        "title": metric.title,
-        "backbone": score.backbone or None,
-        "meaning": metric.meaning,
-        "better": metric.better.value,
-        "unit": metric.unit or None,
-        "values": _plain(score.values),
-        "null_means": "infinite: identical pictures" if identical else None,
-        "summary": _plain(score.summary),
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+        """Verdict and reasons in one paragraph."""
+        return write_verdict(self.gates, self.compression, self.comparison, self.noise_floor)

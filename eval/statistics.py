@@ -1,9 +1,12 @@
-"""Summaries of per-prompt values: moments and bootstrap intervals, infinities kept out of both."""
+"""Summaries of per-prompt values and paired differences: moments and bootstrap intervals.
+
+Infinite values (PSNR of identical pictures) are kept out of both, and counted.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +27,10 @@ class Interval:
     low: float
     high: float
     method: str
+
+    def holds(self, value: float) -> bool:
+        """Return True when the value lies inside, bounds included."""
+        return self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,21 @@ def summarize(values: Sequence[float], *, infinite_note: str = "infinite") -> Su
         interval=bootstrap_mean(finite),
         note=note,
     )
+
+
+def summarize_difference(
+    after: Sequence[float], before: Sequence[float], *, infinite_note: str = "infinite"
+) -> Summary:
+    """Return the summary of ``after - before``; its interval resamples pairs.
+
+    Args:
+        after: one value per prompt.
+        before: of the same prompts. A pair in which either is infinite is left out.
+        infinite_note: what an infinite value means, for the note.
+    """
+    finite = [isfinite(a) and isfinite(b) for a, b in zip(after, before, strict=True)]
+    pairs = zip(after, before, finite, strict=True)
+    return summarize([a - b if good else inf for a, b, good in pairs], infinite_note=infinite_note)
 
 
 def bootstrap_mean(values: Array) -> Interval | None:

@@ -50,7 +50,7 @@ def tiny_transformer_pipeline(path: Path, *, seed: int = 0) -> Path:
         pipe = diffusers.StableDiffusion3Pipeline(
             transformer=_sd3_transformer(),
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=_vae(),
+            vae=_vae(shift_factor=0.0),
             text_encoder=_text_encoder(projection=32),
             tokenizer=_tokenizer(),
             text_encoder_2=_text_encoder(projection=32),

@@ -716,9 +716,9 @@ def test_libraries_are_as_loud_as_before():
 # Prompts
 
 
-def test_bundled_prompts_are_64_different_ones():
+def test_bundled_prompts_are_128_different_ones():
     prompts = read_prompts(None)
-    assert len(prompts) == len(set(prompts)) == 64
+    assert len(prompts) == len(set(prompts)) == 128
 
 
 def test_prompt_file_is_read_line_by_line(tmp_path):

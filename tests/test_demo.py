@@ -67,12 +67,25 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
         ".quantkit-demo", "calibration.safetensors", "masks.safetensors", "index.html",
         "packed-fp8-static", "packed-fp8-sparse", "report-fp8-static", "report-fp8-sparse",
     }  # fmt: skip
+    assert [floor["name"] for floor in fp8["noise_floor"]] == ["dtype", "batch"]
+    # one run of the original, and of its floors, for both
+    assert fp8["noise_floor"][0]["comparison"] == sparse["noise_floor"][0]["comparison"]
     page = (output / "index.html").read_text(encoding="utf-8")
+    assert "noise floor: the original with BF16 instead of float32" in page
     for link in ("report-fp8-static/report.html", "report-fp8-sparse/images/packed/001.png"):
         assert link in page
         assert (output / link).is_file()
     assert "kernels: " in result.stderr
     assert "pack and verify: 4:2 and FP8" in result.stderr
+
+
+def test_demo_without_noise_floor_runs_the_original_once(small_demo, tmp_path):
+    result = small_demo("-o", tmp_path / "out", "--json", "--no-noise-floor")
+    reports = json.loads(result.stdout)["reports"]
+    assert all(report["noise_floor"] == [] for report in reports.values())
+    assert all("--no-noise-floor" in report["commands"][-1] for report in reports.values())
+    assert "noise floor: the original" not in (tmp_path / "out" / "index.html").read_text()
+    assert "original pipeline: 1 x 2 pictures of 2 steps" in result.stderr
 
 
 def test_demo_leaves_folders_alone_that_it_did_not_make(small_demo, tmp_path):

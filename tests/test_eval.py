@@ -28,7 +28,16 @@ from quantkit.eval.images import (
     to_pixels,
 )
 from quantkit.eval.metrics import METRICS, Better, Needs
-from quantkit.eval.statistics import bootstrap_loss, bootstrap_mean, relative_loss, summarize
+from quantkit.eval.statistics import (
+    RESAMPLES,
+    SEED,
+    Interval,
+    bootstrap_loss,
+    bootstrap_mean,
+    relative_loss,
+    summarize,
+    summarize_difference,
+)
 from quantkit.eval.world.alexnet import (
     FeatureNetwork,
     Stage,
@@ -323,6 +332,42 @@ def test_interval_agrees_with_the_t_interval_on_many_values():
     assert (found.low, found.high) == (pytest.approx(low, abs=0.03), pytest.approx(high, abs=0.03))
 
 
+def test_paired_difference_equals_scipy_on_pairs():
+    from scipy import stats
+
+    rng = np.random.default_rng(4)
+    before = rng.normal(0.9, 0.05, 24)
+    after = before - rng.gamma(2, 0.01, 24)
+    wanted = stats.bootstrap(
+        (after, before), lambda a, b, axis: (a - b).mean(axis=axis), paired=True, method="BCa",
+        n_resamples=RESAMPLES, random_state=np.random.default_rng(SEED),
+    ).confidence_interval  # fmt: skip
+    found = summarize_difference(after.tolist(), before.tolist())
+    assert found.mean == pytest.approx(after.mean() - before.mean())
+    assert (found.interval.low, found.interval.high) == pytest.approx(tuple(wanted), rel=1e-9)
+    # Twice as wide and more without the pairs: what they are for.
+    apart = stats.bootstrap(
+        (after, before), lambda a, b, axis: a.mean(axis=axis) - b.mean(axis=axis),
+        method="percentile", n_resamples=RESAMPLES, random_state=np.random.default_rng(SEED),
+    ).confidence_interval  # fmt: skip
+    assert apart.high - apart.low > 2 * (found.interval.high - found.interval.low)
+
+
+def test_paired_difference_leaves_out_pairs_with_infinite_values():
+    found = summarize_difference(
+        [math.inf, 30.0, math.inf, 40.0], [math.inf, math.inf, 20.0, 38.0], infinite_note="infinite"
+    )
+    assert (found.count, found.mean, found.interval) == (4, 2.0, None)
+    assert found.note == "3 of 4 infinite, left out"
+    with pytest.raises(ValueError, match="zip"):
+        summarize_difference([1.0], [1.0, 2.0])
+
+
+def test_an_interval_holds_its_bounds():
+    interval = Interval(-0.5, 0.25, "BCa")
+    assert [interval.holds(v) for v in (-0.5, 0.0, 0.25, -0.51, 0.26)] == [True] * 3 + [False] * 2
+
+
 def test_degenerate_samples_have_honest_summaries():
     one = summarize([0.5])
     assert (one.mean, one.std, one.interval) == (0.5, None, None)
@@ -393,6 +438,8 @@ def test_clip_loss_is_the_loss_of_the_means():
     before, after = np.mean(clip.original.values), np.mean(clip.packed.values)
     assert clip.loss.mean == pytest.approx(100 * (before - after) / before)
     assert clip.loss.interval.low <= clip.loss.mean <= clip.loss.interval.high
+    changes = np.subtract(clip.packed.values, clip.original.values)
+    assert clip.change == summarize(changes.tolist())
 
 
 def test_comparison_of_nothing_is_refused():

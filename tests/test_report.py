@@ -10,20 +10,24 @@ import pytest
 from click.testing import CliRunner
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
+from quantkit.eval.floor import Floor, measure_gaps
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.images import Pairs, match_folders, read_image
 from quantkit.eval.report import EMBED_COUNT, gate_remark, headline, kernel_sentence, write_report
 from quantkit.eval.result import (
-    SCHEMA_VERSION,
     KernelCalls,
     Kernels,
     LayerRow,
     ModelFacts,
+    Packing,
     Report,
     Run,
-    show,
-    to_json,
+    Timesteps,
 )
+from quantkit.eval.serialize import SCHEMA_VERSION, to_json
+from quantkit.eval.show import show, show_difference, show_interval, show_mean
+from quantkit.eval.statistics import Interval, summarize
+from quantkit.eval.stepwise import StepErrors
 
 from quantkit.errors import InputError, NonFiniteError, OutputError
 
@@ -59,6 +63,30 @@ def layer(index, *, packed=True):
                     "host" if packed else "torch", "", *numbers, 36864, 18688)  # fmt: skip
 
 
+def made_floors(pairs):
+    """BF16 moved every picture by a little noise; the other floor could not be measured."""
+    rng = np.random.default_rng(2)
+    moved = tuple(
+        np.clip(p + rng.normal(0, 2, p.shape), 0, 255).round().astype(np.uint8)
+        for p in pairs.original
+    )
+    steps = StepErrors((900.0, 100.0), ((1e-6,) * 3, (1e-5, 2e-5, 6e-5)))
+    return (
+        Floor(
+            "dtype", "BF16 instead of float32",
+            compare(replace(pairs, packed=moved), Backbones()), steps,
+        ),
+        Floor("batch", "batches of 1 instead of 2", None, None, "the original overflows"),
+    )  # fmt: skip
+
+
+STEPS = Timesteps(
+    StepErrors((900.0, 100.0), ((1e-4, 2e-4), (1e-3, 4e-3))),
+    StepErrors((900.0, 100.0), ((1e-5, 1e-5), (2e-5, 2e-5))),
+    "divergence over 2 prompts",
+)
+
+
 def made_report(pairs, limits=None):
     comparison = compare(pairs, Backbones())
     count = len(pairs.names)
@@ -69,8 +97,11 @@ def made_report(pairs, limits=None):
         compression=Compression.FP8,
         original=ModelFacts("pipeline", "ab" * 32, 4_000_000),
         packed=ModelFacts("packed", "cd" * 32, 2_100_000),
+        packing=Packing("fp8-static", 5, 4, 0, 0.0),
         run=Run(pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"),
         comparison=comparison,
+        noise_floor=measure_gaps(comparison, made_floors(pairs)),
+        timesteps=STEPS,
         gates=judge(comparison, limits or Limits(), Compression.FP8),
         kernels=Kernels(
             tuple(KernelCalls("gemm_fp8", "t0", *row) for row in (("host", 70), ("reference", 3))),
@@ -142,6 +173,17 @@ def test_json_is_strict_and_complete(written):
     assert found["gates"][0]["limit"] == 0.95
     assert len(found["layers"]) == 5
     assert found["layers"][0]["shape"] == [64, 32, 3, 3]
+    floor, missing = found["noise_floor"]
+    assert floor["comparison"]["metrics"]["ssim"]["summary"]["mean"] > 0.9
+    assert len(floor["comparison"]["metrics"]["ssim"]["values"]) == 3
+    assert floor["packed_minus_floor"]["ssim"]["interval"]["low"] < 0
+    assert floor["divergence"]["mean"] == pytest.approx([1e-6, 3e-5])
+    assert (missing["comparison"], missing["note"]) == (None, "the original overflows")
+    steps = found["timesteps"]
+    assert steps["unit"] == "NMSE"
+    assert steps["divergence"]["timesteps"] == [900.0, 100.0]
+    assert steps["divergence"]["mean"] == pytest.approx([1.5e-4, 2.5e-3])
+    assert steps["local"]["quartile_high"] == pytest.approx([1e-5, 2e-5])
     fields = {"title", "created", "run", "environment", "commands", "original", "packed"}
     assert fields <= found.keys()
 
@@ -157,7 +199,7 @@ def test_html_is_self_contained_and_describes_every_picture(written):
     ]
     urls = [v for _, a in page.tags for k, v in a.items() if k in {"href", "src", "xlink:href"}]
     assert all(url.startswith(("data:", "#")) for url in urls)
-    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 3
+    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 5
 
 
 def test_html_has_no_id_twice(written):
@@ -177,6 +219,23 @@ def test_html_says_the_verdict_before_anything_else(written):
     assert text.index("Failed.") < text.index("FP8 fails: SSIM is") < text.index("Metrics")
     assert "Not measured: LPIPS, CLIP score loss." in text
     assert "73 calls: 70 on host, 3 on reference" in text
+
+
+def test_pages_put_every_noise_floor_beside_the_metrics(written):
+    report, _, folder = written
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    gap = report.noise_floor[0]
+    numbers = (
+        show_mean(report.comparison.scores["ssim"].summary),
+        show_mean(gap.floor.comparison.scores["ssim"].summary),
+        show_difference(gap.differences["ssim"]),
+    )
+    for page in (text, markdown):
+        assert "BF16 instead of float32" in page
+        assert all(number in page for number in numbers)
+        assert "batches of 1 instead of 2: the original overflows" in page
+    assert "| 1 | 900 | 0.00015 | 1e-05 | 1e-06 | - |" in markdown
 
 
 def test_html_shows_the_worst_first(written):
@@ -202,7 +261,7 @@ def test_markdown_tables_have_as_many_cells_as_headings(written):
         tables += width is None and cells is not None
         assert cells is None or width is None or cells == width, line
         width = cells
-    assert tables == 5
+    assert tables == 7
     assert lines[2].startswith("**Failed.** FP8 fails: SSIM is")
     for i, line in enumerate(lines):
         assert not line.startswith("#") or i == 0 or lines[i - 1] == "", line
@@ -261,7 +320,8 @@ def test_many_and_large_pictures_are_shown_in_part_and_shrunk(tmp_path):
 def test_one_prompt_and_no_packed_layer_still_make_a_report(tmp_path):
     pairs = made(1)
     report = replace(
-        made_report(pairs), layers=(layer(0, packed=False),), kernels=Kernels((), None, "", "none"),
+        made_report(pairs), noise_floor=(), timesteps=Timesteps(None, None, "not measured"),
+        layers=(layer(0, packed=False),), kernels=Kernels((), None, "", "none"),
         warnings=(),
     )  # fmt: skip
     write_report(report, pairs, tmp_path / "r", force=False)
@@ -274,11 +334,11 @@ def test_verdict_names_what_passes_fails_and_was_not_measured():
     assert good.passed
     assert headline(good) == "Passed."
     assert headline(made_report(pairs, Limits(ssim=0.0))) == "Passed what was measured."
-    assert re.fullmatch(r"FP8 passes: SSIM 0\.\d+ \(> 0\)\.", good.verdict)
+    assert re.match(r"FP8 passes: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
     none = made_report(pairs, Limits(ssim=None))
     assert not none.passed
     assert headline(none) == "Not judged."
-    assert none.verdict == "FP8 was not judged. Not measured: LPIPS, CLIP score loss."
+    assert none.verdict.startswith("FP8 was not judged. Not measured: LPIPS, CLIP score loss. ")
 
 
 def test_gate_remark_warns_when_more_prompts_could_turn_it():
@@ -307,6 +367,16 @@ def test_kernel_sentence_names_backends_and_the_worst_layer():
 )
 def test_numbers_are_shown_short(value, unit, wanted):
     assert show(value, unit) == wanted
+
+
+def test_intervals_and_differences_are_shown_in_brackets():
+    summary = summarize([0.25, 0.75])
+    assert show_interval(Interval(0.95123, 1.0, "BCa")) == "[0.9512, 1]"
+    assert show_interval(None) == "-"
+    assert show_mean(summary) == f"0.5 {show_interval(summary.interval)}"
+    assert show_mean(summarize([])) == "-"
+    assert show_difference(summarize([-0.125])) == "-0.125"
+    assert show_difference(summarize([2.0, 2.0]), "%") == "+2 [+2, +2] %"
 
 
 def test_to_json_of_every_state_is_valid():
@@ -399,6 +469,31 @@ def eval_report(*arguments):
     from quantkit.cli.evaluate import evaluate
 
     return CliRunner().invoke(evaluate, ["report", *map(str, arguments), *NO_NETWORKS])
+
+
+def test_run_measures_noise_floor_and_steps(ran):
+    _, printed = ran
+    dtype, batch = printed["noise_floor"]
+    assert dtype["title"] == "BF16 instead of float32"
+    assert batch["title"] == "batches of 1 instead of 3"
+    fine, coarse = (f["comparison"]["metrics"]["mse"]["summary"]["mean"] for f in (batch, dtype))
+    # other batches change the order of float32 sums only: nothing that 8 bits can show
+    assert 0 <= fine < 1e-7 < coarse < 1e-3
+    divergence, local = printed["timesteps"]["divergence"], printed["timesteps"]["local"]
+    assert len(divergence["mean"]) == len(local["mean"]) == 3
+    assert divergence["timesteps"] == local["timesteps"] == sorted(local["timesteps"])[::-1]
+    # one-shot 4:2 of random weights: far above BF16, whose unit roundoff squared is 1.5e-5
+    assert divergence["mean"][-1] > 10 * dtype["divergence"]["mean"][-1] > 1e-9
+    assert all(1e-4 < error < 10 for error in local["mean"])
+    assert divergence["count"] == 3
+    assert local["count"] == 4
+
+
+def test_run_says_which_recipe_and_how_sparse(ran):
+    packing = ran[1]["packing"]
+    assert packing["recipe"] == "quick"
+    assert packing["sparse"] <= packing["packed"] < packing["layers"]
+    assert 0.3 < packing["pruned"] < 0.5
 
 
 def original_pipeline(path):

@@ -69,8 +69,13 @@ def choose_dtype(model: Model, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if "BF16" in stored else torch.float16
 
 
-def load_pipeline(model: Model, device: torch.device) -> Any:
+def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Return the pipeline with one compute dtype, without a safety checker.
+
+    Args:
+        model: a pipeline.
+        device: where to put it.
+        dtype: of every component; None for ``choose_dtype``'s.
 
     Raises:
         ModelError: MODEL is one component, or diffusers cannot load it.
@@ -84,7 +89,7 @@ def load_pipeline(model: Model, device: torch.device) -> Any:
     extra: dict[str, Any] = {}
     if "safety_checker" in read_json(model.path / "model_index.json"):
         extra = {"safety_checker": None, "requires_safety_checker": False}
-    dtype = choose_dtype(model, device)
+    dtype = dtype or choose_dtype(model, device)
     try:
         pipe = DiffusionPipeline.from_pretrained(
             str(model.path), torch_dtype=dtype, variant=model.components[0].variant, **extra

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli import evaluation_options, options
+from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.report_tables import print_methods
 
 if TYPE_CHECKING:
     from quantkit.eval.demo import Outcome
@@ -34,20 +35,25 @@ if TYPE_CHECKING:
 @click.option(
     "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
 )
+@evaluation_options.noise_floor
 @options.quiet
 @options.as_json
-def demo(output: Path, prompts: int, steps: int, quiet: bool, as_json: bool) -> None:
+def demo(
+    output: Path, prompts: int, steps: int, noise_floor: bool, quiet: bool, as_json: bool
+) -> None:
     """Pack the bundled pipeline to FP8 and 4:2, run it on quantkit's kernels, and report.
 
     Calibrates, sparsifies, packs twice, verifies, loads, generates and compares, on the CPU in a
     few minutes. Exits with 1 when FP8 fails its gates; one-shot 4:2 is shown as it is.
     """
-    outcomes, seconds = show_demo(output, prompts=prompts, steps=steps, quiet=quiet)
+    outcomes, seconds = show_demo(
+        output, prompts=prompts, steps=steps, noise_floor=noise_floor, quiet=quiet
+    )
     if as_json:
-        from quantkit.eval.result import to_json
+        from quantkit.eval.serialize import to_json
 
         print_json({
-            "schema": "quantkit.demo", "schema_version": 1, "output": str(output),
+            "schema": "quantkit.demo", "schema_version": 2, "output": str(output),
             "seconds": seconds,
             "reports": {o.configuration.recipe: to_json(o.report) for o in outcomes},
         })  # fmt: skip
@@ -58,7 +64,7 @@ def demo(output: Path, prompts: int, steps: int, quiet: bool, as_json: bool) -> 
 
 
 def show_demo(
-    output: Path, *, prompts: int, steps: int, quiet: bool
+    output: Path, *, prompts: int, steps: int, noise_floor: bool, quiet: bool
 ) -> "tuple[tuple[Outcome, ...], float]":
     """Run the demo and write its index page.
 
@@ -75,7 +81,9 @@ def show_demo(
             click.echo(f"{next(numbers):2}. {line}", err=True)
 
     with progress_bar(quiet=quiet) as progress:
-        outcomes = run_demo(Stage(output, say, progress), prompts=prompts, steps=steps)
+        outcomes = run_demo(
+            Stage(output, say, progress), prompts=prompts, steps=steps, noise_floor=noise_floor
+        )
     seconds = perf_counter() - started
     write_index(output / "index.html", outcomes, seconds)
     return outcomes, seconds
@@ -83,12 +91,9 @@ def show_demo(
 
 def print_outcomes(outcomes: "tuple[Outcome, ...]", output: Path, seconds: float) -> None:
     """Print the comparison, what a failed gate means, and where to look."""
-    from quantkit.eval.demo import remarks, table
+    from quantkit.eval.demo import methods, remarks
 
-    # Quantities down, configurations across: two columns of numbers fit any terminal.
-    headings, rows = table(outcomes)
-    lines = list(zip(headings, *rows, strict=True))
-    print_table(f"quantkit demo: {seconds:.0f} s", lines[0], lines[1:])
+    print_methods(f"quantkit demo: {seconds:.0f} s", methods(outcomes))
     for outcome in outcomes:
         click.echo(outcome.report.verdict)
         for line in outcome.report.warnings:

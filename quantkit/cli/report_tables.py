@@ -1,4 +1,4 @@
-"""What ``eval`` and ``run`` print of a report: metrics, gates, kernels, verdict."""
+"""What ``eval``, ``run`` and ``demo`` print: metrics, gates, kernels, methods, verdict."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,35 +8,37 @@ import click
 from quantkit.cli.console import print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from quantkit.eval.comparison import Comparison
+    from quantkit.eval.floor import FloorGap
     from quantkit.eval.gates import Gate
+    from quantkit.eval.methods import Method
     from quantkit.eval.result import Report
 
 
-def print_metrics(title: str, comparison: "Comparison") -> None:
-    """Print every metric with its backbone, spread and interval."""
-    from quantkit.eval.report import metric_rows, show_interval
-    from quantkit.eval.result import show
+def print_metrics(title: str, comparison: "Comparison", gaps: "tuple[FloorGap, ...]" = ()) -> None:
+    """Print every metric with its backbone and interval, and each noise floor beside it."""
+    from quantkit.eval.show import show_difference, show_mean
+    from quantkit.eval.tables import metric_rows
 
-    rows = [
-        (
-            f"{row.title} ({row.unit})" if row.unit else row.title,
-            row.backbone or "-",
-            show(row.summary.mean),
-            show_interval(row.summary.interval),
-            show(row.summary.minimum),
-            show(row.summary.maximum),
-            row.better,
-        )
-        for row in metric_rows(comparison)
-    ]
-    columns = ("metric", "backbone", "mean", "95 % interval", "min", "max", "better")
+    rows = []
+    for row in metric_rows(comparison, gaps):
+        words = show_difference if row.signed else show_mean
+        floors = [
+            text
+            for cell in row.floors
+            for text in (words(cell.value), show_difference(cell.difference))
+        ]
+        rows.append((row.label, row.backbone or "-", words(row.summary), *floors, row.better))
+    beside = [text for gap in gaps for text in (gap.floor.title, "packed - floor")]
+    columns = ("metric", "backbone", "mean [95 %]", *beside, "better")
     print_table(f"{title}: {len(comparison.names)} pairs", columns, rows)
 
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
     """Print what each gate wanted and found."""
-    from quantkit.eval.result import show
+    from quantkit.eval.show import show
 
     words = {None: "not measured", True: "passes", False: "FAILS"}
     rows = [
@@ -50,8 +52,16 @@ def print_report(result: "Report", output: Path) -> None:
     """Print the report's numbers, its verdict and where it lies."""
     from quantkit.eval.report import kernel_sentence
 
-    print_metrics(result.title, result.comparison)
+    print_metrics(result.title, result.comparison, result.noise_floor)
     print_gates(result.gates)
     click.echo(kernel_sentence(result))
     click.echo(result.verdict)
     click.echo(f"report: {output / 'report.html'}")
+
+
+def print_methods(title: str, rows: "Sequence[Method]") -> None:
+    """Print the table of methods: quantities down, so that numbers fit any terminal."""
+    from quantkit.eval.methods import cells, headings
+
+    lines = list(zip(headings(rows), *(cells(row) for row in rows), strict=True))
+    print_table(title, lines[0], lines[1:])

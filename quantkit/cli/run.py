@@ -1,15 +1,15 @@
 """``quantkit run``: calibrate, sparsify, pack and evaluate with one recipe."""
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import evaluate, options
+from quantkit.cli import evaluation_options, options
 from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.report import Request, command_line
 from quantkit.cli.report_tables import print_report
 
 if TYPE_CHECKING:
@@ -22,119 +22,77 @@ if TYPE_CHECKING:
 @click.argument("recipe", metavar="RECIPE")
 @options.model
 @options.output
-@options.prompts
-@click.option(
-    "--count",
-    type=click.IntRange(min=1),
-    help="Prompts to evaluate on, from the end; default: all of FILE, or 16.",
-)
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
-)
-@click.option("--guidance", type=float, help="Guidance scale; default: the pipeline's own.")
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the evaluation."
-)
-@click.option(
-    "--batch", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts at a time."
-)
-@evaluate.lpips_weights
-@evaluate.clip
-@evaluate.without
+@evaluation_options.sampling
 @options.device
 @options.dry_run
 @options.quiet
 @options.as_json
 @options.force
-def run(**given: Any) -> None:
+def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
     Writes into the output folder: calibration.safetensors and masks.safetensors where the recipe
     asks for them, packed/ and report/. The gates are the recipe's; exits with 1 when one fails.
     """
-    as_json = given.pop("as_json")
-    result = run_recipe(**given, command=shlex.join(["quantkit", *sys.argv[1:]]))
+    request = Request(**given)
+    result = run_recipe(recipe, model, request, command=command_line())
     if result is None:
         return
     if as_json:
-        from quantkit.eval.result import to_json
+        from quantkit.eval.serialize import to_json
 
         print_json(to_json(result))
     else:
-        print_report(result, given["output"] / "report")
+        print_report(result, request.output / "report")
     if not result.passed:
         sys.exit(1)
 
 
-def run_recipe(
-    recipe: str,
-    model: str,
-    output: Path,
-    *,
-    prompts: Path | None,
-    count: int | None,
-    steps: int,
-    guidance: float | None,
-    seed: int,
-    batch: int,
-    lpips_weights: Path | None,
-    clip: str | None,
-    without: tuple[str, ...],
-    device: str,
-    dry_run: bool,
-    quiet: bool,
-    force: bool,
-    command: str,
-) -> "Report | None":
+def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "Report | None":
     """Do it all; None after a dry run.
 
     Raises:
         InputError: a recipe, model, prompts or networks that cannot be used, or an output that
             exists without ``force``.
     """
-    from quantkit.calibration.running import choose_device, read_prompts
-    from quantkit.eval.backbones import load_backbones
+    from quantkit.calibration.running import read_prompts
     from quantkit.eval.build import PACKED, build, needs_calibration
-    from quantkit.eval.evaluation import evaluate as evaluate_pair
-    from quantkit.eval.evaluation import open_pair, require_pipeline
-    from quantkit.eval.generation import choose_prompts, make_settings
+    from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
     from quantkit.files import refuse_existing
     from quantkit.recipefile import load_recipe
 
-    refuse_existing(output, force=force)
+    output = request.output
+    refuse_existing(output, force=request.force)
     chosen = load_recipe(recipe)
     opened = require_pipeline(model)
-    texts = choose_prompts(prompts, count, last=True)
-    settings = make_settings(texts, steps=steps, guidance=guidance, seed=seed, batch=batch)
-    if dry_run:
+    settings = request.settings(last=True)
+    if request.dry_run:
         click.echo(describe_run(chosen, output, calibrated=needs_calibration(chosen)))
         return None
-    place = choose_device(device)
     # Before the long work: a missing network should not be found out after packing.
-    backbones = load_backbones(lpips_weights, clip, without, device=place)
-    with progress_bar(quiet=quiet) as progress:
+    backbones = request.backbones()
+    with progress_bar(quiet=request.quiet) as progress:
         build(
             opened,
             chosen,
             output,
-            prompts=read_prompts(prompts),
-            device=device,
+            prompts=read_prompts(request.prompts),
+            device=request.device,
             threads=os.cpu_count() or 1,
-            force=force,
+            force=request.force,
             progress=progress,
         )
-        result, pairs = evaluate_pair(
+        baseline = request.baseline(opened, settings, backbones, progress)
+        result, pairs = evaluate(
             open_pair(model, output / PACKED),
-            settings,
-            backbones=backbones,
+            baseline,
             limits=limits_of(chosen),
-            device=place,
             title=f"{Path(model).name} with recipe {chosen.name}",
             commands=(command,),
             progress=progress,
         )
-        write_report(result, pairs, output / "report", force=force)
+        write_report(result, pairs, output / "report", force=request.force)
     return result
 
 

@@ -1,0 +1,223 @@
+"""The table of methods: several packed pipelines against one original, a row each."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+
+from .report import picture_class, render
+from .result import Packing, Report
+from .serialize import gates_json, plain
+from .show import show, show_bytes, show_difference, show_mean
+from .statistics import Summary
+
+SCHEMA_VERSION = 1
+COLUMNS = (
+    "method", "recipe", "sparsity", "weights", "ratio", "SSIM", "LPIPS", "CLIP change", "PSNR",
+    "gates", "computed by",
+)  # fmt: skip
+#: Columns of words, which may break; the others hold numbers.
+TEXT_COLUMNS = ("method", "recipe", "sparsity", "gates", "computed by")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row: a packed pipeline and its report."""
+
+    name: str
+    report: Report
+    #: folder of the report, relative to the page
+    folder: str
+    #: said on the page when a gate fails
+    remark: str = ""
+
+
+def name_methods(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return a name for every packed directory: its own, with parents where two are alike.
+
+    Raises:
+        InputError: a directory is given twice.
+    """
+    resolved = [path.resolve() for path in paths]
+    for index, path in enumerate(resolved):
+        if path in resolved[:index]:
+            raise InputError(f"{paths[index]}: given twice; name every packed directory once")
+    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = tuple("-".join(p.strip("/") for p in path.parts[-depth:]) for path in resolved)
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("distinct paths have distinct parts")
+
+
+def headings(methods: Sequence[Method]) -> tuple[str, ...]:
+    """Return the columns of the table, the networks' names beside their metrics."""
+    comparison = methods[0].report.comparison
+    lpips, clip = comparison.scores.get("lpips"), comparison.clip
+    backbones = {"LPIPS": lpips and lpips.backbone, "CLIP change": clip and clip.backbone}
+    return tuple(
+        f"{column} [{backbones[column]}]" if backbones.get(column) else column for column in COLUMNS
+    )
+
+
+def cells(method: Method) -> tuple[str, ...]:
+    """Return the row of a method, as ``headings`` names its columns."""
+    report, packing = method.report, method.report.packing
+    scores, clip = report.comparison.scores, report.comparison.clip
+    return (
+        method.name,
+        packing.recipe or "-",
+        _sparsity(packing),
+        show_bytes(report.packed.nbytes),
+        f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
+        show_mean(scores["ssim"].summary),
+        show_mean(scores["lpips"].summary) if "lpips" in scores else "-",
+        "-" if clip is None else _clip_change(clip.change, clip.loss),
+        show_mean(scores["psnr"].summary),
+        judge_cell(report),
+        ", ".join(report.kernels.by_backend) or "-",
+    )
+
+
+def _sparsity(packing: Packing) -> str:
+    if not packing.sparse:
+        return "dense"
+    dropped = f"{100 * packing.pruned:.1f} % of the weights dropped"
+    return f"4:2 in {packing.sparse} of {packing.layers} layers, {dropped}"
+
+
+def judge_cell(report: Report) -> str:
+    """Return what the gates say in a word, the failed ones by name."""
+    # The network's name stands in the heading of its column.
+    failed = [gate.title.partition(" [")[0] for gate in report.gates if gate.passed is False]
+    if failed:
+        return f"FAIL: {', '.join(failed)}"
+    return "pass" if report.passed else "not judged"
+
+
+def write_methods(methods: Sequence[Method], folder: Path, commands: Sequence[str]) -> None:
+    """Write index.html, methods.md and methods.json beside the reports' folders.
+
+    Args:
+        methods: made on one original, with the same prompts and seeds.
+        folder: exists, and holds every method's folder.
+        commands: what a reader types to make the page again.
+    """
+    values = {**page_values(methods, folder), "commands": commands}
+    text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
+    (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
+    for template, name in (("methods.html.j2", "index.html"), ("methods.md.j2", "methods.md")):
+        (folder / name).write_text(render(template, values), encoding="utf-8")
+
+
+def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:
+    """Return what the templates of the table and of the pictures want.
+
+    Args:
+        methods: made on one original.
+        folder: where the page will stand, beside the reports' folders.
+    """
+    report = methods[0].report
+    return {
+        "methods": methods,
+        "first": report,
+        "headings": headings(methods),
+        "rows": [(cells(method), method) for method in methods],
+        "floors": _floor_rows(report),
+        "pictures": _pictures(methods),
+        "text_columns": TEXT_COLUMNS,
+        "css": picture_class(_picture_side(folder / methods[0].folder)),
+        # one machine, one cause: the same line would stand there once per method
+        "warnings": sorted({line for method in methods for line in method.report.warnings}),
+    }
+
+
+def to_json(methods: Sequence[Method]) -> dict[str, Any]:
+    """Return the table as JSON values; each report has its own file with everything."""
+    first = methods[0].report
+    return {
+        "schema": "quantkit.methods",
+        "schema_version": SCHEMA_VERSION,
+        "original": plain(first.original),
+        "prompts": len(first.run.prompts),
+        "steps": first.run.steps,
+        "dtype": first.run.dtype,
+        "device": first.run.device,
+        "methods": [_method_json(method) for method in methods],
+    }
+
+
+def _method_json(method: Method) -> dict[str, Any]:
+    report = method.report
+    scores, clip = report.comparison.scores, report.comparison.clip
+    return {
+        "name": method.name,
+        "report": f"{method.folder}/report.json",
+        "packed": plain(report.packed),
+        "packing": plain(report.packing),
+        "ratio": report.packed.nbytes / report.original.nbytes,
+        "metrics": {
+            name: {"backbone": score.backbone or None, "summary": plain(score.summary)}
+            for name, score in scores.items()
+        },
+        "clip": clip and {
+            "backbone": clip.backbone, "change": plain(clip.change),
+            "relative_loss_percent": plain(clip.loss),
+        },
+        "gates": gates_json(report.gates),
+        "verdict": {"passed": report.passed, "text": report.verdict},
+    }  # fmt: skip
+
+
+def _clip_change(change: Summary, loss: Summary) -> str:
+    """Return the change in %, with the interval; in points where the original has no score."""
+    if loss.mean is None:
+        return show_difference(change)
+    tail = loss.interval and f" [{-loss.interval.high:+.3g}, {-loss.interval.low:+.3g}]"
+    return f"{-loss.mean:+.3g}{tail or ''} %"
+
+
+def _floor_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return what the original does to its own pictures, one line per noise floor."""
+    rows: list[tuple[str, ...]] = []
+    for gap in report.noise_floor:
+        found = gap.floor.comparison
+        if found is None:
+            rows.append((gap.floor.title, "-", "-", "-", "-"))
+            continue
+        lpips, clip = found.scores.get("lpips"), found.clip
+        rows.append((
+            gap.floor.title, show_mean(found.scores["ssim"].summary),
+            "-" if lpips is None else show_mean(lpips.summary),
+            "-" if clip is None else _clip_change(clip.change, clip.loss),
+            show_mean(found.scores["psnr"].summary),
+        ))  # fmt: skip
+    return rows
+
+
+def _picture_side(report: Path) -> int:
+    """Return the longer side of a report's pictures, in pixels."""
+    from PIL import Image
+
+    with Image.open(next((report / "images" / "original").iterdir())) as picture:
+        return int(max(picture.size))
+
+
+@dataclass(frozen=True)
+class PictureRow:
+    """One prompt, its pictures side by side."""
+
+    name: str
+    prompt: str
+    #: SSIM of every method, in their order
+    ssim: tuple[str, ...]
+
+
+def _pictures(methods: Sequence[Method]) -> list[PictureRow]:
+    """Return the prompts, the one with the lowest SSIM of any method first."""
+    values = [method.report.comparison.scores["ssim"].values for method in methods]
+    names, prompts = methods[0].report.comparison.names, methods[0].report.run.prompts
+    order = sorted(range(len(names)), key=lambda index: min(row[index] for row in values))
+    return [PictureRow(names[i], prompts[i], tuple(show(row[i]) for row in values)) for i in order]

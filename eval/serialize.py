@@ -1,0 +1,118 @@
+"""A report as JSON values: strict JSON, infinities as null with a note."""
+
+import dataclasses
+from enum import Enum
+from math import isfinite
+from typing import Any
+
+from .comparison import Comparison, Score
+from .floor import FloorGap
+from .gates import Gate
+from .result import Report
+from .stepwise import StepErrors
+
+#: Raised when a key changes its meaning or goes away; new keys do not raise it.
+#: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.
+SCHEMA_VERSION = 2
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON values; infinities become null, with the summary's note."""
+    special = ("comparison", "noise_floor", "timesteps")
+    names = [field.name for field in dataclasses.fields(report) if field.name not in special]
+    body = {name: plain(getattr(report, name)) for name in names}
+    kernels = {
+        **body["kernels"], "total_calls": report.kernels.total,
+        "calls_by_backend": report.kernels.by_backend,
+    }  # fmt: skip
+    verdict = {"passed": report.passed, "text": report.verdict}
+    body |= {
+        "comparison": comparison_json(report.comparison), "kernels": kernels,
+        "noise_floor": [_gap_json(gap) for gap in report.noise_floor],
+        "timesteps": {
+            "unit": "NMSE", "divergence": _steps_json(report.timesteps.divergence),
+            "local": _steps_json(report.timesteps.local), "note": report.timesteps.note,
+        },
+    }  # fmt: skip
+    return {
+        "schema": "quantkit.report",
+        "schema_version": SCHEMA_VERSION,
+        "verdict": verdict,
+    } | body
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the measured values, per pair and together."""
+    scores = {name: _score_json(score) for name, score in comparison.scores.items()}
+    clip = comparison.clip
+    return {
+        "names": list(comparison.names),
+        "prompts": plain(comparison.prompts),
+        "metrics": scores,
+        "clip": clip and {
+            "backbone": clip.backbone,
+            "original": _score_json(clip.original),
+            "packed": _score_json(clip.packed),
+            "change": plain(clip.change),
+            "relative_loss_percent": plain(clip.loss),
+        },
+    }  # fmt: skip
+
+
+def gates_json(gates: tuple[Gate, ...]) -> list[dict[str, Any]]:
+    """Return the gates as JSON values."""
+    return [plain(gate) | {"wanted": gate.wanted} for gate in gates]
+
+
+def _gap_json(gap: FloorGap) -> dict[str, Any]:
+    floor = gap.floor
+    return {
+        "name": floor.name,
+        "title": floor.title,
+        "note": floor.note or None,
+        "comparison": floor.comparison and comparison_json(floor.comparison),
+        "divergence": _steps_json(floor.divergence),
+        "packed_minus_floor": plain(gap.differences),
+    }
+
+
+def _steps_json(errors: StepErrors | None) -> dict[str, Any] | None:
+    if errors is None:
+        return None
+    return {
+        "timesteps": list(errors.timesteps),
+        "mean": plain(errors.mean),
+        "quartile_low": plain(errors.quantile(0.25)),
+        "quartile_high": plain(errors.quantile(0.75)),
+        "count": len(errors.values[0]),
+    }
+
+
+def _score_json(score: Score) -> dict[str, Any]:
+    metric = score.metric
+    identical = sum(not isfinite(value) for value in score.values)
+    return {
+        "title": metric.title,
+        "backbone": score.backbone or None,
+        "meaning": metric.meaning,
+        "better": metric.better.value,
+        "unit": metric.unit or None,
+        "values": plain(score.values),
+        "null_means": "infinite: identical pictures" if identical else None,
+        "summary": plain(score.summary),
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses, enums and tuples as JSON values; floats that JSON cannot say as None."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,110 @@
+"""Options of the commands that run pipelines and measure: eval report, eval compare, run, demo."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli import options
+
+if TYPE_CHECKING:
+    from quantkit.eval.gates import Limits
+
+Command = Callable[..., Any]
+
+lpips_weights = click.option(
+    "--lpips-weights",
+    type=click.Path(path_type=Path),
+    metavar="FILE|DIR",
+    help="torchvision's AlexNet weights, or a folder with a feature network like the demo's; "
+    "default: torchvision's cache, or a download.",
+)
+clip = click.option(
+    "--clip",
+    metavar="DIR|HUB-ID",
+    help="The model of the CLIP score; default: openai/clip-vit-base-patch32.",
+)
+without = click.option(
+    "--without",
+    type=click.Choice(["lpips", "clip"]),
+    multiple=True,
+    help="Leave a metric out, as when its network cannot be had; its gate is then not judged.",
+)
+noise_floor = click.option(
+    "--noise-floor/--no-noise-floor",
+    default=True,
+    show_default=True,
+    help="Run the original twice more, in another 16-bit dtype and in other batches, and put what "
+    "that changes beside every metric.",
+)
+count = click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    help="Number of prompts; default: all of FILE, or 64 of the bundled set on a GPU and 16 on a "
+    "CPU.",
+)
+steps = click.option(
+    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
+)
+guidance = click.option(
+    "--guidance", type=float, help="Guidance scale; default: the pipeline's own."
+)
+seed = click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of the first prompt; the next has the next.",
+)
+batch = click.option(
+    "--batch", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts at a time."
+)
+gate_ssim = click.option(
+    "--gate-ssim", type=float, default=0.95, show_default=True, help="The mean must be above."
+)
+gate_lpips = click.option(
+    "--gate-lpips", type=float, default=0.1, show_default=True, help="The mean must be below."
+)
+gate_clip_fp8 = click.option(
+    "--gate-clip-fp8",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="CLIP score loss in % must be below, for FP8.",
+)
+gate_clip_sparse = click.option(
+    "--gate-clip-sparse", type=float, default=2.0, show_default=True, help="The same for 4:2."
+)
+gate_clip_both = click.option(
+    "--gate-clip-both", type=float, default=3.0, show_default=True, help="The same for both."
+)
+
+_SAMPLING = (
+    options.prompts, count, steps, guidance, seed, batch, lpips_weights, clip, without, noise_floor,
+)  # fmt: skip
+_GATES = (gate_ssim, gate_lpips, gate_clip_fp8, gate_clip_sparse, gate_clip_both)
+
+
+def sampling(command: Command) -> Command:
+    """Add what decides which pictures are made, and with what they are measured."""
+    return _add(_SAMPLING, command)
+
+
+def gates(command: Command) -> Command:
+    """Add the gates' limits; ``pop_limits`` reads them."""
+    return _add(_GATES, command)
+
+
+def pop_limits(given: dict[str, Any]) -> "Limits":
+    """Take the gates' limits out of a command's options."""
+    from quantkit.eval.gates import Limits
+
+    names = ("ssim", "lpips", "clip_fp8", "clip_sparse", "clip_both")
+    return Limits(**{name: given.pop(f"gate_{name}") for name in names})
+
+
+def _add(chosen: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
+    for option in reversed(chosen):
+        command = option(command)
+    return command

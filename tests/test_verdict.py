@@ -1,0 +1,214 @@
+"""The verdict in words: every branch, from values that are made to lead there."""
+
+from dataclasses import replace
+
+import pytest
+from quantkit.eval.comparison import ClipScores, Comparison, Score
+from quantkit.eval.floor import Floor, measure_gaps
+from quantkit.eval.gates import Compression, Limits, judge
+from quantkit.eval.metrics import METRICS
+from quantkit.eval.statistics import (
+    bootstrap_loss,
+    relative_loss,
+    summarize,
+    summarize_difference,
+)
+from quantkit.eval.verdict import (
+    Standing,
+    describe_clip,
+    describe_floor,
+    describe_worst,
+    judge_gates,
+    standing,
+    write_verdict,
+)
+
+BF16 = "BF16 instead of FP16"
+NOISE = (0.001, -0.002, 0.003, -0.001, 0.002, -0.003, 0.0005, -0.0005)
+
+
+def score(name, values, backbone=""):
+    return Score(METRICS[name], backbone, tuple(values), summarize(values))
+
+
+def clip_scores(before, after):
+    import numpy as np
+
+    loss = summarize([100 * (b - a) / b for b, a in zip(before, after, strict=True)])
+    first, second = np.array(before), np.array(after)
+    loss = replace(loss, mean=relative_loss(first, second), interval=bootstrap_loss(first, second))
+    change = summarize_difference(after, before)
+    return ClipScores("tiny CLIP", score("clip", before), score("clip", after), change, loss)
+
+
+def comparison(ssim, *, lpips=None, clip=None, mse=0.01):
+    scores = {"mse": score("mse", [mse] * len(ssim)), "ssim": score("ssim", ssim)}
+    if lpips:
+        scores["lpips"] = score("lpips", lpips, "net")
+    names = tuple(f"{i:03d}" for i in range(len(ssim)))
+    return Comparison(names, tuple(f"a ball and {i} cats" for i in range(len(ssim))), scores, clip)
+
+
+def gap(packed, floor, title=BF16, note=""):
+    return measure_gaps(packed, (Floor("dtype", title, floor, None, note),))[0]
+
+
+BASE = [0.98 + n for n in NOISE]
+SOFT = [0.010 + n for n in NOISE]
+
+
+@pytest.mark.parametrize(
+    ("metric", "shift", "wanted"),
+    [
+        ("ssim", -0.1, Standing.WORSE),
+        ("ssim", +0.1, Standing.BETTER),
+        ("ssim", 0.0, Standing.OPEN),
+        ("lpips", +0.1, Standing.WORSE),
+        ("lpips", -0.1, Standing.BETTER),
+        ("clip", -0.1, Standing.WORSE),
+    ],
+)
+def test_standing_follows_the_metric_and_the_interval(metric, shift, wanted):
+    assert standing(metric, summarize([n + shift for n in NOISE])) is wanted
+
+
+def test_one_pair_has_no_standing():
+    assert standing("ssim", summarize([0.1])) is Standing.UNKNOWN
+
+
+def test_a_packed_pipeline_worse_than_the_floor_is_told_apart():
+    packed = comparison([v - 0.05 for v in BASE], lpips=SOFT)
+    found = describe_floor(packed, gap(packed, comparison(BASE, lpips=SOFT)), ("ssim", "lpips"))
+    assert found == (
+        "It can be told apart from the original with BF16 instead of FP16: SSIM 0.93 against 0.98, "
+        "a difference of -0.05 [-0.05, -0.05]."
+    )
+
+
+def test_a_packed_pipeline_inside_the_floor_is_not_told_apart():
+    packed = comparison(BASE, lpips=SOFT)
+    floor = comparison(BASE[::-1], lpips=SOFT[::-1])
+    found = describe_floor(packed, gap(packed, floor), ("ssim", "lpips"))
+    assert found.startswith(
+        "Over 8 prompts it cannot be told apart from the original with BF16 instead of FP16: "
+        "SSIM 0.98 against 0.98, a difference of "
+    )
+    assert "; LPIPS 0.01 against 0.01" in found
+
+
+def test_one_worse_metric_is_enough_to_be_told_apart():
+    packed = comparison(BASE, lpips=[v + 0.5 for v in SOFT])
+    floor = comparison(BASE[::-1], lpips=SOFT)
+    found = describe_floor(packed, gap(packed, floor), ("ssim", "lpips"))
+    assert found.startswith("It can be told apart")
+    assert "SSIM" not in found
+    assert "LPIPS 0.51 against 0.01" in found
+
+
+def test_closer_than_the_floor_is_said():
+    packed = comparison([v + 0.01 for v in BASE])
+    found = describe_floor(packed, gap(packed, comparison(BASE)), ("ssim", "lpips"))
+    assert found.startswith("It is closer than the original with BF16 instead of FP16: SSIM 0.99")
+
+
+def test_one_prompt_is_too_few():
+    packed = comparison([0.9])
+    found = describe_floor(packed, gap(packed, comparison([0.95])), ("ssim",))
+    assert found.startswith("1 pictures are too few to say whether it can be told apart")
+
+
+def test_a_floor_that_overflows_or_moves_nothing_is_said():
+    packed = comparison(BASE)
+    broken = gap(packed, None, note="the original overflows: prompt 0")
+    assert describe_floor(packed, broken, ("ssim",)) == (
+        "The noise floor of BF16 instead of FP16 is missing: the original overflows: prompt 0."
+    )
+    still = gap(packed, comparison([1.0] * 8, mse=0.0), title="batches of 2 instead of 4")
+    assert describe_floor(packed, still, ("ssim",)) == (
+        "With batches of 2 instead of 4 the original gives the very same 8-bit pictures."
+    )
+
+
+SCORES = [27.0, 28.0, 26.5, 30.0, 29.0, 27.5, 28.5, 31.0]
+
+
+@pytest.mark.parametrize(
+    ("shift", "wanted"),
+    [
+        (0.0, "the interval holds zero: 8 prompts show no change."),
+        (-2.0, "the interval excludes zero: the pictures follow their prompts less."),
+        (+2.0, "the interval excludes zero: the pictures follow their prompts more."),
+    ],
+)
+def test_clip_sentence_says_whether_the_change_is_more_than_chance(shift, wanted):
+    after = [v + shift + 100 * n for v, n in zip(SCORES, NOISE, strict=True)]
+    found = describe_clip(clip_scores(SCORES, after), 8)
+    assert found.startswith("CLIP score [tiny CLIP] goes from 28.44 to ")
+    assert found.endswith(wanted)
+
+
+def test_clip_sentence_of_one_prompt_and_of_none():
+    assert describe_clip(None, 8) == ""
+    found = describe_clip(clip_scores([30.0], [29.0]), 1)
+    assert found == (
+        "CLIP score [tiny CLIP] goes from 30 to 29: -1 points (-3.33 %); one prompt gives no "
+        "interval."
+    )
+
+
+def test_clip_sentence_without_a_positive_score_has_no_percentage():
+    scores = clip_scores(SCORES, SCORES)
+    negative = replace(scores, loss=replace(scores.loss, mean=None))
+    assert "%" not in describe_clip(negative, 8)
+
+
+def test_worst_picture_is_named_with_prompt_and_floor():
+    packed = comparison([0.9, 0.7, 0.8])
+    floors = (gap(packed, comparison([0.99, 0.95, 0.98])), gap(packed, None, note="none"))
+    assert describe_worst(packed, floors) == (
+        "The worst picture is 001 ('a ball and 1 cats'): SSIM 0.7, where the original has 0.95 "
+        "with BF16 instead of FP16."
+    )
+    plain = replace(packed, prompts=None)
+    assert describe_worst(plain, ()) == "The worst picture is 001: SSIM 0.7."
+
+
+def test_identical_pictures_have_no_worst():
+    assert describe_worst(comparison([1.0] * 3, mse=0.0), ()) == (
+        "Every picture is identical to the original's."
+    )
+
+
+def test_gates_say_by_how_much_they_fail_and_which_could_turn():
+    found = judge(comparison([0.5, 0.6, 0.4, 0.55]), Limits(), Compression.BOTH)
+    assert judge_gates(found, Compression.BOTH) == (
+        "FP8 and 4:2 fails: SSIM is 0.5125, wanted > 0.95 (0.4375 off). "
+        "Not measured: LPIPS, CLIP score loss."
+    )
+    close = judge(
+        comparison([0.93, 0.99, 0.94, 0.98]), Limits(lpips=None, clip_fp8=None), Compression.FP8
+    )
+    assert judge_gates(close, Compression.FP8) == (
+        "FP8 passes: SSIM 0.96 (> 0.95). More prompts could turn SSIM: the interval holds the "
+        "limit."
+    )
+
+
+def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
+    clip = clip_scores(SCORES, [v - 2.0 + n for v, n in zip(SCORES, NOISE, strict=True)])
+    packed = comparison([v - 0.05 for v in BASE], lpips=SOFT, clip=clip)
+    floors = measure_gaps(
+        packed,
+        (
+            Floor("dtype", BF16, comparison(BASE, lpips=SOFT, clip=clip), None),
+            Floor("batch", "batches of 1 instead of 2", comparison(BASE, lpips=SOFT), None),
+        ),
+    )
+    assert floors[0].differences["clip"].mean == 0.0
+    assert "clip" not in floors[1].differences
+    gates = judge(packed, Limits(), Compression.FP8)
+    text = write_verdict(gates, Compression.FP8, packed, floors)
+    parts = ("FP8 fails: SSIM is 0.93", BF16, "batches of 1", "CLIP score [", "The worst")
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert write_verdict((), Compression.FP8, packed, ()).startswith("FP8 was not judged. CLIP")
