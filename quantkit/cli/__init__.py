@@ -12,8 +12,10 @@ from quantkit.cli import (
     evaluate,
     inspect,
     kernels,
+    optimize,
     pack,
     run,
+    sensitivity,
     sparsify,
     verify,
 )
@@ -26,6 +28,8 @@ def quantkit() -> None:
     """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
 
 
+calibrate.calibrate.add_command(sensitivity.sensitivity)
+calibrate.calibrate.add_command(optimize.optimize)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
 quantkit.add_command(pack.pack)

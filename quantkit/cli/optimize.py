@@ -1,0 +1,245 @@
+"""``quantkit calibrate optimize``: a treatment per layer within a budget, as a recipe."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from quantkit.eval.search import Found
+    from quantkit.recipe import BudgetRecipe, Recipe
+    from quantkit.sensitivity.budget import Choice, Problem
+    from quantkit.sensitivity.result import Sensitivity
+
+
+@click.command("optimize")
+@click.argument("sensitivity", metavar="SENSITIVITY", type=click.Path(path_type=Path))
+@options.recipe
+@click.option(
+    "--bytes",
+    "size",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest packed size, as a share of the source's.",
+)
+@click.option(
+    "--error",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest predicted relative error (NMSE) of the final latents.",
+)
+@click.option("--speed", type=click.FloatRange(min=1), help="Least modelled speed-up.")
+@click.option(
+    "--ssim",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    help="Least mean SSIM of pictures, which are made: wants --model and --calibration.",
+)
+@click.option(
+    "--treatments",
+    multiple=True,
+    metavar="GLOB",
+    help="Choose among these besides 16-bit, as 'e4m3fn-*'; repeatable. Default: the recipe's.",
+)
+@options.output
+@click.option("--model", metavar="MODEL", help="With --ssim: the pipeline.")
+@options.calibration
+@options.prompts
+@click.option(
+    "--count", type=click.IntRange(min=1), default=8, show_default=True, help="Pictures of a trial."
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the first picture's noise.")
+@click.option("--batch", type=click.IntRange(min=1), help="Pictures at a time.")
+@options.device
+@options.force
+@options.quiet
+@options.as_json
+def optimize(
+    sensitivity: Path,
+    recipe: str,
+    output: Path,
+    size: float | None,
+    error: float | None,
+    speed: float | None,
+    ssim: float | None,
+    treatments: tuple[str, ...],
+    force: bool,
+    as_json: bool,
+    **pictures: Any,
+) -> None:
+    """Choose a treatment for every layer of SENSITIVITY within one budget.
+
+    Writes a recipe that 'quantkit sparsify' and 'quantkit pack' take as any other, with the reason
+    beside every layer. Without an option the recipe's budget section holds. The model is not needed
+    but for --ssim, which bisects on the predicted error and makes pictures for every trial.
+    """
+    goals = {"bytes": size, "error": error, "speed": speed, "ssim": ssim}
+    result = choose(
+        sensitivity,
+        recipe,
+        output,
+        goals={name: value for name, value in goals.items() if value is not None},
+        treatments=treatments,
+        pictures=pictures,
+        force=force,
+    )
+    if as_json:
+        print_json(result)
+    else:
+        _print(result)
+
+
+def choose(
+    path: Path,
+    recipe: str,
+    output: Path,
+    *,
+    goals: dict[str, float],
+    treatments: tuple[str, ...],
+    pictures: dict[str, Any],
+    force: bool,
+) -> dict[str, Any]:
+    """Choose, write the recipe and return what was chosen as JSON values.
+
+    Args:
+        path: of the sensitivity.
+        recipe: a bundled name or a YAML file.
+        output: the recipe to write.
+        goals: of the budget, in place of the recipe's.
+        treatments: globs of those allowed; empty: the recipe's.
+        pictures: of --ssim: model, calibration, prompts, count, device, quiet, and settings of the
+            calibration section to replace.
+        force: replace an existing file.
+
+    Raises:
+        ArtefactError: not a sensitivity.
+        RecipeError: no budget, or one that cannot be met.
+    """
+    from quantkit.files import refuse_existing
+    from quantkit.recipefile import load_recipe
+    from quantkit.sensitivity.budget import goal_of, make_problems, reasons
+    from quantkit.sensitivity.budget import optimize as solve
+    from quantkit.sensitivity.result import load_sensitivity
+    from quantkit.sensitivity.writing import chosen_recipe, save_recipe
+
+    refuse_existing(output, force=force)
+    base, measured = load_recipe(recipe), load_sensitivity(path)
+    budget = _budget(base, goals, treatments)
+    problems = make_problems(measured, base, budget.treatments)
+    found = None
+    if budget.ssim is None:
+        choice = solve(problems, budget)
+    else:
+        found = _search(measured, problems, budget.ssim, pictures)
+        choice = found.best.choice
+    result = _described(choice, budget, found)
+    words = reasons(choice, goal_of(choice.problem, budget))
+    remarks = dict(zip((layer.name for layer in measured.layers), words, strict=True))
+    written = chosen_recipe(measured, base, choice, result["why"])
+    save_recipe(written, remarks, output, force=force)
+    for layer in result["layers"]:
+        layer["reason"] = remarks[layer["name"]]
+    return {"written": str(output), **result}
+
+
+def _budget(
+    recipe: "Recipe", goals: dict[str, float], treatments: tuple[str, ...]
+) -> "BudgetRecipe":
+    from quantkit.errors import RecipeError
+    from quantkit.recipe import GOALS, BudgetRecipe
+
+    given = BudgetRecipe() if recipe.budget is None else recipe.budget
+    values = {**given.model_dump(), **({"treatments": treatments} if treatments else {})}
+    if goals:
+        values |= {name: goals.get(name) for name in GOALS}
+    budget = BudgetRecipe(**values)
+    if not budget.goals:
+        raise RecipeError(
+            f"recipe {recipe.name}: no budget; pass --bytes, --error, --speed or --ssim, or give "
+            "the recipe a budget section"
+        )
+    return budget
+
+
+def _search(
+    measured: "Sensitivity",
+    problems: "Sequence[Problem]",
+    least: float,
+    pictures: dict[str, Any],
+) -> "Found":
+    from quantkit.calibration.running import choose_device
+    from quantkit.calibration.statistics import load_calibration
+    from quantkit.errors import InputError
+    from quantkit.eval.generation import choose_prompts, make_settings
+    from quantkit.eval.search import search_ssim
+    from quantkit.models.source import open_model
+    from quantkit.sensitivity.analyse import Subject
+
+    given = dict(pictures)
+    model, calibration = given.pop("model"), given.pop("calibration")
+    prompts, count = given.pop("prompts"), given.pop("count")
+    device, quiet = given.pop("device"), given.pop("quiet")
+    if model is None or calibration is None:
+        raise InputError("--ssim makes pictures: pass --model and --calibration too")
+    run = {name: value for name, value in given.items() if value is not None}
+    section = measured.recipe.with_calibration(run).calibration
+    settings = make_settings(
+        choose_prompts(prompts, count, last=True),
+        steps=section.steps,
+        guidance=section.guidance,
+        seed=section.seed,
+        batch=section.batch,
+    )
+    subject = Subject.of(open_model(model), measured.recipe, load_calibration(calibration))
+    subject.refuse_others(measured)
+    with progress_bar(quiet=quiet) as progress:
+        return search_ssim(
+            subject,
+            problems,
+            settings,
+            least=least,
+            device=choose_device(device),
+            progress=progress,
+        )
+
+
+def _described(choice: "Choice", budget: "BudgetRecipe", found: "Found | None") -> dict[str, Any]:
+    wanted = f"{budget.goals[0]} {getattr(budget, budget.goals[0]):g}"
+    tried = "" if found is None else f", SSIM {found.best.ssim:.4f} on the pictures of the search"
+    why = (
+        f"Chosen for {wanted}: {choice.size:.1%} of the bytes, predicted NMSE of the final latents "
+        f"{choice.error:.3g}, modelled speed-up {choice.speed:.2f}{tried}."
+    )
+    layers = zip(choice.problem.layers, choice.chosen, strict=True)
+    return {
+        "why": why,
+        "size": choice.size,
+        "error": choice.error,
+        "speed": choice.speed,
+        "method": choice.problem.method,
+        "trials": [] if found is None else [_trial(t.choice, t.ssim) for t in found.trials],
+        "layers": [
+            {"name": layer.name, "treatment": c.treatment, "loss": c.loss, "bytes": c.bytes}
+            for layer, c in layers
+        ],
+    }
+
+
+def _trial(choice: "Choice", ssim: float) -> dict[str, float]:
+    return {"predicted_error": choice.error, "size": choice.size, "ssim": ssim}
+
+
+def _print(result: dict[str, Any]) -> None:
+    counts: dict[str, list[float]] = {}
+    for layer in result["layers"]:
+        counts.setdefault(layer["treatment"], []).append(layer["loss"])
+    rows = [(name, len(losses), float(sum(losses))) for name, losses in sorted(counts.items())]
+    if result["trials"]:
+        trials = [(t["predicted_error"], t["size"], t["ssim"]) for t in result["trials"]]
+        print_table("Trials", ("predicted error", "bytes", "SSIM"), trials)
+    print_table(str(result["written"]), ("treatment", "layers", "predicted error"), rows)
+    click.echo(result["why"])
