@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 #: Layers of the table on the terminal; the file has all.
 SHOWN = 10
+ORDERED_BY = "e4m3fn-token"
+#: Treatments of the table, and their headings.
+COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn-token": "2:4"}
 
 
 @click.command("sensitivity")
@@ -152,29 +155,28 @@ def measure_layers(
 
 def _print(found: "Sensitivity", output: Path) -> None:
     from quantkit.sensitivity.gains import find_gains
-    from quantkit.sensitivity.treatments import SIXTEEN_BIT, TREATMENTS
 
     gains = find_gains(found.layers)
-    names = [t.name for t in TREATMENTS if t != SIXTEEN_BIT and t.packs]
-    reference = names[0]
 
     def final(layer: "LayerSensitivity") -> float:
-        return gains[layer.name].value * layer.outcomes[reference].error
+        return gains[layer.name].value * layer.outcomes[ORDERED_BY].error
 
     worst = sorted(found.layers, key=lambda layer: (-final(layer), layer.name))[:SHOWN]
     rows = [
         (
             layer.name,
-            *(_figure(layer, name) for name in names),
-            f"{gains[layer.name].value:.2g}{'' if gains[layer.name].measured else ' (median)'}",
+            *(_figure(layer, name) for name in COLUMNS),
+            f"{gains[layer.name].value:.2g}{'' if gains[layer.name].measured else '*'}",
+            f"{final(layer):.1e}",
         )
         for layer in worst
     ]
-    title = f"Worst {len(rows)} of {len(found.layers)} layers: error of the output (NMSE)"
-    print_table(title, ("layer", *names, "gain"), rows)
+    title = f"Worst {len(rows)} of {len(found.layers)} layers: relative error (NMSE) of the output"
+    print_table(title, ("layer", *COLUMNS.values(), "gain", "final FP8"), rows)
     count = sum(gain.measured for gain in gains.values())
     click.echo(
-        f"ordered by gain x error of {reference}; gains of {count} layers measured; all in {output}"
+        f"final FP8: gain x error of {ORDERED_BY}; {count} layers were run in the pipeline, gains "
+        f"with * are medians; every layer and treatment is in {output}"
     )
 
 
