@@ -14,7 +14,8 @@ from quantkit.calibration.running import (
     load_pipeline,
     quiet_libraries,
     read_prompts,
-    run_prompts,
+    run_batch,
+    split_batches,
 )
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.digest import sha256_of
@@ -87,10 +88,10 @@ def _run(
     progress: Progress,
 ) -> list[Collector]:
     """Run the pipeline over the prompts with all layers observed."""
-    batches = -(-len(prompts) // settings.batch)
+    batches = split_batches(prompts, settings)
 
     def report(calls: int) -> None:
-        total = batches * len(pipe.scheduler.timesteps)
+        total = len(batches) * len(pipe.scheduler.timesteps)
         progress("denoising", min(calls, total), total)
 
     collectors = [
@@ -101,7 +102,10 @@ def _run(
         for collector in collectors:
             stack.enter_context(collector.attached(pipe.scheduler, report))
         try:
-            run_prompts(pipe, prompts, settings)
+            for batch in batches:
+                for collector in collectors:
+                    collector.begin_batch(batch.seeds)
+                run_batch(pipe, batch, settings)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 "out of GPU memory while denoising; take a smaller batch, or --device cpu"

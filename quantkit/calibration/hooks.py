@@ -4,6 +4,7 @@ Memory is one accumulator per layer and bucket whatever the number of prompts, a
 waited for once per call of the denoiser, when the timestep is read.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.calibration.average import step_average, without_start
 from quantkit.calibration.histogram import BINS, count_bins
+from quantkit.calibration.sampling import Reservoir, draw_candidates, row_count
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
@@ -25,6 +27,7 @@ class _Sums:
     """The accumulators of one layer over all buckets, on the device."""
 
     channel_amax: Tensor
+    values: Tensor
     squares: Tensor
     histogram: Tensor
     #: the moving average of each call's amax, from a start of zero
@@ -33,6 +36,7 @@ class _Sums:
     count: list[int]
     #: set once an input held NaN or Inf; a view of the collector's flags
     bad: Tensor
+    sample: Reservoir
 
     def add(self, bucket: int, values: Tensor, channel_axis: int) -> None:
         """Add one input, without waiting for the device."""
@@ -40,6 +44,7 @@ class _Sums:
         others = [axis for axis in range(values.ndim) if axis != channel_axis % values.ndim]
         amax = values.abs().amax(dim=others)
         self.channel_amax[bucket] = torch.maximum(self.channel_amax[bucket], amax)
+        self.values[bucket] += values.sum(dim=others).double()
         self.squares[bucket] += values.square().sum(dim=others).double()
         self.histogram[bucket] += count_bins(values)
         self.count[bucket] += values.numel() // len(amax)
@@ -51,15 +56,20 @@ class _Sums:
         """Return the sums as statistics on the CPU."""
         count, updates = torch.tensor(self.count), torch.tensor(self.updates)
         channel_amax = self.channel_amax.cpu()
-        mean = self.squares.cpu() / count.clamp(min=1).unsqueeze(1)
+        seen = count.clamp(min=1).unsqueeze(1)
+        samples, priority = self.sample.sorted()
         return LayerStatistics(
             amax=channel_amax.amax(dim=1),
             histogram=self.histogram.cpu(),
-            second_moment=mean.float(),
+            second_moment=(self.squares.cpu() / seen).float(),
             channel_amax=channel_amax,
             count=count,
             moving_amax=without_start(self.moving.cpu(), updates),
             updates=updates,
+            mean=(self.values.cpu() / seen).float(),
+            samples=samples,
+            sample_priority=priority,
+            sample_count=(priority > 0).sum(dim=1),
         )
 
 
@@ -86,10 +96,18 @@ class Collector:
         self.edges: tuple[float, ...] | None = None
         self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
         self._sums: dict[str, _Sums] = {}
+        self._seeds = range(1)
+        #: how often each layer was called in this batch
+        self._layer_calls: Counter[str] = Counter()
         #: one flag per layer in the order of first calls: the first one set is where NaN came up
         self._bad: Tensor | None = None
         self._bucket = 0
         self._timestep = 0.0
+
+    def begin_batch(self, seeds: range) -> None:
+        """Say whose calls follow: the noise seeds of a batch's prompts, in their order."""
+        self._seeds = seeds
+        self._layer_calls.clear()
 
     @contextmanager
     def attached(self, scheduler: Any, report: Callable[[int], None]) -> Iterator[None]:
@@ -110,8 +128,7 @@ class Collector:
         handles = [self.denoiser.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             for layer, module in self._modules.items():
-                axis = 1 if isinstance(module, nn.Conv2d) else -1
-                handles.append(module.register_forward_pre_hook(self._listener(layer, axis)))
+                handles.append(module.register_forward_pre_hook(self._listener(layer, module)))
             yield
             if self._bad is not None:
                 self._refuse_bad(self._bad.tolist())
@@ -155,28 +172,38 @@ class Collector:
                     "with --device cpu, which computes in float32"
                 )
 
-    def _listener(self, layer: str, axis: int) -> Callable[..., None]:
+    def _listener(self, layer: str, module: nn.Module) -> Callable[..., None]:
+        axis = 1 if isinstance(module, nn.Conv2d) else -1
+
         def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
             values = args[0]
             if self._bad is None:
                 self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=values.device)
             if layer not in self._sums:
                 flag = self._bad[len(self._sums)]
-                self._sums[layer] = self._new_sums(values.device, values.shape[axis], flag)
-            self._sums[layer].add(self._bucket, values, axis)
+                self._sums[layer] = self._new_sums(module, values.device, flag)
+            sums, call = self._sums[layer], self._layer_calls[layer]
+            sums.add(self._bucket, values, axis)
+            rows = row_count(values, module)
+            drawn = draw_candidates(self._seeds, call, values.shape[0], rows)
+            sums.sample.offer(self._bucket, values.detach(), module, drawn)
+            self._layer_calls[layer] += 1
 
         return listen
 
-    def _new_sums(self, device: torch.device, channels: int, bad: Tensor) -> _Sums:
-        buckets = len(self.calls)
+    def _new_sums(self, module: nn.Module, device: torch.device, bad: Tensor) -> _Sums:
+        buckets, weight = len(self.calls), module.get_parameter("weight")
+        channels = weight.shape[1]
         return _Sums(
             channel_amax=torch.zeros(buckets, channels, device=device),
+            values=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
             squares=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
             histogram=torch.zeros(buckets, BINS, device=device, dtype=torch.float64),
             moving=torch.zeros(buckets, device=device, dtype=torch.float64),
             updates=[0] * buckets,
             count=[0] * buckets,
             bad=bad,
+            sample=Reservoir(buckets, weight[0].numel(), device),
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.average import continued
+from quantkit.calibration.sampling import join_samples
 from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance
 from quantkit.errors import ArtefactError
 
@@ -17,7 +18,7 @@ def merge(parts: Mapping[str, Calibration]) -> Calibration:
     """Return the calibration over the prompts of all parts, in their order.
 
     Sums, maxima and counts are those of one run up to float summation; so is the moving average,
-    if each part began where a batch did. It is left out when a part has none.
+    if each part began where a batch did. What a part does not have, the result has not.
 
     Args:
         parts: at least one, by the name that messages call it.
@@ -52,6 +53,7 @@ def merge_layer(first: LayerStatistics, second: LayerStatistics) -> LayerStatist
         channel_amax=torch.maximum(first.channel_amax, second.channel_amax),
         count=count,
         **_averages(first, second),
+        **_samples(first, second),
     )
 
 
@@ -62,6 +64,22 @@ def _averages(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tens
     assert second.updates is not None
     average = continued(first.moving_amax, first.updates, second.moving_amax, second.updates)
     return {"moving_amax": average, "updates": first.updates + second.updates}
+
+
+def _samples(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tensor]:
+    parts = []
+    for s in (first, second):
+        if s.mean is None or s.samples is None or s.sample_priority is None:
+            return {}
+        parts.append((s.samples, s.sample_priority, s.mean.double() * s.count.unsqueeze(1)))
+    rows, priority = join_samples([part[:2] for part in parts])
+    count = (first.count + second.count).clamp(min=1)
+    return {
+        "mean": ((parts[0][2] + parts[1][2]) / count.unsqueeze(1)).float(),
+        "samples": rows,
+        "sample_priority": priority,
+        "sample_count": (priority > 0).sum(dim=1),
+    }
 
 
 def _refuse_others(name: str, first: Calibration, other: str, part: Calibration) -> None:

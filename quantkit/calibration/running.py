@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,24 +96,36 @@ def load_pipeline(model: Model, device: torch.device) -> Any:
     return pipe.to(device)
 
 
-def run_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> None:
-    """Denoise every prompt, in batches; the latents are thrown away.
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are denoised together."""
 
-    Every prompt has a seed of its own, so a batch size changes no statistics but rounding.
-    """
+    prompts: tuple[str, ...]
+    #: of each prompt's noise: its own, so that a batch size changes no statistics but rounding
+    seeds: range
+
+
+def split_batches(prompts: Sequence[str], settings: CalibrationRecipe) -> tuple[Batch, ...]:
+    """Return the batches; prompt i has the noise seed ``settings.seed`` + i."""
+    starts = range(0, len(prompts), settings.batch)
+    parts = [tuple(prompts[start : start + settings.batch]) for start in starts]
+    firsts = [settings.seed + start for start in starts]
+    return tuple(
+        Batch(part, range(first, first + len(part)))
+        for part, first in zip(parts, firsts, strict=True)
+    )
+
+
+def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> None:
+    """Denoise a batch; the latents are thrown away."""
     guidance = {} if settings.guidance is None else {"guidance_scale": settings.guidance}
-    for start in range(0, len(prompts), settings.batch):
-        batch = list(prompts[start : start + settings.batch])
-        generators = [
-            torch.Generator("cpu").manual_seed(settings.seed + start + i) for i in range(len(batch))
-        ]
-        pipe(
-            prompt=batch,
-            num_inference_steps=settings.steps,
-            generator=generators,
-            output_type="latent",
-            **guidance,
-        )
+    pipe(
+        prompt=list(batch.prompts),
+        num_inference_steps=settings.steps,
+        generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
+        output_type="latent",
+        **guidance,
+    )
 
 
 @contextmanager

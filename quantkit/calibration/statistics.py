@@ -17,17 +17,24 @@ from quantkit.calibration.artefact import (
     write_artefact,
 )
 from quantkit.calibration.histogram import BINS, quantiles
+from quantkit.calibration.sampling import SAMPLE_ROWS, join_samples
 from quantkit.errors import ArtefactError
 from quantkit.models.source import Component
 
 _KIND = "quantkit_calibration"
-#: Version 2 added the moving average; a calibration without it is still written as version 1.
-_NEWEST = 2
+#: Version 2 added the moving average, version 3 the mean and the samples; a calibration without
+#: them is still written as the version that has all of it.
+_NEWEST = 3
+_AVERAGE = ("moving_amax", "updates")
+_SAMPLES = ("mean", "samples", "sample_priority", "sample_count")
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """The input of one layer over B timestep buckets; C input channels, taps of a conv share."""
+    """The input of one layer over B timestep buckets; C input channels, taps of a conv share.
+
+    R is ``SAMPLE_ROWS``; a convolution's rows are its windows, K = kh * kw * C, channels last.
+    """
 
     #: float32 (B,), largest |x|
     amax: Tensor
@@ -43,6 +50,15 @@ class LayerStatistics:
     moving_amax: Tensor | None = None
     #: int64 (B,), the calls it averages; None in version 1
     updates: Tensor | None = None
+    #: float32 (B, C), mean of x; None before version 3, like all below
+    mean: Tensor | None = None
+    #: bfloat16 (B, R, K), rows as the kernels read them, drawn uniformly from all that were seen;
+    #: by priority, zeros where fewer were seen
+    samples: Tensor | None = None
+    #: float64 (B, R), what each of them was drawn by; those of the largest stay
+    sample_priority: Tensor | None = None
+    #: int64 (B,), how many there are, the first ones
+    sample_count: Tensor | None = None
 
     def pooled(self) -> "LayerStatistics":
         """Return the statistics of all buckets as one (B = 1)."""
@@ -68,6 +84,7 @@ class LayerStatistics:
             channel_amax=torch.stack([self.channel_amax[g].amax(dim=0) for g in groups]),
             count=count,
             **self._regrouped_average(groups),
+            **self._regrouped_samples(groups),
         )
 
     def _regrouped_average(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -77,6 +94,26 @@ class LayerStatistics:
         updates = torch.stack([self.updates[g].sum() for g in groups])
         total = torch.stack([weighted[g].sum() for g in groups])
         return {"moving_amax": total / updates.clamp(min=1), "updates": updates}
+
+    def _regrouped_samples(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
+        if self.mean is None or self.samples is None or self.sample_priority is None:
+            return {}
+        joined = [
+            join_samples(
+                [(self.samples[b : b + 1], self.sample_priority[b : b + 1]) for b in g.tolist()]
+            )
+            for g in groups
+        ]
+        weighted = self.mean.double() * self.count.unsqueeze(1)
+        count = torch.stack([self.count[g].sum() for g in groups]).clamp(min=1)
+        total = torch.stack([weighted[g].sum(dim=0) for g in groups])
+        priority = torch.cat([priority for _, priority in joined])
+        return {
+            "mean": (total / count.unsqueeze(1)).float(),
+            "samples": torch.cat([rows for rows, _ in joined]),
+            "sample_priority": priority,
+            "sample_count": (priority > 0).sum(dim=1),
+        }
 
     def rebucketed(self, stored: Sequence[float], wanted: Sequence[float]) -> "LayerStatistics":
         """Return the statistics per bucket of ``wanted`` edges, some of the ``stored`` ones."""
@@ -176,16 +213,15 @@ def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> No
         for field in fields(statistics)
         if (tensor := getattr(statistics, field.name)) is not None
     }
-    averaged = any(name.endswith("/moving_amax") for name in tensors)
     about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
-    version = _NEWEST if averaged else FIRST_VERSION
+    version = _oldest_with({split_name(name)[2] for name in tensors})
     write_artefact(path, _KIND, tensors, about, force=force, version=version)
 
 
 def load_calibration(path: Path) -> Calibration:
     """Read what ``save_calibration`` wrote.
 
-    Files of version 1 have no moving average; everything else serves as ever.
+    What a file of an older version does not hold is None; everything else serves as ever.
 
     Raises:
         ArtefactError: missing, damaged, or of a newer version.
@@ -209,6 +245,12 @@ def load_calibration(path: Path) -> Calibration:
         raise ArtefactError(f"{path}: damaged ({error}); calibrate again") from error
 
 
+def _oldest_with(stored: set[str]) -> int:
+    if stored.issuperset(_SAMPLES):
+        return _NEWEST
+    return 2 if stored.issuperset(_AVERAGE) else FIRST_VERSION
+
+
 def _statistics(where: str, parts: dict[str, Any], buckets: int) -> LayerStatistics:
     statistics = LayerStatistics(**parts)
     channels = statistics.channel_amax.shape[-1]
@@ -219,8 +261,17 @@ def _statistics(where: str, parts: dict[str, Any], buckets: int) -> LayerStatist
         "channel_amax": (buckets, channels),
         "count": (buckets,),
     }
-    if {"moving_amax", "updates"} & set(parts):
-        wanted |= {"moving_amax": (buckets,), "updates": (buckets,)}
+    if set(_AVERAGE) & set(parts):
+        wanted |= dict.fromkeys(_AVERAGE, (buckets,))
+    if set(_SAMPLES) & set(parts):
+        rows = (buckets, SAMPLE_ROWS)
+        columns = parts["samples"].shape[-1]
+        wanted |= {
+            "mean": (buckets, channels),
+            "samples": (*rows, columns),
+            "sample_priority": rows,
+            "sample_count": (buckets,),
+        }
     for field, shape in wanted.items():
         found = tuple(parts[field].shape)
         if found != shape:
