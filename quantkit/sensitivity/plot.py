@@ -62,7 +62,7 @@ def _draw(above: Any, below: Any, sensitivity: Sensitivity) -> None:
             continue
         places = [row[0] for row in rows]
         look = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKS[index % len(_MARKS)],
-                "linestyle": "", "markersize": 3.5}  # fmt: skip
+                "linestyle": "", "markersize": 4.0 if index % 2 == 0 else 2.5}  # fmt: skip
         above.plot(places, [error for _, error, _ in rows], label=name, **look)
         below.plot(places, [error * gain.value for _, error, gain in rows], **look)
     measured = [
