@@ -9,11 +9,9 @@ from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from quantkit.eval.search import Found
+    from quantkit.eval.generation import Settings
     from quantkit.recipe import BudgetRecipe, Recipe
-    from quantkit.sensitivity.budget import Choice, Problem
+    from quantkit.sensitivity.choosing import Chosen
     from quantkit.sensitivity.result import Sensitivity
 
 
@@ -121,29 +119,20 @@ def choose(
     """
     from quantkit.files import refuse_existing
     from quantkit.recipefile import load_recipe
-    from quantkit.sensitivity.budget import goal_of, make_problems, reasons
-    from quantkit.sensitivity.budget import optimize as solve
+    from quantkit.sensitivity import choosing
     from quantkit.sensitivity.result import load_sensitivity
-    from quantkit.sensitivity.writing import chosen_recipe, save_recipe
+    from quantkit.sensitivity.writing import save_recipe
 
     refuse_existing(output, force=force)
     base, measured = load_recipe(recipe), load_sensitivity(path)
     budget = _budget(base, goals, treatments)
-    problems = make_problems(measured, base, budget.treatments)
-    found = None
+    trials: list[dict[str, float]] = []
     if budget.ssim is None:
-        choice = solve(problems, budget)
+        chosen = choosing.choose(measured, base, budget)
     else:
-        found = _search(measured, problems, budget.ssim, pictures)
-        choice = found.best.choice
-    result = _described(choice, budget, found)
-    words = reasons(choice, goal_of(choice.problem, budget))
-    remarks = dict(zip((layer.name for layer in measured.layers), words, strict=True))
-    written = chosen_recipe(measured, base, choice, result["why"])
-    save_recipe(written, remarks, output, force=force)
-    for layer in result["layers"]:
-        layer["reason"] = remarks[layer["name"]]
-    return {"written": str(output), **result}
+        chosen, trials = _search(measured, base, budget, pictures)
+    save_recipe(chosen.recipe, chosen.remarks, output, force=force)
+    return {"written": str(output), "trials": trials, **choosing.to_json(chosen)}
 
 
 def _budget(
@@ -166,71 +155,53 @@ def _budget(
 
 
 def _search(
-    measured: "Sensitivity",
-    problems: "Sequence[Problem]",
-    least: float,
-    pictures: dict[str, Any],
-) -> "Found":
+    measured: "Sensitivity", base: "Recipe", budget: "BudgetRecipe", pictures: dict[str, Any]
+) -> "tuple[Chosen, list[dict[str, float]]]":
+    """Return the choice whose pictures keep the SSIM, and the trials on the way."""
     from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
     from quantkit.errors import InputError
-    from quantkit.eval.generation import choose_prompts, make_settings
     from quantkit.eval.search import search_ssim
     from quantkit.models.source import open_model
     from quantkit.sensitivity.analyse import Subject
+    from quantkit.sensitivity.budget import make_problems
+    from quantkit.sensitivity.choosing import describe
 
-    given = dict(pictures)
-    model, calibration = given.pop("model"), given.pop("calibration")
-    prompts, count = given.pop("prompts"), given.pop("count")
-    device, quiet = given.pop("device"), given.pop("quiet")
+    model, calibration = pictures["model"], pictures["calibration"]
     if model is None or calibration is None:
         raise InputError("--ssim makes pictures: pass --model and --calibration too")
-    run = {name: value for name, value in given.items() if value is not None}
+    assert budget.ssim is not None
+    subject = Subject.of(open_model(model), measured.recipe, load_calibration(calibration))
+    subject.refuse_others(measured)
+    with progress_bar(quiet=pictures["quiet"]) as progress:
+        found = search_ssim(
+            subject,
+            make_problems(measured, base, budget.treatments),
+            _settings(measured, pictures),
+            least=budget.ssim,
+            device=choose_device(pictures["device"]),
+            progress=progress,
+        )
+    remark = f", SSIM {found.best.ssim:.4f} on the {pictures['count']} pictures of the search"
+    trials = [
+        {"error": t.choice.error, "size": t.choice.size, "ssim": t.ssim} for t in found.trials
+    ]
+    return describe(measured, base, budget, found.best.choice, remark=remark), trials
+
+
+def _settings(measured: "Sensitivity", pictures: dict[str, Any]) -> "Settings":
+    from quantkit.eval.generation import choose_prompts, make_settings
+
+    names = ("steps", "guidance", "seed", "batch")
+    run = {name: pictures[name] for name in names if pictures[name] is not None}
     section = measured.recipe.with_calibration(run).calibration
-    settings = make_settings(
-        choose_prompts(prompts, count, last=True),
+    return make_settings(
+        choose_prompts(pictures["prompts"], pictures["count"], last=True),
         steps=section.steps,
         guidance=section.guidance,
         seed=section.seed,
         batch=section.batch,
     )
-    subject = Subject.of(open_model(model), measured.recipe, load_calibration(calibration))
-    subject.refuse_others(measured)
-    with progress_bar(quiet=quiet) as progress:
-        return search_ssim(
-            subject,
-            problems,
-            settings,
-            least=least,
-            device=choose_device(device),
-            progress=progress,
-        )
-
-
-def _described(choice: "Choice", budget: "BudgetRecipe", found: "Found | None") -> dict[str, Any]:
-    wanted = f"{budget.goals[0]} {getattr(budget, budget.goals[0]):g}"
-    tried = "" if found is None else f", SSIM {found.best.ssim:.4f} on the pictures of the search"
-    why = (
-        f"Chosen for {wanted}: {choice.size:.1%} of the bytes, predicted NMSE of the final latents "
-        f"{choice.error:.3g}, modelled speed-up {choice.speed:.2f}{tried}."
-    )
-    layers = zip(choice.problem.layers, choice.chosen, strict=True)
-    return {
-        "why": why,
-        "size": choice.size,
-        "error": choice.error,
-        "speed": choice.speed,
-        "method": choice.problem.method,
-        "trials": [] if found is None else [_trial(t.choice, t.ssim) for t in found.trials],
-        "layers": [
-            {"name": layer.name, "treatment": c.treatment, "loss": c.loss, "bytes": c.bytes}
-            for layer, c in layers
-        ],
-    }
-
-
-def _trial(choice: "Choice", ssim: float) -> dict[str, float]:
-    return {"predicted_error": choice.error, "size": choice.size, "ssim": ssim}
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -239,7 +210,7 @@ def _print(result: dict[str, Any]) -> None:
         counts.setdefault(layer["treatment"], []).append(layer["loss"])
     rows = [(name, len(losses), float(sum(losses))) for name, losses in sorted(counts.items())]
     if result["trials"]:
-        trials = [(t["predicted_error"], t["size"], t["ssim"]) for t in result["trials"]]
+        trials = [(t["error"], t["size"], t["ssim"]) for t in result["trials"]]
         print_table("Trials", ("predicted error", "bytes", "SSIM"), trials)
     print_table(str(result["written"]), ("treatment", "layers", "predicted error"), rows)
-    click.echo(result["why"])
+    click.echo(result["summary"])

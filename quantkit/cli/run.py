@@ -50,7 +50,8 @@ def run(**given: Any) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
     Writes into the output folder: calibration.safetensors and masks.safetensors where the recipe
-    asks for them, packed/ and report/. The gates are the recipe's; exits with 1 when one fails.
+    asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/ and report/. The
+    gates are the recipe's; exits with 1 when one fails.
     """
     as_json = given.pop("as_json")
     result = run_recipe(**given, command=shlex.join(["quantkit", *sys.argv[1:]]))
@@ -94,7 +95,7 @@ def run_recipe(
     """
     from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.eval.backbones import load_backbones
-    from quantkit.eval.build import PACKED, build, needs_calibration
+    from quantkit.eval.build import PACKED, build, needs_calibration, refuse_search
     from quantkit.eval.evaluation import evaluate as evaluate_pair
     from quantkit.eval.evaluation import open_pair, require_pipeline
     from quantkit.eval.generation import choose_prompts, make_settings
@@ -104,6 +105,7 @@ def run_recipe(
 
     refuse_existing(output, force=force)
     chosen = load_recipe(recipe)
+    refuse_search(chosen)
     opened = require_pipeline(model)
     texts = choose_prompts(prompts, count, last=True)
     settings = make_settings(texts, steps=steps, guidance=guidance, seed=seed, batch=batch)
@@ -158,6 +160,7 @@ def limits_of(recipe: "Recipe") -> "Limits":
 def describe_run(recipe: "Recipe", output: Path, *, calibrated: bool) -> str:
     """Return what a run would write."""
     files = ["calibration.safetensors"] * calibrated
+    files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
     files += ["masks.safetensors"] * (recipe.sparsity is not None)
     files += ["packed/", "report/"]
     return f"recipe {recipe.name}: would write {', '.join(files)} into {output}"
