@@ -164,21 +164,22 @@ def goal_of(problem: Problem, budget: BudgetRecipe) -> Goal:
 
 
 def optimize(problems: Sequence[Problem], budget: BudgetRecipe) -> Choice:
-    """Return the best choice over all problems: least loss of what the budget does not limit.
+    """Return the best choice over all problems: least of what the budget does not limit.
 
     Raises:
         RecipeError: no choice meets the budget; the text says how near one comes.
     """
-    found: list[tuple[float, int, Choice]] = []
+    found: list[tuple[float, float, int, Choice]] = []
     for index, problem in enumerate(problems):
         goal = goal_of(problem, budget)
         picked = solve(options_of(problem, goal), goal.limit)
         if picked is not None:
             choice = Choice(problem, picked)
-            found.append((fsum(map(goal.loss, choice.chosen)), index, choice))
+            sums = [fsum(map(figure, choice.chosen)) for figure in (goal.loss, goal.cost)]
+            found.append((sums[0], sums[1], index, choice))
     if not found:
         raise RecipeError(_out_of_reach(problems, budget))
-    return min(found, key=lambda entry: entry[:2])[2]
+    return min(found, key=lambda entry: entry[:3])[3]
 
 
 def options_of(problem: Problem, goal: Goal) -> list[list[Option]]:
