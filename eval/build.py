@@ -6,17 +6,26 @@ from pathlib import Path
 
 from quantkit.calibration.collect import calibrate
 from quantkit.calibration.statistics import Calibration, save_calibration
-from quantkit.errors import ModelError
+from quantkit.digest import sha256_of_file
+from quantkit.errors import ModelError, RecipeError
 from quantkit.models.source import Model
 from quantkit.pipeline import PackSummary, pack
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
+from quantkit.sensitivity.analyse import Subject, measure_sensitivity
+from quantkit.sensitivity.choosing import choose
+from quantkit.sensitivity.result import save_sensitivity
+from quantkit.sensitivity.writing import save_recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 
 CALIBRATION = "calibration.safetensors"
+SENSITIVITY = "sensitivity.json"
+CHOSEN = "chosen.yaml"
 MASKS = "masks.safetensors"
 PACKED = "packed"
+#: Layers that a recipe with a budget runs in the pipeline, at most.
+MEASURED = 24
 
 
 @dataclass(frozen=True)
@@ -33,10 +42,25 @@ def needs_calibration(recipe: Recipe) -> bool:
     activations = [recipe.activation, *(o.activation for o in recipe.overrides if o.activation)]
     rule = recipe.sparsity
     return (
-        any(activation.mode == "static" for activation in activations)
+        recipe.budget is not None
+        or any(activation.mode == "static" for activation in activations)
         or recipe.smooth is not None
         or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
     )
+
+
+def refuse_search(recipe: Recipe) -> None:
+    """Refuse a budget that a build cannot choose within.
+
+    Raises:
+        RecipeError: one of ssim, which makes pictures of its own, or one without a goal.
+    """
+    budget = recipe.budget
+    if budget is not None and (budget.ssim is not None or not budget.goals):
+        raise RecipeError(
+            f"recipe {recipe.name}: budget {'ssim' if budget.goals else 'without a goal'}, wanted "
+            "bytes, error or speed; or run 'quantkit calibrate optimize' and pack what it writes"
+        )
 
 
 def build(
@@ -55,7 +79,8 @@ def build(
     Args:
         model: the original.
         recipe: what to do.
-        output: the folder that gets calibration.safetensors, masks.safetensors and packed/.
+        output: the folder that gets calibration.safetensors, sensitivity.json and chosen.yaml of a
+            recipe with a budget, masks.safetensors and packed/.
         prompts: what to calibrate on; used when the recipe needs it.
         device: auto, cpu or cuda[:N], for calibration.
         threads: for packing.
@@ -66,6 +91,7 @@ def build(
         InputError: as the three steps do.
     """
     calibration, masks = None, None
+    refuse_search(recipe)
     if needs_calibration(recipe):
         if not model.is_pipeline:
             raise ModelError(
@@ -74,6 +100,12 @@ def build(
             )
         calibration = calibrate(model, recipe, prompts, device=device, progress=progress)
         save_calibration(calibration, output / CALIBRATION, force=force)
+    if recipe.budget is not None:
+        assert calibration is not None
+        recipe = adapt(
+            model, recipe, calibration, output, prompts=prompts, device=device, force=force,
+            progress=progress,
+        )  # fmt: skip
     if recipe.sparsity is not None:
         masks = choose_masks(model, recipe, calibration, progress=progress)
         save_masks(masks, output / MASKS, force=force)
@@ -88,3 +120,35 @@ def build(
         progress=progress,
     )
     return Built(calibration, masks, summary)
+
+
+def adapt(
+    model: Model,
+    recipe: Recipe,
+    calibration: Calibration,
+    output: Path,
+    *,
+    prompts: Sequence[str],
+    device: str,
+    force: bool,
+    progress: Progress,
+) -> Recipe:
+    """Return the recipe that meets the budget of ``recipe``; write it and the sensitivity.
+
+    Raises:
+        RecipeError: a budget that cannot be met.
+    """
+    assert recipe.budget is not None
+    subject = Subject.of(model, recipe, calibration)
+    found = measure_sensitivity(
+        subject,
+        prompts[: recipe.calibration.batch],
+        measure=MEASURED,
+        device=device,
+        calibration_digest=sha256_of_file(output / CALIBRATION),
+        progress=progress,
+    )
+    save_sensitivity(found, output / SENSITIVITY, force=force)
+    chosen = choose(found, recipe, recipe.budget)
+    save_recipe(chosen.recipe, chosen.remarks, output / CHOSEN, force=force)
+    return chosen.recipe

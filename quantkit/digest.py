@@ -24,6 +24,15 @@ def sha256_of(path: Path, info: TensorInfo) -> str:
         os.close(descriptor)
 
 
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256, in hex, of a whole file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return sha256_of_range(descriptor, 0, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
 def sha256_of_range(descriptor: int, start: int, stop: int) -> str:
     """Return the SHA-256, in hex, of the bytes from ``start`` up to ``stop`` of an open file."""
     digest = hashlib.sha256()

@@ -111,10 +111,11 @@ def plan_pack(
     """Decide everything, reading only headers (and weights, for an error budget).
 
     Raises:
-        RecipeError: the recipe packs nothing, or needs statistics that are not there.
+        RecipeError: the recipe packs nothing, needs statistics that are not there, or has a budget.
         ArtefactError: masks or statistics that do not fit the model.
         ModelError: a damaged file.
     """
+    recipe.refuse_budget()
     if masks is None:
         masks = masks_within_budget(model, recipe, calibration, progress=progress)
     components = tuple(

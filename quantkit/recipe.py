@@ -134,6 +134,38 @@ class Override(_Strict):
     activation: ActivationRecipe | None = None
     #: True or False: mask or do not mask, whatever the sparsity section says
     sparse: bool | None = None
+    #: why, for whoever reads the recipe
+    reason: str = ""
+
+
+class BudgetRecipe(_Strict):
+    """What 'quantkit calibrate optimize' must meet: one of bytes, error, speed and ssim."""
+
+    #: largest packed size, as a share of the source's size
+    bytes: Annotated[float, Field(gt=0)] | None = None
+    #: largest predicted NMSE of the final latents
+    error: Annotated[float, Field(gt=0)] | None = None
+    #: least modelled speed-up of the layers that can be packed
+    speed: Annotated[float, Field(ge=1)] | None = None
+    #: least mean SSIM of pictures that are really made
+    ssim: Annotated[float, Field(gt=0, le=1)] | None = None
+    #: globs on the names of the treatments that may be chosen, besides 16-bit
+    treatments: Annotated[Patterns, Field(min_length=1)] = ("*",)
+
+    @property
+    def goals(self) -> tuple[str, ...]:
+        """The goals that are set, by name."""
+        return tuple(name for name in GOALS if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> "BudgetRecipe":
+        if len(self.goals) > 1:
+            raise RecipeError(f"budget: found {' and '.join(self.goals)}; set one of them")
+        return self
+
+
+#: What a budget can be set on.
+GOALS = ("bytes", "error", "speed", "ssim")
 
 
 class Gates(_Strict):
@@ -172,6 +204,8 @@ class Recipe(_Strict):
     overrides: tuple[Override, ...] = ()
     calibration: CalibrationRecipe = CalibrationRecipe()
     gates: Gates | None = None
+    #: chosen within by 'quantkit calibrate optimize'; packing wants the recipe that it writes
+    budget: BudgetRecipe | None = None
 
     @field_validator("overrides", mode="before")
     @classmethod
@@ -210,6 +244,18 @@ class Recipe(_Strict):
         """
         section = CalibrationRecipe(**{**self.calibration.model_dump(), **settings})
         return self.model_copy(update={"calibration": section})
+
+    def refuse_budget(self) -> None:
+        """Refuse to carry out a recipe whose treatments are still to be chosen.
+
+        Raises:
+            RecipeError: it has a budget.
+        """
+        if self.budget is not None:
+            raise RecipeError(
+                f"recipe {self.name}: has a budget, so its treatments are still to be chosen; run "
+                "'quantkit calibrate optimize', or 'quantkit run', and take the recipe it writes"
+            )
 
     def _sparse(self, layer: str) -> bool:
         rule = self.sparsity

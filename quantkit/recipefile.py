@@ -10,6 +10,7 @@ from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.recipe import (
     ActivationRecipe,
+    BudgetRecipe,
     CalibrationRecipe,
     Gates,
     Override,
@@ -96,6 +97,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "calibration": CalibrationRecipe,
     "overrides": Override,
     "gates": Gates,
+    "budget": BudgetRecipe,
 }
 
 

@@ -21,6 +21,7 @@ LAYERS = (
     ("recovery",),
     ("device",),
     ("inference",),
+    ("sensitivity",),
     ("pipeline",),
     ("eval",),
     ("cli",),

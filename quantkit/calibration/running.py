@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit import resources
 from quantkit.errors import ModelError, PromptError
@@ -121,16 +122,17 @@ def split_batches(prompts: Sequence[str], settings: CalibrationRecipe) -> tuple[
     )
 
 
-def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> None:
-    """Denoise a batch; the latents are thrown away."""
+def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
+    """Denoise a batch and return its final latents, a prompt along the first axis."""
     guidance = {} if settings.guidance is None else {"guidance_scale": settings.guidance}
-    pipe(
+    latents: Tensor = pipe(
         prompt=list(batch.prompts),
         num_inference_steps=settings.steps,
         generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
         output_type="latent",
         **guidance,
-    )
+    ).images
+    return latents
 
 
 @contextmanager

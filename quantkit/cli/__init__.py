@@ -12,9 +12,11 @@ from quantkit.cli import (
     evaluate,
     inspect,
     kernels,
+    optimize,
     pack,
     recover,
     run,
+    sensitivity,
     sparsify,
     verify,
 )
@@ -27,6 +29,8 @@ def quantkit() -> None:
     """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
 
 
+calibrate.calibrate.add_command(sensitivity.sensitivity)
+calibrate.calibrate.add_command(optimize.optimize)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
 quantkit.add_command(recover.recover)

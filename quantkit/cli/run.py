@@ -32,7 +32,8 @@ def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
     Writes into the output folder: calibration.safetensors and masks.safetensors where the recipe
-    asks for them, packed/ and report/. The gates are the recipe's; exits with 1 when one fails.
+    asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/ and report/. The
+    gates are the recipe's; exits with 1 when one fails.
     """
     request = Request(**given)
     result = run_recipe(recipe, model, request, command=command_line())
@@ -56,7 +57,7 @@ def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "R
             exists without ``force``.
     """
     from quantkit.calibration.running import read_prompts
-    from quantkit.eval.build import PACKED, build, needs_calibration
+    from quantkit.eval.build import PACKED, build, needs_calibration, refuse_search
     from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
     from quantkit.files import refuse_existing
@@ -65,6 +66,7 @@ def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "R
     output = request.output
     refuse_existing(output, force=request.force)
     chosen = load_recipe(recipe)
+    refuse_search(chosen)
     opened = require_pipeline(model)
     settings = request.settings(last=True)
     if request.dry_run:
@@ -116,6 +118,7 @@ def limits_of(recipe: "Recipe") -> "Limits":
 def describe_run(recipe: "Recipe", output: Path, *, calibrated: bool) -> str:
     """Return what a run would write."""
     files = ["calibration.safetensors"] * calibrated
+    files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
     files += ["masks.safetensors"] * (recipe.sparsity is not None)
     files += ["packed/", "report/"]
     return f"recipe {recipe.name}: would write {', '.join(files)} into {output}"

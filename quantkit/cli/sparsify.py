@@ -121,6 +121,7 @@ def choose(
     if recovery is not None:
         refuse_existing(masks_path(output, recovery), force=force)
     chosen = _with_rule(load_recipe(recipe), rule)
+    chosen.refuse_budget()
     source = open_model(model)
     statistics = load_calibration(calibration) if calibration else None
     with progress_bar(quiet=quiet) as progress:

@@ -1,0 +1,102 @@
+"""The smallest choice of treatments whose pictures pass a gate, by making the pictures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from quantkit.calibration.running import load_pipeline, quiet_libraries
+from quantkit.errors import QuantkitError
+from quantkit.progress import Progress, silent
+from quantkit.recipe import BudgetRecipe
+from quantkit.sensitivity.analyse import Subject, treated_pipeline
+from quantkit.sensitivity.budget import Choice, Problem, goal_of, optimize, options_of
+from quantkit.sensitivity.knapsack import walk
+
+from .backbones import Backbones
+from .generation import Settings, generate
+from .metrics import measure_ssim
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Pictures that were made under one choice."""
+
+    choice: Choice
+    #: mean over the prompts
+    ssim: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The smallest choice that passed, and all that were tried, in their order."""
+
+    best: Trial
+    trials: tuple[Trial, ...]
+
+
+def search_ssim(
+    subject: Subject,
+    problems: Sequence[Problem],
+    settings: Settings,
+    *,
+    least: float,
+    device: torch.device,
+    progress: Progress = silent,
+) -> Found:
+    """Bisect on the predicted error for the smallest choice whose pictures keep the SSIM.
+
+    Layers compute under their treatments in plain PyTorch, with the codes and scales that packing
+    writes.
+
+    Args:
+        subject: the model and its calibration.
+        problems: from its sensitivity.
+        settings: of the pictures, few: they are made again for every trial.
+        least: the mean SSIM to keep.
+        device: where the pipeline runs.
+        progress: told of every denoising step.
+
+    Raises:
+        QuantkitError: not even 16 bit keeps it, which repeated runs of one pipeline should.
+    """
+    errors = predicted_errors(problems)
+    trials: list[Trial] = []
+    with quiet_libraries():
+        pipe = load_pipeline(subject.model, device)
+        wanted = generate(pipe, settings, label="original", progress=progress).pictures
+        passed, failed = -1, len(errors)
+        best: Trial | None = None
+        while failed - passed > 1:
+            middle = (passed + failed) // 2
+            choice = optimize(problems, BudgetRecipe(error=errors[middle]))
+            names = {
+                layer.name: candidate.treatment
+                for layer, candidate in zip(choice.problem.layers, choice.chosen, strict=True)
+            }
+            with treated_pipeline(subject, pipe, names):
+                label = f"trial {len(trials) + 1}"
+                found = generate(pipe, settings, label=label, progress=progress).pictures
+            pairs = zip(wanted, found, strict=True)
+            trial = Trial(choice, fmean(measure_ssim(a, b, Backbones()) for a, b in pairs))
+            trials.append(trial)
+            if trial.ssim >= least:
+                passed, best = middle, trial
+            else:
+                failed = middle
+    if best is None:
+        raise QuantkitError(
+            f"ssim {least:g}: the least that any choice changes leaves {trials[-1].ssim:.4f}; ask "
+            "for less"
+        )
+    return Found(best, tuple(trials))
+
+
+def predicted_errors(problems: Sequence[Problem]) -> tuple[float, ...]:
+    """Return the predicted errors at which a choice changes, ascending, those above 0."""
+    found: set[float] = set()
+    for problem in problems:
+        items = options_of(problem, goal_of(problem, BudgetRecipe(bytes=1.0)))
+        found |= {Choice(problem, picked).error for picked in walk(items)}
+    return tuple(sorted(error for error in found if error > 0))

@@ -1,0 +1,314 @@
+"""Measuring a model's sensitivity: every layer on stored inputs, some of them in the pipeline."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.running import choose_device, load_pipeline, quiet_libraries
+from quantkit.calibration.statistics import Calibration
+from quantkit.digest import sha256_of
+from quantkit.errors import ArtefactError, ModelError, RecipeError
+from quantkit.jsonfile import read_json
+from quantkit.models.layers import Layer
+from quantkit.models.source import Component, Model
+from quantkit.progress import Progress
+from quantkit.recipe import BudgetRecipe, Recipe
+from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
+from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes
+from quantkit.sensitivity.edge import next_probe
+from quantkit.sensitivity.local import StoredInputs, local_errors, read_weight
+from quantkit.sensitivity.result import (
+    LayerSensitivity,
+    Measured,
+    Outcome,
+    Provenance,
+    Sensitivity,
+)
+from quantkit.sensitivity.simulate import Substitute, final_latents, relative_error, treated
+from quantkit.sensitivity.substitute import (
+    column_moments,
+    on_device,
+    treat_input,
+    treat_weight,
+)
+from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS
+from quantkit.tensorfile import read_header
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One denoiser, what the recipe says of it, and what a calibration knows of its inputs."""
+
+    model: Model
+    component: Component
+    recipe: Recipe
+    calibration: Calibration
+    #: those that can be packed
+    layers: Mapping[str, Layer]
+
+    @classmethod
+    def of(cls, model: Model, recipe: Recipe, calibration: Calibration) -> "Subject":
+        """Return the subject, its weights checked against the calibration's.
+
+        Raises:
+            ArtefactError: the calibration is of other weights, or lacks a layer.
+            ModelError: more than one denoiser.
+            RecipeError: smoothing, which no treatment has.
+        """
+        if recipe.smooth is not None:
+            raise RecipeError("smooth: sensitivity measures layers without it; drop smooth")
+        if len(model.components) != 1:
+            names = ", ".join(component.name for component in model.components)
+            raise ModelError(f"{model.path}: found the denoisers {names}; sensitivity takes one")
+        component = model.components[0]
+        layers = {layer.name: layer for layer in observed_layers(component, recipe)}
+        stored = calibration.of(component)
+        for name in layers:
+            if name not in stored:
+                raise ArtefactError(
+                    f"calibration: no statistics of {name}; calibrate with the same recipe"
+                )
+        return cls(model, component, recipe, calibration, layers)
+
+    def inputs(self, layer: str) -> StoredInputs:
+        """Return what is known of a layer's input."""
+        return StoredInputs(self.calibration.of(self.component)[layer], self.calibration.edges)
+
+    def refuse_others(self, sensitivity: Sensitivity) -> None:
+        """Refuse a sensitivity that was measured on other weights or layers.
+
+        Raises:
+            ArtefactError: naming the first layer that differs.
+        """
+        digests = self.calibration.digests_of(self.component)
+        for layer in sensitivity.layers:
+            if layer.name not in self.layers or digests.get(layer.name) != layer.digest:
+                raise ArtefactError(
+                    f"sensitivity: {layer.name} had other weights or is not in this model; "
+                    "measure it again"
+                )
+
+    def substitute(self, layer: str, treatment: str, device: torch.device) -> Substitute:
+        """Return what a layer computes with under a treatment."""
+        found, settings, inputs = (
+            self.layers[layer],
+            self.recipe.settings(layer),
+            self.inputs(layer),
+        )
+        moments = column_moments(inputs.statistics, found.area).to(device)
+        chosen = BY_NAME[treatment]
+        rows = treat_weight(read_weight(found, device), chosen, settings, moments)
+        cast = treat_input(chosen, settings.activation, inputs.statistics, inputs.edges)
+        return Substitute.of(rows, found.shape, on_device(cast, device))
+
+
+def measure_sensitivity(
+    subject: Subject,
+    prompts: Sequence[str],
+    *,
+    measure: int,
+    device: str,
+    calibration_digest: str,
+    progress: Progress,
+) -> Sensitivity:
+    """Return the error of every layer under every treatment, and the gains of some.
+
+    Args:
+        subject: model, recipe and calibration. The recipe's calibration section says how the
+            pipeline is run, its budget where the edge is.
+        prompts: that the pipeline is run on.
+        measure: most layers to run in the pipeline; 0 runs none.
+        device: auto, cpu or cuda[:N].
+        calibration_digest: SHA-256 of the calibration's file, for the record.
+        progress: told of layers done.
+
+    Raises:
+        ArtefactError: the calibration has other weights or no stored inputs.
+        NonFiniteError: NaN or Inf in a weight or in the latents.
+    """
+    allowed_names(_budget(subject.recipe).treatments)
+    target = choose_device(device)
+    layers = _measure_locally(subject, target, progress)
+    settings = subject.recipe.calibration
+    chosen = tuple(prompts) if measure else ()
+    about = Provenance(
+        model=str(subject.model.path),
+        model_digest=_digest([layer.digest for layer in layers]),
+        calibration_digest=calibration_digest,
+        prompts=len(chosen),
+        prompts_digest=_digest(chosen),
+        steps=settings.steps,
+        guidance=settings.guidance,
+        seed=settings.seed,
+        device=RX_9070_XT.name,
+        versions={name: version(name) for name in ("quantkit", "torch", "diffusers")},
+    )
+    result = Sensitivity(
+        subject.component.name,
+        layers,
+        subject.calibration.edges,
+        _fixed_bytes(subject),
+        subject.recipe,
+        about,
+    )
+    if not measure:
+        return result
+    with quiet_libraries():
+        probe = Probing.start(subject, chosen, target)
+        return _measure_gains(result, probe, measure, progress)
+
+
+@dataclass(frozen=True, eq=False)
+class Probing:
+    """A loaded pipeline, and the latents that it ends with as it is."""
+
+    subject: Subject
+    pipe: Any
+    prompts: tuple[str, ...]
+    untouched: Tensor
+
+    @classmethod
+    def start(cls, subject: Subject, prompts: Sequence[str], device: torch.device) -> "Probing":
+        """Load the pipeline and run it as it is."""
+        pipe = load_pipeline(subject.model, device)
+        latents = final_latents(pipe, prompts, subject.recipe.calibration)
+        return cls(subject, pipe, tuple(prompts), latents)
+
+    def error(self, treatments: Mapping[str, str]) -> float:
+        """Return the NMSE of the final latents with layers under treatments, by name."""
+        with self.treated(treatments):
+            found = final_latents(self.pipe, self.prompts, self.subject.recipe.calibration)
+        return relative_error(found, self.untouched)
+
+    def treated(self, treatments: Mapping[str, str]) -> Any:
+        """Return the context in which layers have their treatments."""
+        return treated_pipeline(self.subject, self.pipe, treatments)
+
+
+def treated_pipeline(subject: Subject, pipe: Any, treatments: Mapping[str, str]) -> Any:
+    """Return the context in which layers of a pipeline compute under their treatments.
+
+    Args:
+        subject: of which the pipeline was loaded.
+        pipe: a diffusers pipeline.
+        treatments: name of the treatment by module path; 16-bit is left alone.
+    """
+    denoiser: nn.Module = getattr(pipe, subject.component.name)
+    device = next(denoiser.parameters()).device
+    substitutes = {
+        layer: subject.substitute(layer, name, device)
+        for layer, name in treatments.items()
+        if name != "16-bit"
+    }
+    return treated(denoiser, substitutes)
+
+
+def _measure_gains(
+    sensitivity: Sensitivity, probing: Probing, most: int, progress: Progress
+) -> Sensitivity:
+    budget, notes = _edge(sensitivity)
+    for done in range(most):
+        progress("running the pipeline", done, most)
+        problems = make_problems(sensitivity, sensitivity.recipe, budget.treatments)
+        probe = next_probe(optimize(problems, budget), budget)
+        if probe is None:
+            break
+        found = Measured(probe.treatment, probing.error({probe.layer: probe.treatment}))
+        layers = tuple(
+            replace(layer, measured=found) if layer.name == probe.layer else layer
+            for layer in sensitivity.layers
+        )
+        sensitivity = replace(sensitivity, layers=layers)
+        notes.append(f"{probe.layer}: {probe.treatment}: {probe.why}")
+    progress("running the pipeline", most, most)
+    return replace(sensitivity, notes=tuple(notes))
+
+
+def _budget(recipe: Recipe) -> BudgetRecipe:
+    return recipe.budget or BudgetRecipe()
+
+
+def _edge(sensitivity: Sensitivity) -> tuple[BudgetRecipe, list[str]]:
+    """Return the budget whose edge is looked at, and what there is to say of it."""
+    budget = _budget(sensitivity.recipe)
+    halfway = BudgetRecipe(treatments=budget.treatments)
+    if budget.ssim is not None:
+        return halfway, ["budget ssim: edges are those at half of what bytes can be saved"]
+    try:
+        optimize(make_problems(sensitivity, sensitivity.recipe, budget.treatments), budget)
+    except RecipeError as error:
+        return halfway, [f"{error}; edges are those at half of what bytes can be saved"]
+    return budget, []
+
+
+def _measure_locally(
+    subject: Subject, device: torch.device, progress: Progress
+) -> tuple[LayerSensitivity, ...]:
+    strides = _strides(subject.component)
+    found = []
+    for done, layer in enumerate(subject.layers.values()):
+        progress("layers on stored inputs", done, len(subject.layers))
+        found.append(_measure_layer(subject, layer, strides.get(layer.name, 1), device))
+    progress("layers on stored inputs", len(subject.layers), len(subject.layers))
+    return tuple(found)
+
+
+def _measure_layer(
+    subject: Subject, layer: Layer, stride: int, device: torch.device
+) -> LayerSensitivity:
+    digest = sha256_of(layer.shard, layer.weight)
+    wanted = subject.calibration.digests_of(subject.component).get(layer.name)
+    if digest != wanted:
+        raise ArtefactError(
+            f"calibration: {layer.name} had other weights (checksum {digest[:12]} now, "
+            f"{str(wanted)[:12]} then); calibrate this model"
+        )
+    settings, inputs = subject.recipe.settings(layer.name), subject.inputs(layer.name)
+    about = subject.calibration.metadata
+    rows = float(inputs.statistics.count.sum()) / (about.prompts * about.steps) / stride
+    errors = local_errors(layer, settings, inputs, device)
+
+    def outcome(name: str) -> Outcome:
+        treatment = BY_NAME[name]
+        cast = treat_input(treatment, settings.activation, inputs.statistics, inputs.edges)
+        nbytes = packed_bytes(layer, treatment, settings.weight, () if cast is None else cast.edges)
+        return Outcome(errors[name], nbytes, modelled_seconds(layer, treatment, nbytes, rows))
+
+    outcomes = {t.name: outcome(t.name) for t in TREATMENTS if t.name in errors}
+    return LayerSensitivity(layer.name, layer.kind, layer.shape, digest, rows, outcomes)
+
+
+def _strides(component: Component) -> dict[str, int]:
+    """Return input positions per output position of every convolution, by module path."""
+    import diffusers
+
+    config = read_json(component.path / "config.json")
+    build: Callable[..., Any] = getattr(diffusers, component.class_name).from_config
+    with quiet_libraries(), torch.device("meta"):
+        model = build(config)
+    return {
+        name: prod(module.stride)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d)
+    }
+
+
+def _fixed_bytes(subject: Subject) -> int:
+    """Return the bytes of all tensors but the weights that can be packed."""
+    total = sum(
+        info.nbytes
+        for shard in subject.component.shards
+        for info in read_header(shard).tensors.values()
+    )
+    return total - sum(layer.weight.nbytes for layer in subject.layers.values())
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,252 @@
+"""A treatment per layer within a budget, with the reasons.
+
+Errors add in power: the predicted NMSE of the final latents is the sum over layers of gain times
+local error. That is right for small errors that are independent of each other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from quantkit.errors import RecipeError
+from quantkit.recipe import BudgetRecipe, Recipe, matches
+from quantkit.sensitivity.gains import Gain, find_gains
+from quantkit.sensitivity.knapsack import Option, solve
+from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
+from quantkit.sensitivity.treatments import BY_NAME, SIXTEEN_BIT, TREATMENTS
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One treatment that a layer may have."""
+
+    treatment: str
+    #: predicted share in the NMSE of the final latents
+    loss: float
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Candidates per layer, in the order of the model; all masks by one method."""
+
+    layers: tuple[LayerSensitivity, ...]
+    candidates: tuple[tuple[Candidate, ...], ...]
+    gains: Mapping[str, Gain]
+    fixed_bytes: int
+    #: None: no masks
+    method: str | None
+
+    @property
+    def bytes_before(self) -> int:
+        """Size as the source has it."""
+        return self.fixed_bytes + sum(layer.outcomes["16-bit"].bytes for layer in self.layers)
+
+    @property
+    def seconds_before(self) -> float:
+        """Modelled time of the layers in 16 bit."""
+        return fsum(layer.outcomes["16-bit"].seconds for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate per layer of a problem."""
+
+    problem: Problem
+    picked: tuple[int, ...]
+
+    @property
+    def chosen(self) -> tuple[Candidate, ...]:
+        """What each layer gets."""
+        pairs = zip(self.problem.candidates, self.picked, strict=True)
+        return tuple(options[index] for options, index in pairs)
+
+    @property
+    def error(self) -> float:
+        """Predicted NMSE of the final latents."""
+        return fsum(candidate.loss for candidate in self.chosen)
+
+    @property
+    def size(self) -> float:
+        """Packed size as a share of the source's, file headers aside."""
+        packed = self.problem.fixed_bytes + sum(candidate.bytes for candidate in self.chosen)
+        return packed / self.problem.bytes_before
+
+    @property
+    def speed(self) -> float:
+        """Modelled speed-up of the layers that can be packed."""
+        return self.problem.seconds_before / fsum(c.seconds for c in self.chosen)
+
+
+def make_problems(
+    sensitivity: Sensitivity, recipe: Recipe, allowed: Sequence[str]
+) -> tuple[Problem, ...]:
+    """Return one problem per mask method, since a recipe has one, and first the one without masks.
+
+    Args:
+        sensitivity: errors, sizes and times.
+        recipe: what it keeps stays in 16 bit.
+        allowed: globs on the names of treatments; 16-bit is always allowed.
+
+    Raises:
+        RecipeError: the globs match no treatment.
+    """
+    names = allowed_names(allowed)
+    gains = find_gains(sensitivity.layers)
+    methods = dict.fromkeys(BY_NAME[name].method for name in names if BY_NAME[name].method)
+    return tuple(
+        _make_problem(sensitivity, recipe, gains, names, method) for method in (None, *methods)
+    )
+
+
+def allowed_names(globs: Sequence[str]) -> tuple[str, ...]:
+    """Return the treatments that pack and match, in the order of the table.
+
+    Raises:
+        RecipeError: none does.
+    """
+    names = tuple(t.name for t in TREATMENTS if t.packs and matches(t.name, globs))
+    if not names:
+        known = ", ".join(t.name for t in TREATMENTS if t.packs)
+        raise RecipeError(f"treatments {', '.join(globs)}: match none of {known}")
+    return names
+
+
+def _make_problem(
+    sensitivity: Sensitivity,
+    recipe: Recipe,
+    gains: Mapping[str, Gain],
+    names: Sequence[str],
+    method: str | None,
+) -> Problem:
+    def allowed(layer: LayerSensitivity, name: str) -> bool:
+        if name == SIXTEEN_BIT.name:
+            return True
+        kept = recipe.settings(layer.name).keep is True
+        return not kept and name in names and BY_NAME[name].method in {None, method}
+
+    candidates = tuple(
+        tuple(
+            Candidate(name, gains[layer.name].value * o.error, o.bytes, o.seconds)
+            for name, o in layer.outcomes.items()
+            if allowed(layer, name)
+        )
+        for layer in sensitivity.layers
+    )
+    return Problem(sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A budget as a knapsack: what is limited, and what is then made small."""
+
+    cost: Callable[[Candidate], float]
+    loss: Callable[[Candidate], float]
+    limit: float
+
+
+def goal_of(problem: Problem, budget: BudgetRecipe) -> Goal:
+    """Return the knapsack of a budget of bytes, error or speed.
+
+    Without any of them the limit is halfway between the smallest and the source's size, which is
+    where sensitivity looks for edges when nobody says where they will be.
+    """
+    if budget.error is not None:
+        return Goal(_loss, _bytes, budget.error)
+    if budget.speed is not None:
+        return Goal(_seconds, _loss, problem.seconds_before / budget.speed)
+    share = budget.bytes
+    if share is None:
+        smallest = sum(min(c.bytes for c in options) for options in problem.candidates)
+        share = (1 + (problem.fixed_bytes + smallest) / problem.bytes_before) / 2
+    return Goal(_bytes, _loss, share * problem.bytes_before - problem.fixed_bytes)
+
+
+def optimize(problems: Sequence[Problem], budget: BudgetRecipe) -> Choice:
+    """Return the best choice over all problems: least of what the budget does not limit.
+
+    Raises:
+        RecipeError: no choice meets the budget; the text says how near one comes.
+    """
+    found: list[tuple[float, float, int, Choice]] = []
+    for index, problem in enumerate(problems):
+        goal = goal_of(problem, budget)
+        picked = solve(options_of(problem, goal), goal.limit)
+        if picked is not None:
+            choice = Choice(problem, picked)
+            sums = [fsum(map(figure, choice.chosen)) for figure in (goal.loss, goal.cost)]
+            found.append((sums[0], sums[1], index, choice))
+    if not found:
+        raise RecipeError(_out_of_reach(problems, budget))
+    return min(found, key=lambda entry: entry[:3])[3]
+
+
+def options_of(problem: Problem, goal: Goal) -> list[list[Option]]:
+    """Return the knapsack's items."""
+    return [[Option(goal.cost(c), goal.loss(c)) for c in options] for options in problem.candidates]
+
+
+def _out_of_reach(problems: Sequence[Problem], budget: BudgetRecipe) -> str:
+    def least(problem: Problem, figure: Callable[[Candidate], float]) -> Choice:
+        picked = [
+            min(range(len(options)), key=lambda i: figure(options[i]))
+            for options in problem.candidates
+        ]
+        return Choice(problem, tuple(picked))
+
+    if budget.speed is not None:
+        most = max(least(problem, _seconds).speed for problem in problems)
+        return f"budget speed {budget.speed:g}: at most {most:.3g} is modelled; ask for less"
+    size = min(least(problem, _bytes).size for problem in problems)
+    return (
+        f"budget bytes {budget.bytes:g}: the treatments reach {size:.4g} of the source's size at "
+        "least; allow more bytes, or more treatments"
+    )
+
+
+def reasons(choice: Choice, goal: Goal) -> tuple[str, ...]:
+    """Return per layer why it has its treatment: what its neighbours would lose and cost."""
+    return tuple(
+        _reason(layer, options, options[index], choice.problem.gains[layer.name], goal)
+        for layer, options, index in zip(
+            choice.problem.layers, choice.problem.candidates, choice.picked, strict=True
+        )
+    )
+
+
+def _reason(
+    layer: LayerSensitivity,
+    options: Sequence[Candidate],
+    chosen: Candidate,
+    gain: Gain,
+    goal: Goal,
+) -> str:
+    if len(options) == 1:
+        return "kept by the recipe"
+    local = layer.outcomes[chosen.treatment].error
+    words = [f"loses {chosen.loss:.2g} (local {local:.2g} x gain {gain.value:.2g}, {gain.source})"]
+    size = goal.loss if goal.cost is _loss else goal.cost
+    smaller = [c for c in options if size(c) < size(chosen)]
+    larger = [c for c in options if size(c) > size(chosen) and c.loss < chosen.loss]
+    if smaller:
+        words.append(_alternative(min(smaller, key=_loss), chosen))
+    if larger:
+        words.append(_alternative(min(larger, key=lambda c: (size(c), c.loss)), chosen))
+    return "; ".join(words)
+
+
+def _alternative(other: Candidate, chosen: Candidate) -> str:
+    return f"{other.treatment} {other.loss:.2g} for {other.bytes - chosen.bytes:+,} bytes"
+
+
+def _bytes(candidate: Candidate) -> float:
+    return float(candidate.bytes)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _loss(candidate: Candidate) -> float:
+    return candidate.loss

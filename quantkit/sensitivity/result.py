@@ -1,0 +1,185 @@
+"""The sensitivity of a model's layers, and its file: JSON that the optimiser reads alone."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ArtefactError
+from quantkit.files import staged_file
+from quantkit.recipe import Recipe
+
+SCHEMA, VERSION = "quantkit.sensitivity", 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one treatment does to one layer."""
+
+    #: relative output error (NMSE) on stored inputs
+    error: float
+    #: of the weight, its scales and metadata
+    bytes: int
+    #: modelled, of one denoising step of one picture
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the pipeline ended with, with one layer under one treatment."""
+
+    treatment: str
+    #: NMSE of the final latents
+    error: float
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """One layer under every treatment that it can have."""
+
+    name: str
+    kind: str
+    #: of the dense weight
+    shape: tuple[int, ...]
+    #: SHA-256 of the source weight
+    digest: str
+    #: that one denoising step of one picture multiplies
+    rows: float
+    #: by name of the treatment, in the order of the table
+    outcomes: Mapping[str, Outcome]
+    #: None: not run in the pipeline
+    measured: Measured | None = None
+
+    @property
+    def role(self) -> str:
+        """What it does in its block: its kind and the last two words of its path, numbers aside."""
+        words = [word for word in self.name.split(".") if not word.isdigit()]
+        return f"{self.kind} {'.'.join(words[-2:])}"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How the figures were taken."""
+
+    #: as it was given
+    model: str
+    #: SHA-256 over the digests of the layers' weights, one a line
+    model_digest: str
+    #: SHA-256 of the calibration file
+    calibration_digest: str
+    #: that the latents were made with; 0 prompts: none were
+    prompts: int
+    prompts_digest: str
+    steps: int
+    guidance: float | None
+    seed: int
+    #: of the device whose rates the times are modelled with
+    device: str
+    #: of quantkit, torch and diffusers
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The layers of one denoiser that can be packed."""
+
+    #: name of the component in its pipeline; "" for one alone
+    component: str
+    layers: tuple[LayerSensitivity, ...]
+    #: ascending timesteps between the calibration's buckets
+    edges: tuple[float, ...]
+    #: of all tensors that stay as they are
+    fixed_bytes: int
+    #: how scales were chosen, and the budget whose edge was looked at
+    recipe: Recipe
+    provenance: Provenance
+    #: why layers were run in the pipeline, in their order
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes_before(self) -> int:
+        """Size of the component as the source has it."""
+        return self.fixed_bytes + sum(layer.outcomes["16-bit"].bytes for layer in self.layers)
+
+
+def save_sensitivity(sensitivity: Sensitivity, path: Path, *, force: bool) -> None:
+    """Write the file.
+
+    Raises:
+        OutputError: it exists without ``force``, or cannot be written.
+    """
+    with staged_file(path, force=force) as stage:
+        stage.write_text(json.dumps(to_json(sensitivity), indent=1) + "\n", encoding="utf-8")
+
+
+def to_json(sensitivity: Sensitivity) -> dict[str, Any]:
+    """Return the file's JSON values."""
+    values = {name: getattr(sensitivity, name) for name in ("component", "fixed_bytes")}
+    return {
+        "schema": SCHEMA,
+        "schema_version": VERSION,
+        **values,
+        "bytes_before": sensitivity.bytes_before,
+        "edges": list(sensitivity.edges),
+        "provenance": asdict(sensitivity.provenance),
+        "recipe": sensitivity.recipe.model_dump(mode="json"),
+        "notes": list(sensitivity.notes),
+        "layers": [{"role": layer.role, **asdict(layer)} for layer in sensitivity.layers],
+    }
+
+
+def load_sensitivity(path: Path) -> Sensitivity:
+    """Read what ``save_sensitivity`` wrote.
+
+    Raises:
+        ArtefactError: missing, not such a file, of another version, or damaged.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtefactError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ArtefactError(f"{path}: not JSON ({error}); measure again") from error
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        raise ArtefactError(f"{path}: not a {SCHEMA} file; make it with 'calibrate sensitivity'")
+    if values.get("schema_version") != VERSION:
+        raise ArtefactError(
+            f"{path}: schema_version {values.get('schema_version')}, wanted {VERSION}; measure "
+            "again with this quantkit"
+        )
+    try:
+        return _parsed(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtefactError(f"{path}: damaged ({reason}); measure again") from error
+
+
+def _parsed(values: dict[str, Any]) -> Sensitivity:
+    return Sensitivity(
+        str(values["component"]),
+        tuple(_layer(entry) for entry in values["layers"]),
+        tuple(map(float, values["edges"])),
+        int(values["fixed_bytes"]),
+        Recipe.model_validate(values["recipe"]),
+        Provenance(**values["provenance"]),
+        tuple(map(str, values["notes"])),
+    )
+
+
+def _layer(entry: dict[str, Any]) -> LayerSensitivity:
+    outcomes = {name: Outcome(**outcome) for name, outcome in entry["outcomes"].items()}
+    figures = [f for o in outcomes.values() for f in (o.error, o.bytes, o.seconds)]
+    if "16-bit" not in outcomes or not all(isfinite(f) and f >= 0 for f in figures):
+        raise ValueError(f"{entry['name']}: outcomes without 16-bit, or not finite and positive")
+    measured = entry["measured"]
+    return LayerSensitivity(
+        str(entry["name"]),
+        str(entry["kind"]),
+        tuple(map(int, entry["shape"])),
+        str(entry["digest"]),
+        float(entry["rows"]),
+        outcomes,
+        None if measured is None else Measured(**measured),
+    )

@@ -1,0 +1,97 @@
+"""The treatments that a layer is measured under: one literal row each."""
+
+from dataclasses import dataclass
+
+from quantkit.models.layers import Layer
+from quantkit.models.plan import dense_reason
+from quantkit.numerics.formats import E4M3FN, E5M2, FloatFormat
+from quantkit.numerics.granularity import parse_granularity
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.recipe import ActivationRecipe, WeightRecipe
+
+_STATIC, _TOKEN, _NONE = Activation.STATIC, Activation.TOKEN, Activation.NONE
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is done to one layer."""
+
+    name: str
+    #: of weight and input; None: 16 bit
+    format: FloatFormat | None
+    activation: Activation
+    #: key of MASKS; None: dense
+    method: str | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether a packed checkpoint can hold it: masks come with FP8 weights only."""
+        return self.format is not None or self.method is None
+
+
+SIXTEEN_BIT = Treatment("16-bit", None, _NONE)
+
+#: A mask method of numerics.masks comes in as two rows.
+TREATMENTS: tuple[Treatment, ...] = (
+    SIXTEEN_BIT,
+    Treatment("e4m3fn-static", E4M3FN, _STATIC),
+    Treatment("e4m3fn-token", E4M3FN, _TOKEN),
+    Treatment("e5m2-static", E5M2, _STATIC),
+    Treatment("e5m2-token", E5M2, _TOKEN),
+    Treatment("2:4-magnitude-16-bit", None, _NONE, "magnitude"),
+    Treatment("2:4-magnitude-e4m3fn-token", E4M3FN, _TOKEN, "magnitude"),
+    Treatment("2:4-wanda-16-bit", None, _NONE, "wanda"),
+    Treatment("2:4-wanda-e4m3fn-token", E4M3FN, _TOKEN, "wanda"),
+)
+
+BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
+
+
+def refusal(treatment: Treatment, layer: Layer) -> str:
+    """Return why the layer cannot have the treatment; "" when it can."""
+    return (dense_reason(layer, TWO_OF_FOUR) or "") if treatment.method else ""
+
+
+def weight_recipe(treatment: Treatment, base: WeightRecipe) -> WeightRecipe:
+    """Return the weight section of a recipe that gives a layer the treatment."""
+    name = base.format if treatment.format is None else treatment.format.name
+    return WeightRecipe.model_validate({**base.model_dump(), "format": name})
+
+
+def activation_recipe(
+    treatment: Treatment, base: ActivationRecipe, stored: int
+) -> ActivationRecipe:
+    """Return the activation section of a recipe that gives a layer the treatment.
+
+    Args:
+        treatment: with FP8 inputs.
+        base: its observer chooses static scales; its buckets hold if it is static itself.
+        stored: timestep buckets of the calibration, which otherwise have a scale each.
+    """
+    buckets = base.buckets if base.mode == "static" else stored
+    if treatment.activation is not _STATIC:
+        buckets = 1
+    values = {**base.model_dump(), "mode": treatment.activation.value, "buckets": buckets}
+    return ActivationRecipe.model_validate(values)
+
+
+def scheme_of(
+    treatment: Treatment, weight: WeightRecipe, edges: tuple[float, ...]
+) -> Scheme | None:
+    """Return how a packed checkpoint stores the treatment; None: as the source does.
+
+    Args:
+        treatment: one that packs.
+        weight: granularity.
+        edges: timesteps between its static scales.
+    """
+    if treatment.format is None:
+        return None
+    return Scheme(
+        treatment.format,
+        parse_granularity(weight.granularity),
+        None if treatment.method is None else TWO_OF_FOUR,
+        treatment.activation,
+        edges if treatment.activation is _STATIC else (),
+    )
