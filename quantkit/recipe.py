@@ -95,6 +95,8 @@ class CalibrationRecipe(_Strict):
     buckets: Annotated[int, Field(ge=1)] = 4
     #: prompts per run of the pipeline
     batch: Annotated[int, Field(ge=1)] = 4
+    #: what a step counts in second moments: all the same, or its effect on the final sample
+    weighting: Literal["uniform", "schedule"] = "uniform"
 
     @model_validator(mode="after")
     def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
