@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from quantkit.errors import PromptError, QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Model
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
+from quantkit.recipe import CalibrationRecipe, Recipe
 
 
 def collect_hessians(
@@ -71,9 +72,10 @@ def collect_hessians(
     if groups:
         with quiet_libraries():
             pipe = load_pipeline(model, choose_device(device))
+            run = _Run(pipe, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"
-                _observe(pipe, hessians, name, group, chosen, recipe, step, progress)
+                run.observe(name, group, step, progress)
     return Hessians(hessians.path, hessians.index)
 
 
@@ -94,37 +96,40 @@ def _index(
         seed=settings.seed,
         batch=settings.batch,
         weighting=settings.weighting,
+        row_share=settings.row_share,
         versions={name: version(name) for name in ("quantkit", "torch", "diffusers")},
     )
 
 
-def _observe(
-    pipe: Any,
-    hessians: Hessians,
-    component: str,
-    group: Sequence[Layer],
-    prompts: Sequence[str],
-    recipe: Recipe,
-    step: str,
-    progress: Progress,
-) -> None:
-    """Run the prompts once with a group of layers observed, and store what they read."""
-    settings = recipe.calibration
-    batches = -(-len(prompts) // settings.batch)
+@dataclass(frozen=True)
+class _Run:
+    """The prompts, and how they are run."""
 
-    def report(calls: int) -> None:
-        total = batches * len(pipe.scheduler.timesteps)
-        progress(step, min(calls, total), total)
+    pipe: Any
+    prompts: Sequence[str]
+    settings: CalibrationRecipe
+    hessians: Hessians
 
-    try:
-        collector = MomentCollector(
-            component, getattr(pipe, component), group, settings.weighting
-        )
-        with collector.attached(pipe.scheduler, report):
-            run_prompts(pipe, prompts, settings)
-    except torch.OutOfMemoryError as error:
-        raise QuantkitError(
-            "out of GPU memory while denoising; take a smaller batch or --memory, or --device cpu"
-        ) from error
-    for layer in group:
-        hessians.write(component, layer.name, collector.moments(layer.name))
+    def observe(
+        self, component: str, group: Sequence[Layer], step: str, progress: Progress
+    ) -> None:
+        """Run the prompts once with a group of layers observed, and store what they read."""
+        batches = -(-len(self.prompts) // self.settings.batch)
+
+        def report(calls: int) -> None:
+            total = batches * len(self.pipe.scheduler.timesteps)
+            progress(step, min(calls, total), total)
+
+        try:
+            collector = MomentCollector(
+                component, getattr(self.pipe, component), group, self.settings
+            )
+            with collector.attached(self.pipe.scheduler, report):
+                run_prompts(self.pipe, self.prompts, self.settings)
+        except torch.OutOfMemoryError as error:
+            raise QuantkitError(
+                "out of GPU memory while denoising; take a smaller batch or --memory, or "
+                "--device cpu"
+            ) from error
+        for layer in group:
+            self.hessians.write(component, layer.name, collector.moments(layer.name))

@@ -1,11 +1,12 @@
 """The artefact of second moments: a directory with an index and one file per layer.
 
-The name is that of the mask literature: E[x x^T] is, up to a factor, the Hessian of a layer's output
-error in each row of its weight. Layers' files appear one by one, each whole, so a run that is killed
-goes on where it stopped.
+The name is that of the mask literature: E[x x^T] is, up to a factor, the Hessian of a layer's
+output error in each row of its weight. Layers' files appear one by one, each whole, so that a run
+that was killed goes on where it stopped.
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -45,6 +46,8 @@ class HessianIndex:
     batch: int
     #: of the timesteps
     weighting: str
+    #: of each call's rows, drawn at random
+    row_share: float
     #: of quantkit, torch and diffusers
     versions: dict[str, str]
 
@@ -155,6 +158,23 @@ def create_hessians(path: Path, index: HessianIndex) -> Hessians:
                 f"{path}: begun with another {name}{said}; choose another path, or pass --force"
             )
     return Hessians(path, begun)
+
+
+def drop_hessians(path: Path) -> None:
+    """Delete a directory of hessians, if it is one.
+
+    Raises:
+        OutputError: ``path`` holds something else.
+    """
+    if not path.exists():
+        return
+    try:
+        _read_index(path)
+    except ArtefactError as error:
+        raise OutputError(
+            f"{path}: exists and is no directory of hessians; choose another path"
+        ) from error
+    shutil.rmtree(path)
 
 
 def load_hessians(path: Path) -> Hessians:

@@ -1,7 +1,7 @@
 """Second moments of what layers read: E[x x^T] over the rows that the kernels multiply, and E[x].
 
-A row of a convolution is one window of its input, K = kh * kw * C, channels last. A (K, K) matrix is
-large, so layers are observed a group at a time; one group's matrices are all that is in memory.
+A row of a convolution is one window of its input, K = kh * kw * C, channels last. A (K, K) matrix
+is large, so layers are observed a group at a time; one group's matrices are all that is in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from quantkit.calibration.weighting import step_weights
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import timestep_argument
+from quantkit.recipe import CalibrationRecipe
 
 #: Elements of the windows that are unfolded at a time: 64 MiB in float32.
 _WINDOW_ELEMENTS = 1 << 24
@@ -80,9 +81,11 @@ def group_layers(layers: Sequence[Layer], memory: float) -> tuple[tuple[Layer, .
 class _Sum:
     """The running sums of one layer, on the device."""
 
-    def __init__(self, module: nn.Module, where: str) -> None:
+    def __init__(self, module: nn.Module, where: str, share: float, seed: int) -> None:
         self._module = module
         self._where = where
+        self._share = share
+        self._draw = torch.Generator().manual_seed(seed)
         weight = module.get_parameter("weight")
         k = weight[0].numel()
         self._second = torch.zeros(k, k, device=weight.device)
@@ -91,11 +94,20 @@ class _Sum:
         self._rows = 0
 
     def add(self, values: Tensor, weight: float) -> None:
-        for columns in _windows(self._module, values.detach(), self._where):
+        for windows in _windows(self._module, values.detach(), self._where):
+            columns = self._drawn(windows)
             self._second.addmm_(columns, columns.t(), alpha=weight)
             self._mean += weight * columns.sum(dim=1, dtype=torch.float64)
             self._weight += weight * columns.shape[1]
             self._rows += columns.shape[1]
+
+    def _drawn(self, windows: Tensor) -> Tensor:
+        """Return some of the rows (K, rows), drawn at random; at least one."""
+        if self._share == 1:
+            return windows
+        rows = windows.shape[1]
+        places = torch.randperm(rows, generator=self._draw)[: max(1, round(self._share * rows))]
+        return windows[:, places.to(windows.device)]
 
     def moments(self) -> Moments:
         """Return the means, columns as the kernels have them, on the CPU.
@@ -127,7 +139,7 @@ def _windows(module: nn.Module, values: Tensor, where: str) -> Iterator[Tensor]:
         )
     taps = module.weight[0].numel()
     step = max(1, _WINDOW_ELEMENTS // (taps * values.shape[-2] * values.shape[-1]))
-    for part in values.split(step):
+    for part in torch.split(values, step):
         windows = functional.unfold(
             part.float(), module.kernel_size, module.dilation, module.padding, module.stride
         )
@@ -145,7 +157,11 @@ class MomentCollector:
     """Observes some layers of one denoiser while its pipeline runs."""
 
     def __init__(
-        self, name: str, denoiser: nn.Module, layers: Sequence[Layer], weighting: str
+        self,
+        name: str,
+        denoiser: nn.Module,
+        layers: Sequence[Layer],
+        settings: CalibrationRecipe,
     ) -> None:
         """Prepare to observe.
 
@@ -153,16 +169,17 @@ class MomentCollector:
             name: the component's, for messages.
             denoiser: the module the pipeline calls.
             layers: those to observe.
-            weighting: of the timesteps, see ``weighting.step_weights``.
+            settings: how timesteps are weighed, and what share of the rows is looked at.
 
         Raises:
             ModelError: a layer of the files is not the module that diffusers builds.
         """
         self._denoiser = denoiser
-        self._weighting = weighting
+        self._weighting = settings.weighting
         self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
         self._sums = {
-            layer: _Sum(module, f"{name}.{layer}") for layer, module in self._modules.items()
+            layer: _Sum(module, f"{name}.{layer}", settings.row_share, settings.seed)
+            for layer, module in self._modules.items()
         }
         #: by timestep in the unit of the denoiser's calls; empty before the first one
         self._weights: dict[float, float] = {}

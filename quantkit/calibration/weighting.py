@@ -75,8 +75,8 @@ def responses(scheduler: Any) -> Tensor:
         )
     if bool((once - twice).abs().max() > _TOLERANCE * size):
         raise RecipeError(
-            f"calibration.weighting schedule: {name} is not linear in the denoiser's answer; set it "
-            "to uniform"
+            f"calibration.weighting schedule: {name} is not linear in the denoiser's answer; "
+            "set it to uniform"
         )
     return once / _PROBE
 

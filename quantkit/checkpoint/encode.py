@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
-from quantkit.checkpoint.rows import Digest, SourceTensor
+from quantkit.checkpoint.rounding import Rounder, Rounding
+from quantkit.checkpoint.rows import BLOCK_ELEMENTS, Digest, SourceTensor
 from quantkit.errors import NonFiniteError, ShapeError
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import PerTensor
@@ -47,6 +48,8 @@ class WeightPlan:
     smooth: Callable[[Tensor], Tensor] | None = None
     #: factor or None -> static scale, [] or [buckets]
     input_scale: Callable[[Tensor | None], Tensor] | None = None
+    #: None: every weight becomes its nearest code, and dropped ones are not made up for
+    rounder: Rounder | None = None
 
 
 def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
@@ -76,12 +79,15 @@ class _Encoder:
         #: (C,) and (K,): the smoothing factor by channel and by column
         self._factor: Tensor | None = None
         self._columns: Tensor | None = None
+        self._rounding: Rounding | None = None
 
     def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
         if self._plan.smooth is not None:
             self._factor = self._plan.smooth(self._column_amax())
             self._columns = self._per_column(self._factor)
             _append(sinks["input_smooth"], self._factor)
+        if self._plan.rounder is not None:
+            self._rounding = self._plan.rounder.prepare(self._columns)
         if self._plan.input_scale is not None:
             _append(sinks["input_scale"], self._plan.input_scale(self._factor))
         whole = isinstance(self._plan.scheme.granularity, PerTensor)
@@ -99,6 +105,9 @@ class _Encoder:
         if scale is None:
             scale = WEIGHT_SCALES[self._plan.observer](rows, scheme.weight, scheme.granularity)
             _append(sinks["weight_scale"], scale)
+        if self._rounding is not None:
+            wide = expand_scale(scale, scheme.granularity, rows.shape[1])
+            rows = self._rounding.round(rows, mask, wide, scheme.weight)
         codes = _quantize_(rows, scale, scheme).view(torch.uint8)
         if mask is None:
             _append(sinks["weight"], codes)
@@ -112,7 +121,8 @@ class _Encoder:
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield rows as they are cast, smoothed and zero where nothing is kept, and their mask."""
-        for first, rows in self._source_blocks():
+        for first, source in self._source_blocks():
+            rows = source
             # Chosen before smoothing: |w| is compared with its neighbours as the source has it.
             mask = None if self._plan.mask is None else self._plan.mask(rows, first)
             if self._columns is not None:
@@ -121,7 +131,9 @@ class _Encoder:
                     raise NonFiniteError(
                         f"{self._plan.layer}: smoothing overflows the weight; lower smooth"
                     )
-            if mask is not None:
+            if mask is not None and self._rounding is not None:
+                rows = self._rounding.update(rows, mask)
+            elif mask is not None:
                 rows.mul_(mask)
             yield rows, mask
 
@@ -129,7 +141,10 @@ class _Encoder:
         """Yield (first row, rows); the first pass hashes the source's bytes."""
         self._passes += 1
         digest: Digest | None = self._digest if self._passes == 1 else None
-        return self._source.blocks(digest)
+        elements = BLOCK_ELEMENTS
+        if self._rounding is not None:
+            elements = max(elements, self._rounding.block_elements)
+        return self._source.blocks(digest, elements=elements)
 
     def _column_amax(self) -> Tensor:
         return reduce(torch.maximum, (rows.abs().amax(dim=0) for _, rows in self._source_blocks()))

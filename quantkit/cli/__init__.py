@@ -10,6 +10,7 @@ from quantkit.cli import (
     demo,
     doctor,
     evaluate,
+    hessian,
     inspect,
     kernels,
     pack,
@@ -26,6 +27,7 @@ def quantkit() -> None:
     """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
 
 
+calibrate.calibrate.add_command(hessian.hessian)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
 quantkit.add_command(pack.pack)

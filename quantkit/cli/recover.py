@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from quantkit.recovery.settings import Settings
     from quantkit.recovery.training import Point
     from quantkit.sparsity.maskfile import MaskSet
+    from quantkit.sparsity.surgery import Surgeon
 
 _OPTIONS = (
     click.option(
         "--recover",
-        type=click.Choice(["distill"]),
-        help="Train the masked denoiser on the dense one's own trajectories; OUTPUT is then a "
-        "16-bit pipeline directory.",
+        type=click.Choice(["distill", "obs"]),
+        help="distill: train the masked denoiser on the dense one's own trajectories; obs: let the "
+        "kept weights and biases make up for the dropped ones, from --hessians, without training. "
+        "OUTPUT is then a 16-bit pipeline directory.",
     ),
     click.option(
         "--masks-output",
@@ -111,8 +113,11 @@ def split_options(given: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[st
     }  # fmt: skip
     mine = {name: value for name, value in given.items() if name in names and value is not None}
     others = {n: v for n, v in given.items() if n not in {*names, "recover", "device"}}
+    if given["recover"] == "obs" and set(mine) - {"masks_output"}:
+        option = min(set(mine) - {"masks_output"}).replace("_", "-")
+        raise RecipeError(f"--{option}: belongs to --recover distill; obs trains nothing")
     if given["recover"] is not None:
-        return {**mine, "device": given["device"]}, others
+        return {**mine, "device": given["device"], "how": given["recover"]}, others
     if mine:
         option = min(mine).replace("_", "-").replace("graphs", "no-graphs")
         raise RecipeError(f"--{option}: belongs to a recovery; add --recover distill, or drop it")
@@ -180,6 +185,40 @@ def recover_and_write(
     }
 
 
+def update_and_write(
+    model: "Model",
+    masks: "MaskSet",
+    surgeon: "Surgeon",
+    output: Path,
+    given: dict[str, Any],
+    *,
+    force: bool,
+) -> dict[str, Any]:
+    """Write the pipeline with updated weights, and its masks, and return JSON values about it.
+
+    Args:
+        model: the dense pipeline.
+        masks: which weights are kept.
+        surgeon: its second moments.
+        output: the directory to make.
+        given: the options of a recovery.
+        force: replace existing outputs.
+
+    Raises:
+        InputError: a model, masks or moments that cannot be used.
+    """
+    from quantkit.recovery.recover import Recovered, only_denoiser
+    from quantkit.recovery.surgery import UpdatedTensors
+    from quantkit.recovery.writing import write_recovered
+
+    where = masks_path(output, given)
+    component = only_denoiser(model)
+    updated = UpdatedTensors(component, masks, surgeon)
+    recovered = Recovered(component, updated, (), trajectories=0)
+    write_recovered(model, masks, recovered, output, where, force=force)
+    return {"written": str(output), "masks": str(where), "tensors": len(updated)}
+
+
 def make_settings(recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool) -> "Settings":
     """Return the settings that the options and the recipe ask for."""
     from quantkit.recovery.settings import Settings
@@ -191,7 +230,7 @@ def make_settings(recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool) -> "
         values["seconds"] = 60 * given["minutes"]
     elif "steps" in given:
         values["seconds"] = None
-    apart = {"masks_output", "minutes", "prompts", "device"}
+    apart = {"masks_output", "minutes", "prompts", "device", "how"}
     return Settings(**{**values, **{n: v for n, v in given.items() if n not in apart}})
 
 

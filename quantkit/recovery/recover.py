@@ -26,7 +26,7 @@ class Recovered:
 
     component: Component
     #: parameter name -> float32 on the CPU; exactly zero where a mask does not keep
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     #: the loss on the way
     points: tuple[Point, ...]
     #: sampled from the teacher
@@ -72,7 +72,7 @@ def recover(
     """
     if not prompts:
         raise PromptError("no prompts, wanted at least one")
-    component = _only_denoiser(model)
+    component = only_denoiser(model)
     kept = _masked_layers(component, masks)
     target = choose_device(device)
     pipe = load_pipeline(model, target)
@@ -98,7 +98,12 @@ def recover(
     return Recovered(component, weights, tuple(points), teacher.made)
 
 
-def _only_denoiser(model: Model) -> Component:
+def only_denoiser(model: Model) -> Component:
+    """Return the denoiser of a pipeline that has one.
+
+    Raises:
+        ModelError: no pipeline, or more than one denoiser.
+    """
     if not model.is_pipeline:
         raise ModelError(
             f"{model.path}: one component; recovery runs the whole pipeline, pass its directory"
