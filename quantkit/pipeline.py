@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.copying import copy_files, is_weight, list_files
-from quantkit.checkpoint.planning import ComponentPlan, masks_within_budget, plan_component
+from quantkit.checkpoint.masking import masks_beforehand
+from quantkit.checkpoint.planning import ComponentPlan, plan_component
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
 from quantkit.checkpoint.writer import write_config, write_index, write_shards
@@ -107,8 +109,9 @@ def plan_pack(
     calibration: Calibration | None,
     masks: MaskSet | None,
     progress: Progress,
+    hessians: Hessians | None = None,
 ) -> PackPlan:
-    """Decide everything, reading only headers (and weights, for an error budget).
+    """Decide everything, reading only headers (and weights, for masks that must be known first).
 
     Raises:
         RecipeError: the recipe packs nothing, needs statistics that are not there, or has a budget.
@@ -117,9 +120,9 @@ def plan_pack(
     """
     recipe.refuse_budget()
     if masks is None:
-        masks = masks_within_budget(model, recipe, calibration, progress=progress)
+        masks = masks_beforehand(model, recipe, calibration, hessians, progress=progress)
     components = tuple(
-        plan_component(component, recipe, calibration=calibration, masks=masks)
+        plan_component(component, recipe, calibration=calibration, masks=masks, hessians=hessians)
         for component in model.components
     )
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
@@ -143,6 +146,7 @@ def pack(
     threads: int,
     force: bool,
     progress: Progress,
+    hessians: Hessians | None = None,
 ) -> PackSummary:
     """Write the packed checkpoint of a model: all of it, or nothing.
 
@@ -155,13 +159,16 @@ def pack(
         threads: tensors in work at the same moment; the bytes do not depend on it.
         force: replace an existing output once the new one is complete.
         progress: told of tensors done.
+        hessians: second moments, for gptq rounding and sparsegpt masks.
 
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
     refuse_existing(output, force=force)
     _refuse_overlap(model, output)
-    plan = plan_pack(model, recipe, calibration=calibration, masks=masks, progress=progress)
+    plan = plan_pack(
+        model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
+    )
     with staged_directory(output, force=force) as stage:
         copy_files(model.path, stage, plan.copied)
         for component in plan.components:

@@ -59,6 +59,8 @@ class WeightRecipe(_Strict):
     #: tensor, channel or group:SIZE
     granularity: Annotated[str, AfterValidator(_checked_granularity)] = "channel"
     observer: Literal["amax", "mse"] = "amax"
+    #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
+    rounding: Literal["nearest", "gptq"] = "nearest"
 
 
 class ActivationRecipe(_Strict):
@@ -95,7 +97,7 @@ class SparsityRecipe(_Strict):
     """Which layers are masked, and how."""
 
     pattern: Annotated[str, AfterValidator(_checked_pattern)] = "2:4"
-    method: Literal["magnitude", "wanda"] = "magnitude"
+    method: Literal["magnitude", "wanda", "sparsegpt"] = "magnitude"
     layers: Patterns = ("*",)
     exclude: Patterns = ()
     #: mask only layers that lose at most this share of their output's power; None: all
@@ -114,6 +116,11 @@ class CalibrationRecipe(_Strict):
     buckets: Annotated[int, Field(ge=1)] = 4
     #: prompts per run of the pipeline
     batch: Annotated[int, Field(ge=1)] = 4
+    #: what a step counts in second moments: all the same, or its effect on the final sample
+    weighting: Literal["uniform", "schedule"] = "uniform"
+    #: of the rows of each call that second moments look at, drawn at random: neighbours in a
+    #: picture are alike, so a quarter of the rows of four times the prompts says more
+    row_share: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @model_validator(mode="after")
     def _a_step_in_every_bucket(self) -> "CalibrationRecipe":

@@ -16,7 +16,8 @@ from torch import Tensor
 from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
-from quantkit.checkpoint.rows import Digest, SourceTensor
+from quantkit.checkpoint.rounding import Rounder, Rounding
+from quantkit.checkpoint.rows import BLOCK_ELEMENTS, Digest, SourceTensor
 from quantkit.errors import NonFiniteError, ShapeError
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import PerTensor
@@ -50,6 +51,8 @@ class WeightPlan:
     input_scale: Callable[[Tensor | None], Tensor] | None = None
     #: (C,) or (buckets, C) that inputs are lessened by
     shift: Tensor | None = None
+    #: None: every weight becomes its nearest code, and dropped ones are not made up for
+    rounder: Rounder | None = None
 
 
 def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
@@ -81,12 +84,15 @@ class _Encoder:
         self._columns: Tensor | None = None
         #: first row -> float32 (buckets, R), what the shift takes from the output
         self._taken: dict[int, Tensor] = {}
+        self._rounding: Rounding | None = None
 
     def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
         if self._plan.smooth is not None:
             self._factor = self._plan.smooth(self._column_amax())
             self._columns = self._per_column(self._factor)
             _append(sinks["input_smooth"], self._factor)
+        if self._plan.rounder is not None:
+            self._rounding = self._plan.rounder.prepare(self._columns)
         if self._plan.input_scale is not None:
             _append(sinks["input_scale"], self._plan.input_scale(self._factor))
         whole = isinstance(self._plan.scheme.granularity, PerTensor)
@@ -107,6 +113,9 @@ class _Encoder:
         if scale is None:
             scale = WEIGHT_SCALES[self._plan.observer](rows, scheme.weight, scheme.granularity)
             _append(sinks["weight_scale"], scale)
+        if self._rounding is not None:
+            wide = expand_scale(scale, scheme.granularity, rows.shape[1])
+            rows = self._rounding.round(rows, mask, wide, scheme.weight)
         codes = _quantize_(rows, scale, scheme).view(torch.uint8)
         if mask is None:
             _append(sinks["weight"], codes)
@@ -120,7 +129,8 @@ class _Encoder:
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield rows as they are cast, smoothed and zero where nothing is kept, and their mask."""
-        for first, rows in self._source_blocks():
+        for first, source in self._source_blocks():
+            rows = source
             # Chosen before smoothing: |w| is compared with its neighbours as the source has it.
             mask = None if self._plan.mask is None else self._plan.mask(rows, first)
             if self._plan.shift is not None:
@@ -131,7 +141,9 @@ class _Encoder:
                     raise NonFiniteError(
                         f"{self._plan.layer}: smoothing overflows the weight; lower smooth"
                     )
-            if mask is not None:
+            if mask is not None and self._rounding is not None:
+                rows = self._rounding.update(rows, mask)
+            elif mask is not None:
                 rows.mul_(mask)
             yield rows, mask
 
@@ -139,7 +151,10 @@ class _Encoder:
         """Yield (first row, rows); the first pass hashes the source's bytes."""
         self._passes += 1
         digest: Digest | None = self._digest if self._passes == 1 else None
-        return self._source.blocks(digest)
+        elements = BLOCK_ELEMENTS
+        if self._rounding is not None:
+            elements = max(elements, self._rounding.block_elements)
+        return self._source.blocks(digest, elements=elements)
 
     def _column_amax(self) -> Tensor:
         return reduce(torch.maximum, (rows.abs().amax(dim=0) for _, rows in self._source_blocks()))

@@ -8,24 +8,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
 from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.copying import is_weight, list_files
 from quantkit.checkpoint.encode import MaskSource, WeightPlan
+from quantkit.checkpoint.masking import chosen_mask, refuse_bare_masks, stored_mask
+from quantkit.checkpoint.rounding import Rounder
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.checkpoint.writer import PackedLayer, ShardPlan, plan_shards
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import Treatment, plan_layers
-from quantkit.models.source import Component, Model
+from quantkit.models.source import Component
 from quantkit.numerics.formats import FloatFormat
-from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, Scorer, choose_mask
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.progress import Progress
 from quantkit.recipe import ActivationRecipe, Recipe
-from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 
 
@@ -48,6 +49,7 @@ class ComponentPlan:
 class _Inputs:
     """What is known of one component besides its weights."""
 
+    component: Component
     recipe: Recipe
     edges: tuple[float, ...]
     #: None without a calibration
@@ -55,6 +57,8 @@ class _Inputs:
     digests: Mapping[str, str]
     #: None: masks are chosen while packing
     masks: Mapping[str, LayerMask] | None
+    #: None without second moments
+    hessians: Hessians | None
 
 
 def plan_component(
@@ -63,6 +67,7 @@ def plan_component(
     *,
     calibration: Calibration | None,
     masks: MaskSet | None,
+    hessians: Hessians | None = None,
 ) -> ComponentPlan:
     """Decide what becomes of a component.
 
@@ -71,17 +76,21 @@ def plan_component(
         recipe: what is wanted.
         calibration: statistics of its inputs.
         masks: which weights are kept; without them the recipe's sparsity section decides.
+        hessians: second moments of its inputs, which gptq rounding needs.
 
     Raises:
         RecipeError: the recipe packs nothing, or needs statistics that are not there.
         ArtefactError: masks or statistics that do not fit the component.
     """
+    refuse_bare_masks(masks, recipe)
     inputs = _Inputs(
+        component,
         recipe,
         () if calibration is None else calibration.edges,
         None if calibration is None else calibration.of(component),
         {} if calibration is None else calibration.digests_of(component),
         None if masks is None else masks.of(component),
+        hessians,
     )
     layers = list_layers(component)
     planned = plan_layers(
@@ -117,18 +126,6 @@ def plan_component(
         tuple(file for file in others if is_weight(file)),
         tuple(file for file in others if not is_weight(file)),
     )
-
-
-def masks_within_budget(
-    model: Model, recipe: Recipe, calibration: Calibration | None, *, progress: Progress
-) -> MaskSet | None:
-    """Return the masks of a recipe with an error budget, which must see every layer first.
-
-    Without a budget (None) masks are chosen block by block while packing, and never held.
-    """
-    if recipe.sparsity is None or recipe.sparsity.error_budget is None:
-        return None
-    return choose_masks(model, recipe, calibration, progress=progress)
 
 
 def _masked(layers: tuple[Layer, ...], inputs: _Inputs) -> frozenset[str]:
@@ -187,10 +184,31 @@ def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
         chosen = settings.activation.model_copy(update={"buckets": scheme.buckets or 1})
         input_scale = partial(_static, statistics, chosen, scheme.weight, inputs.edges, shift=shift)
     mask = None if scheme.sparsity is None else _mask_source(layer, inputs)
+    rounder = _rounder(layer, inputs) if settings.weight.rounding == "gptq" else None
     plan = WeightPlan(
-        layer.name, scheme, settings.weight.observer, mask, smooth, input_scale, shift
+        layer.name,
+        scheme,
+        settings.weight.observer,
+        mask=mask,
+        smooth=smooth,
+        input_scale=input_scale,
+        shift=shift,
+        rounder=rounder,
     )
     return PackedLayer(plan, tuple(_expected(layer, inputs)))
+
+
+def _rounder(layer: Layer, inputs: _Inputs) -> Rounder:
+    if inputs.hessians is None:
+        raise RecipeError(
+            f"{layer.name}: weight.rounding gptq needs second moments; pass --hessians (from "
+            "'quantkit calibrate hessian'), or set weight.rounding: nearest"
+        )
+    if layer.name not in inputs.hessians.digests_of(inputs.component):
+        raise ArtefactError(
+            f"hessians: no layer {layer.name}; take them of this model with the same recipe"
+        )
+    return Rounder(inputs.hessians, inputs.component, layer, centred=False)
 
 
 def _expected(layer: Layer, inputs: _Inputs) -> Iterator[tuple[str, str]]:
@@ -199,6 +217,10 @@ def _expected(layer: Layer, inputs: _Inputs) -> Iterator[tuple[str, str]]:
         yield "calibration", inputs.digests[layer.name]
     if inputs.masks is not None and layer.name in inputs.masks:
         yield "masks", inputs.masks[layer.name].source_digest
+    if inputs.hessians is not None:
+        digests = inputs.hessians.digests_of(inputs.component)
+        if layer.name in digests:
+            yield "hessians", digests[layer.name]
 
 
 def _statistics(layer: Layer, inputs: _Inputs) -> LayerStatistics:
@@ -237,7 +259,7 @@ def _static(
 
 def _mask_source(layer: Layer, inputs: _Inputs) -> MaskSource:
     if inputs.masks is not None:
-        return partial(_stored_mask, inputs.masks[layer.name])
+        return partial(stored_mask, inputs.masks[layer.name])
     assert inputs.recipe.sparsity is not None, "plan_layers gives no pattern without the section"
     scorer, moment = MASKS[inputs.recipe.sparsity.method], None
     if inputs.statistics is not None:
@@ -245,14 +267,4 @@ def _mask_source(layer: Layer, inputs: _Inputs) -> MaskSource:
         moment = per_column(pooled.second_moment[0], layer.area)
     # A method that misses its statistics says so here, before anything is written.
     scorer(torch.ones(1, layer.k), moment)
-    return partial(_chosen_mask, scorer, moment)
-
-
-def _stored_mask(mask: LayerMask, rows: Tensor, first: int) -> Tensor:
-    block = replace(mask, bits=mask.bits[first : first + len(rows)])
-    return block.dense(*rows.shape)
-
-
-def _chosen_mask(scorer: Scorer, moment: Tensor | None, rows: Tensor, first: int) -> Tensor:
-    del first
-    return choose_mask(scorer(rows, moment), TWO_OF_FOUR)
+    return partial(chosen_mask, scorer, moment)

@@ -54,11 +54,14 @@ class SourceTensor:
             self._fill(chunk, start)
             yield chunk
 
-    def blocks(self, digest: Digest | None = None) -> Iterator[tuple[int, Tensor]]:
+    def blocks(
+        self, digest: Digest | None = None, *, elements: int = BLOCK_ELEMENTS
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, rows) until the weight ends; rows are valid until the next ones.
 
         Args:
             digest: takes the raw bytes in order.
+            elements: of a block; a row is never cut.
 
         Yields:
             rows (R, K) float32, K = kh * kw * C channels last for convolutions.
@@ -68,7 +71,7 @@ class SourceTensor:
         """
         shape = self.info.shape
         n, k = shape[0], prod(shape[1:])
-        count = max(1, min(n, BLOCK_ELEMENTS // k))
+        count = max(1, min(n, elements // k))
         resident = torch.empty(count, k)
         dtype = FLOAT_DTYPES[self.info.dtype]
         for index, chunk in enumerate(self.chunks(count * k * dtype.itemsize)):

@@ -10,6 +10,7 @@ from quantkit.cli import (
     demo,
     doctor,
     evaluate,
+    hessian,
     inspect,
     kernels,
     optimize,
@@ -31,6 +32,7 @@ def quantkit() -> None:
 
 calibrate.calibrate.add_command(sensitivity.sensitivity)
 calibrate.calibrate.add_command(optimize.optimize)
+calibrate.calibrate.add_command(hessian.hessian)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
 quantkit.add_command(recover.recover)

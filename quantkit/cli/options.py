@@ -1,6 +1,7 @@
 """Options that several commands share.
 
 model, output, force, recipe, calibration: calibrate, sparsify, pack, run
+hessians: sparsify, pack
 device, quiet, as_json: everywhere that works or prints
 """
 
@@ -27,6 +28,11 @@ calibration = click.option(
     "--calibration",
     type=click.Path(path_type=Path),
     help="Statistics written by 'quantkit calibrate model'.",
+)
+hessians = click.option(
+    "--hessians",
+    type=click.Path(path_type=Path),
+    help="Second moments written by 'quantkit calibrate hessian'.",
 )
 prompts = click.option(
     "--prompts",

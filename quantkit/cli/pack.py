@@ -20,6 +20,7 @@ MOST_THREADS = 8
 @options.model
 @options.recipe
 @options.calibration
+@options.hessians
 @click.option(
     "--masks",
     type=click.Path(path_type=Path),
@@ -40,6 +41,7 @@ def pack(
     model: str,
     recipe: str,
     calibration: Path | None,
+    hessians: Path | None,
     masks: Path | None,
     output: Path,
     threads: int | None,
@@ -59,6 +61,7 @@ def pack(
         recipe,
         output,
         calibration=calibration,
+        hessians=hessians,
         masks=masks,
         threads=threads or min(len(os.sched_getaffinity(0)), MOST_THREADS),
         force=force,
@@ -74,6 +77,7 @@ def pack_model(
     output: Path,
     *,
     calibration: Path | None,
+    hessians: Path | None = None,
     masks: Path | None,
     threads: int,
     force: bool,
@@ -88,6 +92,7 @@ def pack_model(
         recipe: a bundled name or a YAML file.
         output: the directory to make.
         calibration: statistics of the same model.
+        hessians: second moments of the same model.
         masks: masks of the same model.
         threads: tensors in work at once.
         force: replace an existing output.
@@ -96,6 +101,7 @@ def pack_model(
         as_json: print JSON.
     """
     from quantkit import pipeline
+    from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
@@ -105,11 +111,17 @@ def pack_model(
     refuse_existing(output, force=force)
     chosen, source = load_recipe(recipe), open_model(model)
     statistics = load_calibration(calibration) if calibration else None
+    moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None
     with progress_bar(quiet=quiet) as progress:
         if dry_run:
             plan = pipeline.plan_pack(
-                source, chosen, calibration=statistics, masks=stored, progress=progress
+                source,
+                chosen,
+                calibration=statistics,
+                masks=stored,
+                hessians=moments,
+                progress=progress,
             )
             summary = pipeline.summarize(plan, output)
         else:
@@ -119,6 +131,7 @@ def pack_model(
                 output,
                 calibration=statistics,
                 masks=stored,
+                hessians=moments,
                 threads=threads,
                 force=force,
                 progress=progress,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.recipe import Recipe
     from quantkit.recovery.course import Point
     from quantkit.sparsity.maskfile import MaskSet
+    from quantkit.sparsity.surgery import Surgeon
 
 
 @click.command()
@@ -183,6 +184,45 @@ def told(result: dict[str, Any]) -> str:
         f"{result['seconds_aside']:g} s aside: loss {result['first_loss']:.5f} -> "
         f"{result['last_loss']:.5f}{seen}{masks}"
     )
+
+
+def update_and_write(
+    model: "Model",
+    masks: "MaskSet",
+    surgeon: "Surgeon",
+    output: Path,
+    given: dict[str, Any],
+    *,
+    force: bool,
+) -> dict[str, Any]:
+    """Write the pipeline with updated weights, and its masks, and return JSON values about it.
+
+    Args:
+        model: the dense pipeline.
+        masks: which weights are kept.
+        surgeon: its second moments.
+        output: the directory to make.
+        given: the options of a recovery.
+        force: replace existing outputs.
+
+    Raises:
+        InputError: a model, masks or moments that cannot be used.
+    """
+    from quantkit.recovery.recover import Recovered, only_denoiser
+    from quantkit.recovery.surgery import UpdatedTensors
+    from quantkit.recovery.writing import write_recovered
+
+    where = masks_path(output, given)
+    component = only_denoiser(model)
+    updated = UpdatedTensors(component, masks, surgeon)
+    recovered = Recovered(component, updated, (), trajectories=0, aside=0.0)
+    write_recovered(model, masks, recovered, output, where, force=force)
+    return {"written": str(output), "masks": str(where), "tensors": len(updated)}
+
+
+def told_of_update(result: dict[str, Any]) -> str:
+    """Return a line about an update that was written."""
+    return f"updated {result['tensors']} tensors; masks: {result['masks']}"
 
 
 def _print_point() -> Callable[["Point"], None]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from quantkit.recovery.settings import Settings
 
 METHODS = click.Choice(["distill"])
+#: With masks there is one more, which trains nothing.
+SPARSE_METHODS = click.Choice(["distill", "obs"])
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -98,6 +100,7 @@ _RENAMED = {"--no-graphs": "graphs"}
 #: Options that are no setting of the training.
 _APART = (
     "masks_output", "quantize", "minutes", "prompts", "save_every", "resume", "device",
+    "how",
 )  # fmt: skip
 
 #: What a CPU takes in minutes rather than days.
@@ -142,6 +145,17 @@ def refuse_alone(mine: dict[str, Any]) -> None:
         yes, _, no = option.partition("/")
         shown = no if no and value is False else yes
         raise RecipeError(f"{shown}: belongs to a recovery; add --recover distill, or drop it")
+
+
+def refuse_training(mine: dict[str, Any]) -> None:
+    """Refuse options of a training for ``--recover obs``.
+
+    Raises:
+        RecipeError: naming the first.
+    """
+    for name in sorted(set(mine) - {"masks_output", "device"}):
+        option = name.replace("_", "-")
+        raise RecipeError(f"--{option}: belongs to --recover distill; obs trains nothing")
 
 
 def make_settings(recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool) -> "Settings":

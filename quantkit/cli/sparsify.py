@@ -8,8 +8,19 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
-from quantkit.cli.recover import masks_path, recover_and_write, told
-from quantkit.cli.recovery_options import METHODS, recovery_options, refuse_alone, split_options
+from quantkit.cli.recover import (
+    masks_path,
+    recover_and_write,
+    told,
+    told_of_update,
+    update_and_write,
+)
+from quantkit.cli.recovery_options import (
+    recovery_options,
+    refuse_alone,
+    refuse_training,
+    split_options,
+)
 
 if TYPE_CHECKING:
     from quantkit.recipe import Recipe
@@ -20,12 +31,14 @@ if TYPE_CHECKING:
 @options.model
 @options.recipe
 @options.calibration
+@options.hessians
 @options.output
 @click.option("--pattern", metavar="N:M", help="As 2:4 (or 4:2); default: the recipe's.")
 @click.option(
     "--method",
-    type=click.Choice(["magnitude", "wanda"]),
-    help="How weights are ranked; wanda needs --calibration. Default: the recipe's.",
+    type=click.Choice(["magnitude", "wanda", "sparsegpt"]),
+    help="How weights are ranked; wanda needs --calibration or --hessians, sparsegpt --hessians. "
+    "Default: the recipe's.",
 )
 @click.option(
     "--budget",
@@ -35,9 +48,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--recover",
-    type=METHODS,
-    help="Train the masked denoiser afterwards, as 'quantkit recover' does; OUTPUT is then a "
-    "16-bit pipeline directory.",
+    type=SPARSE_METHODS,
+    help="distill: train the masked denoiser afterwards, as 'quantkit recover' does; obs: let the "
+    "kept weights and biases make up for the dropped ones, from --hessians, without training. "
+    "OUTPUT is then a 16-bit pipeline directory.",
 )
 @recovery_options("With --recover: ")
 @options.force
@@ -48,6 +62,7 @@ def sparsify(
     model: str,
     recipe: str,
     calibration: Path | None,
+    hessians: Path | None,
     output: Path,
     force: bool,
     dry_run: bool,
@@ -61,21 +76,29 @@ def sparsify(
     share of a layer's output power that is lost if its input channels are independent, with their
     measured mean squares where a calibration is given.
 
+    With --hessians the error is the output's own, correlations between channels included; with
+    sparsegpt or --recover obs it is what remains when the kept weights made up for it.
+
     With --recover distill the masked denoiser is then trained on what the dense one answers along
     its own trajectories from noise, as 'quantkit recover' does. No data set is needed. OUTPUT is
     then an ordinary 16-bit pipeline with the zeros in place, its masks a file beside it.
     """
     mine, rule = split_options(given)
-    wanted = rule.pop("recover") is not None
-    if not wanted:
-        refuse_alone(mine)
+    how = rule.pop("recover")
+    if how is None:
+        # Second moments are computed with somewhere, recovery or not.
+        refuse_alone({n: v for n, v in mine.items() if n != "device" or hessians is None})
+    elif how == "obs":
+        refuse_training(mine)
     choose(
         model,
         recipe,
         output,
         calibration=calibration,
+        hessians=hessians,
+        device=mine.get("device", "auto"),
         rule={name: value for name, value in rule.items() if value is not None},
-        recovery=mine if wanted else None,
+        recovery=None if how is None else {**mine, "how": how},
         force=force,
         dry_run=dry_run,
         quiet=quiet,
@@ -89,6 +112,8 @@ def choose(
     output: Path,
     *,
     calibration: Path | None,
+    hessians: Path | None = None,
+    device: str = "cpu",
     rule: dict[str, Any],
     recovery: dict[str, Any] | None = None,
     force: bool,
@@ -103,6 +128,8 @@ def choose(
         recipe: a bundled name or a YAML file.
         output: the file to write; with a recovery, the pipeline directory.
         calibration: statistics of the same model.
+        hessians: second moments of the same model.
+        device: where they are computed with.
         rule: settings of the recipe's sparsity section to replace.
         recovery: options of a recovery; None stores the masks alone.
         force: replace an existing file.
@@ -110,12 +137,15 @@ def choose(
         quiet: no progress.
         as_json: print JSON.
     """
+    from quantkit.calibration.hessian import load_hessians
+    from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
     from quantkit.recipefile import load_recipe
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
+    from quantkit.sparsity.surgery import Surgeon
 
     refuse_existing(output, force=force)
     if recovery is not None:
@@ -124,24 +154,34 @@ def choose(
     chosen.refuse_budget()
     source = open_model(model)
     statistics = load_calibration(calibration) if calibration else None
+    surgeon = None
+    if hessians is not None:
+        surgeon = Surgeon(load_hessians(hessians), choose_device(device))
+    updated = recovery is not None and recovery["how"] == "obs"
     with progress_bar(quiet=quiet) as progress:
-        masks = choose_masks(source, chosen, statistics, progress=progress)
+        masks = choose_masks(
+            source, chosen, statistics, surgeon=surgeon, update=updated, progress=progress
+        )
     trained: dict[str, Any] | None = None
-    if recovery is not None and not dry_run:
+    if recovery is None or dry_run:
+        if not dry_run:
+            save_masks(masks, output, force=force)
+    elif updated:
+        assert surgeon is not None
+        trained = update_and_write(source, masks, surgeon, output, recovery, force=force)
+    else:
         trained = recover_and_write(
             source, chosen, masks, output, recovery, force=force, quiet=quiet
         )
         if trained is None:
             return
-    elif not dry_run:
-        save_masks(masks, output, force=force)
     if as_json:
         values = _described(masks, None if dry_run else output)
         print_json(values if trained is None else values | {"recovery": trained})
         return
     _print(masks, "nothing written" if dry_run else str(output))
     if trained is not None:
-        click.echo(told(trained))
+        click.echo(told_of_update(trained) if updated else told(trained))
 
 
 def _with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":

@@ -108,4 +108,9 @@ def wanda_scores(weight: Tensor, second_moment: Tensor | None) -> Tensor:
 
 Scorer = Callable[[Tensor, Tensor | None], Tensor]
 
+#: Methods that score a weight as it is.
 MASKS: dict[str, Scorer] = {"magnitude": magnitude_scores, "wanda": wanda_scores}
+#: Scores a group when all before it are settled, see ``obs.settle_rows``: there is nothing to score
+#: before.
+SPARSEGPT = "sparsegpt"
+METHODS = (*MASKS, SPARSEGPT)

@@ -1,7 +1,7 @@
 """Recovery by distillation: a student of fewer bits or weights, trained on the dense answers."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ class Recovered:
 
     component: Component
     #: parameter name -> float32 on the CPU; exactly zero where a mask does not keep
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     #: the loss on the way
     points: tuple[Point, ...]
     #: sampled from the teacher, by all processes
@@ -113,7 +113,7 @@ def recover(
     """
     if not task.prompts:
         raise PromptError("no prompts, wanted at least one")
-    component = _only_denoiser(task.model)
+    component = only_denoiser(task.model)
     kept = [] if task.masks is None else _masked_layers(component, task.masks)
     quants = _quants(task, component, kept)
     target = own_device(choose_device(task.device))
@@ -224,7 +224,12 @@ def _quants(
     return plan_quants(component, task.quantize, {layer.name for layer, _ in kept})
 
 
-def _only_denoiser(model: Model) -> Component:
+def only_denoiser(model: Model) -> Component:
+    """Return the denoiser of a pipeline that has one.
+
+    Raises:
+        ModelError: no pipeline, or more than one denoiser.
+    """
     if not model.is_pipeline:
         raise ModelError(
             f"{model.path}: one component; recovery runs the whole pipeline, pass its directory"

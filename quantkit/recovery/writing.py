@@ -129,7 +129,7 @@ def _trained(before: Tensor, name: str, recovered: Recovered) -> Tensor:
             f"{recovered.component.path}: {name} is {tuple(before.shape)} in the file and "
             f"{tuple(value.shape)} in diffusers; save the model again"
         )
-    after = value.to(before.dtype).contiguous()
+    after: Tensor = value.to(before.dtype).contiguous()
     if not bool(after.isfinite().all()):
         raise NonFiniteError(
             f"recovery: {name} does not fit {before.dtype} (up to {float(value.abs().max()):g}); "

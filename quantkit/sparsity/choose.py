@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtefactError, ModelError, NonFiniteError
+from quantkit.errors import ArtefactError, ModelError, NonFiniteError, RecipeError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import dense_reason, kept_reason
 from quantkit.models.source import Component, Model
-from quantkit.numerics.masks import MASKS, Pattern, choose_mask, parse_pattern
+from quantkit.numerics.masks import MASKS, SPARSEGPT, Pattern, choose_mask, parse_pattern
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
+from quantkit.sparsity.surgery import Surgeon, lost_share, read_rows, settle_layer
 
 #: Weights whose mask is chosen at a time: the comparisons need a dozen bytes for each.
 #: They stay in the cache at this size, which is three times as fast as at 16 times the size.
@@ -28,7 +29,13 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def choose_masks(
-    model: Model, recipe: Recipe, calibration: Calibration | None, *, progress: Progress
+    model: Model,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    *,
+    progress: Progress,
+    surgeon: Surgeon | None = None,
+    update: bool = False,
 ) -> MaskSet:
     """Return the masks that the recipe's sparsity section asks for.
 
@@ -41,21 +48,30 @@ def choose_masks(
         recipe: a missing sparsity section means the section's defaults.
         calibration: input statistics; without them every input channel counts the same.
         progress: told of layers done.
+        surgeon: second moments; errors are then those of the layer's output on them, and not an
+            estimate for independent inputs.
+        update: the kept weights will make up for the dropped ones, so errors are those after it.
+            They always are with sparsegpt, whose masks count on it.
 
     Raises:
-        RecipeError: a method that needs a calibration, without one.
-        ArtefactError: the calibration was taken from other weights.
+        RecipeError: a method that needs a calibration or second moments, without them.
+        ArtefactError: the calibration or the moments were taken from other weights.
         NonFiniteError: NaN or Inf in a weight.
     """
     rule = recipe.sparsity or SparsityRecipe()
     pattern = parse_pattern(rule.pattern)
+    if surgeon is None and (update or rule.method == SPARSEGPT):
+        raise RecipeError(
+            f"mask method {rule.method!r} {'with updates ' if update else ''}needs second moments; "
+            "pass --hessians (from 'quantkit calibrate hessian')"
+        )
     recipe = recipe.model_copy(update={"sparsity": rule})
     masks: dict[str, dict[str, LayerMask]] = {}
     decisions = []
     for component in model.components:
-        inputs = _Inputs.of(component, calibration)
+        inputs = _Inputs.of(component, calibration, surgeon, update=update)
         chosen = masks.setdefault(component.name, {})
-        with _one_thread():
+        with nullcontext() if surgeon else _one_thread():
             for layer in _walk(component, recipe, progress):
                 decision, mask = _decide(component, layer, rule, pattern, inputs)
                 decisions.append(decision)
@@ -80,20 +96,31 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a calibration knows of one component's inputs; nothing, without one."""
+    """What is known of one component's inputs; nothing, without calibration and moments."""
 
+    component: Component
     calibrated: bool
     statistics: Mapping[str, LayerStatistics]
     digests: Mapping[str, str]
+    surgeon: Surgeon | None
+    update: bool
 
     @classmethod
-    def of(cls, component: Component, calibration: Calibration | None) -> "_Inputs":
-        if calibration is None:
-            return cls(calibrated=False, statistics={}, digests={})
+    def of(
+        cls,
+        component: Component,
+        calibration: Calibration | None,
+        surgeon: Surgeon | None,
+        *,
+        update: bool,
+    ) -> "_Inputs":
         return cls(
-            calibrated=True,
-            statistics=calibration.of(component),
-            digests=calibration.digests_of(component),
+            component,
+            calibrated=calibration is not None,
+            statistics={} if calibration is None else calibration.of(component),
+            digests={} if calibration is None else calibration.digests_of(component),
+            surgeon=surgeon,
+            update=update,
         )
 
     def second_moment(self, layer: Layer, digest: str) -> Tensor | None:
@@ -134,13 +161,36 @@ def _decide(
     if refusal:
         return Decision(component.name, layer.name, None, chosen=False, reason=refusal), None
     digest = sha256_of(layer.shard, layer.weight)
-    moment = inputs.second_moment(layer, digest)
-    bits, error = choose_mask_of(read_blocks(layer), rule.method, pattern, moment)
+    if inputs.surgeon is None:
+        moment = inputs.second_moment(layer, digest)
+        bits, error = choose_mask_of(read_blocks(layer), rule.method, pattern, moment)
+    else:
+        bits, error = _operate(layer, rule.method, pattern, inputs, digest)
     if rule.error_budget is not None and error > rule.error_budget:
         reason = f"error {error:.3g} is over the budget {rule.error_budget:g}"
         return Decision(component.name, layer.name, error, chosen=False, reason=reason), None
     mask = LayerMask(bits, pattern, digest, error)
     return Decision(component.name, layer.name, error, chosen=True, reason=""), mask
+
+
+def _operate(
+    layer: Layer, method: str, pattern: Pattern, inputs: _Inputs, digest: str
+) -> tuple[Tensor, float]:
+    """Return the bits of a layer's mask and its error on the second moments."""
+    surgeon = inputs.surgeon
+    assert surgeon is not None
+    moments = surgeon.moments(inputs.component, layer, digest)
+    for _ in read_blocks(layer):  # refuses NaN and Inf, naming the place
+        pass
+    rows = read_rows(layer).to(surgeon.device)
+    mask: Tensor | Pattern = pattern
+    if method != SPARSEGPT:
+        mask = choose_mask(MASKS[method](rows, moments.second.diagonal()), pattern)
+        if not inputs.update:
+            error = lost_share(rows, rows * ~mask, moments, bias=False)
+            return pack_mask(mask.cpu()), error
+    settled = settle_layer(rows, moments, mask, bias=layer.bias)
+    return pack_mask(settled.mask.cpu()), settled.error
 
 
 def read_blocks(layer: Layer) -> Iterator[Tensor]:

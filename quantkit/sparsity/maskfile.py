@@ -12,7 +12,7 @@ from quantkit.calibration.artefact import pack_name, read_artefact, split_name, 
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, ShapeError
 from quantkit.models.source import Component
-from quantkit.numerics.masks import Pattern, parse_pattern
+from quantkit.numerics.masks import SPARSEGPT, Pattern, parse_pattern
 
 _KIND = "quantkit_masks"
 
@@ -69,6 +69,16 @@ class MaskSet:
     method: str
     pattern: Pattern
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def counts_on_updates(self) -> bool:
+        """Whether the kept weights have yet to make up for the dropped ones.
+
+        Masks beside a recovered model take nothing more away: their errors are 0.
+        """
+        return self.method == SPARSEGPT and any(
+            mask.error > 0 for layers in self.layers.values() for mask in layers.values()
+        )
 
     def of(self, component: Component) -> Mapping[str, LayerMask]:
         """Return the masks of a component's layers.

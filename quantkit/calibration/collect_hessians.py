@@ -1,0 +1,137 @@
+"""Taking second moments: the prompts run once for every group of layers that fits in memory."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.hessian import HessianIndex, Hessians, create_hessians
+from quantkit.calibration.moments import MomentCollector, group_layers
+from quantkit.calibration.running import (
+    choose_device,
+    load_pipeline,
+    quiet_libraries,
+    run_batch,
+    split_batches,
+)
+from quantkit.digest import sha256_of
+from quantkit.errors import PromptError, QuantkitError
+from quantkit.models.layers import Layer
+from quantkit.models.source import Model
+from quantkit.progress import Progress
+from quantkit.recipe import CalibrationRecipe, Recipe
+
+
+def collect_hessians(
+    model: Model,
+    recipe: Recipe,
+    prompts: Sequence[str],
+    output: Path,
+    *,
+    memory: float,
+    device: str,
+    progress: Progress,
+) -> Hessians:
+    """Run the pipeline on prompts and store the second moments of every layer that can be packed.
+
+    Layers that have their file already are not observed again, so a killed run goes on.
+
+    Args:
+        model: a pipeline.
+        recipe: its calibration section says how to run; what it keeps in 16 bit is not observed.
+        prompts: the first ``recipe.calibration.prompts`` are used.
+        output: the directory; made, or gone on with.
+        memory: bytes that the matrices of one group may take, beside the pipeline.
+        device: auto, cpu or cuda[:N]; float32 on the CPU, else the 16-bit dtype of the weights.
+        progress: told of denoiser calls, by group.
+
+    Raises:
+        ModelError: MODEL is one component, or diffusers cannot load it.
+        NonFiniteError: NaN or Inf in an activation; the text names the layer.
+        OutputError: the directory holds something else.
+        PromptError: no prompts.
+        RecipeError: a layer that does not fit, a scheduler whose steps cannot be weighed.
+    """
+    chosen = tuple(prompts[: recipe.calibration.prompts])
+    if not chosen:
+        raise PromptError("no prompts, wanted at least one")
+    layers = {c.name: observed_layers(c, recipe) for c in model.components}
+    for found in layers.values():
+        group_layers(found, memory)
+    hessians = create_hessians(output, _index(recipe, chosen, layers))
+    missing = set(hessians.missing)
+    groups = [
+        (name, group)
+        for name, found in layers.items()
+        for group in group_layers([x for x in found if (name, x.name) in missing], memory)
+    ]
+    if groups:
+        with quiet_libraries():
+            pipe = load_pipeline(model, choose_device(device))
+            run = _Run(pipe, chosen, recipe.calibration, hessians)
+            for done, (name, group) in enumerate(groups, 1):
+                step = f"hessians of {name}, group {done} of {len(groups)}"
+                run.observe(name, group, step, progress)
+    return Hessians(hessians.path, hessians.index)
+
+
+def _index(
+    recipe: Recipe, prompts: Sequence[str], layers: dict[str, tuple[Layer, ...]]
+) -> HessianIndex:
+    settings = recipe.calibration
+    return HessianIndex(
+        digests={
+            name: {layer.name: sha256_of(layer.shard, layer.weight) for layer in found}
+            for name, found in layers.items()
+        },
+        recipe=recipe.name,
+        prompts=len(prompts),
+        prompts_digest=hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
+        steps=settings.steps,
+        guidance=settings.guidance,
+        seed=settings.seed,
+        batch=settings.batch,
+        weighting=settings.weighting,
+        row_share=settings.row_share,
+        versions={name: version(name) for name in ("quantkit", "torch", "diffusers")},
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The prompts, and how they are run."""
+
+    pipe: Any
+    prompts: Sequence[str]
+    settings: CalibrationRecipe
+    hessians: Hessians
+
+    def observe(
+        self, component: str, group: Sequence[Layer], step: str, progress: Progress
+    ) -> None:
+        """Run the prompts once with a group of layers observed, and store what they read."""
+        batches = -(-len(self.prompts) // self.settings.batch)
+
+        def report(calls: int) -> None:
+            total = batches * len(self.pipe.scheduler.timesteps)
+            progress(step, min(calls, total), total)
+
+        try:
+            collector = MomentCollector(
+                component, getattr(self.pipe, component), group, self.settings
+            )
+            with collector.attached(self.pipe.scheduler, report):
+                for batch in split_batches(self.prompts, self.settings):
+                    run_batch(self.pipe, batch, self.settings)
+        except torch.OutOfMemoryError as error:
+            raise QuantkitError(
+                "out of GPU memory while denoising; take a smaller batch or --memory, or "
+                "--device cpu"
+            ) from error
+        for layer in group:
+            self.hessians.write(component, layer.name, collector.moments(layer.name))

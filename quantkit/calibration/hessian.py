@@ -1,0 +1,211 @@
+"""The artefact of second moments: a directory with an index and one file per layer.
+
+The name is that of the mask literature: E[x x^T] is, up to a factor, the Hessian of a layer's
+output error in each row of its weight. Layers' files appear one by one, each whole, so that a run
+that was killed goes on where it stopped.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.moments import Moments
+from quantkit.calibration.statistics import find_component
+from quantkit.errors import ArtefactError, OutputError
+from quantkit.files import staged_file
+from quantkit.models.layers import Layer
+from quantkit.models.source import Component
+
+INDEX = "index.json"
+_KIND = "quantkit_hessian"
+_FORMAT = "quantkit.hessians"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class HessianIndex:
+    """How the moments were taken, and of which weights."""
+
+    #: SHA-256 of each layer's source weight, by component and layer
+    digests: dict[str, dict[str, str]]
+    #: name of the recipe
+    recipe: str
+    prompts: int
+    #: SHA-256 of the prompts, one a line
+    prompts_digest: str
+    steps: int
+    guidance: float | None
+    #: of the first prompt's noise
+    seed: int
+    #: prompts per run; it changes sums by rounding alone
+    batch: int
+    #: of the timesteps
+    weighting: str
+    #: of each call's rows, drawn at random
+    row_share: float
+    #: of quantkit, torch and diffusers
+    versions: dict[str, str]
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Yield (component, layer) in the order of the files."""
+        for component, layers in self.digests.items():
+            for layer in layers:
+                yield component, layer
+
+
+@dataclass(frozen=True)
+class Hessians:
+    """The directory."""
+
+    path: Path
+    index: HessianIndex
+
+    @cached_property
+    def missing(self) -> tuple[tuple[str, str], ...]:
+        """What has no file yet."""
+        return tuple(name for name in self.index.names() if not self.file_of(*name).is_file())
+
+    def file_of(self, component: str, layer: str) -> Path:
+        """Return where a layer's moments are."""
+        return self.path / (component or "model") / f"{layer}.safetensors"
+
+    def write(self, component: str, layer: str, moments: Moments) -> None:
+        """Store one layer, whole or not at all.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        about = {
+            "component": component,
+            "layer": layer,
+            "rows": moments.rows,
+            "source_digest": self.index.digests[component][layer],
+        }
+        tensors = {"second": moments.second, "mean": moments.mean}
+        # A file of the same name is one that a killed run left with a flipped bit, or nothing.
+        write_artefact(self.file_of(component, layer), _KIND, tensors, about, force=True)
+
+    def read(self, component: Component, layer: Layer, digest: str | None = None) -> Moments:
+        """Return the moments of a layer.
+
+        Args:
+            component: the layer's; a denoiser alone finds those of its pipeline.
+            layer: any that the run observed.
+            digest: SHA-256 of its weight, when it was computed; checked against the stored one.
+
+        Raises:
+            ArtefactError: not there, damaged, or of another model.
+        """
+        stored = find_component(component.name, tuple(self.index.digests), "hessians")
+        wanted = self.index.digests[stored].get(layer.name)
+        if wanted is None:
+            raise ArtefactError(
+                f"{self.path}: no layer {layer.name}; take the hessians with the same recipe"
+            )
+        if digest is not None and digest != wanted:
+            raise ArtefactError(
+                f"{self.path}: {layer.name} had other weights (checksum {digest[:12]} now, "
+                f"{wanted[:12]} then); take the hessians of this model"
+            )
+        file = self.file_of(stored, layer.name)
+        tensors, about = read_artefact(file, _KIND)
+        try:
+            moments = Moments(tensors["second"], tensors["mean"], int(about["rows"]))
+            shapes = tuple(moments.second.shape), tuple(moments.mean.shape)
+            belongs = about["source_digest"] == wanted
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtefactError(f"{file}: damaged ({error}); delete it and run again") from error
+        if shapes != ((layer.k, layer.k), (layer.k,)) or not belongs:
+            raise ArtefactError(
+                f"{file}: shapes {shapes} for weights {about['source_digest'][:12]}, wanted K "
+                f"{layer.k} for {wanted[:12]}; take the hessians of this model"
+            )
+        return moments
+
+    def digests_of(self, component: Component) -> Mapping[str, str]:
+        """Return the SHA-256 of the source weights that the moments belong to."""
+        table = self.index.digests
+        return table[find_component(component.name, tuple(table), "hessians")]
+
+
+def create_hessians(path: Path, index: HessianIndex) -> Hessians:
+    """Begin a directory, or go on with one that was begun alike.
+
+    Raises:
+        OutputError: ``path`` holds something else, or moments taken otherwise.
+    """
+    if not path.exists():
+        with staged_file(path / INDEX, force=False) as stage:
+            entry = {"format": _FORMAT, "format_version": _VERSION, **asdict(index)}
+            stage.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
+        return Hessians(path, index)
+    try:
+        begun = _read_index(path)
+    except ArtefactError as error:
+        raise OutputError(
+            f"{path}: exists already and is no directory of hessians; choose another path"
+        ) from error
+    for name, value in asdict(index).items():
+        before = getattr(begun, name)
+        if before != value:
+            said = "" if isinstance(value, dict) else f" ({before} then, {value} now)"
+            raise OutputError(
+                f"{path}: begun with another {name}{said}; choose another path, or pass --force"
+            )
+    return Hessians(path, begun)
+
+
+def drop_hessians(path: Path) -> None:
+    """Delete a directory of hessians, if it is one.
+
+    Raises:
+        OutputError: ``path`` holds something else.
+    """
+    if not path.exists():
+        return
+    try:
+        _read_index(path)
+    except ArtefactError as error:
+        raise OutputError(
+            f"{path}: exists and is no directory of hessians; choose another path"
+        ) from error
+    shutil.rmtree(path)
+
+
+def load_hessians(path: Path) -> Hessians:
+    """Return a finished directory; the moments are read layer by layer.
+
+    Raises:
+        ArtefactError: missing, damaged, of a newer version, or unfinished.
+    """
+    hessians = Hessians(path, _read_index(path))
+    if hessians.missing:
+        component, layer = hessians.missing[0]
+        raise ArtefactError(
+            f"{path}: unfinished: {len(hessians.missing)} layers have no file, the first is "
+            f"{component}/{layer}; run 'quantkit calibrate hessian' again to go on"
+        )
+    return hessians
+
+
+def _read_index(path: Path) -> HessianIndex:
+    try:
+        entry: dict[str, Any] = json.loads((path / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtefactError(f"{path}: no directory of hessians ({error})") from error
+    if not isinstance(entry, dict) or entry.pop("format", None) != _FORMAT:
+        raise ArtefactError(f"{path / INDEX}: not an index of hessians")
+    version = entry.pop("format_version", None)
+    if version != _VERSION:
+        raise ArtefactError(
+            f"{path / INDEX}: format_version {version}, wanted {_VERSION}; update quantkit"
+        )
+    try:
+        return HessianIndex(**entry)
+    except TypeError as error:
+        raise ArtefactError(f"{path / INDEX}: damaged ({error}); take them again") from error
