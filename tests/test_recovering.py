@@ -34,6 +34,7 @@ from quantkit.recovery.settings import Settings
 from quantkit.recovery.stepping import Offloaded, Resident
 from quantkit.recovery.watching import compare_latents, compare_pictures, hold_out
 from quantkit.sparsity.choose import choose_masks
+from quantkit.sparsity.maskfile import save_masks
 
 FP8 = load_recipe("fp8")
 SPARSE = FP8.model_copy(update={"sparsity": SparsityRecipe()})
@@ -413,3 +414,11 @@ def test_dry_run_says_what_would_be_trained(pipeline_dir, tmp_path):
 def test_nothing_to_train_is_refused(pipeline_dir, tmp_path):
     result = command(pipeline_dir, "-o", tmp_path / "out", "--no-quantize", *FEW)
     assert isinstance(result.exception, ArtefactError)
+
+
+@pytest.mark.parametrize(("flags", "quantized"), [((), 0), (("--quantize",), 71)])
+def test_masks_alone_are_trained_in_sixteen_bit(pipeline_dir, masks, tmp_path, flags, quantized):
+    save_masks(masks, tmp_path / "masks", force=False)
+    given = ("-o", tmp_path / "out", "--masks", tmp_path / "masks", "-n", "--json", *flags)
+    found = json.loads(command(pipeline_dir, *given).stdout)
+    assert found == {"written": None, "masked": 71, "quantized": quantized}

@@ -57,11 +57,12 @@ def recover(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Train MODEL so that packing with the recipe, and masks, cost its pictures less.
+    """Train MODEL so that masks, or packing with the recipe, cost its pictures less.
 
-    The denoiser is trained on what it answered in 16 bit along its own trajectories from noise,
-    while it computes as it will when packed. No data set is needed. OUTPUT is an ordinary 16-bit
-    pipeline for 'quantkit pack'; with masks, those for it are a file beside it.
+    The denoiser is trained on what it answered in 16 bit along its own trajectories from noise:
+    masked with --masks, and computing as packed with --quantize, or both. No data set is needed.
+    OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; with masks, those for it are a file
+    beside it.
     """
     from quantkit.models.source import open_model
     from quantkit.recipefile import load_recipe
@@ -103,7 +104,7 @@ def describe(
 
     component = model.components[0]
     kept = {} if masks is None else masks.of(component)
-    quantize = given.get("quantize", True)
+    quantize = given.get("quantize", masks is None)
     quants = plan_quants(component, recipe, set(kept)) if quantize else {}
     return {"written": None, "masked": len(kept), "quantized": len(quants)}
 
@@ -148,7 +149,7 @@ def recover_and_write(
     file = output.with_name(f"{output.name}.recovery.safetensors")
     refuse_unfinished(file, resume=resume, force=force)
     device = given.get("device", "auto")
-    quantize = recipe if given.get("quantize", True) else None
+    quantize = recipe if given.get("quantize", masks is None) else None
     settings = make_settings(recipe, given, on_cpu=choose_device(device).type == "cpu")
     task = Task(model, masks, quantize, read_prompts(given.get("prompts")), device)
     keeping = Keeping(file, given.get("save_every", SAVE_EVERY), resume)

@@ -27,7 +27,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--quantize/--no-quantize": {
         "default": None,
-        "help": "train as packed with the recipe, or in 16 bit; default: as packed.",
+        "help": "train as packed with the recipe, or in 16 bit; default: as packed where nothing "
+        "is masked.",
     },
     "--minutes": {
         "type": _POSITIVE,
