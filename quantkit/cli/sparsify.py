@@ -16,6 +16,7 @@ from quantkit.cli.recover import (
     update_and_write,
 )
 from quantkit.cli.recovery_options import (
+    SPARSE_METHODS,
     recovery_options,
     refuse_alone,
     refuse_training,
