@@ -46,6 +46,13 @@ def _ascending(buckets: "Buckets") -> "Buckets":
     return buckets
 
 
+def _alpha_or_auto(smooth: "Smooth") -> "Smooth":
+    if smooth != "auto" and not 0 <= smooth <= 1:
+        raise RecipeError(f"smooth {smooth:g}: wanted 0 to 1, or auto")
+    return smooth
+
+
+Smooth = float | Literal["auto"]
 Buckets = int | tuple[float, ...] | Literal["auto"]
 Format = Literal["e4m3fn", "e5m2"]
 Percentile = Annotated[float, Field(gt=0, le=100)]
@@ -146,8 +153,12 @@ class Recipe(_Strict):
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()
     sparsity: SparsityRecipe | None = None
-    #: SmoothQuant's alpha: 0 leaves the input, 1 moves all of its range into the weight
-    smooth: Annotated[float, Field(ge=0, le=1)] | None = None
+    #: SmoothQuant's alpha: at 1 all of the input's range moves into the weight; auto: by layer
+    smooth: Annotated[Smooth, AfterValidator(_alpha_or_auto)] | None = None
+    #: bring both halves of skip concatenations to one range
+    split_concat: bool = False
+    #: add what quantizing a weight takes from its layer's mean output to the bias
+    bias_correction: bool = False
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     overrides: tuple[Override, ...] = ()
@@ -159,17 +170,33 @@ class Recipe(_Strict):
     def _null_is_empty(cls, value: Any) -> Any:
         return () if value is None else value
 
+    @property
+    def needs_calibration(self) -> bool:
+        """True when something is chosen from activations."""
+        rule = self.sparsity
+        return (
+            any(activation.mode == "static" for activation in self._activations)
+            or self.smooth is not None
+            or self.split_concat
+            or self.bias_correction
+            or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
+        )
+
     @model_validator(mode="after")
     def _smoothing_has_a_scale(self) -> "Recipe":
-        activations = [self.activation, *(o.activation for o in self.overrides if o.activation)]
-        if self.smooth is not None and any(
-            a.mode == "static" and a.observer != "amax" for a in activations
+        key = "smooth" if self.smooth is not None else "split_concat"
+        if (self.smooth is not None or self.split_concat) and any(
+            a.mode == "static" and a.observer == "moving_average" for a in self._activations
         ):
             raise RecipeError(
-                "smooth with static activations: its statistics were taken before smoothing; "
-                "set activation.observer: amax, or activation.mode: token"
+                f"{key} with activation.observer moving_average: it was taken over all channels, "
+                "before they were rescaled; choose another observer, or activation.mode: token"
             )
         return self
+
+    @property
+    def _activations(self) -> tuple[ActivationRecipe, ...]:
+        return (self.activation, *(o.activation for o in self.overrides if o.activation))
 
     def settings(self, layer: str) -> LayerSettings:
         """Return what holds for the layer at this module path."""
