@@ -12,7 +12,8 @@ from quantkit.checkpoint.masking import masks_beforehand
 from quantkit.checkpoint.planning import ComponentPlan, plan_component
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
-from quantkit.checkpoint.writer import write_config, write_index, write_shards
+from quantkit.checkpoint.sidecars import write_config, write_index
+from quantkit.checkpoint.writer import write_shards
 from quantkit.errors import OutputError
 from quantkit.files import refuse_existing, staged_directory
 from quantkit.models.plan import Treatment
@@ -36,6 +37,10 @@ class LayerSummary:
     scheme: Scheme | None
     #: why it stays, or why it is dense though sparsity was wanted; else ""
     reason: str
+    #: SmoothQuant's strength; None: none of it
+    smooth_alpha: float | None
+    #: whether the bias was corrected; None: not asked for, False: there is no bias
+    bias_corrected: bool | None
     #: of the weight, its scales and metadata
     bytes_before: int
     bytes_after: int
@@ -86,6 +91,18 @@ class PackSummary:
         """Return the layers that stay as they were, by reason."""
         return _by_reason(layer for layer in self.layers if layer.scheme is None)
 
+    def by_alpha(self) -> dict[float, list[str]]:
+        """Return the layers that SmoothQuant smooths, by its strength, ascending."""
+        layers: dict[float, list[str]] = {}
+        for layer in self.layers:
+            if layer.smooth_alpha is not None:
+                layers.setdefault(layer.smooth_alpha, []).append(layer.name)
+        return dict(sorted(layers.items()))
+
+    def uncorrected(self) -> list[str]:
+        """Return the packed layers whose bias was to be corrected, and that have none."""
+        return [layer.name for layer in self.layers if layer.bias_corrected is False]
+
     def dense(self) -> dict[str, list[str]]:
         """Return the layers that are packed, but not sparse as the recipe wants, by reason."""
         return _by_reason(layer for layer in self.layers if layer.scheme and layer.reason)
@@ -122,7 +139,14 @@ def plan_pack(
     if masks is None:
         masks = masks_beforehand(model, recipe, calibration, hessians, progress=progress)
     components = tuple(
-        plan_component(component, recipe, calibration=calibration, masks=masks, hessians=hessians)
+        plan_component(
+            component,
+            recipe,
+            calibration=calibration,
+            masks=masks,
+            hessians=hessians,
+            progress=progress,
+        )
         for component in model.components
     )
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
@@ -236,6 +260,8 @@ def _summarize_layer(plan: ComponentPlan, treatment: Treatment) -> LayerSummary:
         layer.shape,
         treatment.scheme,
         treatment.reason,
+        plan.smoothing[layer.name].alpha if layer.name in plan.smoothing else None,
+        layer.bias if plan.bias_correction and treatment.scheme is not None else None,
         layer.weight.nbytes,
         sum(spec.nbytes for spec in shard.specs_of(layer.weight).values()),
     )

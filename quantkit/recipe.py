@@ -7,7 +7,6 @@ Layer patterns are fnmatch globs on the module path inside the component, as
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,36 +19,21 @@ from pydantic import (
 )
 
 from quantkit.errors import RecipeError
-from quantkit.numerics.granularity import parse_granularity
+from quantkit.recipefields import (
+    Buckets,
+    Format,
+    Patterns,
+    Percentile,
+    Smooth,
+    alpha_or_auto,
+    ascending,
+    checked_granularity,
+    checked_pattern,
+)
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _checked_granularity(text: str) -> str:
-    return str(parse_granularity(text))
-
-
-def _checked_pattern(text: str) -> str:
-    from quantkit.numerics.masks import parse_pattern
-
-    return str(parse_pattern(text))
-
-
-def _ascending(buckets: "Buckets") -> "Buckets":
-    if isinstance(buckets, int):
-        if buckets < 1:
-            raise RecipeError(f"buckets {buckets}: wanted at least 1")
-    elif buckets != "auto" and not (buckets and all(a < b for a, b in pairwise(buckets))):
-        raise RecipeError(f"buckets {buckets}: wanted ascending timestep edges, a number or auto")
-    return buckets
-
-
-Buckets = int | tuple[float, ...] | Literal["auto"]
-Format = Literal["e4m3fn", "e5m2"]
-Percentile = Annotated[float, Field(gt=0, le=100)]
-Patterns = tuple[str, ...]
 
 
 class WeightRecipe(_Strict):
@@ -57,7 +41,7 @@ class WeightRecipe(_Strict):
 
     format: Format = "e4m3fn"
     #: tensor, channel or group:SIZE
-    granularity: Annotated[str, AfterValidator(_checked_granularity)] = "channel"
+    granularity: Annotated[str, AfterValidator(checked_granularity)] = "channel"
     observer: Literal["amax", "mse"] = "amax"
     #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
     rounding: Literal["nearest", "gptq"] = "nearest"
@@ -74,7 +58,7 @@ class ActivationRecipe(_Strict):
     shift: bool = False
     #: timestep buckets that have a static scale and a shift of their own: how many, their edges,
     #: or auto
-    buckets: Annotated[Buckets, AfterValidator(_ascending)] = 1
+    buckets: Annotated[Buckets, AfterValidator(ascending)] = 1
 
     @model_validator(mode="after")
     def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
@@ -96,7 +80,7 @@ class ActivationRecipe(_Strict):
 class SparsityRecipe(_Strict):
     """Which layers are masked, and how."""
 
-    pattern: Annotated[str, AfterValidator(_checked_pattern)] = "2:4"
+    pattern: Annotated[str, AfterValidator(checked_pattern)] = "2:4"
     method: Literal["magnitude", "wanda", "sparsegpt"] = "magnitude"
     layers: Patterns = ("*",)
     exclude: Patterns = ()
@@ -204,8 +188,12 @@ class Recipe(_Strict):
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()
     sparsity: SparsityRecipe | None = None
-    #: SmoothQuant's alpha: 0 leaves the input, 1 moves all of its range into the weight
-    smooth: Annotated[float, Field(ge=0, le=1)] | None = None
+    #: SmoothQuant's alpha: at 1 all of the input's range moves into the weight; auto: by layer
+    smooth: Annotated[Smooth, AfterValidator(alpha_or_auto)] | None = None
+    #: bring both halves of skip concatenations to one range
+    split_concat: bool = False
+    #: add what quantizing a weight takes from its layer's mean output to the bias
+    bias_correction: bool = False
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     overrides: tuple[Override, ...] = ()
@@ -219,17 +207,43 @@ class Recipe(_Strict):
     def _null_is_empty(cls, value: Any) -> Any:
         return () if value is None else value
 
+    @property
+    def needs_calibration(self) -> bool:
+        """True when something is chosen from activations."""
+        rule = self.sparsity
+        return (
+            any(a.mode == "static" or a.shift for a in self._activations)
+            or self.smooth is not None
+            or self.split_concat
+            or self.bias_correction
+            or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
+        )
+
     @model_validator(mode="after")
     def _smoothing_has_a_scale(self) -> "Recipe":
-        activations = [self.activation, *(o.activation for o in self.overrides if o.activation)]
-        if self.smooth is not None and any(
-            a.mode == "static" and a.observer != "amax" for a in activations
+        key = "smooth" if self.smooth is not None else "split_concat"
+        if (self.smooth is not None or self.split_concat) and any(
+            a.mode == "static" and a.observer == "moving_average" for a in self._activations
         ):
             raise RecipeError(
-                "smooth with static activations: its statistics were taken before smoothing; "
-                "set activation.observer: amax, or activation.mode: token"
+                f"{key} with activation.observer moving_average: it was taken over all channels, "
+                "before they were rescaled; choose another observer, or activation.mode: token"
             )
         return self
+
+    @model_validator(mode="after")
+    def _shifts_are_not_rescaled_by_layer(self) -> "Recipe":
+        if any(a.shift for a in self._activations) and (self.smooth == "auto" or self.split_concat):
+            key = "split_concat" if self.split_concat else "smooth auto"
+            raise RecipeError(
+                f"{key} with activation.shift: it looks at inputs before the shift; set smooth to "
+                "a number, or drop one of both"
+            )
+        return self
+
+    @property
+    def _activations(self) -> tuple[ActivationRecipe, ...]:
+        return (self.activation, *(o.activation for o in self.overrides if o.activation))
 
     def settings(self, layer: str) -> LayerSettings:
         """Return what holds for the layer at this module path."""

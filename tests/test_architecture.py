@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "resources", "progress", "files", "tensorfile", "jsonfile", "digest"),
     ("numerics",),
-    ("recipe", "recipefile", "models"),
+    ("recipe", "recipefields", "recipefile", "models"),
     ("calibration",),
     ("sparsity",),
     ("checkpoint",),

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.histogram import bin_edges
+from quantkit.calibration.rescaled import refuse_without_samples, rescaled
 from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
-from quantkit.errors import ArtefactError, RecipeError
+from quantkit.errors import ArtefactError
 from quantkit.models.plan import choose_edges
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.scales import cast, scale_of_amax
@@ -142,8 +143,8 @@ def static_scale(
         float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen.
 
     Raises:
-        RecipeError: buckets that the calibration cannot be pooled into; smooth with an observer
-            that reads the histogram, which was taken before smoothing.
+        RecipeError: buckets that the calibration cannot be pooled into.
+        ArtefactError: smooth with an observer that needs samples, and there are none.
     """
     wanted = choose_edges(activation, tuple(edges))
     pooled = statistics.rebucketed(edges, wanted)
@@ -151,15 +152,39 @@ def static_scale(
         pooled, smooth = shifted(pooled, shift.reshape(len(pooled.amax), -1), smooth), None
     if smooth is None:
         clip = OBSERVERS[activation.observer](pooled, fmt, activation.percentile)
-    elif activation.observer == "amax":
-        clip = (pooled.channel_amax * smooth).amax(dim=1)
     else:
-        raise RecipeError(
-            f"activation.observer {activation.observer}: its statistics were taken before "
-            "smoothing; use amax"
-        )
+        clip = clip_after(pooled, activation, fmt, smooth)
     scale = scale_of_amax(clip, fmt)
     return scale if wanted else scale[0]
+
+
+def clip_after(
+    statistics: LayerStatistics,
+    activation: ActivationRecipe,
+    fmt: FloatFormat,
+    factor: Tensor,
+    channels: slice = slice(None),
+) -> Tensor:
+    """Return where some channels of an input are clipped after all were rescaled.
+
+    Args:
+        statistics: of the input before that.
+        activation: observer and percentile are read.
+        fmt: the format of the layer's weight.
+        factor: (C,), of all channels.
+        channels: those that are asked for.
+
+    Returns:
+        float32 (B,).
+
+    Raises:
+        ArtefactError: the observer reads the histogram, and there are no samples to estimate it.
+    """
+    if activation.observer == "amax":
+        return (statistics.channel_amax * factor)[:, channels].amax(dim=1)
+    refuse_without_samples(statistics, f"activation.observer {activation.observer} after smoothing")
+    observed = rescaled(statistics, factor, channels)
+    return OBSERVERS[activation.observer](observed, fmt, activation.percentile)
 
 
 def agreeing_edges(
@@ -167,6 +192,7 @@ def agreeing_edges(
     activation: ActivationRecipe,
     fmt: FloatFormat,
     edges: Sequence[float],
+    smooth: Tensor | None = None,
 ) -> tuple[float, ...]:
     """Return the edges left when neighbouring buckets whose scales agree are poured together.
 
@@ -178,11 +204,12 @@ def agreeing_edges(
         activation: mode static; observer and percentile choose the scales.
         fmt: the format of the layer's weight.
         edges: of the calibration.
+        smooth: (C,) factor the input is multiplied by, or None.
 
     Returns:
         ascending, some of ``edges``; () when all agree.
     """
-    scales = static_scale(statistics, activation, fmt, edges=edges).reshape(-1).tolist()
+    scales = static_scale(statistics, activation, fmt, smooth, edges=edges).reshape(-1).tolist()
     starts = (float("-inf"), *edges)
     kept: list[float] = []
     run: list[float] = []

@@ -26,6 +26,7 @@ from quantkit.numerics.scales import (
     MSE_GRID,
     WEIGHT_SCALES,
     cast,
+    dequantize,
     expand_scale,
     scale_of_amax,
 )
@@ -49,13 +50,35 @@ class WeightPlan:
     smooth: Callable[[Tensor], Tensor] | None = None
     #: factor or None -> static scale, [] or [buckets]
     input_scale: Callable[[Tensor | None], Tensor] | None = None
+    #: E[x] of each column (K,), when the bias is to be corrected
+    mean: Tensor | None = None
     #: (C,) or (buckets, C) that inputs are lessened by
     shift: Tensor | None = None
     #: None: every weight becomes its nearest code, and dropped ones are not made up for
     rounder: Rounder | None = None
 
 
-def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What came of one weight besides its tensors."""
+
+    #: the dense shape and the SHA-256 of the source weight
+    record: LayerRecord
+    #: (N,) float32, what packing takes from the mean output: (W - W_packed) E[x]; None: not asked
+    correction: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Rows as they are cast: smoothed, and zero where nothing is kept."""
+
+    rows: Tensor
+    mask: Tensor | None
+    #: (R,) mean output of the rows as the source has them
+    output: Tensor | None
+
+
+def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> Encoded:
     """Write the packed tensors of one layer.
 
     Args:
@@ -64,7 +87,7 @@ def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Si
         sinks: by part: weight, weight_scale, and what the scheme asks for besides.
 
     Returns:
-        the dense shape and the SHA-256 of the source weight.
+        what the header says of it, and what its bias should gain.
 
     Raises:
         NonFiniteError: NaN or Inf in the weight, or after smoothing.
@@ -82,11 +105,12 @@ class _Encoder:
         #: (C,) and (K,): the smoothing factor by channel and by column
         self._factor: Tensor | None = None
         self._columns: Tensor | None = None
+        self._lost: list[Tensor] = []
         #: first row -> float32 (buckets, R), what the shift takes from the output
         self._taken: dict[int, Tensor] = {}
         self._rounding: Rounding | None = None
 
-    def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
+    def run(self, sinks: Mapping[str, Sink]) -> Encoded:
         if self._plan.smooth is not None:
             self._factor = self._plan.smooth(self._column_amax())
             self._columns = self._per_column(self._factor)
@@ -99,38 +123,50 @@ class _Encoder:
         scale = self._tensor_scale() if whole else None
         if scale is not None:
             _append(sinks["weight_scale"], scale)
-        for rows, mask in self._blocks():
-            self._encode(rows, mask, scale, sinks)
+        for block in self._blocks():
+            self._encode(block, scale, sinks)
         if self._plan.shift is not None:
             _append(sinks["input_shift"], self._plan.shift)
             _append(sinks["output_shift"], torch.cat(list(self._taken.values()), dim=1))
-        return LayerRecord(self._source.info.shape, self._digest.hexdigest())
+        record = LayerRecord(self._source.info.shape, self._digest.hexdigest())
+        return Encoded(record, torch.cat(self._lost) if self._lost else None)
 
-    def _encode(
-        self, rows: Tensor, mask: Tensor | None, scale: Tensor | None, sinks: Mapping[str, Sink]
-    ) -> None:
+    def _encode(self, block: _Block, scale: Tensor | None, sinks: Mapping[str, Sink]) -> None:
         scheme = self._plan.scheme
         if scale is None:
-            scale = WEIGHT_SCALES[self._plan.observer](rows, scheme.weight, scheme.granularity)
+            scale = WEIGHT_SCALES[self._plan.observer](
+                block.rows, scheme.weight, scheme.granularity
+            )
             _append(sinks["weight_scale"], scale)
+        rows = block.rows
         if self._rounding is not None:
             wide = expand_scale(scale, scheme.granularity, rows.shape[1])
-            rows = self._rounding.round(rows, mask, wide, scheme.weight)
-        codes = _quantize_(rows, scale, scheme).view(torch.uint8)
-        if mask is None:
+            rows = self._rounding.round(rows, block.mask, wide, scheme.weight)
+        quantized = _quantize_(rows, scale, scheme)
+        if block.output is not None:
+            self._lost.append(block.output - self._mean_output(quantized, scale))
+        codes = quantized.view(torch.uint8)
+        if block.mask is None:
             _append(sinks["weight"], codes)
             return
         try:
-            values, meta = pack_two_of_four(codes, mask)
+            values, meta = pack_two_of_four(codes, block.mask)
         except ShapeError as error:
             raise ShapeError(f"{self._plan.layer}: {error}") from error
         _append(sinks["weight"], values)
         _append(sinks["weight_meta"], meta)
 
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield rows as they are cast, smoothed and zero where nothing is kept, and their mask."""
+    def _mean_output(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return what packed rows make of the mean input, (R,)."""
+        mean = self._plan.mean
+        assert mean is not None
+        smoothed = mean if self._columns is None else mean * self._columns
+        return dequantize(codes, scale, self._plan.scheme.granularity) @ smoothed
+
+    def _blocks(self) -> Iterator[_Block]:
         for first, source in self._source_blocks():
             rows = source
+            output = None if self._plan.mean is None else rows @ self._plan.mean
             # Chosen before smoothing: |w| is compared with its neighbours as the source has it.
             mask = None if self._plan.mask is None else self._plan.mask(rows, first)
             if self._plan.shift is not None:
@@ -145,7 +181,7 @@ class _Encoder:
                 rows = self._rounding.update(rows, mask)
             elif mask is not None:
                 rows.mul_(mask)
-            yield rows, mask
+            yield _Block(rows, mask, output)
 
     def _source_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, rows); the first pass hashes the source's bytes."""
@@ -171,15 +207,15 @@ class _Encoder:
     def _tensor_scale(self) -> Tensor:
         """Return the one scale of the weight, shape []."""
         fmt = self._plan.scheme.weight
-        amax = reduce(torch.maximum, (rows.abs().amax() for rows, _ in self._blocks()))
+        amax = reduce(torch.maximum, (block.rows.abs().amax() for block in self._blocks()))
         base = scale_of_amax(amax, fmt)
         if self._plan.observer == "amax":
             return base
         # A subnormal base times a fraction can round to zero, which nothing is divided by.
         candidates = [base * fraction for fraction in MSE_GRID if base * fraction > 0]
         errors = torch.zeros(len(candidates), dtype=torch.float64)
-        for rows, _ in self._blocks():
-            errors += torch.stack([_squared_error(rows, scale, fmt) for scale in candidates])
+        for block in self._blocks():
+            errors += torch.stack([_squared_error(block.rows, scale, fmt) for scale in candidates])
         # argmin takes the first of equals, which is nearest to the amax scale.
         return candidates[int(errors.argmin())]
 

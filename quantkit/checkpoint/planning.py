@@ -1,33 +1,38 @@
 """From recipe, statistics and masks to a plan of every byte: nothing is read but headers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
+from quantkit.calibration.rescaled import refuse_without_samples
 from quantkit.calibration.shifting import input_shift
-from quantkit.calibration.smoothing import smooth_factor
+from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.copying import is_weight, list_files
-from quantkit.checkpoint.encode import MaskSource, WeightPlan
-from quantkit.checkpoint.masking import chosen_mask, refuse_bare_masks, stored_mask
+from quantkit.checkpoint.encode import WeightPlan
+from quantkit.checkpoint.inputs import Inputs
+from quantkit.checkpoint.masking import refuse_bare_masks
 from quantkit.checkpoint.rounding import Rounder
 from quantkit.checkpoint.spec import PackedConfig, make_config
+from quantkit.checkpoint.strength import choose_strengths
 from quantkit.checkpoint.writer import PackedLayer, ShardPlan, plan_shards
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import Treatment, plan_layers
 from quantkit.models.source import Component
 from quantkit.numerics.formats import FloatFormat
-from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
+from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.progress import Progress
 from quantkit.recipe import ActivationRecipe, Recipe
-from quantkit.sparsity.maskfile import LayerMask, MaskSet
+from quantkit.sparsity.maskfile import MaskSet
 
 
 @dataclass(frozen=True)
@@ -37,28 +42,15 @@ class ComponentPlan:
     component: Component
     #: of every layer, packed or kept
     treatments: tuple[Treatment, ...]
+    #: of the layers whose input is rescaled
+    smoothing: Mapping[str, Smoothing]
+    bias_correction: bool
     config: PackedConfig
     shards: tuple[ShardPlan, ...]
     #: other weights beside the packed ones, which are not copied
     left_out: tuple[Path, ...]
     #: files that are copied, relative to the component
     copied: tuple[Path, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """What is known of one component besides its weights."""
-
-    component: Component
-    recipe: Recipe
-    edges: tuple[float, ...]
-    #: None without a calibration
-    statistics: Mapping[str, LayerStatistics] | None
-    digests: Mapping[str, str]
-    #: None: masks are chosen while packing
-    masks: Mapping[str, LayerMask] | None
-    #: None without second moments
-    hessians: Hessians | None
 
 
 def plan_component(
@@ -68,6 +60,7 @@ def plan_component(
     calibration: Calibration | None,
     masks: MaskSet | None,
     hessians: Hessians | None = None,
+    progress: Progress,
 ) -> ComponentPlan:
     """Decide what becomes of a component.
 
@@ -77,22 +70,17 @@ def plan_component(
         calibration: statistics of its inputs.
         masks: which weights are kept; without them the recipe's sparsity section decides.
         hessians: second moments of its inputs, which gptq rounding needs.
+        progress: told of layers whose smoothing is chosen.
 
     Raises:
         RecipeError: the recipe packs nothing, or needs statistics that are not there.
         ArtefactError: masks or statistics that do not fit the component.
     """
     refuse_bare_masks(masks, recipe)
-    inputs = _Inputs(
-        component,
-        recipe,
-        () if calibration is None else calibration.edges,
-        None if calibration is None else calibration.of(component),
-        {} if calibration is None else calibration.digests_of(component),
-        None if masks is None else masks.of(component),
-        hessians,
-    )
     layers = list_layers(component)
+    inputs = Inputs.of(
+        component, layers, recipe, calibration=calibration, masks=masks, hessians=hessians
+    )
     planned = plan_layers(
         component,
         recipe,
@@ -100,7 +88,9 @@ def plan_component(
         masked=_masked(layers, inputs),
         edges=inputs.edges,
     )
-    treatments = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
+    agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
+    smoothing = _smoothing(component, agreed, inputs, progress)
+    treatments = tuple(_if_smooth(treatment, smoothing) for treatment in agreed)
     schemes = {t.layer.name: t.scheme for t in treatments if t.scheme is not None}
     if not schemes:
         raise RecipeError(
@@ -109,11 +99,11 @@ def plan_component(
             f"{treatments[0].reason if treatments else 'has no Linear or Conv2d'}"
         )
     packed = {
-        t.layer.name: _plan_layer(t.layer, t.scheme, inputs)
+        t.layer.name: _plan_layer(t.layer, t.scheme, inputs, smoothing.get(t.layer.name))
         for t in treatments
         if t.scheme is not None
     }
-    shards = plan_shards(component.shards, recipe.model_dump(mode="json"), packed)
+    shards = plan_shards(component.shards, _told(recipe, smoothing), packed)
     mine = {shard.name for shard in component.shards} | {"config.json"}
     if component.index is not None:
         mine.add(component.index.name)
@@ -121,6 +111,8 @@ def plan_component(
     return ComponentPlan(
         component,
         treatments,
+        smoothing,
+        recipe.bias_correction,
         make_config(schemes),
         shards,
         tuple(file for file in others if is_weight(file)),
@@ -128,7 +120,7 @@ def plan_component(
     )
 
 
-def _masked(layers: tuple[Layer, ...], inputs: _Inputs) -> frozenset[str]:
+def _masked(layers: tuple[Layer, ...], inputs: Inputs) -> frozenset[str]:
     """Return the layers that have a mask, or get one while packing."""
     if inputs.masks is None:
         return frozenset(
@@ -154,37 +146,80 @@ def _masked(layers: tuple[Layer, ...], inputs: _Inputs) -> frozenset[str]:
     return frozenset(inputs.masks)
 
 
-def _with_agreed_buckets(treatment: Treatment, inputs: _Inputs) -> Treatment:
+def _with_agreed_buckets(treatment: Treatment, inputs: Inputs) -> Treatment:
     """Return the treatment with the buckets of ``auto``, which the statistics decide."""
     layer, scheme = treatment.layer, treatment.scheme
     activation = inputs.recipe.settings(layer.name).activation
     if scheme is None or activation.mode != "static" or activation.buckets != "auto":
         return treatment
-    if scheme.smooth:
+    if scheme.smooth and inputs.recipe.smooth is not None:
         raise RecipeError(
             f"{layer.name}: activation.buckets auto with smooth: its scales are known only when "
             "the weight is read; give a number of buckets, or drop smooth"
         )
-    edges = agreeing_edges(_statistics(layer, inputs), activation, scheme.weight, inputs.edges)
+    statistics, factor = inputs.statistics(layer), None
+    if scheme.smooth:
+        halves = Smoothing(None, inputs.boundaries[layer.name])
+        factor = _factor(halves, statistics, activation, scheme.weight, torch.empty(0))
+    edges = agreeing_edges(statistics, activation, scheme.weight, inputs.edges, factor)
     return replace(treatment, scheme=replace(scheme, buckets=edges))
 
 
-def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
-    settings = inputs.recipe.settings(layer.name)
-    smooth, input_scale, shift = None, None, None
+def _smoothing(
+    component: Component, treatments: Sequence[Treatment], inputs: Inputs, progress: Progress
+) -> dict[str, Smoothing]:
+    """Return how inputs are rescaled, of the layers where they are."""
+    smooth = [t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth]
+    wanted = inputs.recipe.smooth
+    if wanted == "auto":
+        step = f"smoothing of {component.name or component.class_name}"
+        alphas = choose_strengths(treatments, inputs, step=step, progress=progress)
+    else:
+        alphas = dict.fromkeys(smooth, wanted)
+    chosen = {name: Smoothing(alphas[name], inputs.boundaries.get(name)) for name in smooth}
+    return {name: s for name, s in chosen.items() if s != Smoothing(None, None)}
+
+
+def _if_smooth(treatment: Treatment, smoothing: Mapping[str, Smoothing]) -> Treatment:
+    """Return the treatment without smoothing where none of it was chosen."""
+    if treatment.scheme is None or treatment.layer.name in smoothing:
+        return treatment
+    return replace(treatment, scheme=replace(treatment.scheme, smooth=False))
+
+
+def _told(recipe: Recipe, smoothing: Mapping[str, Smoothing]) -> dict[str, Any]:
+    """Return the recipe as the header tells it, with what was chosen for each layer."""
+    told = recipe.model_dump(mode="json")
+    if recipe.smooth == "auto":
+        told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
+    return told
+
+
+def _plan_layer(
+    layer: Layer, scheme: Scheme, inputs: Inputs, smoothing: Smoothing | None
+) -> PackedLayer:
+    settings, activation = inputs.recipe.settings(layer.name), inputs.activation(layer, scheme)
+    smooth, input_scale, mean, shift = None, None, None, None
     if scheme.shift:
-        shift = input_shift(_statistics(layer, inputs), inputs.edges, scheme.buckets)
-    if scheme.smooth:
-        assert inputs.recipe.smooth is not None
-        smooth = partial(_smooth, _statistics(layer, inputs), inputs.recipe.smooth)
+        shift = input_shift(inputs.statistics(layer), inputs.edges, scheme.buckets)
+    if smoothing is not None:
+        statistics = inputs.statistics(layer)
+        if scheme.activation is Activation.STATIC and activation.observer != "amax":
+            refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
+        smooth = partial(_factor, smoothing, statistics, activation, scheme.weight)
     if scheme.activation is Activation.STATIC:
-        statistics = _statistics(layer, inputs)
-        refuse_without_average(statistics, settings.activation.observer)
-        # The scheme has the edges that were chosen, also where the recipe has a number or auto.
-        chosen = settings.activation.model_copy(update={"buckets": scheme.buckets or 1})
-        input_scale = partial(_static, statistics, chosen, scheme.weight, inputs.edges, shift=shift)
-    mask = None if scheme.sparsity is None else _mask_source(layer, inputs)
-    rounder = _rounder(layer, inputs) if settings.weight.rounding == "gptq" else None
+        statistics = inputs.statistics(layer)
+        refuse_without_average(statistics, activation.observer)
+        input_scale = partial(
+            _static, statistics, activation, scheme.weight, inputs.edges, shift=shift
+        )
+    # What is shifted has no mean, and what packing takes from it none either.
+    if inputs.recipe.bias_correction and layer.bias and not scheme.shift:
+        mean = _mean(layer, inputs)
+    mask = None if scheme.sparsity is None else inputs.mask_source(layer)
+    rounder = None
+    if settings.weight.rounding == "gptq":
+        rounder = _rounder(layer, inputs, centred=scheme.shift or mean is not None)
     plan = WeightPlan(
         layer.name,
         scheme,
@@ -192,13 +227,14 @@ def _plan_layer(layer: Layer, scheme: Scheme, inputs: _Inputs) -> PackedLayer:
         mask=mask,
         smooth=smooth,
         input_scale=input_scale,
+        mean=mean,
         shift=shift,
         rounder=rounder,
     )
     return PackedLayer(plan, tuple(_expected(layer, inputs)))
 
 
-def _rounder(layer: Layer, inputs: _Inputs) -> Rounder:
+def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
     if inputs.hessians is None:
         raise RecipeError(
             f"{layer.name}: weight.rounding gptq needs second moments; pass --hessians (from "
@@ -208,10 +244,35 @@ def _rounder(layer: Layer, inputs: _Inputs) -> Rounder:
         raise ArtefactError(
             f"hessians: no layer {layer.name}; take them of this model with the same recipe"
         )
-    return Rounder(inputs.hessians, inputs.component, layer, centred=False)
+    return Rounder(inputs.hessians, inputs.component, layer, centred=centred)
 
 
-def _expected(layer: Layer, inputs: _Inputs) -> Iterator[tuple[str, str]]:
+def _mean(layer: Layer, inputs: Inputs) -> Tensor:
+    """Return E[x] of each column over all timesteps, (K,)."""
+    if inputs.table is None:
+        raise RecipeError(
+            f"{layer.name}: bias_correction needs statistics; pass --calibration, or drop it"
+        )
+    mean = inputs.statistics(layer).pooled().mean
+    if mean is None:
+        raise ArtefactError(
+            f"{layer.name}: bias_correction: the calibration has no means (format_version 1 or "
+            "2); calibrate again"
+        )
+    return per_column(mean[0], layer.area)
+
+
+def _factor(
+    smoothing: Smoothing,
+    statistics: LayerStatistics,
+    activation: ActivationRecipe,
+    fmt: FloatFormat,
+    columns: Tensor,
+) -> Tensor:
+    return input_factor(smoothing, statistics, columns, activation, fmt)
+
+
+def _expected(layer: Layer, inputs: Inputs) -> Iterator[tuple[str, str]]:
     """Yield who says what the source weight must hash to."""
     if layer.name in inputs.digests:
         yield "calibration", inputs.digests[layer.name]
@@ -221,28 +282,6 @@ def _expected(layer: Layer, inputs: _Inputs) -> Iterator[tuple[str, str]]:
         digests = inputs.hessians.digests_of(inputs.component)
         if layer.name in digests:
             yield "hessians", digests[layer.name]
-
-
-def _statistics(layer: Layer, inputs: _Inputs) -> LayerStatistics:
-    assert inputs.statistics is not None, "plan_layers refuses what needs a calibration"
-    statistics = inputs.statistics.get(layer.name)
-    if statistics is None:
-        raise ArtefactError(
-            f"calibration: no statistics of layer {layer.name}; calibrate this model with the "
-            "same recipe"
-        )
-    channels = statistics.channel_amax.shape[-1]
-    if channels != layer.channels:
-        raise ArtefactError(
-            f"calibration: layer {layer.name}: {channels} input channels, wanted "
-            f"{layer.channels}; calibrate this model"
-        )
-    return statistics
-
-
-def _smooth(statistics: LayerStatistics, alpha: float, columns: Tensor) -> Tensor:
-    # The factor depends on the columns' amax alone, so one row stands for the whole weight.
-    return smooth_factor(statistics, columns.unsqueeze(0), alpha)
 
 
 def _static(
@@ -255,16 +294,3 @@ def _static(
     shift: Tensor | None,
 ) -> Tensor:
     return static_scale(statistics, activation, fmt, factor, edges=edges, shift=shift)
-
-
-def _mask_source(layer: Layer, inputs: _Inputs) -> MaskSource:
-    if inputs.masks is not None:
-        return partial(stored_mask, inputs.masks[layer.name])
-    assert inputs.recipe.sparsity is not None, "plan_layers gives no pattern without the section"
-    scorer, moment = MASKS[inputs.recipe.sparsity.method], None
-    if inputs.statistics is not None:
-        pooled = _statistics(layer, inputs).pooled()
-        moment = per_column(pooled.second_moment[0], layer.area)
-    # A method that misses its statistics says so here, before anything is written.
-    scorer(torch.ones(1, layer.k), moment)
-    return partial(chosen_mask, scorer, moment)

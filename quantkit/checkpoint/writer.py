@@ -1,6 +1,5 @@
 """Writing the weights of a packed component: every offset is known before the first byte."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -9,20 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quantkit.checkpoint.encode import WeightPlan, encode_weight
 from quantkit.checkpoint.layout import Sink, Slot, encode_header, place, write_at
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
 from quantkit.checkpoint.rows import FLOAT_DTYPES, SourceTensor
 from quantkit.checkpoint.spec import (
-    CONFIG_KEY,
-    PackedConfig,
     TensorSpec,
     kind_of,
     layer_tensors,
     needed_version,
 )
 from quantkit.checkpoint.threads import one_torch_thread
-from quantkit.errors import ArtefactError
+from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.progress import Progress
 from quantkit.tensorfile import Header, TensorInfo, read_header
 
@@ -135,12 +135,18 @@ def write_shards(
     with ExitStack() as stack, one_torch_thread():
         files = [_ShardFile(plan, folder, stack) for plan in plans]
         pool = stack.enter_context(ThreadPoolExecutor(threads))
+        biases = _corrected_biases(files)
         # The largest first, so that no thread is left alone with one at the end.
         tasks = sorted(
-            ((file, info) for file in files for info in file.plan.source.tensors.values()),
+            (
+                (file, info)
+                for file in files
+                for info in file.plan.source.tensors.values()
+                if info.name not in biases
+            ),
             key=lambda task: -task[1].nbytes,
         )
-        futures = [pool.submit(file.write, info) for file, info in tasks]
+        futures = [pool.submit(_write, file, info, biases) for file, info in tasks]
         try:
             _wait(futures, step, progress)
         except BaseException:
@@ -148,41 +154,6 @@ def write_shards(
             raise
         for file in files:
             file.finish()
-
-
-def write_index(index: Path, plans: Sequence[ShardPlan], target: Path) -> None:
-    """Write the index of the packed shards, in the form diffusers gives it.
-
-    Args:
-        index: the source's.
-        plans: the shards.
-        target: the file to make.
-    """
-    table = json.loads(index.read_text(encoding="utf-8"))
-    specs = {spec.name: plan for plan in plans for spec in plan.specs()}
-    size = sum(slot.stop - slot.start for plan in plans for slot in plan.slots().values())
-    table["metadata"] = {**(table.get("metadata") or {}), "total_size": size}
-    table["weight_map"] = {name: plan.name for name, plan in specs.items()}
-    target.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def write_config(source: Path, config: PackedConfig, target: Path) -> None:
-    """Write config.json with the quantization_config: the same keys in the same order and one more.
-
-    Args:
-        source: the component's config.json.
-        config: the schemes.
-        target: the file to make.
-    """
-    values: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
-    # diffusers sorts keys; so written, what it saves of a loaded model is the same file again.
-    is_sorted = list(values) == sorted(values)
-    values[CONFIG_KEY] = dict(sorted(config.to_json().items()))
-    values[CONFIG_KEY]["schemes"] = [
-        dict(sorted(scheme.items())) for scheme in values[CONFIG_KEY]["schemes"]
-    ]
-    text = json.dumps(values, indent=2, sort_keys=is_sorted) + "\n"
-    target.write_text(text, encoding="utf-8")
 
 
 class _ShardFile:
@@ -197,8 +168,9 @@ class _ShardFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._target = _opened(folder / plan.name, flags, stack)
 
-    def write(self, info: TensorInfo) -> None:
-        """Write what one source tensor becomes."""
+    def write(self, info: TensorInfo) -> Tensor | None:
+        """Write what one source tensor becomes; return what its bias should gain, if it should."""
+        correction = None
         source = SourceTensor(self.plan.source.path, self._source, info)
         specs = self.plan.specs_of(info)
         sinks = {p: Sink(self._target, self._slots[spec.name]) for p, spec in specs.items()}
@@ -206,15 +178,68 @@ class _ShardFile:
         if layer is None:
             _copy(source, sinks[""])
         else:
-            record = encode_weight(layer.plan, source, sinks)
-            _check_digests(layer, record)
-            self._records[layer.plan.layer] = record
+            encoded = encode_weight(layer.plan, source, sinks)
+            _check_digests(layer, encoded.record)
+            self._records[layer.plan.layer] = encoded.record
+            correction = encoded.correction
         for part, spec in specs.items():
             self._digests[spec.name] = sinks[part].close()
+        return correction
+
+    def write_bias(self, info: TensorInfo, correction: Tensor) -> None:
+        """Write a bias with its correction (N,) added, rounded to its dtype.
+
+        Raises:
+            NonFiniteError: the sum is beyond the dtype.
+        """
+        source = SourceTensor(self.plan.source.path, self._source, info)
+        sink = Sink(self._target, self._slots[info.name])
+        dtype, first = FLOAT_DTYPES[info.dtype], 0
+        for chunk in source.chunks(COPY_BYTES):
+            source.check_finite(chunk, first)
+            bias = torch.frombuffer(chunk, dtype=dtype)
+            gain = correction[first : first + len(bias)]
+            first += len(bias)
+            corrected = (bias.float() + gain).to(dtype)
+            if not bool(corrected.isfinite().all()):
+                raise NonFiniteError(
+                    f"{info.name}: bias_correction overflows {info.dtype}; drop it, or pack from "
+                    "wider weights"
+                )
+            sink.append(corrected.view(torch.uint8).numpy().data)
+        self._digests[info.name] = sink.close()
 
     def finish(self) -> None:
         """Write the header, now that every digest is known."""
         write_at(self._target, self.plan.header(self._records, self._digests), 0)
+
+
+#: A bias by its tensor's name: the file that holds it, and where.
+_Biases = Mapping[str, tuple[_ShardFile, TensorInfo]]
+
+
+def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
+    """Return the biases that are written once their layer's weight was packed."""
+    wanted = {
+        f"{name}.bias"
+        for file in files
+        for name, layer in file.plan.layers.items()
+        if layer.plan.mean is not None
+    }
+    return {
+        name: (file, info)
+        for file in files
+        for name, info in file.plan.source.tensors.items()
+        if name in wanted
+    }
+
+
+def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> None:
+    correction = file.write(info)
+    if correction is not None:
+        # It may lie in another shard than the weight.
+        other, bias = biases[f"{info.name.removesuffix('.weight')}.bias"]
+        other.write_bias(bias, correction)
 
 
 def _copy(source: SourceTensor, sink: Sink) -> None:

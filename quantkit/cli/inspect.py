@@ -90,6 +90,9 @@ def _layers(opened: "Packed") -> list[dict[str, Any]]:
         for name, scheme in component.config.layers.items():
             before, after = component.layer_bytes(name)
             record = component.records[name]
+            recipe = component.metadata[0].recipe
+            # What smooth: auto chose; one strength for all is the recipe's own.
+            alpha = recipe.get("smooth_chosen", {}).get(name) if scheme.smooth else None
             layers.append(
                 {
                     "component": component.name,
@@ -97,6 +100,7 @@ def _layers(opened: "Packed") -> list[dict[str, Any]]:
                     "kind": record.kind,
                     "shape": list(record.shape),
                     **scheme_to_json(scheme),
+                    "smooth_alpha": alpha,
                     "bytes_before": before,
                     "bytes_after": after,
                 }
@@ -109,7 +113,8 @@ def _row(layer: dict[str, Any]) -> tuple[object, ...]:
     if layer["buckets"]:
         activation += f" x{len(layer['buckets']) + 1}"
     if layer["smooth"]:
-        activation += ", smooth"
+        alpha = layer["smooth_alpha"]
+        activation += ", smooth" if alpha is None else f", smooth {alpha:g}"
     return (
         "/".join(filter(None, (layer["component"], layer["name"]))),
         layer["kind"],

@@ -157,6 +157,11 @@ def _print(summary: "PackSummary", where: str) -> None:
     print_table("Packed", columns, rows)
     _print_reasons("Kept in 16 bit", summary.kept())
     _print_reasons("Dense", summary.dense())
+    if summary.by_alpha():
+        alphas = [(a, len(names), _some(names)) for a, names in summary.by_alpha().items()]
+        print_table("Smoothed", ("alpha", "layers", "which"), alphas)
+    if uncorrected := summary.uncorrected():
+        click.echo(f"Without a bias to correct: {len(uncorrected)} layers, {_some(uncorrected)}")
     if summary.left_out:
         click.echo(f"Left out (other weights): {', '.join(map(str, summary.left_out))}")
     for component in summary.components:

@@ -20,6 +20,17 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class Skips:
+    """Layers that read a skip concatenation: what came before, then what the skip brought."""
+
+    #: globs on the layers that read one
+    readers: tuple[str, ...]
+    #: globs on the layers whose output channels flow on, stage after stage as the model runs them:
+    #: the last one before a reader gives the channels of its first half
+    writers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
     """The denoisers that share a module structure."""
 
@@ -30,6 +41,7 @@ class Family:
     #: globs on modules whose 2-D or 4-D weight is not that of a Linear or a dense Conv2d:
     #: embedding tables, grouped convolutions
     not_layers: tuple[str, ...] = ()
+    skips: Skips | None = None
 
     def keep_reason(self, layer: str) -> str | None:
         """Return why the layer stays in 16 bit, or None when it is packed."""
@@ -62,6 +74,14 @@ FAMILIES: tuple[Family, ...] = (
         ),
         # With num_class_embeds set, class_embedding is an nn.Embedding; kept either way.
         not_layers=("class_embedding",),
+        skips=Skips(
+            readers=("up_blocks.*.resnets.*.conv1", "up_blocks.*.resnets.*.conv_shortcut"),
+            writers=(
+                "down_blocks.*.resnets.*.conv2",
+                "mid_block.resnets.*.conv2",
+                "up_blocks.*.resnets.*.conv2",
+            ),
+        ),
     ),
     Family(
         "sd3",

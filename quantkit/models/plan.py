@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from quantkit.errors import RecipeError, ShapeError
+from quantkit.models.concatenation import concat_boundaries
 from quantkit.models.families import Family
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
@@ -51,8 +52,10 @@ def plan_layers(
             statistics do not have, a mask pattern that the packed format does not hold.
         ShapeError: a group size that does not divide a layer's K (or C).
     """
-    context = _Context(component.family, recipe, calibrated, frozenset(masked), edges)
-    return tuple(context.treat(layer) for layer in list_layers(component))
+    layers = list_layers(component)
+    split = frozenset(concat_boundaries(component.family, layers) if recipe.split_concat else ())
+    context = _Context(component.family, recipe, calibrated, frozenset(masked), edges, split)
+    return tuple(context.treat(layer) for layer in layers)
 
 
 def kept_reason(layer: Layer, family: Family, recipe: Recipe) -> str | None:
@@ -115,6 +118,8 @@ class _Context:
     calibrated: bool
     masked: frozenset[str]
     edges: tuple[float, ...]
+    #: layers whose input halves are brought to one range
+    split: frozenset[str]
 
     def treat(self, layer: Layer) -> Treatment:
         reason = kept_reason(layer, self.family, self.recipe)
@@ -159,11 +164,13 @@ class _Context:
         return choose_edges(activation, self.edges)
 
     def _smooth(self, layer: Layer, activation: Activation) -> bool:
-        if self.recipe.smooth is None or activation is Activation.NONE:
+        smooth, split = self.recipe.smooth is not None, layer.name in self.split
+        if not (smooth or split) or activation is Activation.NONE:
             return False
         if not self.calibrated:
+            key = "smooth" if smooth else "split_concat"
             raise RecipeError(
-                f"{layer.name}: smooth needs statistics; pass --calibration, or drop smooth"
+                f"{layer.name}: {key} needs statistics; pass --calibration, or drop {key}"
             )
         return True
 

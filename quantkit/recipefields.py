@@ -1,0 +1,61 @@
+"""The types of single values in recipes, and what is checked of each."""
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quantkit.errors import RecipeError
+from quantkit.numerics.granularity import parse_granularity
+
+
+def checked_granularity(text: str) -> str:
+    """Return a granularity as it is written shortest.
+
+    Raises:
+        RecipeError: it cannot be.
+    """
+    return str(parse_granularity(text))
+
+
+def checked_pattern(text: str) -> str:
+    """Return a pattern n:m with the smaller number first.
+
+    Raises:
+        RecipeError: it cannot be.
+    """
+    from quantkit.numerics.masks import parse_pattern
+
+    return str(parse_pattern(text))
+
+
+def ascending(buckets: "Buckets") -> "Buckets":
+    """Return timestep buckets that can be.
+
+    Raises:
+        RecipeError: it cannot be.
+    """
+    if isinstance(buckets, int):
+        if buckets < 1:
+            raise RecipeError(f"buckets {buckets}: wanted at least 1")
+    elif buckets != "auto" and not (buckets and all(a < b for a, b in pairwise(buckets))):
+        raise RecipeError(f"buckets {buckets}: wanted ascending timestep edges, a number or auto")
+    return buckets
+
+
+def alpha_or_auto(smooth: "Smooth") -> "Smooth":
+    """Return a strength of SmoothQuant that can be.
+
+    Raises:
+        RecipeError: it cannot be.
+    """
+    if smooth != "auto" and not 0 <= smooth <= 1:
+        raise RecipeError(f"smooth {smooth:g}: wanted 0 to 1, or auto")
+    return smooth
+
+
+Smooth = float | Literal["auto"]
+Buckets = int | tuple[float, ...] | Literal["auto"]
+Format = Literal["e4m3fn", "e5m2"]
+Percentile = Annotated[float, Field(gt=0, le=100)]
+Patterns = tuple[str, ...]
