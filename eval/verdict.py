@@ -99,12 +99,12 @@ def describe_clip(clip: ClipScores | None, count: int) -> str:
 def describe_worst(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> str:
     """Return which picture has the lowest SSIM, and what the floor has there."""
     worst, ssim = comparison.worst_first()[0], comparison.scores["ssim"]
-    if all(value == 0.0 for value in comparison.scores["mse"].values):
+    if _identical(comparison):
         return "Every picture is identical to the original's."
     floors = [
         f"{show(gap.floor.comparison.scores['ssim'].values[worst])} with {gap.floor.title}"
         for gap in gaps
-        if gap.floor.comparison is not None
+        if gap.floor.comparison is not None and not _identical(gap.floor.comparison)
     ]
     beside = f", where the original has {' and '.join(floors)}" if floors else ""
     prompt = f" ({comparison.prompts[worst]!r})" if comparison.prompts else ""
@@ -125,7 +125,7 @@ def describe_floor(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]
     floor, count = gap.floor, len(comparison.names)
     if floor.comparison is None:
         return f"The noise floor of {floor.title} is missing: {floor.note}."
-    if all(value == 0.0 for value in floor.comparison.scores["mse"].values):
+    if _identical(floor.comparison):
         return f"With {floor.title} the original gives the very same 8-bit pictures."
     found = {
         name: standing(name, gap.differences[name]) for name in metrics if name in gap.differences
@@ -156,6 +156,10 @@ def _numbers(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]) -> s
         f"{show_difference(gap.differences[name])}"
         for name in metrics
     )
+
+
+def _identical(comparison: Comparison) -> bool:
+    return all(value == 0.0 for value in comparison.scores["mse"].values)
 
 
 def _shortfall(gate: Gate) -> float | None:

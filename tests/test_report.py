@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,6 +369,17 @@ def test_kernel_sentence_names_backends_and_the_worst_layer():
 )
 def test_numbers_are_shown_short(value, unit, wanted):
     assert show(value, unit) == wanted
+
+
+def test_terminal_shows_every_noise_floor(capsys, monkeypatch):
+    from quantkit.cli.report_tables import print_report
+
+    monkeypatch.setenv("COLUMNS", "100")
+    print_report(made_report(made(sigma=20.0)), Path("out"))
+    text = capsys.readouterr().out
+    assert "Noise floor: the original with BF16 instead of float32" in text
+    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|not told apart)", text)
+    assert "Noise floor: the original with batches of 1 instead of 2: the original" in text
 
 
 def test_intervals_and_differences_are_shown_in_brackets():

@@ -169,6 +169,8 @@ def test_worst_picture_is_named_with_prompt_and_floor():
         "The worst picture is 001 ('a ball and 1 cats'): SSIM 0.7, where the original has 0.95 "
         "with BF16 instead of FP16."
     )
+    still = gap(packed, comparison([1.0] * 3, mse=0.0))
+    assert describe_worst(packed, (floors[0], still)) == describe_worst(packed, floors)
     plain = replace(packed, prompts=None)
     assert describe_worst(plain, ()) == "The worst picture is 001: SSIM 0.7."
 

@@ -17,23 +17,44 @@ if TYPE_CHECKING:
     from quantkit.eval.result import Report
 
 
-def print_metrics(title: str, comparison: "Comparison", gaps: "tuple[FloorGap, ...]" = ()) -> None:
-    """Print every metric with its backbone and interval, and each noise floor beside it."""
+def print_metrics(title: str, comparison: "Comparison") -> None:
+    """Print every metric with its backbone, interval and extremes."""
+    from quantkit.eval.show import show, show_difference, show_mean
+    from quantkit.eval.tables import metric_rows
+
+    rows = [
+        (
+            row.label,
+            row.backbone or "-",
+            (show_difference if row.signed else show_mean)(row.summary),
+            show(row.summary.minimum),
+            show(row.summary.maximum),
+            row.better,
+        )
+        for row in metric_rows(comparison)
+    ]
+    columns = ("metric", "backbone", "mean [95 %]", "min", "max", "better")
+    print_table(f"{title}: {len(comparison.names)} pairs", columns, rows)
+
+
+def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
+    """Print every noise floor and what the packed pipeline adds to it."""
     from quantkit.eval.show import show_difference, show_mean
     from quantkit.eval.tables import metric_rows
 
-    rows = []
-    for row in metric_rows(comparison, gaps):
-        words = show_difference if row.signed else show_mean
-        floors = [
-            text
-            for cell in row.floors
-            for text in (words(cell.value), show_difference(cell.difference))
-        ]
-        rows.append((row.label, row.backbone or "-", words(row.summary), *floors, row.better))
-    beside = [text for gap in gaps for text in (gap.floor.title, "packed - floor")]
-    columns = ("metric", "backbone", "mean [95 %]", *beside, "better")
-    print_table(f"{title}: {len(comparison.names)} pairs", columns, rows)
+    table = metric_rows(comparison, gaps)
+    for index, gap in enumerate(gaps):
+        rows = [
+            (row.label, (show_difference if row.signed else show_mean)(cell.value),
+             show_difference(cell.difference), cell.standing.value)
+            for row in table
+            if (cell := row.floors[index]).standing is not None
+        ]  # fmt: skip
+        title = f"Noise floor: the original with {gap.floor.title}"
+        if rows:
+            print_table(title, ("metric", "floor", "packed - floor", "packed is"), rows)
+        else:
+            click.echo(f"{title}: {gap.floor.note}")
 
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
@@ -52,7 +73,8 @@ def print_report(result: "Report", output: Path) -> None:
     """Print the report's numbers, its verdict and where it lies."""
     from quantkit.eval.report import kernel_sentence
 
-    print_metrics(result.title, result.comparison, result.noise_floor)
+    print_metrics(result.title, result.comparison)
+    print_floors(result.comparison, result.noise_floor)
     print_gates(result.gates)
     click.echo(kernel_sentence(result))
     click.echo(result.verdict)
