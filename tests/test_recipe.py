@@ -145,10 +145,14 @@ BAD = {
     "neither edges nor auto": ("{name: t, activation: {buckets: all}}", "buckets.*found 'all'"),
     "no edges": ("{name: t, activation: {buckets: []}}", "wanted ascending timestep edges"),
     "buckets over steps": ("{name: t, calibration: {steps: 3}}", "buckets 4: more than the 3 step"),
-    "smooth": ("{name: t, smooth: 1.5}", "smooth: .*less than or equal to 1"),
-    "smooth and mse": (
-        "{name: t, smooth: 0.5, activation: {mode: static}}",
-        "set activation.observer: amax",
+    "smooth": ("{name: t, smooth: 1.5}", "smooth 1.5: wanted 0 to 1, or auto"),
+    "smooth and average": (
+        "{name: t, smooth: 0.5, activation: {mode: static, observer: moving_average}}",
+        "smooth with activation.observer moving_average: .* choose another observer",
+    ),
+    "split and average": (
+        "{name: t, split_concat: true, activation: {mode: static, observer: moving_average}}",
+        "split_concat with activation.observer moving_average",
     ),
     "budget": ("{name: t, sparsity: {error_budget: 0}}", "error_budget: .*greater than 0"),
     "no layers": ("{name: t, overrides: [{layers: []}]}", "overrides.0.layers"),
