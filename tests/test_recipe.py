@@ -52,7 +52,25 @@ def test_bundled_recipe_plans_published_models(name, published):
         names = [t.layer.name for t in plan]
         for override in recipe.overrides:
             settings = [recipe.settings(n) for n in names]
-            assert any(s.activation == override.activation for s in settings)
+            assert any(override.activation in {None, s.activation} for s in settings)
+
+
+def test_strategies_split_attention_as_they_say(published):
+    for model, component in published.items():
+        plans = {
+            name: plan_layers(component, load_recipe(name), calibrated=True, masked=())
+            for name in ("conservative", "hybrid", "aggressive", "fp8")
+        }
+        packed = {n: {t.layer.name for t in plan if t.scheme} for n, plan in plans.items()}
+        words = {name.split(".")[-2 if name.endswith(".0") else -1] for name in packed["hybrid"]}
+        assert {"to_q", "to_k"} <= words, model
+        assert not {"to_v", "add_v_proj", "to_out", "to_add_out"} & words, model
+        assert packed["hybrid"] < packed["fp8"] < packed["aggressive"], model
+        assert packed["conservative"] < packed["fp8"], model
+        kept = {"proj_in", "proj_out", "to_out", "to_add_out", "conv_point"}
+        last = {name.split(".")[-2 if name.endswith(".0") else -1] for name in
+                packed["conservative"]}  # fmt: skip
+        assert not kept & last, model
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -195,7 +213,7 @@ def test_documented_keys_are_all_there_are():
     assert recipe.activation == ActivationRecipe()
     assert recipe.calibration == CalibrationRecipe()
     assert set(documented) == set(Recipe.model_fields)
-    for name in ("weight", "activation", "sparsity", "calibration", "gates"):
+    for name in ("weight", "activation", "sparsity", "calibration", "gates", "budget"):
         assert set(documented[name]) == set(type(getattr(recipe, name)).model_fields), name
     assert set(documented["overrides"][0]) == set(Override.model_fields)
     assert not [name for name in recipe_names() if f"`{name}`" not in page]

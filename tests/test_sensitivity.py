@@ -159,6 +159,10 @@ def random_rows(count, k, seed=4):
     return (rows * torch.linspace(0.1, 3, k)).to(torch.bfloat16).float()
 
 
+def errors_of(*given):
+    return {name: found.error for name, found in local_errors(*given).items()}
+
+
 def settings_of(recipe="fp8"):
     return load_recipe(recipe).settings("layer")
 
@@ -167,7 +171,7 @@ def settings_of(recipe="fp8"):
 def test_local_error_is_that_of_the_packed_layer(tmp_path, name):
     layer, treatment = layer_in(tmp_path, SHAPES["linear"]), BY_NAME[name]
     rows = random_rows(40, layer.k)
-    found = local_errors(layer, settings_of(), stored_inputs(rows), CPU)[name]
+    found = errors_of(layer, settings_of(), stored_inputs(rows), CPU)[name]
     dense = nn.Linear(layer.k, layer.n, bias=False).requires_grad_(requires_grad=False)
     dense.weight.data = read_weight(layer, CPU)
     mask = TWO_OF_FOUR if treatment.method else None
@@ -184,8 +188,8 @@ def test_static_scales_are_those_of_their_buckets(tmp_path):
     rows[20:] *= 2.0**-18
     settings = load_recipe("fp8-buckets").settings("layer")
     settings = replace(settings, activation=settings.activation.model_copy(update={"buckets": 2}))
-    apart = local_errors(layer, settings, stored_inputs(rows, 2), CPU)
-    alone = local_errors(layer, settings, stored_inputs(rows[:20].repeat(2, 1), 2), CPU)
+    apart = errors_of(layer, settings, stored_inputs(rows, 2), CPU)
+    alone = errors_of(layer, settings, stored_inputs(rows[:20].repeat(2, 1), 2), CPU)
     assert apart["e4m3fn-static"] == pytest.approx(alone["e4m3fn-static"], rel=1e-3)
     pooled = replace(settings, activation=settings.activation.model_copy(update={"buckets": 1}))
     cast = treat_input(
@@ -198,14 +202,14 @@ def test_wanda_counts_inputs_where_magnitude_does_not(tmp_path):
     layer = layer_in(tmp_path, SHAPES["conv"])
     channels = torch.cat((torch.ones(16), torch.full((16,), 0.05)))
     rows = random_rows(64, layer.k) * channels.repeat(9)
-    errors = local_errors(layer, settings_of(), stored_inputs(rows, channels=32), CPU)
+    errors = errors_of(layer, settings_of(), stored_inputs(rows, channels=32), CPU)
     assert errors["2:4-wanda-16-bit"] < errors["2:4-magnitude-16-bit"]
 
 
 def test_errors_rank_as_their_formats_do(tmp_path):
     layer = layer_in(tmp_path, SHAPES["conv"])
     inputs = stored_inputs(random_rows(64, layer.k), channels=32)
-    errors = local_errors(layer, settings_of(), inputs, CPU)
+    errors = errors_of(layer, settings_of(), inputs, CPU)
     assert list(errors) == [t.name for t in TREATMENTS]
     assert errors["16-bit"] == 0
     assert 0 < errors["e4m3fn-token"] < errors["e5m2-token"] < errors["2:4-magnitude-16-bit"] < 1
@@ -214,7 +218,7 @@ def test_errors_rank_as_their_formats_do(tmp_path):
 
 def test_all_zero_output_has_no_error(tmp_path):
     layer = layer_in(tmp_path, SHAPES["linear"])
-    errors = local_errors(layer, settings_of(), stored_inputs(torch.zeros(8, layer.k)), CPU)
+    errors = errors_of(layer, settings_of(), stored_inputs(torch.zeros(8, layer.k)), CPU)
     assert set(errors.values()) == {0.0}
 
 
@@ -225,14 +229,14 @@ def test_rows_stand_for_what_their_bucket_saw(tmp_path):
     heavy = replace(inputs, statistics=replace(inputs.statistics, count=counts))
     only = StoredInputs(stored_inputs(random_rows(40, layer.k)[20:]).statistics, ())
     settings = settings_of()
-    found = local_errors(layer, settings, heavy, CPU)["e4m3fn-token"]
-    assert found == pytest.approx(local_errors(layer, settings, only, CPU)["e4m3fn-token"], 1e-4)
+    found = errors_of(layer, settings, heavy, CPU)["e4m3fn-token"]
+    assert found == pytest.approx(errors_of(layer, settings, only, CPU)["e4m3fn-token"], 1e-4)
 
 
 def test_layer_that_cannot_be_sparse_has_no_masks(tmp_path):
     layer = layer_in(tmp_path, (8, 48))
     assert dense_reason(layer, TWO_OF_FOUR)
-    errors = local_errors(layer, settings_of(), stored_inputs(random_rows(8, 48)), CPU)
+    errors = errors_of(layer, settings_of(), stored_inputs(random_rows(8, 48)), CPU)
     assert not [name for name in errors if name.startswith("2:4")]
 
 
@@ -644,15 +648,23 @@ def test_budget_has_one_goal():
 # From a pipeline to a packed one
 
 
+#: The cheapest observers, and few calls.
+QUICK = """
+name: quick
+activation: {mode: static, observer: amax, buckets: 2}
+calibration: {prompts: 1, steps: 2, guidance: 2.0, buckets: 2, batch: 1}
+"""
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory, pipeline_dir):
     """Calibrate the tiny pipeline and measure it, three layers in the pipeline."""
     folder = tmp_path_factory.mktemp("sensitivity")
-    invoke("calibrate", "model", pipeline_dir, "-r", "fp8-buckets", "--count", 2, "--steps", 4,
-           "-o", folder / "c.safetensors", "-q")  # fmt: skip
-    invoke("calibrate", "sensitivity", pipeline_dir, "-c", folder / "c.safetensors", "-r",
-           "fp8-buckets", "--count", 2, "--steps", 4, "--measure", 3, "-o", folder / "s.json",
-           "--plot", folder / "s.svg", "-q")  # fmt: skip
+    quick = folder / "quick.yaml"
+    quick.write_text(QUICK)
+    invoke("calibrate", "model", pipeline_dir, "-r", quick, "-o", folder / "c.safetensors", "-q")
+    invoke("calibrate", "sensitivity", pipeline_dir, "-c", folder / "c.safetensors", "-r", quick,
+           "--measure", 3, "-o", folder / "s.json", "--plot", folder / "s.svg", "-q")  # fmt: skip
     return folder
 
 
@@ -684,8 +696,7 @@ def test_every_layer_that_can_be_packed_is_measured(work, pipeline_dir):
 
 def test_measuring_again_gives_the_same_file(work, pipeline_dir):
     invoke("calibrate", "sensitivity", pipeline_dir, "-c", work / "c.safetensors", "-r",
-           "fp8-buckets", "--count", 2, "--steps", 4, "--measure", 3, "-o", work / "again.json",
-           "-q")  # fmt: skip
+           work / "quick.yaml", "--measure", 3, "-o", work / "again.json", "-q")  # fmt: skip
     assert (work / "again.json").read_bytes() == (work / "s.json").read_bytes()
 
 
@@ -714,9 +725,9 @@ def test_chosen_recipe_packs_to_its_size_and_its_latents(work, pipeline_dir, tmp
 
 def assert_same_latents(model, calibration, names, packed):
     """Hold treated layers of the original to the packed pipeline, by reference or by kernels."""
-    settings = CalibrationRecipe(prompts=1, steps=4, guidance=2.0, batch=1)
+    settings = CalibrationRecipe(prompts=1, steps=2, guidance=2.0, batch=1, buckets=1)
     prompts = ("a red fox",)
-    subject = Subject.of(model, load_recipe("fp8-buckets"), calibration)
+    subject = Subject.of(model, parse_recipe(QUICK, where="quick"), calibration)
     with quiet_libraries():
         pipe = load_pipeline(model, CPU)
         untouched = final_latents(pipe, prompts, settings)

@@ -23,7 +23,7 @@ from quantkit.recipe import BudgetRecipe, Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
 from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes
 from quantkit.sensitivity.edge import next_probe
-from quantkit.sensitivity.local import StoredInputs, local_errors, read_weight
+from quantkit.sensitivity.local import LocalError, StoredInputs, local_errors, read_weight
 from quantkit.sensitivity.result import (
     LayerSensitivity,
     Measured,
@@ -38,7 +38,7 @@ from quantkit.sensitivity.substitute import (
     treat_input,
     treat_weight,
 )
-from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS
+from quantkit.sensitivity.treatments import BY_NAME
 from quantkit.tensorfile import read_header
 
 
@@ -275,13 +275,12 @@ def _measure_layer(
     rows = float(inputs.statistics.count.sum()) / (about.prompts * about.steps) / stride
     errors = local_errors(layer, settings, inputs, device)
 
-    def outcome(name: str) -> Outcome:
+    def outcome(name: str, found: LocalError) -> Outcome:
         treatment = BY_NAME[name]
-        cast = treat_input(treatment, settings.activation, inputs.statistics, inputs.edges)
-        nbytes = packed_bytes(layer, treatment, settings.weight, () if cast is None else cast.edges)
-        return Outcome(errors[name], nbytes, modelled_seconds(layer, treatment, nbytes, rows))
+        nbytes = packed_bytes(layer, treatment, settings.weight, found.edges)
+        return Outcome(found.error, nbytes, modelled_seconds(layer, treatment, nbytes, rows))
 
-    outcomes = {t.name: outcome(t.name) for t in TREATMENTS if t.name in errors}
+    outcomes = {name: outcome(name, found) for name, found in errors.items()}
     return LayerSensitivity(layer.name, layer.kind, layer.shape, digest, rows, outcomes)
 
 

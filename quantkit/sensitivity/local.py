@@ -47,6 +47,17 @@ class StoredInputs:
                 yield start, rows[:count].to(device).float(), seen / count
 
 
+@dataclass(frozen=True)
+class LocalError:
+    """What one treatment does to a layer's output."""
+
+    #: sum |W x - W' x'|^2 / sum |W x|^2 over the stored rows x, without the bias; 0 where the
+    #: output is all zero
+    error: float
+    #: timesteps between its static scales
+    edges: tuple[float, ...]
+
+
 def read_weight(layer: Layer, device: torch.device) -> Tensor:
     """Return the layer's weight as rows (N, K), float32.
 
@@ -59,11 +70,10 @@ def read_weight(layer: Layer, device: torch.device) -> Tensor:
 
 def local_errors(
     layer: Layer, settings: LayerSettings, inputs: StoredInputs, device: torch.device
-) -> dict[str, float]:
+) -> dict[str, LocalError]:
     """Return the relative output error of every treatment that the layer can have.
 
-    The error is sum |W x - W' x'|^2 / sum |W x|^2 over the stored rows x, without the bias; 0 where
-    the output is all zero. One weight and its treated copy are held at a time.
+    One weight and its treated copy are held at a time.
 
     Args:
         layer: its weight is read from the file.
@@ -79,12 +89,13 @@ def local_errors(
     weight = read_weight(layer, device)
     moments = column_moments(inputs.statistics, layer.area).to(device)
     possible = [t for t in TREATMENTS if not refusal(t, layer)]
-    errors: dict[str, float] = {}
+    errors: dict[str, LocalError] = {}
     for alike in _by_weight(possible):
         treated = treat_weight(weight, alike[0], settings, moments)
         for treatment in alike:
             cast = treat_input(treatment, settings.activation, inputs.statistics, inputs.edges)
-            errors[treatment.name] = _error(weight, treated, inputs, on_device(cast, device))
+            error = _error(weight, treated, inputs, on_device(cast, device))
+            errors[treatment.name] = LocalError(error, () if cast is None else cast.edges)
     return {treatment.name: errors[treatment.name] for treatment in possible}
 
 
