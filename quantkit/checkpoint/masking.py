@@ -39,12 +39,14 @@ def masks_beforehand(
     *,
     progress: Progress,
 ) -> MaskSet | None:
-    """Return the masks that must be chosen before packing: within a budget, or by sparsegpt.
+    """Return the masks that are chosen before packing: within a budget, or with second moments.
 
     Others (None) are chosen block by block while packing, and never held.
     """
     rule = recipe.sparsity
-    if rule is None or (rule.error_budget is None and rule.method in MASKS):
+    if rule is None:
+        return None
+    if hessians is None and rule.error_budget is None and rule.method in MASKS:
         return None
     surgeon = None if hessians is None else Surgeon(hessians, torch.device("cpu"))
     gptq = recipe.weight.rounding == "gptq"

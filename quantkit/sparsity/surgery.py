@@ -19,7 +19,7 @@ from quantkit.numerics.packing import to_rows
 #: that kept the demo's pictures best.
 DAMPING = 1e-2
 #: The refit starts from settled weights, so it may trust the moment more.
-REFIT_DAMPING = 1e-3
+REFIT_DAMPING = 1e-2
 REFIT_STEPS = 30
 
 
