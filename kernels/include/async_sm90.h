@@ -30,13 +30,15 @@ QK_DEVICE void barrier_expect(u32 barrier, int bytes) {
 QK_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// Arrives at the barrier that lies at the same place in block `rank` of the cluster.
+/// Arrives at the barrier that lies at the same place in block `rank` of the cluster. Orders nothing beyond the
+/// calling block: with `.release.cluster` every arrival waited for all of the thread's memory traffic (MEMBAR.GPU),
+/// and the K loop took half as long again.
 QK_DEVICE void barrier_arrive_at(u32 barrier, int rank) {
   asm volatile(
       "{\n\t"
       ".reg .b32 remote;\n\t"
       "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
@@ -74,6 +76,22 @@ QK_DEVICE void copy_box_to(u16 blocks, u32 target, const TensorMap& map, u32 bar
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
       : "memory");
 }
+
+/// Writes a box of shared memory to a matrix; what lies outside the matrix is left out. Belongs to a group of
+/// copies of the calling thread.
+QK_DEVICE void store_box(const TensorMap& map, u32 source, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
+               "r"(column), "r"(row)
+               : "memory");
+}
+QK_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Waits until all but the last kPending groups of the calling thread have read their shared memory.
+template <int kPending>
+QK_DEVICE void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+/// Shows the calling thread's writes to shared memory to the copy engine.
+QK_DEVICE void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 QK_DEVICE int cluster_rank() {
   u32 rank;

@@ -23,15 +23,15 @@ template <class Tile, Io kIo, bool kPerToken, bool kPerChannel>
 struct HopperEpilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
-  static constexpr int kPerPiece = sizeof(Vec16) / sizeof(Memory);
-  static constexpr int kPieces = Tile::kOutputs / kPerPiece;  // of a row
+  static constexpr int kChunks = Tile::kM / Tile::kChunk;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
 
   EpilogueArgs args;
-  u8* buffer;      // kChunk rows of kPitch bytes, the warpgroup's own
-  f32* scales;     // kM, likewise
-  int thread;      // of the warpgroup
-  int barrier;     // the warpgroup's
+  const TensorMap& map;  // of y
+  u8* staged;            // the warpgroup's own: kStaged chunks
+  f32* scales;           // likewise, kM
+  int thread;            // of the warpgroup
+  int barrier;           // the warpgroup's
 
   /// What the lane multiplies and adds, fetched before the K loop hides the wait.
   struct Factors {
@@ -62,17 +62,42 @@ struct HopperEpilogue {
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
     }
-    QK_UNROLL for (int first = 0; first < Tile::kM; first += Tile::kChunk) {
-      group_sync(barrier, 128);  // the scales are there, the chunk before has been read
-      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) deposit(sums, factors, first, part);
+    const bool whole_pieces = args.n % static_cast<int>(sizeof(Vec16) / sizeof(Memory)) == 0;
+    QK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
+      u8* const buffer = staged + chunk % Tile::kStaged * Tile::kChunkBytes;
+      const int first = chunk * Tile::kChunk;
+      if (chunk == 0 || kChunks > Tile::kStaged) {
+        // The scales are there, and the buffer's last chunk has left it.
+        if (thread == 0) store_wait<(kChunks > Tile::kStaged ? Tile::kStaged - 1 : 0)>();
+        group_sync(barrier, 128);
+      }
+      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) deposit(sums, factors, buffer, first, part);
+      store_fence();
       group_sync(barrier, 128);
-      write(at, first);
+      if (!whole_pieces) {
+        write(buffer, at, first);
+      } else if (thread == 0) {
+        QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
+          store_box(map, shared_address(buffer) + box * Tile::kBoxBytes, at.n + box * Tile::kBoxOutputs, at.m + first);
+        }
+        store_commit();
+      }
     }
   }
 
+  /// Before the block ends: its shared memory has been read.
+  QK_DEVICE void finish() const {
+    if (thread == 0) store_wait<0>();
+  }
+
  private:
-  /// Sixteen tokens from `first + part` into rows part .. of the buffer.
-  QK_DEVICE void deposit(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors, int first,
+  /// Place of 16 bytes in a chunk: rows of 128 bytes, their eight pieces swizzled by the row.
+  static QK_DEVICE int place(int row, int byte) {
+    return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
+  }
+
+  /// Sixteen tokens from `first + part` into rows part .. of a chunk.
+  QK_DEVICE void deposit(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors, u8* buffer, int first,
                          int part) const {
     const int lane = thread % 32, warp = thread / 32;
     f32 token[2][2];
@@ -93,31 +118,25 @@ struct HopperEpilogue {
           words[i] = round_pair<kIo>(values[i / 2][i % 2][0], values[i / 2][i % 2][1]);
         }
         const int row = part + 8 * (lane / 16) + lane % 8, column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
-        store_transposed(shared_address(buffer + row * Tile::kPitch + column * 2), words);
+        store_transposed(shared_address(buffer + place(row, 2 * column)), words);
       } else {
         QK_UNROLL for (int i = 0; i < 8; ++i) {
           const int row = part + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
           const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
-          store(buffer + row * Tile::kPitch + column * 4, values[i / 4][i / 2 % 2][i % 2]);
+          store(buffer + place(row, 4 * column) + 4 * column % 16, values[i / 4][i / 2 % 2][i % 2]);
         }
       }
     }
   }
 
-  QK_DEVICE void write(Position at, int first) const {
-    QK_UNROLL for (int i = 0; i < Tile::kChunk * kPieces / 128; ++i) {
-      const int piece = 128 * i + thread, row = piece / kPieces, column = piece % kPieces * kPerPiece;
-      const int token = at.m + first + row, output = at.n + column;
+  QK_DEVICE void write(const u8* buffer, Position at, int first) const {
+    QK_NO_UNROLL
+    for (int i = thread; i < Tile::kChunk * Tile::kOutputs; i += 128) {
+      const int row = i / Tile::kOutputs, column = i % Tile::kOutputs;
+      const int token = at.m + first + row, output = at.n + column, byte = column * static_cast<int>(sizeof(Memory));
       if (token >= args.m || output >= args.n) continue;
-      const u8* const source = buffer + row * Tile::kPitch + piece % kPieces * 16;
-      Memory* const target = static_cast<Memory*>(args.y) + (static_cast<i64>(token) * args.n + output);
-      if (args.n % kPerPiece == 0) {
-        store(target, load<Vec16>(source));
-      } else {
-        QK_UNROLL for (int e = 0; e < kPerPiece; ++e) {
-          if (output + e < args.n) target[e] = load<Memory>(source + e * sizeof(Memory));
-        }
-      }
+      static_cast<Memory*>(args.y)[static_cast<i64>(token) * args.n + output] =
+          load<Memory>(buffer + place(row, byte) + byte % 16);
     }
   }
 };

@@ -9,6 +9,7 @@ namespace qk {
 struct HopperOperands {
   const TensorMap& x;
   const TensorMap& w;
+  const TensorMap& y;  // used when rows of y are a multiple of 16 bytes
   const u8* w_meta;  // null unless the weights are sparse
   EpilogueArgs out;
   int k, group;
@@ -18,7 +19,6 @@ template <class Tile, Format kW, Format kX, bool kPromote, Io kIo, bool kPerToke
 struct HopperGemm {
   using Loop = HopperLoop<Tile, kW, kX, kPromote>;
   using Epilogue = HopperEpilogue<Tile, kIo, kPerToken, kPerChannel>;
-  using Spot = typename Ring<Tile>::Spot;
   static constexpr bool kSplit = Tile::kShare == Share::kSplitK;
 
   static QK_DEVICE void run(const HopperOperands& op, u8* shared) {
@@ -26,6 +26,7 @@ struct HopperGemm {
     if (thread_index() == 0) {
       tensor_map_prefetch(op.x);
       tensor_map_prefetch(op.w);
+      tensor_map_prefetch(op.y);
       ring.init();
     }
     sync();
@@ -57,13 +58,14 @@ struct HopperGemm {
   }
 
   static QK_DEVICE void produce(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const HopperOperands& op) {
-    Spot spot(0);
-    for (int tile = schedule.first; tile < schedule.total; tile += schedule.step) {
+    int stage = 0, parity = 1, set = 0;  // the first lap finds the ring empty
+    for (int tile = schedule.first; tile < schedule.total; tile += schedule.step, set ^= 1) {
       const Position at = schedule.position(tile);
       for (int step = 0; step < schedule.count; ++step) {
-        barrier_wait(ring.empty(spot.stage), spot.parity ^ 1);
-        ring.fill(spot.stage, schedule.begin + step, at, schedule.rank, op.x, op.w);
-        spot.advance();
+        barrier_wait(ring.empty(stage), parity);
+        ring.fill(stage, ring.full(set, stage), schedule.begin + step, at, schedule.rank, op.x, op.w);
+        stage = Reader<Tile>::after(stage);
+        if (stage == 0) parity ^= 1;
       }
     }
   }
@@ -72,28 +74,34 @@ struct HopperGemm {
                                 u8* shared, int group) {
     const int thread = thread_index() % 128, lane = thread % 32;
     const int row = Tile::kPingPong ? 0 : group * Tile::kOutputs;
-    u8* const own = shared + Tile::kTail + group * (Tile::kChunkBytes + Tile::kScaleBytes);
-    const Epilogue epilogue{op.out, own, reinterpret_cast<f32*>(own + Tile::kChunkBytes), thread, group + 1};
+    u8* const staged = shared + Tile::kStages * Tile::kStageBytes + group * Tile::kStaged * Tile::kChunkBytes;
+    f32* const scales = reinterpret_cast<f32*>(shared + Tile::kScales + group * Tile::kScaleBytes);
+    const Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1};
+    Reader<Tile> reader;
     int turn = 0;
     for (int tile = schedule.first; tile < schedule.total; tile += schedule.step, ++turn) {
-      if (Tile::kPingPong && turn % 2 != group) continue;
+      if (Tile::kPingPong && turn % 2 != group) {
+        reader.skip(schedule.count);
+        continue;
+      }
       const Position at = schedule.position(tile);
       const Position mine = {at.m, at.n + row};
       const auto factors = epilogue.fetch(mine);
-      Loop loop{ring, row, lane, nullptr, 0, op.k};
+      Loop loop{ring, group, row, lane, nullptr, 0, op.k};
       if constexpr (Tile::kSparse) {
         const int first = mine.n + thread / 32 * 16 + (lane >> 2) + 8 * (lane & 1);
         loop.nibbles = op.w_meta + static_cast<i64>(first) * (op.k / 8) + 4 * (lane >> 1 & 1);
         loop.rows_left = op.out.n - first;
       }
       typename Loop::Sums sums;
-      loop.run(sums, Spot(turn * schedule.count), schedule.begin, schedule.count);
+      loop.run(sums, reader, schedule.begin, schedule.count);
       if constexpr (kSplit) {
         gather(sums, ring, schedule.rank, group * 128 + thread);
         if (schedule.rank != 0) return;
       }
       epilogue.run(sums, factors, mine);
     }
+    epilogue.finish();
   }
 
   /// Adds the sums of all blocks of the team in block 0, in order of rank.

@@ -22,6 +22,7 @@ struct HopperLoop {
   };
 
   Ring<Tile> ring;
+  int set;        // of full barriers
   int first_row;  // of the warpgroup's weights in the tile
   int lane;
   const u8* nibbles;  // of the lane's first row, its word of the first step
@@ -56,22 +57,20 @@ struct HopperLoop {
     }
   }
 
-  using Spot = typename Ring<Tile>::Spot;
-
-  /// Sums K steps begin .. begin + count - 1, whose ring places start at `spot`, into `sums`.
-  QK_DEVICE void run(Sums& sums, Spot spot, int begin, int count) const {
+  /// Adds up K steps begin .. begin + count - 1, the next ones of `reader`.
+  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, int begin, int count) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       QK_UNROLL for (int i = 0; i < kSums; ++i) sums[block][i] = 0.0f;
     }
     if constexpr (kPromote || Tile::kSparse) {
-      run_in_rounds(sums, spot, begin, count);
+      run_in_rounds(sums, reader, begin, count);
     } else {
-      run_ahead(sums, spot, count);
+      run_ahead(sums, reader, count);
     }
   }
 
   /// Waits for every round. With two warpgroups the other one's instructions fill the gap.
-  QK_DEVICE void run_in_rounds(Sums& sums, Spot spot, int begin, int count) const {
+  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, int begin, int count) const {
     f32 parts[kPromote ? kSums : 1];
     Metadata meta;
     fetch(meta, begin);
@@ -79,60 +78,57 @@ struct HopperLoop {
     for (int step = 0; step < count; step += kRound) {
       Metadata next;
       fetch(next, begin + step + kRound);
-      const Spot start = spot;
+      const int first = reader.stage;
       QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-        spot = start;
+        int stage = first;
         wgmma_fence();
         QK_UNROLL for (int r = 0; r < kRound; ++r) {
           if (r > 0 && step + r >= count) break;
-          if (block == 0) barrier_wait(ring.full(spot.stage), spot.parity);
+          if (block == 0) reader.take(ring, set);
           const u32* const words = meta.words[Tile::kSparse ? r : 0][block];
           if constexpr (kPromote) {
-            multiply(parts, spot.stage, block, words, r > 0);
+            multiply(parts, stage, block, words, r > 0);
           } else {
-            multiply(sums[block], spot.stage, block, words, true);
+            multiply(sums[block], stage, block, words, true);
           }
-          spot.advance();
+          stage = Reader<Tile>::after(stage);
         }
         wgmma_commit();
         if constexpr (kPromote) {
           wgmma_wait<0>();
-          if (block + 1 == Tile::kBlocks) release(start, step + 1 < count ? kRound : 1);
+          if (block + 1 == Tile::kBlocks) release(first, step + 1 < count);
           settle(parts);
           QK_UNROLL for (int i = 0; i < kSums; ++i) sums[block][i] += parts[i];
         }
       }
       if constexpr (!kPromote) {
         wgmma_wait<0>();
-        release(start, 1);
+        release(first, false);
         QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) settle(sums[block]);
       }
       meta = next;
     }
   }
 
-  QK_DEVICE void release(Spot spot, int stages) const {
-    for (int r = 0; r < stages; ++r) {
-      ring.release(spot.stage, lane);
-      spot.advance();
-    }
+  QK_DEVICE void release(int stage, bool both) const {
+    ring.release(stage, lane);
+    if (kRound == 2 && both) ring.release(Reader<Tile>::after(stage), lane);
   }
 
   /// Keeps one stage's instructions in flight while the next one's are issued.
-  QK_DEVICE void run_ahead(Sums& sums, Spot spot, int count) const {
+  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, int count) const {
     int previous = 0;
     QK_NO_UNROLL
     for (int step = 0; step < count; ++step) {
-      barrier_wait(ring.full(spot.stage), spot.parity);
+      const int stage = reader.take(ring, set);
       wgmma_fence();
       QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-        multiply(sums[block], spot.stage, block, nullptr, true);
+        multiply(sums[block], stage, block, nullptr, true);
       }
       wgmma_commit();
       wgmma_wait<1>();
       if (step > 0) ring.release(previous, lane);
-      previous = spot.stage;
-      spot.advance();
+      previous = stage;
     }
     wgmma_wait<0>();
     if (count > 0) ring.release(previous, lane);
