@@ -7,9 +7,9 @@
 // in a row makes its scale NaN and with it all its codes: it is passed on visibly, never turned into a number.
 //
 // Launch: 256 threads, grid (ceil(M / 8), 1, 1). A block has eight rows. A row is taken by 1, 2, 4 or all 8 of its
-// waves, the fewest that hold it in registers, kHeld runs of 16 values a lane: lane l of the row's wave w takes the
-// values at (step * waves + w) * 512 + 16 * l. What is not held is read a second time: the end of a row that eight waves
-// cannot hold, and rows that are no whole number of runs.
+// waves, the fewest that hold it in registers, two runs of 16 values a lane: lane l of the row's wave w takes the values
+// at (step * waves + w) * 512 + 16 * l. What is not held is read a second time: the end of a row that eight waves cannot
+// hold (K > 8192), and most of a row that is no whole number of runs.
 #include "vector_io.h"
 
 namespace {

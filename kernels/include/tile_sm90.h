@@ -108,7 +108,9 @@ struct Ring {
   QK_DEVICE u32 full(int set, int stage) const {
     return base + Tile::kBarriers + 8 * (Tile::kFullSets > 1 ? set * Tile::kStages + stage : stage);
   }
-  QK_DEVICE u32 empty(int stage) const { return base + Tile::kBarriers + 8 * (Tile::kFullSets * Tile::kStages + stage); }
+  QK_DEVICE u32 empty(int stage) const {
+    return base + Tile::kBarriers + 8 * (Tile::kFullSets * Tile::kStages + stage);
+  }
 
   static constexpr bool kMulticast = Tile::kShare == Share::kTokens || Tile::kShare == Share::kWeights;
 
