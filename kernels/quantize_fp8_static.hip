@@ -2,7 +2,7 @@
 //
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH = 1
 // scale   f32 [1], read                      q       fp8 codes [M, K]
-// Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division; the bytes
+// Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division (vector_io.h); the bytes
 // equal torch's `(x.float() * smooth / scale).clamp(-max, max).to(fp8)`. NaN becomes the NaN code, never a number.
 //
 // Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a block, r = 0
@@ -24,7 +24,7 @@ QK_KERNEL(kThreads)
 QK_SYMBOL(const void* x, const float* smooth, const float* scale, qk::u8* q, int m, int k) {
   using Run = qk::RunOf<qk::Io(QK_IO)>;
   const qk::i64 total = static_cast<qk::i64>(m) * k;
-  const float divisor = scale[0];
+  const qk::Divisor<qk::Format(QK_X_FORMAT)> divisor(scale[0]);
   QK_UNROLL for (int run = 0; run < kRuns; ++run) {
     const qk::i64 start =
         static_cast<qk::i64>(qk::block_x()) * kBlockValues + (run * kThreads + qk::thread_index()) * qk::kRun;
@@ -40,7 +40,7 @@ QK_SYMBOL(const void* x, const float* smooth, const float* scale, qk::u8* q, int
         column = column + 1 < k ? column + 1 : 0;
       }
     }
-    qk::write_codes<qk::Format(QK_X_FORMAT)>(q + start, values, divisor, whole, count);
+    qk::write_codes(q + start, values, divisor, whole, count);
   }
 }
 

@@ -115,6 +115,7 @@ QK_DEVICE u16 float_to_half(f32 value) {
   return static_cast<u16>(choose(magnitude < kHuge, finite, special) | (bits >> 16 & 0x8000u));
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }
+QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
 
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -192,6 +193,7 @@ QK_DEVICE u32 lane_xor(u32 value, int mask) {
 QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
 QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
+QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
 
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -226,6 +228,20 @@ QK_DEVICE u16 float_to_half(f32 value) {
   return half;
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return __fadd_rn(a, b); }  // NVRTC would fuse a plain sum
+QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
+
+/// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes NaN.
+#    define QK_ENCODES_PAIRS 1
+QK_DEVICE u32 encode_pair_e4m3fn(f32 low, f32 high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+QK_DEVICE u32 encode_pair_e5m2(f32 low, f32 high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 
 #  endif
 

@@ -1,0 +1,144 @@
+// From a warpgroup's sums to y on Hopper: scaled, biased, rounded, turned through shared memory into whole rows.
+//
+// y = sum * x_scale * w_scale + bias in f32, left to right, rounded once to io, as in epilogue.h. A lane holds
+// two neighbouring tokens of an output, y has outputs contiguous: a chunk of tokens is transposed on the way
+// into shared memory (stmatrix for 16-bit types) and leaves it 16 bytes at a time.
+#pragma once
+
+#include "epilogue.h"
+#include "tile_sm90.h"
+
+namespace qk {
+
+/// Two values rounded to a pair of io values, the first one lowest.
+template <Io kIo>
+QK_DEVICE u32 round_pair(f32 low, f32 high) {
+  u32 pair;
+  if constexpr (kIo == Io::kF16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  if constexpr (kIo == Io::kBF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <class Tile, Io kIo, bool kPerToken, bool kPerChannel>
+struct HopperEpilogue {
+  using Type = IoType<kIo>;
+  using Memory = typename Type::Memory;
+  static constexpr int kChunks = Tile::kM / Tile::kChunk;
+  static constexpr int kTokenScales = (Tile::kM + 127) / 128;
+
+  EpilogueArgs args;
+  const TensorMap& map;  // of y
+  u8* staged;            // the warpgroup's own: kStaged chunks
+  f32* scales;           // likewise, kM
+  int thread;            // of the warpgroup
+  int barrier;           // the warpgroup's
+
+  /// What the lane multiplies and adds, fetched before the K loop hides the wait.
+  struct Factors {
+    f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2], token[kTokenScales];
+  };
+
+  QK_DEVICE Factors fetch(Position at) const {
+    Factors factors;
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      QK_UNROLL for (int half = 0; half < 2; ++half) {
+        const int output = at.n + 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+        const bool inside = output < args.n;
+        factors.weight[block][half] = kPerChannel ? (inside ? args.w_scale[output] : 0.0f) : args.w_scale[0];
+        factors.bias[block][half] = 0.0f;
+        if (args.bias != nullptr && inside) {
+          factors.bias[block][half] = Type::widen(static_cast<const Memory*>(args.bias)[output]);
+        }
+      }
+    }
+    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
+      const int token = at.m + 128 * i + thread;
+      factors.token[i] = kPerToken ? (token < args.m ? args.x_scale[token] : 0.0f) : args.x_scale[0];
+    }
+    return factors;
+  }
+
+  QK_DEVICE void run(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors, Position at) const {
+    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
+      if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
+    }
+    const bool whole_pieces = args.n % static_cast<int>(sizeof(Vec16) / sizeof(Memory)) == 0;
+    QK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
+      u8* const buffer = staged + chunk % Tile::kStaged * Tile::kChunkBytes;
+      const int first = chunk * Tile::kChunk;
+      if (chunk == 0 || kChunks > Tile::kStaged) {
+        // The scales are there, and the buffer's last chunk has left it.
+        if (thread == 0) store_wait<(kChunks > Tile::kStaged ? Tile::kStaged - 1 : 0)>();
+        group_sync(barrier, 128);
+      }
+      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) deposit(sums, factors, buffer, first, part);
+      store_fence();
+      group_sync(barrier, 128);
+      if (!whole_pieces) {
+        write(buffer, at, first);
+      } else if (thread == 0) {
+        QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
+          store_box(map, shared_address(buffer) + box * Tile::kBoxBytes, at.n + box * Tile::kBoxOutputs, at.m + first);
+        }
+        store_commit();
+      }
+    }
+  }
+
+  /// Before the block ends: its shared memory has been read.
+  QK_DEVICE void finish() const {
+    if (thread == 0) store_wait<0>();
+  }
+
+ private:
+  /// Place of 16 bytes in a chunk: rows of 128 bytes, their eight pieces swizzled by the row.
+  static QK_DEVICE int place(int row, int byte) {
+    return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
+  }
+
+  /// Sixteen tokens from `first + part` into rows part .. of a chunk.
+  QK_DEVICE void deposit(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors, u8* buffer, int first,
+                         int part) const {
+    const int lane = thread % 32, warp = thread / 32;
+    f32 token[2][2];
+    QK_UNROLL for (int i = 0; i < 4; ++i) {
+      token[i / 2][i % 2] = scales[first + part + 8 * (i / 2) + 2 * (lane % 4) + i % 2];
+    }
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      f32 values[2][2][2];  // eight tokens, half of the outputs, neighbouring tokens
+      QK_UNROLL for (int i = 0; i < 8; ++i) {
+        const int eight = i / 4, half = i / 2 % 2;
+        const f32 sum = sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2];
+        values[eight][half][i % 2] =
+            add_rounded(sum * token[eight][i % 2] * factors.weight[block][half], factors.bias[block][half]);
+      }
+      if constexpr (sizeof(Memory) == 2) {
+        u32 words[4];
+        QK_UNROLL for (int i = 0; i < 4; ++i) {
+          words[i] = round_pair<kIo>(values[i / 2][i % 2][0], values[i / 2][i % 2][1]);
+        }
+        const int row = part + 8 * (lane / 16) + lane % 8, column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
+        store_transposed(shared_address(buffer + place(row, 2 * column)), words);
+      } else {
+        QK_UNROLL for (int i = 0; i < 8; ++i) {
+          const int row = part + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+          const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
+          store(buffer + place(row, 4 * column) + 4 * column % 16, values[i / 4][i / 2 % 2][i % 2]);
+        }
+      }
+    }
+  }
+
+  QK_DEVICE void write(const u8* buffer, Position at, int first) const {
+    QK_NO_UNROLL
+    for (int i = thread; i < Tile::kChunk * Tile::kOutputs; i += 128) {
+      const int row = i / Tile::kOutputs, column = i % Tile::kOutputs;
+      const int token = at.m + first + row, output = at.n + column, byte = column * static_cast<int>(sizeof(Memory));
+      if (token >= args.m || output >= args.n) continue;
+      static_cast<Memory*>(args.y)[static_cast<i64>(token) * args.n + output] =
+          load<Memory>(buffer + place(row, byte) + byte % 16);
+    }
+  }
+};
+
+}  // namespace qk

@@ -1,0 +1,175 @@
+// Tiles, shared memory and the order of work of the Hopper kernels.
+//
+// A block computes tiles of kN outputs x kM tokens, one after the other (persistent). One thread of the last
+// warpgroup keeps a ring of kStages K steps full; the warpgroups before it multiply. They share a tile
+// (kPingPong false: warpgroup c has outputs 64 kBlocks c ..) or take tiles in turns (true), so that one's
+// epilogue runs under the other's matrix instructions. A team of blocks (a cluster) shares what all need:
+//   kTokens   neighbouring outputs: each copies a part of the token rows into all blocks of the team
+//   kWeights  neighbouring tokens: likewise the weight rows
+//   kSplitK   one tile, each block a part of K; the sums meet in block 0. One tile per team.
+#pragma once
+
+#include "mma_sm90.h"
+
+namespace qk {
+
+enum class Share { kNothing, kTokens, kWeights, kSplitK };
+
+struct Problem {
+  int m, n, k;
+  int group;  // token tiles that are walked together, so that they meet in L2
+};
+
+/// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of 32 tokens that wait in shared memory for the
+/// copy engine to write them out; with all of them, the next tile starts while the last one is written.
+template <int N, int M, int Blocks, bool PingPong, Share kHow, int Team, int Staged, bool Sparse, int OutputBytes>
+struct HopperTile {
+  static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
+  static constexpr bool kPingPong = PingPong, kSparse = Sparse;
+  static constexpr Share kShare = kHow;
+  static constexpr int kConsumers = PingPong ? 2 : N / (64 * Blocks);
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kOutputs = 64 * Blocks;  // of a warpgroup
+  static constexpr int kStepK = 128;            // K of a stage: a swizzled row of token codes
+  static constexpr int kWeightRow = Sparse ? kStepK / 2 : kStepK;
+  static constexpr int kWeightBytes = N * kWeightRow, kTokenBytes = M * kStepK;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  // A warpgroup's staged outputs: boxes of kChunk rows of 128 bytes, swizzled over 8 rows.
+  static constexpr int kBoxOutputs = 128 / OutputBytes, kBoxes = kOutputs / kBoxOutputs;
+  static constexpr int kChunk = M % 32 == 0 ? 32 : 16;
+  static constexpr int kBoxBytes = kChunk * 128, kChunkBytes = kBoxes * kBoxBytes;
+  static constexpr int kStaged = Staged < M / kChunk ? Staged : M / kChunk;
+  static constexpr int kScaleBytes = 4 * M;
+  static constexpr int kLimit = 227 * 1024;  // shared memory of a block
+  static constexpr int kTailBytes = kConsumers * (kStaged * kChunkBytes + kScaleBytes);
+  static constexpr int kFullSets = PingPong ? 2 : 1;
+  static constexpr int kFit = (kLimit - kTailBytes - 512) / kStageBytes;
+  static constexpr int kStages = kFit < 16 ? kFit : 16;
+  static constexpr int kScales = kStages * kStageBytes + kConsumers * kStaged * kChunkBytes;
+  static constexpr int kBarriers = kScales + kConsumers * kScaleBytes;  // full[kFullSets][kStages], empty[kStages]
+  static constexpr int kSharedBytes = kBarriers + 8 * (kFullSets + 1) * kStages;
+  static_assert(PingPong ? N == 64 * Blocks : N % (64 * Blocks) == 0, "warpgroups cut the tile into 64-output blocks");
+  static_assert(M % 16 == 0 && kStageBytes % 1024 == 0 && kBoxBytes % 1024 == 0, "swizzled boxes start on 1024 bytes");
+  static_assert(kStages >= 2, "the ring needs two stages");
+  static_assert(kHow != Share::kTokens || M / Team % 8 == 0, "each block of a team copies whole swizzle atoms");
+  static_assert((kHow == Share::kNothing) == (Team == 1), "a team shares something");
+  static_assert(kHow != Share::kSplitK || (Team - 1) * kConsumers * Blocks * M * 256 <= kStages * kStageBytes,
+                "the sums of a team meet in the ring");
+};
+
+struct Position {
+  int m, n;  // first token and output
+};
+
+/// Which tiles this block computes, and which K steps of them.
+template <class Tile>
+struct Schedule {
+  int tiles_m, tiles_n;  // of teams
+  int first, step, total, group;
+  int rank;
+  int begin, count;  // K steps
+
+  QK_DEVICE explicit Schedule(const Problem& p) {
+    constexpr int kTeamM = Tile::kM * (Tile::kShare == Share::kWeights ? Tile::kTeam : 1);
+    constexpr int kTeamN = Tile::kN * (Tile::kShare == Share::kTokens ? Tile::kTeam : 1);
+    tiles_m = (p.m - 1) / kTeamM + 1;
+    tiles_n = (p.n - 1) / kTeamN + 1;
+    total = tiles_m * tiles_n;
+    group = p.group;
+    rank = Tile::kTeam == 1 ? 0 : cluster_rank();
+    first = block_x() / Tile::kTeam;
+    step = static_cast<int>(gridDim.x) / Tile::kTeam;
+    const int steps = (p.k - 1) / Tile::kStepK + 1;
+    const bool split = Tile::kShare == Share::kSplitK;
+    begin = split ? rank * steps / Tile::kTeam : 0;
+    count = (split ? (rank + 1) * steps / Tile::kTeam : steps) - begin;
+  }
+
+  QK_DEVICE Position position(int tile) const {
+    const int start = tile / (group * tiles_n) * group;
+    const int rows = tiles_m - start < group ? tiles_m - start : group;
+    const int within = tile - start * tiles_n;
+    int m = start + within % rows, n = within / rows;
+    if (Tile::kShare == Share::kWeights) m = m * Tile::kTeam + rank;
+    if (Tile::kShare == Share::kTokens) n = n * Tile::kTeam + rank;
+    return {m * Tile::kM, n * Tile::kN};
+  }
+};
+
+/// The ring of stages. The copying thread meets every stage in order. A warpgroup that takes tiles in turns
+/// skips stages, so it has full barriers of its own and counts their phases: on a shared one it could take the
+/// end of a phase that it never waited for as its own.
+template <class Tile>
+struct Ring {
+  u32 base;
+
+  QK_DEVICE u32 weights(int stage) const { return base + stage * Tile::kStageBytes; }
+  QK_DEVICE u32 tokens(int stage) const { return weights(stage) + Tile::kWeightBytes; }
+  QK_DEVICE u32 full(int set, int stage) const {
+    return base + Tile::kBarriers + 8 * (Tile::kFullSets > 1 ? set * Tile::kStages + stage : stage);
+  }
+  QK_DEVICE u32 empty(int stage) const {
+    return base + Tile::kBarriers + 8 * (Tile::kFullSets * Tile::kStages + stage);
+  }
+
+  static constexpr bool kMulticast = Tile::kShare == Share::kTokens || Tile::kShare == Share::kWeights;
+
+  QK_DEVICE void init() const {
+    constexpr int kReaders = 4 * (Tile::kPingPong ? 1 : Tile::kConsumers) * (kMulticast ? Tile::kTeam : 1);
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      for (int set = 0; set < Tile::kFullSets; ++set) barrier_init(full(set, stage), 1);
+      barrier_init(empty(stage), kReaders);
+    }
+    barrier_init_fence();
+  }
+
+  /// Says that the calling warp has read a stage, to every block that may write into it.
+  QK_DEVICE void release(int stage, int lane) const {
+    if (kMulticast) {
+      if (lane < Tile::kTeam) barrier_arrive_at(empty(stage), lane);
+    } else if (lane == 0) {
+      barrier_arrive(empty(stage));
+    }
+  }
+
+  /// Copies K step `step` of the tile at `at` into a stage. One thread.
+  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, int rank, const TensorMap& x,
+                      const TensorMap& w) const {
+    constexpr u16 kAll = (1 << Tile::kTeam) - 1;
+    barrier_expect(ready, Tile::kStageBytes);
+    if (Tile::kShare == Share::kWeights) {
+      constexpr int kRows = Tile::kN / Tile::kTeam;
+      copy_box_to(kAll, weights(stage) + rank * kRows * Tile::kWeightRow, w, ready, step * Tile::kWeightRow,
+                  at.n + rank * kRows);
+    } else {
+      copy_box(weights(stage), w, ready, step * Tile::kWeightRow, at.n);
+    }
+    if (Tile::kShare == Share::kTokens) {
+      constexpr int kRows = Tile::kM / Tile::kTeam;
+      copy_box_to(kAll, tokens(stage) + rank * kRows * Tile::kStepK, x, ready, step * Tile::kStepK,
+                  at.m + rank * kRows);
+    } else {
+      copy_box(tokens(stage), x, ready, step * Tile::kStepK, at.m);
+    }
+  }
+};
+
+/// Where a reader is in the ring, and the parity of the phase that it waits for at every stage.
+template <class Tile>
+struct Reader {
+  int stage = 0;
+  u32 parities = 0;
+
+  QK_DEVICE static int after(int stage) { return stage + 1 == Tile::kStages ? 0 : stage + 1; }
+  /// Waits for the stage and goes on to the next one.
+  QK_DEVICE int take(const Ring<Tile>& ring, int set) {
+    const int taken = stage;
+    barrier_wait(ring.full(set, taken), parities >> taken & 1);
+    parities ^= 1u << taken;
+    stage = after(taken);
+    return taken;
+  }
+  QK_DEVICE void skip(int stages) { stage = (stage + stages) % Tile::kStages; }
+};
+
+}  // namespace qk

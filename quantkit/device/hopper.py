@@ -1,0 +1,287 @@
+"""The GEMM kernels of Hopper (sm_90a): tiles, how a kernel is compiled, and how it is launched.
+
+Plain numbers: nothing here needs a GPU. A launcher compiles ``HopperKernel.source`` with
+``defines``, makes the tensor maps of ``plan_launch`` (cuTensorMapEncodeTiled), passes ``ARGUMENTS``
+in order and asks for the block's shared memory (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
+The cluster size is compiled in.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from quantkit.device.geometry import ceil_div
+from quantkit.errors import KernelError
+
+#: NVRTC's --gpu-architecture; wgmma and setmaxnreg exist in no other.
+ARCHITECTURE = "sm_90a"
+#: Multiprocessors of an H100 SXM or H200.
+MULTIPROCESSORS = 132
+#: Shared memory a block may have.
+SHARED_LIMIT = 227 * 1024
+
+#: K of one stage of the ring: a swizzled row of 128 token codes.
+STEP_K = 128
+#: Most stages; more are not needed to hide a copy.
+_STAGES = 16
+#: Kept free beside the ring and the staged outputs, for barriers.
+_BARRIER_ROOM = 512
+#: Rows of the y that the copy engine writes at once.
+_CHUNK = 32
+#: Token tiles that are walked together: 4, 8, 16 and 32 differ by less than 1 % on 4608x12288x3072.
+_GROUP = 8
+_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+_IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")
+
+
+class Share(Enum):
+    """What the blocks of a team (a cluster) have in common; the values are those of the source."""
+
+    NOTHING = 0
+    #: neighbouring outputs: each copies a part of the token rows for all
+    TOKENS = 1
+    #: neighbouring tokens: likewise the weight rows
+    WEIGHTS = 2
+    #: one tile: each block sums a part of K
+    SPLIT_K = 3
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """One entry of the menu: what a block computes at a time, and with which warpgroups."""
+
+    name: str
+    #: outputs (rows of w) and tokens (rows of x)
+    n: int
+    m: int
+    #: groups of 64 outputs per warpgroup
+    blocks: int = 1
+    #: warpgroups take tiles in turns instead of sharing one
+    ping_pong: bool = False
+    share: Share = Share.NOTHING
+    team: int = 1
+    #: chunks of 32 tokens that wait in shared memory to be written; None: the whole tile
+    staged: int | None = None
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply; one more copies."""
+        return 2 if self.ping_pong else self.n // (64 * self.blocks)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a box of y."""
+        return _CHUNK if self.m % _CHUNK == 0 else 16
+
+    @property
+    def staged_chunks(self) -> int:
+        """Chunks in shared memory per warpgroup."""
+        chunks = self.m // self.chunk
+        return chunks if self.staged is None else min(self.staged, chunks)
+
+    @property
+    def team_m(self) -> int:
+        """Tokens of a team."""
+        return self.m * (self.team if self.share is Share.WEIGHTS else 1)
+
+    @property
+    def team_n(self) -> int:
+        """Outputs of a team."""
+        return self.n * (self.team if self.share is Share.TOKENS else 1)
+
+    def team_tiles(self, m: int, n: int) -> int:
+        """Return how many tiles of a whole team cover M tokens and N outputs."""
+        return ceil_div(m, self.team_m) * ceil_div(n, self.team_n)
+
+
+#: Every tile that a kernel is compiled for. Which one a shape takes: ``hopper_choice``.
+TILES: dict[str, HopperTile] = {
+    tile.name: tile
+    for tile in (
+        HopperTile("c64x16", 64, 16),
+        HopperTile("k64x16", 64, 16, share=Share.SPLIT_K, team=4),
+        HopperTile("c64x64", 64, 64),
+        HopperTile("c128x64", 128, 64),
+        HopperTile("c128x96", 128, 96),
+        HopperTile("c128x128", 128, 128),
+        HopperTile("c128x160", 128, 160),
+        HopperTile("c128x192", 128, 192),
+        HopperTile("c256x128", 256, 128, blocks=2, staged=2),
+        HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True),
+        HopperTile("p128x128w", 128, 128, blocks=2, ping_pong=True, share=Share.WEIGHTS, team=2),
+        HopperTile("c128x256", 128, 256, staged=2),
+        HopperTile("c256x192", 256, 192, blocks=2, staged=2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class HopperKernel:
+    """One compile of a Hopper GEMM."""
+
+    tile: HopperTile
+    sparse: bool = False
+    #: partial sums go to float32 registers every 128 stored products; else they stay in the matrix
+    #: unit, which adds with fewer bits
+    accurate: bool = True
+    x_format: str = "e4m3fn"
+    w_format: str = "e4m3fn"
+    x_scale: str = "token"
+    w_scale: str = "channel"
+    io: str = "f16"
+
+    @property
+    def source(self) -> str:
+        """File below ``kernels``."""
+        return "gemm_fp8_sparse_sm90.hip" if self.sparse else "gemm_fp8_sm90.hip"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in its object."""
+        op = "gemm_fp8_sparse_sm90" if self.sparse else "gemm_fp8_sm90"
+        mode = "accurate" if self.accurate else "fast"
+        formats = f"{self.x_format}_{self.w_format}_{self.x_scale}_{self.w_scale}_{self.io}"
+        return f"{op}_{formats}_{mode}_{self.tile.name}"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The macros of the command line."""
+        tile = self.tile
+        values = {
+            "TILE_N": tile.n,
+            "TILE_M": tile.m,
+            "BLOCKS": tile.blocks,
+            "PING_PONG": int(tile.ping_pong),
+            "SHARE": tile.share.value,
+            "TEAM": tile.team,
+            "STAGED": tile.staged_chunks,
+            "ACCURATE": int(self.accurate),
+            "X_FORMAT": _FORMATS.index(self.x_format),
+            "W_FORMAT": _FORMATS.index(self.w_format),
+            "X_SCALE": int(self.x_scale == "token"),
+            "W_SCALE": int(self.w_scale == "channel"),
+            "IO": _IOS.index(self.io),
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        macros = (f"-DQK_{name}={value}" for name, value in values.items())
+        return (f"-DQK_SYMBOL={self.symbol}", *macros)
+
+    @property
+    def weight_row(self) -> int:
+        """Bytes of a weight row in a stage: codes, or the kept half of them."""
+        return STEP_K // 2 if self.sparse else STEP_K
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring: what shared memory has room for."""
+        room = SHARED_LIMIT - self._tail_bytes - _BARRIER_ROOM
+        return min(_STAGES, room // self._stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the source asserts the same number."""
+        barriers = 8 * (3 if self.tile.ping_pong else 2) * self.stages
+        return self.stages * self._stage_bytes + self._tail_bytes + barriers
+
+    @property
+    def _stage_bytes(self) -> int:
+        return self.tile.n * self.weight_row + self.tile.m * STEP_K
+
+    @property
+    def _tail_bytes(self) -> int:
+        tile = self.tile
+        row = 64 * tile.blocks * _ITEM_BYTES[self.io]
+        return tile.warpgroups * (tile.staged_chunks * tile.chunk * row + 4 * tile.m)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What cuTensorMapEncodeTiled is told of one matrix, K or outputs contiguous."""
+
+    #: the operand that the map describes: x, w or y
+    operand: str
+    #: u8, f16, bf16 or f32
+    element: str
+    rows: int
+    columns: int
+    box_rows: int
+    box_columns: int
+    #: bytes: CU_TENSOR_MAP_SWIZZLE_64B or _128B. Interleave none, L2 promotion 256 bytes, zeros
+    #: outside
+    swizzle: int = 128
+
+    @property
+    def row_bytes(self) -> int:
+        """Pitch; a tensor map needs a multiple of 16."""
+        return self.columns * {"u8": 1, **_ITEM_BYTES}[self.element]
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """One launch but for its addresses."""
+
+    grid: tuple[int, int, int]
+    block: int
+    #: dynamic
+    shared_bytes: int
+    #: of x, w and y; None for a y whose rows are no multiple of 16 bytes: pass 128 zero bytes
+    maps: tuple[TensorMap, TensorMap, TensorMap | None]
+    #: m, n, k, group
+    numbers: tuple[int, int, int, int]
+
+
+def arguments(kernel: HopperKernel) -> tuple[str, ...]:
+    """Return the kernel's arguments in order.
+
+    A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; m, n, k and group are
+    32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
+    """
+    w = ("w_map", "w_meta") if kernel.sparse else ("w_map",)
+    numbers = ("m", "n", "k", "group")
+    return ("x_map", "x_scale", *w, "w_scale", "bias", "y", "y_map", *numbers)
+
+
+def plan_launch(
+    kernel: HopperKernel, m: int, n: int, k: int, multiprocessors: int = MULTIPROCESSORS
+) -> HopperLaunch:
+    """Return how ``kernel`` computes M tokens x N outputs over K.
+
+    Raises:
+        KernelError: K is no multiple of 16 (sparse: 32), or too short to be split.
+    """
+    tile, multiple = kernel.tile, 32 if kernel.sparse else 16
+    if k % multiple or min(m, n, k) < 1:
+        raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
+    steps = ceil_div(k, STEP_K)
+    if tile.share is Share.SPLIT_K and steps < tile.team:
+        raise KernelError(
+            f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, wanted {tile.team}; "
+            "take a tile that does not split K"
+        )
+    teams = tile.team_tiles(m, n)
+    if tile.share is not Share.SPLIT_K:
+        teams = min(teams, multiprocessors // tile.team)
+    return HopperLaunch(
+        grid=(teams * tile.team, 1, 1),
+        block=tile.threads,
+        shared_bytes=kernel.shared_bytes,
+        maps=_maps(kernel, m, n, k),
+        numbers=(m, n, k, _GROUP),
+    )
+
+
+def _maps(
+    kernel: HopperKernel, m: int, n: int, k: int
+) -> tuple[TensorMap, TensorMap, TensorMap | None]:
+    tile, item = kernel.tile, _ITEM_BYTES[kernel.io]
+    x_rows = tile.m // (tile.team if tile.share is Share.TOKENS else 1)
+    w_rows = tile.n // (tile.team if tile.share is Share.WEIGHTS else 1)
+    w_columns = k // 2 if kernel.sparse else k
+    x = TensorMap("x", "u8", m, k, x_rows, STEP_K)
+    w = TensorMap("w", "u8", n, w_columns, w_rows, kernel.weight_row, swizzle=kernel.weight_row)
+    y = TensorMap("y", kernel.io, m, n, tile.chunk, 128 // item)
+    return x, w, (None if y.row_bytes % 16 else y)
