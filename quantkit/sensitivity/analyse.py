@@ -1,10 +1,9 @@
 """Measuring a model's sensitivity: every layer on stored inputs, some of them in the pipeline."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from math import prod
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from quantkit.calibration.running import choose_device, load_pipeline, quiet_lib
 from quantkit.calibration.statistics import Calibration
 from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, ModelError, RecipeError
-from quantkit.jsonfile import read_json
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
 from quantkit.progress import Progress
 from quantkit.recipe import BudgetRecipe, Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
-from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes
+from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes, strides_of
 from quantkit.sensitivity.edge import next_probe
 from quantkit.sensitivity.local import LocalError, StoredInputs, local_errors, read_weight
 from quantkit.sensitivity.result import (
@@ -251,7 +249,7 @@ def _edge(sensitivity: Sensitivity) -> tuple[BudgetRecipe, list[str]]:
 def _measure_locally(
     subject: Subject, device: torch.device, progress: Progress
 ) -> tuple[LayerSensitivity, ...]:
-    strides = _strides(subject.component)
+    strides = strides_of(subject.component)
     found = []
     for done, layer in enumerate(subject.layers.values()):
         progress("layers on stored inputs", done, len(subject.layers))
@@ -282,21 +280,6 @@ def _measure_layer(
 
     outcomes = {name: outcome(name, found) for name, found in errors.items()}
     return LayerSensitivity(layer.name, layer.kind, layer.shape, digest, rows, outcomes)
-
-
-def _strides(component: Component) -> dict[str, int]:
-    """Return input positions per output position of every convolution, by module path."""
-    import diffusers
-
-    config = read_json(component.path / "config.json")
-    build: Callable[..., Any] = getattr(diffusers, component.class_name).from_config
-    with quiet_libraries(), torch.device("meta"):
-        model = build(config)
-    return {
-        name: prod(module.stride)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d)
-    }
 
 
 def _fixed_bytes(subject: Subject) -> int:

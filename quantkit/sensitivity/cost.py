@@ -6,10 +6,19 @@ overheads and everything that is no Linear or Conv2d are left out, so a modelled
 upper bound, and its use is to rank layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
+import torch
+from torch import nn
+
+from quantkit.calibration.running import quiet_libraries
 from quantkit.checkpoint.spec import layer_tensors
+from quantkit.jsonfile import read_json
 from quantkit.models.layers import Layer
+from quantkit.models.source import Component
 from quantkit.recipe import WeightRecipe
 from quantkit.sensitivity.treatments import Treatment, scheme_of
 
@@ -75,3 +84,18 @@ def modelled_seconds(
     if treatment.format is not None:
         rate = device.flops_fp8 if treatment.method is None else device.flops_fp8_sparse
     return max(2 * rows * layer.n * layer.k / rate, nbytes / device.bandwidth)
+
+
+def strides_of(component: Component) -> dict[str, int]:
+    """Return input positions per output position of every convolution, by module path."""
+    import diffusers
+
+    config = read_json(component.path / "config.json")
+    build: Callable[..., Any] = getattr(diffusers, component.class_name).from_config
+    with quiet_libraries(), torch.device("meta"):
+        model = build(config)
+    return {
+        name: prod(module.stride)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d)
+    }
