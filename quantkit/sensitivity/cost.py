@@ -6,7 +6,6 @@ overheads and everything that is no Linear or Conv2d are left out, so a modelled
 upper bound, and its use is to rank layers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -91,7 +90,7 @@ def strides_of(component: Component) -> dict[str, int]:
     import diffusers
 
     config = read_json(component.path / "config.json")
-    build: Callable[..., Any] = getattr(diffusers, component.class_name).from_config
+    build: Any = getattr(diffusers, component.class_name).from_config
     with quiet_libraries(), torch.device("meta"):
         model = build(config)
     return {
