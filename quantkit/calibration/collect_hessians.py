@@ -16,8 +16,7 @@ from quantkit.calibration.running import (
     choose_device,
     load_pipeline,
     quiet_libraries,
-    run_batch,
-    split_batches,
+    run_prompts,
 )
 from quantkit.digest import sha256_of
 from quantkit.errors import PromptError, QuantkitError
@@ -126,8 +125,7 @@ class _Run:
                 component, getattr(self.pipe, component), group, self.settings
             )
             with collector.attached(self.pipe.scheduler, report):
-                for batch in split_batches(self.prompts, self.settings):
-                    run_batch(self.pipe, batch, self.settings)
+                run_prompts(self.pipe, self.prompts, self.settings)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 "out of GPU memory while denoising; take a smaller batch or --memory, or "

@@ -135,6 +135,12 @@ def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     return latents
 
 
+def run_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> None:
+    """Denoise all prompts, in batches; the latents are thrown away."""
+    for batch in split_batches(prompts, settings):
+        run_batch(pipe, batch, settings)
+
+
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keep the bars and remarks of diffusers and transformers off the terminal."""
