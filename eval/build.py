@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.calibration.collect import calibrate
+from quantkit.calibration.collect_hessians import collect_hessians
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.running import choose_device
 from quantkit.calibration.statistics import Calibration, save_calibration
 from quantkit.digest import sha256_of_file
 from quantkit.errors import ModelError, RecipeError
@@ -18,11 +21,15 @@ from quantkit.sensitivity.result import save_sensitivity
 from quantkit.sensitivity.writing import save_recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
+from quantkit.sparsity.surgery import Surgeon
 
 CALIBRATION = "calibration.safetensors"
 SENSITIVITY = "sensitivity.json"
 CHOSEN = "chosen.yaml"
 MASKS = "masks.safetensors"
+HESSIANS = "hessians"
+#: Bytes of matrices that are held at a time: a quarter of what a laptop has.
+HESSIAN_MEMORY = 4 * 2**30
 PACKED = "packed"
 #: Layers that a recipe with a budget runs in the pipeline, at most.
 MEASURED = 24
@@ -35,18 +42,6 @@ class Built:
     calibration: Calibration | None
     masks: MaskSet | None
     summary: PackSummary
-
-
-def needs_calibration(recipe: Recipe) -> bool:
-    """Return True when something in the recipe is chosen from activations."""
-    activations = [recipe.activation, *(o.activation for o in recipe.overrides if o.activation)]
-    rule = recipe.sparsity
-    return (
-        recipe.budget is not None
-        or any(activation.mode == "static" for activation in activations)
-        or recipe.smooth is not None
-        or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
-    )
 
 
 def refuse_search(recipe: Recipe) -> None:
@@ -92,12 +87,12 @@ def build(
     """
     calibration, masks = None, None
     refuse_search(recipe)
-    if needs_calibration(recipe):
-        if not model.is_pipeline:
-            raise ModelError(
-                f"{model.path}: recipe {recipe.name} wants a calibration, and a component alone "
-                "cannot be run; pass the pipeline's directory"
-            )
+    if (recipe.needs_calibration or recipe.needs_hessians) and not model.is_pipeline:
+        raise ModelError(
+            f"{model.path}: recipe {recipe.name} wants a calibration, and a component alone "
+            "cannot be run; pass the pipeline's directory"
+        )
+    if recipe.needs_calibration:
         calibration = calibrate(model, recipe, prompts, device=device, progress=progress)
         save_calibration(calibration, output / CALIBRATION, force=force)
     if recipe.budget is not None:
@@ -106,8 +101,16 @@ def build(
             model, recipe, calibration, output, prompts=prompts, device=device, force=force,
             progress=progress,
         )  # fmt: skip
+    hessians = _hessians(model, recipe, output, prompts, device=device, progress=progress)
     if recipe.sparsity is not None:
-        masks = choose_masks(model, recipe, calibration, progress=progress)
+        masks = choose_masks(
+            model,
+            recipe,
+            calibration,
+            surgeon=None if hessians is None else Surgeon(hessians, choose_device(device)),
+            update=recipe.weight.rounding == "gptq",
+            progress=progress,
+        )
         save_masks(masks, output / MASKS, force=force)
     summary = pack(
         model,
@@ -115,11 +118,35 @@ def build(
         output / PACKED,
         calibration=calibration,
         masks=masks,
+        hessians=hessians,
         threads=threads,
         force=force,
         progress=progress,
     )
     return Built(calibration, masks, summary)
+
+
+def _hessians(
+    model: Model,
+    recipe: Recipe,
+    output: Path,
+    prompts: Sequence[str],
+    *,
+    device: str,
+    progress: Progress,
+) -> Hessians | None:
+    """Return the second moments of a recipe that needs them; what is there is not taken again."""
+    if not recipe.needs_hessians:
+        return None
+    return collect_hessians(
+        model,
+        recipe,
+        prompts,
+        output / HESSIANS,
+        memory=HESSIAN_MEMORY,
+        device=device,
+        progress=progress,
+    )
 
 
 def adapt(

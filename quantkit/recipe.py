@@ -212,12 +212,21 @@ class Recipe(_Strict):
         """True when something is chosen from activations."""
         rule = self.sparsity
         return (
-            any(a.mode == "static" or a.shift for a in self._activations)
+            self.budget is not None
+            or any(a.mode == "static" or a.shift for a in self._activations)
             or self.smooth is not None
             or self.split_concat
             or self.bias_correction
             or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
         )
+
+    @property
+    def needs_hessians(self) -> bool:
+        """True when weights make up for each other's errors."""
+        weights = (self.weight, *(o.weight for o in self.overrides if o.weight))
+        rule = self.sparsity
+        sparse = rule is not None and rule.method == "sparsegpt"
+        return sparse or any(weight.rounding == "gptq" for weight in weights)
 
     @model_validator(mode="after")
     def _smoothing_has_a_scale(self) -> "Recipe":

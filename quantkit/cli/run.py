@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
-    Writes into the output folder: calibration.safetensors and masks.safetensors where the recipe
-    asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/ and report/. The
-    gates are the recipe's; exits with 1 when one fails.
+    Writes into the output folder: calibration.safetensors, hessians/ and masks.safetensors where
+    the recipe asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/ and
+    report/. The gates are the recipe's; exits with 1 when one fails.
     """
     request = Request(**given)
     result = run_recipe(recipe, model, request, command=command_line())
@@ -57,7 +57,7 @@ def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "R
             exists without ``force``.
     """
     from quantkit.calibration.running import read_prompts
-    from quantkit.eval.build import PACKED, build, needs_calibration, refuse_search
+    from quantkit.eval.build import PACKED, build, refuse_search
     from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
     from quantkit.files import refuse_existing
@@ -70,7 +70,7 @@ def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "R
     opened = require_pipeline(model)
     settings = request.settings(last=True)
     if request.dry_run:
-        click.echo(describe_run(chosen, output, calibrated=needs_calibration(chosen)))
+        click.echo(describe_run(chosen, output))
         return None
     # Before the long work: a missing network should not be found out after packing.
     backbones = request.backbones()
@@ -115,9 +115,10 @@ def limits_of(recipe: "Recipe") -> "Limits":
     )
 
 
-def describe_run(recipe: "Recipe", output: Path, *, calibrated: bool) -> str:
+def describe_run(recipe: "Recipe", output: Path) -> str:
     """Return what a run would write."""
-    files = ["calibration.safetensors"] * calibrated
+    files = ["calibration.safetensors"] * recipe.needs_calibration
+    files += ["hessians/"] * recipe.needs_hessians
     files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
     files += ["masks.safetensors"] * (recipe.sparsity is not None)
     files += ["packed/", "report/"]
