@@ -448,6 +448,34 @@ def test_run_writes_every_artefact_and_the_report_it_prints(ran):
     assert printed["gates"][0]["limit"] == -1.0
 
 
+def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prompt_file, tmp_path):
+    """All that is chosen from activations at once: GPTQ, SparseGPT, shifts per bucket."""
+    from quantkit.cli.run import run
+
+    recipe, folder = tmp_path / "all.yaml", tmp_path / "out"
+    recipe.write_text(
+        "name: all\nweight: {observer: mse, rounding: gptq}\n"
+        "activation: {mode: static, shift: true, buckets: 2}\n"
+        "keep: [\"*\"]\noverrides: [{layers: [\"mid_block.attentions.*\"], keep: false}]\n"
+        "sparsity: {method: sparsegpt}\ngates: {ssim: -1.0}\n"
+        "calibration: {prompts: 2, steps: 2, buckets: 2}\n"
+    )
+    arguments = (recipe, pipeline_dir, "-o", folder, "--prompts", prompt_file, "--steps", 2)
+    options = ("--no-noise-floor", "--json")
+    result = CliRunner().invoke(run, [*map(str, arguments), *options, *NO_NETWORKS])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in folder.iterdir()} == {
+        "calibration.safetensors", "hessians", "masks.safetensors", "packed", "report",
+    }  # fmt: skip
+    config = json.loads((folder / "packed" / "unet" / "config.json").read_text())
+    schemes = config["quantization_config"]["schemes"]
+    assert config["quantization_config"]["format_version"] == 2
+    assert all(s["shift"] and len(s["buckets"]) == 1 for s in schemes)
+    assert any(s["sparsity"] == "2:4" for s in schemes)
+    # What it was given back through kernels is what reference makes of it.
+    assert json.loads(result.stdout)["kernels"]["worst_deviation"] < 1e-4
+
+
 def test_report_tells_what_ran_every_layer(ran):
     _, printed = ran
     kernels, layers = printed["kernels"], printed["layers"]
