@@ -175,8 +175,10 @@ def _clip_change(change: Summary, loss: Summary) -> str:
     """Return the change in %, with the interval; in points where the original has no score."""
     if loss.mean is None:
         return show_difference(change)
-    tail = loss.interval and f" [{-loss.interval.high:+.3g}, {-loss.interval.low:+.3g}]"
-    return f"{-loss.mean:+.3g}{tail or ''} %"
+    # 0.0 - x and not -x: no loss at all is +0, not -0
+    interval = loss.interval
+    tail = f" [{0.0 - interval.high:+.3g}, {0.0 - interval.low:+.3g}]" if interval else ""
+    return f"{0.0 - loss.mean:+.3g}{tail} %"
 
 
 def _floor_rows(report: Report) -> list[tuple[str, ...]]:

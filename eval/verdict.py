@@ -82,7 +82,7 @@ def describe_clip(clip: ClipScores | None, count: int) -> str:
     """Return how the CLIP score moves, and whether that is more than chance."""
     if clip is None or clip.change.mean is None:
         return ""
-    share = "" if clip.loss.mean is None else f" ({show_signed(-clip.loss.mean, '%')})"
+    share = "" if clip.loss.mean is None else f" ({show_signed(0.0 - clip.loss.mean, '%')})"
     start = (
         f"CLIP score [{clip.backbone}] goes from {show(clip.original.summary.mean)} to "
         f"{show(clip.packed.summary.mean)}: {show_difference(clip.change)} points{share}"

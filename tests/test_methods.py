@@ -137,6 +137,16 @@ def test_names_tell_directories_apart(tmp_path):
     assert name_methods(deep) == ("a-out-packed", "b-out-packed")
 
 
+def test_no_change_of_the_clip_score_has_no_minus():
+    from quantkit.eval.methods import _clip_change
+    from quantkit.eval.statistics import summarize
+
+    none = summarize([0.0, 0.0])
+    assert _clip_change(none, none) == "+0 [+0, +0] %"
+    loss = summarize([1.0, 3.0])
+    assert re.fullmatch(r"-2 \[-\d.*, -\d.*\] %", _clip_change(loss, loss))
+
+
 def test_a_row_without_networks_has_dashes(compared, packed):
     from quantkit.eval.methods import Method
     from test_report import made, made_report
