@@ -316,15 +316,23 @@ def pipeline(tmp_path_factory):
     return model, hessians, inputs
 
 
+@pytest.fixture
+def some(tmp_path):
+    """Write a recipe that masks some layers only, for speed."""
+    path = tmp_path / "some.yaml"
+    path.write_text("name: some\nsparsity: {method: sparsegpt, layers: ['down_blocks.1.*']}\n")
+    return path
+
+
 def invoke(*arguments):
     return CliRunner().invoke(command, [*map(str, arguments), "-q"], catch_exceptions=False)
 
 
-def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, tmp_path):
+def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, tmp_path):
     model, hessians, inputs = pipeline
     output = tmp_path / "sparse"
     result = invoke(
-        model.path, "--method", "sparsegpt", "--hessians", hessians.path, "--recover", "obs",
+        model.path, "-r", some, "--hessians", hessians.path, "--recover", "obs",
         "--device", "cpu", "-o", output, "--json",
     )  # fmt: skip
     said = json.loads(result.output)
@@ -356,11 +364,11 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, tmp_pat
     assert all(torch.equal(before[n], after[n]) for n in kept)
 
 
-def test_what_recover_obs_wrote_is_packed(pipeline, tmp_path):
+def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):
     model, hessians, _ = pipeline
     output = tmp_path / "sparse"
     invoke(
-        model.path, "--method", "sparsegpt", "--hessians", hessians.path, "--recover", "obs",
+        model.path, "-r", some, "--hessians", hessians.path, "--recover", "obs",
         "--device", "cpu", "-o", output, "--masks-output", tmp_path / "m.safetensors",
     )  # fmt: skip
     packed = CliRunner().invoke(
@@ -398,14 +406,14 @@ def test_recover_obs_refuses_an_output_inside_the_model(pipeline, tmp_path):
         )  # fmt: skip
 
 
-def test_a_dry_run_with_moments_writes_nothing(pipeline, tmp_path):
+def test_a_dry_run_with_moments_writes_nothing(pipeline, some, tmp_path):
     model, hessians, _ = pipeline
     result = invoke(
-        model.path, "--method", "wanda", "--hessians", hessians.path, "--recover", "obs",
-        "--device", "cpu", "-o", tmp_path / "x", "-n", "--json",
+        model.path, "-r", some, "--method", "wanda", "--hessians", hessians.path,
+        "--recover", "obs", "--device", "cpu", "-o", tmp_path / "x", "-n", "--json",
     )  # fmt: skip
     assert json.loads(result.output)["written"] is None
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [some]
 
 
 def test_the_error_is_that_of_a_convolutions_output(model, surgeon):
