@@ -456,7 +456,7 @@ def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prom
     recipe.write_text(
         "name: all\nweight: {observer: mse, rounding: gptq}\n"
         "activation: {mode: static, shift: true, buckets: 2}\n"
-        "keep: [\"*\"]\noverrides: [{layers: [\"mid_block.attentions.*\"], keep: false}]\n"
+        'keep: ["*"]\noverrides: [{layers: ["mid_block.attentions.*"], keep: false}]\n'
         "sparsity: {method: sparsegpt}\ngates: {ssim: -1.0}\n"
         "calibration: {prompts: 2, steps: 2, buckets: 2}\n"
     )
