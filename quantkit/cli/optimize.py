@@ -190,13 +190,19 @@ def _search(
 
 
 def _settings(measured: "Sensitivity", pictures: dict[str, Any]) -> "Settings":
+    from quantkit.calibration.running import choose_device
     from quantkit.eval.generation import choose_prompts, make_settings
 
     names = ("steps", "guidance", "seed", "batch")
     run = {name: pictures[name] for name in names if pictures[name] is not None}
     section = measured.recipe.with_calibration(run).calibration
     return make_settings(
-        choose_prompts(pictures["prompts"], pictures["count"], last=True),
+        choose_prompts(
+            pictures["prompts"],
+            pictures["count"],
+            device=choose_device(pictures["device"]),
+            last=True,
+        ),
         steps=section.steps,
         guidance=section.guidance,
         seed=section.seed,
