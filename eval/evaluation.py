@@ -4,7 +4,7 @@ The original runs once, in ``measure_baseline``; any number of packed pipelines 
 with it by ``evaluate``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +19,7 @@ from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.device import log
 from quantkit.errors import ModelError
 from quantkit.inference.deviation import LayerDeviation, watch
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers import LayerInfo, packed_layers
 from quantkit.models.source import Model, open_model
 from quantkit.progress import Progress, silent
 
@@ -31,15 +31,17 @@ from .facts import (
     original_facts,
     packed_facts,
     packing_facts,
+    plain_facts,
     run_facts,
     warn,
 )
 from .floor import Floor, Original, measure_floors, measure_gaps, picture_names
-from .gates import Limits, find_compression, judge
+from .gates import Compression, Limits, find_compression, judge
 from .generation import Settings, generate
 from .images import Pairs
 from .layers import Place, layer_rows
-from .result import Report, Timesteps
+from .plain import open_plain, plain_packing, plain_rows
+from .result import LayerRow, Packing, Report, Timesteps
 from .stepwise import Divergence, StepErrors, Trajectory, shadowed
 
 #: Steps and prompts that are computed again on reference: every layer, early and late noise.
@@ -58,6 +60,8 @@ class Pair:
     name: str
     model: Model
     packed: Packed
+    #: the second directory where nothing in it is packed: a 16-bit pipeline, as a recovered one
+    plain: Model | None = None
 
 
 def require_pipeline(model: str) -> Model:
@@ -75,14 +79,17 @@ def require_pipeline(model: str) -> Model:
 
 
 def open_pair(model: str, packed: Path) -> Pair:
-    """Open both directories.
+    """Open both directories; the second may be a 16-bit pipeline too.
 
     Raises:
-        ModelError: MODEL is no pipeline: a component alone makes no pictures.
-        CheckpointError: PACKED is not a packed pipeline, or breaks a rule of FORMAT.md.
+        ModelError: MODEL is no pipeline: a component alone makes no pictures. Or the two do not
+            belong together.
+        CheckpointError: PACKED is no pipeline, or breaks a rule of FORMAT.md.
     """
     opened = require_pipeline(model)
     found = open_packed(packed)
+    if not found.components:
+        return Pair(model, opened, found, open_plain(packed, opened))
     names = {component.name for component in opened.components}
     for component in found.components:
         if component.name not in names:
@@ -162,14 +169,14 @@ def evaluate(
     """
     original = baseline.original
     settings, device = original.settings, original.device
-    pipe = load_pipeline(pair.packed.path, torch_dtype=original.dtype, device=device)
+    pipe = _load(pair, original)
     divergence = Divergence(original.trajectory)
     with log.record() as calls:
         packed = generate(
             pipe, settings, label="packed", progress=progress, listener=divergence.listen
         )
     dense = load_original(pair.model, device)
-    deviations = _watch(pipe, dense, settings, progress)
+    deviations = {} if pair.plain else _watch(pipe, dense, settings, progress)
     local = _shadow(pair, pipe, dense, original, progress)
     infos = {(info.component, info.name): info for info in packed_layers(pipe)}
     pairs = Pairs(
@@ -177,17 +184,15 @@ def evaluate(
         settings.prompts,
     )  # fmt: skip
     comparison = compare(pairs, baseline.backbones, progress=progress)
-    schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}
-    compression = find_compression(schemes)
-    layers = layer_rows(pair.model, pair.packed, infos, deviations, progress)
+    layers, packing, compression = _describe(pair, infos, deviations, progress)
     report = Report(
         title=title or f"{pair.packed.path.name} against {Path(pair.name).name}",
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         quantkit_version=__version__,
         compression=compression,
         original=original_facts(pair.name, pair.model, pair.packed),
-        packed=packed_facts(pair.packed),
-        packing=packing_facts(pair.packed, layers),
+        packed=plain_facts(pair.plain) if pair.plain else packed_facts(pair.packed),
+        packing=packing,
         run=run_facts(original, packed=packed, calls=calls),
         comparison=comparison,
         noise_floor=measure_gaps(comparison, baseline.floors),
@@ -199,6 +204,27 @@ def evaluate(
         commands=tuple(commands),
     )
     return replace(report, warnings=warn(pair.model, pair.packed, report)), pairs
+
+
+def _load(pair: Pair, original: Original) -> Any:
+    if pair.plain:
+        return load_original(pair.plain, original.device, original.dtype)
+    return load_pipeline(pair.packed.path, torch_dtype=original.dtype, device=original.device)
+
+
+def _describe(
+    pair: Pair,
+    infos: Mapping[Place, LayerInfo],
+    deviations: Mapping[Place, LayerDeviation],
+    progress: Progress,
+) -> tuple[tuple[LayerRow, ...], Packing, Compression]:
+    if pair.plain:
+        layers = plain_rows(pair.model, pair.plain, progress)
+        packing = plain_packing(layers)
+        return layers, packing, Compression.SPARSE if packing.sparse else Compression.NONE
+    layers = layer_rows(pair.model, pair.packed, infos, deviations, progress)
+    schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}
+    return layers, packing_facts(pair.packed, layers), find_compression(schemes)
 
 
 def _first(settings: Settings, count: int) -> Settings:
@@ -222,7 +248,8 @@ def _shadow(
 ) -> StepErrors | None:
     kind = "cpu" if original.device.type == "cpu" else "cuda"
     few = _first(original.settings, min(LOCAL_PROMPTS[kind], original.settings.batch))
-    names = tuple(component.name for component in pair.packed.components)
+    compared = pair.plain or pair.packed
+    names = tuple(component.name for component in compared.components)
     with shadowed(dense, pipe, names) as local:
         generate(dense, few, label="error of every step", progress=progress, listener=local.listen)
     return local.errors()

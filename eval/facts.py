@@ -72,10 +72,15 @@ def run_facts(original: Original, *, packed: Generated, calls: KernelLog) -> Run
 
 
 def original_facts(name: str, model: Model, packed: Packed) -> ModelFacts:
-    """Return what identifies the components of the original that were packed."""
-    names = {component.name for component in packed.components}
+    """Return what identifies the components of the original that were packed, or all denoisers."""
+    names = {component.name for component in packed.components or model.components}
     shards = [path for c in model.components if c.name in names for path in c.shards]
     return _facts(name, shards)
+
+
+def plain_facts(model: Model) -> ModelFacts:
+    """Return what identifies the denoisers of a 16-bit pipeline."""
+    return _facts(str(model.path), [path for c in model.components for path in c.shards])
 
 
 def packed_facts(packed: Packed) -> ModelFacts:

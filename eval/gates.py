@@ -17,6 +17,8 @@ class Compression(Enum):
     FP8 = "FP8"
     SPARSE = "4:2"
     BOTH = "FP8 and 4:2"
+    #: nothing: a 16-bit pipeline whose weights are others, as finetuned for FP8
+    NONE = "16 bit"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Limits:
             Compression.FP8: self.clip_fp8,
             Compression.SPARSE: self.clip_sparse,
             Compression.BOTH: self.clip_both,
+            Compression.NONE: self.clip_fp8,
         }[compression]
 
 

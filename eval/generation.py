@@ -14,6 +14,7 @@ from quantkit.errors import InputError, PromptError
 from quantkit.progress import Progress, silent
 
 from .images import Pixels, to_pixels
+from .noise import one_noise
 from .stepwise import Step
 
 #: Prompts of the bundled set that are compared when nobody says how many, by kind of device.
@@ -102,9 +103,10 @@ def generate(
         pipe.safety_checker = None
     pictures: list[Pixels] = []
     started = perf_counter()
-    for start in range(0, len(settings.prompts), settings.batch):
-        call = _Batch(settings, start, label, progress, listener)
-        pictures += call.run(pipe)
+    with one_noise(pipe):
+        for start in range(0, len(settings.prompts), settings.batch):
+            call = _Batch(settings, start, label, progress, listener)
+            pictures += call.run(pipe)
     total = len(settings.prompts) * settings.steps
     progress(label, total, total)
     return Generated(tuple(pictures), perf_counter() - started)

@@ -143,7 +143,7 @@ def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
     return {
         "headline": headline(report),
         "ratio": f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
-        "packed_layers": sum(row.weight_error is not None for row in report.layers),
+        "packed_layers": report.packing.packed,
         "backends": ", ".join(report.kernels.by_backend) or "nothing",
         "kernel_sentence": kernel_sentence(report),
         "metrics": rows,

@@ -7,9 +7,10 @@ import shutil
 import pytest
 from click.testing import CliRunner
 from quantkit.eval.methods import COLUMNS, cells, name_methods
+from safetensors.torch import load_file, save_file
 
 from quantkit.cli.evaluate import evaluate
-from quantkit.errors import CheckpointError, InputError, OutputError
+from quantkit.errors import CheckpointError, InputError, ModelError, OutputError
 
 QUICK = ("--without", "lpips", "--without", "clip", "--quiet", "--count", "2", "--steps", "2")
 
@@ -158,3 +159,66 @@ def test_a_row_without_networks_has_dashes(compared, packed):
     assert row["gates"] == "FAIL: SSIM"
     assert (row["recipe"], row["sparsity"], row["ratio"]) == ("fp8-static", "dense", "52.5 %")
     assert re.fullmatch(r"0\.\d+ \[.*, .*\]", row["SSIM"])
+
+
+@pytest.fixture
+def sparse_pipeline(pipeline_dir, tmp_path):
+    """The pipeline in 16 bit with 2:4 zeros in two of its layers, changed in one more."""
+    folder = shutil.copytree(pipeline_dir, tmp_path / "sparse16")
+    (file,) = (folder / "unet").glob("*.safetensors")
+    tensors = load_file(file)
+    names = [name for name, tensor in tensors.items() if tensor.ndim == 2 and "attn1" in name][:3]
+    for name in names[:2]:
+        tensors[name][:, 0::4] = 0
+        tensors[name][:, 1::4] = 0
+    tensors[names[2]] *= 1.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder, [name.removesuffix(".weight") for name in names]
+
+
+def test_a_sixteen_bit_pipeline_is_compared_as_it_is(pipeline_dir, sparse_pipeline, tmp_path):
+    folder, (first, second, third) = sparse_pipeline
+    result = run("report", pipeline_dir, folder, "-o", tmp_path / "out", "--gate-ssim", -1,
+                 "--no-noise-floor", "--json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    rows = {row["name"]: row for row in report["layers"]}
+    changed = {name for name, row in rows.items() if row["weight_error"] is not None}
+    assert changed == {first, second, third}
+    assert rows[first]["format"].endswith(", 4:2")
+    assert not rows[third]["format"].endswith(", 4:2")
+    assert rows[third]["weight_error"] == pytest.approx(0.01, rel=0.05)
+    assert report["packing"]["packed"] == 0
+    assert report["packing"]["sparse"] == 2
+    assert report["compression"] == "4:2"
+    assert report["packed"]["nbytes"] == pytest.approx(report["original"]["nbytes"], rel=0.01)
+    assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] < 1
+    assert "0 of" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_unchanged_pipeline_is_judged_as_sixteen_bit(pipeline_dir, tmp_path):
+    folder = shutil.copytree(pipeline_dir, tmp_path / "same")
+    result = run(
+        "report", pipeline_dir, folder, "-o", tmp_path / "out", "--no-noise-floor", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["compression"] == "16 bit"
+    assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] == 1
+    assert report["timesteps"]["divergence"]["values"][-1][0] == 0
+
+
+def test_pipelines_of_other_layers_are_refused(pipeline_dir, sparse_pipeline, tmp_path):
+    folder, (first, *_) = sparse_pipeline
+    (file,) = (folder / "unet").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[f"{first}.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = run("report", pipeline_dir, folder, "-o", tmp_path / "out")
+    assert isinstance(result.exception, ModelError)
+    assert f"1 layers differ in name or shape from {pipeline_dir / 'unet'}, as {first}" in str(
+        result.exception
+    )
+    alone = run("report", pipeline_dir, pipeline_dir / "unet", "-o", tmp_path / "out")
+    assert isinstance(alone.exception, ModelError)
+    assert "not packed" in str(alone.exception)
