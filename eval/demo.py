@@ -1,84 +1,61 @@
-"""The whole job on the bundled pipeline: one original, two packed pipelines, two reports."""
+"""The whole job on the bundled pipeline: one original, several ways to pack it, a report each."""
 
-import os
+import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
-from quantkit.calibration.collect import calibrate
 from quantkit.calibration.running import quiet_libraries, read_prompts
-from quantkit.calibration.statistics import save_calibration
 from quantkit.checkpoint.reader import verify
 from quantkit.device.backends import choose
 from quantkit.errors import OutputError, PromptError
 from quantkit.files import staged_file
-from quantkit.models.source import Model, open_model
-from quantkit.pipeline import pack
+from quantkit.models.source import open_model
 from quantkit.progress import Progress
-from quantkit.recipefile import load_recipe
 from quantkit.resources import demo_assets
-from quantkit.sparsity.choose import choose_masks
-from quantkit.sparsity.maskfile import save_masks
 
 from .backbones import load_backbones
-from .build import CALIBRATION, MASKS
 from .evaluation import Baseline, evaluate, measure_baseline, open_pair
 from .gates import Limits
 from .generation import make_settings
 from .methods import Method
+from .plan import Plan, Row
 from .report import write_report
 from .result import Report
+from .world.scenes import captions, draw_scenes
 
 #: Written first: a folder that holds it is the demo's own and may be replaced.
 MARK = ".quantkit-demo"
 #: What the bundled pipeline's own samples were drawn with (eval/assets/training.json).
 GUIDANCE = 4.0
-#: Enough for scales and second moments of 64x64 pictures, and few enough for seconds.
-CALIBRATION_RUN = {"prompts": 4, "steps": 12, "batch": 4, "guidance": GUIDANCE}
 SEED = 100
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One way to pack the bundled pipeline."""
-
-    recipe: str
-    title: str
-    #: said when a gate fails
-    remark: str
-
-
-CONFIGURATIONS = (
-    Configuration("fp8-static", "FP8", "FP8 alone should hold its gates: please report this."),
-    Configuration(
-        "fp8-sparse",
-        "4:2 and FP8",
-        "One-shot 4:2 drops half of the weights of every layer and trains nothing afterwards, so "
-        "the pictures change; 'quantkit sparsify --recover distill' brings them back.",
-    ),
-)
+#: None of these captions is among the prompts that are compared: a test holds that.
+CAPTION_SEED = 20
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where the demo works and whom it tells."""
+    """Where the demo works, with what, and whom it tells."""
 
     output: Path
+    #: runs one command of quantkit and returns what it prints as JSON
+    command: Callable[[list[str]], dict[str, Any]]
     #: told the result of every step in one line
     say: Callable[[str], None]
     progress: Progress
+    device: torch.device
 
-    def under(self, configuration: Configuration) -> Progress:
-        """Return a progress that names the configuration with every step."""
+    def under(self, row: Row) -> Progress:
+        """Return a progress that names the row with every step."""
 
         def report(step: str, done: int, total: int) -> None:
-            self.progress(f"{configuration.title}: {step}", done, total)
+            self.progress(f"{row.title}: {step}", done, total)
 
         return report
 
@@ -86,40 +63,39 @@ class Stage:
     def step(self, words: str) -> Iterator[None]:
         """Say what was done and how long it took, when it is done."""
         started = perf_counter()
+        self.progress(words, 0, 1)
         yield
+        self.progress(words, 1, 1)
         self.say(f"{words} ({perf_counter() - started:.1f} s)")
-
-    def packed(self, configuration: Configuration) -> Path:
-        """Return where the packed pipeline lies."""
-        return self.output / f"packed-{configuration.recipe}"
-
-    def report(self, configuration: Configuration) -> Path:
-        """Return where the report lies."""
-        return self.output / f"report-{configuration.recipe}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One configuration's report."""
+    """One row's report."""
 
-    configuration: Configuration
+    row: Row
     report: Report
     #: folder of the report, inside the demo's
     folder: str
+    #: mean over the masked layers of the share of their output's power that is lost
+    local_error: float | None
 
 
 @quiet_libraries()
-def run_demo(stage: Stage, *, prompts: int, steps: int, noise_floor: bool) -> tuple[Outcome, ...]:
-    """Calibrate, sparsify, pack twice, verify, run on quantkit's kernels and report twice.
+def run_demo(
+    stage: Stage, plan: Plan, *, prompts: int, steps: int, noise_floor: bool
+) -> tuple[Outcome, ...]:
+    """Run the plan's commands, verify what they packed, and report on every row.
 
     Args:
         stage: its output is replaced if an earlier demo made it.
+        plan: what to do.
         prompts: number of pictures to compare.
         steps: denoising steps of each.
         noise_floor: whether to run the original twice more, against itself.
 
     Returns:
-        One outcome per configuration, in their order.
+        One outcome per row, in their order.
 
     Raises:
         OutputError: the output exists and is not a demo's.
@@ -129,48 +105,46 @@ def run_demo(stage: Stage, *, prompts: int, steps: int, noise_floor: bool) -> tu
     texts = read_prompts(assets / "prompts.txt")
     if prompts > len(texts):
         raise PromptError(f"--prompts {prompts}: the demo has {len(texts)}")
-    # Calibration reads the prompts from their start, so the pictures are taken from their end.
     settings = make_settings(
-        texts[-prompts:], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
+        texts[:prompts], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
     )
     _claim(stage.output)
-    model = open_model(str(assets / "pipeline"))
-    stage.say(f"kernels: {describe_kernels()}")
-    _pack_all(stage, model, texts)
+    stage.say(f"kernels: {describe_kernels(stage.device)}")
+    errors = _make(stage, plan, assets / "pipeline")
     with stage.step("load the networks of LPIPS and CLIP score"):
-        backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=CPU)
+        backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=stage.device)
     runs = f"{3 if noise_floor else 1} x {prompts} pictures of {steps} steps"
     with stage.step(f"original pipeline{' and its noise floor' * noise_floor}: {runs}"):
         baseline = measure_baseline(
-            model,
+            open_model(str(assets / "pipeline")),
             settings,
             backbones=backbones,
-            device=CPU,
+            device=stage.device,
             noise_floor=noise_floor,
             progress=stage.progress,
         )
-    return tuple(_evaluate(stage, configuration, baseline) for configuration in CONFIGURATIONS)
+    return tuple(_evaluate(stage, plan, row, baseline, errors) for row in plan.rows)
 
 
-def describe_kernels() -> str:
+def describe_kernels(device: torch.device) -> str:
     """Return what will compute packed layers on this machine, and why if it is no kernel."""
-    choice = choose("gemm_fp8", CPU, k=64)
+    choice = choose("gemm_fp8", device, k=64)
     return f"{choice.backend.value}{f', because {choice.reason}' if choice.reason else ''}"
 
 
 def remarks(outcomes: tuple[Outcome, ...]) -> tuple[str, ...]:
-    """Return one sentence per configuration whose gates fail."""
-    return tuple(
-        f"{outcome.configuration.title}: {outcome.configuration.remark}"
-        for outcome in outcomes
-        if not outcome.report.passed
-    )
+    """Return one sentence per row whose gates fail, each said once."""
+    found: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.row.remark and not outcome.report.passed:
+            found.setdefault(outcome.row.remark, []).append(outcome.row.title)
+    return tuple(f"{', '.join(titles)}: {remark}" for remark, titles in found.items())
 
 
 def methods(outcomes: tuple[Outcome, ...]) -> tuple[Method, ...]:
-    """Return the configurations as rows of the table of methods."""
+    """Return the outcomes as rows of the table of methods."""
     return tuple(
-        Method(o.configuration.title, o.report, o.folder, o.configuration.remark) for o in outcomes
+        Method(o.row.title, o.report, o.folder, o.row.remark, o.local_error) for o in outcomes
     )
 
 
@@ -184,68 +158,67 @@ def _claim(output: Path) -> None:
         mark.write_text("quantkit demo replaces this folder\n", encoding="utf-8")
 
 
-def _pack_all(stage: Stage, model: Model, texts: tuple[str, ...]) -> None:
-    run = CALIBRATION_RUN
-    recipes = [load_recipe(configuration.recipe) for configuration in CONFIGURATIONS]
-    with stage.step(f"calibrate: {run['prompts']} prompts of {run['steps']} steps"):
-        calibration = calibrate(
-            model, recipes[0].with_calibration(run), texts, device="cpu", progress=stage.progress
-        )
-        save_calibration(calibration, stage.output / CALIBRATION, force=False)
-    with stage.step("sparsify: 2 of every 4 weights by Wanda"):
-        masks = choose_masks(model, recipes[-1], calibration, progress=stage.progress)
-        save_masks(masks, stage.output / MASKS, force=False)
-    for configuration, recipe in zip(CONFIGURATIONS, recipes, strict=True):
-        with stage.step(f"pack and verify: {configuration.title}"):
-            pack(
-                model,
-                recipe,
-                stage.packed(configuration),
-                calibration=calibration,
-                masks=masks if recipe.sparsity else None,
-                threads=os.cpu_count() or 1,
-                force=False,
-                progress=stage.under(configuration),
-            )
-            verify(stage.packed(configuration), progress=stage.under(configuration))
+def _make(stage: Stage, plan: Plan, pipeline: Path) -> dict[str, float]:
+    """Run every command of the plan once; return the local errors by command."""
+    scenes = draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED))
+    (stage.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
+    errors: dict[str, float] = {}
+    for command in dict.fromkeys(c for row in plan.rows for c in _commands(stage, plan, row)):
+        arguments = shlex.split(command)
+        with stage.step(_named(arguments)):
+            found = stage.command([*arguments, "--quiet", "--json"])
+        if arguments[0] == "sparsify" and "--hessians" in arguments:
+            errors[command] = _mean_error(found)
+    for row in plan.rows:
+        folder = stage.output / row.compared
+        if open_pair(str(pipeline), folder).plain is None:
+            verify(folder, progress=stage.under(row))
+    return errors
 
 
-def _evaluate(stage: Stage, configuration: Configuration, baseline: Baseline) -> Outcome:
-    model = str(demo_assets() / "pipeline")
-    packed, folder = stage.packed(configuration), stage.report(configuration)
-    with stage.step(f"load, run on kernels, compare: {configuration.title}"):
+def _commands(stage: Stage, plan: Plan, row: Row) -> tuple[str, ...]:
+    return plan.commands(row, demo_assets() / "pipeline", stage.output, str(stage.device))
+
+
+def _named(arguments: Sequence[str]) -> str:
+    """Return a command in a few words: its name and what it writes."""
+    words = arguments[: 2 if arguments[0] == "calibrate" else 1]
+    return f"{' '.join(words)}: {Path(arguments[-1]).name}"
+
+
+def _mean_error(found: dict[str, Any]) -> float:
+    """Return the mean error of the masked layers, from what ``sparsify --json`` prints."""
+    errors = [layer["error"] for layer in found["layers"] if layer["chosen"]]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def _evaluate(
+    stage: Stage, plan: Plan, row: Row, baseline: Baseline, errors: dict[str, float]
+) -> Outcome:
+    model, folder = str(demo_assets() / "pipeline"), stage.output / f"report-{row.compared}"
+    with stage.step(f"load, run, compare: {row.title}"):
         report, pairs = evaluate(
-            open_pair(model, packed),
+            open_pair(model, stage.output / row.compared),
             baseline,
             limits=Limits(),
-            title=f"quantkit demo: {configuration.title} against the FP16 original",
-            commands=_commands(stage, configuration, baseline),
-            progress=stage.under(configuration),
+            title=f"quantkit demo: {row.title} against the FP16 original",
+            commands=_reproduced(stage, plan, row, baseline),
+            progress=stage.under(row),
         )
         write_report(report, pairs, folder, force=False)
-    return Outcome(configuration, report, folder.name)
+    local = [errors[c] for c in _commands(stage, plan, row) if c in errors]
+    return Outcome(row, report, folder.name, local[-1] if local else None)
 
 
-def _commands(stage: Stage, configuration: Configuration, baseline: Baseline) -> tuple[str, ...]:
+def _reproduced(stage: Stage, plan: Plan, row: Row, baseline: Baseline) -> tuple[str, ...]:
     """Return the single commands that make one report."""
-    settings = baseline.original.settings
-    plain = "" if baseline.floors else " --no-noise-floor"
-    assets, out = demo_assets(), stage.output
-    model, packed = assets / "pipeline", stage.packed(configuration)
-    recipe = configuration.recipe
-    sparse = load_recipe(recipe).sparsity is not None
-    calibrate_it = (
-        f"quantkit calibrate model {model} -r {CONFIGURATIONS[0].recipe} "
-        f"--prompts {assets / 'prompts.txt'} --count {CALIBRATION_RUN['prompts']} "
-        f"--steps {CALIBRATION_RUN['steps']} --batch {CALIBRATION_RUN['batch']} "
-        f"--guidance {CALIBRATION_RUN['guidance']} -o {out / CALIBRATION}"
+    settings, assets = baseline.original.settings, demo_assets()
+    compared = (
+        f"eval report {assets / 'pipeline'} {stage.output / row.compared} "
+        f"--prompts {assets / 'prompts.txt'} --count {len(settings.prompts)} "
+        f"--steps {settings.steps} --guidance {GUIDANCE:g} --seed {SEED} "
+        f"--batch {settings.batch} --lpips-weights {assets / 'alexnet'} --clip {assets / 'clip'} "
+        f"--device {stage.device} -o {stage.output / f'report-{row.compared}'}"
+        f"{'' if baseline.floors else ' --no-noise-floor'}"
     )
-    sparsify_it = f"quantkit sparsify {model} -r {recipe} -c {out / CALIBRATION} -o {out / MASKS}"
-    masks = f" --masks {out / MASKS}" if sparse else ""
-    return (
-        calibrate_it,
-        *([sparsify_it] if sparse else []),
-        f"quantkit pack {model} -r {recipe} -c {out / CALIBRATION}{masks} -o {packed}",
-        f"quantkit verify {packed}",
-        f"quantkit demo -o {out} --prompts {len(settings.prompts)} --steps {settings.steps}{plain}",
-    )
+    return tuple(f"quantkit {command}" for command in (*_commands(stage, plan, row), compared))

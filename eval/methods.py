@@ -16,8 +16,8 @@ from .statistics import Summary
 
 SCHEMA_VERSION = 1
 COLUMNS = (
-    "method", "recipe", "sparsity", "weights", "ratio", "SSIM", "LPIPS", "CLIP change", "PSNR",
-    "gates", "computed by",
+    "method", "recipe", "sparsity", "local error", "weights", "ratio", "SSIM", "LPIPS",
+    "CLIP change", "PSNR", "gates", "computed by",
 )  # fmt: skip
 #: Columns of words, which may break; the others hold numbers.
 TEXT_COLUMNS = ("method", "recipe", "sparsity", "gates", "computed by")
@@ -33,6 +33,8 @@ class Method:
     folder: str
     #: said on the page when a gate fails
     remark: str = ""
+    #: mean over the masked layers of the share of their output's power that is lost; None: not told
+    local_error: float | None = None
 
 
 def name_methods(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ def cells(method: Method) -> tuple[str, ...]:
         method.name,
         packing.recipe or "-",
         _sparsity(packing),
+        show(method.local_error),
         show_bytes(report.packed.nbytes),
         f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
         show_mean(scores["ssim"].summary),
@@ -77,7 +80,7 @@ def cells(method: Method) -> tuple[str, ...]:
         "-" if clip is None else _clip_change(clip.change, clip.loss),
         show_mean(scores["psnr"].summary),
         judge_cell(report),
-        ", ".join(report.kernels.by_backend) or "-",
+        ", ".join(report.kernels.by_backend) or "torch",
     )
 
 
@@ -106,10 +109,16 @@ def write_methods(methods: Sequence[Method], folder: Path, commands: Sequence[st
         commands: what a reader types to make the page again.
     """
     values = {**page_values(methods, folder), "commands": commands}
+    (folder / "index.html").write_text(render("methods.html.j2", values), encoding="utf-8")
+    write_table(methods, folder, commands)
+
+
+def write_table(methods: Sequence[Method], folder: Path, commands: Sequence[str]) -> None:
+    """Write methods.md and methods.json; arguments as those of ``write_methods``."""
+    values = {**page_values(methods, folder), "commands": commands}
     text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
     (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
-    for template, name in (("methods.html.j2", "index.html"), ("methods.md.j2", "methods.md")):
-        (folder / name).write_text(render(template, values), encoding="utf-8")
+    (folder / "methods.md").write_text(render("methods.md.j2", values), encoding="utf-8")
 
 
 def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:
@@ -157,6 +166,7 @@ def _method_json(method: Method) -> dict[str, Any]:
         "report": f"{method.folder}/report.json",
         "packed": plain(report.packed),
         "packing": plain(report.packing),
+        "local_error": method.local_error,
         "ratio": report.packed.nbytes / report.original.nbytes,
         "metrics": {
             name: {"backbone": score.backbone or None, "summary": plain(score.summary)}

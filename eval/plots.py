@@ -70,13 +70,19 @@ def plot_steps(lines: Mapping[str, StepErrors | None], *, name: str) -> str:
                 steps, mean, color=colour, linestyle=dash, marker=".", markersize=4, label=text
             )
             axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-        axes.set_yscale("log")
+        _log_scale(axes)
         axes.set_ylabel("NMSE")
         axes.set_xlabel("denoising step")
         axes.xaxis.get_major_locator().set_params(integer=True)
         _legend(axes, columns=1)
 
     return _svg(draw, name=name, height=3.2)
+
+
+def _log_scale(axes: Any) -> None:
+    """Set it where something is drawn: of nothing, matplotlib knows no logarithm."""
+    if any(len(line.get_ydata()) for line in axes.lines):
+        axes.set_yscale("log")
 
 
 def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
@@ -92,7 +98,7 @@ def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
             shown = [(i, v) for i, v in enumerate(values, 1) if v]
             if shown:
                 axes.plot(*zip(*shown, strict=True), ".", color=colour, markersize=6, label=label)
-        axes.set_yscale("log")
+        _log_scale(axes)
         axes.set_ylabel("relative error")
         axes.set_xlabel(f"packed layer, in the order of the model (1 to {len(rows)})")
         _legend(axes)

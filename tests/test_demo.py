@@ -1,13 +1,20 @@
 """``quantkit demo`` on small stand-ins for the bundled networks: the whole path in seconds."""
 
 import json
+import shlex
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
-from quantkit.eval.demo import MARK, describe_kernels
+from quantkit.eval.demo import CAPTION_SEED, MARK, describe_kernels
+from quantkit.eval.plan import FULL, SHORT, Plan
+from quantkit.eval.world.scenes import captions, draw_scenes
 
+from quantkit.cli import quantkit
 from quantkit.cli.demo import demo
 from quantkit.errors import OutputError, PromptError
 
@@ -35,9 +42,9 @@ def assets(pipeline_dir, tmp_path_factory):
 def small_demo(assets, monkeypatch):
     monkeypatch.setattr("quantkit.eval.demo.demo_assets", lambda: assets)
     monkeypatch.setattr("quantkit.resources.demo_assets", lambda: assets)
-    # Two steps instead of twelve, and so fewer timestep buckets than the recipes' four.
-    quick = {"prompts": 2, "steps": 2, "batch": 2, "guidance": 4.0, "buckets": 1}
-    monkeypatch.setattr("quantkit.eval.demo.CALIBRATION_RUN", quick)
+    # As many steps as the recipe has timestep buckets.
+    quick = {"captions": 4, "count": 2, "steps": 10, "batch": 2}
+    monkeypatch.setattr("quantkit.eval.plan.SHORT", replace(SHORT, **quick))
 
     def run(*arguments):
         return CliRunner().invoke(demo, ["--prompts", "2", "--steps", "2", *map(str, arguments)])
@@ -55,8 +62,9 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     assert result.exit_code in {0, 1}, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     found = json.loads(result.stdout)
-    assert set(found["reports"]) == {"fp8-static", "fp8-sparse"}
-    fp8, sparse = found["reports"]["fp8-static"], found["reports"]["fp8-sparse"]
+    rows = [row.compared for row in SHORT.rows]
+    assert list(found["reports"]) == rows
+    fp8, sparse = found["reports"]["fp8-static"], found["reports"]["wanda-fp8"]
     assert result.exit_code == (0 if fp8["verdict"]["passed"] else 1)
     assert (fp8["compression"], sparse["compression"]) == ("FP8", "FP8 and 4:2")
     assert sparse["packed"]["nbytes"] < fp8["packed"]["nbytes"] < fp8["original"]["nbytes"]
@@ -64,19 +72,56 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     assert fp8["comparison"]["clip"]["backbone"] == "quantkit demo CLIP"
     assert fp8["comparison"]["clip"]["original"] == sparse["comparison"]["clip"]["original"]
     assert {path.name for path in output.iterdir()} == {
-        ".quantkit-demo", "calibration.safetensors", "masks.safetensors", "index.html",
-        "packed-fp8-static", "packed-fp8-sparse", "report-fp8-static", "report-fp8-sparse",
+        ".quantkit-demo", "captions.txt", "calibration", "hessians", "wanda.masks", "budget.masks",
+        "index.html", "methods.md", "methods.json", *rows, *(f"report-{row}" for row in rows),
     }  # fmt: skip
     assert [floor["name"] for floor in fp8["noise_floor"]] == ["dtype", "batch"]
-    # one run of the original, and of its floors, for both
+    # one run of the original, and of its floors, for all
     assert fp8["noise_floor"][0]["comparison"] == sparse["noise_floor"][0]["comparison"]
     page = (output / "index.html").read_text(encoding="utf-8")
     assert "noise floor: the original with BF16 instead of float32" in page
-    for link in ("report-fp8-static/report.html", "report-fp8-sparse/images/packed/001.png"):
+    for link in ("report-fp8-static/report.html", "report-wanda-fp8/images/packed/001.png"):
         assert link in page
         assert (output / link).is_file()
+    errors = {
+        row["name"]: row["local_error"]
+        for row in json.loads((output / "methods.json").read_text())["methods"]
+    }
+    titles = {row.compared: row.title for row in SHORT.rows}
+    assert errors[titles["fp8-static"]] is None
+    assert 0 < errors[titles["wanda-fp8"]] < 1
     assert "kernels: " in result.stderr
-    assert "pack and verify: 4:2 and FP8" in result.stderr
+    assert "pack: wanda-fp8" in result.stderr
+
+
+@pytest.mark.parametrize("plan", [SHORT, FULL], ids=["short", "full"])
+def test_every_row_is_made_by_commands_that_exist(plan: Plan):
+    made = {"captions.txt"}
+    for row in plan.rows:
+        for command in plan.commands(row, Path("model"), Path("a folder"), "cpu"):
+            arguments = shlex.split(command)
+            for word in arguments[:-1]:
+                if word.startswith("a folder/"):
+                    assert word.removeprefix("a folder/") in made, f"{command}: {word} is not there"
+            group = quantkit
+            while isinstance(group, click.Group):
+                group = group.commands[arguments.pop(0)]
+            # Paths are not there yet, and click would refuse them: only the options are looked at.
+            known = {option for parameter in group.params for option in parameter.opts}
+            assert {word for word in arguments if word.startswith("-")} <= known, command
+            output = Path(arguments[-1]).name
+            made |= {output, f"{output}.masks.safetensors"}
+        assert row.compared in made
+    assert len({row.compared for row in plan.rows}) == len(plan.rows)
+
+
+def test_no_caption_of_the_calibration_is_compared():
+    from quantkit.resources import demo_assets
+
+    compared = set((demo_assets() / "prompts.txt").read_text().splitlines())
+    for plan in (SHORT, FULL):
+        drawn = captions(draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED)))
+        assert not compared & set(drawn)
 
 
 def test_demo_without_noise_floor_runs_the_original_once(small_demo, tmp_path):
@@ -108,4 +153,4 @@ def test_demo_says_why_no_kernel_runs(monkeypatch):
     monkeypatch.setattr(
         "quantkit.device.backends._why_not_here", lambda device: "no C++ compiler was found"
     )
-    assert describe_kernels() == "reference, because no C++ compiler was found"
+    assert describe_kernels(torch.device("cpu")) == "reference, because no C++ compiler was found"

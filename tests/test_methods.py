@@ -205,7 +205,7 @@ def test_an_unchanged_pipeline_is_judged_as_sixteen_bit(pipeline_dir, tmp_path):
     report = json.loads(result.stdout)
     assert report["compression"] == "16 bit"
     assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] == 1
-    assert report["timesteps"]["divergence"]["values"][-1][0] == 0
+    assert report["timesteps"]["divergence"]["mean"][-1] == 0
 
 
 def test_pipelines_of_other_layers_are_refused(pipeline_dir, sparse_pipeline, tmp_path):

@@ -1,10 +1,13 @@
 """``quantkit demo``: the whole job on the bundled pipeline."""
 
+import json
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,36 +29,38 @@ if TYPE_CHECKING:
     help="Where to write; the output of an earlier demo is replaced.",
 )
 @click.option(
+    "--full",
+    is_flag=True,
+    help="Every method, recovery by distillation included: about ten minutes on a GPU, a day on a "
+    "CPU.",
+)
+@click.option(
     "--prompts",
     type=click.IntRange(min=1),
-    default=12,
-    show_default=True,
-    help="Pictures to compare.",
+    help="Pictures to compare; default: 12, with --full 64.",
 )
 @click.option(
     "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
 )
 @evaluation_options.noise_floor
+@options.device
 @options.quiet
 @options.as_json
-def demo(
-    output: Path, prompts: int, steps: int, noise_floor: bool, quiet: bool, as_json: bool
-) -> None:
+def demo(output: Path, quiet: bool, as_json: bool, **given: Any) -> None:
     """Pack the bundled pipeline to FP8 and 4:2, run it on quantkit's kernels, and report.
 
-    Calibrates, sparsifies, packs twice, verifies, loads, generates and compares, on the CPU in a
-    few minutes. Exits with 1 when FP8 fails its gates; one-shot 4:2 is shown as it is.
+    Calibrates, chooses masks, lets the kept weights make up for the dropped ones, packs, verifies,
+    loads, generates and compares, on a CPU in a few minutes. Exits with 1 when FP8 fails its gates;
+    one-shot 4:2 is shown as it is.
     """
-    outcomes, seconds = show_demo(
-        output, prompts=prompts, steps=steps, noise_floor=noise_floor, quiet=quiet
-    )
+    outcomes, seconds = show_demo(output, quiet=quiet, **given)
     if as_json:
         from quantkit.eval.serialize import to_json
 
         print_json({
-            "schema": "quantkit.demo", "schema_version": 2, "output": str(output),
+            "schema": "quantkit.demo", "schema_version": 3, "output": str(output),
             "seconds": seconds,
-            "reports": {o.configuration.recipe: to_json(o.report) for o in outcomes},
+            "reports": {o.row.compared: to_json(o.report) for o in outcomes},
         })  # fmt: skip
     else:
         print_outcomes(outcomes, output, seconds)
@@ -64,13 +69,16 @@ def demo(
 
 
 def show_demo(
-    output: Path, *, prompts: int, steps: int, noise_floor: bool, quiet: bool
-) -> "tuple[tuple[Outcome, ...], float]":
+    output: Path, *, full: bool, prompts: int | None, steps: int, noise_floor: bool, device: str,
+    quiet: bool,
+) -> "tuple[tuple[Outcome, ...], float]":  # fmt: skip
     """Run the demo and write its index page.
 
     Raises:
         OutputError: the output exists and is not a demo's.
     """
+    from quantkit.calibration.running import choose_device
+    from quantkit.eval import plan
     from quantkit.eval.demo import Stage, run_demo
     from quantkit.eval.index import write_index
 
@@ -80,13 +88,29 @@ def show_demo(
         if not quiet:
             click.echo(f"{next(numbers):2}. {line}", err=True)
 
+    chosen = plan.FULL if full else plan.SHORT
     with progress_bar(quiet=quiet) as progress:
         outcomes = run_demo(
-            Stage(output, say, progress), prompts=prompts, steps=steps, noise_floor=noise_floor
+            Stage(output, run_command, say, progress, choose_device(device)),
+            chosen,
+            prompts=prompts or chosen.prompts,
+            steps=steps,
+            noise_floor=noise_floor,
         )
     seconds = perf_counter() - started
     write_index(output / "index.html", outcomes, seconds)
     return outcomes, seconds
+
+
+def run_command(arguments: list[str]) -> dict[str, Any]:
+    """Run one command of quantkit in this process and return what it prints as JSON."""
+    from quantkit.cli import quantkit
+
+    printed = StringIO()
+    with redirect_stdout(printed):
+        quantkit(args=arguments, prog_name="quantkit", standalone_mode=False)
+    found: dict[str, Any] = json.loads(printed.getvalue())
+    return found
 
 
 def print_outcomes(outcomes: "tuple[Outcome, ...]", output: Path, seconds: float) -> None:

@@ -1,0 +1,190 @@
+"""What the demo does: quantkit's commands, as a user types them.
+
+Every row of its table of methods is made by these commands and by nothing else, so whoever doubts a
+number can make it again.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What several commands share; {model} and {out} are the bundled pipeline and the demo's folder.
+_SHARED = {
+    "sampling": "--prompts {out}/captions.txt --guidance 4 --count {count} --steps {steps} "
+    "--batch {batch} --device {device}",
+    "moments": "--hessians {out}/hessians --device {device}",
+    "training": "--prompts {out}/captions.txt --guidance 4 --minutes 1.8333 --rate 6e-4 "
+    "--device {device}",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration of the table of methods."""
+
+    title: str
+    #: the directory that is compared with the original, packed or in 16 bit
+    compared: str
+    #: one a line, in their order; what several rows share is run once
+    script: str
+    #: said when a gate fails
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One demo: its rows, and how much is calibrated on and compared."""
+
+    rows: tuple[Row, ...]
+    #: captions drawn, for calibration and training; none of them is compared
+    captions: int
+    #: of calibration: prompts, steps, prompts at a time
+    count: int
+    steps: int
+    batch: int
+    #: pictures when nobody says how many
+    prompts: int
+
+    def commands(self, row: Row, model: Path, out: Path, device: str) -> tuple[str, ...]:
+        """Return the commands of a row as a shell reads them, without "quantkit"."""
+        places = {
+            "model": shlex.quote(str(model)), "out": shlex.quote(str(out)), "device": device,
+            "count": self.count, "steps": self.steps, "batch": self.batch,
+        }  # fmt: skip
+        shared = {name: text.format_map(places) for name, text in _SHARED.items()}
+        lines = row.script.strip().splitlines()
+        return tuple(line.strip().format_map(places | shared) for line in lines)
+
+
+_ONE_SHOT = (
+    "One-shot 4:2 drops half of the weights of every layer and trains nothing afterwards, so the "
+    "pictures change; 'quantkit sparsify --recover distill' brings them back."
+)
+
+_STATIC = Row(
+    "FP8, static",
+    "fp8-static",
+    """
+    calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
+    pack {model} -r fp8-static -c {out}/calibration -o {out}/fp8-static
+    """,
+    "FP8 alone should hold its gates: please report this.",
+)
+_GPTQ = Row(
+    "FP8, static by timestep, shifted, GPTQ",
+    "fp8-gptq",
+    """
+    calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
+    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    pack {model} -r fp8-gptq -c {out}/calibration --hessians {out}/hessians -o {out}/fp8-gptq
+    """,
+)
+_WANDA = Row(
+    "4:2 by Wanda, and FP8",
+    "wanda-fp8",
+    """
+    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    sparsify {model} -r fp8-sparse --method wanda {moments} -o {out}/wanda.masks
+    pack {model} -r fp8-sparse --masks {out}/wanda.masks -o {out}/wanda-fp8
+    """,
+    _ONE_SHOT,
+)
+_BUDGET = Row(
+    "4:2 by SparseGPT where it costs little, and FP8",
+    "budget-fp8",
+    """
+    calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
+    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    sparsify {model} -r fp8-sparse-budget {moments} -o {out}/budget.masks
+    pack {model} -r fp8-sparse-budget -c {out}/calibration --hessians {out}/hessians \
+--masks {out}/budget.masks -o {out}/budget-fp8
+    """,
+)
+
+#: Minutes on two cores.
+SHORT = Plan(
+    rows=(_STATIC, _GPTQ, _WANDA, _BUDGET),
+    captions=64,
+    count=8,
+    steps=12,
+    batch=8,
+    prompts=12,
+)
+
+#: Every method, for a GPU.
+FULL = Plan(
+    rows=(
+        Row("FP8, per token", "fp8", "pack {model} -r fp8 -o {out}/fp8"),
+        Row(
+            "FP8, per token, shifted by timestep, GPTQ",
+            "fp8-token-gptq",
+            """
+            calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
+            calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+            pack {model} -r fp8-token-gptq -c {out}/calibration --hessians {out}/hessians \
+-o {out}/fp8-token-gptq
+            """,
+        ),
+        _STATIC,
+        _GPTQ,
+        Row(
+            "4:2 by magnitude, and FP8",
+            "magnitude-fp8",
+            """
+            sparsify {model} -r fp8-sparse --method magnitude {moments} -o {out}/magnitude.masks
+            pack {model} -r fp8-sparse --masks {out}/magnitude.masks -o {out}/magnitude-fp8
+            """,
+            _ONE_SHOT,
+        ),
+        _WANDA,
+        Row(
+            "4:2 by Wanda, refitted, 16 bit",
+            "wanda",
+            """
+            sparsify {model} -r fp8-sparse --method wanda --recover obs {moments} -o {out}/wanda
+            """,
+            _ONE_SHOT,
+        ),
+        Row(
+            "4:2 by SparseGPT, 16 bit",
+            "sparsegpt",
+            """
+            sparsify {model} -r fp8-sparse --method sparsegpt --recover obs {moments} \
+-o {out}/sparsegpt
+            """,
+            _ONE_SHOT,
+        ),
+        _BUDGET,
+        Row(
+            "4:2 by magnitude, distilled, 16 bit",
+            "distilled",
+            """
+            sparsify {model} -r fp8-sparse --method magnitude --recover distill {training} \
+-o {out}/distilled
+            """,
+        ),
+        Row(
+            "4:2 by magnitude, distilled, and FP8",
+            "distilled-fp8",
+            """
+            pack {out}/distilled -r fp8-sparse --masks {out}/distilled.masks.safetensors \
+-o {out}/distilled-fp8
+            """,
+        ),
+        Row(
+            "4:2 by magnitude, distilled as packed, and FP8",
+            "trained-fp8",
+            """
+            sparsify {model} -r fp8-sparse --method magnitude --recover distill --quantize \
+{training} -o {out}/trained
+            pack {out}/trained -r fp8-sparse --masks {out}/trained.masks.safetensors \
+-o {out}/trained-fp8
+            """,
+        ),
+    ),
+    captions=4096,
+    count=32,
+    steps=20,
+    batch=32,
+    prompts=64,
+)
