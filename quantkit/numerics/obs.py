@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.numerics.formats import FloatFormat
-from quantkit.numerics.masks import Pattern, choose_mask
+from quantkit.numerics.masks import Pattern, choose_first_axis
 
 #: Columns settled one at a time between two matrix products: half as many take a tenth longer, and
 #: so do twice as many.
@@ -153,7 +153,8 @@ class _Run:
         self._scale = None if grid is None else grid.scale.expand_as(rows).t()[factor.order]
         m = 1 if self._pattern is None else self._pattern.m
         self._leaf = m * max(1, _LEAF // m)
-        self._inverses = None if self._pattern is None else _inverse_groups(factor, m)
+        self._inverses = _inverse_groups(factor, m)
+        self._prices = factor.pivots.masked_fill(factor.dead, 0.0).unsqueeze(1)
 
     def settle(self, first: int, stop: int) -> None:
         """Settle columns, those before ``first`` being folded in already.
@@ -171,34 +172,38 @@ class _Run:
         self.settle(middle, stop)
 
     def _settle_leaf(self, first: int, stop: int) -> None:
-        changes, lower = self._changes, self._factor.lower
-        for j in range(first, stop):
-            if self._pattern is not None and j % self._pattern.m == 0:
-                self._choose(first, j)
-            done = changes[first:j].t()
-            column = torch.addmv(self.values[j], done, lower[j, first:j], alpha=-1)
+        leaf = slice(first, stop)
+        # Whole, and not only what is settled: changes are zero until then, and slices take time.
+        changes, lower = self._changes[leaf].t(), self._factor.lower[leaf, leaf].unbind()
+        values, kept = self.values[leaf].unbind(), self.kept[leaf].unbind()
+        before, after = self._rows[leaf].unbind(), self._changes[leaf].unbind()
+        for i in range(stop - first):
+            if self._pattern is not None and i % self._pattern.m == 0:
+                self._choose(leaf, first + i)
+            column = torch.addmv(values[i], changes, lower[i], alpha=-1)
             if self._grid is not None and self._scale is not None:
-                column = self._grid.round(column, self._scale[j])
-            torch.mul(column, self.kept[j], out=self.values[j])
-            torch.sub(self.values[j], self._rows[j], out=changes[j])
+                column = self._grid.round(column, self._scale[first + i])
+            torch.mul(column, kept[i], out=values[i])
+            torch.sub(values[i], before[i], out=after[i])
 
-    def _choose(self, first: int, j: int) -> None:
-        """Choose the mask of the group that begins at j."""
-        assert self._pattern is not None and self._inverses is not None
-        group = slice(j, j + self._pattern.m)
-        asked = self._factor.lower[group, first:j]
-        target = torch.addmm(self.values[group], asked, self._changes[first:j], alpha=-1)
+    def _choose(self, leaf: slice, first: int) -> None:
+        """Choose the mask of the group that begins at ``first``, inside a leaf."""
+        assert self._pattern is not None
+        group = slice(first, first + self._pattern.m)
+        asked = self._factor.lower[group, leaf]
+        target = torch.addmm(self.values[group], asked, self._changes[leaf], alpha=-1)
         # What the group would be if all of it stayed free: later ones make up for earlier.
         before = self._rows[group]
-        free = torch.addmm(before, self._inverses[j // self._pattern.m], target - before)
-        scores = free.square_().mul_(self._factor.pivots[group].unsqueeze(1))
-        scores.masked_fill_(self._factor.dead[group].unsqueeze(1), 0.0)
-        self.kept[group] = choose_mask(scores.t(), self._pattern).t()
+        free = torch.addmm(before, self._inverses[first // self._pattern.m], target.sub_(before))
+        scores = free.square_().mul_(self._prices[group])
+        self.kept[group] = choose_first_axis(scores, self._pattern.n)
 
 
 def _inverse_groups(factor: Factor, m: int) -> Tensor:
     """Return the inverse of each (m, m) block on the factor's diagonal, (K / m, m, m)."""
-    assert bool((factor.order.reshape(-1, m).diff(dim=1) == 1).all()), "the order takes groups apart"
+    assert bool((factor.order.reshape(-1, m).diff(dim=1) == 1).all()), (
+        "the order takes groups apart"
+    )
     count = len(factor.order) // m
     blocks = factor.lower.reshape(count, m, count, m).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     unit = torch.eye(m, device=blocks.device).expand_as(blocks)
