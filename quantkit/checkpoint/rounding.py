@@ -10,8 +10,8 @@ from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.obs import (
+    Factor,
     Grid,
-    InverseFactor,
     factorize,
     falling_power,
     refit_rows,
@@ -63,7 +63,7 @@ class Rounding:
 
     #: float32 (K, K)
     moment: Tensor
-    factor: InverseFactor
+    factor: Factor
 
     def update(self, rows: Tensor, mask: Tensor) -> Tensor:
         """Return rows (R, K) whose kept weights make up for the dropped ones."""

@@ -86,7 +86,7 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
     """
     assert damping > 0
     order = torch.arange(len(moment), device=moment.device) if order is None else order
-    # Backwards: the usual factor V^T V of that, turned round, has the last column make up for all.
+    # Backwards: turned round again, the usual factor has the last column make up for all.
     back = order.flip(0)
     work = moment[back][:, back].double()
     diagonal = work.diagonal()
@@ -94,11 +94,13 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
     mean = float(diagonal.mean())
     diagonal[dead] = 1.0
     diagonal += damping * mean
-    upper, failed = torch.linalg.cholesky_ex(work, upper=True)
+    square_root, failed = torch.linalg.cholesky_ex(work)
     assert not bool(failed), "a moment plus its damping is positive definite"
-    roots = upper.diagonal()
-    lower = (upper / roots.unsqueeze(1)).float().flip(0, 1)
-    return Factor(lower, roots.square().float().flip(0), order, dead.flip(0))
+    # LAPACK's columns are our rows: the transpose is contiguous, and stays so.
+    upper: Tensor = square_root.t().float()
+    roots = upper.diagonal().clone()
+    lower = upper.div_(roots.unsqueeze(1)).flip(0, 1)
+    return Factor(lower, roots.square().flip(0), order, dead.flip(0))
 
 
 def settle_rows(
@@ -207,7 +209,8 @@ def _inverse_groups(factor: Factor, m: int) -> Tensor:
     count = len(factor.order) // m
     blocks = factor.lower.reshape(count, m, count, m).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     unit = torch.eye(m, device=blocks.device).expand_as(blocks)
-    return torch.linalg.solve_triangular(blocks, unit, upper=False, unitriangular=True)
+    inverse: Tensor = torch.linalg.solve_triangular(blocks, unit, upper=False, unitriangular=True)
+    return inverse
 
 
 def refit_rows(
@@ -234,7 +237,8 @@ def refit_rows(
     power = moment.diagonal()
     ridge = damping * power.mean() + (power <= 0)
     inverse = 1 / (power + ridge)
-    damped = moment + torch.diag(ridge)
+    damped = moment.clone()
+    damped.diagonal().add_(ridge)
     keep = mask.to(rows.dtype)
     values = values.clone()
     residual = ((rows - values) @ damped).mul_(keep)
