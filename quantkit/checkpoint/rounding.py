@@ -52,9 +52,7 @@ class Rounder:
         moments = self.hessians.read(self.component, self.layer)
         if factor is not None:
             moments = moments.smoothed(factor)
-        moment = target_moment(moments, bias=self.centred)
-        rounding = factorize(moment, damping=ROUNDING_DAMPING, order=falling_power(moment))
-        return Rounding(moment, rounding)
+        return Rounding.of(target_moment(moments, bias=self.centred))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +62,12 @@ class Rounding:
     #: float32 (K, K)
     moment: Tensor
     factor: Factor
+
+    @classmethod
+    def of(cls, moment: Tensor) -> "Rounding":
+        """Factor a moment (K, K), float32."""
+        factor = factorize(moment, damping=ROUNDING_DAMPING, order=falling_power(moment))
+        return cls(moment, factor)
 
     def update(self, rows: Tensor, mask: Tensor) -> Tensor:
         """Return rows (R, K) whose kept weights make up for the dropped ones."""
