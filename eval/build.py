@@ -15,9 +15,10 @@ from quantkit.models.source import Model
 from quantkit.pipeline import PackSummary, pack
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
-from quantkit.sensitivity.analyse import Subject, measure_sensitivity
+from quantkit.sensitivity.analyse import measure_sensitivity
 from quantkit.sensitivity.choosing import choose
 from quantkit.sensitivity.result import save_sensitivity
+from quantkit.sensitivity.subject import Subject
 from quantkit.sensitivity.writing import save_recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
@@ -95,19 +96,20 @@ def build(
     if recipe.needs_calibration:
         calibration = calibrate(model, recipe, prompts, device=device, progress=progress)
         save_calibration(calibration, output / CALIBRATION, force=force)
+    hessians = _hessians(model, recipe, output, prompts, device=device, progress=progress)
+    surgeon = None if hessians is None else Surgeon(hessians, choose_device(device))
     if recipe.budget is not None:
         assert calibration is not None
+        subject = Subject.of(model, recipe, calibration, surgeon)
         recipe = adapt(
-            model, recipe, calibration, output, prompts=prompts, device=device, force=force,
-            progress=progress,
-        )  # fmt: skip
-    hessians = _hessians(model, recipe, output, prompts, device=device, progress=progress)
+            subject, output, prompts=prompts, device=device, force=force, progress=progress
+        )
     if recipe.sparsity is not None:
         masks = choose_masks(
             model,
             recipe,
             calibration,
-            surgeon=None if hessians is None else Surgeon(hessians, choose_device(device)),
+            surgeon=surgeon,
             update=recipe.weight.rounding == "gptq",
             progress=progress,
         )
@@ -150,9 +152,7 @@ def _hessians(
 
 
 def adapt(
-    model: Model,
-    recipe: Recipe,
-    calibration: Calibration,
+    subject: Subject,
     output: Path,
     *,
     prompts: Sequence[str],
@@ -160,13 +160,13 @@ def adapt(
     force: bool,
     progress: Progress,
 ) -> Recipe:
-    """Return the recipe that meets the budget of ``recipe``; write it and the sensitivity.
+    """Return the recipe that meets the subject's own budget; write it and the sensitivity.
 
     Raises:
         RecipeError: a budget that cannot be met.
     """
+    recipe = subject.recipe
     assert recipe.budget is not None
-    subject = Subject.of(model, recipe, calibration)
     found = measure_sensitivity(
         subject,
         prompts[: recipe.calibration.batch],

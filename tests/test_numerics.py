@@ -18,7 +18,14 @@ from quantkit.numerics.granularity import (
     parse_granularity,
     scale_shape,
 )
-from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, Pattern, choose_mask, parse_pattern
+from quantkit.numerics.masks import (
+    MASKS,
+    TWO_OF_FOUR,
+    Pattern,
+    choose_first_axis,
+    choose_mask,
+    parse_pattern,
+)
 from quantkit.numerics.packing import (
     LEGAL_NIBBLES,
     from_rows,
@@ -245,3 +252,13 @@ def test_exactly_six_nibbles_are_legal():
     for nibble in range(16):
         meta = torch.tensor([[nibble | 0x40]], dtype=torch.uint8)
         assert metadata_is_legal(meta) == (nibble in LEGAL_NIBBLES)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8])
+@pytest.mark.parametrize("columns", [0, 1, 50])
+def test_one_group_on_the_first_axis_is_chosen_as_groups_are(m, columns):
+    # Few values, so that there are ties.
+    scores = torch.randint(0, 3, (m, columns), generator=torch.Generator().manual_seed(m)).float()
+    for n in range(1, m):
+        wanted = choose_mask(scores.t(), Pattern(n, m)).t()
+        assert torch.equal(choose_first_axis(scores, n), wanted)

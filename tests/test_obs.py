@@ -60,15 +60,47 @@ def every_mask(k, pattern):
         yield torch.tensor([*chain.from_iterable(choice)])
 
 
-def test_the_factor_is_that_of_the_damped_inverse():
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_factor_is_that_of_the_damped_moment(ordered):
     moment = correlated(24)
-    order = falling_power(moment)
+    order = falling_power(moment) if ordered else None
     factor = factorize(moment, damping=0.05, order=order)
+    lower, pivots = factor.lower.double().numpy(), factor.pivots.double().numpy()
+    assert np.array_equal(np.triu(lower), np.eye(24))
     ridge = 0.05 * float(moment.diagonal().mean())
-    inverse = np.linalg.inv(moment.double().numpy() + ridge * np.eye(24))
-    upper = factor.upper.double().numpy()
-    np.testing.assert_allclose(upper.T @ upper, inverse[order][:, order], rtol=1e-4, atol=1e-6)
-    assert np.array_equal(np.tril(upper, -1), np.zeros((24, 24)))
+    damped = (moment.double() + ridge * torch.eye(24))[factor.order][:, factor.order].numpy()
+    np.testing.assert_allclose(lower.T @ (pivots[:, None] * lower), damped, rtol=1e-5, atol=1e-6)
+    # A pivot is what scipy says of the inverse, once the columns before are settled.
+    for first in (0, 7, 23):
+        free = scipy.linalg.inv(damped[first:, first:])
+        assert pivots[first] == pytest.approx(1 / free[0, 0], rel=1e-5)
+
+
+def brain_surgery(row, moment, *, damping):
+    """Return SparseGPT by the letter: one row, the inverse taken anew for every column, float64."""
+    k = len(row)
+    work = moment.double().numpy() + damping * float(moment.diagonal().mean()) * np.eye(k)
+    row, mask = row.double().numpy().copy(), np.ones(k, dtype=bool)
+    for j in range(k):
+        if j % 4 == 0:
+            factor = np.linalg.cholesky(np.linalg.inv(work[j:, j:])).T
+            scores = (row[j : j + 4] / factor.diagonal()[:4]) ** 2
+            mask[j : j + 4] = scores >= np.sort(scores)[2]
+        inverse = np.linalg.inv(work[j:, j:])
+        error = 0.0 if mask[j] else row[j] / inverse[0, 0]
+        row[j:] -= error * inverse[0]
+        row[j] *= mask[j]
+    return torch.from_numpy(row), torch.from_numpy(mask)
+
+
+@pytest.mark.parametrize("k", [4, 8, 36])
+def test_settling_by_halves_is_surgery_one_column_at_a_time(k):
+    moment, rows = correlated(k), weights(6, k)
+    values, mask = settle_rows(rows, factorize(moment, damping=0.02), mask=TWO_OF_FOUR)
+    for row, value, kept in zip(rows, values, mask, strict=True):
+        wanted, pattern = brain_surgery(row, moment, damping=0.02)
+        assert torch.equal(kept, pattern)
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_falling_power_orders_columns_and_keeps_groups_together():

@@ -15,6 +15,8 @@ from test_sparsity import component_with, statistics_of
 from torch import nn
 
 import quantkit as package
+from quantkit.calibration.hessian import load_hessians
+from quantkit.calibration.moments import Moments
 from quantkit.calibration.running import load_pipeline, quiet_libraries
 from quantkit.calibration.statistics import load_calibration
 from quantkit.cli import quantkit as command
@@ -23,14 +25,15 @@ from quantkit.models.layers import list_layers
 from quantkit.models.plan import dense_reason
 from quantkit.models.source import open_model
 from quantkit.numerics.granularity import PerChannel
-from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
+from quantkit.numerics.masks import METHODS, TWO_OF_FOUR
+from quantkit.numerics.scales import WEIGHT_SCALES, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.pipeline import plan_pack, summarize
 from quantkit.progress import silent
 from quantkit.recipe import BudgetRecipe, CalibrationRecipe, Recipe
 from quantkit.recipefile import load_recipe, parse_recipe
 from quantkit.sensitivity import budget, choosing, cost, edge, knapsack
-from quantkit.sensitivity.analyse import Subject, treated_pipeline
+from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.gains import find_gains
 from quantkit.sensitivity.knapsack import Option
 from quantkit.sensitivity.local import StoredInputs, local_errors, read_weight
@@ -46,9 +49,11 @@ from quantkit.sensitivity.result import (
     to_json,
 )
 from quantkit.sensitivity.simulate import Substitute, final_latents, relative_error, treated
-from quantkit.sensitivity.substitute import treat_input, treat_weight
+from quantkit.sensitivity.subject import Subject
+from quantkit.sensitivity.substitute import Operated, treat_input, treat_weight
 from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS, refusal
 from quantkit.sensitivity.writing import recipe_text
+from quantkit.sparsity.surgery import Surgeon
 
 CPU = torch.device("cpu")
 PACKING = [t.name for t in TREATMENTS if t.packs]
@@ -210,7 +215,7 @@ def test_errors_rank_as_their_formats_do(tmp_path):
     layer = layer_in(tmp_path, SHAPES["conv"])
     inputs = stored_inputs(random_rows(64, layer.k), channels=32)
     errors = errors_of(layer, settings_of(), inputs, CPU)
-    assert list(errors) == [t.name for t in TREATMENTS]
+    assert list(errors) == [t.name for t in TREATMENTS if not t.updates]
     assert errors["16-bit"] == 0
     assert 0 < errors["e4m3fn-token"] < errors["e5m2-token"] < errors["2:4-magnitude-16-bit"] < 1
     assert errors["2:4-magnitude-16-bit"] < errors["2:4-magnitude-e4m3fn-token"]
@@ -252,10 +257,48 @@ def test_calibration_without_stored_inputs_is_refused(tmp_path):
 
 def test_table_names_are_distinct_and_methods_exist():
     assert len(BY_NAME) == len(TREATMENTS)
-    assert {t.method for t in TREATMENTS if t.method} <= set(MASKS)
+    assert {t.method for t in TREATMENTS if t.method} == set(METHODS)
     assert [t.name for t in TREATMENTS if not t.packs] == [
-        f"2:4-{method}-16-bit" for method in ("magnitude", "wanda")
+        f"2:4-{method}-16-bit" for method in METHODS
     ]
+
+
+def moments_of(rows):
+    return Moments(rows.T @ rows / len(rows), rows.mean(dim=0), len(rows))
+
+
+def correlated_rows(count, k, seed):
+    """Return rows of correlated columns; the seed draws rows, the correlation is one."""
+    mixing = torch.randn(k // 4, k, generator=torch.Generator().manual_seed(99))
+    g = torch.Generator().manual_seed(seed)
+    noise = 0.1 * torch.randn(count, k, generator=g)
+    rows = torch.randn(count, k // 4, generator=g) @ mixing + noise
+    return rows.to(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sparsegpt_beats_wanda_on_rows_that_its_moments_never_saw(tmp_path, shape):
+    layer = layer_in(tmp_path, shape)
+    moments = moments_of(correlated_rows(4000, layer.k, 1))
+    inputs = stored_inputs(correlated_rows(64, layer.k, 2), channels=shape[1])
+    found = errors_of(layer, settings_of(), inputs, CPU, moments)
+    assert list(found) == [t.name for t in TREATMENTS]
+    for end in ("16-bit", "e4m3fn-token"):
+        assert found[f"2:4-sparsegpt-{end}"] < 0.7 * found[f"2:4-wanda-{end}"]
+    assert found["2:4-sparsegpt-16-bit"] < found["2:4-sparsegpt-e4m3fn-token"]
+
+
+def test_a_weight_after_surgery_has_its_mask_and_lands_on_the_grid(tmp_path):
+    layer = layer_in(tmp_path, SHAPES["linear"])
+    moments = moments_of(correlated_rows(400, layer.k, 1))
+    operated = Operated.of(read_weight(layer, CPU), moments, bias=True)
+    assert bool((operated.mask.reshape(layer.n, -1, 4).sum(2) == 2).all())
+    treatment, settings = BY_NAME["2:4-sparsegpt-e4m3fn-token"], settings_of()
+    packed = operated.packed(treatment, settings)
+    assert not packed[~operated.mask].any()
+    fmt, channel = treatment.format, PerChannel()
+    scale = WEIGHT_SCALES[settings.weight.observer](operated.rows, fmt, channel)
+    assert torch.equal(dequantize(quantize(packed, scale, fmt, channel), scale, channel), packed)
 
 
 # Layers under a treatment inside a module
@@ -686,7 +729,7 @@ def test_every_layer_that_can_be_packed_is_measured(work, pipeline_dir):
     layers = {layer.name: layer for layer in list_layers(component)}
     for layer in found.layers:
         assert set(layer.outcomes) == {
-            t.name for t in TREATMENTS if not refusal(t, layers[layer.name])
+            t.name for t in TREATMENTS if not refusal(t, layers[layer.name]) and not t.updates
         }
     # 16x16 latents are halved by the stride of the downsampler; two halves of guidance.
     rows = {layer.name: layer.rows for layer in found.layers}
@@ -723,13 +766,13 @@ def test_chosen_recipe_packs_to_its_size_and_its_latents(work, pipeline_dir, tmp
     assert_same_codes(model, stored, names, tmp_path / "packed")
 
 
-def assert_same_codes(model, calibration, names, packed):
+def assert_same_codes(model, calibration, names, packed, surgeon=None):
     """Hold what treated layers compute with to the weights and scales of the packed pipeline.
 
     Latents would not do: sums in another order flip a code once in a while, and in a random UNet
     one flip is an avalanche.
     """
-    subject = Subject.of(model, parse_recipe(QUICK, where="quick"), calibration)
+    subject = Subject.of(model, parse_recipe(QUICK, where="quick"), calibration, surgeon)
     modules = dict(package.load_pipeline(packed, torch_dtype=torch.float32).unet.named_modules())
     for name, treatment in names.items():
         if treatment == "16-bit":
@@ -741,6 +784,60 @@ def assert_same_codes(model, calibration, names, packed):
         if found.cast.scale is not None:
             assert torch.equal(found.cast.scale, modules[name].input_scale.reshape(-1)), name
             assert found.cast.edges == modules[name].scheme.buckets
+
+
+@pytest.fixture(scope="module")
+def surgery(work, pipeline_dir):
+    """Second moments of the tiny pipeline, and what sensitivity makes of them."""
+    quick = work / "quick.yaml"
+    invoke("calibrate", "hessian", pipeline_dir, "-r", quick, "-o", work / "h", "-q")
+    invoke("calibrate", "sensitivity", pipeline_dir, "-c", work / "c.safetensors", "--hessians",
+           work / "h", "-r", quick, "--measure", 0, "-o", work / "sh.json", "-q")  # fmt: skip
+    return work
+
+
+def test_sparsegpt_is_chosen_and_packs_to_what_was_measured(surgery, pipeline_dir, tmp_path):
+    found = load_sensitivity(surgery / "sh.json")
+    can = [layer for layer in found.layers if "2:4-wanda-e4m3fn-token" in layer.outcomes]
+    assert can
+    assert all("2:4-sparsegpt-e4m3fn-token" in layer.outcomes for layer in can)
+    chosen, calibration = tmp_path / "chosen.yaml", surgery / "c.safetensors"
+    told = json.loads(
+        invoke("calibrate", "optimize", surgery / "sh.json", "-r", "fp8", "--bytes", 0.5,
+               "-o", chosen, "--json")
+    )  # fmt: skip
+    names = {layer["name"]: layer["treatment"] for layer in told["layers"]}
+    sparse = [name for name, treatment in names.items() if BY_NAME[treatment].updates]
+    assert sparse
+    recipe = load_recipe(str(chosen))
+    assert recipe.needs_hessians
+    assert recipe.sparsity.method == "sparsegpt"
+    assert {name for name in names if recipe.settings(name).weight.rounding == "gptq"} >= {*sparse}
+    moments = ("--hessians", surgery / "h")
+    invoke("sparsify", pipeline_dir, "-r", chosen, "-c", calibration, *moments, "-o",
+           tmp_path / "m", "-q")  # fmt: skip
+    invoke("pack", pipeline_dir, "-r", chosen, "-c", calibration, *moments, "--masks",
+           tmp_path / "m", "-o", tmp_path / "packed", "-q")  # fmt: skip
+    model = open_model(str(pipeline_dir))
+    hessians = Surgeon(load_hessians(surgery / "h"), CPU)
+    assert_same_codes(model, load_calibration(calibration), names, tmp_path / "packed", hessians)
+
+
+def test_sparsegpt_without_second_moments_is_refused(work, surgery, pipeline_dir, tmp_path):
+    glob, output = "2:4-sparsegpt-*", tmp_path / "chosen.yaml"
+    with pytest.raises(RecipeError, match=r"2:4-sparsegpt-\*: not measured, .* with --hessians"):
+        invoke("calibrate", "optimize", work / "s.json", "--bytes", 0.6, "--treatments", glob,
+               "-o", output)  # fmt: skip
+    assert not output.exists()
+    subject = Subject.of(
+        open_model(str(pipeline_dir)),
+        parse_recipe(QUICK, where="quick"),
+        load_calibration(work / "c.safetensors"),
+    )
+    found = load_sensitivity(surgery / "sh.json").layers
+    name = next(x.name for x in found if "2:4-sparsegpt-e4m3fn-token" in x.outcomes)
+    with pytest.raises(RecipeError, match="needs second moments; pass --hessians"):
+        subject.substitute(name, "2:4-sparsegpt-e4m3fn-token", CPU)
 
 
 def test_treated_pipeline_changes_and_comes_back(work, pipeline_dir):

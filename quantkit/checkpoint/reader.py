@@ -16,11 +16,11 @@ from quantkit.checkpoint.spec import (
     PackedConfig,
     parse_config,
 )
-from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.jsonfile import read_json
 from quantkit.models.source import WEIGHTS
+from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress
 from quantkit.tensorfile import read_header
 

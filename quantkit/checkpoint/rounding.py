@@ -10,8 +10,8 @@ from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.obs import (
+    Factor,
     Grid,
-    InverseFactor,
     factorize,
     falling_power,
     refit_rows,
@@ -52,9 +52,7 @@ class Rounder:
         moments = self.hessians.read(self.component, self.layer)
         if factor is not None:
             moments = moments.smoothed(factor)
-        moment = target_moment(moments, bias=self.centred)
-        rounding = factorize(moment, damping=ROUNDING_DAMPING, order=falling_power(moment))
-        return Rounding(moment, rounding)
+        return Rounding.of(target_moment(moments, bias=self.centred))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,13 @@ class Rounding:
 
     #: float32 (K, K)
     moment: Tensor
-    factor: InverseFactor
+    factor: Factor
+
+    @classmethod
+    def of(cls, moment: Tensor) -> "Rounding":
+        """Factor a moment (K, K), float32."""
+        factor = factorize(moment, damping=ROUNDING_DAMPING, order=falling_power(moment))
+        return cls(moment, factor)
 
     def update(self, rows: Tensor, mask: Tensor) -> Tensor:
         """Return rows (R, K) whose kept weights make up for the dropped ones."""

@@ -14,13 +14,13 @@ from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.checkpoint.inputs import Inputs
 from quantkit.checkpoint.rows import SourceTensor
-from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.models.layers import Layer
 from quantkit.models.plan import Treatment
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.scales import amax_scale, cast, dequantize, quantize, scale_of_amax
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress
 
 #: What is tried; None is no smoothing, and wins ties. The useful range of the paper is 0.4 to 0.6.

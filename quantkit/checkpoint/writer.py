@@ -21,8 +21,8 @@ from quantkit.checkpoint.spec import (
     layer_tensors,
     needed_version,
 )
-from quantkit.checkpoint.threads import one_torch_thread
 from quantkit.errors import ArtefactError, NonFiniteError
+from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress
 from quantkit.tensorfile import Header, TensorInfo, read_header
 

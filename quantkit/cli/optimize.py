@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @options.output
 @click.option("--model", metavar="MODEL", help="With --ssim: the pipeline.")
 @options.calibration
+@options.hessians
 @options.prompts
 @click.option(
     "--count", type=click.IntRange(min=1), default=8, show_default=True, help="Pictures of a trial."
@@ -109,8 +110,8 @@ def choose(
         output: the recipe to write.
         goals: of the budget, in place of the recipe's.
         treatments: globs of those allowed; empty: the recipe's.
-        pictures: of --ssim: model, calibration, prompts, count, device, quiet, and settings of the
-            calibration section to replace.
+        pictures: of --ssim: model, calibration, hessians, prompts, count, device, quiet, and
+            settings of the calibration section to replace.
         force: replace an existing file.
 
     Raises:
@@ -158,20 +159,24 @@ def _search(
     measured: "Sensitivity", base: "Recipe", budget: "BudgetRecipe", pictures: dict[str, Any]
 ) -> "tuple[Chosen, list[dict[str, float]]]":
     """Return the choice whose pictures keep the SSIM, and the trials on the way."""
+    from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
     from quantkit.errors import InputError
     from quantkit.eval.search import search_ssim
     from quantkit.models.source import open_model
-    from quantkit.sensitivity.analyse import Subject
     from quantkit.sensitivity.budget import make_problems
     from quantkit.sensitivity.choosing import describe
+    from quantkit.sensitivity.subject import Subject
+    from quantkit.sparsity.surgery import Surgeon
 
     model, calibration = pictures["model"], pictures["calibration"]
     if model is None or calibration is None:
         raise InputError("--ssim makes pictures: pass --model and --calibration too")
     assert budget.ssim is not None
-    subject = Subject.of(open_model(model), measured.recipe, load_calibration(calibration))
+    device, hessians = choose_device(pictures["device"]), pictures["hessians"]
+    surgeon = None if hessians is None else Surgeon(load_hessians(hessians), device)
+    subject = Subject.of(open_model(model), measured.recipe, load_calibration(calibration), surgeon)
     subject.refuse_others(measured)
     with progress_bar(quiet=pictures["quiet"]) as progress:
         found = search_ssim(
@@ -179,7 +184,7 @@ def _search(
             make_problems(measured, base, budget.treatments),
             _settings(measured, pictures),
             least=budget.ssim,
-            device=choose_device(pictures["device"]),
+            device=device,
             progress=progress,
         )
     remark = f", SSIM {found.best.ssim:.4f} on the {pictures['count']} pictures of the search"

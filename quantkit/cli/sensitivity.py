@@ -27,6 +27,7 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
     required=True,
     help="Statistics and stored inputs, written by 'quantkit calibrate model'.",
 )
+@options.hessians
 @options.recipe
 @options.output
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it too, as .svg, .png or .pdf.")
@@ -50,6 +51,7 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
 def sensitivity(
     model: str,
     calibration: Path,
+    hessians: Path | None,
     recipe: str,
     output: Path,
     plot: Path | None,
@@ -67,6 +69,8 @@ def sensitivity(
     All layers are measured on the inputs that the calibration stored. Those whose treatment the
     recipe's budget would change if their error weighed twice or half as much are run in the
     pipeline, one at a time, for the error of the final latents.
+
+    Masks by SparseGPT are measured with --hessians only.
     """
     from quantkit.sensitivity.result import to_json
 
@@ -75,6 +79,7 @@ def sensitivity(
         calibration,
         recipe,
         output,
+        hessians=hessians,
         plot=plot,
         measure=measure,
         prompts=prompts,
@@ -96,6 +101,7 @@ def measure_layers(
     recipe: str,
     output: Path,
     *,
+    hessians: Path | None,
     plot: Path | None,
     measure: int,
     prompts: Path | None,
@@ -112,6 +118,7 @@ def measure_layers(
         calibration: of the same model, with stored inputs.
         recipe: a bundled name or a YAML file.
         output: the JSON file to write.
+        hessians: second moments of the same model; None: no masks by SparseGPT.
         plot: the drawing to write, if any.
         measure: most layers to run in the pipeline.
         prompts: a file of prompts; None: the bundled set.
@@ -121,15 +128,18 @@ def measure_layers(
         force: replace existing files.
         quiet: no progress.
     """
-    from quantkit.calibration.running import read_prompts
+    from quantkit.calibration.hessian import load_hessians
+    from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.calibration.statistics import load_calibration
     from quantkit.digest import sha256_of_file
     from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
     from quantkit.recipefile import load_recipe
-    from quantkit.sensitivity.analyse import Subject, measure_sensitivity
+    from quantkit.sensitivity.analyse import measure_sensitivity
     from quantkit.sensitivity.plot import check_plot_path, save_plot
     from quantkit.sensitivity.result import save_sensitivity
+    from quantkit.sensitivity.subject import Subject
+    from quantkit.sparsity.surgery import Surgeon
 
     refuse_existing(output, force=force)
     if plot is not None:
@@ -137,7 +147,8 @@ def measure_layers(
         refuse_existing(plot, force=force)
     chosen = load_recipe(recipe).with_calibration(run)
     texts = read_prompts(prompts)[: count or chosen.calibration.batch]
-    subject = Subject.of(open_model(model), chosen, load_calibration(calibration))
+    surgeon = None if hessians is None else Surgeon(load_hessians(hessians), choose_device(device))
+    subject = Subject.of(open_model(model), chosen, load_calibration(calibration), surgeon)
     with progress_bar(quiet=quiet) as progress:
         found = measure_sensitivity(
             subject,

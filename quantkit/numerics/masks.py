@@ -78,6 +78,25 @@ def _beaten_by(columns: tuple[Tensor, ...], i: int) -> Tensor:
     return count
 
 
+def choose_first_axis(scores: Tensor, n: int) -> Tensor:
+    """Keep the ``n`` largest of each column, as ``choose_mask`` does in each group.
+
+    Few calls, where ``choose_mask`` makes many with little memory: for one group after another.
+
+    Args:
+        scores: (m, R), NaN-free; equal scores keep the lower position.
+        n: how many.
+
+    Returns:
+        bool (m, R), exactly n True in every column.
+    """
+    m = len(scores)
+    earlier = torch.ones(m, m, dtype=torch.bool, device=scores.device).triu_(1).unsqueeze(2)
+    rivals = scores.unsqueeze(1)
+    beaten = torch.where(earlier, rivals >= scores, rivals > scores)
+    return beaten.sum(dim=0) < n
+
+
 def magnitude_scores(weight: Tensor, second_moment: Tensor | None) -> Tensor:
     """Score by |w|.
 

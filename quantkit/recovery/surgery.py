@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
 from quantkit.numerics.packing import from_rows
+from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 from quantkit.sparsity.surgery import Settled, Surgeon, read_rows, settle_layer
 from quantkit.tensorfile import read_header
@@ -71,5 +72,6 @@ class UpdatedTensors(Mapping[str, Tensor]):
             moments = self._surgeon.moments(self._component, layer, mask.source_digest)
             rows = read_rows(layer).to(self._surgeon.device)
             kept = mask.dense(layer.n, layer.k).to(self._surgeon.device)
-            self._last = layer.name, settle_layer(rows, moments, kept, bias=layer.bias)
+            with surgery_threads(layer.k):
+                self._last = layer.name, settle_layer(rows, moments, kept, bias=layer.bias)
         return self._last[1]

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.running import choose_device, load_pipeline, quiet_libraries
-from quantkit.calibration.statistics import Calibration
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtefactError, ModelError, RecipeError
+from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
-from quantkit.models.source import Component, Model
 from quantkit.progress import Progress
 from quantkit.recipe import BudgetRecipe, Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
 from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes, strides_of
 from quantkit.sensitivity.edge import next_probe
-from quantkit.sensitivity.local import LocalError, StoredInputs, local_errors, read_weight
+from quantkit.sensitivity.local import LocalError, local_errors
 from quantkit.sensitivity.result import (
     LayerSensitivity,
     Measured,
@@ -29,82 +26,10 @@ from quantkit.sensitivity.result import (
     Provenance,
     Sensitivity,
 )
-from quantkit.sensitivity.simulate import Substitute, final_latents, relative_error, treated
-from quantkit.sensitivity.substitute import (
-    column_moments,
-    on_device,
-    treat_input,
-    treat_weight,
-)
+from quantkit.sensitivity.simulate import final_latents, relative_error, treated
+from quantkit.sensitivity.subject import Subject
 from quantkit.sensitivity.treatments import BY_NAME
 from quantkit.tensorfile import read_header
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """One denoiser, what the recipe says of it, and what a calibration knows of its inputs."""
-
-    model: Model
-    component: Component
-    recipe: Recipe
-    calibration: Calibration
-    #: those that can be packed
-    layers: Mapping[str, Layer]
-
-    @classmethod
-    def of(cls, model: Model, recipe: Recipe, calibration: Calibration) -> "Subject":
-        """Return the subject, its weights checked against the calibration's.
-
-        Raises:
-            ArtefactError: the calibration is of other weights, or lacks a layer.
-            ModelError: more than one denoiser.
-            RecipeError: smoothing, which no treatment has.
-        """
-        if recipe.smooth is not None:
-            raise RecipeError("smooth: sensitivity measures layers without it; drop smooth")
-        if len(model.components) != 1:
-            names = ", ".join(component.name for component in model.components)
-            raise ModelError(f"{model.path}: found the denoisers {names}; sensitivity takes one")
-        component = model.components[0]
-        layers = {layer.name: layer for layer in observed_layers(component, recipe)}
-        stored = calibration.of(component)
-        for name in layers:
-            if name not in stored:
-                raise ArtefactError(
-                    f"calibration: no statistics of {name}; calibrate with the same recipe"
-                )
-        return cls(model, component, recipe, calibration, layers)
-
-    def inputs(self, layer: str) -> StoredInputs:
-        """Return what is known of a layer's input."""
-        return StoredInputs(self.calibration.of(self.component)[layer], self.calibration.edges)
-
-    def refuse_others(self, sensitivity: Sensitivity) -> None:
-        """Refuse a sensitivity that was measured on other weights or layers.
-
-        Raises:
-            ArtefactError: naming the first layer that differs.
-        """
-        digests = self.calibration.digests_of(self.component)
-        for layer in sensitivity.layers:
-            if layer.name not in self.layers or digests.get(layer.name) != layer.digest:
-                raise ArtefactError(
-                    f"sensitivity: {layer.name} had other weights or is not in this model; "
-                    "measure it again"
-                )
-
-    def substitute(self, layer: str, treatment: str, device: torch.device) -> Substitute:
-        """Return what a layer computes with under a treatment."""
-        found, settings, inputs = (
-            self.layers[layer],
-            self.recipe.settings(layer),
-            self.inputs(layer),
-        )
-        moments = column_moments(inputs.statistics, found.area).to(device)
-        chosen = BY_NAME[treatment]
-        rows = treat_weight(read_weight(found, device), chosen, settings, moments)
-        cast = treat_input(chosen, settings.activation, inputs.statistics, inputs.edges)
-        return Substitute.of(rows, found.shape, on_device(cast, device))
 
 
 def measure_sensitivity(
@@ -271,7 +196,9 @@ def _measure_layer(
     settings, inputs = subject.recipe.settings(layer.name), subject.inputs(layer.name)
     about = subject.calibration.metadata
     rows = float(inputs.statistics.count.sum()) / (about.prompts * about.steps) / stride
-    errors = local_errors(layer, settings, inputs, device)
+    surgeon = subject.surgeon
+    moments = None if surgeon is None else surgeon.moments(subject.component, layer, digest)
+    errors = local_errors(layer, settings, inputs, device, moments)
 
     def outcome(name: str, found: LocalError) -> Outcome:
         treatment = BY_NAME[name]

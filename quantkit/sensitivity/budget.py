@@ -90,9 +90,10 @@ def make_problems(
         allowed: globs on the names of treatments; 16-bit is always allowed.
 
     Raises:
-        RecipeError: the globs match no treatment.
+        RecipeError: the globs match no treatment, or one of them none that was measured.
     """
     names = allowed_names(allowed)
+    _refuse_unmeasured(sensitivity, allowed)
     gains = find_gains(sensitivity.layers)
     methods = dict.fromkeys(BY_NAME[name].method for name in names if BY_NAME[name].method)
     return tuple(
@@ -111,6 +112,18 @@ def allowed_names(globs: Sequence[str]) -> tuple[str, ...]:
         known = ", ".join(t.name for t in TREATMENTS if t.packs)
         raise RecipeError(f"treatments {', '.join(globs)}: match none of {known}")
     return names
+
+
+def _refuse_unmeasured(sensitivity: Sensitivity, globs: Sequence[str]) -> None:
+    """Refuse a glob that asks only for treatments that wanted second moments and had none."""
+    measured = {name for layer in sensitivity.layers for name in layer.outcomes}
+    for glob in globs:
+        found = [t for t in TREATMENTS if t.packs and matches(t.name, (glob,))]
+        if found and all(t.updates and t.name not in measured for t in found):
+            raise RecipeError(
+                f"treatments {glob}: not measured, for want of second moments; run 'quantkit "
+                "calibrate sensitivity' with --hessians"
+            )
 
 
 def _make_problem(

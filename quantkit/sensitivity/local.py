@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
 from quantkit.models.layers import Layer
 from quantkit.recipe import LayerSettings
 from quantkit.sensitivity.substitute import (
     InputCast,
+    Operated,
     column_moments,
     on_device,
     round_input,
@@ -69,7 +71,11 @@ def read_weight(layer: Layer, device: torch.device) -> Tensor:
 
 
 def local_errors(
-    layer: Layer, settings: LayerSettings, inputs: StoredInputs, device: torch.device
+    layer: Layer,
+    settings: LayerSettings,
+    inputs: StoredInputs,
+    device: torch.device,
+    moments: Moments | None = None,
 ) -> dict[str, LocalError]:
     """Return the relative output error of every treatment that the layer can have.
 
@@ -80,6 +86,9 @@ def local_errors(
         settings: of the recipe: how scales are chosen.
         inputs: of the layer.
         device: where it is computed.
+        moments: second moments of its input, on the device; None: no treatment that needs them.
+            The stored inputs would not do: fewer rows than columns, and those that errors are
+            then measured on.
 
     Raises:
         ArtefactError: the calibration stored no inputs.
@@ -87,11 +96,19 @@ def local_errors(
     """
     refuse_without_samples(layer, inputs.statistics)
     weight = read_weight(layer, device)
-    moments = column_moments(inputs.statistics, layer.area).to(device)
-    possible = [t for t in TREATMENTS if not refusal(t, layer)]
+    powers = column_moments(inputs.statistics, layer.area).to(device)
+    possible = [
+        t for t in TREATMENTS if not refusal(t, layer) and (moments is not None or not t.updates)
+    ]
+    operated = None
+    if moments is not None and any(t.updates for t in possible):
+        operated = Operated.of(weight, moments, bias=layer.bias)
     errors: dict[str, LocalError] = {}
     for alike in _by_weight(possible):
-        treated = treat_weight(weight, alike[0], settings, moments)
+        if operated is not None and alike[0].updates:
+            treated = operated.packed(alike[0], settings)
+        else:
+            treated = treat_weight(weight, alike[0], settings, powers)
         for treatment in alike:
             cast = treat_input(treatment, settings.activation, inputs.statistics, inputs.edges)
             error = _error(weight, treated, inputs, on_device(cast, device))

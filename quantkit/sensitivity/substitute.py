@@ -10,17 +10,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.calibration.moments import Moments
 from quantkit.calibration.observers import agreeing_edges, static_scale
 from quantkit.calibration.statistics import LayerStatistics, per_column
+from quantkit.checkpoint.rounding import Rounding
 from quantkit.models.plan import choose_edges
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
-from quantkit.numerics.scales import WEIGHT_SCALES, cast, dequantize, quantize, scale_of_amax
+from quantkit.numerics.scales import (
+    WEIGHT_SCALES,
+    cast,
+    dequantize,
+    expand_scale,
+    quantize,
+    scale_of_amax,
+)
 from quantkit.numerics.scheme import Activation
+from quantkit.numerics.threads import surgery_threads
 from quantkit.recipe import ActivationRecipe, LayerSettings
 from quantkit.sensitivity.treatments import Treatment, activation_recipe
+from quantkit.sparsity.surgery import settle_layer, target_moment
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +70,7 @@ def treat_weight(
 
     Args:
         rows: (N, K) float32.
-        treatment: its format and mask method.
+        treatment: its format and mask method, of MASKS.
         settings: granularity and observer of the scales.
         second_moment: (K,) E[x^2] of each column, for the mask.
 
@@ -73,6 +84,43 @@ def treat_weight(
     granularity = parse_granularity(settings.weight.granularity)
     scale = WEIGHT_SCALES[settings.weight.observer](rows, treatment.format, granularity)
     return dequantize(quantize(rows, scale, treatment.format, granularity), scale, granularity)
+
+
+@dataclass(frozen=True, eq=False)
+class Operated:
+    """A weight after surgery, and what rounds it."""
+
+    #: float32 (N, K), zero where nothing is kept
+    rows: Tensor
+    #: bool (N, K)
+    mask: Tensor
+    rounding: Rounding
+
+    @classmethod
+    def of(cls, rows: Tensor, moments: Moments, *, bias: bool) -> "Operated":
+        """Choose a mask as sparsify does, and update the kept weights as pack does.
+
+        Args:
+            rows: (N, K) float32.
+            moments: of the layer's input, on the same device.
+            bias: the layer has one, which the choice of the mask counts on. The update does not:
+                errors are those of packing without bias correction.
+        """
+        with surgery_threads(rows.shape[1]):
+            settled = settle_layer(rows, moments, TWO_OF_FOUR, bias=bias)
+            rounding = Rounding.of(target_moment(moments, bias=False))
+            values = rounding.update(rows, settled.mask) if bias else settled.rows
+        return cls(values, settled.mask, rounding)
+
+    def packed(self, treatment: Treatment, settings: LayerSettings) -> Tensor:
+        """Return the weight (N, K) that a treatment leaves, as ``treat_weight`` does."""
+        if treatment.format is None:
+            return self.rows
+        granularity = parse_granularity(settings.weight.granularity)
+        scale = WEIGHT_SCALES[settings.weight.observer](self.rows, treatment.format, granularity)
+        wide = expand_scale(scale, granularity, self.rows.shape[1])
+        with surgery_threads(self.rows.shape[1]):
+            return self.rounding.round(self.rows, self.mask, wide, treatment.format)
 
 
 def treat_input(

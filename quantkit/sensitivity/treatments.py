@@ -6,7 +6,7 @@ from quantkit.models.layers import Layer
 from quantkit.models.plan import dense_reason
 from quantkit.numerics.formats import E4M3FN, E5M2, FloatFormat
 from quantkit.numerics.granularity import parse_granularity
-from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.recipe import ActivationRecipe, WeightRecipe
 
@@ -21,13 +21,18 @@ class Treatment:
     #: of weight and input; None: 16 bit
     format: FloatFormat | None
     activation: Activation
-    #: key of MASKS; None: dense
+    #: of METHODS; None: dense
     method: str | None = None
 
     @property
     def packs(self) -> bool:
         """Whether a packed checkpoint can hold it: masks come with FP8 weights only."""
         return self.format is not None or self.method is None
+
+    @property
+    def updates(self) -> bool:
+        """Whether kept weights make up for dropped ones, which takes second moments."""
+        return self.method == SPARSEGPT
 
 
 SIXTEEN_BIT = Treatment("16-bit", None, _NONE)
@@ -43,6 +48,8 @@ TREATMENTS: tuple[Treatment, ...] = (
     Treatment("2:4-magnitude-e4m3fn-token", E4M3FN, _TOKEN, "magnitude"),
     Treatment("2:4-wanda-16-bit", None, _NONE, "wanda"),
     Treatment("2:4-wanda-e4m3fn-token", E4M3FN, _TOKEN, "wanda"),
+    Treatment("2:4-sparsegpt-16-bit", None, _NONE, SPARSEGPT),
+    Treatment("2:4-sparsegpt-e4m3fn-token", E4M3FN, _TOKEN, SPARSEGPT),
 )
 
 BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
@@ -55,8 +62,12 @@ def refusal(treatment: Treatment, layer: Layer) -> str:
 
 def weight_recipe(treatment: Treatment, base: WeightRecipe) -> WeightRecipe:
     """Return the weight section of a recipe that gives a layer the treatment."""
-    name = base.format if treatment.format is None else treatment.format.name
-    return WeightRecipe.model_validate({**base.model_dump(), "format": name})
+    values = base.model_dump()
+    if treatment.format is not None:
+        values["format"] = treatment.format.name
+    if treatment.updates:
+        values["rounding"] = "gptq"
+    return WeightRecipe.model_validate(values)
 
 
 def activation_recipe(

@@ -42,10 +42,14 @@ def chosen_recipe(sensitivity: Sensitivity, recipe: Recipe, choice: Choice, why:
     ]
     sparse = any(override.sparse for override in overrides)
     method = choice.problem.method
+    # What sparsify and pack look at to know that masks may count on updates.
+    updates = any(BY_NAME[candidate.treatment].updates for candidate in choice.chosen)
+    rounding = "gptq" if updates else recipe.weight.rounding
     values = {
         **recipe.model_dump(),
         "name": f"{recipe.name}-chosen",
         "description": why,
+        "weight": recipe.weight.model_copy(update={"rounding": rounding}),
         "sparsity": SparsityRecipe.model_validate({"method": method, "layers": ()})
         if sparse
         else None,
