@@ -1,0 +1,120 @@
+"""How the benchmarks' figures stand on a terminal."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli.console import print_table
+
+if TYPE_CHECKING:
+    from quantkit.bench.compare import Change, Comparison
+    from quantkit.bench.result import BenchResult, Row
+
+_COLUMNS = (
+    "M x N x K",
+    "contender",
+    "p50 us",
+    "p95",
+    "p99",
+    "TFLOP/s",
+    "GB/s",
+    "of copy",
+    "of roofline",
+    "quantkit is",
+    "host us",
+    "error",
+)
+
+
+def print_result(result: "BenchResult") -> None:
+    """Print the machine, its ceilings, a table per operation, and who did not take part."""
+    from quantkit.bench.kernels import OPERATIONS
+
+    _print_machine(result)
+    for operation in OPERATIONS.values():
+        rows = [row for row in result.rows if row.op == operation.name]
+        if rows:
+            print_table(
+                f"{operation.name}: {operation.title}", _COLUMNS, [_cells(row, rows) for row in rows]
+            )
+    _print_absent(result)
+
+
+def print_comparison(comparison: "Comparison") -> None:
+    """Print the ratios against a baseline, slowest first, and the verdict."""
+    columns = ("operation", "M x N x K", "contender", "before us", "now us", "ratio", "verdict")
+    regressions = set(comparison.regressions)
+    rows = [_change(change, slower=change in regressions) for change in comparison.changes]
+    print_table(f"against {comparison.baseline.path}", columns, rows)
+    own = sum(change.row.own for change in comparison.changes)
+    click.echo(
+        f"{len(regressions)} of {own} medians of quantkit are more than "
+        f"{comparison.threshold:g} times the baseline's"
+    )
+
+
+def _print_machine(result: "BenchResult") -> None:
+    machine, ceilings = result.machine, result.ceilings
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    click.echo(f"{machine.device}, {machine.architecture}; kernels: {machine.kernels or 'none'}")
+    click.echo(f"{versions}, Python {machine.python}; commit {machine.commit or 'unknown'}")
+    for when, clocks in zip(("before", "after"), result.clocks, strict=True):
+        text = ", ".join(f"{name} {value}" for name, value in clocks.items())
+        click.echo(f"{when}: {text or 'clocks are not known'}")
+    copy = ceilings.copy
+    click.echo(f"copy: {copy.rate:.0f} GB/s ({copy.source})")
+    for precision, peak in ceilings.matmul.items():
+        origin = "measured" if peak.measured else "data sheet"
+        click.echo(f"{precision.value}: {peak.rate:.4g} TFLOP/s, {origin} ({peak.source})")
+
+
+def _cells(row: "Row", rows: "list[Row]") -> tuple[object, ...]:
+    head = (row.shape.label, row.contender)
+    timing, rates = row.timing, row.rates
+    if timing is None or rates is None:
+        return (*head, row.verdict.value, *[""] * (len(_COLUMNS) - 4), _error(row))
+    return (
+        *head,
+        f"{timing.p50_us:.1f}",
+        f"{timing.p95_us:.1f}",
+        f"{timing.p99_us:.1f}",
+        "" if rates.tflops is None else f"{rates.tflops:.4g}",
+        f"{rates.gbs:.0f}",
+        f"{rates.of_copy:.0%}",
+        "" if rates.of_roofline is None else f"{rates.of_roofline:.0%}",
+        _lead(row, rows),
+        f"{timing.host_us:.0f}",
+        _error(row),
+    )
+
+
+def _lead(row: "Row", rows: "list[Row]") -> str:
+    """Return how many times as fast quantkit's first contender is as this one."""
+    own = next((r for r in rows if r.own and r.shape == row.shape and r.timing), None)
+    if own is None or own is row or row.timing is None or own.timing is None:
+        return ""
+    return f"{row.timing.p50_us / own.timing.p50_us:.2f}x"
+
+
+def _error(row: "Row") -> str:
+    return "" if row.error is None else f"{row.error:.1e}"
+
+
+def _print_absent(result: "BenchResult") -> None:
+    """Print one line per contender and reason, however many shapes it concerns."""
+    reasons: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in result.rows:
+        if row.reason:
+            key = (row.op, row.contender, row.verdict.value, row.reason)
+            reasons.setdefault(key, []).append(row.shape.label)
+    for (op, contender, verdict, reason), shapes in reasons.items():
+        where = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes"
+        click.echo(f"{op}, {contender}: {verdict} ({where}): {reason}")
+
+
+def _change(change: "Change", *, slower: bool) -> tuple[object, ...]:
+    row = change.row
+    now = row.verdict.value if change.after_us is None else f"{change.after_us:.1f}"
+    verdict = "slower" if slower else "ok" if row.own else "not judged"
+    ratio = "" if change.after_us is None else f"{change.ratio:.2f}"
+    return row.op, row.shape.label, row.contender, f"{change.before_us:.1f}", now, ratio, verdict
