@@ -76,7 +76,7 @@ def _p50(row: Row) -> float | None:
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as JSON values; a row that is not timed any more has no ``after_us``."""
+    """Return the comparison as JSON values; ``after_us`` is null where none was timed now."""
     regressions = {change.row.key for change in comparison.regressions}
     return {
         "baseline": str(comparison.baseline.path),

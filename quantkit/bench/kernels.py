@@ -1,4 +1,4 @@
-"""The kernel benchmark: every shape, every operation, every contender; correct first, then timed."""
+"""The kernel benchmark: shapes, operations, contenders; correct first, then timed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from quantkit.errors import KernelError, QuantkitError
 from quantkit.progress import Progress
 
 #: What torch raises when it cannot do something.
-_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError)
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ def _check(operation: Operation, contender: Contender, problem: Problem) -> tupl
             call = contender.prepare(problem)
             _poison(problem)
             error = contender.judge(problem, call())
-    except UnavailableError as reason:
-        return row(Verdict.CANNOT, reason=str(reason)), None
-    except (KernelError, *_REFUSALS) as reason:
-        if contender.own and not isinstance(reason, QuantkitError):
+    except UnavailableError as refusal:
+        return row(Verdict.CANNOT, reason=str(refusal)), None
+    except (KernelError, *REFUSALS) as refusal:
+        if contender.own and not isinstance(refusal, QuantkitError):
             raise
-        return row(Verdict.CANNOT, reason=_one_line(reason)), None
+        return row(Verdict.CANNOT, reason=one_line(refusal)), None
     ran = tuple(f"{name} {variant} {where.value}" for name, variant, where in seen.calls)
     # Not the other way round: NaN is wrong.
     if not error <= contender.limit:
@@ -188,6 +188,7 @@ def _rates(
     )
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return what an exception says, in one line of bounded length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

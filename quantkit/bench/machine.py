@@ -4,8 +4,10 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,7 +55,9 @@ def describe_machine(device: torch.device) -> Machine:
         _commit(resources.kernel_sources()),
     )
     if device.type != "cuda":
-        return Machine(_cpu_name(), torch.backends.cpu.get_cpu_capability(), "host", "", "", "", *common)
+        return Machine(
+            _cpu_name(), torch.backends.cpu.get_cpu_capability(), "host", "", "", "", *common
+        )
     properties = torch.cuda.get_device_properties(device)
     state = state_of(device.index or 0)
     found = state.device
@@ -61,8 +65,10 @@ def describe_machine(device: torch.device) -> Machine:
     if found is not None:
         kernels = f"{found.arch.name}, compiled for {found.target}"
         driver = f"{found.driver.name} {found.driver.version}"
-        compiler = found.driver.compiler if isinstance(found.driver.compiler, str) else (
-            f"{found.driver.compiler.name} {found.driver.compiler.version}"
+        compiler = (
+            found.driver.compiler
+            if isinstance(found.driver.compiler, str)
+            else (f"{found.driver.compiler.name} {found.driver.compiler.version}")
         )
     name = device_name(properties)
     return Machine(properties.name, name, kernels, driver, compiler, state.problem, *common)
@@ -81,21 +87,18 @@ def read_clocks(device: torch.device) -> dict[str, str]:
         except (RuntimeError, ImportError, AttributeError):
             return {}
     # By the PCI address: nvidia-smi does not know CUDA_VISIBLE_DEVICES.
-    properties = torch.cuda.get_device_properties(device)
-    place = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
-    text = _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-i", place)
+    found: Any = torch.cuda.get_device_properties(device)
+    place = f"{found.pci_domain_id:08X}:{found.pci_bus_id:02X}:{found.pci_device_id:02X}.0"
+    text = _output(
+        "nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-i", place
+    )
     values = [value.strip() for value in text.split(",")]
     names = _QUERY.split(",")
     return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    found = {name: version(name) for name in _PACKAGES if find_spec(name)}
     for name in ("cuda", "hip"):
         if value := getattr(torch.version, name, None):
             found[name] = value

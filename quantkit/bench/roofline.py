@@ -147,7 +147,9 @@ def _measure_copy(watch: Stopwatch, count: int) -> Ceiling:
 
 
 def _measured(watch: Stopwatch, call: Call, side: int, source: str) -> Ceiling:
-    return Ceiling(2 * side**3 / _p50(watch, call) / 1e6, measured=True, source=f"{source}, {side}^3")
+    return Ceiling(
+        2 * side**3 / _p50(watch, call) / 1e6, measured=True, source=f"{source}, {side}^3"
+    )
 
 
 def _p50(watch: Stopwatch, call: Call) -> float:

@@ -130,7 +130,8 @@ class Stopwatch:
             yield name, (before.elapsed_time(after) * 1e3, host_us)
 
     def _queue(self, call: Call) -> tuple[Any, Any, float]:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event
+        before, after = (event(enable_timing=True) for _ in range(2))
         # A queue that grows over a whole round would hide a host that is slower than the device.
         self._wait()
         for _ in range(self._flushes):

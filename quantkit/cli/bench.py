@@ -143,7 +143,7 @@ def bench_kernels(
         result = run_bench(
             table, chosen, place, plan, against_torch=against_torch, progress=progress
         )
-    return result, before and compare(result, before, against_baseline[1])
+    return result, compare(result, before, against_baseline[1]) if before else None
 
 
 def _baseline(path: Path | None, device: object) -> "Baseline | None":

@@ -8,6 +8,8 @@ from quantkit.cli.console import print_table
 
 if TYPE_CHECKING:
     from quantkit.bench.compare import Change, Comparison
+    from quantkit.bench.machine import Machine
+    from quantkit.bench.model_result import ModelResult, ModelRow
     from quantkit.bench.result import BenchResult, Row
 
 _COLUMNS = (
@@ -30,12 +32,15 @@ def print_result(result: "BenchResult") -> None:
     """Print the machine, its ceilings, a table per operation, and who did not take part."""
     from quantkit.bench.kernels import OPERATIONS
 
-    _print_machine(result)
+    _print_machine(result.machine, result.clocks)
+    _print_ceilings(result)
     for operation in OPERATIONS.values():
         rows = [row for row in result.rows if row.op == operation.name]
         if rows:
             print_table(
-                f"{operation.name}: {operation.title}", _COLUMNS, [_cells(row, rows) for row in rows]
+                f"{operation.name}: {operation.title}",
+                _COLUMNS,
+                [_cells(row, rows) for row in rows],
             )
     _print_absent(result)
 
@@ -53,19 +58,72 @@ def print_comparison(comparison: "Comparison") -> None:
     )
 
 
-def _print_machine(result: "BenchResult") -> None:
-    machine, ceilings = result.machine, result.ceilings
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    click.echo(f"{machine.device}, {machine.architecture}; kernels: {machine.kernels or 'none'}")
-    click.echo(f"{versions}, Python {machine.python}; commit {machine.commit or 'unknown'}")
-    for when, clocks in zip(("before", "after"), result.clocks, strict=True):
-        text = ", ".join(f"{name} {value}" for name, value in clocks.items())
-        click.echo(f"{when}: {text or 'clocks are not known'}")
+def print_model_result(result: "ModelResult") -> None:
+    """Print the machine, a row per contender, who did not take part, and the profile."""
+    _print_machine(result.machine, result.clocks)
+    settings = result.settings
+    title = (
+        f"{result.denoiser.name}: {result.denoiser.class_name}, batch {settings.batch}, latents "
+        f"{settings.size}x{settings.size}, random weights ({result.denoiser.source})"
+    )
+    columns = ("contender", "p50 ms", "p95", "p99", "host ms", "weights MB", "of f16", "peak MB")
+    print_table(
+        title, (*columns, "error", "quantkit calls"), [_model_cells(row) for row in result.rows]
+    )
+    for row in result.rows:
+        if row.reason:
+            click.echo(f"{row.contender}: {row.verdict.value}: {row.reason}")
+    _print_profiles([row for row in result.rows if row.profile])
+
+
+def _model_cells(row: "ModelRow") -> tuple[object, ...]:
+    timing = row.timing
+    if timing is None:
+        return (row.contender, row.verdict.value, *[""] * 8)
+    times = (timing.p50_us, timing.p95_us, timing.p99_us, timing.host_us)
+    sizes = (row.weight_bytes, row.peak_bytes)
+    weights, peak = ("" if size is None else f"{size / 1e6:.0f}" for size in sizes)
+    calls = ", ".join(f"{count} {backend}" for backend, count in _by_backend(row).items())
+    share = "" if row.of_f16 is None else f"{row.of_f16:.1%}"
+    error = "" if row.error is None else f"{row.error:.1e}"
+    return (row.contender, *(f"{us / 1e3:.2f}" for us in times), weights, share, peak, error, calls)
+
+
+def _by_backend(row: "ModelRow") -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name, count in row.calls.items():
+        backend = name.rpartition(" ")[2]
+        counts[backend] = counts.get(backend, 0) + count
+    return counts
+
+
+def _print_profiles(rows: "list[ModelRow]") -> None:
+    if not rows:
+        return
+    groups = list(dict.fromkeys(group for row in rows for group in row.profile))
+    table = [
+        (group, *(f"{row.profile[group]:.2f}" if group in row.profile else "" for row in rows))
+        for group in groups
+    ]
+    print_table("milliseconds of one step", ("group", *(row.contender for row in rows)), table)
+
+
+def _print_ceilings(result: "BenchResult") -> None:
+    ceilings = result.ceilings
     copy = ceilings.copy
     click.echo(f"copy: {copy.rate:.0f} GB/s ({copy.source})")
     for precision, peak in ceilings.matmul.items():
         origin = "measured" if peak.measured else "data sheet"
         click.echo(f"{precision.value}: {peak.rate:.4g} TFLOP/s, {origin} ({peak.source})")
+
+
+def _print_machine(machine: "Machine", measured: "tuple[dict[str, str], dict[str, str]]") -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    click.echo(f"{machine.device}, {machine.architecture}; kernels: {machine.kernels or 'none'}")
+    click.echo(f"{versions}, Python {machine.python}; commit {machine.commit or 'unknown'}")
+    for when, clocks in zip(("before", "after"), measured, strict=True):
+        text = ", ".join(f"{name} {value}" for name, value in clocks.items())
+        click.echo(f"{when}: {text or 'clocks are not known'}")
 
 
 def _cells(row: "Row", rows: "list[Row]") -> tuple[object, ...]:
