@@ -19,7 +19,7 @@ from quantkit.errors import KernelError, QuantkitError
 from quantkit.progress import Progress
 
 #: What torch raises when it cannot do something.
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError)
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError)
 
 
 @dataclass(frozen=True)

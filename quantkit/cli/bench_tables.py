@@ -7,6 +7,8 @@ import click
 from quantkit.cli.console import print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from quantkit.bench.compare import Change, Comparison
     from quantkit.bench.machine import Machine
     from quantkit.bench.model_result import ModelResult, ModelRow
@@ -31,17 +33,15 @@ _COLUMNS = (
 def print_result(result: "BenchResult") -> None:
     """Print the machine, its ceilings, a table per operation, and who did not take part."""
     from quantkit.bench.kernels import OPERATIONS
+    from quantkit.bench.result import Verdict
 
     _print_machine(result.machine, result.clocks)
     _print_ceilings(result)
     for operation in OPERATIONS.values():
         rows = [row for row in result.rows if row.op == operation.name]
         if rows:
-            print_table(
-                f"{operation.name}: {operation.title}",
-                _COLUMNS,
-                [_cells(row, rows) for row in rows],
-            )
+            cells = [_cells(row, rows) for row in rows if row.verdict is not Verdict.CANNOT]
+            _print_wide(f"{operation.name}: {operation.title}", _COLUMNS, cells)
     _print_absent(result)
 
 
@@ -50,7 +50,7 @@ def print_comparison(comparison: "Comparison") -> None:
     columns = ("operation", "M x N x K", "contender", "before us", "now us", "ratio", "verdict")
     regressions = set(comparison.regressions)
     rows = [_change(change, slower=change in regressions) for change in comparison.changes]
-    print_table(f"against {comparison.baseline.path}", columns, rows)
+    _print_wide(f"against {comparison.baseline.path}", columns, rows)
     own = sum(change.row.own for change in comparison.changes)
     click.echo(
         f"{len(regressions)} of {own} medians of quantkit are more than "
@@ -67,7 +67,7 @@ def print_model_result(result: "ModelResult") -> None:
         f"{settings.size}x{settings.size}, random weights ({result.denoiser.source})"
     )
     columns = ("contender", "p50 ms", "p95", "p99", "host ms", "weights MB", "of f16", "peak MB")
-    print_table(
+    _print_wide(
         title, (*columns, "error", "quantkit calls"), [_model_cells(row) for row in result.rows]
     )
     for row in result.rows:
@@ -105,7 +105,12 @@ def _print_profiles(rows: "list[ModelRow]") -> None:
         (group, *(f"{row.profile[group]:.2f}" if group in row.profile else "" for row in rows))
         for group in groups
     ]
-    print_table("milliseconds of one step", ("group", *(row.contender for row in rows)), table)
+    _print_wide("milliseconds of one step", ("group", *(row.contender for row in rows)), table)
+
+
+def _print_wide(title: str, columns: "Sequence[str]", rows: "Sequence[Sequence[object]]") -> None:
+    # What a whole row takes; a log is not read at 80 letters a line.
+    print_table(title, columns, rows, least_width=160)
 
 
 def _print_ceilings(result: "BenchResult") -> None:
@@ -137,7 +142,7 @@ def _cells(row: "Row", rows: "list[Row]") -> tuple[object, ...]:
         f"{timing.p95_us:.1f}",
         f"{timing.p99_us:.1f}",
         "" if rates.tflops is None else f"{rates.tflops:.4g}",
-        f"{rates.gbs:.0f}",
+        f"{rates.gbs:.0f}" if rates.gbs > 10 else f"{rates.gbs:.2f}",
         f"{rates.of_copy:.0%}",
         "" if rates.of_roofline is None else f"{rates.of_roofline:.0%}",
         _lead(row, rows),
