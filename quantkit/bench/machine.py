@@ -4,8 +4,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +97,19 @@ def read_clocks(device: torch.device) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in _PACKAGES if find_spec(name)}
+    found = {name: text for name in _PACKAGES if (text := _version(name))}
     for name in ("cuda", "hip"):
         if value := getattr(torch.version, name, None):
             found[name] = value
     # The wheel's name lacks the build, as in 2.11.0+cu130.
     return {**found, "torch": torch.__version__}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _cpu_name() -> str:
