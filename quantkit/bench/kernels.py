@@ -1,6 +1,7 @@
 """The kernel benchmark: shapes, operations, contenders; correct first, then timed."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,7 +83,7 @@ def run_bench(
     against_torch: bool,
     progress: Progress,
 ) -> BenchResult:
-    """Measure all operations on all shapes, in one run.
+    """Measure all operations on all shapes, in one run; an interrupt keeps what is done.
 
     Args:
         shapes: M, N and K; quantize takes M and K.
@@ -96,7 +97,8 @@ def run_bench(
     ceilings, watch = measure_ceilings(device), Stopwatch(device)
     rows: list[Row] = []
     done, total = 0, len(shapes) * len(operations)
-    with torch.no_grad():
+    # A full run takes minutes, most of them in torch.compile: what was measured is not lost.
+    with torch.no_grad(), suppress(KeyboardInterrupt):
         for shape in shapes:
             if against_torch:
                 libraries.forget_compiled()
@@ -108,7 +110,8 @@ def run_bench(
                 )
                 done += 1
                 progress("bench kernels", done, total)
-    return BenchResult(machine, (before, read_clocks(device)), ceilings, plan, tuple(rows))
+    clocks = (before, read_clocks(device))
+    return BenchResult(machine, clocks, ceilings, plan, tuple(rows), complete=done == total)
 
 
 def _run_operation(

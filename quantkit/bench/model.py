@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -126,7 +126,7 @@ def run_model_bench(
     threads: int,
     progress: Progress,
 ) -> ModelResult:
-    """Build, pack, load, check, time in turns, and profile.
+    """Build, pack, load, check, time in turns, and profile; an interrupt skips what is not ready.
 
     Args:
         denoiser: what to build, with random weights.
@@ -147,10 +147,17 @@ def run_model_bench(
         packs = any(c.variant for c in contenders)
         source = stack.enter_context(saved(original, settings.scratch)) if packs else None
         bench = _Bench(settings, device, original, inputs, source, threads, progress)
-        found = []
-        for index, contender in enumerate(contenders):
-            progress("prepare models", index, len(contenders))
-            found.append(_prepare(bench, contender))
+        found: list[_Ready | ModelRow] = []
+        # Compiling takes minutes: after an interrupt, those that are ready are measured.
+        with suppress(KeyboardInterrupt):
+            for index, contender in enumerate(contenders):
+                progress("prepare models", index, len(contenders))
+                found.append(_prepare(bench, contender))
+        interrupted = "interrupted before it was ready"
+        found += [
+            ModelRow(contender.name, Verdict.CANNOT, reason=interrupted)
+            for contender in contenders[len(found) :]
+        ]
         progress("prepare models", len(contenders), len(contenders))
         rows = _time(found, device, plan)
         if settings.profile:

@@ -76,6 +76,8 @@ class BenchResult:
     ceilings: Ceilings
     plan: Plan
     rows: tuple[Row, ...]
+    #: False when it was interrupted
+    complete: bool = True
 
     @property
     def wrong(self) -> tuple[Row, ...]:
@@ -107,6 +109,7 @@ def to_json(result: BenchResult) -> dict[str, Any]:
         "clocks": {"before": result.clocks[0], "after": result.clocks[1]},
         "ceilings": ceilings,
         "plan": asdict(result.plan),
+        "complete": result.complete,
         "rows": [{**asdict(row), "verdict": row.verdict.value} for row in result.rows],
     }
 

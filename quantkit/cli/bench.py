@@ -100,7 +100,7 @@ def bench(
     if save_baseline:
         save_result(result, save_baseline, force=force)
     _print(result, comparison, as_json=as_json)
-    if result.wrong or (comparison and comparison.regressions):
+    if result.wrong or not result.complete or (comparison and comparison.regressions):
         sys.exit(1)
 
 

@@ -43,6 +43,8 @@ def print_result(result: "BenchResult") -> None:
             cells = [_cells(row, rows) for row in rows if row.verdict is not Verdict.CANNOT]
             _print_wide(f"{operation.name}: {operation.title}", _COLUMNS, cells)
     _print_absent(result)
+    if not result.complete:
+        click.echo("interrupted: operations and shapes that are missing above were not measured")
 
 
 def print_comparison(comparison: "Comparison") -> None:
