@@ -163,4 +163,5 @@ def _contenders(names: tuple[str, ...]) -> "tuple[ModelContender, ...]":
                 f"{name!r} is unknown, wanted one of {', '.join(MODEL_CONTENDERS)}",
                 param_hint="--contenders",
             )
-    return tuple(c for c in MODEL_CONTENDERS.values() if not names or c.name in names)
+    # As they were given: after an interrupt, the first ones are ready.
+    return tuple(MODEL_CONTENDERS[name] for name in dict.fromkeys(names or MODEL_CONTENDERS))
