@@ -100,7 +100,8 @@ def build_denoiser(denoiser: Denoiser, device: torch.device) -> nn.Module:
     usual = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float16)
-        with quiet_libraries(), torch.random.fork_rng(), torch.device(device):
+        kept = [device] if device.type == "cuda" else []
+        with quiet_libraries(), torch.random.fork_rng(kept), torch.device(device):
             torch.manual_seed(0)
             model: nn.Module = build(dict(denoiser.config))
     except (TypeError, ValueError) as error:
