@@ -27,7 +27,7 @@ from quantkit.bench.result import (
 from quantkit.bench.roofline import Ceiling, Ceilings, Precision, Work, gemm_work
 from quantkit.bench.shapes import SHAPES, Shape, find_shapes
 from quantkit.bench.timing import Plan, Samples, Stopwatch, Timing
-from quantkit.cli import quantkit
+from quantkit.cli.bench import bench as command
 from quantkit.device import compilers, reference
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ArtefactError, OutputError
@@ -403,7 +403,7 @@ def test_files_that_are_no_baseline_are_refused(tmp_path, text):
 
 
 def run(*arguments):
-    return CliRunner().invoke(quantkit, ["kernels", "bench", "--device", "cpu", "-q", *arguments])
+    return CliRunner().invoke(command, ["--device", "cpu", "-q", *arguments])
 
 
 @pytest.mark.usefixtures("_host")

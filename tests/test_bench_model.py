@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from kernel_cases import need
 from pipelines import tiny_flux_pipeline, tiny_unet
 
+from quantkit.bench import judging, timing
 from quantkit.bench import model as bench_model
-from quantkit.bench import timing
 from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
 from quantkit.bench.model import MODEL_CONTENDERS, run_model_bench
 from quantkit.bench.model_result import Settings
@@ -19,8 +19,8 @@ from quantkit.bench.packing import Variant, convolutions, with_shared_weights
 from quantkit.bench.profiling import GROUPS, group_of, profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan
-from quantkit.cli import quantkit
-from quantkit.device import compilers
+from quantkit.cli.bench_model import model_command
+from quantkit.device import backends, compilers, execute
 from quantkit.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -220,8 +220,6 @@ def test_profiles_add_up_and_find_products():
 def test_the_command_writes_its_figures(unet_dir, tmp_path):
     saved = tmp_path / "m.json"
     arguments = [
-        "bench",
-        "model",
         "--config",
         str(unet_dir),
         "--size",
@@ -232,7 +230,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
     ]
     arguments += ["--seconds", "0", "--contenders", "f16", "--contenders", "fp8-linear"]
     arguments += ["--batch", "1", "--profile"]
-    done = CliRunner().invoke(quantkit, [*arguments, "--save", str(saved)])
+    done = CliRunner().invoke(model_command, [*arguments, "--save", str(saved)])
     assert done.exit_code == 0, done.output
     assert "milliseconds of one step" in done.output
     values = json.loads(saved.read_text())
@@ -246,6 +244,46 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
 
 
 def test_unknown_contenders_are_refused():
-    done = CliRunner().invoke(quantkit, ["bench", "model", "--contenders", "int4"])
+    done = CliRunner().invoke(model_command, ["--contenders", "int4"])
     assert done.exit_code == 2
     assert "wanted one of f16" in done.output
+
+
+# ---------------------------------------------------------------------------------------- judging
+
+
+def eager(output, worst=0.0):
+    return judging.Eager(torch.tensor(output), worst)
+
+
+@pytest.mark.parametrize(
+    ("output", "worst", "right"),
+    [
+        ([1.0, 0.1], 0.01, True),
+        # FP8 is 0.1 away from float16: as far again is noise, further is not.
+        ([1.0, 0.2], 0.01, True),
+        ([1.0, 0.3], 0.01, False),
+        ([1.0, 0.1], 0.06, False),
+        ([1.0, 0.1], float("nan"), False),
+        ([1.0, float("nan")], 0.01, False),
+        ([float("inf"), 0.1], 0.01, False),
+        ([1.0, 0.1, 0.0], 0.01, False),
+    ],
+)
+def test_packed_models_are_judged_by_layer_and_by_noise(output, worst, right):
+    found = judging.judge_packed(torch.tensor(output), eager([1.0, 0.1], worst), eager([1.0, 0.0]))
+    assert found.right is right
+
+
+@pytest.mark.usefixtures("_host")
+def test_a_wrong_layer_is_found_in_a_whole_model(unet_dir, monkeypatch):
+    original = execute.gemm
+
+    def off(*operands):
+        y = original(*operands)
+        return y * 1.03 if y.shape[1] == 64 and backends.is_free() else y
+
+    monkeypatch.setattr(execute, "gemm", off)
+    (row,) = run(unet_dir, "fp8-linear").rows
+    assert row.verdict is Verdict.WRONG
+    assert "allowed 0.05" in row.reason

@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
+from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
+from quantkit.bench.memory import peak_bytes, weight_bytes
 from quantkit.bench.model_result import ModelResult, ModelRow, Settings
 from quantkit.bench.packing import (
     Source,
@@ -27,7 +28,7 @@ from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan, Stopwatch
 from quantkit.device import log
-from quantkit.device.backends import Backend, use
+from quantkit.device.backends import Backend
 from quantkit.progress import Progress
 
 
@@ -40,7 +41,7 @@ class ModelContender:
     #: None: as it is, or as torchao makes it
     variant: Variant | None = None
     torchao: bool = False
-    #: largest ||difference|| / ||output||: from float16, quantkit's from ``reference``
+    #: largest ||difference|| / ||output|| from float16, of those that are not packed
     limit: float = 0.05
 
 
@@ -82,7 +83,7 @@ class _Bench:
     threads: int
     progress: Progress
     packed: dict[Variant, nn.Module] = field(default_factory=dict)
-    references: dict[Variant | None, Tensor] = field(default_factory=dict)
+    outputs: dict[Variant | None, Eager] = field(default_factory=dict)
 
     def model(self, contender: ModelContender) -> nn.Module:
         """Return the contender's model, not compiled yet."""
@@ -98,14 +99,19 @@ class _Bench:
             )
         return self.packed[variant]
 
-    def right(self, contender: ModelContender) -> Tensor:
-        """Return what its output is judged by."""
-        variant = contender.variant
-        if variant not in self.references:
+    def judge(self, contender: ModelContender, output: Tensor) -> Judgement:
+        """Judge what a contender gave."""
+        original, variant = self.eager(None), contender.variant
+        if variant is None:
+            return judge_dense(output, original, contender.limit)
+        return judge_packed(output, self.eager(variant), original)
+
+    def eager(self, variant: Variant | None) -> Eager:
+        """Return what a model gives that is made already, watched when it is run first."""
+        if variant not in self.outputs:
             model = self.original if variant is None else self.packed[variant]
-            with use(Backend.REFERENCE):
-                self.references[variant] = _step(model, self.inputs)().float()
-        return self.references[variant]
+            self.outputs[variant] = run_eager(model, _step(model, self.inputs))
+        return self.outputs[variant]
 
 
 @dataclass(frozen=True)
@@ -181,23 +187,24 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         return absent(Verdict.CANNOT, f"no convolutions in this model: the same as {same}")
     try:
         model = bench.model(contender)
+        # Before it is compiled: the hooks of watching would be compiled in.
+        bench.eager(contender.variant)
         step = _step(_compiled(model, contender, bench), _inputs(model, bench.inputs))
         with log.record() as seen:
             output = step().float()
-    except REFUSALS as reason:
-        return absent(Verdict.CANNOT, one_line(reason))
-    right = bench.right(contender)
-    error = float((output - right).norm() / right.norm())
-    # Not the other way round: NaN is wrong.
-    if not error <= contender.limit:
-        return absent(Verdict.WRONG, f"error {error:.3g}, allowed {contender.limit:.3g}", error)
-    weights, peak = _weight_bytes(model), _peak_bytes(step, bench.device)
+    except REFUSALS as refusal:
+        return absent(Verdict.CANNOT, one_line(refusal))
+    found = bench.judge(contender, output)
+    if not found.right:
+        reason = f"error {found.error:.3g}, allowed {found.limit:.3g}"
+        return absent(Verdict.WRONG, reason, found.error)
+    weights, peak = weight_bytes(model), peak_bytes(step, bench.device)
     row = ModelRow(
         contender.name,
         Verdict.TIMED,
-        error=error,
+        error=found.error,
         weight_bytes=weights,
-        of_f16=weights / _weight_bytes(bench.original),
+        of_f16=weights / weight_bytes(bench.original),
         peak_bytes=None if peak is None else peak + weights,
         calls=_calls(seen.calls),
         prepare_seconds=time.perf_counter() - start,
@@ -259,31 +266,6 @@ def _inputs(model: nn.Module, inputs: Any) -> Any:
         return {key: _inputs(model, value) for key, value in inputs.items()}
     floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
     return inputs.to(dtype) if floating else inputs
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    tensors = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    return sum(_bytes(tensor) for tensor in tensors.values())
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Return a tensor's bytes, those of its parts for a tensor that is made of some."""
-    parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is None:
-        return tensor.nbytes
-    return sum(_bytes(getattr(tensor, name)) for name in parts()[0])
-
-
-def _peak_bytes(step: Step, device: torch.device) -> int | None:
-    """Return the bytes that a step takes beside what is allocated already; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _calls(calls: Mapping[tuple[str, str, Backend], int]) -> dict[str, int]:

@@ -37,7 +37,8 @@ class ModelRow:
     verdict: Verdict
     #: why it was not timed; empty when it was
     reason: str = ""
-    #: ||difference|| / ||output||: from float16, quantkit's from its ``reference`` back end
+    #: of the worst packed layer over the rms of ``reference``; of others from float16,
+    #: ||difference|| / ||output||
     error: float | None = None
     #: of one step
     timing: Timing | None = None
