@@ -23,6 +23,7 @@ LAYERS = (
     ("inference",),
     ("sensitivity",),
     ("pipeline",),
+    ("bench",),
     ("eval",),
     ("cli",),
 )

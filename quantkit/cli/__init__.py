@@ -6,6 +6,8 @@ import click
 
 from quantkit import __version__
 from quantkit.cli import (
+    bench,
+    bench_model,
     calibrate,
     demo,
     doctor,
@@ -41,7 +43,9 @@ quantkit.add_command(inspect.inspect)
 quantkit.add_command(verify.verify)
 quantkit.add_command(evaluate.evaluate)
 quantkit.add_command(run.run)
+kernels.kernels.add_command(bench.bench)
 quantkit.add_command(kernels.kernels)
+quantkit.add_command(bench_model.bench)
 quantkit.add_command(doctor.doctor)
 quantkit.add_command(demo.demo)
 

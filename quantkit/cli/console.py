@@ -35,8 +35,18 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress]:
         yield report
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; numbers are aligned to the right."""
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    least_width: int = 0,
+) -> None:
+    """Print a table; numbers are aligned to the right.
+
+    Args:
+        least_width: letters in a line of a file or a pipe, whose width nobody sees.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -47,7 +57,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
     # Without markup: names in brackets, as "LPIPS [ImageNet AlexNet]", are text and not a style.
-    Console(markup=False).print(table)
+    console = Console(markup=False)
+    if not console.is_terminal:
+        console.width = max(console.width, least_width)
+    console.print(table)
 
 
 def print_json(value: object) -> None:

@@ -1,0 +1,1 @@
+"""Measuring: kernels against libraries, and whole denoisers, in one interleaved run."""

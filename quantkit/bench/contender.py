@@ -1,0 +1,60 @@
+"""What can be timed: an operation's contenders, and how a result is judged."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.bench.problem import Problem
+from quantkit.bench.roofline import Precision
+from quantkit.bench.timing import Call
+
+#: The error of a result on a problem.
+Judge = Callable[[Problem, object], float]
+
+
+class UnavailableError(Exception):
+    """A contender that cannot run here; the text is the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute an operation."""
+
+    name: str
+    #: True for quantkit's own
+    own: bool
+    #: what it multiplies; None: nothing
+    precision: Precision | None
+    #: makes a call of a problem's operands; may raise UnavailableError, or what torch raises
+    prepare: Callable[[Problem], Call]
+    judge: Judge
+    #: largest error that counts as right
+    limit: float
+
+
+def worst_of(exact: str, finish: Callable[[Problem, Tensor], Tensor] | None = None) -> Judge:
+    """Return a judge: largest error over the rms of the exact result; NaN where one is NaN.
+
+    Args:
+        exact: the Problem's property that has the exact result.
+        finish: brings an output to (M, N), where the contender leaves something undone.
+    """
+
+    def judge(problem: Problem, output: object) -> float:
+        assert isinstance(output, Tensor)
+        right: Tensor = getattr(problem, exact)
+        found = (finish(problem, output) if finish else output).double()
+        if found.shape != right.shape:
+            return float("nan")
+        return float((found - right).abs().max() / right.square().mean().sqrt())
+
+    return judge
+
+
+def differing_codes(codes: Tensor, right: Tensor) -> float:
+    """Return the share of codes that are not the reference's."""
+    if codes.shape != right.shape:
+        return float("nan")
+    return float((codes.view(torch.uint8) != right).double().mean())

@@ -1,0 +1,198 @@
+"""The kernel benchmark: shapes, operations, contenders; correct first, then timed."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from quantkit.bench import libraries, own
+from quantkit.bench.contender import Contender, UnavailableError
+from quantkit.bench.machine import describe_machine, read_clocks
+from quantkit.bench.problem import Problem
+from quantkit.bench.result import BenchResult, Rates, Row, Verdict
+from quantkit.bench.roofline import Ceilings, Work, gemm_work, measure_ceilings
+from quantkit.bench.shapes import Shape
+from quantkit.bench.timing import Call, Plan, Stopwatch, Timing
+from quantkit.device import log
+from quantkit.device.ops import OPS
+from quantkit.errors import KernelError, QuantkitError
+from quantkit.progress import Progress
+
+#: What torch raises when it cannot do something.
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is timed together: contenders that compute the same."""
+
+    name: str
+    title: str
+    own: tuple[Contender, ...]
+    #: of torch and what builds on it
+    libraries: tuple[Contender, ...]
+    #: K must be a multiple of this
+    k_multiple: int
+    #: the input is quantized within
+    reads_f16: bool
+
+
+#: The operations of quantkit.device.ops, and what a layer makes of two of them.
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation("gemm_fp8", "FP8 product of codes", own.GEMM, libraries.GEMM, 16, False),
+        Operation(
+            "gemm_fp8_sparse",
+            "FP8 product with 2:4 weights",
+            own.GEMM_SPARSE,
+            libraries.GEMM_SPARSE,
+            32,
+            False,
+        ),
+        Operation("quantize_fp8_static", "quantize, one scale", own.QUANTIZE_STATIC, (), 1, True),
+        Operation(
+            "quantize_fp8_token",
+            "quantize, a scale per token",
+            own.QUANTIZE_TOKEN,
+            libraries.QUANTIZE_TOKEN,
+            1,
+            True,
+        ),
+        Operation("linear_fp8", "quantize and multiply", own.LINEAR, libraries.LINEAR, 16, True),
+        Operation(
+            "linear_fp8_sparse",
+            "quantize and multiply, 2:4 weights",
+            own.LINEAR_SPARSE,
+            libraries.LINEAR_SPARSE,
+            32,
+            True,
+        ),
+    )
+}
+assert set(OPS) <= set(OPERATIONS), "an operation that is not measured"
+
+
+def run_bench(
+    shapes: Sequence[Shape],
+    operations: Sequence[Operation],
+    device: torch.device,
+    plan: Plan,
+    *,
+    against_torch: bool,
+    progress: Progress,
+) -> BenchResult:
+    """Measure all operations on all shapes, in one run; an interrupt keeps what is done.
+
+    Args:
+        shapes: M, N and K; quantize takes M and K.
+        operations: rows of OPERATIONS.
+        device: where to run.
+        plan: rounds and seconds of one operation on one shape.
+        against_torch: run the libraries' contenders too.
+        progress: told of operations done.
+    """
+    before, machine = read_clocks(device), describe_machine(device)
+    ceilings, watch = measure_ceilings(device), Stopwatch(device)
+    rows: list[Row] = []
+    done, total = 0, len(shapes) * len(operations)
+    # A full run takes minutes, most of them in torch.compile: what was measured is not lost, and
+    # the operations that need no compiling come first.
+    with torch.no_grad(), suppress(KeyboardInterrupt):
+        for operation, shape in product(operations, shapes):
+            contenders = operation.own
+            if against_torch:
+                libraries.forget_compiled()
+                contenders += operation.libraries
+            rows += _run_operation(
+                operation, contenders, Problem(shape, device), (watch, plan, ceilings)
+            )
+            done += 1
+            progress("bench kernels", done, total)
+    clocks = (before, read_clocks(device))
+    return BenchResult(machine, clocks, ceilings, plan, tuple(rows), complete=done == total)
+
+
+def _run_operation(
+    operation: Operation,
+    contenders: Sequence[Contender],
+    problem: Problem,
+    tools: tuple[Stopwatch, Plan, Ceilings],
+) -> list[Row]:
+    watch, plan, ceilings = tools
+    checked = {c.name: _check(operation, c, problem) for c in contenders}
+    problem.forget_exact()
+    calls = {name: call for name, (_, call) in checked.items() if call is not None}
+    watch.warm_up(calls, plan.warmup)
+    samples = watch.rounds(calls, plan)
+    rows = []
+    for contender in contenders:
+        row, _ = checked[contender.name]
+        if contender.name in samples:
+            timing = samples[contender.name].summary()
+            rates = _rates(operation, contender, problem.shape, (timing, ceilings))
+            row = replace(row, timing=timing, rates=rates)
+        rows.append(row)
+    return rows
+
+
+def _check(operation: Operation, contender: Contender, problem: Problem) -> tuple[Row, Call | None]:
+    """Run a contender once and judge the result; return no call where it must not be timed."""
+    op, shape = operation.name, problem.shape
+
+    def row(verdict: Verdict, **found: object) -> Row:
+        return Row(op, contender.name, contender.own, shape, verdict, **found)  # type: ignore[arg-type]
+
+    if shape.k % operation.k_multiple:
+        reason = f"K {shape.k} is not a multiple of {operation.k_multiple}"
+        return row(Verdict.CANNOT, reason=reason), None
+    try:
+        with log.record() as seen:
+            call = contender.prepare(problem)
+            _poison(problem)
+            error = contender.judge(problem, call())
+    except UnavailableError as refusal:
+        return row(Verdict.CANNOT, reason=str(refusal)), None
+    except (KernelError, *REFUSALS) as refusal:
+        if contender.own and not isinstance(refusal, QuantkitError):
+            raise
+        return row(Verdict.CANNOT, reason=one_line(refusal)), None
+    ran = tuple(f"{name} {variant} {where.value}" for name, variant, where in seen.calls)
+    # Not the other way round: NaN is wrong.
+    if not error <= contender.limit:
+        reason = f"error {error:.3g}, allowed {contender.limit:.3g}"
+        return row(Verdict.WRONG, reason=reason, error=error, kernels=ran), None
+    return row(Verdict.TIMED, error=error, kernels=ran), call
+
+
+def _poison(problem: Problem) -> None:
+    """Leave NaN in the memory that the next result is likely to get: what is not written shows."""
+    size = (problem.shape.m, max(problem.shape.n, problem.shape.k))
+    torch.full(size, torch.nan, dtype=torch.float16, device=problem.device)
+
+
+def _rates(
+    operation: Operation, contender: Contender, shape: Shape, found: tuple[Timing, Ceilings]
+) -> Rates:
+    (timing, ceilings), precision = found, contender.precision
+    if precision is None:
+        # 16 bit in, a byte out; scales are less than a percent.
+        work = Work(0.0, 3.0 * shape.m * shape.k)
+    else:
+        wide = operation.reads_f16 or "f16" in precision.value
+        work = gemm_work(shape, precision, x_bytes=2 if wide else 1)
+    gbs, floor = work.nbytes / timing.p50_us / 1e3, ceilings.floor_us(work, precision)
+    return Rates(
+        tflops=work.flops / timing.p50_us / 1e6 if work.flops else None,
+        gbs=gbs,
+        of_copy=gbs / ceilings.copy.rate,
+        of_roofline=None if floor is None else floor / timing.p50_us,
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an exception says, in one line of bounded length."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

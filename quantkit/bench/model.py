@@ -1,0 +1,276 @@
+"""The model benchmark: one denoising step of a whole denoiser, all contenders in one run."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
+from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
+from quantkit.bench.kernels import REFUSALS, one_line
+from quantkit.bench.machine import describe_machine, read_clocks
+from quantkit.bench.memory import peak_bytes, weight_bytes
+from quantkit.bench.model_result import ModelResult, ModelRow, Settings
+from quantkit.bench.packing import (
+    Source,
+    Variant,
+    convolutions,
+    load_packed,
+    saved,
+    with_shared_weights,
+)
+from quantkit.bench.profiling import profile_step
+from quantkit.bench.result import Verdict
+from quantkit.bench.timing import Plan, Stopwatch
+from quantkit.device import log
+from quantkit.device.backends import Backend
+from quantkit.progress import Progress
+
+
+@dataclass(frozen=True)
+class ModelContender:
+    """One way to run a denoiser."""
+
+    name: str
+    compiled: bool
+    #: None: as it is, or as torchao makes it
+    variant: Variant | None = None
+    torchao: bool = False
+    #: largest ||difference|| / ||output|| from float16, of those that are not packed
+    limit: float = 0.05
+
+
+#: FP8's own error over all layers of a random model is not ours to judge.
+_COARSE = 0.5
+
+MODEL_CONTENDERS: dict[str, ModelContender] = {
+    contender.name: contender
+    for contender in (
+        ModelContender("f16", compiled=False),
+        ModelContender("f16-compiled", compiled=True),
+        ModelContender("torchao-compiled", compiled=True, torchao=True, limit=_COARSE),
+        *(
+            ModelContender(f"{name}{suffix}", compiled, variant)
+            for name, variant in (
+                ("fp8", Variant(sparse=False, linear_only=False)),
+                ("sparse", Variant(sparse=True, linear_only=False)),
+                ("fp8-linear", Variant(sparse=False, linear_only=True)),
+                ("sparse-linear", Variant(sparse=True, linear_only=True)),
+            )
+            for suffix, compiled in (("", False), ("-compiled", True))
+        ),
+    )
+}
+
+#: A step: the denoiser on its inputs.
+Step = Callable[[], Tensor]
+
+
+@dataclass
+class _Bench:
+    """What the contenders share; models and reference outputs are made once and kept."""
+
+    settings: Settings
+    device: torch.device
+    original: nn.Module
+    inputs: dict[str, Any]
+    source: Source | None
+    threads: int
+    progress: Progress
+    packed: dict[Variant, nn.Module] = field(default_factory=dict)
+    outputs: dict[Variant | None, Eager] = field(default_factory=dict)
+
+    def model(self, contender: ModelContender) -> nn.Module:
+        """Return the contender's model, not compiled yet."""
+        if contender.torchao:
+            return _torchao(self.original)
+        variant = contender.variant
+        if variant is None:
+            return self.original
+        if variant not in self.packed:
+            assert self.source is not None
+            self.packed[variant] = load_packed(
+                self.source, variant, self.device, self.threads, self.progress
+            )
+        return self.packed[variant]
+
+    def judge(self, contender: ModelContender, output: Tensor) -> Judgement:
+        """Judge what a contender gave."""
+        original, variant = self.eager(None), contender.variant
+        if variant is None:
+            return judge_dense(output, original, contender.limit)
+        return judge_packed(output, self.eager(variant), original)
+
+    def eager(self, variant: Variant | None) -> Eager:
+        """Return what a model gives that is made already, watched when it is run first."""
+        if variant not in self.outputs:
+            model = self.original if variant is None else self.packed[variant]
+            self.outputs[variant] = run_eager(model, _step(model, self.inputs))
+        return self.outputs[variant]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A contender that runs and is right."""
+
+    row: ModelRow
+    step: Step
+
+
+def run_model_bench(
+    denoiser: Denoiser,
+    contenders: Sequence[ModelContender],
+    settings: Settings,
+    device: torch.device,
+    plan: Plan,
+    *,
+    threads: int,
+    progress: Progress,
+) -> ModelResult:
+    """Build, pack, load, check, time in turns, and profile; an interrupt skips what is not ready.
+
+    Args:
+        denoiser: what to build, with random weights.
+        contenders: rows of MODEL_CONTENDERS.
+        settings: batch, size, compilation, profile, scratch folder.
+        device: where to run.
+        plan: rounds and seconds.
+        threads: of packing.
+        progress: told of contenders that are ready.
+
+    Raises:
+        QuantkitError: the denoiser cannot be built, packed or loaded.
+    """
+    before, machine = read_clocks(device), describe_machine(device)
+    with ExitStack() as stack, torch.no_grad():
+        original = build_denoiser(denoiser, device)
+        inputs = make_inputs(original, settings.batch, settings.size, device)
+        packs = any(c.variant for c in contenders)
+        source = stack.enter_context(saved(original, settings.scratch)) if packs else None
+        bench = _Bench(settings, device, original, inputs, source, threads, progress)
+        found: list[_Ready | ModelRow] = []
+        # Compiling takes minutes: after an interrupt, those that are ready are measured.
+        with suppress(KeyboardInterrupt):
+            for index, contender in enumerate(contenders):
+                progress("prepare models", index, len(contenders))
+                found.append(_prepare(bench, contender))
+        interrupted = "interrupted before it was ready"
+        found += [
+            ModelRow(contender.name, Verdict.CANNOT, reason=interrupted)
+            for contender in contenders[len(found) :]
+        ]
+        progress("prepare models", len(contenders), len(contenders))
+        rows = _time(found, device, plan)
+        if settings.profile:
+            rows = [
+                replace(row, profile=profile_step(ready.step, device)) if ready else row
+                for row, ready in zip(rows, (_ready(f) for f in found), strict=True)
+            ]
+    clocks = (before, read_clocks(device))
+    return ModelResult(machine, clocks, denoiser, settings, plan, tuple(rows))
+
+
+def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
+    """Return the contender's checked step, or the row that says why there is none."""
+    start = time.perf_counter()
+
+    def absent(verdict: Verdict, reason: str, error: float | None = None) -> ModelRow:
+        return ModelRow(contender.name, verdict, reason=reason, error=error)
+
+    if contender.variant and contender.variant.linear_only and not convolutions(bench.original):
+        same = contender.name.replace("-linear", "")
+        return absent(Verdict.CANNOT, f"no convolutions in this model: the same as {same}")
+    try:
+        model = bench.model(contender)
+        # Before it is compiled: the hooks of watching would be compiled in.
+        bench.eager(contender.variant)
+        step = _step(_compiled(model, contender, bench), _inputs(model, bench.inputs))
+        with log.record() as seen:
+            output = step().float()
+    except REFUSALS as refusal:
+        return absent(Verdict.CANNOT, one_line(refusal))
+    found = bench.judge(contender, output)
+    if not found.right:
+        reason = f"error {found.error:.3g}, allowed {found.limit:.3g}"
+        return absent(Verdict.WRONG, reason, found.error)
+    weights, peak = weight_bytes(model), peak_bytes(step, bench.device)
+    row = ModelRow(
+        contender.name,
+        Verdict.TIMED,
+        error=found.error,
+        weight_bytes=weights,
+        of_f16=weights / weight_bytes(bench.original),
+        peak_bytes=None if peak is None else peak + weights,
+        calls=_calls(seen.calls),
+        prepare_seconds=time.perf_counter() - start,
+    )
+    return _Ready(row, step)
+
+
+def _time(found: Sequence[_Ready | ModelRow], device: torch.device, plan: Plan) -> list[ModelRow]:
+    # Weights alone are many times the cache: no flush.
+    watch = Stopwatch(device, cold=False)
+    calls = {f.row.contender: f.step for f in found if isinstance(f, _Ready)}
+    watch.warm_up(calls, plan.warmup)
+    samples = watch.rounds(calls, plan)
+    return [
+        f if isinstance(f, ModelRow) else replace(f.row, timing=samples[f.row.contender].summary())
+        for f in found
+    ]
+
+
+def _ready(found: _Ready | ModelRow) -> _Ready | None:
+    return found if isinstance(found, _Ready) else None
+
+
+def _step(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Step:
+    def step() -> Tensor:
+        output: Tensor = model(**inputs, return_dict=False)[0]
+        return output
+
+    return step
+
+
+def _compiled(model: nn.Module, contender: ModelContender, bench: _Bench) -> Callable[..., Any]:
+    if not contender.compiled:
+        return model
+    if bench.settings.compile_blocks:
+        copied: Any = with_shared_weights(model)
+        copied.compile_repeated_blocks(fullgraph=True, dynamic=False)
+        return copied  # type: ignore[no-any-return]
+    return torch.compile(model, dynamic=False)
+
+
+def _torchao(original: nn.Module) -> nn.Module:
+    """Return a copy with torchao's dynamic FP8, scales per row, in bfloat16 as those need."""
+    from torchao.quantization import (  # type: ignore[import-not-found]
+        Float8DynamicActivationFloat8WeightConfig,
+        PerRow,
+        quantize_,
+    )
+
+    model = deepcopy(original).bfloat16()
+    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    return model
+
+
+def _inputs(model: nn.Module, inputs: Any) -> Any:
+    """Return the inputs in the model's own dtype."""
+    dtype = getattr(model, "dtype", torch.float16)
+    if isinstance(inputs, dict):
+        return {key: _inputs(model, value) for key, value in inputs.items()}
+    floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    return inputs.to(dtype) if floating else inputs
+
+
+def _calls(calls: Mapping[tuple[str, str, Backend], int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (op, _, backend), count in sorted(calls.items(), key=str):
+        key = f"{op} {backend.value}"
+        found[key] = found.get(key, 0) + count
+    return found

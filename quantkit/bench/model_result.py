@@ -1,0 +1,99 @@
+"""The figures of a run of the model benchmark, and their file."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.bench.denoisers import Denoiser
+from quantkit.bench.machine import Machine
+from quantkit.bench.result import Verdict
+from quantkit.bench.timing import Plan, Timing
+from quantkit.files import staged_file
+
+SCHEMA, VERSION = "quantkit.model.bench", 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the denoiser is run."""
+
+    #: latents at once
+    batch: int
+    #: of the latents: an eighth of the picture's width and height
+    size: int
+    #: compile each repeated block instead of the whole model
+    compile_blocks: bool = False
+    profile: bool = False
+    #: where packed files lie for a while; None: where the system keeps such
+    scratch: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One contender."""
+
+    contender: str
+    verdict: Verdict
+    #: why it was not timed; empty when it was
+    reason: str = ""
+    #: of the worst packed layer over the rms of ``reference``; of others from float16,
+    #: ||difference|| / ||output||
+    error: float | None = None
+    #: of one step
+    timing: Timing | None = None
+    #: of parameters and buffers, and over the float16 model's
+    weight_bytes: int | None = None
+    of_f16: float | None = None
+    #: weights, and the most that a step allocates beside them; None on the CPU
+    peak_bytes: int | None = None
+    #: "operation back end" -> calls in one step
+    calls: dict[str, int] = field(default_factory=dict)
+    #: packing, loading and compiling, where the row before did not do it already
+    prepare_seconds: float | None = None
+    #: group -> milliseconds; empty without a profile
+    profile: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """A whole run."""
+
+    machine: Machine
+    #: before and after, as nvidia-smi names them
+    clocks: tuple[dict[str, str], dict[str, str]]
+    denoiser: Denoiser
+    settings: Settings
+    plan: Plan
+    rows: tuple[ModelRow, ...]
+
+    @property
+    def wrong(self) -> tuple[ModelRow, ...]:
+        """Rows whose result is wrong."""
+        return tuple(row for row in self.rows if row.verdict is Verdict.WRONG)
+
+
+def to_json(result: ModelResult) -> dict[str, Any]:
+    """Return the file's JSON values."""
+    settings = asdict(result.settings)
+    del settings["scratch"]
+    return {
+        "schema": SCHEMA,
+        "schema_version": VERSION,
+        "machine": asdict(result.machine),
+        "clocks": {"before": result.clocks[0], "after": result.clocks[1]},
+        "model": asdict(result.denoiser),
+        "settings": settings,
+        "plan": asdict(result.plan),
+        "rows": [{**asdict(row), "verdict": row.verdict.value} for row in result.rows],
+    }
+
+
+def save_model_result(result: ModelResult, path: Path, *, force: bool) -> None:
+    """Write the figures.
+
+    Raises:
+        OutputError: it exists without ``force``, or cannot be written.
+    """
+    with staged_file(path, force=force) as stage:
+        stage.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,165 @@
+"""quantkit's contenders: its operators, called as packed layers call them."""
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.bench.contender import Contender, UnavailableError, differing_codes, worst_of
+from quantkit.bench.problem import FORMAT, Problem
+from quantkit.bench.roofline import Precision
+from quantkit.bench.timing import Call
+from quantkit.device import hopper, hopper_choice
+from quantkit.device.backends import Backend, choose
+from quantkit.device.gpu.calls import Call as DeviceCall
+from quantkit.device.gpu.devices import find_device
+from quantkit.inference import operators
+
+# float16 rounds by 2^-12 of a value at most 2^-11, and values reach 6 rms: 0.003. The rest is for
+# sums in a matrix unit that keeps fewer bits than float32 (docs/kernels.md). A scale that is 2 %
+# off, or one wrong product, is 0.06 and more.
+_EXACT = 0.02
+# Fast sums lose bits of all of K: 9e-4 of the rms at 2048, and the largest is 6 times that.
+_FAST = 0.05
+
+
+def _gemm(problem: Problem) -> Call:
+    _need_kernel("gemm_fp8", problem)
+    x, x_scale = problem.x
+    w, w_scale = problem.w
+    return lambda: operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
+
+
+def _gemm_sparse(problem: Problem) -> Call:
+    _need_kernel("gemm_fp8_sparse", problem)
+    x, x_scale = problem.x
+    w, meta, w_scale = problem.w_packed
+    return lambda: operators.gemm_sparse(x, x_scale, w, meta, w_scale, None, FORMAT, torch.float16)
+
+
+def _gemm_fast(problem: Problem) -> Call:
+    launch = _fast_call("gemm_fp8", problem)
+    x, x_scale = problem.x
+    w, w_scale = problem.w
+    return lambda: launch(x, x_scale, w, w_scale, None)[0]
+
+
+def _gemm_sparse_fast(problem: Problem) -> Call:
+    launch = _fast_call("gemm_fp8_sparse", problem)
+    x, x_scale = problem.x
+    w, meta, w_scale = problem.w_packed
+    return lambda: launch(x, x_scale, w, meta, w_scale, None)[0]
+
+
+def _fast_call(op: str, problem: Problem) -> Any:
+    """Return a prepared call whose sums stay in the matrix unit; inference never makes it."""
+    _need_kernel(op, problem)
+    if problem.device.type != "cuda":
+        raise UnavailableError("the host's sums have one mode")
+    device = find_device(problem.device.index or torch.cuda.current_device())
+    if device.arch.name != hopper.ARCHITECTURE:
+        raise UnavailableError(f"the kernels of {device.arch.name} sum in one mode")
+    m, n, k, sparse = *astuple(problem.shape), op == "gemm_fp8_sparse"
+    tile = hopper_choice.choose_tile(
+        m, n, k, sparse=sparse, accurate=False, multiprocessors=device.units
+    )
+    kernel: Any = hopper.HopperKernel(tile, sparse=sparse, accurate=False)
+    outputs = (((m, n), torch.float16),)
+    return DeviceCall(device, kernel, {"m": m, "n": n, "k": k}, outputs, nulls=[5 if sparse else 4])
+
+
+def _gemm_of_sparse(problem: Problem) -> Call:
+    _need_kernel("gemm_fp8", problem)
+    x, x_scale = problem.x
+    w, w_scale = problem.w_sparse
+    return lambda: operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
+
+
+def _quantize_token(problem: Problem) -> Call:
+    _need_kernel("quantize_fp8_token", problem)
+    x = problem.x16
+    return lambda: operators.quantize_token(x, None, FORMAT)
+
+
+def _quantize_static(problem: Problem) -> Call:
+    _need_kernel("quantize_fp8_static", problem)
+    x, scale = problem.x16, problem.static_scale
+    return lambda: operators.quantize_static(x, scale, None, FORMAT)
+
+
+def _linear(problem: Problem) -> Call:
+    _need_kernel("gemm_fp8", problem)
+    x, (w, w_scale) = problem.x16, problem.w
+
+    def call() -> object:
+        codes, scale = operators.quantize_token(x, None, FORMAT)
+        return operators.gemm(codes, scale, w, w_scale, None, FORMAT, torch.float16)
+
+    return call
+
+
+def _linear_static(problem: Problem) -> Call:
+    _need_kernel("gemm_fp8", problem)
+    x, (w, w_scale), scale = problem.x16, problem.w, problem.static_scale
+
+    def call() -> object:
+        codes = operators.quantize_static(x, scale, None, FORMAT)
+        return operators.gemm(codes, scale, w, w_scale, None, FORMAT, torch.float16)
+
+    return call
+
+
+def _linear_sparse(problem: Problem) -> Call:
+    _need_kernel("gemm_fp8_sparse", problem)
+    x, (w, meta, w_scale) = problem.x16, problem.w_packed
+
+    def call() -> object:
+        codes, scale = operators.quantize_token(x, None, FORMAT)
+        return operators.gemm_sparse(codes, scale, w, meta, w_scale, None, FORMAT, torch.float16)
+
+    return call
+
+
+def _judge_token(problem: Problem, output: object) -> float:
+    assert isinstance(output, tuple)
+    codes, scale = output
+    right, right_scale = problem.x
+    if not torch.equal(scale, right_scale):
+        return float("nan")
+    return differing_codes(codes, right)
+
+
+def _judge_static(problem: Problem, output: object) -> float:
+    assert isinstance(output, Tensor)
+    return differing_codes(output, problem.x_static[0])
+
+
+def _need_kernel(op: str, problem: Problem) -> None:
+    """Refuse to time the fallback under the kernel's name."""
+    choice = choose(op, problem.device, k=problem.shape.k)
+    if choice.backend is Backend.REFERENCE:
+        raise UnavailableError(f"no kernel: {choice.reason}")
+
+
+_FP8, _SPARSE = Precision.FP8, Precision.FP8_SPARSE
+_CODES, _CODES_SPARSE = worst_of("exact_codes"), worst_of("exact_codes_sparse")
+
+GEMM = (
+    Contender("quantkit", True, _FP8, _gemm, _CODES, _EXACT),
+    Contender("quantkit, fast sums", True, _FP8, _gemm_fast, _CODES, _FAST),
+)
+GEMM_SPARSE = (
+    Contender("quantkit 2:4", True, _SPARSE, _gemm_sparse, _CODES_SPARSE, _EXACT),
+    Contender("quantkit 2:4, fast sums", True, _SPARSE, _gemm_sparse_fast, _CODES_SPARSE, _FAST),
+    Contender("quantkit dense", True, _FP8, _gemm_of_sparse, _CODES_SPARSE, _EXACT),
+)
+QUANTIZE_TOKEN = (Contender("quantkit", True, None, _quantize_token, _judge_token, 0.0),)
+QUANTIZE_STATIC = (Contender("quantkit", True, None, _quantize_static, _judge_static, 0.0),)
+LINEAR = (
+    Contender("quantkit, per token", True, _FP8, _linear, _CODES, _EXACT),
+    Contender("quantkit, static", True, _FP8, _linear_static, worst_of("exact_static"), _EXACT),
+)
+LINEAR_SPARSE = (
+    Contender("quantkit 2:4, per token", True, _SPARSE, _linear_sparse, _CODES_SPARSE, _EXACT),
+)

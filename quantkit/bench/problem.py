@@ -1,0 +1,129 @@
+"""The operands of one shape, in 16 bit, as codes and 2:4, and the exact results in float64."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quantkit.bench.shapes import Shape
+from quantkit.device import reference
+from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
+from quantkit.numerics.packing import pack_two_of_four
+
+#: Of weights, inputs and products in all contenders.
+FORMAT = "e4m3fn"
+#: Rows that are multiplied in float64 at once: 2048 x 8192 of them are 128 MB.
+_ROWS = 2048
+
+
+class Problem:
+    """Random operands of one shape; each is made when it is first asked for.
+
+    Inputs are normal, weights normal over sqrt(K), so that outputs are about 1. No bias: libraries
+    differ in which they take.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        """Remember the shape; nothing is allocated yet."""
+        self.shape = shape
+        self.device = device
+        self._seed = seed
+
+    @cached_property
+    def x16(self) -> Tensor:
+        """(M, K) float16 inputs."""
+        return self._normal(self.shape.m, self.shape.k, 1.0)
+
+    @cached_property
+    def w16(self) -> Tensor:
+        """(N, K) float16 weights."""
+        return self._normal(self.shape.n, self.shape.k, self.shape.k**-0.5)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """(N, K) bool, the larger two of every four weights."""
+        return choose_mask(self.w16.float().abs(), TWO_OF_FOUR)
+
+    @cached_property
+    def w16_sparse(self) -> Tensor:
+        """(N, K) float16 weights, half of them zero."""
+        return self.w16 * self.mask
+
+    @cached_property
+    def x(self) -> tuple[Tensor, Tensor]:
+        """(M, K) uint8 codes and (M,) float32 scales of the inputs."""
+        return reference.quantize_token(self.x16, None, FORMAT)
+
+    @cached_property
+    def static_scale(self) -> Tensor:
+        """(1,) float32, of all inputs."""
+        return (self.x16.float().abs().amax() / 448).reshape(1)
+
+    @cached_property
+    def x_static(self) -> tuple[Tensor, Tensor]:
+        """(M, K) uint8 codes of the inputs with one scale, and that."""
+        scale = self.static_scale
+        return reference.quantize_static(self.x16, scale, None, FORMAT), scale
+
+    @cached_property
+    def w(self) -> tuple[Tensor, Tensor]:
+        """(N, K) uint8 codes and (N,) float32 scales of the weights."""
+        return reference.quantize_token(self.w16, None, FORMAT)
+
+    @cached_property
+    def w_sparse(self) -> tuple[Tensor, Tensor]:
+        """(N, K) uint8 codes, half of them zero, and (N,) float32 scales."""
+        return reference.quantize_token(self.w16_sparse, None, FORMAT)
+
+    @cached_property
+    def w_packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, K / 2) uint8 kept codes, (N, K / 8) uint8 positions, (N,) float32 scales."""
+        codes, scale = self.w_sparse
+        return (*pack_two_of_four(codes, self.mask), scale)
+
+    @cached_property
+    def exact_codes(self) -> Tensor:
+        """(M, N) float64: the product of the codes, scales included."""
+        return self._product(self._decoded(self.x), self._decoded(self.w))
+
+    @cached_property
+    def exact_codes_sparse(self) -> Tensor:
+        """(M, N) float64: the same with 2:4 weights."""
+        return self._product(self._decoded(self.x), self._decoded(self.w_sparse))
+
+    @cached_property
+    def exact_static(self) -> Tensor:
+        """(M, N) float64: the product of the codes with one input scale."""
+        return self._product(self._decoded(self.x_static), self._decoded(self.w))
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """(M, N) float64: the product of the 16-bit operands."""
+        return self._product(self.x16.double(), self.w16.double())
+
+    @cached_property
+    def exact_sparse(self) -> Tensor:
+        """(M, N) float64: the same with 2:4 weights."""
+        return self._product(self.x16.double(), self.w16_sparse.double())
+
+    def forget_exact(self) -> None:
+        """Free the float64 results."""
+        for name in [name for name in self.__dict__ if name.startswith("exact")]:
+            del self.__dict__[name]
+
+    def _normal(self, rows: int, columns: int, std: float) -> Tensor:
+        self._seed += 1
+        generator = torch.Generator(self.device).manual_seed(self._seed)
+        made = torch.randn(rows, columns, generator=generator, device=self.device)
+        return (made * std).half()
+
+    @staticmethod
+    def _decoded(coded: tuple[Tensor, Tensor]) -> Tensor:
+        codes, scale = coded
+        return reference.decode(codes, FORMAT, torch.float64) * scale.double().unsqueeze(1)
+
+    def _product(self, x: Tensor, w: Tensor) -> Tensor:
+        y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.device)
+        for start in range(0, self.shape.m, _ROWS):
+            torch.mm(x[start : start + _ROWS], w.T, out=y[start : start + _ROWS])
+        return y

@@ -1,0 +1,167 @@
+"""``quantkit bench model``: one denoising step of a whole denoiser, packed and not."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.bench_tables import print_model_result
+from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.pack import MOST_THREADS
+
+if TYPE_CHECKING:
+    from quantkit.bench.model import ModelContender
+    from quantkit.bench.model_result import ModelResult, Settings
+
+
+@click.group("bench")
+def bench() -> None:
+    """Measure whole models; for single kernels see 'quantkit kernels bench'."""
+
+
+@bench.command("model")
+@click.option(
+    "--config",
+    default="sdxl",
+    show_default=True,
+    metavar="sdxl|flux|DIR",
+    help="What to build, with random weights: a published denoiser, or a directory's config.json.",
+)
+@click.option("--batch", type=click.IntRange(min=1), default=2, show_default=True, help="Latents.")
+@click.option(
+    "--size",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Width and height of the latents; 128 is a picture of 1024.",
+)
+@click.option(
+    "--contenders",
+    multiple=True,
+    metavar="NAME",
+    help="Only this one; may be repeated. f16, torchao, fp8 and sparse (4:2 and FP8); -linear "
+    "leaves convolutions in 16 bit; -compiled goes through torch.compile.",
+)
+@click.option(
+    "--compile",
+    "compile_",
+    type=click.Choice(("whole", "blocks")),
+    default="whole",
+    show_default=True,
+    help="blocks: each repeated block, which compiles faster and fuses less.",
+)
+@options.device
+@click.option(
+    "--repeats", type=click.IntRange(min=5), default=30, show_default=True, help="Rounds at most."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=20.0,
+    show_default=True,
+    help="For all rounds, at most; 5 rounds at least.",
+)
+@click.option("--profile", is_flag=True, help="Say where the milliseconds go.")
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Where to keep the files that are packed and loaded, for a while.",
+)
+@click.option("--save", type=click.Path(path_type=Path), help="Write the figures to this file.")
+@options.force
+@options.quiet
+@options.as_json
+def model_command(
+    config: str,
+    batch: int,
+    size: int,
+    contenders: tuple[str, ...],
+    compile_: str,
+    device: str,
+    repeats: int,
+    seconds: float,
+    profile: bool,
+    scratch: Path | None,
+    save: Path | None,
+    force: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Time one step of a denoiser in 16 bit, by torchao, and packed, in one run.
+
+    Random weights are packed, saved and loaded as a user's are. Every output is checked first; exit
+    code 1 when one is wrong.
+    """
+    from quantkit.bench.model_result import Settings, save_model_result, to_json
+    from quantkit.files import refuse_existing
+
+    if save:
+        refuse_existing(save, force=force)
+    settings = Settings(batch, size, compile_ == "blocks", profile, scratch)
+    result = bench_model(
+        config, contenders, settings, device, rounds=(repeats, seconds), quiet=quiet
+    )
+    if save:
+        save_model_result(result, save, force=force)
+    if as_json:
+        print_json(to_json(result))
+    else:
+        print_model_result(result)
+    if result.wrong:
+        sys.exit(1)
+
+
+def bench_model(
+    config: str,
+    contenders: tuple[str, ...],
+    settings: "Settings",
+    device: str,
+    *,
+    rounds: tuple[int, float],
+    quiet: bool,
+) -> "ModelResult":
+    """Measure.
+
+    Args:
+        config: a published denoiser's name, or a directory.
+        contenders: names; empty for all.
+        settings: batch, size, compilation, profile, scratch folder.
+        device: auto, cpu or cuda[:N].
+        rounds: repeats at most, and seconds at most.
+        quiet: no progress.
+
+    Raises:
+        ModelError: a config that cannot be used.
+    """
+    from quantkit.bench.denoisers import find_denoiser
+    from quantkit.bench.model import run_model_bench
+    from quantkit.bench.timing import Plan
+    from quantkit.calibration.running import choose_device
+
+    chosen = _contenders(contenders)
+    with progress_bar(quiet=quiet) as progress:
+        return run_model_bench(
+            find_denoiser(config),
+            chosen,
+            settings,
+            choose_device(device),
+            Plan(warmup=2, repeats=rounds[0], seconds=rounds[1]),
+            threads=min(len(os.sched_getaffinity(0)), MOST_THREADS),
+            progress=progress,
+        )
+
+
+def _contenders(names: tuple[str, ...]) -> "tuple[ModelContender, ...]":
+    from quantkit.bench.model import MODEL_CONTENDERS
+
+    for name in names:
+        if name not in MODEL_CONTENDERS:
+            raise click.BadParameter(
+                f"{name!r} is unknown, wanted one of {', '.join(MODEL_CONTENDERS)}",
+                param_hint="--contenders",
+            )
+    # As they were given: after an interrupt, the first ones are ready.
+    return tuple(MODEL_CONTENDERS[name] for name in dict.fromkeys(names or MODEL_CONTENDERS))
