@@ -60,15 +60,15 @@ class BlockCall:
             (answer - target[rows]).float().square()
             for answer, target in zip(self.ask(rows), self.target, strict=True)
         ]
-        total: Tensor = torch.stack([s.sum() for s in squares]).sum()
-        return total / sum(s.numel() for s in squares)
+        total = torch.stack([s.sum() for s in squares]).sum()
+        return total.div(sum(s.numel() for s in squares))
 
     @torch.no_grad()
     def judge(self, count: int) -> float:
         """Return the loss over the first rows, ``count`` or all."""
-        parts = torch.arange(min(count, self.rows), device=self._device).split(_ROWS)
-        total = sum(float(self.loss(part)) * len(part) for part in parts)
-        return total / sum(len(part) for part in parts)
+        parts = self._parts(min(count, self.rows))
+        losses = [float(self.loss(part)) * len(part) for part in parts]
+        return sum(losses) / sum(map(len, parts))
 
     def power(self, count: int) -> float:
         """Return the mean square of the teacher's answers over the first rows."""
@@ -78,7 +78,7 @@ class BlockCall:
     @torch.no_grad()
     def output(self) -> Any:
         """Return the output with the student's rows as they are answered now."""
-        parts = [self.ask(p) for p in torch.arange(self.rows, device=self._device).split(_ROWS)]
+        parts = [self.ask(part) for part in self._parts(self.rows)]
         leaves = list(self._output)
         for place, answers, target in zip(
             self._places, zip(*parts, strict=True), self.target, strict=True
@@ -86,6 +86,7 @@ class BlockCall:
             leaves[place] = torch.cat([*answers, target])
         return pytree.tree_unflatten(leaves, self._output_spec)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.target[0].device
+    def _parts(self, count: int) -> list[Tensor]:
+        return list(
+            torch.arange(count, device=self.target[0].device).tensor_split(-(-count // _ROWS))
+        )

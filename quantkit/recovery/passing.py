@@ -215,7 +215,7 @@ class Pass:
 
     def tensors(self, *, done: bool) -> dict[str, Tensor]:
         """Return the parameters of the student's layers by name; those of blocks done, or all."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, student in self._students.items():
             if done and self._home[name].name not in self.rebuilt:
                 continue

@@ -92,14 +92,19 @@ def reconstruct(
     pipe = load_pipeline(task.model, device, torch.float32)
     denoiser: nn.Module = getattr(pipe, job.component.name)
     teacher = Teacher(pipe, denoiser, task.prompts, settings)
+    def report(rebuilt: Rebuilt, done: int, total: int) -> None:
+        progress("reconstructing blocks", done, total)
+        watch(rebuilt)
+
     try:
         calls = _calls(teacher, settings, clock)
-        return job.run(denoiser, calls, clock, progress, watch, keeping, teacher)
+        weights, points, aside = job.run(denoiser, calls, clock, report, keeping)
     except torch.OutOfMemoryError as error:
         raise QuantkitError(
             f"out of GPU memory at a batch of {settings.batch}; take a smaller --batch, or "
             "--device cpu"
         ) from error
+    return Recovered(job.component, weights, points, teacher.made, aside)
 
 
 def _calls(teacher: Teacher, settings: Settings, clock: Clock) -> Calls:
@@ -134,14 +139,15 @@ class _Job:
         denoiser: nn.Module,
         calls: Calls,
         clock: Clock,
-        progress: Progress,
-        watch: Callable[[Rebuilt], None],
+        report: Callable[[Rebuilt, int, int], None],
         keeping: Keeping | None,
-        teacher: Teacher,
-    ) -> Recovered:
+    ) -> tuple[dict[str, Tensor], tuple[Point, Point], float]:
+        """Return the tensors, the losses and the seconds that the clock stood still."""
         settings = self.settings
         tuning = Tuning(settings.rate, settings.steps)
-        run = Pass(denoiser, self._students(denoiser), Fitting(), tuning, settings.seed)
+        with clock.paused():  # a start by second moments takes minutes of its own
+            students = self._students(denoiser)
+        run = Pass(denoiser, students, Fitting(), tuning, settings.seed)
         file = self._file(keeping)
         if keeping is not None and keeping.resume and file is not None:
             kept = file.load()
@@ -150,30 +156,26 @@ class _Job:
         else:
             before = run.loss(calls.first(_JUDGED))
 
-        def report(rebuilt: Rebuilt) -> None:
-            progress("reconstructing blocks", len(run.rebuilt), run.total)
-            watch(rebuilt)
+        def leave(rebuilt: Rebuilt) -> None:
+            report(rebuilt, len(run.rebuilt), run.total)
             if file is not None and file.due():
                 blocks = tuple(run.rebuilt.values())
                 file.save(Kept(run.tensors(done=True), blocks, clock.elapsed, before))
 
-        progress("reconstructing blocks", len(run.rebuilt), run.total)
-        after = run.run(calls, Pace(clock, settings.seconds, run.size), report)
+        after = run.run(calls, Pace(clock, settings.seconds, run.size), leave)
         points = (
             Point(0, before, 0.0, 0.0),
             Point(sum(b.steps for b in run.rebuilt.values()), after, clock.elapsed, 1.0),
         )
         weights = {name: value.cpu() for name, value in run.tensors(done=False).items()}
-        return Recovered(self.component, weights, points, teacher.made, clock.paused_for)
+        return weights, points, clock.paused_for
 
     def _file(self, keeping: Keeping | None) -> BlockFile | None:
         if keeping is None:
             return None
         task = self.task
         identity = identify(self.component, task.masks, None, self.settings, task.prompts)
-        return BlockFile(
-            keeping.path, identity | {"start": sorted(self.start)}, keeping.every
-        )
+        return BlockFile(keeping.path, identity | {"start": sorted(self.start)}, keeping.every)
 
     def _students(self, denoiser: nn.Module) -> dict[str, Student]:
         """Return the student's layers, their dropped weights zero."""

@@ -1,14 +1,13 @@
-"""Two denoisers in one forward pass: a student in the first half of the batch, its teacher beside it.
+"""Two denoisers in one forward pass: student and teacher, each with half of the batch.
 
-Layers that differ are twins, which give each half to its own layer; all other modules treat the
-rows of a batch alike and are shared. So the forward pass of the denoiser itself, whatever its graph,
-brings every layer the student's input and the teacher's answer at the same moment, and nothing of a
-graph has to be known, cut or stored.
+Layers that differ are twins, which give the first half to the student's layer and the second to the
+teacher's; all other modules treat the rows of a batch alike and are shared. So the forward pass of
+the denoiser itself, whatever its graph, brings every layer the student's input and the teacher's
+answer at the same moment, and nothing of a graph has to be known, cut or stored.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
