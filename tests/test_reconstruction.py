@@ -32,7 +32,7 @@ from quantkit.recovery.blocks import find_blocks
 from quantkit.recovery.course import Clock
 from quantkit.recovery.fitting import Examples, Fitting, Throughput, fit_layer
 from quantkit.recovery.pace import Pace
-from quantkit.recovery.reconstruct import reconstruct
+from quantkit.recovery.reconstruct import _refuse_other, reconstruct
 from quantkit.recovery.recover import Keeping, Task
 from quantkit.recovery.settings import Settings
 from quantkit.recovery.writing import write_recovered
@@ -95,6 +95,7 @@ def exact(x, y, mask, *, bias):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_linear_is_the_exact_least_squares(bias):
+    torch.manual_seed(0)
     layer = nn.Linear(16, 6, bias=bias)
     x = random(40, 5, 16) @ random(16, 16, seed=1) + 0.5
     target = random(40, 5, 6, seed=2) + x[..., :6]
@@ -296,7 +297,9 @@ def test_transformers_are_reconstructed(family, transformer_pipeline_dir, tmp_pa
     model = open_model(str(path))
     masks = choose_masks(model, RECIPE, None, progress=silent)
     seen = []
-    result = run(model, masks, watch=seen.append)
+    # A few calls: FLUX makes pictures of 4096 tokens, however small it is itself.
+    few = replace(SHORT, steps=1, batch=2, sampling_batch=1, trajectories=1)
+    result = run(model, masks, few, watch=seen.append)
     assert result.points[1].loss < result.points[0].loss
     assert any(block.steps for block in seen)
     assert all(block.after <= block.before * (1 + 1e-5) for block in seen)
@@ -378,12 +381,23 @@ def test_saved_blocks_are_not_written_over(pipeline_dir, masks, tmp_path):
     assert isinstance(result.exception, OutputError)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 8, 3, padding_mode="circular"), nn.Embedding(8, 8)],
+    ids=["groups", "circular", "embedding"],
+)
+def test_other_layers_are_refused(module):
+    with pytest.raises(ModelError, match=r"fc: found .* wanted a Linear or a Conv2d"):
+        _refuse_other("fc", module)
+    _refuse_other("fc", nn.Conv2d(8, 8, 3, padding=1))
+
+
 def test_layers_without_a_batch_axis_are_refused(model, masks):
     from quantkit.recovery.twin import twinned
 
     layer = nn.Linear(4, 2)
     with twinned(nn.ModuleDict({"fc": layer}), {"fc": nn.Linear(4, 2)}, rows=3):
         assert layer(random(6, 4)).shape == (6, 2)
-        with pytest.raises(ModelError, match="fc: reads .* keep this layer dense"):
+        with pytest.raises(ModelError, match=r"fc: reads .* keep this layer dense"):
             layer(random(1, 4))
     assert "forward" not in vars(layer)

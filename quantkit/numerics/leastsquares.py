@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: Of the squared residual at the start: float32's rounding is 6e-8, so less is noise.
+_SOLVED = 1e-14
+
 
 @dataclass(frozen=True, eq=False)
 class Equations:
@@ -112,15 +115,17 @@ def solve_rows(
     residual = (equations.cross - values @ equations.moment) * mask
     direction = residual * inverse
     size = (residual * direction).sum(dim=1, keepdim=True)
+    solved = _SOLVED * size
     for _ in range(steps):
         image = (direction @ equations.moment + pull * direction) * mask
         curvature = (direction * image).sum(dim=1, keepdim=True)
-        # A channel that is solved has no direction left.
-        step = torch.where(curvature > 0, size / curvature, torch.zeros_like(size))
+        # A channel that is solved stands still: what is left of its direction would underflow.
+        step = torch.where(size > solved, size / curvature, torch.zeros_like(size))
         values = values + step * direction
         residual = residual - step * image
         ready = residual * inverse
         fresh = (residual * ready).sum(dim=1, keepdim=True)
-        direction = ready + torch.where(size > 0, fresh / size, torch.zeros_like(size)) * direction
+        turn = torch.where(size > solved, fresh / size, torch.zeros_like(size))
+        direction = ready + turn * direction
         size = fresh
     return values

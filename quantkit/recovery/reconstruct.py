@@ -92,6 +92,7 @@ def reconstruct(
     pipe = load_pipeline(task.model, device, torch.float32)
     denoiser: nn.Module = getattr(pipe, job.component.name)
     teacher = Teacher(pipe, denoiser, task.prompts, settings)
+
     def report(rebuilt: Rebuilt, done: int, total: int) -> None:
         progress("reconstructing blocks", done, total)
         watch(rebuilt)
@@ -195,6 +196,7 @@ def _student(
         teacher = denoiser.get_submodule(layer.name)
     except AttributeError as error:
         raise ModelError(f"{layer.name}: diffusers builds no such module") from error
+    _refuse_other(layer.name, teacher)
     copied = copy.deepcopy(teacher).requires_grad_(False)
     for part, value in copied.named_parameters():
         name = f"{layer.name}.{part}"
@@ -204,6 +206,17 @@ def _student(
     mask = mask.to(weight.device)
     weight.mul_(mask)
     return Student(copied, mask)
+
+
+def _refuse_other(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        return
+    if isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros":
+        return
+    raise ModelError(
+        f"{name}: found {module}, wanted a Linear or a Conv2d of one group padded with zeros; "
+        "choose masks without it"
+    )
 
 
 def _check(task: Task, settings: Settings, start: Mapping[str, Tensor]) -> _Job:
