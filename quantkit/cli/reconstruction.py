@@ -48,7 +48,7 @@ def reconstruct_and_write(
     """
     from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.errors import ArtefactError
-    from quantkit.recovery.reconstruct import ignore, reconstruct
+    from quantkit.recovery.reconstruct import SCHEDULES, ignore, reconstruct
     from quantkit.recovery.recover import Keeping, Task
     from quantkit.recovery.saving import refuse_unfinished
     from quantkit.recovery.writing import refuse_outputs, write_recovered
@@ -67,6 +67,7 @@ def reconstruct_and_write(
             Task(model, masks, None, read_prompts(given.get("prompts")), device),
             settings,
             progress=progress,
+            schedules=(given["sampling_steps"],) if "sampling_steps" in given else SCHEDULES,
             start=_start(model, masks, surgeon),
             watch=ignore if quiet else _print_block(),
             keeping=Keeping(file, given.get("save_every", SAVE_EVERY), resume),

@@ -53,7 +53,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--sampling-steps": {
         "type": _COUNT,
-        "help": "denoising steps of a trajectory; default: the recipe's.",
+        "help": "denoising steps of a trajectory; default: the recipe's, of reconstruct 3, 4 and 7 "
+        "in turn.",
     },
     "--sampling-batch": {
         "type": _COUNT,

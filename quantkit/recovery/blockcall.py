@@ -66,14 +66,15 @@ class BlockCall:
     @torch.no_grad()
     def judge(self, count: int) -> float:
         """Return the loss over the first rows, ``count`` or all."""
-        parts = self._parts(min(count, self.rows))
-        losses = [float(self.loss(part)) * len(part) for part in parts]
-        return sum(losses) / sum(map(len, parts))
+        count = min(count, self.rows)
+        losses = [float(self.loss(part)) * len(part) for part in self._parts(count)]
+        return sum(losses) / count
 
     def power(self, count: int) -> float:
         """Return the mean square of the teacher's answers over the first rows."""
         parts = [target[:count].float().square() for target in self.target]
-        return float(torch.stack([p.sum() for p in parts]).sum()) / sum(p.numel() for p in parts)
+        total = torch.stack([p.sum() for p in parts]).sum()
+        return float(total / sum(p.numel() for p in parts))
 
     @torch.no_grad()
     def output(self) -> Any:

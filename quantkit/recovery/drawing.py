@@ -1,6 +1,6 @@
 """A batch of the teacher's calls, drawn evenly from all of its trajectories."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,15 @@ class Calls:
         return self.template.arguments([torch.cat([leaf, leaf]) for leaf in rows])
 
 
-def sample_chunks(teacher: Teacher, settings: Settings, late: Callable[[], bool]) -> list[Chunk]:
+def sample_chunks(
+    teacher: Teacher, settings: Settings, steps: Sequence[int], late: Callable[[], bool]
+) -> list[Chunk]:
     """Let the teacher denoise its prompts.
 
     Args:
         teacher: makes the trajectories.
         settings: how many at most, and how much memory they may take.
+        steps: denoising steps of the sampling batches, in turn.
         late: asked after every sampling batch whether to stop.
 
     Raises:
@@ -48,27 +51,28 @@ def sample_chunks(teacher: Teacher, settings: Settings, late: Callable[[], bool]
         QuantkitError: out of GPU memory.
     """
     size = min(settings.sampling_batch, settings.trajectories)
-    chunks = [teacher.sample(size)]
-    wanted = min(-(-settings.trajectories // size), settings.bank_bytes // chunks[0].nbytes)
+    wanted = -(-settings.trajectories // size)
+    chunks = [teacher.sample(size, steps[0])]
     while len(chunks) < wanted and not late():
-        chunks.append(teacher.sample(size))
+        chunks.append(teacher.sample(size, steps[len(chunks) % len(steps)]))
+        if sum(chunk.nbytes for chunk in chunks) > settings.bank_bytes:
+            break
     return chunks
 
 
 def draw_calls(chunks: list[Chunk], count: int, seed: int) -> Calls:
     """Return ``count`` random calls, none twice, or all if there are fewer."""
     generator = Generator().manual_seed(seed)
-    rows, steps = chunks[0].answers.shape[:2]
     # The same number of every chunk, and all of them mixed, so that the first few are alike.
     share = -(-count // len(chunks))
-    parts = [_draw(chunk, torch.randperm(rows * steps, generator=generator)[:share], steps)
-             for chunk in chunks]  # fmt: skip
+    parts = [_draw(chunk, share, generator) for chunk in chunks]
     leaves = tuple(torch.cat(values) for values in zip(*parts, strict=True))
     order = torch.randperm(len(leaves[0]), generator=generator)[:count]
     return Calls(chunks[0].template, tuple(leaf[order.to(leaf.device)] for leaf in leaves))
 
 
-def _draw(chunk: Chunk, places: Tensor, steps: int) -> tuple[Tensor, ...]:
-    places = places.to(chunk.answers.device)
+def _draw(chunk: Chunk, count: int, generator: Generator) -> tuple[Tensor, ...]:
+    rows, steps = chunk.answers.shape[:2]
+    places = torch.randperm(rows * steps, generator=generator)[:count].to(chunk.answers.device)
     row, step = places // steps, places % steps
     return (*(leaf[row, step] for leaf in chunk.moving), *(leaf[row] for leaf in chunk.still))

@@ -8,7 +8,7 @@ block, its layers take gradient steps together, as long as the time allows.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,10 @@ from quantkit.recovery.saving import identify
 from quantkit.recovery.settings import Settings
 from quantkit.sparsity.maskfile import LayerMask
 
+#: Denoising steps of a trajectory. Many short ones beat few long ones: what is scarce on a CPU is
+#: pictures, not timesteps, and together these meet a dozen of them.
+SCHEDULES = (3, 4, 7)
+
 #: Calls on which the denoiser's loss is told, before and after.
 _JUDGED = 16
 
@@ -58,6 +62,7 @@ def reconstruct(
     *,
     progress: Progress,
     start: Mapping[str, Tensor] | None = None,
+    schedules: Sequence[int] = SCHEDULES,
     watch: Callable[[Rebuilt], None] = ignore,
     keeping: Keeping | None = None,
 ) -> Recovered:
@@ -74,6 +79,7 @@ def reconstruct(
         progress: told of blocks done.
         start: parameter name -> value of masked layers to start from, as an update by second
             moments; those not in it start as they are in the model.
+        schedules: denoising steps of the sampling batches, in turn.
         watch: told of every block.
         keeping: None keeps nothing on disk.
 
@@ -85,7 +91,7 @@ def reconstruct(
         QuantkitError: out of GPU memory.
         RecipeError: several processes, or packing in the forward pass.
     """
-    job = _check(task, settings, start or {})
+    job = _check(task, settings, start or {}, schedules)
     clock = Clock()
     device = choose_device(task.device)
     # Float32 on a GPU too: sums and gradients of a block need it, and distillation is there.
@@ -98,7 +104,7 @@ def reconstruct(
         watch(rebuilt)
 
     try:
-        calls = _calls(teacher, settings, clock)
+        calls = _calls(teacher, settings, schedules, clock)
         weights, points, aside = job.run(denoiser, calls, clock, report, keeping)
     except torch.OutOfMemoryError as error:
         raise QuantkitError(
@@ -108,7 +114,7 @@ def reconstruct(
     return Recovered(job.component, weights, points, teacher.made, aside)
 
 
-def _calls(teacher: Teacher, settings: Settings, clock: Clock) -> Calls:
+def _calls(teacher: Teacher, settings: Settings, schedules: Sequence[int], clock: Clock) -> Calls:
     """Sample, and return as many calls as the time allows to pass."""
     limit = settings.seconds
     began = clock.elapsed
@@ -116,7 +122,7 @@ def _calls(teacher: Teacher, settings: Settings, clock: Clock) -> Calls:
     def late() -> bool:
         return limit is not None and clock.elapsed > _SAMPLING_SHARE * limit
 
-    chunks = sample_chunks(teacher, settings, late)
+    chunks = sample_chunks(teacher, settings, schedules, late)
     count = settings.batch
     if limit is not None:
         sampled = sum(chunk.answers.shape[:2].numel() for chunk in chunks)
@@ -134,6 +140,7 @@ class _Job:
     component: Component
     kept: list[tuple[Layer, LayerMask]]
     start: Mapping[str, Tensor]
+    schedules: Sequence[int]
 
     def run(
         self,
@@ -176,7 +183,11 @@ class _Job:
             return None
         task = self.task
         identity = identify(self.component, task.masks, None, self.settings, task.prompts)
-        return BlockFile(keeping.path, identity | {"start": sorted(self.start)}, keeping.every)
+        return BlockFile(
+            keeping.path,
+            identity | {"start": sorted(self.start), "schedules": list(self.schedules)},
+            keeping.every,
+        )
 
     def _students(self, denoiser: nn.Module) -> dict[str, Student]:
         """Return the student's layers, their dropped weights zero."""
@@ -219,7 +230,9 @@ def _refuse_other(name: str, module: nn.Module) -> None:
     )
 
 
-def _check(task: Task, settings: Settings, start: Mapping[str, Tensor]) -> _Job:
+def _check(
+    task: Task, settings: Settings, start: Mapping[str, Tensor], schedules: Sequence[int]
+) -> _Job:
     if not task.prompts:
         raise PromptError("no prompts, wanted at least one")
     if task.quantize is not None:
@@ -233,4 +246,4 @@ def _check(task: Task, settings: Settings, start: Mapping[str, Tensor]) -> _Job:
     kept = [] if task.masks is None else masked_layers(component, task.masks)
     if not kept:
         raise ArtefactError("masks: no layer is masked, so there is nothing to reconstruct")
-    return _Job(task, settings, component, kept, start)
+    return _Job(task, settings, component, kept, start, schedules)
