@@ -30,7 +30,7 @@ from quantkit.recipe import SparsityRecipe
 from quantkit.recipefile import load_recipe
 from quantkit.recovery.blocks import find_blocks
 from quantkit.recovery.course import Clock
-from quantkit.recovery.fitting import Examples, Fitting, Throughput, fit_layer
+from quantkit.recovery.fitting import Effort, Examples, Fitting, Throughput, fit_layer
 from quantkit.recovery.pace import Pace
 from quantkit.recovery.reconstruct import _refuse_other, reconstruct
 from quantkit.recovery.recover import Keeping, Task
@@ -51,7 +51,7 @@ SHORT = Settings(
     trajectories=4,
     watch_every=None,
 )
-EXACT = Fitting(ridge=1e-9, steps=400)
+RIDGE = 1e-9  # next to none, to be compared with the exact solution
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +101,12 @@ def test_linear_is_the_exact_least_squares(bias):
     target = random(40, 5, 6, seed=2) + x[..., :6]
     mask = choose_mask(layer.weight.detach().abs(), TWO_OF_FOUR)
     fit = fit_layer(
-        layer, Examples(x, target), mask, how=EXACT, pairs=200, generator=torch.Generator()
+        layer,
+        Examples(x, target),
+        mask,
+        ridge=RIDGE,
+        effort=Effort(200, 400),
+        generator=torch.Generator(),
     )
     wanted, offset = exact(
         x.reshape(-1, 16).double().numpy(), target.reshape(-1, 6).double().numpy(), mask, bias=bias
@@ -127,7 +132,12 @@ def test_convolution_finds_the_weights_that_made_the_target(stride, padding, siz
     x = random(12, 8, 7, 6)
     layer = nn.Conv2d(8, 4, size, stride=stride, padding=padding)
     fit = fit_layer(
-        layer, Examples(x, truth(x)), mask, how=EXACT, pairs=10**6, generator=torch.Generator()
+        layer,
+        Examples(x, truth(x)),
+        mask,
+        ridge=RIDGE,
+        effort=Effort(10**6, 400),
+        generator=torch.Generator(),
     )
     torch.testing.assert_close(fit.weight, truth.weight, atol=2e-3, rtol=0)
     torch.testing.assert_close(fit.bias, truth.bias, atol=2e-3, rtol=0)
@@ -135,15 +145,17 @@ def test_convolution_finds_the_weights_that_made_the_target(stride, padding, siz
 
 
 def test_drawn_pairs_are_some_of_all():
+    torch.manual_seed(0)
     layer, x = nn.Linear(16, 4), random(50, 30, 16)
-    target = layer(x).detach() + 0.1 * random(50, 30, 4, seed=3)
-    fits = [
-        fit_layer(
-            layer, Examples(x, target), torch.ones(4, 16, dtype=torch.bool), how=Fitting(),
-            pairs=pairs, generator=torch.Generator().manual_seed(0),
+    examples = Examples(x, layer(x).detach() + 0.1 * random(50, 30, 4, seed=3))
+    mask = torch.ones(4, 16, dtype=torch.bool)
+    fits = []
+    for pairs in (300, 1500):
+        generator = torch.Generator().manual_seed(0)
+        effort = Effort(pairs, 30)
+        fits.append(
+            fit_layer(layer, examples, mask, ridge=1e-2, effort=effort, generator=generator)
         )
-        for pairs in (300, 1500)
-    ]  # fmt: skip
     assert not torch.equal(fits[0].weight, fits[1].weight)
     torch.testing.assert_close(fits[0].weight, fits[1].weight, atol=0.05, rtol=0)
 
@@ -163,19 +175,19 @@ def test_layers_that_never_saw_a_number_are_refused():
     layer, x = nn.Linear(8, 4), random(4, 8)
     mask = torch.ones(4, 8, dtype=torch.bool)
     with pytest.raises(NonFiniteError, match="NaN or Inf"):
-        fit_layer(layer, Examples(x, x[:, :4] / 0), mask, how=EXACT, pairs=4,
+        fit_layer(layer, Examples(x, x[:, :4] / 0), mask, ridge=RIDGE, effort=Effort(4, 5),
                   generator=torch.Generator())  # fmt: skip
 
 
 def test_slow_machines_take_fewer_pairs():
-    how, layer = Fitting(pairs=1000, pairs_per_input=10, least=50, steps=1), nn.Linear(64, 8)
-    speed = Throughput(how)
-    assert speed.pairs(layer, 1.0) == 1000
-    speed.add(layer, 1000, 1.0)
-    assert speed.pairs(layer, None) == 1000
-    assert speed.pairs(layer, 0.5) == pytest.approx(500, abs=10)
-    assert speed.pairs(layer, 0.0) == 50
-    assert speed.pairs(nn.Linear(640, 8), None) == 6400
+    how, layer = Fitting(pairs=1000, pairs_per_input=10, least=50, steps=20), nn.Linear(64, 8)
+    speed, full = Throughput(how), Effort(1000, 20)
+    assert speed.effort(layer, 1.0) == full
+    speed.add(layer, full, 1.0)
+    assert speed.effort(layer, None) == speed.effort(layer, 2.0) == full
+    assert speed.effort(layer, 0.5) == Effort(500, 10)
+    assert speed.effort(layer, 0.0) == Effort(50, 6)
+    assert speed.effort(nn.Linear(640, 8), None) == Effort(6400, 20)
 
 
 def test_time_goes_by_parameters():

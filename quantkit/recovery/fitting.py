@@ -30,6 +30,19 @@ class Fitting:
     steps: int = 30
 
 
+#: Of conjugate gradients, however little time there is.
+_FEWEST_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What one layer is fitted with."""
+
+    pairs: int
+    #: of conjugate gradients
+    steps: int
+
+
 class Throughput:
     """How fast this machine fits layers, from those that it fitted."""
 
@@ -38,20 +51,29 @@ class Throughput:
         self._how = how
         self._seconds = self._products = 0.0
 
-    def pairs(self, layer: nn.Module, seconds: float | None) -> int:
-        """Return how many pairs a layer is fitted to in the time; None: as many as it wants."""
+    def effort(self, layer: nn.Module, seconds: float | None) -> Effort:
+        """Return what a layer can have in the time; None: as much as it wants."""
         n, k = _size(layer)
-        full = max(self._how.pairs, self._how.pairs_per_input * k)
+        full = Effort(max(self._how.pairs, self._how.pairs_per_input * k), self._how.steps)
         if seconds is None or not self._products:
             return full
-        affordable = seconds * self._products / self._seconds / k**2 - self._how.steps * n
-        return min(full, max(self._how.least, int(affordable)))
+        share = seconds * self._products / self._seconds / _products(n, k, full)
+        if share >= 1:
+            return full
+        return Effort(
+            max(self._how.least, int(share * full.pairs)),
+            max(_FEWEST_STEPS, int(share * full.steps)),
+        )
 
-    def add(self, layer: nn.Module, pairs: int, seconds: float) -> None:
-        """Count a layer that was fitted to so many pairs."""
-        n, k = _size(layer)
-        self._products += k**2 * (pairs + self._how.steps * n)
+    def add(self, layer: nn.Module, effort: Effort, seconds: float) -> None:
+        """Count a layer that was fitted."""
+        self._products += _products(*_size(layer), effort)
         self._seconds += seconds
+
+
+def _products(n: int, k: int, effort: Effort) -> float:
+    """Return the multiplications of a fit: the moment, then a product with it a step."""
+    return float(k**2 * (effort.pairs + effort.steps * n))
 
 
 def _size(layer: nn.Module) -> tuple[int, int]:
@@ -87,8 +109,8 @@ def fit_layer(
     examples: Examples,
     mask: Tensor,
     *,
-    how: Fitting,
-    pairs: int,
+    ridge: float,
+    effort: Effort,
     generator: Generator,
 ) -> Fit:
     """Return the kept weights and the bias that come nearest to the target.
@@ -97,8 +119,8 @@ def fit_layer(
         layer: a Linear, or a Conv2d of one group padded with zeros; its weight is where to start.
         examples: what to fit to.
         mask: bool of the weight's shape, which weights are kept.
-        how: how exactly.
-        pairs: how many of the examples.
+        ridge: pull towards the start, as a share of the mean power of an input.
+        effort: how many of the examples, how exactly.
         generator: on the CPU, so that every device draws the same examples.
 
     Raises:
@@ -107,12 +129,12 @@ def fit_layer(
     start = layer.get_parameter("weight").detach()
     rows, kept = start.flatten(1).float(), mask.flatten(1)
     sums = Sums(rows.shape[1], len(rows), rows.device)
-    for columns, targets in _pairs(layer, examples, pairs, generator):
+    for columns, targets in _pairs(layer, examples, effort.pairs, generator):
         sums.add(columns, targets)
     equations = sums.equations(bias=getattr(layer, "bias", None) is not None)
     if not bool(equations.moment.isfinite().all() and equations.cross.isfinite().all()):
         raise NonFiniteError("NaN or Inf in what the layer reads, or in what its teacher answers")
-    fitted = solve_rows(equations, rows, kept, ridge=how.ridge, steps=how.steps)
+    fitted = solve_rows(equations, rows, kept, ridge=ridge, steps=effort.steps)
     return Fit(
         fitted.reshape(start.shape),
         equations.bias(fitted),

@@ -147,17 +147,17 @@ class Pass:
             return
         student = self._students[name]
         seconds = self._pace.share(self._size_of(name))
-        pairs = self._throughput.pairs(student.layer, seconds)
+        effort = self._throughput.effort(student.layer, seconds)
         began = time.monotonic()
         try:
             fit = fit_layer(
-                student.layer, Examples(x, target), student.mask, how=self._fitting, pairs=pairs,
+                student.layer, Examples(x, target), student.mask, ridge=self._fitting.ridge, effort=effort,
                 generator=Generator().manual_seed(self._seeds[name]),
             )  # fmt: skip
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}: {error}") from error
         student.take((fit.weight,) if fit.bias is None else (fit.weight, fit.bias))
-        self._throughput.add(student.layer, pairs, time.monotonic() - began)
+        self._throughput.add(student.layer, effort, time.monotonic() - began)
         self._pace.done(self._size_of(name))
         state.fits[name] = fit
         if block.single:

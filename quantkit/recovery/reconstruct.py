@@ -92,12 +92,12 @@ def reconstruct(
         RecipeError: several processes, or packing in the forward pass.
     """
     job = _check(task, settings, start or {}, schedules)
-    clock = Clock()
     device = choose_device(task.device)
     # Float32 on a GPU too: sums and gradients of a block need it, and distillation is there.
     pipe = load_pipeline(task.model, device, torch.float32)
     denoiser: nn.Module = getattr(pipe, job.component.name)
     teacher = Teacher(pipe, denoiser, task.prompts, settings)
+    clock = Clock()
 
     def report(rebuilt: Rebuilt, done: int, total: int) -> None:
         progress("reconstructing blocks", done, total)
