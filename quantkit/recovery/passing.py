@@ -151,8 +151,8 @@ class Pass:
         began = time.monotonic()
         try:
             fit = fit_layer(
-                student.layer, Examples(x, target), student.mask, ridge=self._fitting.ridge, effort=effort,
-                generator=Generator().manual_seed(self._seeds[name]),
+                student.layer, Examples(x, target), student.mask, effort=effort,
+                ridge=self._fitting.ridge, generator=Generator().manual_seed(self._seeds[name]),
             )  # fmt: skip
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}: {error}") from error
