@@ -386,7 +386,9 @@ def test_options_of_a_training_are_refused(option, pipeline_dir, tmp_path):
         "reconstruct", "-o", tmp_path / "out", option,
     )  # fmt: skip
     assert isinstance(result.exception, RecipeError)
-    assert f"{option}: means nothing to reconstruct" in str(result.exception)
+    assert f"{option}: belongs to another recovery and means nothing to reconstruct" in str(
+        result.exception
+    )
 
 
 def test_saved_blocks_are_not_written_over(pipeline_dir, masks, tmp_path):

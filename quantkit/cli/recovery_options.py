@@ -182,7 +182,9 @@ def refuse_foreign(how: str, mine: dict[str, Any]) -> None:
     """
     for name in sorted(set(mine) & _FOREIGN[how]):
         option = _option(name, mine[name])
-        raise RecipeError(f"{option}: means nothing to {how}; drop it, or take distill")
+        raise RecipeError(
+            f"{option}: belongs to another recovery and means nothing to {how}; drop it"
+        )
 
 
 def make_settings(
