@@ -8,11 +8,14 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.reconstruction import reconstruct_and_write
 from quantkit.cli.recovery_options import (
     METHODS,
     SAVE_EVERY,
     make_settings,
+    masks_path,
     recovery_options,
+    refuse_foreign,
     split_options,
 )
 
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     type=METHODS,
     default="distill",
     show_default=True,
-    help="How; distill trains on the dense denoiser's own trajectories.",
+    help="How: distill trains the denoiser on the dense one's own trajectories; reconstruct fits "
+    "masked layers to them block by block, in a minute or a few on a CPU.",
 )
 @recovery_options()
 @options.force
@@ -68,12 +72,18 @@ def recover(
     from quantkit.recipefile import load_recipe
     from quantkit.sparsity.maskfile import load_masks
 
-    del method  # distill is the only one yet
     chosen, source = load_recipe(recipe), open_model(model)
     mask_set = None if masks is None else load_masks(masks)
     mine, _ = split_options(given)
+    refuse_foreign(method, mine)
     if dry_run:
+        if method == "reconstruct":
+            mine["quantize"] = False
         result: dict[str, Any] | None = describe(source, chosen, mask_set, mine)
+    elif method == "reconstruct":
+        result = reconstruct_and_write(
+            source, chosen, mask_set, output, mine, force=force, quiet=quiet
+        )
     else:
         result = recover_and_write(source, chosen, mask_set, output, mine, force=force, quiet=quiet)
     if result is None:
@@ -84,12 +94,6 @@ def recover(
         click.echo(f"{result['masked']} layers masked, {result['quantized']} quantized")
     else:
         click.echo(f"{output}: {told(result)}")
-
-
-def masks_path(output: Path, given: dict[str, Any]) -> Path:
-    """Return where the masks of a recovered pipeline go: beside it by default."""
-    chosen: Path | None = given.get("masks_output")
-    return chosen or output.with_name(f"{output.name}.masks.safetensors")
 
 
 def describe(

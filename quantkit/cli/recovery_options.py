@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from quantkit.recipe import Recipe
     from quantkit.recovery.settings import Settings
 
-METHODS = click.Choice(["distill"])
-#: With masks there is one more, which trains nothing.
-SPARSE_METHODS = click.Choice(["distill", "obs"])
+METHODS = click.Choice(["distill", "reconstruct"])
+#: Where second moments are at hand there is one more, which trains nothing.
+SPARSE_METHODS = click.Choice(["distill", "obs", "reconstruct"])
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -34,27 +34,35 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _POSITIVE,
         "help": "how long to train, trajectories included. Default: 2, or no limit with --steps.",
     },
-    "--steps": {"type": _COUNT, "help": "how many training steps."},
+    "--steps": {
+        "type": _COUNT,
+        "help": "how many training steps; of reconstruct, the gradient steps of a block.",
+    },
     "--batch": {
         "type": _COUNT,
-        "help": "calls of the denoiser a step; default: 256, on a CPU 16.",
+        "help": "calls of the denoiser a step; default: 256, on a CPU 16. Of reconstruct, calls in "
+        "all; default: 256, or what the time allows.",
     },
-    "--rate": {"type": _POSITIVE, "help": "the highest learning rate; default: 3e-4."},
+    "--rate": {
+        "type": _POSITIVE,
+        "help": "the highest learning rate; default: 3e-4, of reconstruct 1e-3.",
+    },
     "--prompts": {
         "type": click.Path(path_type=Path),
         "help": "a UTF-8 file with one prompt a line; default: the bundled set.",
     },
     "--sampling-steps": {
         "type": _COUNT,
-        "help": "denoising steps of a trajectory; default: the recipe's.",
+        "help": "denoising steps of a trajectory; default: the recipe's, of reconstruct 3, 4 and 7 "
+        "in turn.",
     },
     "--sampling-batch": {
         "type": _COUNT,
-        "help": "prompts denoised at a time; default: 256, on a CPU 16.",
+        "help": "prompts denoised at a time; default: 256, on a CPU 16; of reconstruct 16 and 4.",
     },
     "--trajectories": {
         "type": _COUNT,
-        "help": "how many are kept at a time; default: 4096, on a CPU 64.",
+        "help": "how many are kept at a time; default: 4096, on a CPU 64; of reconstruct 64.",
     },
     "--guidance": {"type": float, "help": "guidance scale; default: the recipe's."},
     "--watch-every": {
@@ -104,8 +112,28 @@ _APART = (
     "how",
 )  # fmt: skip
 
-#: What a CPU takes in minutes rather than days.
-_ON_CPU = {"batch": 16, "sampling_batch": 16, "trajectories": 64}
+#: Settings that differ from the defaults of a distillation on a GPU: (method, on a CPU) -> values.
+_DEFAULTS: dict[tuple[str, bool], dict[str, Any]] = {
+    ("distill", False): {},
+    # What a CPU takes in minutes rather than days.
+    ("distill", True): {"batch": 16, "sampling_batch": 16, "trajectories": 64},
+    ("reconstruct", False): {"rate": 1e-3, "sampling_batch": 16, "trajectories": 64},
+    # Few prompts at a time, so that sampling can stop when its share of a minute is over.
+    ("reconstruct", True): {"rate": 1e-3, "sampling_batch": 4, "trajectories": 64},
+}
+
+#: method -> parameters that mean nothing to it
+_FOREIGN = {
+    "obs": frozenset({
+        "quantize", "minutes", "steps", "batch", "rate", "prompts", "sampling_steps",
+        "sampling_batch", "trajectories", "guidance", "watch_every", "patience", "save_every",
+        "resume", "checkpointing", "offload", "graphs", "seed",
+    }),
+    "reconstruct": frozenset({
+        "quantize", "watch_every", "patience", "checkpointing", "offload", "graphs",
+    }),
+    "distill": frozenset[str](),
+}  # fmt: skip
 
 SAVE_EVERY = 600.0
 
@@ -142,29 +170,31 @@ def refuse_alone(mine: dict[str, Any]) -> None:
         RecipeError: naming the first.
     """
     for name, value in sorted(mine.items()):
-        option = next(option for option in _OPTIONS if _parameter(option) == name)
-        yes, _, no = option.partition("/")
-        shown = no if no and value is False else yes
+        shown = _option(name, value)
         raise RecipeError(f"{shown}: belongs to a recovery; add --recover distill, or drop it")
 
 
-def refuse_training(mine: dict[str, Any]) -> None:
-    """Refuse options of a training for ``--recover obs``.
+def refuse_foreign(how: str, mine: dict[str, Any]) -> None:
+    """Refuse options that mean nothing to a method.
 
     Raises:
         RecipeError: naming the first.
     """
-    for name in sorted(set(mine) - {"masks_output", "device"}):
-        option = name.replace("_", "-")
-        raise RecipeError(f"--{option}: belongs to --recover distill; obs trains nothing")
+    for name in sorted(set(mine) & _FOREIGN[how]):
+        option = _option(name, mine[name])
+        raise RecipeError(
+            f"{option}: belongs to another recovery and means nothing to {how}; drop it"
+        )
 
 
-def make_settings(recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool) -> "Settings":
+def make_settings(
+    recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool, how: str = "distill"
+) -> "Settings":
     """Return the settings that the options and the recipe ask for."""
     from quantkit.recovery.settings import Settings
 
     run = recipe.calibration
-    values: dict[str, Any] = dict(_ON_CPU) if on_cpu else {}
+    values = dict(_DEFAULTS[how, on_cpu])
     values |= {"sampling_steps": run.steps, "guidance": run.guidance, "seed": run.seed}
     if "minutes" in given:
         values["seconds"] = 60 * given["minutes"]
@@ -173,6 +203,19 @@ def make_settings(recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool) -> "
     values |= {n: v for n, v in given.items() if n not in _APART}
     values["watch_every"] = values.get("watch_every", Settings.watch_every) or None
     return Settings(**values)
+
+
+def masks_path(output: Path, given: dict[str, Any]) -> Path:
+    """Return where the masks of a recovered pipeline go: beside it by default."""
+    chosen: Path | None = given.get("masks_output")
+    return chosen or output.with_name(f"{output.name}.masks.safetensors")
+
+
+def _option(name: str, value: object) -> str:
+    """Return the option that a parameter was given by."""
+    option = next(option for option in _OPTIONS if _parameter(option) == name)
+    yes, _, no = option.partition("/")
+    return no if no and value is False else yes
 
 
 def _parameter(option: str) -> str:

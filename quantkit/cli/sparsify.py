@@ -8,8 +8,8 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.reconstruction import reconstruct_and_write
 from quantkit.cli.recover import (
-    masks_path,
     recover_and_write,
     told,
     told_of_update,
@@ -17,15 +17,18 @@ from quantkit.cli.recover import (
 )
 from quantkit.cli.recovery_options import (
     SPARSE_METHODS,
+    masks_path,
     recovery_options,
     refuse_alone,
-    refuse_training,
+    refuse_foreign,
     split_options,
 )
 
 if TYPE_CHECKING:
+    from quantkit.models.source import Model
     from quantkit.recipe import Recipe
     from quantkit.sparsity.maskfile import MaskSet
+    from quantkit.sparsity.surgery import Surgeon
 
 
 @click.command()
@@ -50,8 +53,9 @@ if TYPE_CHECKING:
 @click.option(
     "--recover",
     type=SPARSE_METHODS,
-    help="distill: train the masked denoiser afterwards, as 'quantkit recover' does; obs: let the "
-    "kept weights and biases make up for the dropped ones, from --hessians, without training. "
+    help="distill: train the masked denoiser afterwards, as 'quantkit recover' does; reconstruct: "
+    "fit it block by block, for a CPU too, from where obs ends if there are --hessians; obs: let "
+    "the kept weights and biases make up for the dropped ones, from --hessians, without training. "
     "OUTPUT is then a 16-bit pipeline directory.",
 )
 @recovery_options("With --recover: ")
@@ -89,8 +93,8 @@ def sparsify(
     if how is None:
         # Second moments are computed with somewhere, recovery or not.
         refuse_alone({n: v for n, v in mine.items() if n != "device" or hessians is None})
-    elif how == "obs":
-        refuse_training(mine)
+    else:
+        refuse_foreign(how, mine)
     choose(
         model,
         recipe,
@@ -158,7 +162,8 @@ def choose(
     surgeon = None
     if hessians is not None:
         surgeon = Surgeon(load_hessians(hessians), choose_device(device))
-    updated = recovery is not None and recovery["how"] == "obs"
+    how = None if recovery is None else recovery["how"]
+    updated = how == "obs" or (how == "reconstruct" and surgeon is not None)
     with progress_bar(quiet=quiet) as progress:
         masks = choose_masks(
             source, chosen, statistics, surgeon=surgeon, update=updated, progress=progress
@@ -167,12 +172,9 @@ def choose(
     if recovery is None or dry_run:
         if not dry_run:
             save_masks(masks, output, force=force)
-    elif updated:
-        assert surgeon is not None
-        trained = update_and_write(source, masks, surgeon, output, recovery, force=force)
     else:
-        trained = recover_and_write(
-            source, chosen, masks, output, recovery, force=force, quiet=quiet
+        trained = _recover(
+            (source, chosen, masks), output, recovery, surgeon=surgeon, force=force, quiet=quiet
         )
         if trained is None:
             return
@@ -182,7 +184,28 @@ def choose(
         return
     _print(masks, "nothing written" if dry_run else str(output))
     if trained is not None:
-        click.echo(told_of_update(trained) if updated else told(trained))
+        click.echo(told_of_update(trained) if how == "obs" else told(trained))
+
+
+def _recover(
+    task: "tuple[Model, Recipe, MaskSet]",
+    output: Path,
+    recovery: dict[str, Any],
+    *,
+    surgeon: "Surgeon | None",
+    force: bool,
+    quiet: bool,
+) -> dict[str, Any] | None:
+    """Recover in the chosen way; None in a process that writes nothing."""
+    model, recipe, masks = task
+    if recovery["how"] == "obs":
+        assert surgeon is not None
+        return update_and_write(model, masks, surgeon, output, recovery, force=force)
+    if recovery["how"] == "reconstruct":
+        return reconstruct_and_write(
+            model, recipe, masks, output, recovery, surgeon=surgeon, force=force, quiet=quiet
+        )
+    return recover_and_write(model, recipe, masks, output, recovery, force=force, quiet=quiet)
 
 
 def _with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":

@@ -43,8 +43,12 @@ class Teacher:
         """Sample the batch of this number next, as after ``batch`` batches of ``count``."""
         self._batches, self.made = batch, batch * count
 
-    def sample(self, count: int) -> Chunk:
+    def sample(self, count: int, steps: int | None = None) -> Chunk:
         """Denoise the next ``count`` prompts; a run's counts are all the same.
+
+        Args:
+            count: how many.
+            steps: denoising steps; None: those of the settings.
 
         Raises:
             ModelError: calls that no batch can be made of.
@@ -57,7 +61,7 @@ class Teacher:
             with self.awake(), recording(self._denoiser) as record, torch.no_grad():
                 self.pipe(
                     prompt=[self._prompts[i % len(self._prompts)] for i in indices],
-                    num_inference_steps=self._settings.sampling_steps,
+                    num_inference_steps=steps or self._settings.sampling_steps,
                     generator=[
                         Generator("cpu").manual_seed(self._settings.seed + i) for i in indices
                     ],

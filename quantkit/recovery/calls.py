@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from quantkit.errors import ModelError
 
 #: Position tables: the same for every sample, though their length may equal a batch's.
-_SHARED = ("img_ids", "txt_ids", "image_rotary_emb")
+SHARED = ("img_ids", "txt_ids", "image_rotary_emb")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Recording:
         name = self.names[place]
         if name == "timestep":
             return "moving"
-        if name in _SHARED or not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
+        if name in SHARED or not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
             return "fixed"
         same = all(call.leaves[place] is leaf for call in self.calls)
         return "still" if same and name != self.sample else "moving"

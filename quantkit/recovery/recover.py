@@ -114,7 +114,7 @@ def recover(
     if not task.prompts:
         raise PromptError("no prompts, wanted at least one")
     component = only_denoiser(task.model)
-    kept = [] if task.masks is None else _masked_layers(component, task.masks)
+    kept = [] if task.masks is None else masked_layers(component, task.masks)
     quants = _quants(task, component, kept)
     target = own_device(choose_device(task.device))
     if settings.offload and target.type == "cpu":
@@ -240,7 +240,7 @@ def only_denoiser(model: Model) -> Component:
     return model.components[0]
 
 
-def _masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, LayerMask]]:
+def masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, LayerMask]]:
     """Return the layers that have a mask.
 
     Raises:

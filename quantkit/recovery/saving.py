@@ -100,25 +100,36 @@ class Checkpoint:
             ArtefactError: no such file, a damaged one, or one of another training.
         """
         state, about = read_artefact(self._path, _KIND)
-        self._refuse_others(about["identity"])
+        refuse_others(self._path, about["identity"], self._identity)
         trainer.step = about["step"]
         trainer.clock = Clock(about["seconds"])
         trainer.chunks, trainer.oldest = about["chunks"], about["oldest"]
         trainer.points = [_point(values) for values in about["points"]]
         trainer.stepper.restore(state, trainer.step)
 
-    def _refuse_others(self, saved: Mapping[str, Any]) -> None:
-        for name in sorted({*saved, *self._identity}):
-            then, now = saved.get(name), self._identity.get(name)
-            if then != now:
-                raise ArtefactError(
-                    f"{self._path}: {name} was {_short(then)} and is {_short(now)}; pass what the "
-                    "training was begun with, or begin again without --resume"
-                )
-
     def remove(self) -> None:
         """Drop the file: the training is over and its result is written."""
         self._path.unlink(missing_ok=True)
+
+
+def refuse_others(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to go on with what was begun otherwise.
+
+    Args:
+        path: the file, for the message.
+        saved: what it was begun with, as ``identify`` says it.
+        wanted: what it shall go on with.
+
+    Raises:
+        ArtefactError: naming the first difference.
+    """
+    for name in sorted({*saved, *wanted}):
+        then, now = saved.get(name), wanted.get(name)
+        if then != now:
+            raise ArtefactError(
+                f"{path}: {name} was {_short(then)} and is {_short(now)}; pass what the "
+                "training was begun with, or begin again without --resume"
+            )
 
 
 def refuse_unfinished(path: Path, *, resume: bool, force: bool) -> None:
