@@ -164,6 +164,19 @@ def test_every_step_of_the_refit_lowers_the_error():
     assert all(b < a for a, b in pairwise(errors))
 
 
+def test_a_solved_refit_stops_before_numbers_turn_subnormal():
+    # Uncorrelated inputs are solved in one step; residuals then fell by a factor a step for good.
+    rows = weights(8, 64)
+    mask = choose_mask(rows.abs(), TWO_OF_FOUR)
+    moment = torch.diag(torch.linspace(0.5, 2, 64)) + 1e-3
+    long, short = (
+        refit_rows(rows, rows * mask, mask, moment, damping=1e-6, steps=n) for n in (5000, 20)
+    )
+    torch.testing.assert_close(long, short, rtol=1e-6, atol=1e-6)
+    best = torch.stack([least_squares(*pair, moment) for pair in zip(rows, mask, strict=True)])
+    torch.testing.assert_close(long.double(), best, rtol=1e-4, atol=1e-5)
+
+
 def test_sparsegpt_beats_wanda_beats_magnitude():
     errors = {}
     moment, rows = correlated(128), weights(64, 128)
