@@ -78,6 +78,8 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # Source: CUDA programming guide, compute capability 8.9: 64 K registers and 48 warps per SM,
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
+# Likewise, compute capability 9.0: 64 warps and 228 KB.
+_HOPPER = RegisterFile(registers=512, granule=8, waves=16, simds=4, lds=228 * 1024)
 
 # Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64
 # one, and a 16x64 tile twice as many as that.
@@ -118,6 +120,16 @@ ARCHS: dict[str, Arch] = {
         _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA),
         _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA),
         _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA),
+        # GEMMs run as hopper.py says; these tiles where its driver has no tensor maps.
+        Arch(
+            "sm_90a",
+            Toolchain.NVRTC,
+            "Hopper, H100 and H200: GEMMs with wgmma, compiled at first use",
+            _HOPPER,
+            lds_limit=48 * 1024,
+            devices=("sm_90",),
+            tile_speed=_SM89_TILES,
+        ),
         Arch(
             "sm_89",
             Toolchain.NVRTC,
@@ -125,7 +137,7 @@ ARCHS: dict[str, Arch] = {
             _ADA,
             _QMMA,
             lds_limit=48 * 1024,
-            devices=("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
+            devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),

@@ -83,6 +83,16 @@ class Variant:
         return "_".join(word for word in self.words if word)
 
     @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self.op.name
+
+    @property
+    def source(self) -> str:
+        """File below ``kernels``."""
+        return self.op.source
+
+    @property
     def symbol(self) -> str:
         """Name of the kernel in the object file."""
         return f"{self.op.name}_{self.name}"
