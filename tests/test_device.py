@@ -48,9 +48,11 @@ def test_words_have_the_numbers_of_the_header():
     numbers = macros()
     named = {(macro, word): number for (macro, word), number in words.items() if macro != "QK_TILE"}
     for (macro, word), number in named.items():
-        if macro != "QK_SMOOTH":
+        if macro != "QK_INPUT":
             assert numbers[word.upper()] == number, (macro, word)
-    assert words["QK_SMOOTH", ""] == 0
+    bits = {"smooth": numbers["SMOOTH"], "shift": numbers["SHIFT"], "": 0}
+    for word, number in ((w, n) for (macro, w), n in words.items() if macro == "QK_INPUT"):
+        assert sum(bits[part] for part in word.split("_")) == number
     assert [numbers[layout.upper()] for layout in HOST_LAYOUTS] == [0, 1, 2]
 
 

@@ -237,10 +237,12 @@ def same_codes(found, expected, fmt):
     assert torch.equal(found[~nan], expected[~nan])
 
 
-def smooth_of(variant, k):
-    if variant.word("QK_SMOOTH") != "smooth":
-        return None
-    return torch.rand(k, generator=torch.Generator().manual_seed(k)) * 2 + 0.01
+def changes_of(variant, k):
+    """Return smooth and shift, None where the variant has none."""
+    generator, words = torch.Generator().manual_seed(k), variant.word("QK_INPUT").split("_")
+    smooth = torch.rand(k, generator=generator) * 2 + 0.01
+    shift = torch.randn(k, generator=generator)
+    return smooth if "smooth" in words else None, shift if "shift" in words else None
 
 
 @pytest.mark.parametrize("variant", quantize_variants())
@@ -273,20 +275,21 @@ def test_a_row_too_small_for_a_scale_keeps_the_scale_one(fmt):
 
 def check_quantize(variant, x, scale, fmt):
     m, k = x.shape
-    smooth = smooth_of(variant, k)
+    smooth, shift = changes_of(variant, k)
     given = torch.tensor([scale])
     static = variant.op.name == "quantize_fp8_static"
     tensors = {
         "x": x,
         "smooth": smooth,
+        "shift": shift,
         "scale": given if static else torch.empty(m),
         "q": torch.empty(m, k, dtype=torch.uint8),
     }
     out = launch(variant, "gfx12", tensors, {"m": m, "k": k})
     if static:
-        same_codes(out["q"], reference.quantize_static(x, given, smooth, fmt), fmt)
+        same_codes(out["q"], reference.quantize_static(x, given, smooth, fmt, shift), fmt)
     else:
-        q, scales = reference.quantize_token(x, smooth, fmt)
+        q, scales = reference.quantize_token(x, smooth, fmt, shift)
         assert torch.equal(out["scale"].nan_to_num(-1), scales.nan_to_num(-1))
         same_codes(out["q"], q, fmt)
 
