@@ -44,7 +44,7 @@ QK_SYMBOL(const void* x, const float* smooth, const float* shift, const float* s
         input.change_across(values, column, k);
       }
     }
-    qk::write_codes(q + start, values, divisor, whole, count);
+    qk::write_codes(q + start, divisor.encode(values), whole, count);
   }
 }
 

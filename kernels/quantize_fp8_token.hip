@@ -9,8 +9,8 @@
 //
 // Launch: 256 threads, grid (ceil(M / 8), 1, 1). A block has eight rows. A row is taken by 1, 2, 4 or all 8 of its
 // waves, the fewest that hold it in registers, in runs of 8 values: lane l of the row's wave w takes the values
-// at (step * waves + w) * 256 + 8 * l. What is not held is read a second time: the end of a row that eight waves cannot
-// hold, and most of a row that is no whole number of runs.
+// at (step * waves + w) * 256 + 8 * l. What is not held is read a second time: the end of a row of more than 16384
+// 16-bit values, and most of a row that is no whole number of runs.
 #include "vector_io.h"
 
 namespace {
@@ -24,10 +24,7 @@ static_assert(kRows == 8, "launch.json divides M by this number");
 
 using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
-#ifndef QK_HELD_BYTES
-#define QK_HELD_BYTES 160
-#endif
-constexpr int kMostHeld = QK_HELD_BYTES / static_cast<int>(sizeof(Run::Raw));
+constexpr int kHeld = 64 / static_cast<int>(sizeof(Run::Raw));  // runs of a lane: 16 registers
 
 /// The row that a wave works on; kWhole: all its runs are whole, and 16-byte aligned in x.
 template <bool kWhole>
@@ -53,7 +50,16 @@ struct Row {
   QK_DEVICE void write(qk::u8* q, const Run::Raw& raw, int column, const qk::Divisor<kFormat>& divisor) const {
     float values[kRun];
     widen(values, raw, column);
-    qk::write_codes(q + column, values, divisor, kWhole, k - column);
+    qk::write_codes(q + column, divisor.encode(values), kWhole, k - column);
+  }
+  /// False: the codes are not certain, and have to be written again.
+  QK_DEVICE bool write_quickly(qk::u8* q, const Run::Raw& raw, int column, const qk::Divisor<kFormat>& divisor) const {
+    float values[kRun];
+    widen(values, raw, column);
+    qk::Codes<kRun> codes;
+    const bool certain = divisor.encode_quickly(codes, values);
+    qk::write_codes(q + column, codes, kWhole, k - column);
+    return certain;
   }
 };
 
@@ -71,24 +77,30 @@ QK_DEVICE qk::u32 row_max(qk::u32 value, qk::u8* maxima, int wave, int waves) {
   return value;
 }
 
-template <bool kWhole, int kHeld>
+/// kHeld runs of a lane stay in registers; kAhead: those of the next turn are fetched before this one's are used.
+template <bool kWhole, int kHeld, bool kAhead>
 QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float* scale, qk::u8* q, int m, int k,
                         qk::u8* lds) {
   const int wave = qk::wave_index(), lane = qk::thread_index() % qk::kWave;
   int waves = 1;
   while (waves < kRows && k > waves * kHeld * kStep) waves *= 2;
-  const int stride = waves * kStep, start = wave % waves * kStep + lane * kRun;
+  const int stride = waves * kStep, start = wave % waves * kStep + lane * kRun, rows = kRows / waves;
+  const int first = qk::block_x() * kRows + wave / waves;
+  const auto row_at = [&](int index) { return Row<kWhole>{x + static_cast<qk::i64>(index) * k, input, k}; };
+  const auto fetch = [&](typename Run::Raw(&held)[kHeld], int index) {
+    QK_UNROLL for (int step = 0; step < kHeld; ++step) {
+      if (index < m && start + step * stride < k) held[step] = row_at(index).fetch(start + step * stride);
+    }
+  };
+  typename Run::Raw held[kHeld], next[kHeld];
+  fetch(held, first);
   // All waves take all turns, so that all meet at the barrier.
   for (int turn = 0; turn < waves; ++turn) {
-    const int index = qk::block_x() * kRows + turn * (kRows / waves) + wave / waves;
-    const int end = index < m ? k : 0;
-    const qk::i64 offset = static_cast<qk::i64>(index) * k;
-    const Row<kWhole> row{x + offset, input, k};
-    typename Run::Raw held[kHeld];
+    const int index = first + turn * rows, end = index < m ? k : 0;
+    if (kAhead && turn + 1 < waves) fetch(next, index + rows);
+    const Row<kWhole> row = row_at(index);
+    qk::u8* const codes = q + static_cast<qk::i64>(index) * k;
     qk::u32 amax = 0;
-    QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (start + step * stride < end) held[step] = row.fetch(start + step * stride);
-    }
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
       if (start + step * stride < end) amax = larger(amax, row.largest(held[step], start + step * stride));
     }
@@ -100,26 +112,43 @@ QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float
     const float quotient = qk::bits_float(amax) / qk::Fp8<kFormat>::kMax;
     const qk::Divisor<kFormat> divisor(quotient == 0.0f ? 1.0f : quotient);
     if (start == 0 && index < m) scale[index] = divisor.scale;
+    qk::u32 again = 0;  // bit by step
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (start + step * stride < end) row.write(q + offset, held[step], start + step * stride, divisor);
+      const int column = start + step * stride;
+      if (column < end && !row.write_quickly(codes, held[step], column, divisor)) again |= 1u << step;
+    }
+    // Rolled, so that the long way stands in the code once; the row is in the cache.
+    QK_NO_UNROLL
+    for (int column = start; again != 0; column += stride, again >>= 1) {
+      if (again & 1) row.write(codes, row.fetch(column), column, divisor);
     }
     for (int column = start + kHeld * stride; column < end; column += stride) {
-      row.write(q + offset, row.fetch(column), column, divisor);
+      row.write(codes, row.fetch(column), column, divisor);
+    }
+    if (turn + 1 == waves) break;
+    if constexpr (kAhead) {
+      QK_UNROLL for (int step = 0; step < kHeld; ++step)
+        held[step] = next[step];
+    } else {
+      fetch(held, index + rows);
     }
   }
 }
 
 }  // namespace
 
-QK_KERNEL(kThreads)
+// Two blocks: 128 registers a thread are enough, and without a word NVIDIA's compiler would not spend them.
+QK_KERNEL_SHARING(kThreads, 2)
 QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, qk::u8* q, int m, int k) {
   QK_SHARED(lds, 2 * kRows * 4);  // a maximum per wave, for every second turn
   const auto* const rows = static_cast<const typename Run::Memory*>(x);
   const Input input{shift, smooth};
-  if (k % kRun == 0) {
-    quantize<true, kMostHeld>(rows, input, scale, q, m, k, lds);
+  if (k % kRun != 0) {
+    quantize<false, 1, false>(rows, input, scale, q, m, k, lds);
+  } else if (k <= kRows * kHeld * kStep) {
+    quantize<true, kHeld, true>(rows, input, scale, q, m, k, lds);
   } else {
-    quantize<false, 1>(rows, input, scale, q, m, k, lds);
+    quantize<true, 2 * kHeld, false>(rows, input, scale, q, m, k, lds);
   }
 }
 

@@ -301,7 +301,9 @@ def test_small_integers_are_bit_exact(hopper, mode):
 @pytest.mark.parametrize("shape", [(1, 1280, 1280), (16, 320, 1280), (77, 75, 96), (300, 640, 640)])
 def test_operations_take_hopper_kernels(hopper, shape, sparse, io):
     m, n, k = shape
-    kernel = HopperKernel(choose_tile(m, n, k, sparse=sparse), sparse=sparse, io=io)
+    tile = choose_tile(m, n, k, sparse=sparse, multiprocessors=hopper.units)
+    x_scale = "tensor" if m == 1 else "token"
+    kernel = HopperKernel(tile, sparse=sparse, io=io, x_scale=x_scale)
     tensors, dtype = gemm_tensors(kernel, m, n, k, torch.Generator().manual_seed(7))
     order = [name for name in ("x", "x_scale", "w", "w_meta", "w_scale", "bias") if name in tensors]
     operation = execute.gemm_sparse if sparse else execute.gemm

@@ -10,9 +10,11 @@ from kernel_cases import (
     DTYPES,
     covering_variants,
     deviation,
+    every_value,
     gemm_case,
     launch,
     need,
+    same_codes,
     shapes_of,
 )
 
@@ -204,39 +206,6 @@ def test_the_measure_sees_a_mistake(op, mistake, generator):
     assert deviation(case, case.run("gfx12")).within(op.budget)
 
 
-def interesting_values(fmt):
-    """Return float32 values at which the cast to ``fmt`` decides, and random ones."""
-    legal = torch.arange(256, dtype=torch.uint8)
-    points = reference.decode(legal, fmt)
-    points = points[points.isfinite()].sort().values.unique()
-    middles = (points[1:] + points[:-1]) / 2
-    near = torch.cat((points, middles))
-    inf = torch.tensor(torch.inf)
-    top = FORMATS[fmt].max
-    extreme = torch.tensor(
-        [0.0, -0.0, 1e-45, -1e-38, 3e38, -3e38, inf, -inf, torch.nan, top * 1.04]
-    )
-    bits = torch.randint(-(2**31), 2**31, (40000,), generator=torch.Generator().manual_seed(3))
-    wild = bits.to(torch.int32).view(torch.float32)
-    return torch.cat((near, near.nextafter(inf), near.nextafter(-inf), extreme, wild))
-
-
-def every_value(io, fmt):
-    """Return all 65536 values of a 16-bit type; of float32 the interesting ones."""
-    if io == "f32":
-        values = interesting_values(fmt)
-        # Rows so small that their scale underflows have a test of their own.
-        return values[(values == 0) | (values.abs() > 1e-37) | values.isnan()]
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(DTYPES[io])
-
-
-def same_codes(found, expected, fmt):
-    """Compare bytes; NaN may have any sign and payload."""
-    nan = reference.decode(expected, fmt).isnan()
-    assert torch.equal(reference.decode(found, fmt).isnan(), nan)
-    assert torch.equal(found[~nan], expected[~nan])
-
-
 def changes_of(variant, k):
     """Return smooth and shift, None where the variant has none."""
     generator, words = torch.Generator().manual_seed(k), variant.word("QK_INPUT").split("_")
@@ -256,7 +225,19 @@ def test_quantize_gives_torchs_bytes_for_every_value(variant):
 
 @pytest.mark.parametrize("variant", quantize_variants())
 @pytest.mark.parametrize(
-    ("m", "k"), [(1, 1), (1, 513), (7, 17), (8, 512), (9, 1025), (1, 8191), (3, 2731), (65, 128)]
+    ("m", "k"),
+    [
+        (1, 1),
+        (1, 513),
+        (7, 17),
+        (8, 512),
+        (9, 1025),
+        (1, 8191),
+        (3, 2731),
+        (65, 128),
+        (9, 2056),
+        (2, 16400),
+    ],
 )
 def test_quantize_at_every_tail(variant, m, k):
     generator = torch.Generator().manual_seed(m * k)

@@ -20,6 +20,8 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #define QK_JOIN_(a, b) a##b
 #define QK_JOIN(a, b) QK_JOIN_(a, b)
 
+// QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, where the compiler has to be told.
+
 #if defined(QK_HOST) && QK_HOST
 // ---------------------------------------------------------------------------------------------- host
 #  include "runtime.h"
@@ -27,6 +29,7 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #  define QK_UNROLL
 #  define QK_NO_UNROLL
 #  define QK_KERNEL(threads) static void
+#  define QK_KERNEL_SHARING(threads, blocks) static void
 #  define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
 #  define QK_HOST_ENTRY(threads, lds_bytes)                                                               \
     extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args, int os_threads, \
@@ -141,12 +144,13 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #    define QK_AMD 1
 #    define QK_DEVICE __attribute__((device, always_inline)) inline
 #    define QK_KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+#    define QK_KERNEL_SHARING(threads, blocks) QK_KERNEL(threads)
 #    define QK_SHARED(name, bytes) __attribute__((shared, aligned(16))) static qk::u8 name[bytes]
 #  elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #    define QK_NVIDIA 1
 #    define QK_DEVICE __device__ __forceinline__
-#    define QK_OUTLINED __device__ __noinline__
 #    define QK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#    define QK_KERNEL_SHARING(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #    define QK_SHARED(name, bytes) __shared__ __align__(16) qk::u8 name[bytes]
 #  else
 #    error "quantkit kernels compile for AMD, NVIDIA, or the host with -DQK_HOST=1"

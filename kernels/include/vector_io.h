@@ -105,85 +105,70 @@ QK_DEVICE Codes<kCount> encode_run(const f32 (&values)[kCount]) {
 /// q = x r with r = 1 / scale rounded, then twice q += (x - q scale) r, each in one rounding: the steps of the
 /// hardware's own division, without its search for special cases at every value. They are exact where nothing
 /// overflows or becomes subnormal on the way, which a scale of 2^-60 to 2^60 grants between kNear and kFar: what is
-/// larger is clamped and what is smaller becomes a zero of its sign, whatever the low bits are.
+/// larger is clamped and what is smaller becomes a zero of its sign, whatever the low bits are. Other scales are brought
+/// there by 2^100 or 2^-100, and x with them: exactly, but for an x whose quotient is clamped or becomes zero anyway.
 template <Format kFormat>
 struct Divisor {
   static constexpr f32 kFar = 4.0f * Fp8<kFormat>::kMax, kNear = 1.0f / (1 << 20);
-  f32 scale, reciprocal;
+  static constexpr u32 kUp = (127u + 100u) << 23, kOne = 127u << 23, kDown = (127u - 100u) << 23;  // as f32 bits
+  f32 scale, factor, near_one, reciprocal;
   bool usual;
 
-  QK_DEVICE explicit Divisor(f32 value) : scale(value), reciprocal(1.0f / value) {
-    const u32 exponent = float_bits(value) >> 23;
-    usual = exponent > 127u - 60u && exponent < 127u + 60u;  // a negative scale is not
+  QK_DEVICE explicit Divisor(f32 value) : scale(value) {
+    const u32 exponent = float_bits(value) >> 23 & 0xffu;
+    const bool small = exponent <= 127u - 60u, large = exponent >= 127u + 60u;
+    usual = !small && !large;
+    factor = bits_float(small ? kUp : large ? kDown : kOne);
+    near_one = value * factor;
+    reciprocal = 1.0f / near_one;
   }
 
-  QK_DEVICE f32 divide(f32 x) const {
-    const f32 first = x * reciprocal;
-    f32 q = multiply_add(multiply_add(-first, scale, x), reciprocal, first);
-    q = multiply_add(multiply_add(-q, scale, x), reciprocal, q);
+  QK_DEVICE f32 divide(f32 value) const {
+    const f32 x = value * factor, first = x * reciprocal;
+    f32 q = multiply_add(multiply_add(-first, near_one, x), reciprocal, first);
+    q = multiply_add(multiply_add(-q, near_one, x), reciprocal, q);
     const f32 size = bits_float(float_bits(first) & 0x7fffffffu);
     return size > kFar || size < kNear ? first : q;
   }
 
-  template <int kCount>
-  QK_DEVICE void divide_all(f32 (&values)[kCount]) const {
-    if (usual) {
-      QK_UNROLL for (int e = 0; e < kCount; ++e)
-        values[e] = divide(values[e]);
-    } else {
-      QK_UNROLL for (int e = 0; e < kCount; ++e)
-        values[e] = values[e] / scale;
-    }
-  }
-
-  template <int kCount>
-  struct Values {
-    f32 v[kCount];
-  };
-#ifdef QK_ENCODES_PAIRS
-  /// Rarely taken, and most of the code: one copy of it serves all runs of a kernel.
-  template <int kCount>
-  static QK_OUTLINED Codes<kCount> encode_exactly(Values<kCount> values, Divisor divisor) {
-    divisor.divide_all(values.v);
-    return encode_run<kFormat>(values.v);
-  }
-#endif
-
   /// The codes of values / scale.
   template <int kCount>
-  QK_DEVICE Codes<kCount> encode(f32 (&values)[kCount]) const {
-#ifdef QK_ENCODES_PAIRS
-    // The quotient lies between x times a little less and x times a little more than 1 / scale. Rounding keeps order:
-    // where both have one code, the quotient has it. Dividing is left to runs with a value next to a tie.
-    if (usual) {
-      constexpr f32 kLittle = 1.0f / (1 << 21);  // eight roundings; three take part
-      const f32 less = reciprocal - reciprocal * kLittle, more = reciprocal + reciprocal * kLittle;
-      f32 low[kCount], high[kCount];
-      QK_UNROLL for (int e = 0; e < kCount; ++e) {
-        low[e] = values[e] * less;
-        high[e] = values[e] * more;
-      }
-      const Codes<kCount> one = encode_run<kFormat>(low), other = encode_run<kFormat>(high);
-      u32 differ = 0;
-      QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
-        differ |= one.words[i] ^ other.words[i];
-      if (differ == 0) return one;
-    }
-    Values<kCount> copy;
+  QK_DEVICE Codes<kCount> encode(const f32 (&values)[kCount]) const {
+    f32 quotients[kCount];
     QK_UNROLL for (int e = 0; e < kCount; ++e)
-      copy.v[e] = values[e];
-    return encode_exactly(copy, *this);
+      quotients[e] = divide(values[e]);
+    return encode_run<kFormat>(quotients);
+  }
+
+  /// The same in a third of the instructions, where the hardware encodes; false: a value is next to a tie, encode().
+  ///
+  /// The quotient lies between x times a little less and x times a little more than 1 / scale. Rounding keeps order:
+  /// where both have one code, the quotient has it.
+  template <int kCount>
+  QK_DEVICE bool encode_quickly(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+#ifdef QK_ENCODES_PAIRS
+    constexpr f32 kLittle = 1.0f / (1 << 21);  // eight roundings; three take part
+    const f32 less = reciprocal - reciprocal * kLittle, more = reciprocal + reciprocal * kLittle;
+    f32 low[kCount], high[kCount];
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
+      low[e] = values[e] * less;
+      high[e] = values[e] * more;
+    }
+    codes = encode_run<kFormat>(low);
+    const Codes<kCount> other = encode_run<kFormat>(high);
+    u32 differ = usual ? 0u : 1u;
+    QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
+      differ |= codes.words[i] ^ other.words[i];
+    return differ == 0;
 #else
-    divide_all(values);
-    return encode_run<kFormat>(values);
+    codes = encode(values);
+    return true;
 #endif
   }
 };
 
-/// Writes the codes of values / scale.
-template <Format kFormat, int kCount>
-QK_DEVICE void write_codes(u8* q, f32 (&values)[kCount], const Divisor<kFormat>& divisor, bool aligned, int count) {
-  const Codes<kCount> codes = divisor.encode(values);
+template <int kCount>
+QK_DEVICE void write_codes(u8* q, const Codes<kCount>& codes, bool aligned, int count) {
   if (aligned) {
     store(q, codes);
   } else {

@@ -57,7 +57,6 @@ COSTS: dict[tuple[bool, bool], dict[str, Cost]] = {
         "c128x160": Cost(5.386, 1.530, 0.509),
         "c128x192": Cost(4.800, 1.744, 0.564),
         "c128x256": Cost(4.334, 2.728, 0.638),
-        "c256x192": Cost(3.903, 2.317, 0.985),
     },
 }
 #: Tiles of 16 tokens were measured up to here; beyond, larger ones read the weights less often.

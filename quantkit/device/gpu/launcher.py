@@ -10,7 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Launcher:
         starts = [len(head) + MAP_BYTES * i for i in range(len(plan.maps))]
         self._tail = head + bytes(MAP_BYTES * len(starts))
         self._maps = tuple(
-            _Maps(present.index(operand), slice(start, start + MAP_BYTES), spec)
+            _Maps(present.index(operand), slice(start, start + MAP_BYTES), spec, {})
             for start, (operand, spec) in zip(starts, plan.maps, strict=True)
             if spec
         )
@@ -120,9 +120,9 @@ class Launcher:
             copies = [_plain(tensor) for tensor in tensors]
             addresses = tuple(map(_address, copies))
             self._pack(slots, 0, *addresses)
-        for maps in self._maps:
-            address = addresses[maps.operand]
-            slots[maps.place] = maps.known.get(address) or self._encode(maps, address)
+        for operand, place, spec, known in self._maps:
+            address = addresses[operand]
+            slots[place] = known.get(address) or self._encode(spec, known, address)
         if self._current() == self._index:
             stream = self._stream(self._index)
             if stream != block.stream:
@@ -137,17 +137,17 @@ class Launcher:
         # The driver has copied the parameters when it returns.
         self._free.append(block)
 
-    def _encode(self, maps: "_Maps", address: int) -> bytes:
+    def _encode(self, spec: TensorMap, known: dict[int, bytes], address: int) -> bytes:
         driver = self._device.driver
         assert driver.tensors
-        status, content = encode_map(driver.tensors.encode, maps.spec, address)
+        status, content = encode_map(driver.tensors.encode, spec, address)
         if status in driver.unbound:
             driver.bind(self._index)
-            status, content = encode_map(driver.tensors.encode, maps.spec, address)
-        driver.check(f"describe {maps.spec.operand} to the copy engine", status, self._symbol)
-        if len(maps.known) >= _MOST_MAPS:
-            maps.known.clear()
-        maps.known[address] = content
+            status, content = encode_map(driver.tensors.encode, spec, address)
+        driver.check(f"describe {spec.operand} to the copy engine", status, self._symbol)
+        if len(known) >= _MOST_MAPS:
+            known.clear()
+        known[address] = content
         return content
 
     def _again(self, status: int, block: "_Block") -> None:
@@ -159,19 +159,16 @@ class Launcher:
         driver.check("launch the kernel", status, self._symbol)
 
 
-class _Maps:
+class _Maps(NamedTuple):
     """The tensor maps of one operand, one for each address that it had."""
 
-    __slots__ = ("known", "operand", "place", "spec")
-
-    def __init__(self, operand: int, place: slice, spec: TensorMap) -> None:
-        #: among the operands that are not null
-        self.operand = operand
-        #: of the map in a block's slots
-        self.place = place
-        self.spec = spec
-        #: address -> map. Encoding takes longer than everything else here together.
-        self.known: dict[int, bytes] = {}
+    #: among the operands that are not null
+    operand: int
+    #: of the map in a block's slots
+    place: slice
+    spec: TensorMap
+    #: address -> map. Encoding takes longer than everything else here together.
+    known: dict[int, bytes]
 
 
 class _Block:
