@@ -24,7 +24,7 @@ static_assert(kRows == 8, "launch.json divides M by this number");
 
 using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
-constexpr int kHeld = 64 / static_cast<int>(sizeof(Run::Raw));  // runs of a lane: 16 registers
+constexpr int kHeld = 128 / static_cast<int>(sizeof(Run::Raw));  // runs that a lane keeps: 32 registers
 
 /// The row that a wave works on; kWhole: all its runs are whole, and 16-byte aligned in x.
 template <bool kWhole>
@@ -53,11 +53,12 @@ struct Row {
     qk::write_codes(q + column, divisor.encode(values), kWhole, k - column);
   }
   /// False: the codes are not certain, and have to be written again.
-  QK_DEVICE bool write_quickly(qk::u8* q, const Run::Raw& raw, int column, const qk::Divisor<kFormat>& divisor) const {
+  QK_DEVICE bool write_quickly(qk::u8* q, const Run::Raw& raw, int column,
+                               const qk::QuickDivisor<kFormat>& divisor) const {
     float values[kRun];
     widen(values, raw, column);
     qk::Codes<kRun> codes;
-    const bool certain = divisor.encode_quickly(codes, values);
+    const bool certain = divisor.encode(codes, values);
     qk::write_codes(q + column, codes, kWhole, k - column);
     return certain;
   }
@@ -77,30 +78,25 @@ QK_DEVICE qk::u32 row_max(qk::u32 value, qk::u8* maxima, int wave, int waves) {
   return value;
 }
 
-/// kHeld runs of a lane stay in registers; kAhead: those of the next turn are fetched before this one's are used.
-template <bool kWhole, int kHeld, bool kAhead>
-QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float* scale, qk::u8* q, int m, int k,
+template <bool kWhole, int kHeld>
+QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float* scales, qk::u8* q, int m, int k,
                         qk::u8* lds) {
   const int wave = qk::wave_index(), lane = qk::thread_index() % qk::kWave;
   int waves = 1;
   while (waves < kRows && k > waves * kHeld * kStep) waves *= 2;
-  const int stride = waves * kStep, start = wave % waves * kStep + lane * kRun, rows = kRows / waves;
-  const int first = qk::block_x() * kRows + wave / waves;
-  const auto row_at = [&](int index) { return Row<kWhole>{x + static_cast<qk::i64>(index) * k, input, k}; };
-  const auto fetch = [&](typename Run::Raw(&held)[kHeld], int index) {
-    QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (index < m && start + step * stride < k) held[step] = row_at(index).fetch(start + step * stride);
-    }
-  };
-  typename Run::Raw held[kHeld], next[kHeld];
-  fetch(held, first);
+  const int stride = waves * kStep, start = wave % waves * kStep + lane * kRun;
   // All waves take all turns, so that all meet at the barrier.
   for (int turn = 0; turn < waves; ++turn) {
-    const int index = first + turn * rows, end = index < m ? k : 0;
-    if (kAhead && turn + 1 < waves) fetch(next, index + rows);
-    const Row<kWhole> row = row_at(index);
-    qk::u8* const codes = q + static_cast<qk::i64>(index) * k;
+    const int index = qk::block_x() * kRows + turn * (kRows / waves) + wave / waves;
+    const int end = index < m ? k : 0;
+    const qk::i64 offset = static_cast<qk::i64>(index) * k;
+    const Row<kWhole> row{x + offset, input, k};
+    qk::u8* const codes = q + offset;
+    typename Run::Raw held[kHeld];
     qk::u32 amax = 0;
+    QK_UNROLL for (int step = 0; step < kHeld; ++step) {
+      if (start + step * stride < end) held[step] = row.fetch(start + step * stride);
+    }
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
       if (start + step * stride < end) amax = larger(amax, row.largest(held[step], start + step * stride));
     }
@@ -110,45 +106,40 @@ QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float
     amax = row_max(amax, lds + turn % 2 * kRows * 4, wave, waves);
     // Zero for a row of zeros, and when amax is so small that the quotient underflows: zeros would become NaN.
     const float quotient = qk::bits_float(amax) / qk::Fp8<kFormat>::kMax;
-    const qk::Divisor<kFormat> divisor(quotient == 0.0f ? 1.0f : quotient);
-    if (start == 0 && index < m) scale[index] = divisor.scale;
+    const float scale = quotient == 0.0f ? 1.0f : quotient;
+    if (start == 0 && index < m) scales[index] = scale;
+    const qk::QuickDivisor<kFormat> quick(scale);
     qk::u32 again = 0;  // bit by step
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
       const int column = start + step * stride;
-      if (column < end && !row.write_quickly(codes, held[step], column, divisor)) again |= 1u << step;
+      if (column < end && !row.write_quickly(codes, held[step], column, quick)) again |= 1u << step;
     }
-    // Rolled, so that the long way stands in the code once; the row is in the cache.
+    // What is not certain, and what is not held; a rolled loop, so that the long way stands in the code once.
+    const qk::Divisor<kFormat> divisor(scale);
     QK_NO_UNROLL
     for (int column = start; again != 0; column += stride, again >>= 1) {
       if (again & 1) row.write(codes, row.fetch(column), column, divisor);
     }
+    QK_NO_UNROLL
     for (int column = start + kHeld * stride; column < end; column += stride) {
       row.write(codes, row.fetch(column), column, divisor);
-    }
-    if (turn + 1 == waves) break;
-    if constexpr (kAhead) {
-      QK_UNROLL for (int step = 0; step < kHeld; ++step)
-        held[step] = next[step];
-    } else {
-      fetch(held, index + rows);
     }
   }
 }
 
 }  // namespace
 
-// Two blocks: 128 registers a thread are enough, and without a word NVIDIA's compiler would not spend them.
-QK_KERNEL_SHARING(kThreads, 2)
+// Three blocks are 24 waves of 80 registers; with two, large inputs took a tenth longer on an H200. Shift and smooth need
+// more registers.
+QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2)
 QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, qk::u8* q, int m, int k) {
   QK_SHARED(lds, 2 * kRows * 4);  // a maximum per wave, for every second turn
   const auto* const rows = static_cast<const typename Run::Memory*>(x);
   const Input input{shift, smooth};
   if (k % kRun != 0) {
-    quantize<false, 1, false>(rows, input, scale, q, m, k, lds);
-  } else if (k <= kRows * kHeld * kStep) {
-    quantize<true, kHeld, true>(rows, input, scale, q, m, k, lds);
+    quantize<false, 1>(rows, input, scale, q, m, k, lds);
   } else {
-    quantize<true, 2 * kHeld, false>(rows, input, scale, q, m, k, lds);
+    quantize<true, kHeld>(rows, input, scale, q, m, k, lds);
   }
 }
 

@@ -81,10 +81,10 @@ def test_arguments_are_the_kernels(op):
 
 def test_symbols_follow_the_naming_rule_and_are_unique():
     symbols = [variant.symbol for op in OPS.values() for variant in all_variants(op)]
-    assert len(symbols) == len(set(symbols)) == 12 + 12 + 144 + 144
+    assert len(symbols) == len(set(symbols)) == 24 + 24 + 144 + 144
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
-    assert len(default_variants()) == 56
+    assert len(default_variants()) == 64
 
 
 def test_unknown_names_are_refused():

@@ -139,16 +139,28 @@ struct Divisor {
       quotients[e] = divide(values[e]);
     return encode_run<kFormat>(quotients);
   }
+};
 
-  /// The same in a third of the instructions, where the hardware encodes; false: a value is next to a tie, encode().
-  ///
-  /// The quotient lies between x times a little less and x times a little more than 1 / scale. Rounding keeps order:
-  /// where both have one code, the quotient has it.
-  template <int kCount>
-  QK_DEVICE bool encode_quickly(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+/// The same in a third of the instructions, where the hardware encodes and no value is next to a tie.
+///
+/// The quotient lies between x times a little less and x times a little more than 1 / scale. Rounding keeps order:
+/// where both have one code, the quotient has it.
+template <Format kFormat>
+struct QuickDivisor {
 #ifdef QK_ENCODES_PAIRS
+  f32 less, more;
+
+  QK_DEVICE explicit QuickDivisor(f32 scale) {
     constexpr f32 kLittle = 1.0f / (1 << 21);  // eight roundings; three take part
-    const f32 less = reciprocal - reciprocal * kLittle, more = reciprocal + reciprocal * kLittle;
+    const Divisor<kFormat> divisor(scale);
+    // Other scales: the codes of NaN and of zero differ, but where the row has a NaN or an infinity.
+    less = divisor.usual ? divisor.reciprocal - divisor.reciprocal * kLittle : bits_float(0x7fc00000u);
+    more = divisor.usual ? divisor.reciprocal + divisor.reciprocal * kLittle : 0.0f;
+  }
+
+  /// False: the codes are not certain, Divisor has to encode.
+  template <int kCount>
+  QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
     f32 low[kCount], high[kCount];
     QK_UNROLL for (int e = 0; e < kCount; ++e) {
       low[e] = values[e] * less;
@@ -156,15 +168,22 @@ struct Divisor {
     }
     codes = encode_run<kFormat>(low);
     const Codes<kCount> other = encode_run<kFormat>(high);
-    u32 differ = usual ? 0u : 1u;
+    u32 differ = 0;
     QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
       differ |= codes.words[i] ^ other.words[i];
     return differ == 0;
-#else
-    codes = encode(values);
-    return true;
-#endif
   }
+#else
+  Divisor<kFormat> divisor;
+
+  QK_DEVICE explicit QuickDivisor(f32 scale) : divisor(scale) {}
+
+  template <int kCount>
+  QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+    codes = divisor.encode(values);
+    return true;
+  }
+#endif
 };
 
 template <int kCount>

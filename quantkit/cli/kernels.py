@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.device.manifest import Manifest
     from quantkit.device.ops import Variant
 
-_TARGETS = "gfx1200|gfx1201|gfx1100|sm_90a|sm_89"
+_TARGETS = "gfx1200|gfx1201|gfx1100|sm_89"
 
 only = click.option(
     "--op", "ops", multiple=True, metavar="OP", help="Only this operation; may be repeated."
@@ -69,7 +69,7 @@ def build_command(
     """Compile kernels ahead of time: linked code objects and manifest.json.
 
     The manifest tells any program how to launch them. No GPU is needed: AMD targets take clang 19
-    or newer, sm_90a and sm_89 take the NVRTC that torch brings along.
+    or newer, sm_89 takes the NVRTC that torch brings along.
     """
     _known_target(target)
     variants = _select(every=every, ops=ops)
@@ -175,9 +175,9 @@ def check_target(
 
 
 def _known_target(target: str) -> None:
-    from quantkit.device.archs import ARCHS, Toolchain
+    from quantkit.device.archs import ARCHS
 
-    known = [a.name for a in ARCHS.values() if a.toolchain is not Toolchain.HOST]
+    known = [a.name for a in ARCHS.values() if a.ahead_of_time]
     if target not in known:
         raise click.BadParameter(
             f"{target!r} is unknown, wanted one of {', '.join(known)}", param_hint="--target"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _SLOT = 8
 #: Kernels move 16 bytes at a time.
 _MISALIGNED = 0xF
-#: Addresses whose tensor maps a launch keeps, per operand: far more than a pipeline's layers.
-_MOST_MAPS = 4096
+#: Addresses whose tensor maps a launch keeps: more than a pipeline has layers of one shape.
+_MOST_MAPS = 1024
 
 _pointer = ctypes.c_void_p.from_param
 _address = Tensor.data_ptr
@@ -45,9 +45,12 @@ class Launcher:
         "_free",
         "_head",
         "_index",
+        "_known",
         "_maps",
+        "_maps_at",
         "_mask",
         "_pack",
+        "_pick",
         "_places",
         "_select",
         "_stream",
@@ -86,11 +89,14 @@ class Launcher:
         head = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
         starts = [len(head) + MAP_BYTES * i for i in range(len(plan.maps))]
         self._tail = head + bytes(MAP_BYTES * len(starts))
-        self._maps = tuple(
-            _Maps(present.index(operand), slice(start, start + MAP_BYTES), spec, {})
-            for start, (operand, spec) in zip(starts, plan.maps, strict=True)
-            if spec
-        )
+        described = [(present.index(operand), spec) for operand, spec in plan.maps if spec]
+        # One that the kernel does not read stands last.
+        assert all(spec for _, spec in plan.maps[: len(described)])
+        self._maps = tuple(_Maps(spec, {}) for _, spec in described)
+        self._pick: Any = itemgetter(*(operand for operand, _ in described)) if described else None
+        self._maps_at = slice(len(head), len(head) + MAP_BYTES * len(described))
+        #: addresses of the described operands -> their maps
+        self._known: dict[tuple[int, ...], bytes] = {}
         slots = [*range(0, len(head), _SLOT), *starts]
         self._count = pointers
         self._places = tuple(slots[i] for i in plan.order)
@@ -120,9 +126,9 @@ class Launcher:
             copies = [_plain(tensor) for tensor in tensors]
             addresses = tuple(map(_address, copies))
             self._pack(slots, 0, *addresses)
-        for operand, place, spec, known in self._maps:
-            address = addresses[operand]
-            slots[place] = known.get(address) or self._encode(spec, known, address)
+        if self._pick:
+            described = self._pick(addresses)
+            slots[self._maps_at] = self._known.get(described) or self._describe(described)
         if self._current() == self._index:
             stream = self._stream(self._index)
             if stream != block.stream:
@@ -137,18 +143,20 @@ class Launcher:
         # The driver has copied the parameters when it returns.
         self._free.append(block)
 
-    def _encode(self, spec: TensorMap, known: dict[int, bytes], address: int) -> bytes:
+    def _describe(self, addresses: tuple[int, ...]) -> bytes:
+        pairs = zip(self._maps, addresses, strict=True)
+        content = b"".join(maps.known.get(a) or self._encode(maps, a) for maps, a in pairs)
+        return _keep(self._known, addresses, content)
+
+    def _encode(self, maps: "_Maps", address: int) -> bytes:
         driver = self._device.driver
         assert driver.tensors
-        status, content = encode_map(driver.tensors.encode, spec, address)
+        status, content = encode_map(driver.tensors.encode, maps.spec, address)
         if status in driver.unbound:
             driver.bind(self._index)
-            status, content = encode_map(driver.tensors.encode, spec, address)
-        driver.check(f"describe {spec.operand} to the copy engine", status, self._symbol)
-        if len(known) >= _MOST_MAPS:
-            known.clear()
-        known[address] = content
-        return content
+            status, content = encode_map(driver.tensors.encode, maps.spec, address)
+        driver.check(f"describe {maps.spec.operand} to the copy engine", status, self._symbol)
+        return _keep(maps.known, address, content)
 
     def _again(self, status: int, block: "_Block") -> None:
         driver = self._device.driver
@@ -162,13 +170,16 @@ class Launcher:
 class _Maps(NamedTuple):
     """The tensor maps of one operand, one for each address that it had."""
 
-    #: among the operands that are not null
-    operand: int
-    #: of the map in a block's slots
-    place: slice
     spec: TensorMap
     #: address -> map. Encoding takes longer than everything else here together.
     known: dict[int, bytes]
+
+
+def _keep(known: dict[Any, bytes], key: object, content: bytes) -> bytes:
+    if len(known) >= _MOST_MAPS:
+        known.clear()
+    known[key] = content
+    return content
 
 
 class _Block:
