@@ -218,3 +218,39 @@ def shapes_of(variant):
         (2 * m + 5, 2 * n + 7, 288),
         (8 * m + 3, n + 5, 2 * step),
     )
+
+
+def points_and_midpoints(fmt):
+    """Return the finite values of a format, and the float32 numbers halfway between them."""
+    points = reference.decode(torch.arange(256, dtype=torch.uint8), fmt)
+    points = points[points.isfinite()].sort().values.unique()
+    return points, (points[1:] + points[:-1]) / 2
+
+
+def interesting_values(fmt):
+    """Return float32 values at which the cast to ``fmt`` decides, and random ones."""
+    near = torch.cat(points_and_midpoints(fmt))
+    inf = torch.tensor(torch.inf)
+    top = FORMATS[fmt].max
+    extreme = torch.tensor(
+        [0.0, -0.0, 1e-45, -1e-38, 3e38, -3e38, inf, -inf, torch.nan, top * 1.04]
+    )
+    bits = torch.randint(-(2**31), 2**31, (40000,), generator=torch.Generator().manual_seed(3))
+    wild = bits.to(torch.int32).view(torch.float32)
+    return torch.cat((near, near.nextafter(inf), near.nextafter(-inf), extreme, wild))
+
+
+def every_value(io, fmt):
+    """Return all 65536 values of a 16-bit type; of float32 the interesting ones."""
+    if io == "f32":
+        values = interesting_values(fmt)
+        # Rows so small that their scale underflows have a test of their own.
+        return values[(values == 0) | (values.abs() > 1e-37) | values.isnan()]
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(DTYPES[io])
+
+
+def same_codes(found, expected, fmt):
+    """Compare bytes; NaN may have any sign and payload."""
+    nan = reference.decode(expected, fmt).isnan()
+    assert torch.equal(reference.decode(found, fmt).isnan(), nan)
+    assert torch.equal(found[~nan], expected[~nan])

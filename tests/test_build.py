@@ -13,7 +13,7 @@ from kernel_cases import need
 from quantkit.cli.doctor import doctor
 from quantkit.cli.kernels import kernels
 from quantkit.device import compilers, nvrtc
-from quantkit.device.archs import ARCHS, Toolchain
+from quantkit.device.archs import ARCHS
 from quantkit.device.build import build
 from quantkit.device.check import check_folder, required_instruction
 from quantkit.device.codeobject import read_amd_kernels, read_nvidia_kernels
@@ -104,7 +104,7 @@ def test_manifest_names_the_operands_as_promised(amd):
     dense, sparse, quantize = read_manifest(amd).kernels
     assert names_of(dense) == "x x_scale w w_scale bias y m n k"
     assert names_of(sparse) == "x x_scale w w_meta w_scale bias y m n k"
-    assert names_of(quantize) == "x smooth scale q m k"
+    assert names_of(quantize) == "x smooth shift scale q m k"
     assert {a.name: a.type for a in quantize.args}["x"] == "bf16*"
     assert [a.name for a in dense.args if a.access == "write"] == ["y"]
     assert [a.name for a in quantize.args if a.access == "write"] == ["scale", "q"]
@@ -361,13 +361,13 @@ def test_build_and_check_from_the_command_line(tmp_path):
     built = invoke("build", "--target", "sm_89", "--op", "quantize_fp8_token", "-o", out, "-q")
     assert (built.exit_code, built.stdout) == (
         0,
-        f"{out}: 4 kernels for sm_89, NVRTC {nvrtc.load_nvrtc().version}\n",
+        f"{out}: 8 kernels for sm_89, NVRTC {nvrtc.load_nvrtc().version}\n",
     )
     checked = invoke("check", out, "--json")
     assert checked.exit_code == 0
     (report,) = json.loads(checked.stdout)
     assert report["passed"]
-    assert len(report["kernels"]) == 4
+    assert len(report["kernels"]) == 8
 
 
 def test_check_fails_with_exit_code_one(broken):
@@ -381,12 +381,12 @@ def test_check_may_build_by_itself():
     need(nvrtc.load_nvrtc)
     result = invoke("check", "--target", "sm_89", "--op", "quantize_fp8_static", "--quiet")
     assert result.exit_code == 0
-    assert "sm_89: 4 kernels, 0 with problems" in result.stdout
+    assert "sm_89: 8 kernels, 0 with problems" in result.stdout
 
 
 def test_dry_run_writes_nothing(tmp_path):
     result = invoke("build", "--target", "gfx1201", "--all", "-o", tmp_path / "out", "-n", "--json")
-    assert len(json.loads(result.stdout)["kernels"]) == 312
+    assert len(json.loads(result.stdout)["kernels"]) == 336
     assert not (tmp_path / "out").exists()
 
 
@@ -441,4 +441,4 @@ def test_doctor_refuses_what_is_not_packed(pipeline_dir):
 
 def test_every_object_target_has_limits():
     for arch in ARCHS.values():
-        assert (arch.register_file is None) == (arch.toolchain is Toolchain.HOST)
+        assert arch.ahead_of_time == (arch.name not in {"host", "sm_90a"})

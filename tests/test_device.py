@@ -48,9 +48,11 @@ def test_words_have_the_numbers_of_the_header():
     numbers = macros()
     named = {(macro, word): number for (macro, word), number in words.items() if macro != "QK_TILE"}
     for (macro, word), number in named.items():
-        if macro != "QK_SMOOTH":
+        if macro != "QK_INPUT":
             assert numbers[word.upper()] == number, (macro, word)
-    assert words["QK_SMOOTH", ""] == 0
+    bits = {"smooth": numbers["SMOOTH"], "shift": numbers["SHIFT"], "": 0}
+    for word, number in ((w, n) for (macro, w), n in words.items() if macro == "QK_INPUT"):
+        assert sum(bits[part] for part in word.split("_")) == number
     assert [numbers[layout.upper()] for layout in HOST_LAYOUTS] == [0, 1, 2]
 
 
@@ -79,10 +81,10 @@ def test_arguments_are_the_kernels(op):
 
 def test_symbols_follow_the_naming_rule_and_are_unique():
     symbols = [variant.symbol for op in OPS.values() for variant in all_variants(op)]
-    assert len(symbols) == len(set(symbols)) == 12 + 12 + 144 + 144
+    assert len(symbols) == len(set(symbols)) == 24 + 24 + 144 + 144
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
-    assert len(default_variants()) == 56
+    assert len(default_variants()) == 64
 
 
 def test_unknown_names_are_refused():

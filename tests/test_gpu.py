@@ -13,7 +13,10 @@ from kernel_cases import (
     SENTINEL,
     covering_variants,
     deviation,
+    every_value,
     gemm_case,
+    points_and_midpoints,
+    same_codes,
     shapes_of,
 )
 from packed import pack_component, packed_module
@@ -22,6 +25,7 @@ from torch import nn
 from quantkit.device import backends, execute, log, reference
 from quantkit.device.backends import Backend, use
 from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.choice import choose_gemm
 from quantkit.device.gpu.objects import read_object
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.ops import OPS, Variant
@@ -107,25 +111,59 @@ def test_long_sums_keep_their_budget(device, op, words, generator):
     assert deviation(case, y).within(op.budget)
 
 
+CHANGES = {"plain": (False, False), "smooth": (True, False), "shift": (False, True)}
+CHANGES["both"] = (True, True)
+
+
+def check_quantize(x, scale, smooth, shift, fmt):
+    """Compare both operations on the GPU with the reference on the CPU, byte for byte."""
+    smooth_there, shift_there = (None if t is None else t.cuda() for t in (smooth, shift))
+    given = torch.tensor([scale])
+    with log.record() as seen:
+        q, s = execute.quantize_token(x.cuda(), smooth_there, fmt, shift_there)
+        static = execute.quantize_static(x.cuda(), given.cuda(), smooth_there, fmt, shift_there)
+    right, right_scale = reference.quantize_token(x, smooth, fmt, shift)
+    same_codes(q.cpu(), right, fmt)
+    assert torch.equal(s.cpu().nan_to_num(-1), right_scale.nan_to_num(-1))
+    same_codes(static.cpu(), reference.quantize_static(x, given, smooth, fmt, shift), fmt)
+    assert {backend for _, _, backend in seen.calls} == {Backend.GPU}
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("io", DTYPES)
-@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smooth"])
-def test_quantize_gives_the_references_bytes(device, fmt, io, smoothed, generator):
-    for m, k in ((1, 1), (3, 16), (7, 515), (9, 1280), (65, 77)):
+@pytest.mark.parametrize("changes", CHANGES)
+def test_quantize_gives_the_references_bytes(fmt, io, changes, generator):
+    smoothed, shifted = CHANGES[changes]
+    shapes = (1, 1), (3, 16), (7, 515), (9, 1280), (65, 77), (17, 5120), (5, 15368), (2, 40000)
+    for m, k in shapes:
         x = (torch.randn(m, k, generator=generator) * 3).to(DTYPES[io])
         x[0, 0] = float("nan")
         x[m // 2] = 0 if m > 1 else x[0]
         smooth = torch.rand(k, generator=generator) + 0.5 if smoothed else None
-        on_gpu = None if smooth is None else smooth.cuda()
-        scale = torch.tensor([0.01])
-        with log.record() as seen:
-            q, s = execute.quantize_token(x.cuda(), on_gpu, fmt)
-            static = execute.quantize_static(x.cuda(), scale.cuda(), on_gpu, fmt)
-        right, right_scale = reference.quantize_token(x, smooth, fmt)
-        assert torch.equal(q.cpu(), right)
-        assert torch.equal(s.cpu().nan_to_num(), right_scale.nan_to_num())
-        assert torch.equal(static.cpu(), reference.quantize_static(x, scale, smooth, fmt))
-        assert {backend for _, _, backend in seen.calls} == {Backend.GPU}
+        shift = torch.randn(k, generator=generator) if shifted else None
+        check_quantize(x, 0.01, smooth, shift, fmt)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("io", DTYPES)
+def test_quantize_gives_torchs_bytes_for_every_value(fmt, io):
+    values = every_value(io, fmt)
+    for k, scale in ((64, 1.0), (250, 0.37), (33, 1e-30), (16, 1e30), (1, 2.0**-130), (8, 3e-3)):
+        check_quantize(values[: values.numel() // k * k].reshape(-1, k), scale, None, None, fmt)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("io", DTYPES)
+def test_quotients_at_and_around_ties_are_rounded_as_torch_does(fmt, io, generator):
+    # Every midpoint times a scale, and its neighbours, in rows whose largest value has that scale.
+    _, middles = points_and_midpoints(fmt)
+    scales = torch.rand(300, 1, generator=generator) * 0.01 + 1e-3
+    exact = torch.cat((middles, torch.tensor([FORMATS[fmt].max]))) * scales
+    for x in (exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.zeros(1))):
+        check_quantize(x.to(DTYPES[io]), float(scales[0]), None, None, fmt)
 
 
 # ------------------------------------------------------------------------------------ execution
@@ -151,7 +189,8 @@ def expected(given):
 
 
 def close(found, right):
-    return torch.allclose(found.float(), right.float(), rtol=1e-2, atol=1e-2)
+    # Hopper's FP8 unit aligns products to some 14 bits: of sums of 20, errors up to 0.02 were seen.
+    return torch.allclose(found.float(), right.float(), rtol=1e-2, atol=4e-2)
 
 
 @pytest.mark.usefixtures("device")
@@ -167,7 +206,7 @@ def test_gemm_agrees_with_the_reference(m, dtype, sparse):
     ((_, variant, backend),) = seen.calls
     assert backend is Backend.GPU
     assert sum(seen.calls.values()) == 2
-    assert variant.endswith("t2") or m > 16
+    assert variant.endswith(("t2", "x16")) or m > 16
 
 
 @pytest.mark.usefixtures("device")
@@ -386,8 +425,9 @@ def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path):
 def test_a_launch_takes_the_host_four_microseconds_at_most(device, op):
     given = operands(16, 64, 64, sparse=op.name.endswith("sparse"))
     tensors = [a for a in given if isinstance(a, torch.Tensor)]
-    variant = Variant(op, ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t2"))
-    call = Call(device, variant, {"m": 16, "n": 64, "k": 64}, [((16, 64), torch.float16)])
+    sizes, words = {"m": 16, "n": 64, "k": 64}, ("e4m3fn", "e4m3fn", "token", "channel", "f16")
+    kernel = choose_gemm(device, op.name, words, sizes)
+    call = Call(device, kernel, sizes, [((16, 64), torch.float16)])
     y = torch.empty(16, 64, dtype=torch.float16, device="cuda")
 
     def batch(function):

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper_driver import Hopper, compile_kernel
 from kernel_cases import need
 
-from quantkit.device import nvrtc, reference
+from quantkit.device import execute, log, nvrtc, reference
+from quantkit.device.backends import Backend
 from quantkit.device.codeobject import read_nvidia_kernels
 from quantkit.device.elf import read_sections
+from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.selftest import state_of
 from quantkit.device.hopper import (
+    ARCHITECTURE,
     SHARED_LIMIT,
     TILES,
     HopperKernel,
@@ -23,6 +26,7 @@ from quantkit.device.hopper import (
 from quantkit.device.hopper_choice import COSTS, choose_tile, estimate
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES
+from quantkit.resources import kernel_sources
 
 TIMES = json.loads((Path(__file__).parent / "golden/hopper_times.json").read_text())["times"]
 MODES = {
@@ -45,9 +49,22 @@ def symbol(kernel):
     return kernel.symbol
 
 
-def needs_hopper():
+@pytest.fixture(scope="module")
+def hopper():
+    """The GPU as the loader knows it; skipped when it is not Hopper."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+    state = state_of(torch.cuda.current_device())
+    assert not state.problem
+    assert state.device.arch.name == ARCHITECTURE
+    return state.device
+
+
+def compile_kernel(kernel):
+    sources = kernel_sources()
+    options = [*nvrtc.nvrtc_options(ARCHITECTURE), f"-I{sources / 'include'}", *kernel.defines]
+    text = (sources / kernel.source).read_text(encoding="utf-8")
+    return nvrtc.load_nvrtc().compile(text, kernel.source, options)[0]
 
 
 # ------------------------------------------------------------------------------------ the launch
@@ -226,20 +243,28 @@ VARIED = [
 ]
 
 
+def run(hopper, kernel, tensors, y):
+    """Run a kernel through the loader; ``tensors`` by argument name, in order, bias may be None."""
+    names = ["x", "x_scale", "w", "w_meta", "w_scale", "bias"]
+    inputs = [tensors[name] for name in names if name in tensors]
+    (m, k), n = tensors["x"].shape, tensors["w"].shape[0]
+    nulls = [i for i, tensor in enumerate(inputs) if tensor is None]
+    call = Call(hopper, kernel, {"m": m, "n": n, "k": k}, [((m, n), y.dtype)], nulls)
+    call.launch(*(None if t is None else t.cuda() for t in inputs), y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS + VARIED, ids=symbol)
-def test_sums_are_exact_up_to_rounding_at_every_tail(kernel):
-    needs_hopper()
-    hopper, generator = Hopper(kernel), torch.Generator().manual_seed(5)
+def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
+    generator = torch.Generator().manual_seed(5)
     for index, (m, n, k) in enumerate(SHAPES):
         if kernel.tile.share is Share.SPLIT_K and k < 128 * kernel.tile.team:
             continue
         tensors, dtype = gemm_tensors(kernel, m, n, k, generator)
         tensors["bias"] = tensors["bias"] if index % 2 else None
-        on_gpu = {name: None if t is None else t.cuda() for name, t in tensors.items()}
         room = torch.full((m * n + 256,), torch.nan, dtype=dtype, device="cuda")
         y = room[128 : 128 + m * n].view(m, n)
-        hopper({**on_gpu, "y": y}, m, n, k)
+        run(hopper, kernel, tensors, y)
         result, size = exact(kernel, tensors)
         # The matrix unit aligns products to 14 bits or so; accurate does it to sums of 128 only.
         # Seen on an H200 up to K 2048, f32 output: 1.3e-4 accurate, 8.7e-4 fast.
@@ -253,9 +278,8 @@ def test_sums_are_exact_up_to_rounding_at_every_tail(kernel):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_small_integers_are_bit_exact(mode):
+def test_small_integers_are_bit_exact(hopper, mode):
     """Sums of integers that every format holds: any slot that is swapped or lost shows."""
-    needs_hopper()
     sparse, accurate = MODES[mode]
     generator = torch.Generator().manual_seed(6)
     kernel = HopperKernel(TILES["c128x192"], sparse=sparse, accurate=accurate)
@@ -267,6 +291,43 @@ def test_small_integers_are_bit_exact(mode):
         tensors[name] = torch.ones_like(tensors[name])
     tensors["bias"] = None
     y = torch.empty(200, 264, dtype=dtype, device="cuda")
-    on_gpu = {name: None if t is None else t.cuda() for name, t in tensors.items()}
-    Hopper(kernel)({**on_gpu, "y": y}, 200, 264, 160)
+    run(hopper, kernel, tensors, y)
     assert torch.equal(y.cpu().double(), exact(kernel, tensors)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("io", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [(1, 1280, 1280), (16, 320, 1280), (77, 75, 96), (300, 640, 640)])
+def test_operations_take_hopper_kernels(hopper, shape, sparse, io):
+    m, n, k = shape
+    tile = choose_tile(m, n, k, sparse=sparse, multiprocessors=hopper.units)
+    x_scale = "tensor" if m == 1 else "token"
+    kernel = HopperKernel(tile, sparse=sparse, io=io, x_scale=x_scale)
+    tensors, dtype = gemm_tensors(kernel, m, n, k, torch.Generator().manual_seed(7))
+    order = [name for name in ("x", "x_scale", "w", "w_meta", "w_scale", "bias") if name in tensors]
+    operation = execute.gemm_sparse if sparse else execute.gemm
+    with log.record() as seen:
+        y = operation(*(tensors[name].cuda() for name in order), "e4m3fn", "e4m3fn", dtype)
+    assert dict(seen.calls) == {(kernel.operation, kernel.name, Backend.GPU): 1}
+    result, size = exact(kernel, tensors)
+    error = (y.cpu().double() - result).abs()
+    assert bool((error <= spacing(result, dtype) + 2.0**-11 * size).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_tensor_maps_follow_operands_to_other_addresses(sparse):
+    kernel = HopperKernel(TILES["c64x64"], sparse=sparse)
+    operation, kept = execute.gemm_sparse if sparse else execute.gemm, []
+    for seed in range(6):
+        tensors, dtype = gemm_tensors(kernel, 50, 72, 320, torch.Generator().manual_seed(seed))
+        on_gpu = [t.cuda() for name, t in tensors.items() if name != "w_meta"]
+        if sparse:
+            on_gpu.insert(3, tensors["w_meta"].cuda())
+        y = operation(*on_gpu, "e4m3fn", "e4m3fn", dtype)
+        kept.append((on_gpu, y, exact(kernel, tensors)[0]))
+    assert len({operands[0].data_ptr() for operands, *_ in kept}) == len(kept)
+    for _, y, result in kept:
+        assert float((y.cpu().double() - result).norm() / result.norm()) < 1e-3

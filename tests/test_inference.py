@@ -225,6 +225,8 @@ def operator_samples():
     return {
         "quantize_static": (ops.quantize_static, (x, one, None, "e4m3fn")),
         "quantize_static-smooth": (ops.quantize_static, (x.half(), one, smooth, "e5m2")),
+        "quantize_static-shift": (ops.quantize_static, (x, one, smooth, "e4m3fn", -smooth)),
+        "quantize_token-shift": (ops.quantize_token, (x.half(), None, "e4m3fn", -smooth)),
         "quantize_static-empty": (ops.quantize_static, (x[:0], one, None, "e4m3fn")),
         "quantize_token": (ops.quantize_token, (x, smooth, "e4m3fn")),
         "quantize_token-empty": (ops.quantize_token, (x[:0], None, "e4m3fn")),

@@ -10,9 +10,11 @@ from kernel_cases import (
     DTYPES,
     covering_variants,
     deviation,
+    every_value,
     gemm_case,
     launch,
     need,
+    same_codes,
     shapes_of,
 )
 
@@ -204,57 +206,41 @@ def test_the_measure_sees_a_mistake(op, mistake, generator):
     assert deviation(case, case.run("gfx12")).within(op.budget)
 
 
-def interesting_values(fmt):
-    """Return float32 values at which the cast to ``fmt`` decides, and random ones."""
-    legal = torch.arange(256, dtype=torch.uint8)
-    points = reference.decode(legal, fmt)
-    points = points[points.isfinite()].sort().values.unique()
-    middles = (points[1:] + points[:-1]) / 2
-    near = torch.cat((points, middles))
-    inf = torch.tensor(torch.inf)
-    top = FORMATS[fmt].max
-    extreme = torch.tensor(
-        [0.0, -0.0, 1e-45, -1e-38, 3e38, -3e38, inf, -inf, torch.nan, top * 1.04]
-    )
-    bits = torch.randint(-(2**31), 2**31, (40000,), generator=torch.Generator().manual_seed(3))
-    wild = bits.to(torch.int32).view(torch.float32)
-    return torch.cat((near, near.nextafter(inf), near.nextafter(-inf), extreme, wild))
+def changes_of(variant, k):
+    """Return smooth and shift, None where the variant has none."""
+    generator, words = torch.Generator().manual_seed(k), variant.word("QK_INPUT").split("_")
+    smooth = torch.rand(k, generator=generator) * 2 + 0.01
+    shift = torch.randn(k, generator=generator)
+    return smooth if "smooth" in words else None, shift if "shift" in words else None
 
 
-def every_value(io, fmt):
-    """Return all 65536 values of a 16-bit type; of float32 the interesting ones."""
-    if io == "f32":
-        values = interesting_values(fmt)
-        # Rows so small that their scale underflows have a test of their own.
-        return values[(values == 0) | (values.abs() > 1e-37) | values.isnan()]
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(DTYPES[io])
-
-
-def same_codes(found, expected, fmt):
-    """Compare bytes; NaN may have any sign and payload."""
-    nan = reference.decode(expected, fmt).isnan()
-    assert torch.equal(reference.decode(found, fmt).isnan(), nan)
-    assert torch.equal(found[~nan], expected[~nan])
-
-
-def smooth_of(variant, k):
-    if variant.word("QK_SMOOTH") != "smooth":
-        return None
-    return torch.rand(k, generator=torch.Generator().manual_seed(k)) * 2 + 0.01
-
-
+@pytest.mark.parametrize("layout", ["gfx12", "sm89"])
 @pytest.mark.parametrize("variant", quantize_variants())
-def test_quantize_gives_torchs_bytes_for_every_value(variant):
+def test_quantize_gives_torchs_bytes_for_every_value(variant, layout):
+    if layout == "sm89" and variant.op.name == "quantize_fp8_static":
+        pytest.skip("encodes one by one on every target")
     io, fmt = variant.word("QK_IO"), variant.word("QK_X_FORMAT")
     values = every_value(io, fmt)
     for k, scale in ((64, 1.0), (250, 0.37), (33, 1e-30), (16, 1e30), (1, 2.0**-130)):
         x = values[: values.numel() // k * k].reshape(-1, k)
-        check_quantize(variant, x, scale, fmt)
+        check_quantize(variant, x, scale, fmt, layout)
 
 
 @pytest.mark.parametrize("variant", quantize_variants())
 @pytest.mark.parametrize(
-    ("m", "k"), [(1, 1), (1, 513), (7, 17), (8, 512), (9, 1025), (1, 8191), (3, 2731), (65, 128)]
+    ("m", "k"),
+    [
+        (1, 1),
+        (1, 513),
+        (7, 17),
+        (8, 512),
+        (9, 1025),
+        (1, 8191),
+        (3, 2731),
+        (65, 128),
+        (9, 2056),
+        (2, 16400),
+    ],
 )
 def test_quantize_at_every_tail(variant, m, k):
     generator = torch.Generator().manual_seed(m * k)
@@ -271,22 +257,23 @@ def test_a_row_too_small_for_a_scale_keeps_the_scale_one(fmt):
     check_quantize(variant, torch.tensor([[1e-45, 0.0, -1e-44]]), 1.0, fmt)
 
 
-def check_quantize(variant, x, scale, fmt):
+def check_quantize(variant, x, scale, fmt, layout="gfx12"):
     m, k = x.shape
-    smooth = smooth_of(variant, k)
+    smooth, shift = changes_of(variant, k)
     given = torch.tensor([scale])
     static = variant.op.name == "quantize_fp8_static"
     tensors = {
         "x": x,
         "smooth": smooth,
+        "shift": shift,
         "scale": given if static else torch.empty(m),
         "q": torch.empty(m, k, dtype=torch.uint8),
     }
-    out = launch(variant, "gfx12", tensors, {"m": m, "k": k})
+    out = launch(variant, layout, tensors, {"m": m, "k": k})
     if static:
-        same_codes(out["q"], reference.quantize_static(x, given, smooth, fmt), fmt)
+        same_codes(out["q"], reference.quantize_static(x, given, smooth, fmt, shift), fmt)
     else:
-        q, scales = reference.quantize_token(x, smooth, fmt)
+        q, scales = reference.quantize_token(x, smooth, fmt, shift)
         assert torch.equal(out["scale"].nan_to_num(-1), scales.nan_to_num(-1))
         same_codes(out["q"], q, fmt)
 

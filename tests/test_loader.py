@@ -36,7 +36,7 @@ from quantkit.errors import CompilerMissingError, KernelError
 GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
 SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
 GEMM = Variant(OPS["gemm_fp8"], ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t2"))
-SELF_TEST = [Variant(op, selftest._WORDS) for op in GEMMS]
+SELF_TEST = [Variant(op, (*selftest._WORDS, "t2")) for op in GEMMS]
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def quantize(device, x=None):
     x = torch.randn(5, 48) if x is None else x
     m, k = x.shape
     outputs = [((m,), torch.float32), ((m, k), torch.uint8)]
-    return Call(device, SMALL, {"m": m, "k": k}, outputs, [1])(x, None)
+    return Call(device, SMALL, {"m": m, "k": k}, outputs, [1, 2])(x, None, None)
 
 
 # ---------------------------------------------------------------------------------- what it does
@@ -191,13 +191,13 @@ def test_threads_do_not_mix_their_arguments(hip):
     hip.provide(SMALL)
     device, wrong = hip.device(), []
     outputs = [((3,), torch.float32), ((3, 64), torch.uint8)]
-    call = Call(device, SMALL, {"m": 3, "k": 64}, outputs, [1])
+    call = Call(device, SMALL, {"m": 3, "k": 64}, outputs, [1, 2])
 
     def work(seed):
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
         q, scale = reference.quantize_token(x, None, "e4m3fn")
         for _ in range(150):
-            found = call(x, None)
+            found = call(x, None, None)
             if not (torch.equal(found[1], q) and torch.equal(found[0], scale)):
                 wrong.append(seed)
 
@@ -301,9 +301,9 @@ def test_nothing_is_loaded_while_a_graph_is_captured(hip):
         quantize(device)
     loaded = hip.device()
     outputs = [((1,), torch.float32), ((1, 16), torch.uint8)]
-    call = Call(loaded, SMALL, {"m": 1, "k": 16}, outputs, [1])
+    call = Call(loaded, SMALL, {"m": 1, "k": 16}, outputs, [1, 2])
     object.__setattr__(loaded, "capturing", lambda: True)
-    call(torch.randn(1, 16), None)
+    call(torch.randn(1, 16), None, None)
 
 
 MISSING = """

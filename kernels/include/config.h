@@ -14,6 +14,9 @@
 #define QK_GFX12 0
 #define QK_GFX11 1
 #define QK_SM89 2
+// Bits of QK_INPUT: what is done to x before it is quantized.
+#define QK_SMOOTH 1
+#define QK_SHIFT 2
 
 #ifndef QK_SYMBOL
 #  error "define QK_SYMBOL: the name of the kernel to emit"

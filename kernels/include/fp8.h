@@ -45,4 +45,15 @@ QK_DEVICE u8 encode_fp8(f32 value) {
   return static_cast<u8>(choose(magnitude > 0x7f800000u, 0x7fu, rounded) | (bits >> 24 & 0x80u));
 }
 
+#if defined(QK_HOST) && QK_HOST && QK_HOST_LAYOUT == QK_SM89
+/// As NVIDIA's hardware does, so that what is built on it runs on the host.
+#  define QK_ENCODES_PAIRS 1
+QK_DEVICE u32 encode_pair_e4m3fn(f32 low, f32 high) {
+  return encode_fp8<Format::kE4M3FN>(low) | static_cast<u32>(encode_fp8<Format::kE4M3FN>(high)) << 8;
+}
+QK_DEVICE u32 encode_pair_e5m2(f32 low, f32 high) {
+  return encode_fp8<Format::kE5M2>(low) | static_cast<u32>(encode_fp8<Format::kE5M2>(high)) << 8;
+}
+#endif
+
 }  // namespace qk

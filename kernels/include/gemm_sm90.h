@@ -90,7 +90,7 @@ struct HopperGemm {
       Loop loop{ring, group, row, lane, nullptr, 0, op.k};
       if constexpr (Tile::kSparse) {
         const int first = mine.n + thread / 32 * 16 + (lane >> 2) + 8 * (lane & 1);
-        loop.nibbles = op.w_meta + static_cast<i64>(first) * (op.k / 8) + 4 * (lane >> 1 & 1);
+        loop.nibbles = op.w_meta + static_cast<i64>(first) * (op.k / 8);
         loop.rows_left = op.out.n - first;
       }
       typename Loop::Sums sums;

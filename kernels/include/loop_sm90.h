@@ -14,35 +14,56 @@ struct HopperLoop {
   static constexpr int kSums = Tile::kM / 2;
   static constexpr int kSteps = Tile::kSparse ? 2 : 4;  // matrix instructions per stage and block
   // 128 stored products per promotion: one stage of dense weights, two of sparse ones.
-  static constexpr int kRound = kPromote && Tile::kSparse ? 2 : 1;
+  static constexpr int kRound = Tile::kSparse ? 2 : 1;
   using Sums = f32[Tile::kBlocks][kSums];
   using Operation = Wgmma<Tile::kM>;
 
+  /// The lane's words of a round; `raw` as 16 bytes were loaded.
   struct Metadata {
-    u32 words[Tile::kSparse ? kRound : 1][Tile::kBlocks][kSteps];
+    u32 words[Tile::kBlocks][Tile::kSparse ? 4 : 1];
   };
 
   Ring<Tile> ring;
   int set;        // of full barriers
   int first_row;  // of the warpgroup's weights in the tile
   int lane;
-  const u8* nibbles;  // of the lane's first row, its word of the first step
+  const u8* nibbles;  // the lane's first row
   int rows_left;      // weight rows from the lane's first one to the end of the matrix
   int k;
 
-  /// Words of the round of stages from K step `step`; beyond the matrix a legal pattern, whose codes are zeros.
+  /// Loads the metadata of the round from K step `step`, 32 bytes of a row. A lane needs words p, p + 2, p + 4, p + 6 of
+  /// them, p = 0 or 1, and takes words 4p .. 4p + 3 in one load: 4-byte loads from sixteen rows take sixteen cycles of
+  /// shared memory's data path each, as many as the matrix instruction has. Outside the matrix: a legal pattern.
   QK_DEVICE void fetch(Metadata& meta, int step) const {
-    if constexpr (Tile::kSparse) {
-      QK_UNROLL for (int r = 0; r < kRound; ++r) {
-        QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-          QK_UNROLL for (int s = 0; s < kSteps; ++s) {
-            const int column = 16 * (step + r) + 8 * s;
-            const bool inside = 64 * block < rows_left && 8 * column + 32 * (lane >> 1 & 1) < k;
-            meta.words[r][block][s] =
-                inside ? load<u32>(nibbles + static_cast<i64>(64 * block) * (k / 8) + column) : 0x44444444u;
-          }
+    const int half = lane >> 1 & 1, row_bytes = k / 8;
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      const u8* const row = nibbles + static_cast<i64>(64 * block) * row_bytes;
+      const int column = 16 * step + 16 * half;
+      const bool inside = 64 * block < rows_left;
+      if (row_bytes % 16 == 0) {
+        Vec16 piece{{0x44444444u, 0x44444444u, 0x44444444u, 0x44444444u}};
+        if (inside && column < row_bytes) piece = load<Vec16>(row + column);
+        QK_UNROLL for (int i = 0; i < 4; ++i) meta.words[block][i] = piece.v[i];
+      } else {
+        QK_UNROLL for (int i = 0; i < 4; ++i) {
+          const int at = column + 4 * i;
+          meta.words[block][i] = inside && at < row_bytes ? load<u32>(row + at) : 0x44444444u;
         }
       }
+    }
+  }
+
+  /// Gives every lane its own four words, in order of K: the other half of them lies with the lane two further.
+  QK_DEVICE void exchange(Metadata& meta) const {
+    const bool high = (lane >> 1 & 1) == 1;
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      u32(&w)[Tile::kSparse ? 4 : 1] = meta.words[block];
+      const u32 first = lane_xor(high ? w[0] : w[1], 2), second = lane_xor(high ? w[2] : w[3], 2);
+      const u32 own_first = high ? w[1] : w[0], own_second = high ? w[3] : w[2];
+      w[0] = high ? first : own_first;
+      w[1] = high ? second : own_second;
+      w[2] = high ? own_first : first;
+      w[3] = high ? own_second : second;
     }
   }
 
@@ -73,12 +94,16 @@ struct HopperLoop {
   /// Waits for every round. With two warpgroups the other one's instructions fill the gap.
   QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, int begin, int count) const {
     f32 parts[kPromote ? kSums : 1];
-    Metadata meta;
-    fetch(meta, begin);
+    Metadata next;
+    if constexpr (Tile::kSparse) fetch(next, begin);
     QK_NO_UNROLL
     for (int step = 0; step < count; step += kRound) {
-      Metadata next;
-      fetch(next, begin + step + kRound);
+      Metadata meta;
+      if constexpr (Tile::kSparse) {
+        meta = next;
+        exchange(meta);
+        fetch(next, begin + step + kRound);
+      }
       const int first = reader.stage;
       QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
         int stage = first;
@@ -86,7 +111,7 @@ struct HopperLoop {
         QK_UNROLL for (int r = 0; r < kRound; ++r) {
           if (r > 0 && step + r >= count) break;
           if (block == 0) reader.take(ring, set);
-          const u32* const words = meta.words[Tile::kSparse ? r : 0][block];
+          const u32* const words = meta.words[block] + (Tile::kSparse ? kSteps * r : 0);
           if constexpr (kPromote) {
             multiply(parts, stage, block, words, r > 0);
           } else {
@@ -104,10 +129,9 @@ struct HopperLoop {
       }
       if constexpr (!kPromote) {
         wgmma_wait<0>();
-        release(first, false);
+        release(first, step + 1 < count);
         QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) settle(sums[block]);
       }
-      meta = next;
     }
   }
 

@@ -20,6 +20,8 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #define QK_JOIN_(a, b) a##b
 #define QK_JOIN(a, b) QK_JOIN_(a, b)
 
+// QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, where the compiler has to be told.
+
 #if defined(QK_HOST) && QK_HOST
 // ---------------------------------------------------------------------------------------------- host
 #  include "runtime.h"
@@ -27,6 +29,7 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #  define QK_UNROLL
 #  define QK_NO_UNROLL
 #  define QK_KERNEL(threads) static void
+#  define QK_KERNEL_SHARING(threads, blocks) static void
 #  define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
 #  define QK_HOST_ENTRY(threads, lds_bytes)                                                               \
     extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args, int os_threads, \
@@ -98,6 +101,12 @@ QK_DEVICE u32 choose(bool condition, u32 yes, u32 no) {
   return (yes & mask) | (no & ~mask);
 }
 
+/// Larger one of each half, as unsigned 16-bit numbers.
+QK_DEVICE u32 max_halves(u32 a, u32 b) {
+  const u32 high = (a >> 16) > (b >> 16) ? a : b, low = (a & 0xffffu) > (b & 0xffffu) ? a : b;
+  return (high & 0xffff0000u) | (low & 0xffffu);
+}
+
 QK_DEVICE f32 half_to_float(u16 half) {
   const u32 magnitude = half & 0x7fffu, sign = static_cast<u32>(half & 0x8000u) << 16;
   const u32 normal = (magnitude << 13) + (112u << 23);
@@ -135,11 +144,13 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #    define QK_AMD 1
 #    define QK_DEVICE __attribute__((device, always_inline)) inline
 #    define QK_KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+#    define QK_KERNEL_SHARING(threads, blocks) QK_KERNEL(threads)
 #    define QK_SHARED(name, bytes) __attribute__((shared, aligned(16))) static qk::u8 name[bytes]
 #  elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #    define QK_NVIDIA 1
 #    define QK_DEVICE __device__ __forceinline__
 #    define QK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#    define QK_KERNEL_SHARING(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #    define QK_SHARED(name, bytes) __shared__ __align__(16) qk::u8 name[bytes]
 #  else
 #    error "quantkit kernels compile for AMD, NVIDIA, or the host with -DQK_HOST=1"
@@ -190,6 +201,11 @@ QK_DEVICE u32 lane_xor(u32 value, int mask) {
   const int lane = thread_index() % kWave;
   return static_cast<u32>(__builtin_amdgcn_ds_bpermute((lane ^ mask) * 4, static_cast<int>(value)));
 }
+/// Larger one of each half, as unsigned 16-bit numbers: v_pk_max_u16.
+QK_DEVICE u32 max_halves(u32 a, u32 b) {
+  using Halves = u16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_elementwise_max(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b)));
+}
 QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
 QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
@@ -217,6 +233,17 @@ QK_DEVICE void block_sync() { __syncthreads(); }
 QK_DEVICE u32 float_bits(f32 value) { return __float_as_uint(value); }
 QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
 QK_DEVICE u32 lane_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+/// Larger one of each half, as unsigned 16-bit numbers.
+QK_DEVICE u32 max_halves(u32 a, u32 b) {
+#    if __CUDA_ARCH__ >= 900
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#    else
+  const u32 high = max(a >> 16, b >> 16), low = max(a & 0xffffu, b & 0xffffu);
+  return high << 16 | low;
+#    endif
+}
 QK_DEVICE f32 half_to_float(u16 half) {
   f32 value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));

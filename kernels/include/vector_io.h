@@ -1,13 +1,12 @@
-// Sixteen consecutive values at a time: io -> f32 -> fp8, the unit in which the quantize kernels work.
+// Some consecutive values at a time: io -> f32 -> fp8, the unit in which the quantize kernels work.
 #pragma once
 
 #include "fp8.h"
 
 namespace qk {
 
-constexpr int kRun = 16;  // values: one 16-byte store of codes
-
-template <Io kIo>
+/// kCount values of a row, kCount a multiple of 8: whole 16-byte loads.
+template <Io kIo, int kCount>
 struct RunOf {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
@@ -17,13 +16,13 @@ struct RunOf {
   struct Raw {
     struct alignas(16) Piece {
       Memory v[kPerLoad];
-    } pieces[kRun / kPerLoad];
+    } pieces[kCount / kPerLoad];
   };
 
   /// `aligned`: x is a multiple of 16 bytes and all values exist; else `count` of them are read one by one.
   static QK_DEVICE Raw fetch(const Memory* x, bool aligned, int count) {
     Raw raw;
-    QK_UNROLL for (int p = 0; p < kRun / kPerLoad; ++p) {
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
       if (aligned) {
         raw.pieces[p] = load<typename Raw::Piece>(x + p * kPerLoad);
       } else {
@@ -36,33 +35,66 @@ struct RunOf {
     return raw;
   }
 
-  static QK_DEVICE void widen(f32 (&values)[kRun], const Raw& raw) {
-    QK_UNROLL for (int e = 0; e < kRun; ++e)
+  static QK_DEVICE void widen(f32 (&values)[kCount], const Raw& raw) {
+    QK_UNROLL for (int e = 0; e < kCount; ++e)
       values[e] = Type::widen(raw.pieces[e / kPerLoad].v[e % kPerLoad]);
   }
 
-  static QK_DEVICE void read(f32 (&values)[kRun], const Memory* x, bool aligned, int count) {
-    widen(values, fetch(x, aligned, count));
+  /// Largest magnitude, as f32 bits: they compare as the values do, with NaN above everything.
+  static QK_DEVICE u32 largest(const Raw& raw) {
+    u32 best = 0;
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
+      struct Words {
+        u32 v[4];
+      };
+      const Words words = load<Words>(&raw.pieces[p]);
+      QK_UNROLL for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(Memory) == 2) {
+          best = max_halves(best, words.v[i] & 0x7fff7fffu);
+        } else {
+          const u32 magnitude = words.v[i] & 0x7fffffffu;
+          best = magnitude > best ? magnitude : best;
+        }
+      }
+    }
+    if constexpr (sizeof(Memory) == 4) return best;
+    const u32 high = best >> 16, low = best & 0xffffu;
+    return float_bits(Type::widen(static_cast<Memory>(high > low ? high : low)));
   }
 };
 
-/// Sixteen codes in order.
-struct alignas(16) Codes {
-  u8 v[kRun];
+template <int kCount>
+QK_DEVICE u32 largest_of(const f32 (&values)[kCount]) {
+  u32 best = 0;
+  QK_UNROLL for (int e = 0; e < kCount; ++e) {
+    const u32 magnitude = float_bits(values[e]) & 0x7fffffffu;
+    best = magnitude > best ? magnitude : best;
+  }
+  return best;
+}
+
+/// Codes in order.
+template <int kCount>
+struct alignas(kCount) Codes {
+  union {
+    u8 v[kCount];
+    u32 words[kCount / 4];
+  };
 };
 
-template <Format kFormat>
-QK_DEVICE Codes encode_run(const f32 (&values)[kRun]) {
-  Codes codes;
+template <Format kFormat, int kCount>
+QK_DEVICE Codes<kCount> encode_run(const f32 (&values)[kCount]) {
+  Codes<kCount> codes;
 #ifdef QK_ENCODES_PAIRS
-  QK_UNROLL for (int e = 0; e < kRun; e += 2) {
-    const u32 pair = kFormat == Format::kE4M3FN ? encode_pair_e4m3fn(values[e], values[e + 1])
-                                                : encode_pair_e5m2(values[e], values[e + 1]);
-    codes.v[e] = static_cast<u8>(pair);
-    codes.v[e + 1] = static_cast<u8>(pair >> 8);
+  QK_UNROLL for (int e = 0; e < kCount; e += 4) {
+    const bool e4m3 = kFormat == Format::kE4M3FN;
+    const u32 low = e4m3 ? encode_pair_e4m3fn(values[e], values[e + 1]) : encode_pair_e5m2(values[e], values[e + 1]);
+    const u32 high = e4m3 ? encode_pair_e4m3fn(values[e + 2], values[e + 3])
+                          : encode_pair_e5m2(values[e + 2], values[e + 3]);
+    codes.words[e / 4] = low | high << 16;
   }
 #else
-  QK_UNROLL for (int e = 0; e < kRun; ++e)
+  QK_UNROLL for (int e = 0; e < kCount; ++e)
     codes.v[e] = encode_fp8<kFormat>(values[e]);
 #endif
   return codes;
@@ -73,49 +105,137 @@ QK_DEVICE Codes encode_run(const f32 (&values)[kRun]) {
 /// q = x r with r = 1 / scale rounded, then twice q += (x - q scale) r, each in one rounding: the steps of the
 /// hardware's own division, without its search for special cases at every value. They are exact where nothing
 /// overflows or becomes subnormal on the way, which a scale of 2^-60 to 2^60 grants between kNear and kFar: what is
-/// larger is clamped and what is smaller becomes a zero of its sign, whatever the low bits are.
+/// larger is clamped and what is smaller becomes a zero of its sign, whatever the low bits are. Other scales are brought
+/// there by 2^100 or 2^-100, and x with them: exactly, but for an x whose quotient is clamped or becomes zero anyway.
 template <Format kFormat>
 struct Divisor {
   static constexpr f32 kFar = 4.0f * Fp8<kFormat>::kMax, kNear = 1.0f / (1 << 20);
-  f32 scale, reciprocal;
+  static constexpr u32 kUp = (127u + 100u) << 23, kOne = 127u << 23, kDown = (127u - 100u) << 23;  // as f32 bits
+  f32 scale, factor, near_one, reciprocal;
   bool usual;
 
-  QK_DEVICE explicit Divisor(f32 value) : scale(value), reciprocal(1.0f / value) {
-    const u32 exponent = float_bits(value) >> 23;
-    usual = exponent > 127u - 60u && exponent < 127u + 60u;  // a negative scale is not
+  QK_DEVICE explicit Divisor(f32 value) : scale(value) {
+    const u32 exponent = float_bits(value) >> 23 & 0xffu;
+    const bool small = exponent <= 127u - 60u, large = exponent >= 127u + 60u;
+    usual = !small && !large;
+    factor = bits_float(small ? kUp : large ? kDown : kOne);
+    near_one = value * factor;
+    reciprocal = 1.0f / near_one;
   }
 
-  QK_DEVICE f32 divide(f32 x) const {
-    const f32 first = x * reciprocal;
-    f32 q = multiply_add(multiply_add(-first, scale, x), reciprocal, first);
-    q = multiply_add(multiply_add(-q, scale, x), reciprocal, q);
+  QK_DEVICE f32 divide(f32 value) const {
+    const f32 x = value * factor, first = x * reciprocal;
+    f32 q = multiply_add(multiply_add(-first, near_one, x), reciprocal, first);
+    q = multiply_add(multiply_add(-q, near_one, x), reciprocal, q);
     const f32 size = bits_float(float_bits(first) & 0x7fffffffu);
     return size > kFar || size < kNear ? first : q;
   }
 
-  QK_DEVICE void divide_all(f32 (&values)[kRun]) const {
-    if (usual) {
-      QK_UNROLL for (int e = 0; e < kRun; ++e)
-        values[e] = divide(values[e]);
-    } else {
-      QK_UNROLL for (int e = 0; e < kRun; ++e)
-        values[e] = values[e] / scale;
-    }
+  /// The codes of values / scale.
+  template <int kCount>
+  QK_DEVICE Codes<kCount> encode(const f32 (&values)[kCount]) const {
+    f32 quotients[kCount];
+    QK_UNROLL for (int e = 0; e < kCount; ++e)
+      quotients[e] = divide(values[e]);
+    return encode_run<kFormat>(quotients);
   }
 };
 
-/// Writes the codes of values / scale.
+/// The same in a third of the instructions, where the hardware encodes and no value is next to a tie.
+///
+/// The quotient lies between x times a little less and x times a little more than 1 / scale. Rounding keeps order:
+/// where both have one code, the quotient has it.
 template <Format kFormat>
-QK_DEVICE void write_codes(u8* q, f32 (&values)[kRun], const Divisor<kFormat>& divisor, bool aligned, int count) {
-  divisor.divide_all(values);
-  const Codes codes = encode_run<kFormat>(values);
+struct QuickDivisor {
+#ifdef QK_ENCODES_PAIRS
+  f32 less, more;
+
+  QK_DEVICE explicit QuickDivisor(f32 scale) {
+    constexpr f32 kLittle = 1.0f / (1 << 21);  // eight roundings; three take part
+    const Divisor<kFormat> divisor(scale);
+    // Other scales: the codes of NaN and of zero differ, but where the row has a NaN or an infinity.
+    less = divisor.usual ? divisor.reciprocal - divisor.reciprocal * kLittle : bits_float(0x7fc00000u);
+    more = divisor.usual ? divisor.reciprocal + divisor.reciprocal * kLittle : 0.0f;
+  }
+
+  /// False: the codes are not certain, Divisor has to encode.
+  template <int kCount>
+  QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+    f32 low[kCount], high[kCount];
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
+      low[e] = values[e] * less;
+      high[e] = values[e] * more;
+    }
+    codes = encode_run<kFormat>(low);
+    const Codes<kCount> other = encode_run<kFormat>(high);
+    u32 differ = 0;
+    QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
+      differ |= codes.words[i] ^ other.words[i];
+    return differ == 0;
+  }
+#else
+  Divisor<kFormat> divisor;
+
+  QK_DEVICE explicit QuickDivisor(f32 scale) : divisor(scale) {}
+
+  template <int kCount>
+  QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+    codes = divisor.encode(values);
+    return true;
+  }
+#endif
+};
+
+template <int kCount>
+QK_DEVICE void write_codes(u8* q, const Codes<kCount>& codes, bool aligned, int count) {
   if (aligned) {
     store(q, codes);
   } else {
-    QK_UNROLL for (int e = 0; e < kRun; ++e) {
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
       if (e < count) q[e] = codes.v[e];
     }
   }
 }
+
+/// What is done to a row of x before it is quantized: (x - shift) * smooth, one number per column each.
+template <bool kShift, bool kSmooth>
+struct Input {
+  static constexpr bool kPlain = !kShift && !kSmooth;
+  const f32* shift;
+  const f32* smooth;
+
+  /// kCount columns from `column`, which is a multiple of kCount where `whole`; `count` of them exist.
+  template <int kCount>
+  QK_DEVICE void change(f32 (&values)[kCount], int column, bool whole, int count) const {
+    f32 numbers[kCount];
+    if constexpr (kShift) {
+      read(numbers, shift + column, whole, count);
+      QK_UNROLL for (int e = 0; e < kCount; ++e)
+        values[e] -= numbers[e];
+    }
+    if constexpr (kSmooth) {
+      read(numbers, smooth + column, whole, count);
+      QK_UNROLL for (int e = 0; e < kCount; ++e)
+        values[e] *= numbers[e];
+    }
+  }
+
+  /// The same where rows of k columns follow one another: the run may go on in the next one.
+  template <int kCount>
+  QK_DEVICE void change_across(f32 (&values)[kCount], int column, int k) const {
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
+      if constexpr (kShift) values[e] -= shift[column];
+      if constexpr (kSmooth) values[e] *= smooth[column];
+      column = column + 1 < k ? column + 1 : 0;
+    }
+  }
+
+ private:
+  template <int kCount>
+  static QK_DEVICE void read(f32 (&numbers)[kCount], const f32* source, bool whole, int count) {
+    using Run = RunOf<Io::kF32, kCount>;
+    Run::widen(numbers, Run::fetch(source, whole, count));
+  }
+};
 
 }  // namespace qk

@@ -175,9 +175,9 @@ def check_target(
 
 
 def _known_target(target: str) -> None:
-    from quantkit.device.archs import ARCHS, Toolchain
+    from quantkit.device.archs import ARCHS
 
-    known = [a.name for a in ARCHS.values() if a.toolchain is not Toolchain.HOST]
+    known = [a.name for a in ARCHS.values() if a.ahead_of_time]
     if target not in known:
         raise click.BadParameter(
             f"{target!r} is unknown, wanted one of {', '.join(known)}", param_hint="--target"

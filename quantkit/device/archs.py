@@ -49,7 +49,7 @@ class Arch:
     name: str
     toolchain: Toolchain
     description: str
-    #: None for the host
+    #: None for what is compiled at first use alone
     register_file: RegisterFile | None = None
     #: operation -> the matrix instruction without which its object is not what it should be
     matrix_instruction: tuple[tuple[str, str], ...] = ()
@@ -62,6 +62,11 @@ class Arch:
     units: int = 1
     #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter
     tile_speed: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+    @property
+    def ahead_of_time(self) -> bool:
+        """True when ``kernels build`` makes objects for it."""
+        return self.register_file is not None
 
     def target_for(self, device: str) -> str:
         """Return what the compiler is told for ``device``: itself, unless the row is for one only.
@@ -118,6 +123,16 @@ ARCHS: dict[str, Arch] = {
         _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA),
         _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA),
         _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA),
+        # GEMMs run as hopper.py says; these tiles where the driver has no tensor maps. Not built
+        # ahead of time: mma.sync on FP8, emulated, spills, and wgmma's kernels need more than a
+        # manifest says.
+        Arch(
+            "sm_90a",
+            Toolchain.NVRTC,
+            "Hopper, H100 and H200: GEMMs with wgmma, compiled at first use",
+            devices=("sm_90",),
+            tile_speed=_SM89_TILES,
+        ),
         Arch(
             "sm_89",
             Toolchain.NVRTC,
@@ -125,7 +140,7 @@ ARCHS: dict[str, Arch] = {
             _ADA,
             _QMMA,
             lds_limit=48 * 1024,
-            devices=("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
+            devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),

@@ -122,15 +122,14 @@ def _resources(builder: _Builder, path: Path, symbol: str) -> Resources:
 
 
 def _builder_of(arch: Arch, compiler: str | None) -> _Builder:
-    match arch.toolchain:
-        case Toolchain.CLANG:
-            return _clang_builder(arch, clang(compiler))
-        case Toolchain.NVRTC:
-            return _nvrtc_builder(arch)
-        case Toolchain.HOST:
-            raise KernelError(
-                "target host: is compiled at first use and cached; wanted one of the GPU targets"
-            )
+    if not arch.ahead_of_time:
+        raise KernelError(
+            f"target {arch.name}: is compiled at first use and cached; wanted one that 'quantkit "
+            "kernels build --help' lists"
+        )
+    if arch.toolchain is Toolchain.CLANG:
+        return _clang_builder(arch, clang(compiler))
+    return _nvrtc_builder(arch)
 
 
 def _clang_builder(arch: Arch, compiler: Compiler) -> _Builder:

@@ -2,6 +2,7 @@
 
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ _T = TypeVar("_T")
 _AMDGPU_METADATA = ("AMDGPU", 32)
 # Attributes of .nv.info entries; payloads of format 4 start with a symbol index.
 _NV_SIZED = 4
-_NV_FRAME_SIZE = 0x11
+_NV_FRAME_SIZE, _NV_REGISTERS = 0x11, 0x2F
 #: Low bits of an sm_89 instruction that multiplies FP8 matrices, dense (QMMA) or sparse (QMMA.SP);
 #: agreed with nvdisasm of CUDA 13.
 _QMMA = 0x27A
@@ -113,10 +114,12 @@ def _entry(table: Value, key: str, wanted: type[_T]) -> _T:
 
 def _nvidia_resources(name: str, sections: dict[str, Section]) -> Resources:
     shared = sections.get(f".nv.shared.{name}")
-    frame = _frame_size(sections[f".nv.info.{name}"].content, sections[".nv.info"].content)
+    own, common = sections[f".nv.info.{name}"].content, sections[".nv.info"].content
+    frame = max((value for _, value in _sized(_NV_FRAME_SIZE, own, common)), default=0)
+    index = sections[f".text.{name}"].info & 0xFFFFFF
     return Resources(
         symbol=name,
-        vgprs=sections[f".text.{name}"].info >> 24,
+        vgprs=dict(_sized(_NV_REGISTERS, common))[index],
         sgprs=0,
         # The sources keep no array that is indexed at run time, so a frame is spilled registers.
         spills=frame // 4,
@@ -126,17 +129,15 @@ def _nvidia_resources(name: str, sections: dict[str, Section]) -> Resources:
     )
 
 
-def _frame_size(*infos: bytes) -> int:
-    frame = 0
+def _sized(attribute: int, *infos: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (symbol, value) of every entry with ``attribute``."""
     for info in infos:
         at = 0
         while at + 4 <= len(info):
-            kind, attribute, value = struct.unpack_from("<BBH", info, at)
+            kind, found, size = struct.unpack_from("<BBH", info, at)
             at += 4
             if kind != _NV_SIZED:
                 continue
-            if attribute == _NV_FRAME_SIZE:
-                (size,) = struct.unpack_from("<I", info, at + 4)
-                frame = max(frame, size)
-            at += value
-    return frame
+            if found == attribute:
+                yield struct.unpack_from("<II", info, at)
+            at += size

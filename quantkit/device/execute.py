@@ -31,14 +31,17 @@ from quantkit.device.operands import (
 _logger = logging.getLogger(__name__)
 
 
-def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -> Tensor:
-    """Return the codes of ``x * smooth / scale``, saturated; NaN stays NaN.
+def quantize_static(
+    x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str, shift: Tensor | None = None
+) -> Tensor:
+    """Return the codes of ``(x - shift) * smooth / scale``, saturated; NaN stays NaN.
 
     Args:
         x: (M, K) float16, bfloat16 or float32.
         scale: float32, one element.
         smooth: (K,) float32, or None.
         fmt: e4m3fn or e5m2.
+        shift: (K,) float32, or None.
 
     Returns:
         (M, K) uint8.
@@ -46,31 +49,34 @@ def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -
     Raises:
         ShapeError, KernelError: operands that do not fit together.
     """
-    op, operands = "quantize_fp8_static", (x, smooth, scale)
+    op, operands = "quantize_fp8_static", (x, smooth, shift, scale)
     key = signature(op, operands, (fmt,))
     if key and (call := calls.find(key)):
         return call(*operands)[0]
-    check_quantize(op, x, smooth)
+    check_quantize(op, x, smooth, shift)
     check_scale(op, "scale", scale, None)
     check_device(op, "scale", scale, x)
-    words = _quantize_words(op, x, smooth, fmt)
+    words = _quantize_words(op, x, smooth, shift, fmt)
     backend = _backend(op, x, words)
     if backend is Backend.REFERENCE:
-        return reference.quantize_static(x, scale, smooth, fmt)
+        return reference.quantize_static(x, scale, smooth, fmt, shift)
     if backend is Backend.GPU and x.numel():
         return prepare_quantize(op, words, operands, key)(*operands)[0]
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    run_quantize(op, words, x, smooth, scale, q)
+    run_quantize(op, words, (x, smooth, shift), scale, q)
     return q
 
 
-def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    """Return codes and one scale per row: amax(|x * smooth|) / max, 1.0 for an all-zero row.
+def quantize_token(
+    x: Tensor, smooth: Tensor | None, fmt: str, shift: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and a scale per row: amax(|(x - shift) * smooth|) / max, 1.0 for a row of zeros.
 
     Args:
         x: (M, K) float16, bfloat16 or float32.
         smooth: (K,) float32, or None.
         fmt: e4m3fn or e5m2.
+        shift: (K,) float32, or None.
 
     Returns:
         (M, K) uint8 and (M,) float32.
@@ -78,22 +84,22 @@ def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, 
     Raises:
         ShapeError, KernelError: operands that do not fit together.
     """
-    op, operands = "quantize_fp8_token", (x, smooth)
+    op, operands = "quantize_fp8_token", (x, smooth, shift)
     key = signature(op, operands, (fmt,))
     if key and (call := calls.find(key)):
         scale, q = call(*operands)
         return q, scale
-    check_quantize(op, x, smooth)
-    words = _quantize_words(op, x, smooth, fmt)
+    check_quantize(op, x, smooth, shift)
+    words = _quantize_words(op, x, smooth, shift, fmt)
     backend = _backend(op, x, words)
     if backend is Backend.REFERENCE:
-        return reference.quantize_token(x, smooth, fmt)
+        return reference.quantize_token(x, smooth, fmt, shift)
     if backend is Backend.GPU and x.numel():
         scale, q = prepare_quantize(op, words, operands, key)(*operands)
         return q, scale
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    run_quantize(op, words, x, smooth, scale, q)
+    run_quantize(op, words, (x, smooth, shift), scale, q)
     return q, scale
 
 
@@ -199,8 +205,11 @@ def _say_why(op: str, reason: str) -> None:
     _logger.info("%s runs on the reference: %s", op, reason)
 
 
-def _quantize_words(op: str, x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[str, ...]:
-    return io_word(op, x.dtype), fmt, "" if smooth is None else "smooth"
+def _quantize_words(
+    op: str, x: Tensor, smooth: Tensor | None, shift: Tensor | None, fmt: str
+) -> tuple[str, ...]:
+    changes = (word for word, t in (("shift", shift), ("smooth", smooth)) if t is not None)
+    return io_word(op, x.dtype), fmt, "_".join(changes)
 
 
 def _scale_words(x_scale: Tensor, w_scale: Tensor) -> tuple[str, str]:

@@ -1,9 +1,9 @@
 """The GEMM kernels of Hopper (sm_90a): tiles, how a kernel is compiled, and how it is launched.
 
 Plain numbers: nothing here needs a GPU. A launcher compiles ``HopperKernel.source`` with
-``defines``, makes the tensor maps of ``plan_launch`` (cuTensorMapEncodeTiled), passes ``ARGUMENTS``
-in order and asks for the block's shared memory (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
-The cluster size is compiled in.
+``defines``, makes the tensor maps of ``plan_launch`` (gpu.tensor_maps), passes ``arguments`` in
+order and asks for the block's shared memory (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES). The
+cluster size is compiled in.
 """
 
 from dataclasses import dataclass
@@ -137,15 +137,24 @@ class HopperKernel:
     @property
     def source(self) -> str:
         """File below ``kernels``."""
-        return "gemm_fp8_sparse_sm90.hip" if self.sparse else "gemm_fp8_sm90.hip"
+        return f"{self.operation}_sm90.hip"
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation in ``OPS``."""
+        return "gemm_fp8_sparse" if self.sparse else "gemm_fp8"
+
+    @property
+    def name(self) -> str:
+        """What was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
+        mode = "accurate" if self.accurate else "fast"
+        formats = f"{self.x_format}_{self.w_format}_{self.x_scale}_{self.w_scale}_{self.io}"
+        return f"{formats}_{mode}_{self.tile.name}"
 
     @property
     def symbol(self) -> str:
         """Name of the kernel in its object."""
-        op = "gemm_fp8_sparse_sm90" if self.sparse else "gemm_fp8_sm90"
-        mode = "accurate" if self.accurate else "fast"
-        formats = f"{self.x_format}_{self.w_format}_{self.x_scale}_{self.w_scale}_{self.io}"
-        return f"{op}_{formats}_{mode}_{self.tile.name}"
+        return f"{self.operation}_sm90_{self.name}"
 
     @property
     def defines(self) -> tuple[str, ...]:

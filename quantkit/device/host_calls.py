@@ -18,17 +18,23 @@ _TILE_SPEED = (75.0, 55.0, 26.0)
 
 
 def run_quantize(
-    op: str, words: tuple[str, ...], x: Tensor, smooth: Tensor | None, scale: Tensor, q: Tensor
+    op: str,
+    words: tuple[str, ...],
+    inputs: tuple[Tensor, Tensor | None, Tensor | None],
+    scale: Tensor,
+    q: Tensor,
 ) -> None:
-    """Run a quantize kernel: ``q`` is written, and ``scale`` by the one per token."""
+    """Run a quantize kernel: ``q`` is written, and ``scale`` by the one per token.
+
+    Args:
+        inputs: x, smooth and shift.
+    """
     if q.numel() == 0:
         return
-    m, k = x.shape
-    kernel = _kernel(op, words)
+    (m, k), kernel = inputs[0].shape, _kernel(op, words)
     # Names keep the copies alive until the kernel has returned.
-    x, scale_in = _plain(x), _plain(scale)
-    smooth = None if smooth is None else _plain(smooth)
-    values = (x.data_ptr(), _address(smooth), scale_in.data_ptr(), q.data_ptr(), m, k)
+    plain, scale_in = [None if t is None else _plain(t) for t in inputs], _plain(scale)
+    values = (*map(_address, plain), scale_in.data_ptr(), q.data_ptr(), m, k)
     kernel.launch(values, m, 0, k, torch.get_num_threads())
     log.note(op, kernel.variant.name, Backend.HOST)
 

@@ -11,19 +11,20 @@ from quantkit.errors import KernelError, ShapeError
 IO_WORDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
-def check_quantize(op: str, x: Tensor, smooth: Tensor | None) -> None:
+def check_quantize(op: str, x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> None:
     """Refuse inputs of a quantize operation that no back end computes.
 
     Raises:
-        ShapeError: x is not two-dimensional, or smooth does not have one factor per column.
+        ShapeError: x is not two-dimensional, or smooth or shift is not one number per column.
         KernelError: a dtype, or a device that differs.
     """
     if x.ndim != 2:
         raise ShapeError(f"{op}: x has shape {_shape(x)}, wanted (M, K); flatten the tokens first")
     io_word(op, x.dtype)
-    if smooth is not None:
-        expect(op, "smooth", smooth, torch.float32, (x.shape[1],))
-        check_device(op, "smooth", smooth, x)
+    for name, numbers in (("smooth", smooth), ("shift", shift)):
+        if numbers is not None:
+            expect(op, name, numbers, torch.float32, (x.shape[1],))
+            check_device(op, name, numbers, x)
 
 
 def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:

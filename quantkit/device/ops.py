@@ -83,6 +83,16 @@ class Variant:
         return "_".join(word for word in self.words if word)
 
     @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self.op.name
+
+    @property
+    def source(self) -> str:
+        """File below ``kernels``."""
+        return self.op.source
+
+    @property
     def symbol(self) -> str:
         """Name of the kernel in the object file."""
         return f"{self.op.name}_{self.name}"
@@ -106,15 +116,17 @@ _X_FORMAT = Axis("QK_X_FORMAT", _FORMATS)
 _W_FORMAT = Axis("QK_W_FORMAT", _FORMATS)
 _X_SCALE = Axis("QK_X_SCALE", ("tensor", "token"))
 _W_SCALE = Axis("QK_W_SCALE", ("tensor", "channel"))
-_SMOOTH = Axis("QK_SMOOTH", ("", "smooth"))
+#: What is done to x before: bit 0 of the index smooths, bit 1 shifts.
+_INPUT = Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth"))
 _TILE = Axis("QK_TILE", ("t0", "t1", "t2"))
 
-_QUANTIZE_AXES = (_IO, _X_FORMAT, _SMOOTH)
+_QUANTIZE_AXES = (_IO, _X_FORMAT, _INPUT)
 _GEMM_AXES = (_X_FORMAT, _W_FORMAT, _X_SCALE, _W_SCALE, _IO, _TILE)
 
 _M, _N, _K = Argument("m", "i32"), Argument("n", "i32"), Argument("k", "i32")
 _X = Argument("x", "io", "[m, k]")
-_SMOOTH_ARG = Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)")
+_SMOOTH = Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)")
+_SHIFT = Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)")
 _Q = Argument("q", "u8", "[m, k]", written=True)
 _X_CODES = Argument("x", "u8", "[m, k]")
 _X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
@@ -139,9 +151,9 @@ OPS: dict[str, Op] = {
         Op(
             name="quantize_fp8_static",
             source="quantize_fp8_static.hip",
-            formula="q[i, j] = fp8(clamp(x[i, j] * smooth[j] / scale[0], -max, max))",
+            formula="q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[0], -max, max))",
             axes=_QUANTIZE_AXES,
-            args=(_X, _SMOOTH_ARG, Argument("scale", "f32", "[1]"), _Q, _M, _K),
+            args=(_X, _SMOOTH, _SHIFT, Argument("scale", "f32", "[1]"), _Q, _M, _K),
             k_multiple=1,
             reference=reference.quantize_static,
             budget=_EXACT,
@@ -150,11 +162,11 @@ OPS: dict[str, Op] = {
             name="quantize_fp8_token",
             source="quantize_fp8_token.hip",
             formula=(
-                "scale[i] = amax_j(|x[i, j] * smooth[j]|) / max, or 1 if that is 0; "
-                "q[i, j] = fp8(clamp(x[i, j] * smooth[j] / scale[i], -max, max))"
+                "scale[i] = amax_j(|(x[i, j] - shift[j]) * smooth[j]|) / max, or 1 if that is 0; "
+                "q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[i], -max, max))"
             ),
             axes=_QUANTIZE_AXES,
-            args=(_X, _SMOOTH_ARG, Argument("scale", "f32", "[m]", written=True), _Q, _M, _K),
+            args=(_X, _SMOOTH, _SHIFT, Argument("scale", "f32", "[m]", written=True), _Q, _M, _K),
             k_multiple=1,
             reference=reference.quantize_token,
             budget=_EXACT,

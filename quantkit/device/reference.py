@@ -18,22 +18,27 @@ def decode(codes: Tensor, fmt: str, precision: torch.dtype = torch.float32) -> T
     return codes.contiguous().view(find_format(fmt).torch_dtype).to(precision)
 
 
-def quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str) -> Tensor:
-    """Return the codes of ``x * smooth / scale``, saturated; NaN stays NaN.
+def quantize_static(
+    x: Tensor, scale: Tensor, smooth: Tensor | None, fmt: str, shift: Tensor | None = None
+) -> Tensor:
+    """Return the codes of ``(x - shift) * smooth / scale``, saturated; NaN stays NaN.
 
     Args:
         x: (M, K) float16, bfloat16 or float32.
         scale: float32 with one element.
         smooth: (K,) float32, or None for ones.
+        shift: (K,) float32, or None for zeros.
 
     Returns:
         (M, K) uint8.
     """
-    return cast(_smoothed(x, smooth) / scale.reshape(()), find_format(fmt)).view(torch.uint8)
+    return cast(_changed(x, smooth, shift) / scale.reshape(()), find_format(fmt)).view(torch.uint8)
 
 
-def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    """Return codes and one scale per row, amax(|x * smooth|) / max; 1.0 where that is zero.
+def quantize_token(
+    x: Tensor, smooth: Tensor | None, fmt: str, shift: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and one scale per row, amax(|(x - shift) * smooth|) / max; 1.0 where that is 0.
 
     Args:
         x: (M, K) float16, bfloat16 or float32. NaN makes its row's scale NaN, and all its codes.
@@ -41,7 +46,7 @@ def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, 
     Returns:
         (M, K) uint8 and (M,) float32.
     """
-    values, target = _smoothed(x, smooth), find_format(fmt)
+    values, target = _changed(x, smooth, shift), find_format(fmt)
     amax = values.abs().amax(dim=1)
     # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
     scale = amax / torch.full_like(amax, target.max)
@@ -102,8 +107,9 @@ def gemm_sparse(
     return gemm(x, x_scale, dense, w_scale, bias, x_format, w_format, dtype, precision=precision)
 
 
-def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:
-    return x.float() if smooth is None else x.float() * smooth
+def _changed(x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> Tensor:
+    x = x.float() if shift is None else x.float() - shift
+    return x if smooth is None else x * smooth
 
 
 def _column(scale: Tensor) -> Tensor:

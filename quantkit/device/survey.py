@@ -10,9 +10,10 @@ import torch
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.spec import rows_of
-from quantkit.device import cache
+from quantkit.device import cache, hopper
 from quantkit.device.backends import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
+from quantkit.device.gpu.choice import why_not_hopper
 from quantkit.device.gpu.devices import Device, device_name
 from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
@@ -149,7 +150,7 @@ def _objects_of(device: Device) -> _Objects:
         folder.problem or f"{folder.path}: {len(folder.kernels)} kernels"
         for folder in object_folders(target)
     )
-    kernels = f"{device.arch.name} policy, compiled for {target}"
+    kernels = _kernels_of(device)
     driver_text = f"{driver.name} {driver.version}: {driver.path}"
     if isinstance(driver.compiler, str):
         return _Objects(kernels, driver_text, driver.compiler, 0, "", prebuilt)
@@ -157,6 +158,14 @@ def _objects_of(device: Device) -> _Objects:
     folder = cache_folder(driver, target)
     cached = sum(1 for _ in folder.glob(f"*.{driver.suffix}"))
     return _Objects(kernels, driver_text, compiler, cached, str(folder), prebuilt)
+
+
+def _kernels_of(device: Device) -> str:
+    if device.arch.name != hopper.ARCHITECTURE:
+        return f"{device.arch.name} policy, compiled for {device.target}"
+    if why := why_not_hopper(device):
+        return f"sm_89 policy (mma.sync), compiled for {device.target}: {why}"
+    return f"wgmma and wgmma.sp, compiled for {device.target}"
 
 
 def _tools() -> tuple[Tool, ...]:

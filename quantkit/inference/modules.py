@@ -107,12 +107,12 @@ class PackedLayer(nn.Module):
         assert self.input_scale is not None
         return self._of_bucket(self.input_scale).reshape(1)
 
-    def _shifted(self, rows: Tensor) -> Tensor:
-        """Return rows (M, taps * C) less the shift: float32, so that nothing is rounded twice."""
+    def _shift(self, taps: int = 1) -> Tensor | None:
+        """Return what is taken from the columns of rows (M, taps * C): (taps * C,), or None."""
         if self.input_shift is None:
-            return rows
+            return None
         shift = self._of_bucket(self.input_shift).reshape(-1)
-        return rows.float() - shift.repeat(rows.shape[1] // shift.numel())
+        return shift if taps == 1 else shift.repeat(taps)
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the bias, with what the shift of the input takes from the output put back."""
@@ -152,12 +152,13 @@ class PackedLinear(PackedLayer):
         if self.scheme.activation is Activation.NONE:
             weight = self.dequantized().to(x.dtype)
             return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
-        rows = self._shifted(x.reshape(-1, self.k)).contiguous()
+        rows, shift = x.reshape(-1, self.k).contiguous(), self._shift()
+        form, smooth = self.scheme.weight.name, self.input_smooth
         if self.scheme.activation is Activation.STATIC:
             scale = self._static_scale()
-            codes = quantize_static(rows, scale, self.input_smooth, self.scheme.weight.name)
+            codes = quantize_static(rows, scale, smooth, form, shift)
         else:
-            codes, scale = quantize_token(rows, self.input_smooth, self.scheme.weight.name)
+            codes, scale = quantize_token(rows, smooth, form, shift)
         return self._multiply(codes, scale, x.dtype).reshape(*x.shape[:-1], self.n)
 
 
@@ -208,14 +209,16 @@ class PackedConv2d(PackedLayer):
             # One scale for all: quantize each pixel once, then unfold bytes.
             scale = self._static_scale()
             codes = quantize_static(
-                self._shifted(pixels.reshape(-1, channels)), scale, smooth, form
+                pixels.reshape(-1, channels), scale, smooth, form, self._shift()
             )
             windows = self._windows(codes.reshape(pixels.shape))
             rows = windows.reshape(-1, self.k)
         else:
             windows = self._windows(pixels)
-            smooth = None if smooth is None else smooth.repeat(self.k // channels)
-            rows, scale = quantize_token(self._shifted(windows.reshape(-1, self.k)), smooth, form)
+            taps = self.k // channels
+            smooth = None if smooth is None else smooth.repeat(taps)
+            rows = windows.reshape(-1, self.k)
+            rows, scale = quantize_token(rows, smooth, form, self._shift(taps))
         y = self._multiply(rows, scale, x.dtype)
         return y.reshape(*windows.shape[:3], self.n).permute(0, 3, 1, 2)
 

@@ -30,7 +30,9 @@ def _define(
     return operator
 
 
-def _quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, format_name: str) -> Tensor:
+def _quantize_static(
+    x: Tensor, scale: Tensor, smooth: Tensor | None, format_name: str, shift: Tensor | None = None
+) -> Tensor:
     """Quantize rows with one given scale.
 
     Args:
@@ -38,42 +40,46 @@ def _quantize_static(x: Tensor, scale: Tensor, smooth: Tensor | None, format_nam
         scale: float32, (1,) or ().
         smooth: float32 (K,); multiplies the columns first.
         format_name: "e4m3fn" or "e5m2".
+        shift: float32 (K,); is taken from the columns before that.
 
     Returns:
-        (M, K) uint8 codes of x * smooth / scale, saturated; NaN stays NaN.
+        (M, K) uint8 codes of (x - shift) * smooth / scale, saturated; NaN stays NaN.
     """
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=torch.uint8)
-    return execute.quantize_static(x, scale, smooth, format_name)
+    return execute.quantize_static(x, scale, smooth, format_name, shift)
 
 
 def _fake_quantize_static(
-    x: Tensor, scale: Tensor, smooth: Tensor | None, format_name: str
+    x: Tensor, scale: Tensor, smooth: Tensor | None, format_name: str, shift: Tensor | None = None
 ) -> Tensor:
-    del scale, smooth, format_name
+    del scale, smooth, format_name, shift
     return x.new_empty(x.shape, dtype=torch.uint8)
 
 
-def _quantize_token(x: Tensor, smooth: Tensor | None, format_name: str) -> tuple[Tensor, Tensor]:
+def _quantize_token(
+    x: Tensor, smooth: Tensor | None, format_name: str, shift: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize rows, each with the scale of its own amax.
 
     Args:
         x: (M, K), float16, bfloat16 or float32, contiguous.
         smooth: float32 (K,); multiplies the columns first.
         format_name: "e4m3fn" or "e5m2".
+        shift: float32 (K,); is taken from the columns before that.
 
     Returns:
         (M, K) uint8 codes, and (M,) float32 scales; 1.0 for an all-zero row.
     """
     if x.numel() == 0:
         return _token_like(x)
-    return execute.quantize_token(x, smooth, format_name)
+    return execute.quantize_token(x, smooth, format_name, shift)
 
 
 def _fake_quantize_token(
-    x: Tensor, smooth: Tensor | None, format_name: str
+    x: Tensor, smooth: Tensor | None, format_name: str, shift: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    del smooth, format_name
+    del smooth, format_name, shift
     return _token_like(x)
 
 
@@ -170,15 +176,16 @@ def _token_like(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _FORMAT = "str format_name"
+_SHIFT = "Tensor? shift=None"
 _GEMM = f"Tensor w_scale, Tensor? bias, {_FORMAT}, ScalarType dtype) -> Tensor"
 
 quantize_static = _define(
-    f"quantize_static(Tensor x, Tensor scale, Tensor? smooth, {_FORMAT}) -> Tensor",
+    f"quantize_static(Tensor x, Tensor scale, Tensor? smooth, {_FORMAT}, {_SHIFT}) -> Tensor",
     _quantize_static,
     _fake_quantize_static,
 )
 quantize_token = _define(
-    f"quantize_token(Tensor x, Tensor? smooth, {_FORMAT}) -> (Tensor, Tensor)",
+    f"quantize_token(Tensor x, Tensor? smooth, {_FORMAT}, {_SHIFT}) -> (Tensor, Tensor)",
     _quantize_token,
     _fake_quantize_token,
 )

@@ -1,6 +1,6 @@
 """Calls of an operation on tensors: outputs, addresses, stream, launch.
 
-A call is prepared once per operation, shapes and dtypes: checks, choice of variant and tile, grid
+A call is prepared once per operation, shapes and dtypes: checks, choice of kernel and tile, grid
 and numbers. After that, a call is found by the signature of its operands.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.gpu.devices import Device
-from quantkit.device.ops import Variant
+from quantkit.device.gpu.kernel import Kernel
 
 #: Operands that differ in nothing but their addresses.
 Signature = tuple[object, ...]
@@ -25,14 +25,14 @@ _MOST_CALLS = 4096
 
 
 class Call:
-    """A prepared call of one variant."""
+    """A prepared call of one kernel."""
 
-    __slots__ = ("_op", "_outputs", "_torch_device", "_variant", "launch")
+    __slots__ = ("_name", "_op", "_outputs", "_torch_device", "launch")
 
     def __init__(
         self,
         device: Device,
-        variant: Variant,
+        kernel: Kernel,
         sizes: dict[str, int],
         outputs: Sequence[Output],
         nulls: Sequence[int] = (),
@@ -49,9 +49,9 @@ class Call:
             KernelError: the kernel cannot be compiled or loaded.
         """
         #: queues the kernel on given operands, outputs included
-        self.launch = device.launcher(variant, sizes, nulls)
+        self.launch = device.launcher(kernel, sizes, nulls)
         self._torch_device = device.torch_device
-        self._op, self._variant = variant.op.name, variant.name
+        self._op, self._name = kernel.operation, kernel.name
         self._outputs = tuple(outputs)
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
@@ -59,7 +59,7 @@ class Call:
         device = self._torch_device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
         self.launch(*inputs, *made)
-        log.note(self._op, self._variant, Backend.GPU)
+        log.note(self._op, self._name, Backend.GPU)
         return made
 
 

@@ -11,9 +11,9 @@ import torch
 
 from quantkit.device.archs import Arch, arch_of_device
 from quantkit.device.gpu.driver import Driver
+from quantkit.device.gpu.kernel import Kernel, plan_of
 from quantkit.device.gpu.launcher import Launcher
 from quantkit.device.gpu.objects import read_object
-from quantkit.device.ops import Variant
 from quantkit.errors import KernelError
 
 
@@ -35,8 +35,8 @@ class Device:
     stream: Callable[[int], int]
     capturing: Callable[[], bool]
     guard: Callable[[int], AbstractContextManager[object]]
-    #: variant -> handle of its loaded kernel
-    _functions: dict[Variant, int] = field(default_factory=dict, compare=False)
+    #: kernel -> its handle, loaded
+    _functions: dict[Kernel, int] = field(default_factory=dict, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     @property
@@ -45,7 +45,7 @@ class Device:
         return self.arch.target_for(self.name)
 
     def launcher(
-        self, variant: Variant, sizes: dict[str, int], nulls: Sequence[int] = ()
+        self, kernel: Kernel, sizes: dict[str, int], nulls: Sequence[int] = ()
     ) -> Launcher:
         """Return a prepared launch; the kernel is read, compiled and loaded when it is new.
 
@@ -55,32 +55,36 @@ class Device:
         Raises:
             KernelError: it cannot be compiled or loaded, or a graph is being captured.
         """
-        function = self._functions.get(variant)
+        plan = plan_of(kernel, sizes, self.units)
+        function = self._functions.get(kernel)
         if function is None:
             with self._lock:
-                function = self._functions.get(variant) or self._load(variant)
-                self._functions[variant] = function
-        return Launcher(self, function, variant, sizes, nulls)
+                function = self._functions.get(kernel) or self._load(kernel, plan.shared_bytes)
+                self._functions[kernel] = function
+        return Launcher(self, function, kernel.symbol, plan, nulls)
 
-    def _load(self, variant: Variant) -> int:
+    def _load(self, kernel: Kernel, shared_bytes: int) -> int:
         if self.capturing():
             raise KernelError(
-                f"{variant.symbol}: is not loaded yet, and nothing can be loaded while a graph is "
+                f"{kernel.symbol}: is not loaded yet, and nothing can be loaded while a graph is "
                 "captured; run the model once before capturing"
             )
-        found = read_object(self.driver, self.target, variant)
+        found = read_object(self.driver, self.target, kernel)
         with self.guard(self.index):
             self.driver.bind(self.index)
             try:
-                return self.driver.load_function(found.content, variant.symbol)
+                function = self.driver.load_function(found.content, kernel.symbol)
             except KernelError:
                 # A copied or damaged cache: compile again rather than fail for ever. What was built
                 # ahead of time is not ours to replace.
                 if found.prebuilt:
                     raise
                 found.path.unlink(missing_ok=True)
-                found = read_object(self.driver, self.target, variant)
-                return self.driver.load_function(found.content, variant.symbol)
+                found = read_object(self.driver, self.target, kernel)
+                function = self.driver.load_function(found.content, kernel.symbol)
+            if shared_bytes:
+                self.driver.allow_shared(function, shared_bytes, kernel.symbol)
+            return function
 
 
 @lru_cache(maxsize=64)

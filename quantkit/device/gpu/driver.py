@@ -11,8 +11,21 @@ from dataclasses import dataclass
 from quantkit.device.rtc import RuntimeCompiler
 from quantkit.errors import CompilerMissingError, KernelError
 
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_MAX_DYNAMIC_SHARED = 8
+
 #: A function of a driver: any arguments, and a status of which 0 is success.
 Entry = Callable[..., int]
+
+
+@dataclass(frozen=True)
+class TensorEntries:
+    """What kernels with tensor maps need beyond modules."""
+
+    #: cuFuncSetAttribute: (function, attribute, value)
+    set_attribute: Entry
+    #: cuTensorMapEncodeTiled, as ``tensor_maps`` calls it
+    encode: Entry
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,8 @@ class Driver:
     bind: Callable[[int], None]
     #: what ``launch_kernel`` returns in a thread that no device is bound to
     unbound: frozenset[int]
+    #: None where the driver has no tensor maps
+    tensors: TensorEntries | None = None
 
     @property
     def compiler_identity(self) -> str:
@@ -77,6 +92,16 @@ class Driver:
         self.check("find the kernel", status, symbol)
         assert function.value
         return function.value
+
+    def allow_shared(self, function: int, size: int, symbol: str) -> None:
+        """Let the blocks of a kernel have ``size`` bytes of dynamic shared memory.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
+        assert self.tensors
+        status = self.tensors.set_attribute(ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED, size)
+        self.check(f"give a block {size} bytes of shared memory", status, symbol)
 
     def check(self, what: str, status: int, symbol: str) -> None:
         """Raise KernelError when ``status`` is not success."""

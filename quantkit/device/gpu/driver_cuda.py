@@ -4,7 +4,8 @@ import ctypes
 import sys
 from functools import lru_cache
 
-from quantkit.device.gpu.driver import Driver
+from quantkit.device.gpu import tensor_maps
+from quantkit.device.gpu.driver import Driver, TensorEntries
 from quantkit.device.nvrtc import load_nvrtc, nvrtc_options
 from quantkit.device.rtc import RuntimeCompiler
 from quantkit.errors import CompilerMissingError, KernelError
@@ -40,7 +41,17 @@ def load_cuda() -> Driver:
         explain=_Explain(library),
         bind=_Bind(library),
         unbound=frozenset({_NOT_INITIALIZED, _INVALID_CONTEXT, _DESTROYED}),
+        tensors=_tensor_entries(library),
     )
+
+
+def _tensor_entries(library: ctypes.CDLL) -> TensorEntries | None:
+    # Drivers before CUDA 12.0 have none.
+    if not hasattr(library, "cuTensorMapEncodeTiled"):
+        return None
+    encode = library.cuTensorMapEncodeTiled
+    encode.argtypes = tensor_maps.ENCODE_TYPES
+    return TensorEntries(library.cuFuncSetAttribute, encode)
 
 
 def _compiler() -> RuntimeCompiler | str:

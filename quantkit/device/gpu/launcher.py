@@ -10,14 +10,14 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.device.geometry import compile_expression, geometry_of
-from quantkit.device.ops import Variant
-from quantkit.errors import KernelError
+from quantkit.device.gpu.kernel import Plan
+from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
+from quantkit.device.hopper import TensorMap
 
 if TYPE_CHECKING:
     from quantkit.device.gpu.devices import Device
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _SLOT = 8
 #: Kernels move 16 bytes at a time.
 _MISALIGNED = 0xF
-_INT_MAX = 2**31 - 1
+#: Addresses whose tensor maps a launch keeps: more than a pipeline has layers of one shape.
+_MOST_MAPS = 1024
 
 _pointer = ctypes.c_void_p.from_param
 _address = Tensor.data_ptr
@@ -37,14 +38,20 @@ class Launcher:
     """A kernel on one device with its grid and numbers fixed; may be called from any thread."""
 
     __slots__ = (
+        "_count",
         "_current",
         "_device",
         "_entry",
         "_free",
         "_head",
         "_index",
+        "_known",
+        "_maps",
+        "_maps_at",
         "_mask",
         "_pack",
+        "_pick",
+        "_places",
         "_select",
         "_stream",
         "_symbol",
@@ -55,8 +62,8 @@ class Launcher:
         self,
         device: "Device",
         function: int,
-        variant: Variant,
-        sizes: dict[str, int],
+        symbol: str,
+        plan: Plan,
         nulls: Sequence[int] = (),
     ) -> None:
         """Prepare a launch.
@@ -64,31 +71,35 @@ class Launcher:
         Args:
             device: where the operands lie.
             function: handle of the kernel, loaded on ``device``.
-            sizes: m, n and k, or those that the operation has.
-            nulls: which arguments are null.
-
-        Raises:
-            KernelError: a size that a kernel's 32-bit integers do not hold.
+            symbol: the kernel's name, for errors.
+            plan: everything but the addresses.
+            nulls: which operands are null.
         """
-        geometry, args = geometry_of(variant), variant.op.args
-        pointers = sum(a.is_pointer for a in args)
-        # One format packs all addresses: numbers stand behind them in every kernel.
-        assert all(a.is_pointer for a in args[:pointers])
-        numbers = [sizes[a.name] for a in args[pointers:]]
-        grid = [compile_expression(text)(sizes) for text in geometry.grid]
-        if not all(0 < number <= _INT_MAX for number in (*numbers, *grid)):
-            raise KernelError(f"{variant.symbol}: sizes {sizes} do not fit 32-bit integers")
-        self._device, self._index, self._symbol = device, device.index, variant.symbol
+        pointers, numbers = plan.pointers, plan.numbers
+        self._device, self._index, self._symbol = device, device.index, symbol
         self._current, self._stream = device.current, device.stream
         self._entry = device.driver.launch_kernel
-        self._head = (_pointer(function), *grid, geometry.block, 1, 1, 0)
+        self._head = (_pointer(function), *plan.grid, plan.block, 1, 1, plan.shared_bytes)
         present = [i for i in range(pointers) if i not in nulls]
         self._select: Any = itemgetter(*present) if nulls else tuple
         # Pad bytes are written as zeros: a null pointer.
         layout = "".join("Q" if i in present else "8x" for i in range(pointers))
         self._pack = struct.Struct(f"<{layout}").pack_into
         self._mask = sum(_MISALIGNED << 8 * _SLOT * i for i in range(pointers))
-        self._tail = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
+        head = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
+        starts = [len(head) + MAP_BYTES * i for i in range(len(plan.maps))]
+        self._tail = head + bytes(MAP_BYTES * len(starts))
+        described = [(present.index(operand), spec) for operand, spec in plan.maps if spec]
+        # One that the kernel does not read stands last.
+        assert all(spec for _, spec in plan.maps[: len(described)])
+        self._maps = tuple(_Maps(spec, {}) for _, spec in described)
+        self._pick: Any = itemgetter(*(operand for operand, _ in described)) if described else None
+        self._maps_at = slice(len(head), len(head) + MAP_BYTES * len(described))
+        #: addresses of the described operands -> their maps
+        self._known: dict[tuple[int, ...], bytes] = {}
+        slots = [*range(0, len(head), _SLOT), *starts]
+        self._count = pointers
+        self._places = tuple(slots[i] for i in plan.order)
         # Parameter blocks that no thread is using. Both ends of a deque are safe without a lock.
         self._free: deque[_Block] = deque()
 
@@ -106,13 +117,18 @@ class Launcher:
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._head, self._tail)
+            block = _Block(self._head, self._tail, self._places, self._count)
         slots = block.slots
-        self._pack(slots, 0, *map(_address, tensors))
-        if _number(slots, "little") & self._mask or not all(map(_contiguous, tensors)):
+        addresses = tuple(map(_address, tensors))
+        self._pack(slots, 0, *addresses)
+        if _number(block.pointers, "little") & self._mask or not all(map(_contiguous, tensors)):
             # The copies may be freed at once: torch reuses memory in the order of the stream.
             copies = [_plain(tensor) for tensor in tensors]
-            self._pack(slots, 0, *map(_address, copies))
+            addresses = tuple(map(_address, copies))
+            self._pack(slots, 0, *addresses)
+        if self._pick:
+            described = self._pick(addresses)
+            slots[self._maps_at] = self._known.get(described) or self._describe(described)
         if self._current() == self._index:
             stream = self._stream(self._index)
             if stream != block.stream:
@@ -127,6 +143,21 @@ class Launcher:
         # The driver has copied the parameters when it returns.
         self._free.append(block)
 
+    def _describe(self, addresses: tuple[int, ...]) -> bytes:
+        pairs = zip(self._maps, addresses, strict=True)
+        content = b"".join(maps.known.get(a) or self._encode(maps, a) for maps, a in pairs)
+        return _keep(self._known, addresses, content)
+
+    def _encode(self, maps: "_Maps", address: int) -> bytes:
+        driver = self._device.driver
+        assert driver.tensors
+        status, content = encode_map(driver.tensors.encode, maps.spec, address)
+        if status in driver.unbound:
+            driver.bind(self._index)
+            status, content = encode_map(driver.tensors.encode, maps.spec, address)
+        driver.check(f"describe {maps.spec.operand} to the copy engine", status, self._symbol)
+        return _keep(maps.known, address, content)
+
     def _again(self, status: int, block: "_Block") -> None:
         driver = self._device.driver
         if status in driver.unbound:
@@ -136,19 +167,36 @@ class Launcher:
         driver.check("launch the kernel", status, self._symbol)
 
 
+class _Maps(NamedTuple):
+    """The tensor maps of one operand, one for each address that it had."""
+
+    spec: TensorMap
+    #: address -> map. Encoding takes longer than everything else here together.
+    known: dict[int, bytes]
+
+
+def _keep(known: dict[Any, bytes], key: object, content: bytes) -> bytes:
+    if len(known) >= _MOST_MAPS:
+        known.clear()
+    known[key] = content
+    return content
+
+
 class _Block:
     """Memory for the arguments of one launch under way, and the driver's arguments around it."""
 
-    __slots__ = ("_head", "_params", "arguments", "slots", "stream")
+    __slots__ = ("_head", "_params", "arguments", "pointers", "slots", "stream")
 
-    def __init__(self, head: tuple[Any, ...], content: bytes) -> None:
+    def __init__(
+        self, head: tuple[Any, ...], content: bytes, places: Sequence[int], pointers: int
+    ) -> None:
         self.slots = bytearray(content)
-        count = len(content) // _SLOT
+        self.pointers = memoryview(self.slots)[: _SLOT * pointers]
         base = ctypes.addressof((ctypes.c_char * len(content)).from_buffer(self.slots))
-        places = range(base, base + _SLOT * count, _SLOT)
+        addresses = (base + place for place in places)
         self._head = head
         # byref makes the C value here, once.
-        self._params = ctypes.byref((ctypes.c_void_p * count)(*places))
+        self._params = ctypes.byref((ctypes.c_void_p * len(places))(*addresses))
         self.turn_to(0)
 
     def turn_to(self, stream: int) -> None:

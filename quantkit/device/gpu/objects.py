@@ -1,4 +1,4 @@
-"""From a variant to the bytes of its object: built ahead of time, cached on disk, or compiled now.
+"""From a kernel to the bytes of its object: built ahead of time, cached on disk, or compiled now.
 
 Folders that ``quantkit kernels build`` wrote are looked at first: those of $QUANTKIT_OBJECTS, then
 ``objects`` in the cache folder. They match when target, sources and checksum are right.
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from quantkit.device import cache
 from quantkit.device.gpu.driver import Driver
+from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.manifest import MANIFEST_NAME, ManifestKernel, read_manifest
-from quantkit.device.ops import Variant
 from quantkit.errors import ArtefactError, KernelError
 from quantkit.resources import kernel_sources
 
@@ -33,7 +33,7 @@ class ObjectFolder:
 
 @dataclass(frozen=True)
 class KernelObject:
-    """The object of one variant."""
+    """The object of one kernel."""
 
     content: bytes
     path: Path
@@ -41,28 +41,28 @@ class KernelObject:
     prebuilt: bool
 
 
-def read_object(driver: Driver, target: str, variant: Variant) -> KernelObject:
-    """Return the object of a variant, compiled now if need be.
+def read_object(driver: Driver, target: str, kernel: Kernel) -> KernelObject:
+    """Return the object of a kernel, compiled now if need be.
 
     Raises:
         CompilerMissingError: it is not prebuilt, and there is no compiler.
         KernelError: it does not compile; the text has the compiler's log and the command.
     """
     for folder in object_folders(target):
-        if found := _prebuilt(folder, variant.symbol):
+        if found := _prebuilt(folder, kernel.symbol):
             return found
-    path = cached_path(driver, target, variant)
+    path = cached_path(driver, target, kernel)
     if not path.exists():
         with cache.building(path) as stage:
             if stage:
-                stage.write_bytes(_compile(driver, target, variant))
+                stage.write_bytes(_compile(driver, target, kernel))
     return KernelObject(path.read_bytes(), path, prebuilt=False)
 
 
-def cached_path(driver: Driver, target: str, variant: Variant) -> Path:
-    """Return where the cache keeps a variant, built or not."""
+def cached_path(driver: Driver, target: str, kernel: Kernel) -> Path:
+    """Return where the cache keeps a kernel, built or not."""
     # The symbol stands for the macros.
-    return cache_folder(driver, target) / f"{variant.symbol}.{driver.suffix}"
+    return cache_folder(driver, target) / f"{kernel.symbol}.{driver.suffix}"
 
 
 def cache_folder(driver: Driver, target: str) -> Path:
@@ -114,11 +114,11 @@ def _prebuilt(folder: ObjectFolder, symbol: str) -> KernelObject | None:
     return KernelObject(content, path, prebuilt=True)
 
 
-def _compile(driver: Driver, target: str, variant: Variant) -> bytes:
+def _compile(driver: Driver, target: str, kernel: Kernel) -> bytes:
     compiler, sources = driver.require_compiler(), kernel_sources()
-    text = (sources / variant.op.source).read_text(encoding="utf-8")
-    options = [*driver.options(target), f"-I{sources / 'include'}", *variant.defines]
-    content, _ = compiler.compile(text, variant.op.source, options)
+    text = (sources / kernel.source).read_text(encoding="utf-8")
+    options = [*driver.options(target), f"-I{sources / 'include'}", *kernel.defines]
+    content, _ = compiler.compile(text, kernel.source, options)
     return content
 
 

@@ -1,4 +1,4 @@
-"""Preparing GPU calls: variant and tile from the operands of an operation, sizes and outputs."""
+"""Preparing GPU calls: the kernel from the operands of an operation, sizes and outputs."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,11 @@ from torch import Tensor
 from quantkit.device import backends
 from quantkit.device.gpu import calls
 from quantkit.device.gpu.calls import Call, Output, Signature
+from quantkit.device.gpu.choice import choose_gemm
 from quantkit.device.gpu.devices import find_device
+from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.operands import IO_WORDS
 from quantkit.device.ops import Variant, find_op
-from quantkit.device.tiles import choose_tile
 
 #: What a kernel reads, in launch order.
 Inputs = tuple[Tensor | None, ...]
@@ -50,22 +51,21 @@ def prepare_gemm(op: str, words: tuple[str, ...], inputs: Inputs, key: Signature
     x, w = _first(inputs), inputs[2]
     assert w is not None
     (m, k), n = x.shape, w.shape[0]
-    device = find_device(x.get_device())
-    tile = choose_tile(m, n, device.units, dict(device.arch.tile_speed)[op])
-    variant = Variant(find_op(op), (*words, tile))
+    sizes = {"m": m, "n": n, "k": k}
+    kernel = choose_gemm(find_device(x.get_device()), op, words, sizes)
     dtype = next(dtype for dtype, word in IO_WORDS.items() if word == words[-1])
-    return _prepare(variant, inputs, {"m": m, "n": n, "k": k}, (((m, n), dtype),), key)
+    return _prepare(kernel, inputs, sizes, (((m, n), dtype),), key)
 
 
 def _prepare(
-    variant: Variant,
+    kernel: Kernel,
     inputs: Inputs,
     sizes: dict[str, int],
     outputs: tuple[Output, ...],
     key: Signature,
 ) -> Call:
     nulls = [index for index, tensor in enumerate(inputs) if tensor is None]
-    call = Call(find_device(_first(inputs).get_device()), variant, sizes, outputs, nulls)
+    call = Call(find_device(_first(inputs).get_device()), kernel, sizes, outputs, nulls)
     return calls.keep(key, call) if key else call
 
 

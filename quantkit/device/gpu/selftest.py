@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.choice import choose_gemm
 from quantkit.device.gpu.devices import Device, find_device
-from quantkit.device.ops import Variant, find_op
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 
@@ -23,7 +23,7 @@ _M, _N, _K = 16, 16, 128
 #: The codes of 0 to 3 and their negatives in e4m3fn. Sums stay below 2048, where float16 is exact.
 _CODES = (0x00, 0x38, 0x40, 0x44, 0xB8, 0xC0, 0xC4)
 _VALUES = (0, 1, 2, 3, -1, -2, -3)
-_WORDS = ("e4m3fn", "e4m3fn", "tensor", "tensor", "f16", "t2")
+_WORDS = ("e4m3fn", "e4m3fn", "tensor", "tensor", "f16")
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def run_self_test(device: Device) -> None:
         KernelError: a kernel cannot be compiled, loaded or run, or its result is wrong.
     """
     for op, operands, expected in _cases():
-        variant, sizes = Variant(find_op(op), _WORDS), {"m": _M, "n": _N, "k": _K}
-        no_bias = [len(operands)]
-        call = Call(device, variant, sizes, [((_M, _N), torch.float16)], no_bias)
+        sizes, no_bias = {"m": _M, "n": _N, "k": _K}, [len(operands)]
+        kernel = choose_gemm(device, op, _WORDS, sizes)
+        call = Call(device, kernel, sizes, [((_M, _N), torch.float16)], no_bias)
         try:
             (y,) = call(*(t.to(device.torch_device) for t in operands), None)
             found = y.cpu()

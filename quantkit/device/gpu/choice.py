@@ -1,0 +1,41 @@
+"""Which kernel computes a GEMM on a device: one of Hopper's own, or a tile of the menu."""
+
+from quantkit.device import hopper, hopper_choice
+from quantkit.device.gpu.devices import Device
+from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.hopper import HopperKernel
+from quantkit.device.ops import Variant, find_op
+from quantkit.device.tiles import choose_tile
+
+
+def choose_gemm(device: Device, op: str, words: tuple[str, ...], sizes: dict[str, int]) -> Kernel:
+    """Return the kernel of one GEMM.
+
+    Args:
+        words: of the variant, but for the tile's.
+        sizes: m, n and k; k a multiple of what the operation takes, which is also what tensor maps
+            need of the rows of x and w.
+    """
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    if device.arch.name != hopper.ARCHITECTURE or why_not_hopper(device):
+        tile = choose_tile(m, n, device.units, dict(device.arch.tile_speed)[op])
+        return Variant(find_op(op), (*words, tile))
+    sparse = op == "gemm_fp8_sparse"
+    best = hopper_choice.choose_tile(m, n, k, sparse=sparse, multiprocessors=device.units)
+    x_format, w_format, x_scale, w_scale, io = words
+    return HopperKernel(
+        best,
+        sparse=sparse,
+        x_format=x_format,
+        w_format=w_format,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        io=io,
+    )
+
+
+def why_not_hopper(device: Device) -> str:
+    """Return why a Hopper device takes mma.sync for its GEMMs; empty when it takes wgmma."""
+    if device.driver.tensors is None:
+        return f"driver {device.driver.version} has no tensor maps, 12.0 and later have"
+    return ""

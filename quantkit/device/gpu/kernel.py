@@ -1,0 +1,82 @@
+"""What the loader runs: kernels of two kinds, and the launch of each but for its addresses."""
+
+from dataclasses import dataclass
+
+from quantkit.device.geometry import compile_expression, geometry_of
+from quantkit.device.hopper import HopperKernel, TensorMap, arguments, plan_launch
+from quantkit.device.ops import Variant
+from quantkit.errors import KernelError
+
+#: One compile of one source: symbol, source, defines, operation and name say which.
+Kernel = Variant | HopperKernel
+
+_INT_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch but for its addresses and stream."""
+
+    grid: tuple[int, int, int]
+    #: threads of a block, all along x
+    block: int
+    #: dynamic
+    shared_bytes: int
+    #: device addresses, in the order of the operands
+    pointers: int
+    #: 32-bit integers
+    numbers: tuple[int, ...]
+    #: operand and description of each tensor map; None: the kernel does not read it
+    maps: tuple[tuple[int, TensorMap | None], ...]
+    #: the kernel's arguments in order, as places in (*pointers, *numbers, *maps)
+    order: tuple[int, ...]
+
+
+def plan_of(kernel: Kernel, sizes: dict[str, int], units: int) -> Plan:
+    """Return how ``kernel`` computes ``sizes``.
+
+    Args:
+        sizes: m, n and k, or those that the operation has.
+        units: compute units of the device.
+
+    Raises:
+        KernelError: a size that a kernel's 32-bit integers do not hold.
+    """
+    if isinstance(kernel, HopperKernel):
+        plan = _plan_hopper(kernel, sizes, units)
+    else:
+        plan = _plan_variant(kernel, sizes)
+    if not all(0 < number <= _INT_MAX for number in (*plan.numbers, *plan.grid)):
+        raise KernelError(f"{kernel.symbol}: sizes {sizes} do not fit 32-bit integers")
+    return plan
+
+
+def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:
+    geometry, args = geometry_of(kernel), kernel.op.args
+    pointers = sum(a.is_pointer for a in args)
+    # The launcher packs all addresses at once: numbers stand behind them in every kernel.
+    assert all(a.is_pointer for a in args[:pointers])
+    numbers = tuple(sizes[a.name] for a in args[pointers:])
+    x, y, z = (compile_expression(text)(sizes) for text in geometry.grid)
+    order = tuple(range(len(args)))
+    return Plan((x, y, z), geometry.block, 0, pointers, numbers, (), order)
+
+
+def _plan_hopper(kernel: HopperKernel, sizes: dict[str, int], units: int) -> Plan:
+    launch = plan_launch(kernel, sizes["m"], sizes["n"], sizes["k"], units)
+    names = arguments(kernel)
+    maps = [name for name in names if name.endswith("_map")]
+    numbers = names[-len(launch.numbers) :]
+    # x and w are arguments only as maps.
+    operands = ["x", "x_scale", "w", *names[names.index("w_map") + 1 : names.index("y") + 1]]
+    slots = [*operands, *numbers, *maps]
+    specs = zip(maps, launch.maps, strict=True)
+    return Plan(
+        launch.grid,
+        launch.block,
+        launch.shared_bytes,
+        len(operands),
+        launch.numbers,
+        tuple((operands.index(name.removesuffix("_map")), spec) for name, spec in specs),
+        tuple(slots.index(name) for name in names),
+    )

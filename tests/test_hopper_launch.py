@@ -1,0 +1,285 @@
+"""The loader's part in Hopper's kernels: the choice, arguments, tensor maps and shared memory.
+
+The driver here is Python functions that record what they are called with; the real one is met in
+test_hopper.py.
+"""
+
+import contextlib
+import ctypes
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.device import survey
+from quantkit.device.archs import arch_of_device, find_arch
+from quantkit.device.gpu import devices
+from quantkit.device.gpu.choice import choose_gemm, why_not_hopper
+from quantkit.device.gpu.devices import Device
+from quantkit.device.gpu.driver import Driver, TensorEntries
+from quantkit.device.gpu.kernel import plan_of
+from quantkit.device.gpu.objects import KernelObject
+from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
+from quantkit.device.hopper import TILES, HopperKernel, Share, TensorMap, arguments, plan_launch
+from quantkit.device.ops import Variant
+from quantkit.errors import KernelError
+
+FUNCTION, STREAM = 0xF00D, 0x57A40
+POINTER = ctypes.c_void_p
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, *(ctypes.c_uint,) * 7, POINTER, POINTER, POINTER)
+WORDS = ("e4m3fn", "e5m2", "token", "tensor", "bf16")
+DENSE = HopperKernel(TILES["c128x128"])
+SPARSE = HopperKernel(TILES["c128x128"], sparse=True)
+
+
+class FakeCuda:
+    """Records calls; a map is its matrix's address and then what was said of it."""
+
+    def __init__(self):
+        self.launches, self.encoded, self.attributes, self.bound = [], [], [], []
+        self.encode_statuses = []
+        #: arguments of the kernel
+        self.count = len(arguments(DENSE))
+        #: of C, as cuLaunchKernel is
+        self.entry = LAUNCH(self.launch)
+
+    def encode(  # noqa: PLR0917  the order of cuTensorMapEncodeTiled
+        self, place, element, rank, address, sizes, pitches, box, steps, *modes
+    ):
+        self.encoded.append(address)
+        assert place % 64 == 0
+        content = [element, rank, *sizes, *pitches, *box, *steps, *modes]
+        ctypes.memset(place, 0xEE, MAP_BYTES)
+        ctypes.memmove(place, struct.pack("<Q13I", address, *content), 8 + 4 * len(content))
+        return self.encode_statuses.pop() if self.encode_statuses else 0
+
+    def set_attribute(self, function, attribute, value):
+        self.attributes.append((function.value, attribute, value))
+        return 0
+
+    def get_function(self, function, _, __):
+        function._obj.value = FUNCTION
+        return 0
+
+    def launch(self, function, *arguments):
+        *shape, stream, params, extra = arguments
+        assert (function, extra) == (FUNCTION, None)
+        places = list((ctypes.c_void_p * self.count).from_address(params))
+        self.launches.append((shape, stream, places))
+        self.values = [ctypes.string_at(place, 8) for place in places]
+        self.maps = [ctypes.string_at(place, MAP_BYTES) for place in places]
+        return 0
+
+    def driver(self, **changes):
+        fields = {
+            "name": "CUDA",
+            "path": "libcuda.so.1",
+            "version": "13.0",
+            "compiler": "none",
+            "options": lambda _: (),
+            "suffix": "cubin",
+            "module_load_data": lambda _, __: 0,
+            "module_get_function": self.get_function,
+            "launch_kernel": self.entry,
+            "explain": lambda status: f"{status}",
+            "bind": self.bound.append,
+            "unbound": frozenset({201}),
+            "tensors": TensorEntries(self.set_attribute, self.encode),
+        }
+        return Driver(**{**fields, **changes})
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    found = KernelObject(b"", Path("kernel.cubin"), prebuilt=True)
+    monkeypatch.setattr(devices, "read_object", lambda *_: found)
+    return FakeCuda()
+
+
+def h200(cuda, **changes):
+    return Device(
+        index=0,
+        name="sm_90",
+        arch=arch_of_device("sm_90"),
+        driver=cuda.driver(**changes),
+        units=132,
+        torch_device=torch.device("cpu"),
+        current=lambda: 0,
+        stream=lambda _: STREAM,
+        capturing=lambda: False,
+        guard=contextlib.nullcontext,
+    )
+
+
+def operands(kernel, m, n, k):
+    """Return tensors in the order of the operands, y last."""
+    w = [torch.zeros(n, k // 2 if kernel.sparse else k, dtype=torch.uint8)]
+    if kernel.sparse:
+        w.append(torch.zeros(n, k // 8, dtype=torch.uint8))
+    x, y = torch.zeros(m, k, dtype=torch.uint8), torch.zeros(m, n, dtype=torch.float16)
+    return [x, torch.ones(m), *w, torch.ones(n), torch.zeros(n).half(), y]
+
+
+def map_of(spec, address):
+    """What FakeCuda makes of a correct call, by cuda.h's numbers."""
+    element, item = {"u8": (0, 1), "f16": (6, 2), "f32": (7, 4), "bf16": (9, 2)}[spec.element]
+    swizzle = {64: 2, 128: 3}[spec.swizzle]
+    size = (spec.columns, spec.rows, spec.columns * item, spec.box_columns, spec.box_rows)
+    return struct.pack("<Q13I", address, element, 2, *size, 1, 1, 0, swizzle, 3, 0)
+
+
+def test_hopper_devices_take_their_own_row():
+    assert arch_of_device("sm_90").name == "sm_90a"
+    assert arch_of_device("sm_90").target_for("sm_90") == "sm_90a"
+    assert arch_of_device("sm_120").target_for("sm_120") == "sm_120"
+
+
+@pytest.mark.parametrize("io", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [(300, 200, 640), (1, 8, 32), (40, 75, 2048)])
+def test_maps_are_encoded_as_the_driver_wants_them(cuda, shape, sparse, io):
+    kernel = HopperKernel(TILES["c128x160"], sparse=sparse, io=io)
+    for spec in plan_launch(kernel, *shape).maps:
+        if spec is not None:
+            status, content = encode_map(cuda.encode, spec, 0x7F0012345670)
+            assert status == 0
+            assert len(content) == MAP_BYTES
+            assert content.startswith(map_of(spec, 0x7F0012345670))
+
+
+@pytest.mark.parametrize("kernel", [DENSE, SPARSE], ids=lambda k: k.operation)
+def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
+    m, n, k = 300, 200, 640
+    device, tensors = h200(cuda), operands(kernel, m, n, k)
+    cuda.count = len(arguments(kernel))
+    device.launcher(kernel, {"m": m, "n": n, "k": k})(*tensors)
+    plan, by_name = (
+        plan_launch(kernel, m, n, k),
+        dict(zip(operand_names(kernel), tensors, strict=True)),
+    )
+    names = arguments(kernel)
+    ((shape, stream, places),) = cuda.launches
+    assert shape == [*plan.grid, plan.block, 1, 1, kernel.shared_bytes]
+    assert stream == STREAM
+    assert len(places) == len(names)
+    numbers = dict(zip(("m", "n", "k", "group"), plan.numbers, strict=True))
+    specs = dict(zip(("x_map", "w_map", "y_map"), plan.maps, strict=True))
+    for name, value, content in zip(names, cuda.values, cuda.maps, strict=True):
+        if name in specs:
+            wanted = map_of(specs[name], by_name[name[0]].data_ptr())
+            assert content.startswith(wanted), name
+        elif name in numbers:
+            assert struct.unpack("<q", value) == (numbers[name],), name
+        else:
+            assert struct.unpack("<Q", value) == (by_name[name].data_ptr(),), name
+    assert cuda.attributes == [(FUNCTION, 8, kernel.shared_bytes)]
+
+
+def operand_names(kernel):
+    return ["x", "x_scale", "w", *(["w_meta"] if kernel.sparse else []), "w_scale", "bias", "y"]
+
+
+def test_a_missing_bias_is_null_and_rows_that_cannot_be_copied_have_an_empty_map(cuda):
+    x, x_scale, w, w_scale, _, _ = operands(DENSE, 4, 75, 64)
+    y = torch.zeros(4, 75, dtype=torch.float16)
+    h200(cuda).launcher(DENSE, {"m": 4, "n": 75, "k": 64}, [4])(x, x_scale, w, w_scale, None, y)
+    names = arguments(DENSE)
+    assert cuda.values[names.index("bias")] == bytes(8)
+    assert cuda.maps[names.index("y_map")] == bytes(MAP_BYTES)
+    assert struct.unpack("<Q", cuda.values[names.index("y")]) == (y.data_ptr(),)
+
+
+def test_maps_follow_the_operands_and_are_made_once_per_address(cuda):
+    launcher = h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})
+    first, second = operands(DENSE, 8, 16, 64), operands(DENSE, 8, 16, 64)
+    for tensors in (first, second, first, second):
+        launcher(*tensors)
+        for name, operand in (("x_map", 0), ("w_map", 2), ("y_map", -1)):
+            content = cuda.maps[arguments(DENSE).index(name)]
+            assert struct.unpack_from("<Q", content) == (tensors[operand].data_ptr(),)
+    wanted = [
+        t.data_ptr() for tensors in (first, second) for t in (tensors[0], tensors[2], tensors[-1])
+    ]
+    assert cuda.encoded == wanted
+
+
+def test_copied_operands_are_described_where_the_copy_lies(cuda):
+    tensors = operands(DENSE, 8, 16, 64)
+    tensors[0] = torch.zeros(64, 8, dtype=torch.uint8).T
+    h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})(*tensors)
+    assert cuda.encoded[0] not in (0, tensors[0].data_ptr())
+    assert cuda.encoded[1:] == [tensors[2].data_ptr(), tensors[-1].data_ptr()]
+
+
+def test_a_thread_without_a_context_is_bound_before_its_maps_are_made(cuda):
+    cuda.encode_statuses = [201]
+    h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})(*operands(DENSE, 8, 16, 64))
+    assert cuda.bound == [0, 0]  # loading, encoding
+    assert len(cuda.encoded) == 4
+
+
+def test_a_map_that_the_driver_refuses_is_an_error(cuda):
+    cuda.encode_statuses = [1]
+    launcher = h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})
+    with pytest.raises(KernelError, match="cannot describe x to the copy engine: 1"):
+        launcher(*operands(DENSE, 8, 16, 64))
+    assert not cuda.launches
+
+
+def test_kept_maps_are_bounded(cuda, monkeypatch):
+    monkeypatch.setattr("quantkit.device.gpu.launcher._MOST_MAPS", 2)
+    launcher = h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})
+    kept = [operands(DENSE, 8, 16, 64) for _ in range(5)]
+    for tensors in kept:
+        launcher(*tensors)
+        content = cuda.maps[0]
+        assert struct.unpack_from("<Q", content) == (tensors[0].data_ptr(),)
+    assert all(len(known) <= 2 for known in (launcher._known, *(m.known for m in launcher._maps)))
+
+
+# ------------------------------------------------------------------------------------ the choice
+
+
+@pytest.mark.parametrize("op", ["gemm_fp8", "gemm_fp8_sparse"])
+def test_gemms_of_hopper_run_its_kernels(cuda, op):
+    device = h200(cuda)
+    kernel = choose_gemm(device, op, WORDS, {"m": 2048, "n": 1280, "k": 1280})
+    assert isinstance(kernel, HopperKernel)
+    assert kernel.operation == op
+    assert kernel.accurate
+    assert kernel.name == f"e4m3fn_e5m2_token_tensor_bf16_accurate_{kernel.tile.name}"
+    few = choose_gemm(device, op, WORDS, {"m": 3, "n": 1280, "k": 5120})
+    assert few.tile.m == 16
+    assert few.tile.share is Share.SPLIT_K
+
+
+def test_other_devices_and_old_drivers_take_a_tile_of_the_menu(cuda):
+    sizes = {"m": 2048, "n": 1280, "k": 1280}
+    old = h200(cuda, tensors=None, version="11.8")
+    assert "driver 11.8 has no tensor maps" in why_not_hopper(old)
+    assert isinstance(choose_gemm(old, "gemm_fp8", WORDS, sizes), Variant)
+    assert "sm_89 policy (mma.sync), compiled for sm_90a: driver 11.8" in survey._kernels_of(old)
+    assert survey._kernels_of(h200(cuda)) == "wgmma and wgmma.sp, compiled for sm_90a"
+    ada = Device(**{**vars(h200(cuda)), "name": "sm_89", "arch": find_arch("sm_89")})
+    assert isinstance(choose_gemm(ada, "gemm_fp8", WORDS, sizes), Variant)
+
+
+@pytest.mark.parametrize("k", [16, 32, 48, 128, 384, 512, 5120])
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 4096])
+def test_every_k_that_the_operations_take_has_a_hopper_kernel(cuda, m, k):
+    device = h200(cuda)
+    for op, multiple in (("gemm_fp8", 16), ("gemm_fp8_sparse", 32)):
+        if k % multiple == 0:
+            sizes = {"m": m, "n": 75, "k": k}
+            plan = plan_of(choose_gemm(device, op, WORDS, sizes), sizes, device.units)
+            assert all(spec is None or spec.row_bytes % 16 == 0 for _, spec in plan.maps)
+
+
+def test_sizes_beyond_32_bits_are_refused():
+    with pytest.raises(KernelError, match="do not fit 32-bit integers"):
+        plan_of(DENSE, {"m": 2**31, "n": 16, "k": 64}, 132)
+
+
+def test_a_spec_names_its_bytes():
+    assert TensorMap("y", "f32", 4, 72, 32, 32).row_bytes == 288
