@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
@@ -25,18 +23,16 @@ from quantkit.recipefields import (
     Patterns,
     Percentile,
     Smooth,
+    Strict,
     alpha_or_auto,
     ascending,
     checked_granularity,
     checked_pattern,
 )
+from quantkit.recipegoals import BudgetRecipe, Gates
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class WeightRecipe(_Strict):
+class WeightRecipe(Strict):
     """How weights become FP8."""
 
     format: Format = "e4m3fn"
@@ -47,7 +43,7 @@ class WeightRecipe(_Strict):
     rounding: Literal["nearest", "gptq"] = "nearest"
 
 
-class ActivationRecipe(_Strict):
+class ActivationRecipe(Strict):
     """How inputs of packed layers become FP8, in the format of the weight."""
 
     mode: Literal["none", "static", "token"] = "token"
@@ -56,14 +52,20 @@ class ActivationRecipe(_Strict):
     percentile: Percentile = 99.99
     #: subtract each channel's mean before quantizing; the output gets it back
     shift: bool = False
+    #: 2: an input is the sum of two FP8 values, the second holding what the first leaves; the layer
+    #: multiplies twice, and its input's error falls to a sixteenth
+    terms: Literal[1, 2] = 1
     #: timestep buckets that have a static scale and a shift of their own: how many, their edges,
     #: or auto
     buckets: Annotated[Buckets, AfterValidator(ascending)] = 1
 
     @model_validator(mode="after")
     def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
-        if self.shift and self.mode == "none":
-            raise RecipeError("activation.shift with mode none: nothing is quantized; drop shift")
+        for name, given in (("shift", self.shift), ("terms", self.terms > 1)):
+            if given and self.mode == "none":
+                raise RecipeError(
+                    f"activation.{name} with mode none: nothing is quantized; drop {name}"
+                )
         if self.shift and self.observer == "moving_average":
             raise RecipeError(
                 "activation.shift with observer moving_average: it was taken before the shift; "
@@ -77,7 +79,7 @@ class ActivationRecipe(_Strict):
         return self
 
 
-class SparsityRecipe(_Strict):
+class SparsityRecipe(Strict):
     """Which layers are masked, and how."""
 
     pattern: Annotated[str, AfterValidator(checked_pattern)] = "2:4"
@@ -88,7 +90,7 @@ class SparsityRecipe(_Strict):
     error_budget: Annotated[float, Field(gt=0)] | None = None
 
 
-class CalibrationRecipe(_Strict):
+class CalibrationRecipe(Strict):
     """How the pipeline is run for statistics."""
 
     prompts: Annotated[int, Field(ge=1)] = 16
@@ -115,7 +117,7 @@ class CalibrationRecipe(_Strict):
         return self
 
 
-class Override(_Strict):
+class Override(Strict):
     """Another treatment for some layers. Of overrides that match, the last to set a field wins."""
 
     layers: Annotated[Patterns, Field(min_length=1)]
@@ -127,45 +129,6 @@ class Override(_Strict):
     sparse: bool | None = None
     #: why, for whoever reads the recipe
     reason: str = ""
-
-
-class BudgetRecipe(_Strict):
-    """What 'quantkit calibrate optimize' must meet: one of bytes, error, speed and ssim."""
-
-    #: largest packed size, as a share of the source's size
-    bytes: Annotated[float, Field(gt=0)] | None = None
-    #: largest predicted NMSE of the final latents
-    error: Annotated[float, Field(gt=0)] | None = None
-    #: least modelled speed-up of the layers that can be packed
-    speed: Annotated[float, Field(ge=1)] | None = None
-    #: least mean SSIM of pictures that are really made
-    ssim: Annotated[float, Field(gt=0, le=1)] | None = None
-    #: globs on the names of the treatments that may be chosen, besides 16-bit
-    treatments: Annotated[Patterns, Field(min_length=1)] = ("*",)
-
-    @property
-    def goals(self) -> tuple[str, ...]:
-        """The goals that are set, by name."""
-        return tuple(name for name in GOALS if getattr(self, name) is not None)
-
-    @model_validator(mode="after")
-    def _one_goal(self) -> "BudgetRecipe":
-        if len(self.goals) > 1:
-            raise RecipeError(f"budget: found {' and '.join(self.goals)}; set one of them")
-        return self
-
-
-#: What a budget can be set on.
-GOALS = ("bytes", "error", "speed", "ssim")
-
-
-class Gates(_Strict):
-    """What the packed pipeline must reach; None leaves the default of 'quantkit eval report'."""
-
-    ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
-    lpips: Annotated[float, Field(ge=0)] | None = None
-    #: largest relative loss of the CLIP score, in percent
-    clip_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +143,7 @@ class LayerSettings:
     sparse: bool
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """Everything that a run of quantkit decides."""
 
     name: str

@@ -3,10 +3,16 @@
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.granularity import parse_granularity
+
+
+class Strict(BaseModel):
+    """A section of a recipe: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def checked_granularity(text: str) -> str:

@@ -10,14 +10,13 @@ from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.recipe import (
     ActivationRecipe,
-    BudgetRecipe,
     CalibrationRecipe,
-    Gates,
     Override,
     Recipe,
     SparsityRecipe,
     WeightRecipe,
 )
+from quantkit.recipegoals import BudgetRecipe, Gates
 
 
 def recipe_names() -> tuple[str, ...]:

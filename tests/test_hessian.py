@@ -208,13 +208,20 @@ def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
 
 def test_a_share_of_the_rows_estimates_all_of_them():
     module = nn.Linear(8, 4)
-    x = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, 20_000, 8, generator=torch.Generator().manual_seed(1))
     some, again, everything = (_Sum(module, "layer", share, 3) for share in (0.2, 0.2, 1.0))
     for total in (some, again, everything):
         total.add(x, 1.0)
     assert some.moments().rows == 4000
     assert torch.equal(some.moments().second, again.moments().second)
     torch.testing.assert_close(some.moments().second, everything.moments().second, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(16, 16 * 3), (64, 32 * 3), (400, 100 * 3)])
+def test_a_share_leaves_small_pictures_enough_rows(tokens, rows):
+    total = _Sum(nn.Linear(8, 4), "layer", 0.25, 0)
+    total.add(torch.randn(3, tokens, 8), 1.0)
+    assert total.moments().rows == rows
 
 
 def test_padding_that_is_not_of_zeros_is_refused():

@@ -22,6 +22,9 @@ from quantkit.recipe import CalibrationRecipe
 
 #: Elements of the windows that are unfolded at a time: 64 MiB in float32.
 _WINDOW_ELEMENTS = 1 << 24
+#: Rows of a picture that are looked at whatever the share: where a UNet is narrowest a picture has
+#: 16 to 64, and a share of those says less than the layer has columns.
+_LEAST_ROWS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +97,20 @@ class _Sum:
         self._rows = 0
 
     def add(self, values: Tensor, weight: float) -> None:
-        for windows in _windows(self._module, values.detach(), self._where):
-            columns = self._drawn(windows)
+        for windows, samples in _windows(self._module, values.detach(), self._where):
+            columns = self._drawn(windows, samples)
             self._second.addmm_(columns, columns.t(), alpha=weight)
             self._mean += weight * columns.sum(dim=1, dtype=torch.float64)
             self._weight += weight * columns.shape[1]
             self._rows += columns.shape[1]
 
-    def _drawn(self, windows: Tensor) -> Tensor:
-        """Return some of the rows (K, rows), drawn at random; at least one."""
-        if self._share == 1:
-            return windows
+    def _drawn(self, windows: Tensor, samples: int) -> Tensor:
+        """Return some of the rows (K, rows) of so many pictures, drawn at random."""
         rows = windows.shape[1]
-        places = torch.randperm(rows, generator=self._draw)[: max(1, round(self._share * rows))]
+        count = max(1, round(self._share * rows), min(rows, _LEAST_ROWS * samples))
+        if count == rows:
+            return windows
+        places = torch.randperm(rows, generator=self._draw)[:count]
         return windows[:, places.to(windows.device)]
 
     def moments(self) -> Moments:
@@ -127,10 +131,13 @@ class _Sum:
         return Moments(second, mean, self._rows)
 
 
-def _windows(module: nn.Module, values: Tensor, where: str) -> Iterator[Tensor]:
-    """Yield what the layer multiplies, float32 (K, rows), a convolution's channels first."""
+def _windows(module: nn.Module, values: Tensor, where: str) -> Iterator[tuple[Tensor, int]]:
+    """Yield what the layer multiplies, float32 (K, rows), a convolution's channels first.
+
+    Beside it stands how many pictures the rows are of.
+    """
     if not isinstance(module, nn.Conv2d):
-        yield values.reshape(-1, values.shape[-1]).float().t()
+        yield values.reshape(-1, values.shape[-1]).float().t(), len(values)
         return
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or module.groups != 1:
         raise ModelError(
@@ -143,7 +150,7 @@ def _windows(module: nn.Module, values: Tensor, where: str) -> Iterator[Tensor]:
         windows = functional.unfold(
             part.float(), module.kernel_size, module.dilation, module.padding, module.stride
         )
-        yield windows.transpose(0, 1).reshape(taps, -1)
+        yield windows.transpose(0, 1).reshape(taps, -1), len(part)
 
 
 def _kernel_order(module: nn.Module) -> Tensor:

@@ -15,8 +15,8 @@ from quantkit.numerics.scheme import Activation, Scheme
 RESERVED_WEIGHTS = ("int8", "int4")
 
 _SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
-#: Written where true only, so that what has no shift stays a checkpoint of the first version.
-_OPTIONAL_KEYS = ("shift",)
+#: Written where they say something, so that other checkpoints stay of the first version.
+_OPTIONAL_KEYS = ("shift", "terms")
 
 
 def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
@@ -29,6 +29,7 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
         "buckets": list(scheme.buckets) or None,
         "smooth": scheme.smooth,
         **({"shift": True} if scheme.shift else {}),
+        **({"terms": scheme.terms} if scheme.terms > 1 else {}),
     }
 
 
@@ -69,6 +70,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         activation = Activation(item["activation"])
         shift = _parse_shift(item.get("shift"), activation)
         buckets = _parse_buckets(item["buckets"], activation, shift=shift)
+        terms = _parse_terms(item.get("terms"), activation)
     except (InputError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
@@ -76,7 +78,8 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     if type(item["smooth"]) is not bool:
         raise CheckpointError(f"{where}: smooth {item['smooth']!r}, wanted true or false")
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
-    scheme = Scheme(weight, granularity, sparsity, activation, buckets, item["smooth"], shift)
+    smooth: bool = item["smooth"]
+    scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth, shift, terms)
     return scheme, _parse_layers(item["layers"], where)
 
 
@@ -92,6 +95,16 @@ def _parse_shift(value: object, activation: Activation) -> bool:
     if value and activation is Activation.NONE:
         raise CheckpointError("shift with activation 'none', wanted 'static' or 'token'")
     return bool(value)
+
+
+def _parse_terms(value: object, activation: Activation) -> int:
+    if value is None:
+        return 1
+    if type(value) is not int or value != 2:
+        raise CheckpointError(f"terms {value!r}, wanted 2, or no such key")
+    if activation is Activation.NONE:
+        raise CheckpointError("terms with activation 'none', wanted 'static' or 'token'")
+    return value
 
 
 def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.tensorfile import ITEM_BYTES
 
-#: The newest version; a checkpoint without shifts is written as the first, for older readers.
+#: The newest version; one without shifts and terms is written as the first, for older readers.
 FORMAT_VERSION = 2
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
@@ -101,7 +101,8 @@ def make_config(schemes: Mapping[str, Scheme]) -> PackedConfig:
 
 def needed_version(schemes: Iterable[Scheme]) -> int:
     """Return the first format version that holds these treatments."""
-    return FORMAT_VERSION if any(scheme.shift for scheme in schemes) else FIRST_VERSION
+    newer = any(scheme.shift or scheme.terms > 1 for scheme in schemes)
+    return FORMAT_VERSION if newer else FIRST_VERSION
 
 
 def parse_config(config: Mapping[str, Any]) -> PackedConfig:
@@ -131,8 +132,8 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     format_version = int(config["format_version"])
     if format_version < needed_version(entry.scheme for entry in entries):
         raise CheckpointError(
-            f"{CONFIG_KEY}: format_version {format_version} with a shift, which came with "
-            f"{FORMAT_VERSION}; pack the model again"
+            f"{CONFIG_KEY}: format_version {format_version} with a shift or terms, which "
+            f"came with {FORMAT_VERSION}; pack the model again"
         )
     return PackedConfig(format_version, version, entries)
 

@@ -10,7 +10,8 @@ from quantkit.cli.console import print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.eval.generation import Settings
-    from quantkit.recipe import BudgetRecipe, Recipe
+    from quantkit.recipe import Recipe
+    from quantkit.recipegoals import BudgetRecipe
     from quantkit.sensitivity.choosing import Chosen
     from quantkit.sensitivity.result import Sensitivity
 
@@ -140,7 +141,7 @@ def _budget(
     recipe: "Recipe", goals: dict[str, float], treatments: tuple[str, ...]
 ) -> "BudgetRecipe":
     from quantkit.errors import RecipeError
-    from quantkit.recipe import GOALS, BudgetRecipe
+    from quantkit.recipegoals import GOALS, BudgetRecipe
 
     given = BudgetRecipe() if recipe.budget is None else recipe.budget
     values = {**given.model_dump(), **({"treatments": treatments} if treatments else {})}

@@ -14,7 +14,8 @@ from torch.nn import functional
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
-from quantkit.inference.operators import gemm, gemm_sparse, quantize_static, quantize_token
+from quantkit.inference.operators import gemm, gemm_sparse
+from quantkit.inference.terms import Term, split
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
@@ -121,9 +122,24 @@ class PackedLayer(nn.Module):
         shift = self._of_bucket(self.output_shift).reshape(-1)
         return (shift if self.bias is None else shift + self.bias.float()).to(dtype)
 
-    def _multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return (M, N) in ``dtype`` from (M, K) input codes and their scale."""
+    def _terms(self, x: Tensor, taps: int = 1) -> list[Term]:
+        """Return what inputs (M, taps * C) become: FP8 values that add up to them."""
+        scheme, smooth = self.scheme, self.input_smooth
+        if smooth is not None and taps > 1:
+            smooth = smooth.repeat(taps)
+        scale = self._static_scale() if scheme.activation is Activation.STATIC else None
+        return split(x, scale, smooth, self._shift(taps), scheme.weight, scheme.terms)
+
+    def _multiply(self, terms: list[Term], dtype: torch.dtype) -> Tensor:
+        """Return (M, N) in ``dtype`` from the (M, K) terms of the input."""
         bias = self._bias(dtype)
+        y = self._product(terms[0], bias, dtype)
+        for term in terms[1:]:
+            y = y + self._product(term, None, dtype)
+        return y
+
+    def _product(self, term: Term, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        codes, scale = term
         codes_w, scale_w, form = self.row_codes, self.weight_scale, self.scheme.weight.name
         y: Tensor
         if self.weight_meta is None:
@@ -152,14 +168,8 @@ class PackedLinear(PackedLayer):
         if self.scheme.activation is Activation.NONE:
             weight = self.dequantized().to(x.dtype)
             return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
-        rows, shift = x.reshape(-1, self.k).contiguous(), self._shift()
-        form, smooth = self.scheme.weight.name, self.input_smooth
-        if self.scheme.activation is Activation.STATIC:
-            scale = self._static_scale()
-            codes = quantize_static(rows, scale, smooth, form, shift)
-        else:
-            codes, scale = quantize_token(rows, smooth, form, shift)
-        return self._multiply(codes, scale, x.dtype).reshape(*x.shape[:-1], self.n)
+        rows = x.reshape(-1, self.k).contiguous()
+        return self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
 
 
 class PackedConv2d(PackedLayer):
@@ -204,22 +214,17 @@ class PackedConv2d(PackedLayer):
             return self._dequantized_forward(x)
         # Padded before the shift: what stands outside of the picture is zero, not the mean.
         pixels = self._padded(x.permute(0, 2, 3, 1)).contiguous()
-        form, smooth = self.scheme.weight.name, self.input_smooth
+        windows = self._windows(pixels)
         if self.scheme.activation is Activation.STATIC:
             # One scale for all: quantize each pixel once, then unfold bytes.
-            scale = self._static_scale()
-            codes = quantize_static(
-                pixels.reshape(-1, channels), scale, smooth, form, self._shift()
-            )
-            windows = self._windows(codes.reshape(pixels.shape))
-            rows = windows.reshape(-1, self.k)
+            terms = [
+                (self._windows(codes.reshape(pixels.shape)).reshape(-1, self.k), scale)
+                for codes, scale in self._terms(pixels.reshape(-1, channels))
+            ]
+            y = self._multiply(terms, x.dtype)
         else:
-            windows = self._windows(pixels)
-            taps = self.k // channels
-            smooth = None if smooth is None else smooth.repeat(taps)
             rows = windows.reshape(-1, self.k)
-            rows, scale = quantize_token(rows, smooth, form, self._shift(taps))
-        y = self._multiply(rows, scale, x.dtype)
+            y = self._multiply(self._terms(rows, self.k // channels), x.dtype)
         return y.reshape(*windows.shape[:3], self.n).permute(0, 3, 1, 2)
 
     def _padded(self, pixels: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ class _Context:
             buckets=self._buckets(layer, settings.activation),
             smooth=self._smooth(layer, activation),
             shift=settings.activation.shift,
+            terms=settings.activation.terms,
         )
         return Treatment(layer, scheme, why_dense)
 

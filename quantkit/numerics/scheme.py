@@ -33,3 +33,5 @@ class Scheme:
     smooth: bool = False
     #: True when the layer carries input_shift and output_shift: it quantizes x - shift
     shift: bool = False
+    #: FP8 values whose sum an input is: the second holds what the first leaves
+    terms: int = 1

@@ -14,7 +14,8 @@ from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.progress import Progress
-from quantkit.recipe import BudgetRecipe, Recipe
+from quantkit.recipe import Recipe
+from quantkit.recipegoals import BudgetRecipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
 from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes, strides_of
 from quantkit.sensitivity.edge import next_probe

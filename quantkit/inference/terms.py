@@ -1,0 +1,60 @@
+"""Inputs as sums of FP8 values: one, or two where one is too coarse.
+
+The second value holds what the first leaves, on a scale that is finer by the first one's mantissa,
+so three bits of mantissa become seven. The layer multiplies once for each.
+"""
+
+from torch import Tensor
+
+from quantkit.inference.operators import quantize_static, quantize_token
+from quantkit.numerics.formats import FloatFormat
+
+#: (M, K) uint8 codes of an input, and their float32 scale: (1,) or (M,)
+Term = tuple[Tensor, Tensor]
+
+
+def split(  # noqa: PLR0917  the order of the quantize operators
+    x: Tensor,
+    scale: Tensor | None,
+    smooth: Tensor | None,
+    shift: Tensor | None,
+    fmt: FloatFormat,
+    count: int,
+) -> list[Term]:
+    """Return codes and scales whose products sum to (x - shift) * smooth.
+
+    Args:
+        x: (M, K), float16, bfloat16 or float32, contiguous.
+        scale: float32 (1,), of the first term; None: each row has its own.
+        smooth: float32 (K,); None for ones.
+        shift: float32 (K,); None for zeros.
+        fmt: of the codes.
+        count: how many terms.
+    """
+    terms = [_quantize(x, scale, smooth, shift, fmt)]
+    for _ in range(count - 1):
+        x = _remainder(x, terms[-1], smooth, shift, fmt)
+        smooth = shift = None
+        # What rounding leaves is at most half of the last place of the largest code.
+        scale = None if scale is None else scale * 2.0 ** -(fmt.mantissa_bits + 1)
+        terms.append(_quantize(x, scale, None, None, fmt))
+    return terms
+
+
+def _quantize(
+    x: Tensor, scale: Tensor | None, smooth: Tensor | None, shift: Tensor | None, fmt: FloatFormat
+) -> Term:
+    if scale is None:
+        codes, rows_scale = quantize_token(x, smooth, fmt.name, shift)
+        return codes, rows_scale
+    return quantize_static(x, scale, smooth, fmt.name, shift), scale
+
+
+def _remainder(
+    x: Tensor, term: Term, smooth: Tensor | None, shift: Tensor | None, fmt: FloatFormat
+) -> Tensor:
+    """Return (x - shift) * smooth less what the codes say, float32."""
+    codes, scale = term
+    values = x.float() if shift is None else x.float() - shift
+    values = values if smooth is None else values * smooth
+    return values - codes.view(fmt.torch_dtype).float() * scale.reshape(-1, 1)
