@@ -1,7 +1,8 @@
 """The table of methods: several packed pipelines against one original, a row each."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ COLUMNS = (
     "method", "recipe", "sparsity", "local error", "weights", "ratio", "SSIM", "LPIPS",
     "CLIP change", "PSNR", "gates", "computed by",
 )  # fmt: skip
+BRIEF_COLUMNS = ("method", "local error", "ratio", "SSIM", "LPIPS", "CLIP change", "gates")
 #: Columns of words, which may break; the others hold numbers.
 TEXT_COLUMNS = ("method", "recipe", "sparsity", "gates", "computed by")
 
@@ -82,6 +84,20 @@ def cells(method: Method) -> tuple[str, ...]:
         judge_cell(report),
         ", ".join(report.kernels.by_backend) or "torch",
     )
+
+
+def brief_headings(methods: Sequence[Method]) -> tuple[str, ...]:
+    """Return the columns of the short table."""
+    return tuple(_brief(headings(methods)))
+
+
+def brief_cells(method: Method) -> tuple[str, ...]:
+    """Return the row of a method, as ``brief_headings`` names its columns: means alone."""
+    return tuple(re.sub(r" \[[^]]*\]", "", cell) for cell in _brief(cells(method)))
+
+
+def _brief(row: Sequence[str]) -> Iterator[str]:
+    return (text for name, text in zip(COLUMNS, row, strict=True) if name in BRIEF_COLUMNS)
 
 
 def _sparsity(packing: Packing) -> str:

@@ -23,8 +23,8 @@ from quantkit.recipe import CalibrationRecipe
 #: Elements of the windows that are unfolded at a time: 64 MiB in float32.
 _WINDOW_ELEMENTS = 1 << 24
 #: Rows of a picture that are looked at whatever the share: where a UNet is narrowest a picture has
-#: 16 to 64, and a share of those says less than the layer has columns.
-_LEAST_ROWS = 32
+#: 16 or 64, and a share of those says less than the layer has columns.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)

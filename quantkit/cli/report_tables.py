@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from quantkit.eval.result import Report
 
 
+#: Methods whose numbers and intervals fit a terminal beside one another.
+_SIDE_BY_SIDE = 3
+
+
 def print_metrics(title: str, comparison: "Comparison") -> None:
     """Print every metric with its backbone, interval and extremes."""
     from quantkit.eval.show import show, show_difference, show_mean
@@ -82,8 +86,11 @@ def print_report(result: "Report", output: Path) -> None:
 
 
 def print_methods(title: str, rows: "Sequence[Method]") -> None:
-    """Print the table of methods: quantities down, so that numbers fit any terminal."""
-    from quantkit.eval.methods import cells, headings
+    """Print the table of methods, whole with the quantities down, or shorter if they are many."""
+    from quantkit.eval.methods import brief_cells, brief_headings, cells, headings
 
+    if len(rows) > _SIDE_BY_SIDE:
+        print_table(title, brief_headings(rows), [brief_cells(row) for row in rows])
+        return
     lines = list(zip(headings(rows), *(cells(row) for row in rows), strict=True))
     print_table(title, lines[0], lines[1:])
