@@ -97,21 +97,18 @@ class _Sum:
         self._rows = 0
 
     def add(self, values: Tensor, weight: float) -> None:
-        for windows, samples in _windows(self._module, values.detach(), self._where):
-            columns = self._drawn(windows, samples)
+        for columns in _columns(self._module, values.detach(), self._where, self._draw_rows):
             self._second.addmm_(columns, columns.t(), alpha=weight)
             self._mean += weight * columns.sum(dim=1, dtype=torch.float64)
             self._weight += weight * columns.shape[1]
             self._rows += columns.shape[1]
 
-    def _drawn(self, windows: Tensor, samples: int) -> Tensor:
-        """Return some of the rows (K, rows) of so many pictures, drawn at random."""
-        rows = windows.shape[1]
+    def _draw_rows(self, rows: int, samples: int) -> Tensor:
+        """Return which rows of so many pictures are looked at, drawn at random."""
         count = max(1, round(self._share * rows), min(rows, _LEAST_ROWS * samples))
         if count == rows:
-            return windows
-        places = torch.randperm(rows, generator=self._draw)[:count]
-        return windows[:, places.to(windows.device)]
+            return torch.arange(rows)
+        return torch.randperm(rows, generator=self._draw)[:count]
 
     def moments(self) -> Moments:
         """Return the means, columns as the kernels have them, on the CPU.
@@ -131,13 +128,20 @@ class _Sum:
         return Moments(second, mean, self._rows)
 
 
-def _windows(module: nn.Module, values: Tensor, where: str) -> Iterator[tuple[Tensor, int]]:
+def _columns(
+    module: nn.Module, values: Tensor, where: str, draw: Callable[[int, int], Tensor]
+) -> Iterator[Tensor]:
     """Yield what the layer multiplies, float32 (K, rows), a convolution's channels first.
 
-    Beside it stands how many pictures the rows are of.
+    Args:
+        module: Linear or Conv2d.
+        values: its input.
+        where: for messages.
+        draw: returns places among so many rows of so many pictures.
     """
     if not isinstance(module, nn.Conv2d):
-        yield values.reshape(-1, values.shape[-1]).float().t(), len(values)
+        rows = values.reshape(-1, values.shape[-1])
+        yield rows[draw(len(rows), len(values)).to(rows.device)].float().t()
         return
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or module.groups != 1:
         raise ModelError(
@@ -147,10 +151,22 @@ def _windows(module: nn.Module, values: Tensor, where: str) -> Iterator[tuple[Te
     taps = module.weight[0].numel()
     step = max(1, _WINDOW_ELEMENTS // (taps * values.shape[-2] * values.shape[-1]))
     for part in torch.split(values, step):
-        windows = functional.unfold(
-            part.float(), module.kernel_size, module.dilation, module.padding, module.stride
-        )
-        yield windows.transpose(0, 1).reshape(taps, -1), len(part)
+        windows = _windows(module, part)
+        batch, height, width = windows.shape[:3]
+        places = draw(batch * height * width, batch).to(part.device)
+        # Only what was drawn is copied: unfolding all of it took longer than the product.
+        picture, pixel = places // (height * width), places % (height * width)
+        yield windows[picture, pixel // width, pixel % width].reshape(-1, taps).float().t()
+
+
+def _windows(module: nn.Conv2d, values: Tensor) -> Tensor:
+    """Return the view (B, OH, OW, C, kh, kw) of what a convolution reads of (B, C, H, W)."""
+    (ph, pw), (sh, sw), (dh, dw) = (
+        [int(side) for side in pair] for pair in (module.padding, module.stride, module.dilation)
+    )
+    tall, wide = (d * (k - 1) + 1 for d, k in zip((dh, dw), module.kernel_size, strict=True))
+    padded = functional.pad(values, (pw, pw, ph, ph)).permute(0, 2, 3, 1)
+    return padded.unfold(1, tall, sh).unfold(2, wide, sw)[..., ::dh, ::dw]
 
 
 def _kernel_order(module: nn.Module) -> Tensor:
