@@ -4,7 +4,7 @@ Nothing is computed when channels move: the rows of the producers' weights and b
 columns of the consumers' weights likewise. So whatever lies between must treat channels alike.
 Left out are the convolutions of residual blocks, between which a GroupNorm leaves its 3 to 5
 channels a group together, where nothing was gained on the demo; Sana's feed-forward, whose middle
-is a depthwise convolution; and whatever reads or writes the residual stream, which all layers share.
+is a depthwise convolution; and whatever reads or writes the residual stream, which all share.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,9 @@ class Coupling:
     start: int
 
 
-def find_couplings(component: Component, layers: Mapping[str, Layer], heads: Mapping[str, int]) -> tuple[Coupling, ...]:
+def find_couplings(
+    component: Component, layers: Mapping[str, Layer], heads: Mapping[str, int]
+) -> tuple[Coupling, ...]:
     """Return what may be permuted, in the order of the files.
 
     Modules that a rule fits in part, by name or shape, are left out.
@@ -80,7 +82,7 @@ def find_couplings(component: Component, layers: Mapping[str, Layer], heads: Map
         heads: of each attention module.
     """
     names = sorted({name for shard in component.shards for name in read_header(shard).tensors})
-    found = []
+    found: list[Coupling] = []
     for path in layers:
         for rule in RULES:
             prefix = path.removesuffix(rule.producers[0])

@@ -100,6 +100,14 @@ class LayerInputs:
         *,
         update: bool,
     ) -> "LayerInputs":
+        """Return what calibration and second moments say of a component.
+
+        Args:
+            component: the denoiser.
+            calibration: None without one.
+            surgeon: None without second moments.
+            update: the kept weights will make up for the dropped ones.
+        """
         return cls(
             component,
             calibrated=calibration is not None,

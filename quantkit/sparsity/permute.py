@@ -44,6 +44,7 @@ def choose_permutations(
     calibration: Calibration | None,
     *,
     device: torch.device,
+    seed: int,
     progress: Progress,
 ) -> tuple[Permutation, ...]:
     """Return an order for the channels wherever the graph leaves them free.
@@ -53,9 +54,10 @@ def choose_permutations(
 
     Args:
         component: the denoiser.
-        recipe: says which layers are to be sparse, how, and the seed.
+        recipe: says which layers are to be sparse, and how.
         calibration: input statistics, which wanda needs.
         device: where to search.
+        seed: of the searches.
         progress: told of couplings done.
 
     Raises:
@@ -79,7 +81,7 @@ def choose_permutations(
         progress(what, done, len(useful))
         powers = [_power(layer, coupling, rule.method, inputs).to(device) for layer in consumers]
         with one_torch_thread():
-            found.append(_search(coupling, powers, pattern, recipe.calibration.seed))
+            found.append(_search(coupling, powers, pattern, seed))
     progress(what, len(useful), len(useful))
     return tuple(found)
 
@@ -166,9 +168,7 @@ def moves_of(permutations: Sequence[Permutation]) -> Moves:
     return moves
 
 
-def permute_calibration(
-    calibration: Calibration, moves: Moves, written: Component
-) -> Calibration:
+def permute_calibration(calibration: Calibration, moves: Moves, written: Component) -> Calibration:
     """Return the calibration that the permuted model would have given.
 
     Args:
