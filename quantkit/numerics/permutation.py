@@ -20,8 +20,8 @@ from torch import Generator, Tensor
 
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern
 
-#: Groups that are tried, times rows, in one search: 2 s on one core. Half of it gains 6 % less on
-#: the demo's layers, ten times as much 4 % more. Layers for which it is less than
+#: Groups that are tried, times rows, in one search: 2 s on one core. Half of it gained 5 % less on
+#: the demo's middle block, ten times as much 5 % more. Layers for which it is less than
 #: ``_LEAST_ROUNDS`` take longer.
 WORK = 2e8
 _LEAST_ROUNDS = 20
