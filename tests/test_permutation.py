@@ -413,7 +413,11 @@ def test_layers_that_stay_dense_are_not_permuted(unet):
     assert not [name for name in names if "attn2" in name or name.startswith("mid_block")]
 
 
-def test_groups_that_do_not_fit_a_head_are_left_alone(unet):
+def test_groups_that_do_not_fit_a_head_are_left_alone(unet, monkeypatch):
+    # Groups of 64 have 4096 exchanges a pair: who is asked counts here, not the answer.
+    monkeypatch.setattr(
+        permute, "search_permutation", lambda power, *_, **__: torch.arange(power.shape[1])
+    )
     recipe = with_sparsity(pattern="8:64")
     found = choose_permutations(
         unet.components[0], recipe, None, device=CPU, seed=0, progress=silent
