@@ -1,13 +1,14 @@
 """``quantkit sparsify``: choose the n:m masks of a model and store them."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.mask_table import describe_masks, print_masks, with_rule
+from quantkit.cli.permuting import choose_permuted, refuse_beside
 from quantkit.cli.reconstruction import reconstruct_and_write
 from quantkit.cli.recover import (
     recover_and_write,
@@ -58,6 +59,13 @@ if TYPE_CHECKING:
     "the kept weights and biases make up for the dropped ones, from --hessians, without training. "
     "OUTPUT is then a 16-bit pipeline directory.",
 )
+@click.option(
+    "--permute",
+    is_flag=True,
+    help="First let input channels change places where the graph allows it at no cost, so that "
+    "masks take less. OUTPUT is then a 16-bit pipeline directory that answers the same; its masks, "
+    "and the calibration that fits it, are files beside it.",
+)
 @recovery_options("With --recover: ")
 @options.force
 @options.dry_run
@@ -69,6 +77,7 @@ def sparsify(
     calibration: Path | None,
     hessians: Path | None,
     output: Path,
+    permute: bool,
     force: bool,
     dry_run: bool,
     quiet: bool,
@@ -87,9 +96,28 @@ def sparsify(
     With --recover distill the masked denoiser is then trained on what the dense one answers along
     its own trajectories from noise, as 'quantkit recover' does. No data set is needed. OUTPUT is
     then an ordinary 16-bit pipeline with the zeros in place, its masks a file beside it.
+
+    With --permute (and --device, --seed, --masks-output) the output is the MODEL of all that
+    follows, a recovery for one.
     """
     mine, rule = split_options(given)
     how = rule.pop("recover")
+    ruled = {name: value for name, value in rule.items() if value is not None}
+    if permute:
+        refuse_beside(how, hessians, mine)
+        choose_permuted(
+            model,
+            recipe,
+            output,
+            calibration=calibration,
+            rule=ruled,
+            given=mine,
+            force=force,
+            dry_run=dry_run,
+            quiet=quiet,
+            as_json=as_json,
+        )
+        return
     if how is None:
         # Second moments are computed with somewhere, recovery or not.
         refuse_alone({n: v for n, v in mine.items() if n != "device" or hessians is None})
@@ -102,7 +130,7 @@ def sparsify(
         calibration=calibration,
         hessians=hessians,
         device=mine.get("device", "auto"),
-        rule={name: value for name, value in rule.items() if value is not None},
+        rule=ruled,
         recovery=None if how is None else {**mine, "how": how},
         force=force,
         dry_run=dry_run,
@@ -155,7 +183,7 @@ def choose(
     refuse_existing(output, force=force)
     if recovery is not None:
         refuse_existing(masks_path(output, recovery), force=force)
-    chosen = _with_rule(load_recipe(recipe), rule)
+    chosen = with_rule(load_recipe(recipe), rule)
     chosen.refuse_budget()
     source = open_model(model)
     statistics = load_calibration(calibration) if calibration else None
@@ -179,10 +207,10 @@ def choose(
         if trained is None:
             return
     if as_json:
-        values = _described(masks, None if dry_run else output)
+        values = describe_masks(masks, None if dry_run else output)
         print_json(values if trained is None else values | {"recovery": trained})
         return
-    _print(masks, "nothing written" if dry_run else str(output))
+    print_masks(masks, "nothing written" if dry_run else str(output))
     if trained is not None:
         click.echo(told_of_update(trained) if how == "obs" else told(trained))
 
@@ -206,34 +234,3 @@ def _recover(
             model, recipe, masks, output, recovery, surgeon=surgeon, force=force, quiet=quiet
         )
     return recover_and_write(model, recipe, masks, output, recovery, force=force, quiet=quiet)
-
-
-def _with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":
-    """Return the recipe with settings of its sparsity section replaced."""
-    from quantkit.recipe import SparsityRecipe
-
-    section = recipe.sparsity or SparsityRecipe()
-    return recipe.model_copy(update={"sparsity": SparsityRecipe(**{**dict(section), **rule})})
-
-
-def _described(masks: "MaskSet", written: Path | None) -> dict[str, Any]:
-    return {
-        "written": None if written is None else str(written),
-        "method": masks.method,
-        "pattern": str(masks.pattern),
-        "layers": [asdict(decision) for decision in masks.decisions],
-    }
-
-
-def _print(masks: "MaskSet", where: str) -> None:
-    rows = [
-        (
-            "/".join(filter(None, (d.component, d.layer))),
-            "" if d.error is None else f"{d.error:.4f}",
-            "masked" if d.chosen else d.reason,
-        )
-        for d in masks.decisions
-    ]
-    count = sum(decision.chosen for decision in masks.decisions)
-    title = f"{masks.pattern} by {masks.method}: {count} of {len(rows)} layers masked ({where})"
-    print_table(title, ("layer", "error", "decision"), rows)

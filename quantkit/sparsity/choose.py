@@ -69,7 +69,7 @@ def choose_masks(
     masks: dict[str, dict[str, LayerMask]] = {}
     decisions = []
     for component in model.components:
-        inputs = _Inputs.of(component, calibration, surgeon, update=update)
+        inputs = LayerInputs.of(component, calibration, surgeon, update=update)
         chosen = masks.setdefault(component.name, {})
         for layer in _walk(component, recipe, progress):
             with surgery_threads(layer.k) if surgeon else one_torch_thread():
@@ -81,7 +81,7 @@ def choose_masks(
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class LayerInputs:
     """What is known of one component's inputs; nothing, without calibration and moments."""
 
     component: Component
@@ -99,7 +99,15 @@ class _Inputs:
         surgeon: Surgeon | None,
         *,
         update: bool,
-    ) -> "_Inputs":
+    ) -> "LayerInputs":
+        """Return what calibration and second moments say of a component.
+
+        Args:
+            component: the denoiser.
+            calibration: None without one.
+            surgeon: None without second moments.
+            update: the kept weights will make up for the dropped ones.
+        """
         return cls(
             component,
             calibrated=calibration is not None,
@@ -126,14 +134,18 @@ class _Inputs:
         return per_column(pooled.second_moment[0], layer.area)
 
 
-def _walk(component: Component, recipe: Recipe, progress: Progress) -> Iterator[Layer]:
-    """Yield the layers that are packed and wanted sparse."""
-    wanted = [
+def wanted_layers(component: Component, recipe: Recipe) -> list[Layer]:
+    """Return the layers that are packed and wanted sparse, whether they can be or not."""
+    return [
         layer
         for layer in list_layers(component)
         if recipe.settings(layer.name).sparse
         and kept_reason(layer, component.family, recipe) is None
     ]
+
+
+def _walk(component: Component, recipe: Recipe, progress: Progress) -> Iterator[Layer]:
+    wanted = wanted_layers(component, recipe)
     for done, layer in enumerate(wanted):
         progress(f"masks of {component.name or component.class_name}", done, len(wanted))
         yield layer
@@ -141,7 +153,7 @@ def _walk(component: Component, recipe: Recipe, progress: Progress) -> Iterator[
 
 
 def _decide(
-    component: Component, layer: Layer, rule: SparsityRecipe, pattern: Pattern, inputs: _Inputs
+    component: Component, layer: Layer, rule: SparsityRecipe, pattern: Pattern, inputs: LayerInputs
 ) -> tuple[Decision, LayerMask | None]:
     refusal = dense_reason(layer, pattern)
     if refusal:
@@ -160,7 +172,7 @@ def _decide(
 
 
 def _operate(
-    layer: Layer, method: str, pattern: Pattern, inputs: _Inputs, digest: str
+    layer: Layer, method: str, pattern: Pattern, inputs: LayerInputs, digest: str
 ) -> tuple[Tensor, float]:
     """Return the bits of a layer's mask and its error on the second moments."""
     surgeon = inputs.surgeon
