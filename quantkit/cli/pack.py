@@ -10,6 +10,7 @@ from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
+    from quantkit.forecast import Forecast
     from quantkit.pipeline import PackSummary
 
 #: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
@@ -55,6 +56,8 @@ def pack(
     Linear and Conv2d weights of the denoiser become FP8 codes, 2:4 sparse where the recipe says
     so; everything else is copied byte for byte. Without --calibration, weights are scaled from
     the weights alone and activations per token. Memory stays small whatever the model's size.
+
+    With --dry-run, a calibration or second moments that the recipe needs may still be missing.
     """
     pack_model(
         model,
@@ -100,7 +103,7 @@ def pack_model(
         quiet: no progress.
         as_json: print JSON.
     """
-    from quantkit import pipeline
+    from quantkit import forecast, pipeline
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
@@ -113,6 +116,14 @@ def pack_model(
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None
+    missing = forecast.missing_artefacts(
+        chosen, calibration=statistics, masks=stored, hessians=moments
+    )
+    if dry_run and missing:
+        _tell(
+            forecast.forecast_pack(source, chosen, output, missing=missing, masks=stored), as_json
+        )
+        return
     with progress_bar(quiet=quiet) as progress:
         if dry_run:
             plan = pipeline.plan_pack(
@@ -140,6 +151,21 @@ def pack_model(
         print_json({"written": not dry_run, **pipeline.to_json(summary)})
     else:
         _print(summary, "nothing written" if dry_run else f"written to {output}")
+
+
+def _tell(forecast: "Forecast", as_json: bool) -> None:
+    """Print what would be packed if the artefacts that the recipe needs were there."""
+    from quantkit.forecast import forecast_to_json, masked_layers
+
+    if as_json:
+        print_json({"written": False, **forecast_to_json(forecast)})
+        return
+    _print(forecast.summary, "nothing written")
+    if forecast.sparsest is not None:
+        before, after = forecast.sparsest.bytes_before, forecast.sparsest.bytes_after
+        count = masked_layers(forecast.sparsest)
+        click.echo(f"with all {count} layers masked that may be: {_sizes(before, after)}")
+    click.echo(f"Not given, planned as if it were: {', '.join(forecast.missing)}")
 
 
 def _print(summary: "PackSummary", where: str) -> None:
