@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.moments import group_layers, moment_bytes
 from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.encode import WeightPlan
 from quantkit.checkpoint.planning import ComponentPlan, assemble_plan, refuse_nothing
@@ -107,27 +105,6 @@ def masked_layers(summary: PackSummary) -> int:
     """Return how many layers are sparse."""
     return sum(layer.scheme is not None and layer.scheme.sparsity is not None
                for layer in summary.layers)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MomentForecast:
-    """What second moments of a component would take."""
-
-    layers: int
-    nbytes: int
-    #: how often the prompts run
-    runs: int
-
-
-def forecast_moments(component: Component, recipe: Recipe, memory: float) -> MomentForecast:
-    """Return what taking the second moments would cost with so many bytes of memory.
-
-    Raises:
-        RecipeError: one layer alone does not fit.
-    """
-    layers = observed_layers(component, recipe)
-    groups = group_layers(layers, memory)
-    return MomentForecast(len(layers), sum(map(moment_bytes, layers)), len(groups))
 
 
 def _foresee(

@@ -120,13 +120,12 @@ def pack_model(
         chosen, calibration=statistics, masks=stored, hessians=moments
     )
     if dry_run and missing:
-        _tell(
-            forecast.forecast_pack(source, chosen, output, missing=missing, masks=stored), as_json
-        )
+        plan = forecast.forecast_pack(source, chosen, output, missing=missing, masks=stored)
+        _tell(plan, as_json=as_json)
         return
     with progress_bar(quiet=quiet) as progress:
         if dry_run:
-            plan = pipeline.plan_pack(
+            planned = pipeline.plan_pack(
                 source,
                 chosen,
                 calibration=statistics,
@@ -134,7 +133,7 @@ def pack_model(
                 hessians=moments,
                 progress=progress,
             )
-            summary = pipeline.summarize(plan, output)
+            summary = pipeline.summarize(planned, output)
         else:
             summary = pipeline.pack(
                 source,
@@ -153,19 +152,31 @@ def pack_model(
         _print(summary, "nothing written" if dry_run else f"written to {output}")
 
 
-def _tell(forecast: "Forecast", as_json: bool) -> None:
+def _tell(forecast: "Forecast", *, as_json: bool) -> None:
     """Print what would be packed if the artefacts that the recipe needs were there."""
-    from quantkit.forecast import forecast_to_json, masked_layers
+    from quantkit.forecast import forecast_to_json
 
     if as_json:
         print_json({"written": False, **forecast_to_json(forecast)})
         return
     _print(forecast.summary, "nothing written")
-    if forecast.sparsest is not None:
-        before, after = forecast.sparsest.bytes_before, forecast.sparsest.bytes_after
-        count = masked_layers(forecast.sparsest)
-        click.echo(f"with all {count} layers masked that may be: {_sizes(before, after)}")
+    click.echo("\n".join(told_forecast(forecast)))
     click.echo(f"Not given, planned as if it were: {', '.join(forecast.missing)}")
+
+
+def told_forecast(forecast: "Forecast") -> list[str]:
+    """Return a forecast in lines: layers and bytes, and those with all masks of an error budget."""
+    from quantkit.forecast import masked_layers
+
+    summary, sparsest = forecast.summary, forecast.sparsest
+    packed = sum(summary.by_scheme().values())
+    kept = len(summary.layers) - packed
+    counts = f"{packed} layers packed, {masked_layers(summary)} of them sparse, {kept} kept"
+    lines = [f"{counts} in 16 bit: {_sizes(summary.bytes_before, summary.bytes_after)}"]
+    if sparsest is not None:
+        sizes = _sizes(sparsest.bytes_before, sparsest.bytes_after)
+        lines.append(f"with all {masked_layers(sparsest)} layers masked that may be: {sizes}")
+    return lines
 
 
 def _print(summary: "PackSummary", where: str) -> None:
