@@ -53,7 +53,13 @@ def tiny_sd15_pipeline(path: Path, *, seed: int = 0) -> Path:
             vae=_vae(),
             text_encoder=_text_encoder(),
             tokenizer=_tokenizer(),
-            unet=_narrow_unet("sd15", cross_attention_dim=32, attention_head_dim=2),
+            unet=_narrow_unet(
+                "sd15",
+                down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+                up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+                cross_attention_dim=32,
+                attention_head_dim=2,
+            ),
             scheduler=diffusers.PNDMScheduler(
                 **_SD_BETAS, set_alpha_to_one=False, skip_prk_steps=True, steps_offset=1
             ),
@@ -79,8 +85,10 @@ def tiny_sdxl_pipeline(path: Path, *, seed: int = 0) -> Path:
             tokenizer_2=_tokenizer(),
             unet=_narrow_unet(
                 "sdxl",
-                transformer_layers_per_block=[1, 1, 2],
-                attention_head_dim=[1, 1, 2],
+                down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
+                up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
+                transformer_layers_per_block=[1, 2],
+                attention_head_dim=[1, 2],
                 cross_attention_dim=64,
                 addition_time_embed_dim=32,
                 # Six sizes embedded, and the pooled text.
@@ -175,15 +183,19 @@ def tiny_unet() -> torch.nn.Module:
 
 
 def _narrow_unet(published: str, **narrow: object) -> torch.nn.Module:
-    """Return the UNet of a published config with the same blocks, narrower and less deep."""
+    """Return a UNet of a published config, 32 channels wide, with one block of each kind."""
     import diffusers
     from golden.make_keys import MODELS
 
-    config = MODELS[published][2]
-    widths = [32] * len(config.get("block_out_channels", range(4)))
-    changes = {"sample_size": 8, "layers_per_block": 1, "norm_num_groups": 8}
     return diffusers.UNet2DConditionModel(
-        **{**config, **changes, "block_out_channels": widths, **narrow}
+        **{
+            **MODELS[published][2],
+            "sample_size": 8,
+            "block_out_channels": [32, 32],
+            "layers_per_block": 1,
+            "norm_num_groups": 8,
+            **narrow,
+        }
     )
 
 
