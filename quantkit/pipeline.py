@@ -149,6 +149,11 @@ def plan_pack(
         )
         for component in model.components
     )
+    return complete_plan(model, components)
+
+
+def complete_plan(model: Model, components: tuple[ComponentPlan, ...]) -> PackPlan:
+    """Return the plan of a model whose components are planned: what else is copied, or left out."""
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
     root = [file for file in list_files(model.path) if _owner(file, model) is None]
     dropped = [file for file in root if is_weight(file) and file.parent == Path()]

@@ -36,3 +36,19 @@ def write_component(path: Path, class_name: str, tensors: dict[str, list[int]]) 
     (path / "config.json").write_text(json.dumps({"_class_name": class_name}))
     write_header(path / "diffusion_pytorch_model.safetensors", tensors)
     return path
+
+
+def write_pipeline(path: Path, name: str, pipeline: str) -> Path:
+    """Write a pipeline directory whose denoiser is a published one's, of holes instead of weights.
+
+    Args:
+        path: the directory to make.
+        name: of a key list.
+        pipeline: class of the pipeline.
+    """
+    keys = golden_keys(name)
+    component = "unet" if keys["class_name"].startswith("UNet") else "transformer"
+    write_component(path / component, keys["class_name"], keys["tensors"])
+    index = {"_class_name": pipeline, component: ["diffusers", keys["class_name"]]}
+    (path / "model_index.json").write_text(json.dumps(index))
+    return path

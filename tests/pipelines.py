@@ -9,6 +9,8 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.-"
 SPECIALS = ("<|startoftext|>", "<|endoftext|>")
 #: Tokens of a prompt, start and end included.
 PROMPT_TOKENS = 16
+#: The noise schedule of Stable Diffusion's published schedulers.
+_SD_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
 def tiny_pipeline(path: Path, *, seed: int = 0) -> Path:
@@ -36,6 +38,66 @@ def tiny_pipeline(path: Path, *, seed: int = 0) -> Path:
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
+        )
+    pipe.to(torch.float16).save_pretrained(path)
+    return path
+
+
+def tiny_sd15_pipeline(path: Path, *, seed: int = 0) -> Path:
+    """Write a StableDiffusionPipeline of SD 1.5's blocks and scheduler in fp16 to ``path``."""
+    import diffusers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        pipe = diffusers.StableDiffusionPipeline(
+            vae=_vae(),
+            text_encoder=_text_encoder(),
+            tokenizer=_tokenizer(),
+            unet=_narrow_unet(
+                "sd15",
+                down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+                up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+                cross_attention_dim=32,
+                attention_head_dim=2,
+            ),
+            scheduler=diffusers.PNDMScheduler(
+                **_SD_BETAS, set_alpha_to_one=False, skip_prk_steps=True, steps_offset=1
+            ),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    pipe.to(torch.float16).save_pretrained(path)
+    return path
+
+
+def tiny_sdxl_pipeline(path: Path, *, seed: int = 0) -> Path:
+    """Write a StableDiffusionXLPipeline of SDXL's blocks and scheduler in fp16 to ``path``."""
+    import diffusers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        pipe = diffusers.StableDiffusionXLPipeline(
+            vae=_vae(),
+            text_encoder=_text_encoder(),
+            tokenizer=_tokenizer(),
+            text_encoder_2=_text_encoder(projection=32),
+            tokenizer_2=_tokenizer(),
+            unet=_narrow_unet(
+                "sdxl",
+                down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
+                up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
+                transformer_layers_per_block=[1, 2],
+                attention_head_dim=[1, 2],
+                cross_attention_dim=64,
+                addition_time_embed_dim=32,
+                # Six sizes embedded, and the pooled text.
+                projection_class_embeddings_input_dim=6 * 32 + 32,
+            ),
+            scheduler=diffusers.EulerDiscreteScheduler(
+                **_SD_BETAS, steps_offset=1, timestep_spacing="leading"
+            ),
+            add_watermarker=False,
         )
     pipe.to(torch.float16).save_pretrained(path)
     return path
@@ -117,6 +179,23 @@ def tiny_unet() -> torch.nn.Module:
         norm_num_groups=8,
         cross_attention_dim=32,
         attention_head_dim=2,
+    )
+
+
+def _narrow_unet(published: str, **narrow: object) -> torch.nn.Module:
+    """Return a UNet of a published config, 32 channels wide, with one block of each kind."""
+    import diffusers
+    from golden.make_keys import MODELS
+
+    return diffusers.UNet2DConditionModel(
+        **{
+            **MODELS[published][2],
+            "sample_size": 8,
+            "block_out_channels": [32, 32],
+            "layers_per_block": 1,
+            "norm_num_groups": 8,
+            **narrow,
+        }
     )
 
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("device",),
     ("inference",),
     ("sensitivity",),
-    ("pipeline",),
+    ("pipeline", "forecast"),
     ("bench",),
     ("eval",),
     ("cli",),

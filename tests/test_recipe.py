@@ -19,11 +19,15 @@ from quantkit.recipefile import load_recipe, parse_recipe, recipe_names
 
 #: The recipes that are for one kind of model; the others suit all.
 MADE_FOR = {
-    "sd15-fp8": ("sd15",),
-    "sdxl-fp8": ("sdxl",),
-    "sd3-fp8": ("sd3_medium", "sd35_medium", "sd35_large"),
-    "flux-fp8": ("flux1_dev",),
-    "pixart-fp8": ("pixart_sigma",),
+    f"{family}-{kind}": models
+    for kind in ("fp8", "fp8-gptq", "fp8-sparse-budget")
+    for family, models in {
+        "sd15": ("sd15",),
+        "sdxl": ("sdxl",),
+        "sd3": ("sd3_medium", "sd35_medium", "sd35_large"),
+        "flux": ("flux1_dev",),
+        "pixart": ("pixart_sigma",),
+    }.items()
 }
 
 

@@ -14,7 +14,7 @@ from quantkit.errors import ArtefactError
 from quantkit.models.concatenation import concat_boundaries
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.numerics.masks import MASKS
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.numerics.scheme import Scheme
 from quantkit.recipe import ActivationRecipe, Recipe
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
@@ -65,6 +65,33 @@ class Inputs:
             concat_boundaries(component.family, layers) if recipe.split_concat else {},
             hessians,
         )
+
+    def masked(self, layers: tuple[Layer, ...]) -> frozenset[str]:
+        """Return the layers that have a mask, or get one while packing.
+
+        Raises:
+            ArtefactError: masks of another model, or of a pattern that is not packed.
+        """
+        if self.masks is None:
+            return frozenset(n.name for n in layers if self.recipe.settings(n.name).sparse)
+        shapes = {layer.name: layer for layer in layers}
+        for name, mask in self.masks.items():
+            if name not in shapes:
+                raise ArtefactError(
+                    f"masks: layer {name}: not in this model; make the masks from this model"
+                )
+            wanted, found = (shapes[name].n, -(-shapes[name].k // 8)), tuple(mask.bits.shape)
+            if found != wanted:
+                raise ArtefactError(
+                    f"masks: layer {name}: shape {found}, wanted {wanted}; "
+                    "make the masks from this model"
+                )
+            if mask.pattern != TWO_OF_FOUR:
+                raise ArtefactError(
+                    f"masks: pattern {mask.pattern}, the packed format holds {TWO_OF_FOUR}; "
+                    "run 'quantkit sparsify' with --pattern 2:4"
+                )
+        return frozenset(self.masks)
 
     def statistics(self, layer: Layer) -> LayerStatistics:
         """Return the statistics of a layer's input.

@@ -28,7 +28,6 @@ from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import Treatment, plan_layers
 from quantkit.models.source import Component
 from quantkit.numerics.formats import FloatFormat
-from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import Progress
 from quantkit.recipe import ActivationRecipe, Recipe
@@ -85,25 +84,46 @@ def plan_component(
         component,
         recipe,
         calibrated=calibration is not None,
-        masked=_masked(layers, inputs),
+        masked=inputs.masked(layers),
         edges=inputs.edges,
     )
     agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
     smoothing = _smoothing(component, agreed, inputs, progress)
     treatments = tuple(_if_smooth(treatment, smoothing) for treatment in agreed)
-    schemes = {t.layer.name: t.scheme for t in treatments if t.scheme is not None}
-    if not schemes:
-        raise RecipeError(
-            f"recipe {recipe.name}: packs no layer of {component.path}; "
-            f"{treatments[0].layer.name if treatments else 'it'}: "
-            f"{treatments[0].reason if treatments else 'has no Linear or Conv2d'}"
-        )
+    refuse_nothing(component, recipe, treatments)
     packed = {
         t.layer.name: _plan_layer(t.layer, t.scheme, inputs, smoothing.get(t.layer.name))
         for t in treatments
         if t.scheme is not None
     }
-    shards = plan_shards(component.shards, _told(recipe, smoothing), packed)
+    told = _told(recipe, smoothing)
+    return assemble_plan(component, recipe, treatments, packed, smoothing=smoothing, told=told)
+
+
+def refuse_nothing(component: Component, recipe: Recipe, treatments: Sequence[Treatment]) -> None:
+    """Refuse to pack no layer at all.
+
+    Raises:
+        RecipeError: with the reason of the first layer.
+    """
+    if not any(treatment.scheme for treatment in treatments):
+        raise RecipeError(
+            f"recipe {recipe.name}: packs no layer of {component.path}; "
+            f"{treatments[0].layer.name if treatments else 'it'}: "
+            f"{treatments[0].reason if treatments else 'has no Linear or Conv2d'}"
+        )
+
+
+def assemble_plan(
+    component: Component,
+    recipe: Recipe,
+    treatments: tuple[Treatment, ...],
+    packed: Mapping[str, PackedLayer],
+    *,
+    smoothing: Mapping[str, Smoothing],
+    told: Mapping[str, Any],
+) -> ComponentPlan:
+    """Return the plan of a component, its layers decided; ``told`` is the header's JSON."""
     mine = {shard.name for shard in component.shards} | {"config.json"}
     if component.index is not None:
         mine.add(component.index.name)
@@ -113,37 +133,11 @@ def plan_component(
         treatments,
         smoothing,
         recipe.bias_correction,
-        make_config(schemes),
-        shards,
+        make_config({name: layer.plan.scheme for name, layer in packed.items()}),
+        plan_shards(component.shards, told, packed),
         tuple(file for file in others if is_weight(file)),
         tuple(file for file in others if not is_weight(file)),
     )
-
-
-def _masked(layers: tuple[Layer, ...], inputs: Inputs) -> frozenset[str]:
-    """Return the layers that have a mask, or get one while packing."""
-    if inputs.masks is None:
-        return frozenset(
-            layer.name for layer in layers if inputs.recipe.settings(layer.name).sparse
-        )
-    shapes = {layer.name: layer for layer in layers}
-    for name, mask in inputs.masks.items():
-        if name not in shapes:
-            raise ArtefactError(
-                f"masks: layer {name}: not in this model; make the masks from this model"
-            )
-        wanted, found = (shapes[name].n, -(-shapes[name].k // 8)), tuple(mask.bits.shape)
-        if found != wanted:
-            raise ArtefactError(
-                f"masks: layer {name}: shape {found}, wanted {wanted}; "
-                "make the masks from this model"
-            )
-        if mask.pattern != TWO_OF_FOUR:
-            raise ArtefactError(
-                f"masks: pattern {mask.pattern}, the packed format holds {TWO_OF_FOUR}; "
-                "run 'quantkit sparsify' with --pattern 2:4"
-            )
-    return frozenset(inputs.masks)
 
 
 def _with_agreed_buckets(treatment: Treatment, inputs: Inputs) -> Treatment:

@@ -127,7 +127,7 @@ def take_hessians(
         run = {**run, "prompts": count or len(texts)}
     chosen = load_recipe(recipe).with_calibration(run)
     source = open_model(model)
-    result = _planned(source, chosen, memory * 2**30)
+    result = plan_moments(source, chosen, memory * 2**30)
     if not dry_run:
         from quantkit.calibration.collect_hessians import collect_hessians
         from quantkit.calibration.hessian import drop_hessians
@@ -151,7 +151,17 @@ def take_hessians(
         _print(result, "nothing written" if dry_run else f"written to {output}")
 
 
-def _planned(source: "Model", recipe: "Recipe", memory: float) -> dict[str, Any]:
+def plan_moments(source: "Model", recipe: "Recipe", memory: float) -> dict[str, Any]:
+    """Return what would be observed, its bytes, and how often the prompts would run.
+
+    Args:
+        source: of which headers are read.
+        recipe: what is packed, and how the pipeline is run.
+        memory: bytes that the matrices of one run may take.
+
+    Raises:
+        RecipeError: one layer alone does not fit.
+    """
     from quantkit.calibration.collect import observed_layers
     from quantkit.calibration.moments import group_layers, moment_bytes
 

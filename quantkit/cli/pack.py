@@ -10,6 +10,7 @@ from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
+    from quantkit.forecast import Forecast
     from quantkit.pipeline import PackSummary
 
 #: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
@@ -55,6 +56,8 @@ def pack(
     Linear and Conv2d weights of the denoiser become FP8 codes, 2:4 sparse where the recipe says
     so; everything else is copied byte for byte. Without --calibration, weights are scaled from
     the weights alone and activations per token. Memory stays small whatever the model's size.
+
+    With --dry-run, a calibration or second moments that the recipe needs may still be missing.
     """
     pack_model(
         model,
@@ -100,7 +103,7 @@ def pack_model(
         quiet: no progress.
         as_json: print JSON.
     """
-    from quantkit import pipeline
+    from quantkit import forecast, pipeline
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
@@ -113,9 +116,16 @@ def pack_model(
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None
+    missing = forecast.missing_artefacts(
+        chosen, calibration=statistics, masks=stored, hessians=moments
+    )
+    if dry_run and missing:
+        plan = forecast.forecast_pack(source, chosen, output, missing=missing, masks=stored)
+        _tell(plan, as_json=as_json)
+        return
     with progress_bar(quiet=quiet) as progress:
         if dry_run:
-            plan = pipeline.plan_pack(
+            planned = pipeline.plan_pack(
                 source,
                 chosen,
                 calibration=statistics,
@@ -123,7 +133,7 @@ def pack_model(
                 hessians=moments,
                 progress=progress,
             )
-            summary = pipeline.summarize(plan, output)
+            summary = pipeline.summarize(planned, output)
         else:
             summary = pipeline.pack(
                 source,
@@ -140,6 +150,33 @@ def pack_model(
         print_json({"written": not dry_run, **pipeline.to_json(summary)})
     else:
         _print(summary, "nothing written" if dry_run else f"written to {output}")
+
+
+def _tell(forecast: "Forecast", *, as_json: bool) -> None:
+    """Print what would be packed if the artefacts that the recipe needs were there."""
+    from quantkit.forecast import forecast_to_json
+
+    if as_json:
+        print_json({"written": False, **forecast_to_json(forecast)})
+        return
+    _print(forecast.summary, "nothing written")
+    click.echo("\n".join(told_forecast(forecast)))
+    click.echo(f"Not given, planned as if it were: {', '.join(forecast.missing)}")
+
+
+def told_forecast(forecast: "Forecast") -> list[str]:
+    """Return a forecast in lines: layers and bytes, and those with all masks of an error budget."""
+    from quantkit.forecast import masked_layers
+
+    summary, sparsest = forecast.summary, forecast.sparsest
+    packed = sum(summary.by_scheme().values())
+    kept = len(summary.layers) - packed
+    counts = f"{packed} layers packed, {masked_layers(summary)} of them sparse, {kept} kept"
+    lines = [f"{counts} in 16 bit: {_sizes(summary.bytes_before, summary.bytes_after)}"]
+    if sparsest is not None:
+        sizes = _sizes(sparsest.bytes_before, sparsest.bytes_after)
+        lines.append(f"with all {masked_layers(sparsest)} layers masked that may be: {sizes}")
+    return lines
 
 
 def _print(summary: "PackSummary", where: str) -> None:

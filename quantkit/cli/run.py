@@ -9,12 +9,15 @@ import click
 
 from quantkit.cli import evaluation_options, options
 from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.hessian import plan_moments
+from quantkit.cli.pack import told_forecast
 from quantkit.cli.report import Request, command_line
 from quantkit.cli.report_tables import print_report
 
 if TYPE_CHECKING:
     from quantkit.eval.gates import Limits
     from quantkit.eval.result import Report
+    from quantkit.models.source import Model
     from quantkit.recipe import Recipe
 
 
@@ -36,7 +39,7 @@ def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
     report/. The gates are the recipe's; exits with 1 when one fails.
     """
     request = Request(**given)
-    result = run_recipe(recipe, model, request, command=command_line())
+    result = run_recipe(recipe, model, request, command=command_line(), as_json=as_json)
     if result is None:
         return
     if as_json:
@@ -49,8 +52,10 @@ def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
         sys.exit(1)
 
 
-def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "Report | None":
-    """Do it all; None after a dry run.
+def run_recipe(
+    recipe: str, model: str, request: Request, *, command: str, as_json: bool = False
+) -> "Report | None":
+    """Do it all; None after a dry run, which prints the plan.
 
     Raises:
         InputError: a recipe, model, prompts or networks that cannot be used, or an output that
@@ -70,7 +75,7 @@ def run_recipe(recipe: str, model: str, request: Request, *, command: str) -> "R
     opened = require_pipeline(model)
     settings = request.settings(last=True)
     if request.dry_run:
-        click.echo(describe_run(chosen, output))
+        _print_plan(opened, chosen, output, as_json=as_json)
         return None
     # Before the long work: a missing network should not be found out after packing.
     backbones = request.backbones()
@@ -115,11 +120,38 @@ def limits_of(recipe: "Recipe") -> "Limits":
     )
 
 
-def describe_run(recipe: "Recipe", output: Path) -> str:
-    """Return what a run would write."""
+def files_of(recipe: "Recipe") -> tuple[str, ...]:
+    """Return what a run writes."""
     files = ["calibration.safetensors"] * recipe.needs_calibration
     files += ["hessians/"] * recipe.needs_hessians
     files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
     files += ["masks.safetensors"] * (recipe.sparsity is not None)
-    files += ["packed/", "report/"]
-    return f"recipe {recipe.name}: would write {', '.join(files)} into {output}"
+    return (*files, "packed/", "report/")
+
+
+def _print_plan(model: "Model", recipe: "Recipe", output: Path, *, as_json: bool) -> None:
+    """Print what a run would write; sizes are not known where a budget chooses the treatments."""
+    from quantkit.eval.build import HESSIAN_MEMORY, PACKED
+    from quantkit.forecast import forecast_pack, forecast_to_json
+
+    values: dict[str, Any] = {"written": False, "files": files_of(recipe)}
+    lines = [f"recipe {recipe.name}: would write {', '.join(files_of(recipe))} into {output}"]
+    if recipe.needs_calibration or recipe.needs_hessians:
+        settings = recipe.calibration
+        values["calibration"] = settings.model_dump(mode="json")
+        lines.append(f"calibration: {settings.prompts} prompts, {settings.steps} steps")
+    if recipe.needs_hessians:
+        values["hessians"] = plan_moments(model, recipe, HESSIAN_MEMORY)["components"]
+        lines += [
+            f"second moments: {len(entry['layers'])} layers, {entry['bytes']:,} bytes, "
+            f"{entry['groups']} runs of the prompts"
+            for entry in values["hessians"].values()
+        ]
+    if recipe.budget is None:
+        forecast = forecast_pack(model, recipe, output / PACKED, missing=())
+        values["packed"] = forecast_to_json(forecast)
+        lines += told_forecast(forecast)
+    if as_json:
+        print_json(values)
+    else:
+        click.echo("\n".join(lines))
