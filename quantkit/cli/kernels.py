@@ -9,9 +9,10 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.kernel_tables import print_reports
 
 if TYPE_CHECKING:
-    from quantkit.device.check import Finding, Report
+    from quantkit.device.check import Report
     from quantkit.device.manifest import Manifest
     from quantkit.device.ops import Variant
 
@@ -106,8 +107,9 @@ def check_command(
 ) -> None:
     """Fail on spills, on too much LDS, and on missing matrix instructions.
 
-    Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. Exit code 1
-    when an object has a problem.
+    Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. For AMD
+    targets it counts what the K loop issues, and says which share of the matrix peak that allows.
+    Exit code 1 when an object has a problem.
     """
     if (folder is None) == (not targets):
         raise click.UsageError("wanted either DIR or --target")
@@ -119,7 +121,7 @@ def check_command(
         reports += [
             check_target(target, variants, compiler=compiler, quiet=quiet) for target in targets
         ]
-    _print_reports(reports, as_json=as_json)
+    print_reports(reports, as_json=as_json)
     if not all(report.passed for report in reports):
         sys.exit(1)
 
@@ -223,50 +225,3 @@ def _print_manifest(manifest: "Manifest", output: Path, *, as_json: bool) -> Non
     else:
         count = len(manifest.kernels)
         click.echo(f"{output}: {count} kernels for {manifest.target}, {manifest.compiler}")
-
-
-def _print_reports(reports: "list[Report]", *, as_json: bool) -> None:
-    if as_json:
-        print_json([_report_json(report) for report in reports])
-        return
-    columns = ("kernel", "VGPRs", "waves/SIMD", "spills", "LDS", "matrix instructions", "verdict")
-    for report in reports:
-        rows = [_row(finding) for finding in report.findings]
-        print_table(f"{report.manifest.target}: {report.manifest.compiler}", columns, rows)
-        failed = sum(bool(finding.problems) for finding in report.findings)
-        click.echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
-
-
-def _row(finding: "Finding") -> tuple[object, ...]:
-    kernel = finding.kernel
-    counts = ", ".join(f"{count} {name}" for name, count in finding.instructions.items())
-    verdict = "; ".join(finding.problems) or "ok"
-    return (
-        kernel.symbol,
-        kernel.vgprs,
-        finding.occupancy,
-        kernel.spills,
-        kernel.lds_bytes,
-        counts,
-        verdict,
-    )
-
-
-def _report_json(report: "Report") -> dict[str, Any]:
-    return {
-        "target": report.manifest.target,
-        "compiler": report.manifest.compiler,
-        "passed": report.passed,
-        "kernels": [
-            {
-                "symbol": finding.kernel.symbol,
-                "vgprs": finding.kernel.vgprs,
-                "waves_per_simd": finding.occupancy,
-                "spills": finding.kernel.spills,
-                "lds_bytes": finding.kernel.lds_bytes,
-                "matrix_instructions": finding.instructions,
-                "problems": list(finding.problems),
-            }
-            for finding in report.findings
-        ],
-    }
