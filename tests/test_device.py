@@ -13,7 +13,7 @@ from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, choose, use
 from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
 from quantkit.device.ops import OPS, all_variants, default_variants, find_op
-from quantkit.device.tiles import choose_tile
+from quantkit.device.tiles import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.resources import kernel_sources
 
@@ -81,10 +81,11 @@ def test_arguments_are_the_kernels(op):
 
 def test_symbols_follow_the_naming_rule_and_are_unique():
     symbols = [variant.symbol for op in OPS.values() for variant in all_variants(op)]
-    assert len(symbols) == len(set(symbols)) == 24 + 24 + 144 + 144
+    assert len(symbols) == len(set(symbols)) == 24 + 24 + 240 + 240
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
-    assert len(default_variants()) == 64
+    assert len(variants_for(ARCHS["gfx1201"], default_variants())) == 96
+    assert len(variants_for(ARCHS["gfx1100"], default_variants())) == 64
 
 
 def test_unknown_names_are_refused():

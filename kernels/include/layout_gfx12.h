@@ -47,6 +47,12 @@ struct LayoutGfx12 : OutputsGfx12 {
   static QK_DEVICE Vec16 load_row(const u8* row, int chunk, int lane) {
     return load<Vec16>(row + kChunk * chunk + 16 * (lane / 16));
   }
+  /// The lane's run of a chunk, wherever it lies.
+  static QK_DEVICE A load_run_a(const u8* codes, const u8*) { return load<Vec16>(codes); }
+  static QK_DEVICE B load_run_b(const u8* codes) { return load<Vec16>(codes); }
+  static QK_DEVICE A zero_a() { return {}; }
+  static QK_DEVICE B zero_b() { return {}; }
+
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
     return load_row(rows + (16 * block + lane % 16) * kPitch, chunk, lane);
@@ -69,6 +75,11 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
   struct B {
     Vec16 steps[2];
   };
+
+  static QK_DEVICE A load_run_a(const u8* codes, const u8* nibbles) { return {load<Vec16>(codes), load<u32>(nibbles)}; }
+  static QK_DEVICE B load_run_b(const u8* codes) { return {{load<Vec16>(codes), load<Vec16>(codes + 16)}}; }
+  static QK_DEVICE A zero_a() { return {{}, kNeutral}; }
+  static QK_DEVICE B zero_b() { return {}; }
 
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {

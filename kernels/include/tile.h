@@ -14,12 +14,20 @@ namespace qk {
 template <int M, int N, int K, int WavesM, int WavesN>
 struct TileShape {
   static constexpr int kM = M, kN = N, kK = K;
+  static constexpr bool kDirect = false;  // operands go through LDS
   static constexpr int kWavesN = WavesN;
   static constexpr int kThreads = WavesM * WavesN * kWave;
   static constexpr int kWaveM = M / WavesM, kWaveN = N / WavesN;
   static constexpr int kBlocksM = kWaveM / 16, kBlocksN = kWaveN / 16;  // 16x16 accumulators of a wave
   static_assert(M % (16 * WavesM) == 0 && N % (16 * WavesN) == 0,
                 "the wave grid must cut the tile into 16x16 blocks");
+};
+
+/// 16 tokens and N outputs whose K is shared by the waves: see direct.h.
+template <int N, int K, int Waves>
+struct DirectShape : TileShape<16, N, K, 1, 1> {
+  static constexpr bool kDirect = true;
+  static constexpr int kThreads = Waves * kWave;
 };
 
 // The menu; launch.json repeats these numbers for the launcher and the .hip files assert them.
@@ -35,6 +43,13 @@ struct TileMenu<1> : TileShape<64, 64, 64, 2, 1> {};
 // M <= 16 (time embeddings): bound by the weight stream, so narrow, with twice the bytes in flight.
 template <>
 struct TileMenu<2> : TileShape<16, 64, 128, 1, 2> {};
+// gfx12 alone has the next two. Twice the tokens, where they fill the compute units: four waves a SIMD instead of
+// two with dense weights, and less to store in LDS per product with sparse ones.
+template <>
+struct TileMenu<3> : TileShape<256, 128, 64, 4, 2> {};
+// M <= 16 there: eight waves share K.
+template <>
+struct TileMenu<4> : DirectShape<32, 512, 8> {};
 
 /// Whether menu entry kIndex is what launch.json says.
 template <int kIndex>
@@ -42,7 +57,8 @@ constexpr bool tile_is(int m, int n, int k, int block) {
   using Tile = TileMenu<kIndex>;
   return Tile::kM == m && Tile::kN == n && Tile::kK == k && Tile::kThreads == block;
 }
-static_assert(tile_is<0>(128, 128, 64, 128) && tile_is<1>(64, 64, 64, 64) && tile_is<2>(16, 64, 128, 64),
+static_assert(tile_is<0>(128, 128, 64, 128) && tile_is<1>(64, 64, 64, 64) && tile_is<2>(16, 64, 128, 64) &&
+                  tile_is<3>(256, 128, 64, 256) && tile_is<4>(16, 32, 512, 256),
               "launch.json repeats the menu: change both");
 
 /// The part of a tile that one thread carries from global memory to LDS: kRows x kPerRow pieces of type T.
@@ -95,6 +111,26 @@ struct Operands {
   int m, n, k;
 };
 
+/// Where the next step begins in the first rows of a tile.
+template <bool kSparse>
+struct RowsAt {
+  const u8* x;
+  const u8* w;
+  const u8* meta;
+
+  QK_DEVICE RowsAt(const Operands& op, int m0, int n0) {
+    x = op.x + static_cast<i64>(m0) * op.k;
+    w = op.w + static_cast<i64>(n0) * (kSparse ? op.k / 2 : op.k);
+    meta = kSparse ? op.w_meta + static_cast<i64>(n0) * (op.k / 8) : nullptr;
+  }
+
+  QK_DEVICE void advance(int count) {
+    x += count;
+    w += kSparse ? count / 2 : count;
+    if constexpr (kSparse) meta += count / 8;
+  }
+};
+
 template <class Tile, class Mma>
 struct TileLoop {
   static constexpr bool kSparse = Mma::kSparse;
@@ -116,25 +152,6 @@ struct TileLoop {
   Carrier<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
   Carrier<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
 
-  /// Where the next step begins in the tile's first rows.
-  struct Rows {
-    const u8* x;
-    const u8* w;
-    const u8* meta;
-
-    QK_DEVICE Rows(const Operands& op, int m0, int n0) {
-      x = op.x + static_cast<i64>(m0) * op.k;
-      w = op.w + static_cast<i64>(n0) * (kSparse ? op.k / 2 : op.k);
-      meta = kSparse ? op.w_meta + static_cast<i64>(n0) * (op.k / 8) : nullptr;
-    }
-
-    QK_DEVICE void advance(int count) {
-      x += count;
-      w += kSparse ? count / 2 : count;
-      if constexpr (kSparse) meta += count / 8;
-    }
-  };
-
   QK_DEVICE void aim(const Operands& op, int m0, int n0, int thread) {
     x.aim(op.k, op.m - m0, thread);
     w.aim(kSparse ? op.k / 2 : op.k, op.n - n0, thread);
@@ -142,14 +159,13 @@ struct TileLoop {
   }
 
   /// The first step: `count` of its kK values of every row exist.
-  QK_DEVICE void fetch_some(const Rows& from, int count, int thread) {
-    constexpr u32 kNeutral = 0x44444444u;  // positions 0 and 1 everywhere: legal, and the codes are zero
+  QK_DEVICE void fetch_some(const RowsAt<kSparse>& from, int count, int thread) {
     x.fetch_some(from.x, count, thread, Vec16{});
     w.fetch_some(from.w, kSparse ? count / 2 : count, thread, Vec16{});
     if constexpr (kSparse) meta.fetch_some(from.meta, count / 8, thread, kNeutral);
   }
 
-  QK_DEVICE void fetch(const Rows& from) {
+  QK_DEVICE void fetch(const RowsAt<kSparse>& from) {
     x.fetch(from.x);
     w.fetch(from.w);
     if constexpr (kSparse) meta.fetch(from.meta);
@@ -180,15 +196,15 @@ struct TileLoop {
     }
   }
 
-  /// Runs the whole K loop of the tile at (m0, n0) for the calling wave.
-  QK_DEVICE void run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
+  /// Runs the whole K loop of the tile at (m0, n0). Returns whether the calling wave has results: all have.
+  QK_DEVICE bool run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
     const int thread = thread_index(), wave = wave_index(), lane = thread % kWave;
     const int wave_m = wave / Tile::kWavesN * Tile::kWaveM, wave_n = wave % Tile::kWavesN * Tile::kWaveN;
     u8* current = lds;
     u8* next = lds + kBufferBytes;
     // The step that K does not fill comes first: all those of the loop are whole, and ask for nothing.
     const int first = (op.k - 1) % Tile::kK + 1;
-    Rows rows(op, m0, n0);
+    RowsAt<kSparse> rows(op, m0, n0);
     aim(op, m0, n0, thread);
     fetch_some(rows, first, thread);
     rows.advance(first);
@@ -206,6 +222,7 @@ struct TileLoop {
       next = swap;
     }
     multiply(acc, current, wave_m, wave_n, lane);
+    return true;
   }
 };
 

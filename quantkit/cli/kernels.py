@@ -73,7 +73,7 @@ def build_command(
     or newer, sm_89 takes the NVRTC that torch brings along.
     """
     _known_target(target)
-    variants = _select(every=every, ops=ops)
+    variants = _select(target, every=every, ops=ops)
     if dry_run:
         names = [variant.symbol for variant in variants]
         _print_plan(target, output, names, as_json=as_json)
@@ -116,11 +116,9 @@ def check_command(
     for target in targets:
         _known_target(target)
     reports = [check_kernels(folder)] if folder else []
-    if targets:
-        variants = _select(every=every, ops=ops)
-        reports += [
-            check_target(target, variants, compiler=compiler, quiet=quiet) for target in targets
-        ]
+    for target in targets:
+        variants = _select(target, every=every, ops=ops)
+        reports.append(check_target(target, variants, compiler=compiler, quiet=quiet))
     print_reports(reports, as_json=as_json)
     if not all(report.passed for report in reports):
         sys.exit(1)
@@ -186,8 +184,10 @@ def _known_target(target: str) -> None:
         )
 
 
-def _select(*, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
+def _select(target: str, *, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
+    from quantkit.device.archs import find_arch
     from quantkit.device.ops import OPS, all_variants, default_variants
+    from quantkit.device.tiles import variants_for
 
     for name in ops:
         if name not in OPS:
@@ -195,7 +195,7 @@ def _select(*, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
                 f"{name!r} is unknown, wanted one of {', '.join(OPS)}", param_hint="--op"
             )
     chosen = [v for op in OPS.values() for v in all_variants(op)] if every else default_variants()
-    return tuple(v for v in chosen if not ops or v.op.name in ops)
+    return tuple(v for v in variants_for(find_arch(target), chosen) if not ops or v.op.name in ops)
 
 
 def _op_json(op: Any) -> dict[str, Any]:

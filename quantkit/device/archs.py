@@ -74,13 +74,18 @@ class Arch:
     devices: tuple[str, ...] = ()
     #: compute units in one of torch's multiprocessors
     units: int = 1
-    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter
+    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter, and
+    #: tiles beyond the last are not compiled for it
     tile_speed: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     @property
     def ahead_of_time(self) -> bool:
         """True when ``kernels build`` makes objects for it."""
         return self.register_file is not None
+
+    def has_tile(self, op: str, tile: str) -> bool:
+        """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
+        return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
 
     def target_for(self, device: str) -> str:
         """Return what the compiler is told for ``device``: itself, unless the row is for one only.
@@ -104,9 +109,14 @@ _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 _RDNA4_MATRIX = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
 _RDNA3_MATRIX = MatrixUnit(cycles=32, simds=2, lds_rate=79.0)
 
-# Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64
-# one, and a 16x64 tile twice as many as that.
-_RDNA_TILES = (("gemm_fp8", (1.0, 0.75, 0.4)), ("gemm_fp8_sparse", (1.0, 0.75, 0.4)))
+# Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are bound
+# by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
+_GFX12_TILES = (
+    ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+    ("gemm_fp8_sparse", (0.80, 0.64, 0.25, 0.81, 0.27)),
+)
+# Not measured: the same figures; widening to float16 takes more cycles than the products.
+_GFX11_TILES = (("gemm_fp8", (0.44, 0.34, 0.20)), ("gemm_fp8_sparse", (0.40, 0.29, 0.17)))
 # TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 _SM89_TILES = (("gemm_fp8", (221.0, 237.0, 156.0)), ("gemm_fp8_sparse", (13.0, 57.0, 86.0)))
 
@@ -127,6 +137,7 @@ def _radeon(
     description: str,
     instructions: tuple[tuple[str, str], ...],
     matrix_unit: MatrixUnit,
+    tile_speed: tuple[tuple[str, tuple[float, ...]], ...],
 ) -> Arch:
     # torch counts work group processors, of two compute units each, as multiprocessors.
     return Arch(
@@ -138,7 +149,7 @@ def _radeon(
         matrix_unit,
         devices=(name,),
         units=2,
-        tile_speed=_RDNA_TILES,
+        tile_speed=tile_speed,
     )
 
 
@@ -146,9 +157,9 @@ def _radeon(
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA, _RDNA4_MATRIX),
-        _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA, _RDNA4_MATRIX),
-        _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA, _RDNA3_MATRIX),
+        _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA, _RDNA4_MATRIX, _GFX12_TILES),
+        _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA, _RDNA4_MATRIX, _GFX12_TILES),
+        _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA, _RDNA3_MATRIX, _GFX11_TILES),
         # GEMMs run as hopper.py says; these tiles where the driver has no tensor maps. Not built
         # ahead of time: mma.sync on FP8, emulated, spills, and wgmma's kernels need more than a
         # manifest says.
