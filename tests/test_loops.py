@@ -16,7 +16,7 @@ BARRIER = ["s_barrier_signal -1", "s_barrier_wait 0xffff"]
 
 
 def disassembly(lines, symbol="kernel"):
-    """Return text as llvm-objdump prints it, eight bytes a line; ``@n`` is the n-th line's address."""
+    """Return text as llvm-objdump prints it, eight bytes a line; ``@n`` is line n's address."""
     text = [f"0000000000001800 <{symbol}>:"]
     for index, line in enumerate(lines):
         code, _, target = line.partition(" @")
@@ -63,9 +63,7 @@ def test_chunks_in_a_loop_of_their_own_count_once_per_turn():
     assert loop.lds_share == 1
 
 
-@pytest.mark.parametrize(
-    "lines", [[], [WMMA], ["v_add_f32 v0, v0, v0", "s_branch 65533 @0", WMMA]]
-)
+@pytest.mark.parametrize("lines", [[], [WMMA], ["v_add_f32 v0, v0, v0", "s_branch 65533 @0", WMMA]])
 def test_no_loop_of_matrix_instructions_is_none(lines):
     assert find_loop(disassembly(lines), "kernel", 4096, UNIT) is None
     assert find_loop(disassembly([WMMA, "s_branch 65533 @0"]), "other", 4096, UNIT) is None
@@ -94,22 +92,42 @@ def test_classes_and_bytes(mnemonic, kind, moved):
     assert (class_of(mnemonic), lds_bytes(mnemonic)) == (kind, moved)
 
 
-@pytest.mark.parametrize("target", ["gfx1200", "gfx1201"])
-def test_the_large_tiles_leave_the_matrix_unit_busy(target, tmp_path):
+def loops_of(target, tile, folder):
+    """Build the two GEMMs with ``tile``; return their K loops, dense first."""
     need(compilers.clang)
     need(compilers.objdump)
-    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t0")
-    variants = [Variant(OPS[name], words) for name in ("gemm_fp8", "gemm_fp8_sparse")]
-    build(target, tmp_path / "objects", variants)
-    dense, sparse = (finding.loop for finding in check_folder(tmp_path / "objects").findings)
-    # 128x128x64 by four waves: 64 products of 16x16x16, half as many sparse ones.
+    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", tile)
+    build(target, folder, [Variant(OPS[name], words) for name in ("gemm_fp8", "gemm_fp8_sparse")])
+    return [finding.loop for finding in check_folder(folder).findings]
+
+
+@pytest.mark.parametrize(("tile", "tokens", "waves"), [("t0", 128, 4), ("t3", 256, 8)])
+def test_the_large_tiles_leave_the_matrix_unit_busy(tile, tokens, waves, tmp_path):
+    dense, sparse = loops_of("gfx1201", tile, tmp_path / "objects")
+    # 64x64x64 by every wave: 64 products of 16x16x16, half as many sparse ones.
     assert (dense.matrix, sparse.matrix) == (64, 32)
-    # Two operands of 64 x 64 bytes read, a quarter of the tile stored.
-    assert dense.lds_bytes == 2 * 64 * 64 + 2 * 128 * 64 // 4
-    assert sparse.lds_bytes == 64 * 64 + 64 * 40 + (128 * 64 + 128 * 40) // 4
+    # What a wave multiplies is read, its share of the tile stored.
+    assert dense.lds_bytes == 2 * 64 * 64 + (tokens + 128) * 64 // waves
+    assert sparse.lds_bytes == 64 * 64 + 64 * 40 + (tokens * 64 + 128 * 40) // waves
     assert dense.share >= 0.85
     assert sparse.share >= 0.75
-    assert ARCHS[target].matrix_unit == dense.unit
+
+
+def test_the_tile_of_16_rows_reads_no_operand_from_lds(tmp_path):
+    dense, sparse = loops_of("gfx1200", "t4", tmp_path / "objects")
+    assert dense.lds_bytes == sparse.lds_bytes == 0
+    assert "barrier" not in dense.issued | sparse.issued
+    # A fragment takes one load; sparse ones two, of tokens by halves and of weights for nibbles.
+    assert (dense.matrix, dense.issued["memory"]) == (8, 6)
+    assert (sparse.matrix, sparse.issued["memory"]) == (4, 6)
+
+
+def test_chunks_of_gfx1100_are_a_loop_within_the_step(tmp_path):
+    dense, sparse = loops_of("gfx1100", "t0", tmp_path / "objects")
+    assert dense.matrix == sparse.matrix == 64
+    assert (dense.issued["barrier"], sparse.issued["barrier"]) == (1, 1)
+    assert dense.issued["memory"] == 8
+    assert dense.unit == ARCHS["gfx1100"].matrix_unit
 
 
 def test_a_kernel_without_matrix_instructions_has_no_loop(tmp_path):

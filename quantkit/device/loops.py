@@ -15,7 +15,7 @@ _LABEL = re.compile(r"^([0-9a-f]+) <(.+)>:$")
 _CODE = re.compile(r"^\t(\w+).*// ([0-9A-F]+):")
 _TARGET = re.compile(r"<.+\+0x([0-9a-f]+)>$")
 _MATRIX = re.compile(r"v_s?wmmac?_\w+_\d+x\d+x(\d+)_")
-_LDS_ACCESS = re.compile(r"ds_(?:load|store)_(?P<two>2addr_(?:stride64_)?)?[bui](?P<bits>\d+)")
+_LDS_ACCESS = re.compile(r"ds_(?:load|store)_(?P<two>2addr_(?:stride64_)?)?[ubi](?P<bits>\d+)")
 
 #: First prefix that fits names the class. Waits include what only steers the issue.
 _CLASSES = (
@@ -97,7 +97,8 @@ def find_loop(text: str, symbol: str, work: int, unit: MatrixUnit) -> Loop | Non
     # Chunks of a step may be a loop of their own: its instructions count once per turn.
     depth = next(int(m[1]) for i in inner.code if (m := _MATRIX.match(i.mnemonic)))
     turns = max(1, work // (16 * 16 * depth * inner.matrix))
-    whole = min(inner.around(spans), key=_length, default=inner) if turns > 1 else inner
+    # The longest: a compiler that rotates a loop branches back to more than one place.
+    whole = max(inner.around(spans), key=_length, default=inner)
     issued: Counter[str] = Counter()
     lds = 0
     for instruction in whole.code:
