@@ -1,6 +1,6 @@
 // The loop of few tokens: fragments go from global memory straight to registers, and the waves of a block share
-// K. No fragment is used twice there, so LDS would only add a trip and a barrier; and a block as wide as it is
-// high leaves enough of them to keep the memory busy.
+// K. No weight is used twice there, so LDS would only add a trip and a barrier; and narrow blocks of many waves
+// keep the memory busy where N is small.
 //
 // A wave takes every kWaves-th chunk: a row's bytes that the block reads at one time are consecutive. While
 // one pass is multiplied, the next one is on its way. The sums of the waves are added through LDS in order of
