@@ -16,16 +16,16 @@
 // gemm_fp8.hip. Targets without a sparse instruction expand the codes to dense fragments in registers
 // (layout_gfx11.h).
 #include "mma.h"
+#include "direct.h"
 #include "epilogue.h"
 #include "raster.h"
-#include "tile.h"
 
 using Tile = qk::TileMenu<QK_TILE>;
 using Mma = qk::SparseMma<qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT)>;
-using Loop = qk::TileLoop<Tile, Mma>;
+using Loop = qk::LoopOf<Tile, Mma>;
 using Epilogue = qk::Epilogue<qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL>;
 
-constexpr int kLds[] = {32768, 16384, 14848};
+constexpr int kLds[] = {32768, 16384, 14848, 53248, 14336};
 static_assert(Loop::kLdsBytes == kLds[QK_TILE], "launch.json states the LDS of every tile");
 
 QK_KERNEL(Tile::kThreads)
@@ -35,7 +35,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* 
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   typename Loop::Accumulators acc = {};
   Loop loop;
-  loop.run(acc, {x, w, w_meta, m, n, k}, lds, origin.m, origin.n);
+  if (!loop.run(acc, {x, w, w_meta, m, n, k}, lds, origin.m, origin.n)) return;
   const int wave = qk::wave_index();
   Epilogue::run<Mma>({x_scale, w_scale, bias, y, m, n}, acc, origin.m + wave / Tile::kWavesN * Tile::kWaveM,
                      origin.n + wave % Tile::kWavesN * Tile::kWaveN);

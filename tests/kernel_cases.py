@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from quantkit.device import host, reference
+from quantkit.device.archs import ARCHS
 from quantkit.device.geometry import tiles
 from quantkit.device.ops import Variant, all_variants
+from quantkit.device.tiles import variants_for
 from quantkit.errors import CompilerMissingError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packing import LEGAL_NIBBLES
@@ -189,12 +191,17 @@ def spacing(value, dtype):
     return torch.ldexp(torch.full_like(value, info.eps), exponent)
 
 
-def covering_variants(op, *, pairs):
+#: host layout -> a target that has its tiles
+TARGET_OF = {"gfx12": "gfx1201", "gfx11": "gfx1100", "sm89": "sm_89"}
+
+
+def covering_variants(op, *, pairs, layout="gfx12"):
     """Return few variants in which every word of every axis stands; with ``pairs``, every pair."""
-    left = {goal for variant in all_variants(op) for goal in _goals(variant, pairs)}
+    every = variants_for(ARCHS[TARGET_OF[layout]], list(all_variants(op)))
+    left = {goal for variant in every for goal in _goals(variant, pairs)}
     chosen = []
     while left:
-        best = max(all_variants(op), key=lambda v: len(left & _goals(v, pairs)))
+        best = max(every, key=lambda v: len(left & _goals(v, pairs)))
         left -= _goals(best, pairs)
         chosen.append(best)
     return chosen
@@ -217,6 +224,7 @@ def shapes_of(variant):
         (m + 1, 3, 128 + step),
         (2 * m + 5, 2 * n + 7, 288),
         (8 * m + 3, n + 5, 2 * step),
+        (m // 2, n + 1, 2 * tile.k + 3 * step),
     )
 
 

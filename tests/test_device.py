@@ -13,7 +13,7 @@ from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, choose, use
 from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
 from quantkit.device.ops import OPS, all_variants, default_variants, find_op
-from quantkit.device.tiles import choose_tile
+from quantkit.device.tiles import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.resources import kernel_sources
 
@@ -63,7 +63,9 @@ def test_tables_agree_with_the_launch_file():
         assert (kernel_sources() / op.source).is_file()
         assert content[op.name].get("k_multiple", 1) == op.k_multiple
     for name in ("gemm_fp8", "gemm_fp8_sparse"):
-        assert len(OPS[name].axes[-1].words) == len(content["tiles"]) == len(host_calls._TILE_SPEED)
+        assert len(OPS[name].axes[-1].words) == len(content["tiles"])
+        assert len(content[name]["lds"]) == len(content["tiles"])
+    assert len(host_calls._TILE_SPEED) <= len(content["tiles"])
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -81,10 +83,11 @@ def test_arguments_are_the_kernels(op):
 
 def test_symbols_follow_the_naming_rule_and_are_unique():
     symbols = [variant.symbol for op in OPS.values() for variant in all_variants(op)]
-    assert len(symbols) == len(set(symbols)) == 24 + 24 + 144 + 144
+    assert len(symbols) == len(set(symbols)) == 24 + 24 + 240 + 240
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
-    assert len(default_variants()) == 64
+    assert len(variants_for(ARCHS["gfx1201"], default_variants())) == 96
+    assert len(variants_for(ARCHS["gfx1100"], default_variants())) == 64
 
 
 def test_unknown_names_are_refused():
@@ -150,6 +153,30 @@ def test_geometry_of_every_variant_covers_the_output(op):
 )
 def test_tile_suits_the_shape(m, n, threads, tile):
     assert choose_tile(m, n, threads, host_calls._TILE_SPEED) == tile
+
+
+@pytest.mark.parametrize(
+    ("target", "units", "m", "n", "tile"),
+    [
+        # A row of 16 tokens: K is shared by waves, whatever the number of compute units.
+        ("gfx1200", 32, 16, 1280, "t4"),
+        ("gfx1201", 64, 1, 10240, "t4"),
+        # 160 tiles of 128x128 take 5 rounds on 32 units and 3 on 56 and 64; 640 of 64x64 take
+        # 20, 12 and 10: the last is faster.
+        ("gfx1200", 32, 2048, 1280, "t0"),
+        ("gfx1201", 56, 2048, 1280, "t0"),
+        ("gfx1201", 64, 2048, 1280, "t1"),
+        # 256x128 in rounds that are whole or nearly so.
+        ("gfx1200", 32, 8192, 8192, "t3"),
+        ("gfx1201", 56, 4608, 12288, "t3"),
+        ("gfx1201", 64, 2048, 10240, "t3"),
+        # RDNA3 has three tiles.
+        ("gfx1100", 96, 16, 1280, "t2"),
+        ("gfx1100", 96, 8192, 8192, "t0"),
+    ],
+)
+def test_tile_suits_the_compute_units(target, units, m, n, tile):
+    assert choose_tile(m, n, units, dict(ARCHS[target].tile_speed)["gemm_fp8"]) == tile
 
 
 # ------------------------------------------------------------------------------------- back ends

@@ -23,6 +23,7 @@ from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
 from quantkit.device.build import build
 from quantkit.device.check import check_folder
 from quantkit.device.ops import OPS, Variant, default_variants
+from quantkit.device.tiles import variants_for
 from quantkit.numerics.formats import FORMATS
 
 QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
@@ -33,7 +34,7 @@ def gemm_variants():
     for op in GEMMS:
         for layout in HOST_LAYOUTS:
             # The axes meet in the layout-free epilogue: all pairs on one layout are enough.
-            for variant in covering_variants(op, pairs=layout == "gfx12"):
+            for variant in covering_variants(op, pairs=layout == "gfx12", layout=layout):
                 yield pytest.param(variant, layout, id=f"{variant.symbol}-{layout}")
 
 
@@ -53,11 +54,14 @@ def generator():
     return torch.Generator().manual_seed(20)
 
 
-def telling(op, layout="gfx12", words=("e4m3fn", "e4m3fn", "token", "channel", "f16", "t1")):
-    return pytest.param(Variant(op, words), layout, id=f"{op.name}-{layout}")
+def telling(op, layout="gfx12", tile="t1"):
+    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", tile)
+    return pytest.param(Variant(op, words), layout, id=f"{op.name}-{layout}-{tile}")
 
 
 EVERYWHERE = [telling(op, layout) for op in GEMMS for layout in HOST_LAYOUTS]
+# The one tile that does not take its operands through LDS.
+EVERYWHERE += [telling(op, tile="t4") for op in GEMMS]
 
 
 @pytest.mark.parametrize(("variant", "layout"), gemm_variants())
@@ -278,11 +282,11 @@ def check_quantize(variant, x, scale, fmt, layout="gfx12"):
         same_codes(out["q"], q, fmt)
 
 
-def telling_objects(op):
+def telling_objects(op, arch):
     """Return per tile the variant with everything switched on, in float16."""
     return [
         v
-        for v in default_variants()
+        for v in variants_for(arch, default_variants())
         if v.op is op
         and v.word("QK_IO") == "f16"
         and v.word("QK_X_SCALE") in ("", "token")
@@ -300,7 +304,7 @@ def test_objects_pass_the_gates(arch, op, tmp_path):
         need(compilers.objdump)
     else:
         need(nvrtc.load_nvrtc)
-    variants = telling_objects(op)
+    variants = telling_objects(op, arch)
     build(arch.name, tmp_path / "objects", variants)
     report = check_folder(tmp_path / "objects")
     assert [finding.kernel.symbol for finding in report.findings] == [v.symbol for v in variants]

@@ -24,6 +24,9 @@
 
 namespace qk {
 
+/// Nibbles of eight groups whose codes are zero: positions 0 and 1 everywhere, which is legal.
+constexpr u32 kNeutral = 0x44444444u;
+
 enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2 };
 enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
 

@@ -52,6 +52,7 @@ struct LayoutGfx11 {
   static constexpr bool kSparse = false;
   static constexpr int kChunk = 16;
   static constexpr int kSteps = 1;
+  static constexpr int kUnroll = 1;  // more spills registers
   static constexpr int kColumns = 1;
   struct A {
     u32 v[8];

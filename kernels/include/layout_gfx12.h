@@ -40,12 +40,19 @@ struct LayoutGfx12 : OutputsGfx12 {
   static constexpr bool kSparse = false;
   static constexpr int kChunk = 32;  // K bytes of one fragment
   static constexpr int kSteps = 2;   // instructions that consume it
+  static constexpr int kUnroll = 4;  // fragments of a K step in one stretch of code
   using A = Vec16;
   using B = Vec16;
 
   static QK_DEVICE Vec16 load_row(const u8* row, int chunk, int lane) {
     return load<Vec16>(row + kChunk * chunk + 16 * (lane / 16));
   }
+  /// The lane's run of a chunk, wherever it lies.
+  static QK_DEVICE A load_run_a(const u8* codes, const u8*) { return load<Vec16>(codes); }
+  static QK_DEVICE B load_run_b(const u8* codes) { return load<Vec16>(codes); }
+  static QK_DEVICE A zero_a() { return {}; }
+  static QK_DEVICE B zero_b() { return {}; }
+
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
     return load_row(rows + (16 * block + lane % 16) * kPitch, chunk, lane);
@@ -60,6 +67,7 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
   static constexpr bool kSparse = true;
   static constexpr int kChunk = 64;
   static constexpr int kSteps = 2;
+  static constexpr int kUnroll = 4;
   struct A {
     Vec16 codes;  // the kept ones of k 32h..32h+31
     u32 nibbles;  // their 8 groups, as on disk; each step uses 16 bits
@@ -68,12 +76,18 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
     Vec16 steps[2];
   };
 
+  static QK_DEVICE A load_run_a(const u8* codes, const u8* nibbles) { return {load<Vec16>(codes), load<u32>(nibbles)}; }
+  static QK_DEVICE B load_run_b(const u8* codes) { return {{load<Vec16>(codes), load<Vec16>(codes + 16)}}; }
+  static QK_DEVICE A zero_a() { return {{}, kNeutral}; }
+  static QK_DEVICE B zero_b() { return {}; }
+
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
-    const u8* const row = rows + (16 * block + lane % 16) * kPitch;
-    const int half = lane / 16;
-    return {load<Vec16>(row + kChunk / 2 * chunk + 16 * half),
-            load<u32>(row + kCodes + kChunk / 8 * chunk + 4 * half)};
+    // One address for the codes of all blocks, one for the nibbles: the rest goes into the instruction's offset.
+    const u8* const row = rows + lane % 16 * kPitch;
+    const u8 *const codes = row + 16 * (lane / 16), *const nibbles = row + 4 * (lane / 16);
+    const int skip = 16 * block * kPitch;
+    return {load<Vec16>(codes + skip + kChunk / 2 * chunk), load<u32>(nibbles + skip + kCodes + kChunk / 8 * chunk)};
   }
   template <int kPitch>
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {

@@ -45,6 +45,7 @@ struct LayoutSm89 : OutputsSm89 {
   static constexpr bool kSparse = false;
   static constexpr int kChunk = 64;
   static constexpr int kSteps = 2;
+  static constexpr int kUnroll = 1;
   struct A {
     u32 v[8];  // [step][register]
   };
@@ -71,6 +72,7 @@ struct SparseLayoutSm89 : OutputsSm89 {
   static constexpr bool kSparse = true;
   static constexpr int kChunk = 64;
   static constexpr int kSteps = 1;
+  static constexpr int kUnroll = 1;
   struct A {
     u32 v[5];  // four registers, then the metadata
   };

@@ -27,6 +27,7 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #  include "runtime.h"
 #  define QK_DEVICE inline
 #  define QK_UNROLL
+#  define QK_UNROLL_CHUNKS
 #  define QK_NO_UNROLL
 #  define QK_KERNEL(threads) static void
 #  define QK_KERNEL_SHARING(threads, blocks) static void
@@ -79,6 +80,10 @@ template <class T>
 QK_DEVICE void store(void* address, const T& value) {
   __builtin_memcpy(address, &value, sizeof(T));
 }
+
+QK_DEVICE int uniform(int value) { return value; }
+QK_DEVICE u32 unknown(u32 value) { return value; }
+QK_DEVICE void keep_order() {}
 
 /// Largest value over the wave. One rendezvous instead of five shuffles: a fiber switch is what costs here.
 QK_DEVICE u32 wave_max(u32 value) {
@@ -138,6 +143,7 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #else
 // ------------------------------------------------------------------------------------------- devices
 #  define QK_UNROLL _Pragma("unroll")
+#  define QK_UNROLL_CHUNKS _Pragma("unroll kUnroll")
 #  define QK_NO_UNROLL _Pragma("unroll 1")
 #  define QK_HOST_ENTRY(threads, lds_bytes)
 #  if defined(__AMDGCN__) || defined(__HIP__) || defined(__HIPCC_RTC__)
@@ -187,7 +193,9 @@ QK_DEVICE void store<Vec16>(void* address, const Vec16& value) {
 }
 
 QK_DEVICE int thread_index() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
-QK_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() / kWave); }
+/// A value that is the same in all lanes, in a scalar register.
+QK_DEVICE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
+QK_DEVICE int wave_index() { return uniform(thread_index() / kWave); }
 QK_DEVICE int block_x() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
 QK_DEVICE int block_y() { return static_cast<int>(__builtin_amdgcn_workgroup_id_y()); }
 QK_DEVICE void block_sync() {
@@ -206,6 +214,13 @@ QK_DEVICE u32 max_halves(u32 a, u32 b) {
   using Halves = u16 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32, __builtin_elementwise_max(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b)));
 }
+/// The same number, but the compiler cannot know: a 32-bit offset that it widens before a loop costs an addition per load.
+QK_DEVICE u32 unknown(u32 value) {
+  asm("" : "+v"(value));
+  return value;
+}
+/// No instruction moves across.
+QK_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
 QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
@@ -232,6 +247,9 @@ QK_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 QK_DEVICE void block_sync() { __syncthreads(); }
 QK_DEVICE u32 float_bits(f32 value) { return __float_as_uint(value); }
 QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
+QK_DEVICE int uniform(int value) { return value; }
+QK_DEVICE u32 unknown(u32 value) { return value; }
+QK_DEVICE void keep_order() {}
 QK_DEVICE u32 lane_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 /// Larger one of each half, as unsigned 16-bit numbers.
 QK_DEVICE u32 max_halves(u32 a, u32 b) {

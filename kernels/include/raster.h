@@ -20,7 +20,8 @@ QK_DEVICE TileOrigin tile_origin(int m, int n) {
   const int first = index / (kGroupM * tiles_n) * kGroupM;
   const int rows = tiles_m - first < kGroupM ? tiles_m - first : kGroupM;
   const int within = index - first * tiles_n;
-  return {(first + within % rows) * Tile::kM, within / rows * Tile::kN};
+  // The division runs in vector registers: without `uniform`, all that is computed from it would stay there.
+  return {uniform((first + within % rows) * Tile::kM), uniform(within / rows * Tile::kN)};
 }
 
 }  // namespace qk

@@ -2,8 +2,8 @@
 //
 // One block computes kM tokens x kN outputs. While a K step is multiplied from one LDS buffer, the next one
 // is already on its way into registers; it is stored into the other buffer afterwards, so one barrier per
-// step is enough. Rows beyond M or N and bytes beyond K are loaded as zeros: the matrix unit always runs with
-// all lanes.
+// step is enough. Rows beyond M or N repeat the last one and bytes beyond K are zeros: the matrix unit always
+// runs with all lanes.
 #pragma once
 
 #include "config.h"
@@ -14,12 +14,20 @@ namespace qk {
 template <int M, int N, int K, int WavesM, int WavesN>
 struct TileShape {
   static constexpr int kM = M, kN = N, kK = K;
+  static constexpr bool kDirect = false;  // operands go through LDS
   static constexpr int kWavesN = WavesN;
   static constexpr int kThreads = WavesM * WavesN * kWave;
   static constexpr int kWaveM = M / WavesM, kWaveN = N / WavesN;
   static constexpr int kBlocksM = kWaveM / 16, kBlocksN = kWaveN / 16;  // 16x16 accumulators of a wave
   static_assert(M % (16 * WavesM) == 0 && N % (16 * WavesN) == 0,
                 "the wave grid must cut the tile into 16x16 blocks");
+};
+
+/// 16 tokens and N outputs whose K is shared by the waves: see direct.h.
+template <int N, int K, int Waves>
+struct DirectShape : TileShape<16, N, K, 1, 1> {
+  static constexpr bool kDirect = true;
+  static constexpr int kThreads = Waves * kWave;
 };
 
 // The menu; launch.json repeats these numbers for the launcher and the .hip files assert them.
@@ -35,37 +43,63 @@ struct TileMenu<1> : TileShape<64, 64, 64, 2, 1> {};
 // M <= 16 (time embeddings): bound by the weight stream, so narrow, with twice the bytes in flight.
 template <>
 struct TileMenu<2> : TileShape<16, 64, 128, 1, 2> {};
+// gfx12 alone has the next two. Twice the tokens, where they fill the compute units: four waves a SIMD instead of
+// two with dense weights, and less to store in LDS per product with sparse ones.
+template <>
+struct TileMenu<3> : TileShape<256, 128, 64, 4, 2> {};
+// M <= 16 there: eight waves share K.
+template <>
+struct TileMenu<4> : DirectShape<32, 512, 8> {};
 
 /// Whether menu entry kIndex is what launch.json says.
 template <int kIndex>
-constexpr bool tile_is(int m, int n, int block) {
-  return TileMenu<kIndex>::kM == m && TileMenu<kIndex>::kN == n && TileMenu<kIndex>::kThreads == block;
+constexpr bool tile_is(int m, int n, int k, int block) {
+  using Tile = TileMenu<kIndex>;
+  return Tile::kM == m && Tile::kN == n && Tile::kK == k && Tile::kThreads == block;
 }
-static_assert(tile_is<0>(128, 128, 128) && tile_is<1>(64, 64, 64) && tile_is<2>(16, 64, 64),
+static_assert(tile_is<0>(128, 128, 64, 128) && tile_is<1>(64, 64, 64, 64) && tile_is<2>(16, 64, 128, 64) &&
+                  tile_is<3>(256, 128, 64, 256) && tile_is<4>(16, 32, 512, 256),
               "launch.json repeats the menu: change both");
 
 /// The part of a tile that one thread carries from global memory to LDS: kRows x kPerRow pieces of type T.
 template <class T, int kRows, int kPerRow, int kThreads>
 struct Carrier {
   static constexpr int kCount = kRows * kPerRow / kThreads;
+  static constexpr int kRowStep = kThreads / kPerRow;  // pieces of a thread lie below each other
   static_assert(kRows * kPerRow % kThreads == 0, "the threads must share the tile evenly");
+  static_assert(kThreads % kPerRow == 0, "a thread must keep its column");
   T pieces[kCount];
+  u32 offsets[kCount];  // bytes from the tile's first row
 
-  /// base: first row's bytes of this step. Rows >= rows and bytes >= bytes of a row become `fill`.
-  QK_DEVICE void fetch(const u8* base, u32 pitch, int rows, int bytes, int thread, const T& fill) {
+  static QK_DEVICE int column(int thread) { return thread % kPerRow * static_cast<int>(sizeof(T)); }
+
+  /// Rows >= rows repeat the last one: what they give is never written, and no step has to ask.
+  QK_DEVICE void aim(u32 pitch, int rows, int thread) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      const int piece = i * kThreads + thread, row = piece / kPerRow;
-      const int column = piece % kPerRow * static_cast<int>(sizeof(T));
+      const int row = thread / kPerRow + i * kRowStep;
+      offsets[i] = static_cast<u32>(row < rows ? row : rows - 1) * pitch + column(thread);
+    }
+  }
+
+  /// base: the first row's bytes of a step that has less than a whole one. Bytes >= bytes become `fill`.
+  QK_DEVICE void fetch_some(const u8* base, int bytes, int thread, const T& fill) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i) {
       pieces[i] = fill;
-      if (row < rows && column < bytes) pieces[i] = load<T>(base + (static_cast<u32>(row) * pitch + column));
+      if (column(thread) < bytes) pieces[i] = load<T>(base + offsets[i]);
+    }
+  }
+
+  QK_DEVICE void fetch(const u8* base) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i) {
+      offsets[i] = unknown(offsets[i]);
+      pieces[i] = load<T>(base + offsets[i]);
     }
   }
 
   QK_DEVICE void deposit(u8* lds, int lds_pitch, int thread) const {
-    QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      const int piece = i * kThreads + thread;
-      store(lds + piece / kPerRow * lds_pitch + piece % kPerRow * static_cast<int>(sizeof(T)), pieces[i]);
-    }
+    u8* const first = lds + thread / kPerRow * lds_pitch + column(thread);
+    QK_UNROLL for (int i = 0; i < kCount; ++i)
+      store(first + i * kRowStep * lds_pitch, pieces[i]);
   }
 };
 
@@ -75,6 +109,26 @@ struct Operands {
   const u8* w;
   const u8* w_meta;
   int m, n, k;
+};
+
+/// Where the next step begins in the first rows of a tile.
+template <bool kSparse>
+struct RowsAt {
+  const u8* x;
+  const u8* w;
+  const u8* meta;
+
+  QK_DEVICE RowsAt(const Operands& op, int m0, int n0) {
+    x = op.x + static_cast<i64>(m0) * op.k;
+    w = op.w + static_cast<i64>(n0) * (kSparse ? op.k / 2 : op.k);
+    meta = kSparse ? op.w_meta + static_cast<i64>(n0) * (op.k / 8) : nullptr;
+  }
+
+  QK_DEVICE void advance(int count) {
+    x += count;
+    w += kSparse ? count / 2 : count;
+    if constexpr (kSparse) meta += count / 8;
+  }
 };
 
 template <class Tile, class Mma>
@@ -98,17 +152,23 @@ struct TileLoop {
   Carrier<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
   Carrier<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
 
-  QK_DEVICE void fetch(const Operands& op, int m0, int n0, int k0, int thread) {
-    const int left = op.k - k0;
-    x.fetch(op.x + static_cast<i64>(m0) * op.k + k0, op.k, op.m - m0, left, thread, Vec16{});
-    if constexpr (kSparse) {
-      constexpr u32 kNeutral = 0x44444444u;  // positions 0 and 1 everywhere: legal, and the codes are zero
-      w.fetch(op.w + static_cast<i64>(n0) * (op.k / 2) + k0 / 2, op.k / 2, op.n - n0, left / 2, thread, Vec16{});
-      meta.fetch(op.w_meta + static_cast<i64>(n0) * (op.k / 8) + k0 / 8, op.k / 8, op.n - n0, left / 8, thread,
-                 kNeutral);
-    } else {
-      w.fetch(op.w + static_cast<i64>(n0) * op.k + k0, op.k, op.n - n0, left, thread, Vec16{});
-    }
+  QK_DEVICE void aim(const Operands& op, int m0, int n0, int thread) {
+    x.aim(op.k, op.m - m0, thread);
+    w.aim(kSparse ? op.k / 2 : op.k, op.n - n0, thread);
+    if constexpr (kSparse) meta.aim(op.k / 8, op.n - n0, thread);
+  }
+
+  /// The first step: `count` of its kK values of every row exist.
+  QK_DEVICE void fetch_some(const RowsAt<kSparse>& from, int count, int thread) {
+    x.fetch_some(from.x, count, thread, Vec16{});
+    w.fetch_some(from.w, kSparse ? count / 2 : count, thread, Vec16{});
+    if constexpr (kSparse) meta.fetch_some(from.meta, count / 8, thread, kNeutral);
+  }
+
+  QK_DEVICE void fetch(const RowsAt<kSparse>& from) {
+    x.fetch(from.x);
+    w.fetch(from.w);
+    if constexpr (kSparse) meta.fetch(from.meta);
   }
 
   QK_DEVICE void deposit(u8* buffer, int thread) const {
@@ -120,8 +180,8 @@ struct TileLoop {
   static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n, int lane) {
     const u8* const x_rows = buffer + wave_m * kPitchX;
     const u8* const w_rows = buffer + kBytesX + wave_n * kPitchW;
-    // Unrolled, the fragments of all chunks live at once: gfx1100 spilled 245 registers, gfx1201 had none left.
-    QK_NO_UNROLL
+    constexpr int kUnroll = Mma::kUnroll;
+    QK_UNROLL_CHUNKS
     for (int chunk = 0; chunk < Tile::kK / Mma::kChunk; ++chunk) {
       typename Mma::A a[Tile::kBlocksN];
       typename Mma::B b[Tile::kBlocksM];
@@ -131,30 +191,38 @@ struct TileLoop {
       QK_UNROLL for (int j = 0; j < Tile::kBlocksM; ++j)
         b[j] = Mma::template load_b<kPitchX>(x_rows, j, chunk, lane);
       Mma::multiply(acc, a, b);
+      // Else the fragments of all unrolled chunks live at once, and registers spill.
+      keep_order();
     }
   }
 
-  /// Runs the whole K loop of the tile at (m0, n0) for the calling wave.
-  QK_DEVICE void run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
+  /// Runs the whole K loop of the tile at (m0, n0). Returns whether the calling wave has results: all have.
+  QK_DEVICE bool run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
     const int thread = thread_index(), wave = wave_index(), lane = thread % kWave;
     const int wave_m = wave / Tile::kWavesN * Tile::kWaveM, wave_n = wave % Tile::kWavesN * Tile::kWaveN;
     u8* current = lds;
     u8* next = lds + kBufferBytes;
-    fetch(op, m0, n0, 0, thread);
+    // The step that K does not fill comes first: all those of the loop are whole, and ask for nothing.
+    const int first = (op.k - 1) % Tile::kK + 1;
+    RowsAt<kSparse> rows(op, m0, n0);
+    aim(op, m0, n0, thread);
+    fetch_some(rows, first, thread);
+    rows.advance(first);
     deposit(current, thread);
     block_sync();
-    for (int k0 = 0; k0 < op.k; k0 += Tile::kK) {
-      const bool more = k0 + Tile::kK < op.k;
-      if (more) fetch(op, m0, n0, k0 + Tile::kK, thread);
+    QK_NO_UNROLL
+    for (int left = op.k - first; left > 0; left -= Tile::kK) {
+      fetch(rows);
+      rows.advance(Tile::kK);
       multiply(acc, current, wave_m, wave_n, lane);
-      if (more) {
-        deposit(next, thread);
-        block_sync();
-      }
+      deposit(next, thread);
+      block_sync();
       u8* const swap = current;
       current = next;
       next = swap;
     }
+    multiply(acc, current, wave_m, wave_n, lane);
+    return true;
   }
 };
 

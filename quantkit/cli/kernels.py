@@ -9,9 +9,10 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.kernel_tables import print_reports
 
 if TYPE_CHECKING:
-    from quantkit.device.check import Finding, Report
+    from quantkit.device.check import Report
     from quantkit.device.manifest import Manifest
     from quantkit.device.ops import Variant
 
@@ -72,7 +73,7 @@ def build_command(
     or newer, sm_89 takes the NVRTC that torch brings along.
     """
     _known_target(target)
-    variants = _select(every=every, ops=ops)
+    variants = _select(target, every=every, ops=ops)
     if dry_run:
         names = [variant.symbol for variant in variants]
         _print_plan(target, output, names, as_json=as_json)
@@ -106,20 +107,19 @@ def check_command(
 ) -> None:
     """Fail on spills, on too much LDS, and on missing matrix instructions.
 
-    Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. Exit code 1
-    when an object has a problem.
+    Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. For AMD
+    targets it counts what the K loop issues, and says which share of the matrix peak that allows.
+    Exit code 1 when an object has a problem.
     """
     if (folder is None) == (not targets):
         raise click.UsageError("wanted either DIR or --target")
     for target in targets:
         _known_target(target)
     reports = [check_kernels(folder)] if folder else []
-    if targets:
-        variants = _select(every=every, ops=ops)
-        reports += [
-            check_target(target, variants, compiler=compiler, quiet=quiet) for target in targets
-        ]
-    _print_reports(reports, as_json=as_json)
+    for target in targets:
+        variants = _select(target, every=every, ops=ops)
+        reports.append(check_target(target, variants, compiler=compiler, quiet=quiet))
+    print_reports(reports, as_json=as_json)
     if not all(report.passed for report in reports):
         sys.exit(1)
 
@@ -184,8 +184,10 @@ def _known_target(target: str) -> None:
         )
 
 
-def _select(*, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
+def _select(target: str, *, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
+    from quantkit.device.archs import find_arch
     from quantkit.device.ops import OPS, all_variants, default_variants
+    from quantkit.device.tiles import variants_for
 
     for name in ops:
         if name not in OPS:
@@ -193,7 +195,7 @@ def _select(*, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
                 f"{name!r} is unknown, wanted one of {', '.join(OPS)}", param_hint="--op"
             )
     chosen = [v for op in OPS.values() for v in all_variants(op)] if every else default_variants()
-    return tuple(v for v in chosen if not ops or v.op.name in ops)
+    return tuple(v for v in variants_for(find_arch(target), chosen) if not ops or v.op.name in ops)
 
 
 def _op_json(op: Any) -> dict[str, Any]:
@@ -223,50 +225,3 @@ def _print_manifest(manifest: "Manifest", output: Path, *, as_json: bool) -> Non
     else:
         count = len(manifest.kernels)
         click.echo(f"{output}: {count} kernels for {manifest.target}, {manifest.compiler}")
-
-
-def _print_reports(reports: "list[Report]", *, as_json: bool) -> None:
-    if as_json:
-        print_json([_report_json(report) for report in reports])
-        return
-    columns = ("kernel", "VGPRs", "waves/SIMD", "spills", "LDS", "matrix instructions", "verdict")
-    for report in reports:
-        rows = [_row(finding) for finding in report.findings]
-        print_table(f"{report.manifest.target}: {report.manifest.compiler}", columns, rows)
-        failed = sum(bool(finding.problems) for finding in report.findings)
-        click.echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
-
-
-def _row(finding: "Finding") -> tuple[object, ...]:
-    kernel = finding.kernel
-    counts = ", ".join(f"{count} {name}" for name, count in finding.instructions.items())
-    verdict = "; ".join(finding.problems) or "ok"
-    return (
-        kernel.symbol,
-        kernel.vgprs,
-        finding.occupancy,
-        kernel.spills,
-        kernel.lds_bytes,
-        counts,
-        verdict,
-    )
-
-
-def _report_json(report: "Report") -> dict[str, Any]:
-    return {
-        "target": report.manifest.target,
-        "compiler": report.manifest.compiler,
-        "passed": report.passed,
-        "kernels": [
-            {
-                "symbol": finding.kernel.symbol,
-                "vgprs": finding.kernel.vgprs,
-                "waves_per_simd": finding.occupancy,
-                "spills": finding.kernel.spills,
-                "lds_bytes": finding.kernel.lds_bytes,
-                "matrix_instructions": finding.instructions,
-                "problems": list(finding.problems),
-            }
-            for finding in report.findings
-        ],
-    }

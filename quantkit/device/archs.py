@@ -43,6 +43,18 @@ class RegisterFile:
 
 
 @dataclass(frozen=True)
+class MatrixUnit:
+    """What bounds a loop of matrix instructions."""
+
+    #: cycles that one instruction keeps the matrix unit of a SIMD
+    cycles: int
+    #: SIMDs of a compute unit, which share its LDS
+    simds: int
+    #: bytes per cycle that LDS moves for a compute unit
+    lds_rate: float
+
+
+@dataclass(frozen=True)
 class Arch:
     """One target."""
 
@@ -53,6 +65,8 @@ class Arch:
     register_file: RegisterFile | None = None
     #: operation -> the matrix instruction without which its object is not what it should be
     matrix_instruction: tuple[tuple[str, str], ...] = ()
+    #: None where no model of its loop is known
+    matrix_unit: MatrixUnit | None = None
     #: static LDS a workgroup may have
     lds_limit: int = 64 * 1024
     #: devices that run its kernels, by the names that torch gives: gcnArchName, or sm_ and the
@@ -60,13 +74,18 @@ class Arch:
     devices: tuple[str, ...] = ()
     #: compute units in one of torch's multiprocessors
     units: int = 1
-    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter
+    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter, and
+    #: tiles beyond the last are not compiled for it
     tile_speed: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     @property
     def ahead_of_time(self) -> bool:
         """True when ``kernels build`` makes objects for it."""
         return self.register_file is not None
+
+    def has_tile(self, op: str, tile: str) -> bool:
+        """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
+        return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
 
     def target_for(self, device: str) -> str:
         """Return what the compiler is told for ``device``: itself, unless the row is for one only.
@@ -84,9 +103,20 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 
-# Reasoned, not measured: a 128x128 tile reads half as many operand bytes per product as a 64x64
-# one, and a 16x64 tile twice as many as that.
-_RDNA_TILES = (("gemm_fp8", (1.0, 0.75, 0.4)), ("gemm_fp8_sparse", (1.0, 0.75, 0.4)))
+# Sources: cycles from AMD's matrix instruction calculator (fp8 16x16x16 and its sparse 16x16x32 on
+# RDNA4, f16 16x16x16 on RDNA3); LDS read at 14.6 TB/s by 64 CUs of an RX 9070 XT at 2.9 GHz, of
+# 128 bytes nominal, as public benchmarks measured it. RDNA3 is taken to have the same LDS.
+_RDNA4_MATRIX = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
+_RDNA3_MATRIX = MatrixUnit(cycles=32, simds=2, lds_rate=79.0)
+
+# Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
+# bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
+_GFX12_TILES = (
+    ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+    ("gemm_fp8_sparse", (0.80, 0.64, 0.25, 0.81, 0.27)),
+)
+# Not measured: the same figures; widening to float16 takes more cycles than the products.
+_GFX11_TILES = (("gemm_fp8", (0.44, 0.34, 0.20)), ("gemm_fp8_sparse", (0.40, 0.29, 0.17)))
 # TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 _SM89_TILES = (("gemm_fp8", (221.0, 237.0, 156.0)), ("gemm_fp8_sparse", (13.0, 57.0, 86.0)))
 
@@ -102,7 +132,13 @@ _F16_WMMA = (
 _QMMA = (("gemm_fp8", "QMMA"), ("gemm_fp8_sparse", "QMMA"))
 
 
-def _radeon(name: str, description: str, instructions: tuple[tuple[str, str], ...]) -> Arch:
+def _radeon(
+    name: str,
+    description: str,
+    instructions: tuple[tuple[str, str], ...],
+    matrix_unit: MatrixUnit,
+    tile_speed: tuple[tuple[str, tuple[float, ...]], ...],
+) -> Arch:
     # torch counts work group processors, of two compute units each, as multiprocessors.
     return Arch(
         name,
@@ -110,9 +146,10 @@ def _radeon(name: str, description: str, instructions: tuple[tuple[str, str], ..
         description,
         _RDNA,
         instructions,
+        matrix_unit,
         devices=(name,),
         units=2,
-        tile_speed=_RDNA_TILES,
+        tile_speed=tile_speed,
     )
 
 
@@ -120,9 +157,9 @@ def _radeon(name: str, description: str, instructions: tuple[tuple[str, str], ..
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA),
-        _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA),
-        _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA),
+        _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA, _RDNA4_MATRIX, _GFX12_TILES),
+        _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA, _RDNA4_MATRIX, _GFX12_TILES),
+        _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA, _RDNA3_MATRIX, _GFX11_TILES),
         # GEMMs run as hopper.py says; these tiles where the driver has no tensor maps. Not built
         # ahead of time: mma.sync on FP8, emulated, spills, and wgmma's kernels need more than a
         # manifest says.

@@ -16,6 +16,8 @@ from quantkit.device.codeobject import (
     read_nvidia_kernels,
 )
 from quantkit.device.compilers import objdump
+from quantkit.device.geometry import tiles
+from quantkit.device.loops import Loop, find_loop
 from quantkit.device.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
 from quantkit.errors import ArtefactError
 
@@ -31,6 +33,8 @@ class Finding:
     occupancy: int
     #: matrix instruction -> how often it stands in the code
     instructions: dict[str, int]
+    #: the K loop; None for kernels without one, and where its target has no model
+    loop: Loop | None
     problems: tuple[str, ...]
 
 
@@ -80,8 +84,9 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
         content = path.read_bytes()
         resources = _read_resources(content, kernel.symbol, arch)
     except (OSError, ValueError) as error:
-        return Finding(kernel, 0, {}, (f"{kernel.file} cannot be read: {error}",))
-    counts = _instructions(path, content, kernel.symbol, tool)
+        return Finding(kernel, 0, {}, None, (f"{kernel.file} cannot be read: {error}",))
+    text = _disassemble(path, tool) if tool else ""
+    counts = _count(text) if tool else count_qmma(content, kernel.symbol)
     problems = (
         *_manifest_problems(content, kernel, resources),
         *_resource_problems(resources, arch),
@@ -90,7 +95,7 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
     )
     assert arch.register_file
     occupancy = arch.register_file.occupancy(resources.vgprs, resources.lds, kernel.block)
-    return Finding(kernel, occupancy, dict(counts), problems)
+    return Finding(kernel, occupancy, dict(counts), _loop_of(text, kernel, arch), problems)
 
 
 def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
@@ -101,11 +106,23 @@ def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
     return kernels[symbol]
 
 
-def _instructions(path: Path, content: bytes, symbol: str, tool: str) -> Counter[str]:
-    if not tool:
-        return count_qmma(content, symbol)
-    result = subprocess.run([tool, "-d", str(path)], capture_output=True, text=True, check=True)
-    return Counter(_MATRIX_INSTRUCTION.findall(result.stdout))
+def _disassemble(path: Path, tool: str) -> str:
+    return subprocess.run(
+        [tool, "-d", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def _count(text: str) -> Counter[str]:
+    return Counter(_MATRIX_INSTRUCTION.findall(text))
+
+
+def _loop_of(text: str, kernel: ManifestKernel, arch: Arch) -> Loop | None:
+    word = kernel.choices.get("tile", "")
+    if not (word and text and arch.matrix_unit):
+        return None
+    tile = tiles()[int(word.removeprefix("t"))]
+    work = tile.m * tile.n * tile.k // (tile.block // 32)
+    return find_loop(text, kernel.symbol, work, arch.matrix_unit)
 
 
 def _manifest_problems(content: bytes, kernel: ManifestKernel, found: Resources) -> list[str]:

@@ -44,13 +44,16 @@ class Tile:
 
     m: int
     n: int
+    #: K of one step of its loop
+    k: int
     block: int
 
 
 @lru_cache(maxsize=1)
 def tiles() -> tuple[Tile, ...]:
     """Return the tile menu; variant word ``t1`` is its entry 1."""
-    return tuple(Tile(tile["m"], tile["n"], tile["block"]) for tile in _launch_file()["tiles"])
+    entries = _launch_file()["tiles"]
+    return tuple(Tile(tile["m"], tile["n"], tile["k"], tile["block"]) for tile in entries)
 
 
 def geometry_of(variant: Variant) -> Geometry:

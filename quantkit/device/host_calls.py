@@ -13,7 +13,7 @@ from quantkit.device.ops import Variant, find_op
 from quantkit.device.tiles import choose_tile
 
 #: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (Zen 5, g++
-#: 12, docs/kernels.md); only the ratios matter.
+#: 12, docs/kernels.md); only the ratios matter. Its tiles beyond these are made for gfx12.
 _TILE_SPEED = (75.0, 55.0, 26.0)
 
 

@@ -118,7 +118,7 @@ _X_SCALE = Axis("QK_X_SCALE", ("tensor", "token"))
 _W_SCALE = Axis("QK_W_SCALE", ("tensor", "channel"))
 #: What is done to x before: bit 0 of the index smooths, bit 1 shifts.
 _INPUT = Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth"))
-_TILE = Axis("QK_TILE", ("t0", "t1", "t2"))
+_TILE = Axis("QK_TILE", ("t0", "t1", "t2", "t3", "t4"))
 
 _QUANTIZE_AXES = (_IO, _X_FORMAT, _INPUT)
 _GEMM_AXES = (_X_FORMAT, _W_FORMAT, _X_SCALE, _W_SCALE, _IO, _TILE)

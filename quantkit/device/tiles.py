@@ -1,9 +1,16 @@
-"""Which tile of the menu a GEMM takes."""
+"""Which tiles of the menu a target has, and which one a GEMM takes."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
+from quantkit.device.archs import Arch
 from quantkit.device.geometry import ceil_div, tiles
+from quantkit.device.ops import Variant
+
+
+def variants_for(arch: Arch, variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """Return those whose tile the target has."""
+    return tuple(v for v in variants if arch.has_tile(v.op.name, v.word("QK_TILE")))
 
 
 @lru_cache(maxsize=4096)
@@ -17,9 +24,10 @@ def choose_tile(m: int, n: int, units: int, speed: Sequence[float]) -> str:
         speed: throughput of one unit per tile of the menu; only the ratios matter.
     """
 
-    def seconds(index: int) -> float:
+    def cost(index: int) -> tuple[float, int]:
         tile = tiles()[index]
         blocks = ceil_div(m, tile.m) * ceil_div(n, tile.n)
-        return ceil_div(blocks, units) * tile.m * tile.n / speed[index]
+        size = tile.m * tile.n
+        return ceil_div(blocks, units) * size / speed[index], -size
 
-    return f"t{min(range(len(speed)), key=seconds)}"
+    return f"t{min(range(len(speed)), key=cost)}"

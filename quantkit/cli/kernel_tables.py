@@ -1,0 +1,100 @@
+"""How the gates' findings stand on a terminal and in JSON."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli.console import print_json, print_table
+
+if TYPE_CHECKING:
+    from quantkit.device.check import Finding, Report
+    from quantkit.device.loops import Loop
+
+_COLUMNS = ("kernel", "VGPRs", "waves/SIMD", "spills", "LDS", "matrix instructions", "verdict")
+_LOOP_COLUMNS = (
+    "K loop of",
+    "matrix",
+    "other",
+    "of these",
+    "LDS bytes per matrix",
+    "LDS bytes/clk",
+    "issue allows",
+    "LDS allows",
+)
+
+
+def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
+    """Print two tables per folder: what each object needs, and what its K loop issues."""
+    if as_json:
+        print_json([_report_json(report) for report in reports])
+        return
+    for report in reports:
+        rows = [_row(finding) for finding in report.findings]
+        print_table(f"{report.manifest.target}: {report.manifest.compiler}", _COLUMNS, rows)
+        loops = [_loop_row(f.kernel.symbol, f.loop) for f in report.findings if f.loop]
+        if loops:
+            print_table("Share of the matrix peak, per pass of a wave", _LOOP_COLUMNS, loops)
+        failed = sum(bool(finding.problems) for finding in report.findings)
+        click.echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
+
+
+def _row(finding: "Finding") -> tuple[object, ...]:
+    kernel = finding.kernel
+    counts = ", ".join(f"{count} {name}" for name, count in finding.instructions.items())
+    verdict = "; ".join(finding.problems) or "ok"
+    return (
+        kernel.symbol,
+        kernel.vgprs,
+        finding.occupancy,
+        kernel.spills,
+        kernel.lds_bytes,
+        counts,
+        verdict,
+    )
+
+
+def _loop_row(symbol: str, loop: "Loop") -> tuple[object, ...]:
+    others = sorted(loop.others.items(), key=lambda item: -item[1])
+    return (
+        symbol,
+        loop.matrix,
+        sum(loop.others.values()),
+        ", ".join(f"{count} {name}" for name, count in others),
+        loop.lds_bytes // loop.matrix,
+        f"{loop.lds_rate:.0f} of {loop.unit.lds_rate:.0f}",
+        f"{loop.issue_share:.0%}",
+        f"{loop.lds_share:.0%}",
+    )
+
+
+def _loop_json(loop: "Loop") -> dict[str, Any]:
+    return {
+        "issued": loop.issued,
+        "lds_bytes_per_matrix_instruction": loop.lds_bytes / loop.matrix,
+        "lds_bytes_per_clock": loop.lds_rate,
+        "lds_bytes_per_clock_limit": loop.unit.lds_rate,
+        "issue_share": loop.issue_share,
+        "lds_share": loop.lds_share,
+        "share": loop.share,
+    }
+
+
+def _report_json(report: "Report") -> dict[str, Any]:
+    return {
+        "target": report.manifest.target,
+        "compiler": report.manifest.compiler,
+        "passed": report.passed,
+        "kernels": [
+            {
+                "symbol": finding.kernel.symbol,
+                "vgprs": finding.kernel.vgprs,
+                "waves_per_simd": finding.occupancy,
+                "spills": finding.kernel.spills,
+                "lds_bytes": finding.kernel.lds_bytes,
+                "matrix_instructions": finding.instructions,
+                "loop": _loop_json(finding.loop) if finding.loop else None,
+                "problems": list(finding.problems),
+            }
+            for finding in report.findings
+        ],
+    }
