@@ -1,9 +1,9 @@
 """The shape of the code: imports go one way, the package list is whole, modules stay small."""
 
 import ast
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -98,9 +98,11 @@ def test_importing_the_command_line_loads_nothing_heavy():
 def test_help_answers_at_once():
     command = [sys.executable, "-m", "quantkit", "--help"]
     seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
+    for _ in range(5):
+        before = os.times()
         subprocess.run(command, capture_output=True, check=True)
-        seconds.append(time.perf_counter() - start)
-    # 0.2 s is the promise on an idle machine; the best of three leaves room for a busy one.
+        after = os.times()
+        spent = after.children_user + after.children_system
+        seconds.append(spent - before.children_user - before.children_system)
+    # 0.2 s is the promise on an idle machine; CPU time and the best of five are those of a busy one.
     assert min(seconds) < 0.2
