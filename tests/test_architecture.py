@@ -104,5 +104,5 @@ def test_help_answers_at_once():
         after = os.times()
         spent = after.children_user + after.children_system
         seconds.append(spent - before.children_user - before.children_system)
-    # 0.2 s is the promise on an idle machine; CPU time and the best of five are those of a busy one.
+    # 0.2 s is the promise on an idle machine; CPU time, best of five, holds on a busy one too.
     assert min(seconds) < 0.2
