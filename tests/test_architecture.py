@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "resources", "progress", "files", "tensorfile", "jsonfile", "digest"),
     ("numerics",),
-    ("recipe", "recipefields", "recipefile", "models"),
+    ("recipe", "recipefields", "recipefile", "recipegoals", "models"),
     ("calibration",),
     ("sparsity",),
     ("checkpoint",),
