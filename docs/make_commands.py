@@ -19,7 +19,9 @@ def walk(group: click.Group, prefix: str) -> Iterator[tuple[str, click.Command]]
 
 def section(name: str, command: click.Command) -> str:
     """Return one command's help as a section."""
-    context = click.Context(command, info_name=name, max_content_width=100)
+    context = click.Context(
+        command, info_name=name, max_content_width=100, help_option_names=["-h", "--help"]
+    )
     return f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
 
 

@@ -35,7 +35,9 @@ def test_command_is_in_the_docs_and_helps(path, command):
 def test_every_option_is_in_the_reference(path, command):
     reference = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     section = reference.split(f"## {' '.join(path)}\n", 1)[1].split("\n## ", 1)[0]
-    context = click.Context(command, info_name=" ".join(path), max_content_width=100)
+    context = click.Context(
+        command, info_name=" ".join(path), max_content_width=100, help_option_names=["-h", "--help"]
+    )
     assert command.get_help(context) in section, "run: python docs/make_commands.py"
 
 

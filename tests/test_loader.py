@@ -36,7 +36,7 @@ from quantkit.errors import CompilerMissingError, KernelError
 GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
 SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
 GEMM = Variant(OPS["gemm_fp8"], ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t2"))
-SELF_TEST = [Variant(op, (*selftest._WORDS, "t2")) for op in GEMMS]
+SELF_TEST = [Variant(op, (*selftest._WORDS, "t4")) for op in GEMMS]
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from quantkit.recovery.course import Look, Patience
 from quantkit.recovery.fakequant import install, plan_quants
 from quantkit.recovery.ranks import Ranks
 from quantkit.recovery.recover import Keeping, Task, recover
-from quantkit.recovery.saving import Checkpoint, refuse_unfinished
+from quantkit.recovery.saving import refuse_others, refuse_unfinished
 from quantkit.recovery.settings import Settings
 from quantkit.recovery.stepping import Offloaded, Resident
 from quantkit.recovery.watching import compare_latents, compare_pictures, hold_out
@@ -165,9 +165,8 @@ def test_other_training_is_not_resumed(model, masks, tmp_path, changes, text):
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):
-    first = Checkpoint(tmp_path / "file", {"model": "a" * 64}, 1.0)
     with pytest.raises(ArtefactError, match=r"model was checksum b+ and is checksum a"):
-        first._refuse_others({"model": "b" * 64})
+        refuse_others(tmp_path / "file", {"model": "b" * 64}, {"model": "a" * 64})
 
 
 def test_damaged_checkpoint_is_refused(model, masks, tmp_path):

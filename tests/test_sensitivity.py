@@ -658,7 +658,7 @@ def test_plot_is_drawn_and_other_suffixes_are_refused(tmp_path):
 
 
 def test_recipe_text_says_what_the_recipe_does():
-    chosen = choose(three_layers(), load_recipe("fp8-sparse-budget"), bytes=0.46)
+    chosen = choose(three_layers(), load_recipe("fp8-sparse"), bytes=0.46)
     text = recipe_text(chosen.recipe, chosen.remarks)
     assert parse_recipe(text, where="t") == chosen.recipe
     assert '- "a.one"  # loses 0.1 (local 0.1 x gain 1' in text
