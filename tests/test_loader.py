@@ -397,7 +397,7 @@ def test_the_architecture_is_not_the_marketing_name(monkeypatch, version, proper
 def test_a_sound_device_passes_its_self_test(hip):
     hip.provide(*SELF_TEST)
     selftest.run_self_test(hip.device())
-    assert [launch["block"] for launch in hip.launches()] == ["64,1,1"] * 2
+    assert [launch["block"] for launch in hip.launches()] == ["256,1,1"] * 2
 
 
 @pytest.mark.parametrize("op", [op.name for op in GEMMS])
