@@ -121,7 +121,7 @@ SHORT = Plan(
     count=8,
     steps=12,
     batch=8,
-    prompts=12,
+    prompts=8,
 )
 
 #: Every method, for a GPU.
