@@ -25,7 +25,11 @@ def section(name: str, command: click.Command) -> str:
     return f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
 
 
-if __name__ == "__main__":
+def reference() -> str:
+    """Return the whole page."""
     head = "# Commands\n\nMade by `python docs/make_commands.py`; a test holds it to the code.\n"
-    body = [section(name, command) for name, command in walk(quantkit, "quantkit")]
-    Path(__file__).with_name("commands.md").write_text("\n".join([head, *body]), encoding="utf-8")
+    return "\n".join([head, *(section(*found) for found in walk(quantkit, "quantkit"))])
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("commands.md").write_text(reference(), encoding="utf-8")

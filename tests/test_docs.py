@@ -1,5 +1,7 @@
 """Every command is documented, helps, and is documented as it is."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -31,14 +33,17 @@ def test_command_is_in_the_docs_and_helps(path, command):
     assert not undocumented
 
 
-@pytest.mark.parametrize(("path", "command"), commands())
-def test_every_option_is_in_the_reference(path, command):
-    reference = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    section = reference.split(f"## {' '.join(path)}\n", 1)[1].split("\n## ", 1)[0]
-    context = click.Context(
-        command, info_name=" ".join(path), max_content_width=100, help_option_names=["-h", "--help"]
-    )
-    assert command.get_help(context) in section, "run: python docs/make_commands.py"
+def test_the_reference_is_what_the_commands_say():
+    # In a process of its own: a command keeps the help options of whoever called it first.
+    made = subprocess.run(
+        [sys.executable, "-c", "from make_commands import reference; print(reference(), end='')"],
+        cwd=ROOT / "docs",
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    ).stdout
+    written = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert made == written, "run: python docs/make_commands.py"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: p.name)
