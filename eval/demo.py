@@ -24,7 +24,7 @@ from .backbones import load_backbones
 from .evaluation import Baseline, evaluate, measure_baseline, open_pair
 from .gates import Limits
 from .generation import make_settings
-from .methods import Method
+from .methods import Method, write_methods
 from .plan import Plan, Row
 from .report import write_report
 from .result import Report
@@ -145,6 +145,20 @@ def methods(outcomes: tuple[Outcome, ...]) -> tuple[Method, ...]:
     """Return the outcomes as rows of the table of methods."""
     return tuple(
         Method(o.row.title, o.report, o.folder, o.row.remark, o.local_error) for o in outcomes
+    )
+
+
+def write_index(folder: Path, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+    """Write the page that compares the rows, links their reports and lists the commands.
+
+    Args:
+        folder: holds the reports' folders.
+        outcomes: made on the same prompts.
+        seconds: how long the demo took.
+    """
+    commands = dict.fromkeys(line for o in outcomes for line in o.report.commands)
+    write_methods(
+        methods(outcomes), folder, tuple(commands), template="index.html.j2", seconds=seconds
     )
 
 

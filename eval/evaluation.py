@@ -40,7 +40,7 @@ from .gates import Compression, Limits, find_compression, judge
 from .generation import Settings, generate
 from .images import Pairs
 from .layers import Place, layer_rows
-from .plain import open_plain, plain_packing, plain_rows
+from .plain import open_plain, plain_layers
 from .result import LayerRow, Packing, Report, Timesteps
 from .stepwise import Divergence, StepErrors, Trajectory, shadowed
 
@@ -219,8 +219,7 @@ def _describe(
     progress: Progress,
 ) -> tuple[tuple[LayerRow, ...], Packing, Compression]:
     if pair.plain:
-        layers = plain_rows(pair.model, pair.plain, progress)
-        packing = plain_packing(layers)
+        layers, packing = plain_layers(pair.model, pair.plain, progress)
         return layers, packing, Compression.SPARSE if packing.sparse else Compression.NONE
     layers = layer_rows(pair.model, pair.packed, infos, deviations, progress)
     schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}

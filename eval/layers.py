@@ -14,7 +14,7 @@ from quantkit.inference.layers import LayerInfo
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.progress import Progress
+from quantkit.progress import Progress, tracked
 
 from .result import LayerRow
 
@@ -44,13 +44,10 @@ def layer_rows(
         deviations: what was seen on real inputs.
         progress: told about every layer.
     """
-    places = list(_places(model, packed))
     rows = []
-    for done, (component, entry, layer) in enumerate(places):
-        progress("layer table", done, len(places))
+    for component, entry, layer in tracked(progress, "layer table", list(_places(model, packed))):
         place = (component.name, layer.name)
         rows.append(_row(component, entry, layer, infos.get(place), deviations.get(place)))
-    progress("layer table", len(places), len(places))
     return tuple(rows)
 
 

@@ -116,25 +116,28 @@ def judge_cell(report: Report) -> str:
     return "pass" if report.passed else "not judged"
 
 
-def write_methods(methods: Sequence[Method], folder: Path, commands: Sequence[str]) -> None:
+def write_methods(
+    methods: Sequence[Method],
+    folder: Path,
+    commands: Sequence[str],
+    *,
+    template: str = "methods.html.j2",
+    seconds: float | None = None,
+) -> None:
     """Write index.html, methods.md and methods.json beside the reports' folders.
 
     Args:
         methods: made on one original, with the same prompts and seeds.
         folder: exists, and holds every method's folder.
         commands: what a reader types to make the page again.
+        template: of index.html.
+        seconds: how long all of it took, for a page that says so.
     """
-    values = {**page_values(methods, folder), "commands": commands}
-    (folder / "index.html").write_text(render("methods.html.j2", values), encoding="utf-8")
-    write_table(methods, folder, commands)
-
-
-def write_table(methods: Sequence[Method], folder: Path, commands: Sequence[str]) -> None:
-    """Write methods.md and methods.json; arguments as those of ``write_methods``."""
-    values = {**page_values(methods, folder), "commands": commands}
+    values = {**page_values(methods, folder), "commands": commands, "seconds": seconds}
     text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
     (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
     (folder / "methods.md").write_text(render("methods.md.j2", values), encoding="utf-8")
+    (folder / "index.html").write_text(render(template, values), encoding="utf-8")
 
 
 def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from quantkit.errors import ModelError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model, open_model
 from quantkit.numerics.packing import to_rows
-from quantkit.progress import Progress
+from quantkit.progress import Progress, tracked
 
 from .layers import read_tensor, relative_error
 from .result import LayerRow, Packing
@@ -38,28 +38,22 @@ def open_plain(path: Path, model: Model) -> Model:
     return other
 
 
-def plain_rows(model: Model, other: Model, progress: Progress) -> tuple[LayerRow, ...]:
-    """Return one row per Linear and Conv2d of the denoisers, in the files' order.
+def plain_layers(
+    model: Model, other: Model, progress: Progress
+) -> tuple[tuple[LayerRow, ...], Packing]:
+    """Return one row per Linear and Conv2d of the denoisers, and what they amount to.
 
-    A layer whose weights are those of the original has no error.
+    In the files' order; a layer whose weights are those of the original has no error. Nothing is
+    packed.
     """
-    places = list(_places(model, other))
-    rows = []
-    for done, (component, mine, theirs) in enumerate(places):
-        progress("layer table", done, len(places))
-        rows.append(_row(component, mine, theirs))
-    progress("layer table", len(places), len(places))
-    return tuple(rows)
-
-
-def plain_packing(rows: tuple[LayerRow, ...]) -> Packing:
-    """Return what the rows amount to; nothing is packed."""
-    sizes = [torch.Size(row.shape).numel() for row in rows]
-    sparse = [size for row, size in zip(rows, sizes, strict=True) if row.format.endswith(_SPARSE)]
-    return Packing("", len(rows), 0, len(sparse), sum(sparse) / 2 / sum(sizes))
-
-
-_SPARSE = ", 4:2"
+    rows, total, sparse = [], 0, []
+    for component, mine, theirs in tracked(progress, "layer table", list(_places(model, other))):
+        before, after = (read_tensor(layer.shard, layer.weight.name) for layer in (mine, theirs))
+        holds = is_sparse(after)
+        rows.append(_row(component, mine, theirs, relative_error(before, after), sparse=holds))
+        total += after.numel()
+        sparse += [after.numel()] * holds
+    return tuple(rows), Packing("", len(rows), 0, len(sparse), sum(sparse) / 2 / total)
 
 
 def _kinds(model: Model) -> list[str]:
@@ -77,15 +71,13 @@ def _places(model: Model, other: Model) -> Iterator[tuple[str, Layer, Layer]]:
             yield mine.name, layer, found[layer.name]
 
 
-def _row(component: str, mine: Layer, theirs: Layer) -> LayerRow:
-    before, after = (read_tensor(layer.shard, layer.weight.name) for layer in (mine, theirs))
-    error = relative_error(before, after)
+def _row(component: str, mine: Layer, theirs: Layer, error: float, *, sparse: bool) -> LayerRow:
     return LayerRow(
         component=component,
         name=mine.name,
         kind=mine.kind,
         shape=mine.shape,
-        format=f"not packed, {theirs.weight.dtype}{_SPARSE if is_sparse(after) else ''}",
+        format=f"not packed, {theirs.weight.dtype}{', 4:2' * sparse}",
         backend="torch",
         reason="",
         weight_error=error or None,

@@ -40,6 +40,23 @@ def staged_directory(output: Path, *, force: bool) -> Iterator[Path]:
 
 
 @contextmanager
+def scratch_directory(output: Path) -> Iterator[Path]:
+    """Yield an empty sibling of ``output``, on its file system, that is gone afterwards.
+
+    Raises:
+        OutputError: it cannot be written (no space left).
+    """
+    with _translated(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        with _translated(output):
+            yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
 def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
     """Yield a path beside ``output`` that becomes ``output`` when the body succeeds.
 

@@ -1,6 +1,9 @@
 """How long work tells what it is doing, without knowing who listens."""
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+Item = TypeVar("Item")
 
 
 class Progress(Protocol):
@@ -13,3 +16,11 @@ class Progress(Protocol):
 def silent(step: str, done: int, total: int) -> None:
     """Report nothing."""
     del step, done, total
+
+
+def tracked(progress: Progress, step: str, items: Sequence[Item]) -> Iterator[Item]:
+    """Yield the items, and tell of those done."""
+    for done, item in enumerate(items):
+        progress(step, done, len(items))
+        yield item
+    progress(step, len(items), len(items))

@@ -27,6 +27,7 @@ from quantkit.numerics.packing import from_rows, to_rows
 from quantkit.pipeline import pack
 from quantkit.progress import silent
 from quantkit.recipe import Recipe
+from quantkit.recovery.surgery import UpdatedTensors
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.sparsity.surgery import Surgeon, lost_share, settle_layer
@@ -343,6 +344,9 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, t
     assert chosen
     assert said["recovery"]["tensors"] == len(chosen) + sum(layers[n].bias for n in chosen)
     assert not masks.counts_on_updates
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "some.yaml", "sparse", "sparse.masks.safetensors"
+    ]  # fmt: skip
     before = load_file(model.path / "unet" / WEIGHTS)
     after = load_file(output / "unet" / WEIGHTS)
     errors = {entry["layer"]: entry["error"] for entry in said["layers"]}
@@ -362,6 +366,36 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, t
     kept = [n for n in before if n.removesuffix(".weight").removesuffix(".bias") not in chosen]
     assert kept
     assert all(torch.equal(before[n], after[n]) for n in kept)
+
+
+def updated_by(model, masks, surgeon):
+    return {n: t.clone() for n, t in UpdatedTensors(model.components[0], masks, surgeon).items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_choosing_left_is_what_would_be_computed_again(
+    model, known, method, tmp_path, monkeypatch
+):
+    leaving = Surgeon(known[0], CPU, tmp_path)
+    masks = choose_masks(
+        model, recipe_with(method), None, surgeon=leaving, update=True, progress=silent
+    )
+    again = updated_by(model, masks, Surgeon(known[0], CPU))
+    monkeypatch.setattr("quantkit.recovery.surgery.settle_layer", None)
+    left = updated_by(model, masks, leaving)
+    assert left.keys() == again.keys()
+    assert all(torch.equal(left[name], again[name]) for name in again)
+
+
+def test_what_was_left_for_another_mask_is_not_taken(model, known, tmp_path):
+    leaving = Surgeon(known[0], CPU, tmp_path)
+    choose_masks(model, recipe_with(), None, surgeon=leaving, update=True, progress=silent)
+    masks = choose_masks(
+        model, recipe_with("magnitude"), None, surgeon=Surgeon(known[0], CPU), progress=silent
+    )
+    wanted = updated_by(model, masks, Surgeon(known[0], CPU))
+    found = updated_by(model, masks, leaving)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):

@@ -11,8 +11,8 @@ from quantkit.bench.machine import Machine
 from quantkit.bench.roofline import Ceilings
 from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Plan, Timing
-from quantkit.errors import ArtefactError
 from quantkit.files import staged_file
+from quantkit.jsonfile import read_measured
 
 SCHEMA, VERSION = "quantkit.kernels.bench", 1
 
@@ -130,26 +130,15 @@ def load_baseline(path: Path) -> Baseline:
     Raises:
         ArtefactError: missing, not such a file, of another version, or damaged.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtefactError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ArtefactError(f"{path}: not JSON ({error}); measure again") from error
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-        raise ArtefactError(f"{path}: not a {SCHEMA} file; make it with 'kernels bench'")
-    if values.get("schema_version") != VERSION:
-        raise ArtefactError(
-            f"{path}: schema_version {values.get('schema_version')}, wanted {VERSION}; measure "
-            "again with this quantkit"
-        )
-    try:
-        machine = values["machine"]
-        times = dict(_timed(row) for row in values["rows"] if row["timing"] is not None)
-        return Baseline(path, str(machine["device"]), str(machine["architecture"]), times)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ArtefactError(f"{path}: damaged ({reason}); measure again") from error
+    return read_measured(
+        path, SCHEMA, VERSION, lambda values: _baseline(path, values), command="kernels bench"
+    )
+
+
+def _baseline(path: Path, values: dict[str, Any]) -> Baseline:
+    machine = values["machine"]
+    times = dict(_timed(row) for row in values["rows"] if row["timing"] is not None)
+    return Baseline(path, str(machine["device"]), str(machine["architecture"]), times)
 
 
 def _timed(row: dict[str, Any]) -> tuple[tuple[str, str, str], float]:

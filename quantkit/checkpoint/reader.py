@@ -1,6 +1,6 @@
 """Opening packed checkpoints: headers and scales are checked always, all bytes on request."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError, ModelError
 from quantkit.jsonfile import read_json
 from quantkit.models.source import WEIGHTS
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.progress import Progress
+from quantkit.progress import Progress, tracked
 from quantkit.tensorfile import read_header
 
 __all__ = ["Packed", "PackedComponent", "Verification", "find_breaches", "open_packed", "verify"]
@@ -119,25 +119,15 @@ def _all_breaches(component: PackedComponent, progress: Progress) -> Iterator[st
         return
     yield from broken_scales(component)
     damaged = set()
-    for name in _reported(component, "checksums", list(component.tensors), progress):
+    whose = component.name or component.class_name
+    for name in tracked(progress, f"checksums of {whose}", list(component.tensors)):
         for breach in broken_checksum(component, name):
             damaged.add(name)
             yield breach
-    for layer in _reported(component, "codes", list(component.config.layers), progress):
+    for layer in tracked(progress, f"codes of {whose}", list(component.config.layers)):
         # What is damaged breaks other rules too, which would say nothing new.
         if damaged.isdisjoint(f"{layer}.{part}" for part in PACKED_PARTS):
             yield from broken_weight(component, layer)
-
-
-def _reported(
-    component: PackedComponent, step: str, names: Sequence[str], progress: Progress
-) -> Iterator[str]:
-    """Yield the names, and tell of those done."""
-    title = f"{step} of {component.name or component.class_name}"
-    for done, name in enumerate(names):
-        progress(title, done, len(names))
-        yield name
-    progress(title, len(names), len(names))
 
 
 def _find_components(path: Path) -> Iterator[tuple[str, Path]]:

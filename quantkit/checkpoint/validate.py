@@ -1,4 +1,4 @@
-"""The rules of FORMAT.md. One function, called by the reader and by the writer.
+"""The rules of FORMAT.md, those that headers alone decide.
 
 Every rule yields the texts of its breaches, so that one pass lists them all.
 """
@@ -41,21 +41,6 @@ class Index:
     total_size: int
     #: tensor to file name
     weight_map: Mapping[str, str]
-
-
-def validate(config: PackedConfig, shards: Sequence[Shard], index: Index | None) -> None:
-    """Check every rule that headers alone decide.
-
-    Args:
-        config: the quantization_config.
-        shards: the weight files.
-        index: their index, or None for a single file.
-
-    Raises:
-        CheckpointError: the first rule that is broken, naming the file and the tensor.
-    """
-    for breach in broken_rules(config, shards, index):
-        raise CheckpointError(breach)
 
 
 def broken_rules(

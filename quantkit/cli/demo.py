@@ -79,8 +79,7 @@ def show_demo(
     """
     from quantkit.calibration.running import choose_device
     from quantkit.eval import plan
-    from quantkit.eval.demo import Stage, run_demo
-    from quantkit.eval.index import write_index
+    from quantkit.eval.demo import Stage, run_demo, write_index
 
     started, numbers = perf_counter(), count(1)
 
@@ -98,7 +97,7 @@ def show_demo(
             noise_floor=noise_floor,
         )
     seconds = perf_counter() - started
-    write_index(output / "index.html", outcomes, seconds)
+    write_index(output, outcomes, seconds)
     return outcomes, seconds
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.console import progress_bar
+from quantkit.cli.recovered import write_and_describe
 from quantkit.cli.recovery_options import SAVE_EVERY, make_settings, masks_path
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def reconstruct_and_write(
     from quantkit.recovery.reconstruct import SCHEDULES, ignore, reconstruct
     from quantkit.recovery.recover import Keeping, Task
     from quantkit.recovery.saving import refuse_unfinished
-    from quantkit.recovery.writing import refuse_outputs, write_recovered
+    from quantkit.recovery.writing import refuse_outputs
 
     if masks is None:
         raise ArtefactError("masks: none, and reconstruct fits masked layers; pass --masks")
@@ -72,20 +73,9 @@ def reconstruct_and_write(
             watch=ignore if quiet else _print_block(),
             keeping=Keeping(file, given.get("save_every", SAVE_EVERY), resume),
         )
-    write_recovered(model, masks, recovered, output, where, force=force)
+    result = write_and_describe(model, masks, recovered, output, where, force=force)
     file.unlink(missing_ok=True)
-    first, last = recovered.points
-    return {
-        "written": str(output),
-        "masks": str(where),
-        "steps": last.step,
-        "seconds": round(last.seconds, 1),
-        "seconds_aside": round(recovered.aside, 1),
-        "trajectories": recovered.trajectories,
-        "first_loss": first.loss,
-        "last_loss": last.loss,
-        "looks": [],
-    }
+    return result
 
 
 def _start(

@@ -9,6 +9,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.reconstruction import reconstruct_and_write
+from quantkit.cli.recovered import told, write_and_describe
 from quantkit.cli.recovery_options import (
     METHODS,
     SAVE_EVERY,
@@ -145,7 +146,7 @@ def recover_and_write(
     from quantkit.recovery.recover import Keeping, Task, ignore
     from quantkit.recovery.recover import recover as train
     from quantkit.recovery.saving import refuse_unfinished
-    from quantkit.recovery.writing import refuse_outputs, write_recovered
+    from quantkit.recovery.writing import refuse_outputs
 
     where = None if masks is None else masks_path(output, given)
     refuse_outputs(model, output, where, force=force)
@@ -162,33 +163,9 @@ def recover_and_write(
         recovered = train(task, settings, progress=progress, watch=watch, keeping=keeping)
     if not recovered.writes:
         return None
-    write_recovered(model, masks, recovered, output, where, force=force)
+    result = write_and_describe(model, masks, recovered, output, where, force=force)
     file.unlink(missing_ok=True)
-    first, last = recovered.points[0], recovered.points[-1]
-    looks = [point.look for point in recovered.points if point.look]
-    return {
-        "written": str(output),
-        "masks": None if where is None else str(where),
-        "steps": last.step,
-        "seconds": round(last.seconds, 1),
-        "seconds_aside": round(recovered.aside, 1),
-        "trajectories": recovered.trajectories,
-        "first_loss": first.loss,
-        "last_loss": last.loss,
-        "looks": [{"metric": look.metric, "value": look.value} for look in looks],
-    }
-
-
-def told(result: dict[str, Any]) -> str:
-    """Return a line about a recovery that was written."""
-    looks = [f"{look['metric']} {look['value']:.4f}" for look in result["looks"]]
-    seen = f"; {looks[0]} -> {looks[-1].split()[-1]}" if looks else ""
-    masks = f"; masks: {result['masks']}" if result["masks"] else ""
-    return (
-        f"recovered in {result['steps']} steps, {result['seconds']:g} s and "
-        f"{result['seconds_aside']:g} s aside: loss {result['first_loss']:.5f} -> "
-        f"{result['last_loss']:.5f}{seen}{masks}"
-    )
+    return result
 
 
 def update_and_write(
@@ -223,11 +200,6 @@ def update_and_write(
     recovered = Recovered(component, updated, (), trajectories=0, aside=0.0)
     write_recovered(model, masks, recovered, output, where, force=force)
     return {"written": str(output), "masks": str(where), "tensors": len(updated)}
-
-
-def told_of_update(result: dict[str, Any]) -> str:
-    """Return a line about an update that was written."""
-    return f"updated {result['tensors']} tensors; masks: {result['masks']}"
 
 
 def _print_point() -> Callable[["Point"], None]:

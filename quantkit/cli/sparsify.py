@@ -1,5 +1,6 @@
 """``quantkit sparsify``: choose the n:m masks of a model and store them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,8 @@ from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.mask_table import describe_masks, print_masks, with_rule
 from quantkit.cli.permuting import choose_permuted, refuse_beside
 from quantkit.cli.reconstruction import reconstruct_and_write
-from quantkit.cli.recover import (
-    recover_and_write,
-    told,
-    told_of_update,
-    update_and_write,
-)
+from quantkit.cli.recover import recover_and_write, update_and_write
+from quantkit.cli.recovered import told, told_of_update
 from quantkit.cli.recovery_options import (
     SPARSE_METHODS,
     masks_path,
@@ -173,39 +170,42 @@ def choose(
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.files import refuse_existing
+    from quantkit.files import refuse_existing, scratch_directory
     from quantkit.models.source import open_model
     from quantkit.recipefile import load_recipe
+    from quantkit.recovery.writing import refuse_outputs
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
     from quantkit.sparsity.surgery import Surgeon
 
     refuse_existing(output, force=force)
-    if recovery is not None:
-        refuse_existing(masks_path(output, recovery), force=force)
     chosen = with_rule(load_recipe(recipe), rule)
     chosen.refuse_budget()
     source = open_model(model)
+    if recovery is not None:
+        refuse_outputs(source, output, masks_path(output, recovery), force=force)
     statistics = load_calibration(calibration) if calibration else None
-    surgeon = None
-    if hessians is not None:
-        surgeon = Surgeon(load_hessians(hessians), choose_device(device))
     how = None if recovery is None else recovery["how"]
-    updated = how == "obs" or (how == "reconstruct" and surgeon is not None)
-    with progress_bar(quiet=quiet) as progress:
-        masks = choose_masks(
-            source, chosen, statistics, surgeon=surgeon, update=updated, progress=progress
-        )
+    updated = how == "obs" or (how == "reconstruct" and hessians is not None)
+    spooled = updated and hessians is not None and not dry_run
     trained: dict[str, Any] | None = None
-    if recovery is None or dry_run:
-        if not dry_run:
-            save_masks(masks, output, force=force)
-    else:
-        trained = _recover(
-            (source, chosen, masks), output, recovery, surgeon=surgeon, force=force, quiet=quiet
-        )
-        if trained is None:
-            return
+    with scratch_directory(output) if spooled else nullcontext() as scratch:
+        surgeon = None
+        if hessians is not None:
+            surgeon = Surgeon(load_hessians(hessians), choose_device(device), scratch)
+        with progress_bar(quiet=quiet) as progress:
+            masks = choose_masks(
+                source, chosen, statistics, surgeon=surgeon, update=updated, progress=progress
+            )
+        if recovery is None or dry_run:
+            if not dry_run:
+                save_masks(masks, output, force=force)
+        else:
+            trained = _recover(
+                (source, chosen, masks), output, recovery, surgeon=surgeon, force=force, quiet=quiet
+            )
+            if trained is None:
+                return
     if as_json:
         values = describe_masks(masks, None if dry_run else output)
         print_json(values if trained is None else values | {"recovery": trained})

@@ -1,7 +1,8 @@
 """Recovery without training: kept weights and biases that make up for the dropped weights.
 
 Nothing is held but the layer in work: the writer asks for one tensor after another, and each is
-computed then, from the source, the mask and the second moments.
+computed then, from the source, the mask and the second moments, or read from where choosing its
+mask left it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,9 +70,13 @@ class UpdatedTensors(Mapping[str, Tensor]):
 
     def _settled(self, layer: Layer, mask: LayerMask) -> Settled:
         if self._last is None or self._last[0] != layer.name:
-            moments = self._surgeon.moments(self._component, layer, mask.source_digest)
-            rows = read_rows(layer).to(self._surgeon.device)
-            kept = mask.dense(layer.n, layer.k).to(self._surgeon.device)
-            with surgery_threads(layer.k):
-                self._last = layer.name, settle_layer(rows, moments, kept, bias=layer.bias)
+            kept = mask.dense(layer.n, layer.k)
+            found = self._surgeon.find(self._component, layer, kept)
+            self._last = layer.name, found or self._operate(layer, mask, kept)
         return self._last[1]
+
+    def _operate(self, layer: Layer, mask: LayerMask, kept: Tensor) -> Settled:
+        moments = self._surgeon.moments(self._component, layer, mask.source_digest)
+        rows, kept = read_rows(layer).to(self._surgeon.device), kept.to(self._surgeon.device)
+        with surgery_threads(layer.k):
+            return settle_layer(rows, moments, kept, bias=layer.bias)

@@ -13,7 +13,7 @@ from quantkit.calibration.running import choose_device, load_pipeline, quiet_lib
 from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
-from quantkit.progress import Progress
+from quantkit.progress import Progress, tracked
 from quantkit.recipe import Recipe
 from quantkit.recipegoals import BudgetRecipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
@@ -176,12 +176,11 @@ def _measure_locally(
     subject: Subject, device: torch.device, progress: Progress
 ) -> tuple[LayerSensitivity, ...]:
     strides = strides_of(subject.component)
-    found = []
-    for done, layer in enumerate(subject.layers.values()):
-        progress("layers on stored inputs", done, len(subject.layers))
-        found.append(_measure_layer(subject, layer, strides.get(layer.name, 1), device))
-    progress("layers on stored inputs", len(subject.layers), len(subject.layers))
-    return tuple(found)
+    layers = tuple(subject.layers.values())
+    return tuple(
+        _measure_layer(subject, layer, strides.get(layer.name, 1), device)
+        for layer in tracked(progress, "layers on stored inputs", layers)
+    )
 
 
 def _measure_layer(

@@ -7,8 +7,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ArtefactError
 from quantkit.files import staged_file
+from quantkit.jsonfile import read_measured
 from quantkit.recipe import Recipe
 
 SCHEMA, VERSION = "quantkit.sensitivity", 1
@@ -136,24 +136,7 @@ def load_sensitivity(path: Path) -> Sensitivity:
     Raises:
         ArtefactError: missing, not such a file, of another version, or damaged.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtefactError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ArtefactError(f"{path}: not JSON ({error}); measure again") from error
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-        raise ArtefactError(f"{path}: not a {SCHEMA} file; make it with 'calibrate sensitivity'")
-    if values.get("schema_version") != VERSION:
-        raise ArtefactError(
-            f"{path}: schema_version {values.get('schema_version')}, wanted {VERSION}; measure "
-            "again with this quantkit"
-        )
-    try:
-        return _parsed(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ArtefactError(f"{path}: damaged ({reason}); measure again") from error
+    return read_measured(path, SCHEMA, VERSION, _parsed, command="calibrate sensitivity")
 
 
 def _parsed(values: dict[str, Any]) -> Sensitivity:

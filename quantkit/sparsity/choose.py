@@ -16,7 +16,7 @@ from quantkit.models.source import Component, Model
 from quantkit.numerics.masks import MASKS, SPARSEGPT, Pattern, choose_mask, parse_pattern
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.threads import one_torch_thread, surgery_threads
-from quantkit.progress import Progress
+from quantkit.progress import Progress, tracked
 from quantkit.recipe import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
 from quantkit.sparsity.surgery import Surgeon, lost_share, read_rows, settle_layer
@@ -71,7 +71,8 @@ def choose_masks(
     for component in model.components:
         inputs = LayerInputs.of(component, calibration, surgeon, update=update)
         chosen = masks.setdefault(component.name, {})
-        for layer in _walk(component, recipe, progress):
+        title = f"masks of {component.name or component.class_name}"
+        for layer in tracked(progress, title, wanted_layers(component, recipe)):
             with surgery_threads(layer.k) if surgeon else one_torch_thread():
                 decision, mask = _decide(component, layer, rule, pattern, inputs)
             decisions.append(decision)
@@ -144,14 +145,6 @@ def wanted_layers(component: Component, recipe: Recipe) -> list[Layer]:
     ]
 
 
-def _walk(component: Component, recipe: Recipe, progress: Progress) -> Iterator[Layer]:
-    wanted = wanted_layers(component, recipe)
-    for done, layer in enumerate(wanted):
-        progress(f"masks of {component.name or component.class_name}", done, len(wanted))
-        yield layer
-    progress(f"masks of {component.name or component.class_name}", len(wanted), len(wanted))
-
-
 def _decide(
     component: Component, layer: Layer, rule: SparsityRecipe, pattern: Pattern, inputs: LayerInputs
 ) -> tuple[Decision, LayerMask | None]:
@@ -188,6 +181,7 @@ def _operate(
             error = lost_share(rows, rows * ~mask, moments, bias=False)
             return pack_mask(mask.cpu()), error
     settled = settle_layer(rows, moments, mask, bias=layer.bias)
+    surgeon.leave(inputs.component, layer, settled)
     return pack_mask(settled.mask.cpu()), settled.error
 
 

@@ -19,7 +19,7 @@ from quantkit.models.source import Component
 from quantkit.numerics.masks import MASKS, Pattern, parse_pattern
 from quantkit.numerics.permutation import kept_share, search_permutation
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.progress import Progress
+from quantkit.progress import Progress, tracked
 from quantkit.recipe import Recipe, SparsityRecipe
 from quantkit.sparsity.choose import LayerInputs, wanted_layers
 from quantkit.sparsity.surgery import read_rows
@@ -77,12 +77,10 @@ def choose_permutations(
     useful = _useful_couplings(component, recipe, pattern)
     what = f"permutations of {component.name or component.class_name}"
     found = []
-    for done, (coupling, consumers) in enumerate(useful):
-        progress(what, done, len(useful))
+    for coupling, consumers in tracked(progress, what, useful):
         powers = [_power(layer, coupling, rule.method, inputs).to(device) for layer in consumers]
         with one_torch_thread():
             found.append(_search(coupling, powers, pattern, seed))
-    progress(what, len(useful), len(useful))
     return tuple(found)
 
 

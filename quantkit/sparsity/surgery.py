@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibration.hessian import Hessians
@@ -82,10 +83,13 @@ def lost_share(rows: Tensor, change: Tensor, moments: Moments, *, bias: bool) ->
 
 @dataclass(frozen=True)
 class Surgeon:
-    """Second moments at hand, and where to compute."""
+    """Second moments at hand, where to compute, and where to leave what is settled."""
 
     hessians: Hessians
     device: torch.device
+    #: a folder for layers whose masks were chosen and whose weights are written later, so that no
+    #: layer is operated on twice and none is held meanwhile; None: computed again
+    scratch: Path | None = None
 
     def moments(self, component: Component, layer: Layer, digest: str | None = None) -> Moments:
         """Return the moments of a layer's input, on the device.
@@ -95,6 +99,31 @@ class Surgeon:
         """
         found = self.hessians.read(component, layer, digest)
         return Moments(found.second.to(self.device), found.mean.to(self.device), found.rows)
+
+    def leave(self, component: Component, layer: Layer, settled: Settled) -> None:
+        """Write a settled layer to the scratch folder, if there is one."""
+        if self.scratch is None:
+            return
+        tensors = {"rows": settled.rows, "mask": settled.mask}
+        if settled.bias_change is not None:
+            tensors["bias_change"] = settled.bias_change
+        metadata = {"error": repr(settled.error)}
+        save_file(tensors, _place(self.scratch, component, layer), metadata=metadata)
+
+    def find(self, component: Component, layer: Layer, mask: Tensor) -> Settled | None:
+        """Return what ``leave`` wrote for a layer with this mask, on the CPU; None: nothing."""
+        if self.scratch is None or not _place(self.scratch, component, layer).is_file():
+            return None
+        with safe_open(_place(self.scratch, component, layer), framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict
+            error = float(file.metadata()["error"])
+        if not torch.equal(found["mask"], mask.cpu()):
+            return None
+        return Settled(found["rows"], found["mask"], found.get("bias_change"), error)
+
+
+def _place(scratch: Path, component: Component, layer: Layer) -> Path:
+    return scratch / f"{component.name}.{layer.name}.safetensors"
 
 
 def read_rows(layer: Layer) -> Tensor:
