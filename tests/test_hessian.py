@@ -15,6 +15,7 @@ from torch.nn import functional
 from quantkit.calibration import collect_hessians as collecting
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
+from quantkit.calibration.heldout import HELD_ROWS, HeldRows, hold_out
 from quantkit.calibration.hessian import INDEX, load_hessians
 from quantkit.calibration.moments import _Sum, group_layers, moment_bytes
 from quantkit.calibration.running import load_pipeline, run_prompts
@@ -201,7 +202,7 @@ def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
     x = torch.randn(5, 4, 6, 6)
     whole, parts = _Sum(module, "layer", 1.0, 0), _Sum(module, "layer", 1.0, 0)
     whole.add(x, 1.0)
-    monkeypatch.setattr("quantkit.calibration.moments._WINDOW_ELEMENTS", 10)
+    monkeypatch.setattr("quantkit.calibration.windows._WINDOW_ELEMENTS", 10)
     parts.add(x, 1.0)
     torch.testing.assert_close(parts.moments().second, whole.moments().second)
 
@@ -222,6 +223,50 @@ def test_a_share_leaves_small_pictures_enough_rows(tokens, rows):
     total = _Sum(nn.Linear(8, 4), "layer", 0.25, 0)
     total.add(torch.randn(3, tokens, 8), 1.0)
     assert total.moments().rows == rows
+
+
+@pytest.mark.parametrize("module", [nn.Linear(6, 4), nn.Conv2d(6, 4, 3)], ids=["linear", "conv"])
+def test_rows_that_are_held_are_not_summed(module):
+    total = _Sum(module, "layer", 1.0, 0)
+    shape = (3, 6, 5, 5) if isinstance(module, nn.Conv2d) else (3, 9, 6)
+    seen, held = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)).unbind()
+    total.add(seen, 1.0)
+    total.hold(held, 2.0, 4)
+    total.hold(held, 0.5, 100)
+    moments = total.moments()
+    assert moments.rows == 27
+    assert moments.held.rows.dtype == torch.bfloat16
+    assert moments.held.weights.tolist() == [2.0] * 12 + [0.5] * 27
+    everything = _Sum(module, "layer", 1.0, 0)
+    everything.add(held, 1.0)
+    # All rows of a call, so their power is that of its moments, but for bfloat16.
+    weight, bias = torch.randn(4, moments.held.rows.shape[1]), torch.randn(4)
+    whole = HeldRows(moments.held.rows[12:], moments.held.weights[12:])
+    for given in (None, bias):
+        wanted = everything.moments().power(weight, given)
+        assert whole.power(weight, given) == pytest.approx(wanted, rel=0.02)
+
+
+def test_held_rows_weigh_as_their_timesteps_do():
+    rows = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).bfloat16()
+    held = HeldRows(rows, torch.tensor([3.0, 1.0]))
+    weight = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    # |W x|^2 is 1 and 8
+    assert held.power(weight, None) == pytest.approx((3 * 1 + 8) / 4)
+    assert held.power(weight, torch.tensor([1.0, 0.0])) == pytest.approx((3 * 4 + 13) / 4)
+    factor = torch.tensor([2.0, 0.5])
+    smoothed = held.smoothed(factor)
+    assert smoothed.power(weight / factor, None) == pytest.approx((3 * 1 + 8) / 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "held"), [(1, 0), (3, 0), (4, 2), (8, 2), (16, 2), (24, 3), (64, 8)]
+)
+def test_the_last_prompts_are_held_out(count, held):
+    prompts = tuple(map(str, range(count)))
+    fitted, rest = hold_out(prompts)
+    assert (*fitted, *rest) == prompts
+    assert len(rest) == held
 
 
 def test_padding_that_is_not_of_zeros_is_refused():
@@ -292,6 +337,31 @@ def test_stored_moments_are_those_of_the_raw_inputs(model, taken):
     rows = windows.permute(0, 2, 3, 4, 5, 1).reshape(-1, layers[conv].k)
     moments = taken.read(component, layers[conv])
     torch.testing.assert_close(moments.second, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_the_last_prompts_are_stored_and_not_summed(model, taken, tmp_path):
+    more = (*PROMPTS, "a green cross", "dots")
+    settings = recipe_with(buckets=1, prompts=5)
+    found = collect_hessians(
+        model, settings, more, tmp_path / "h", memory=GIB, device="cpu", progress=silent
+    )
+    assert (taken.index.held_out, found.index.held_out) == (0, 2)
+    component = model.components[0]
+    pipe, seen = load_pipeline(model, torch.device("cpu")), []
+    name = "mid_block.attentions.0.transformer_blocks.0.ff.net.2"
+    pipe.unet.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    later = settings.calibration.model_copy(update={"seed": settings.calibration.seed + 3})
+    run_prompts(pipe, more[3:], later)
+    read = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen]).bfloat16()
+    for layer in observed_layers(component, settings):
+        alone, both = taken.read(component, layer), found.read(component, layer)
+        assert alone.held is None
+        torch.testing.assert_close(both.second, alone.second, rtol=1e-5, atol=1e-6)
+        assert 0 < len(both.held.rows) <= 2 * HELD_ROWS + 3 * 4
+        if layer.name == name:
+            assert len(both.held.rows) == len(read)
+            stored, wanted = (x.float().T @ x.float() for x in (both.held.rows, read))
+            torch.testing.assert_close(stored, wanted, rtol=1e-2, atol=1e-1)
 
 
 def test_every_layer_that_is_packed_has_a_file(model, taken):
@@ -417,8 +487,8 @@ def test_a_damaged_file_is_refused(model, taken, tmp_path):
     [
         ("{", "no directory of hessians"),
         ('{"format": "other"}', "not an index of hessians"),
-        ('{"format": "quantkit.hessians", "format_version": 2}', "format_version 2, wanted 1"),
-        ('{"format": "quantkit.hessians", "format_version": 1}', "damaged"),
+        ('{"format": "quantkit.hessians", "format_version": 3}', "format_version 3, wanted 2"),
+        ('{"format": "quantkit.hessians", "format_version": 2}', "damaged"),
     ],
 )
 def test_a_malformed_index_is_refused(tmp_path, text, words):

@@ -10,6 +10,7 @@ from pipelines import tiny_pipeline
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.smoothing import smooth_factor
@@ -53,7 +54,7 @@ def index_of(model):
         c.name: {layer.name: sha256_of(layer.shard, layer.weight) for layer in list_layers(c)}
         for c in model.components
     }
-    return HessianIndex(digests, "t", 1, "", 1, None, 0, 1, "uniform", 1.0, {})
+    return HessianIndex(digests, "t", 1, 0, "", 1, None, 0, 1, "uniform", 1.0, {})
 
 
 def hessians_of(model, path):
@@ -128,9 +129,24 @@ def test_without_a_bias_the_mean_counts():
     assert settled.error == pytest.approx(share, rel=1e-3)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_error_is_that_on_rows_that_were_held_out(bias):
+    """More columns than rows: what was fitted says nothing of other rows, and the error says so."""
+    x, other = inputs_of(256, 3)[:160], inputs_of(256, 3)[200:]
+    rows = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
+    held = HeldRows(other.bfloat16(), torch.ones(len(other)))
+    within = settle_layer(rows, moments_of(x), TWO_OF_FOUR, bias=bias)
+    settled = settle_layer(rows, replace(moments_of(x), held=held), TWO_OF_FOUR, bias=bias)
+    assert torch.equal(settled.rows, within.rows)
+    found = other @ (settled.rows - rows).T + (settled.bias_change if bias else 0)
+    share = float(found.square().sum() / (other @ rows.T).square().sum())
+    assert settled.error == pytest.approx(share, rel=0.02)
+    assert settled.error > 3 * within.error
+
+
 def test_lost_share_of_nothing_is_zero():
     moments = moments_of(inputs_of(8, 1))
-    assert lost_share(torch.zeros(2, 8), torch.zeros(2, 8), moments, bias=True) == 0
+    assert lost_share(torch.zeros(2, 8), torch.zeros(2, 8), moments, torch.zeros(2)) == 0
 
 
 def test_sparsegpt_loses_less_than_wanda_less_than_magnitude(model, known, surgeon):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.heldout import HELD_ROWS, held_count, hold_out
 from quantkit.calibration.hessian import HessianIndex, Hessians, create_hessians
 from quantkit.calibration.moments import MomentCollector, group_layers
 from quantkit.calibration.running import (
@@ -90,6 +91,7 @@ def _index(
         },
         recipe=recipe.name,
         prompts=len(prompts),
+        held_out=held_count(len(prompts)),
         prompts_digest=hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
         steps=settings.steps,
         guidance=settings.guidance,
@@ -114,7 +116,9 @@ class _Run:
         self, component: str, group: Sequence[Layer], step: str, progress: Progress
     ) -> None:
         """Run the prompts once with a group of layers observed, and store what they read."""
-        batches = -(-len(self.prompts) // self.settings.batch)
+        fitted, held = hold_out(self.prompts)
+        later = self.settings.model_copy(update={"seed": self.settings.seed + len(fitted)})
+        batches = sum(-(-len(prompts) // self.settings.batch) for prompts in (fitted, held))
 
         def report(calls: int) -> None:
             total = batches * len(self.pipe.scheduler.timesteps)
@@ -125,7 +129,10 @@ class _Run:
                 component, getattr(self.pipe, component), group, self.settings
             )
             with collector.attached(self.pipe.scheduler, report):
-                run_prompts(self.pipe, self.prompts, self.settings)
+                run_prompts(self.pipe, fitted, self.settings)
+                if held:
+                    collector.hold_out(-(-HELD_ROWS // (len(held) * later.steps)))
+                    run_prompts(self.pipe, held, later)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 "out of GPU memory while denoising; take a smaller batch or --memory, or "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
@@ -24,7 +25,7 @@ from quantkit.models.source import Component
 INDEX = "index.json"
 _KIND = "quantkit_hessian"
 _FORMAT = "quantkit.hessians"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class HessianIndex:
     #: name of the recipe
     recipe: str
     prompts: int
+    #: the last ones, of which rows are kept and no moments taken
+    held_out: int
     #: SHA-256 of the prompts, one a line
     prompts_digest: str
     steps: int
@@ -87,6 +90,8 @@ class Hessians:
             "source_digest": self.index.digests[component][layer],
         }
         tensors = {"second": moments.second, "mean": moments.mean}
+        if moments.held is not None:
+            tensors |= {"held_rows": moments.held.rows, "held_weights": moments.held.weights}
         # A file of the same name is one that a killed run left with a flipped bit, or nothing.
         write_artefact(self.file_of(component, layer), _KIND, tensors, about, force=True)
 
@@ -115,7 +120,10 @@ class Hessians:
         file = self.file_of(stored, layer.name)
         tensors, about = read_artefact(file, _KIND)
         try:
-            moments = Moments(tensors["second"], tensors["mean"], int(about["rows"]))
+            held = None
+            if "held_rows" in tensors:
+                held = HeldRows(tensors["held_rows"], tensors["held_weights"])
+            moments = Moments(tensors["second"], tensors["mean"], int(about["rows"]), held)
             shapes = tuple(moments.second.shape), tuple(moments.mean.shape)
             belongs = about["source_digest"] == wanted
         except (KeyError, TypeError, ValueError) as error:
@@ -203,7 +211,8 @@ def _read_index(path: Path) -> HessianIndex:
     version = entry.pop("format_version", None)
     if version != _VERSION:
         raise ArtefactError(
-            f"{path / INDEX}: format_version {version}, wanted {_VERSION}; update quantkit"
+            f"{path / INDEX}: format_version {version}, wanted {_VERSION}; take them again, or "
+            "update quantkit"
         )
     try:
         return HessianIndex(**entry)

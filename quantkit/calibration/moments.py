@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.hooks import _find_module
 from quantkit.calibration.weighting import step_weights
-from quantkit.errors import ModelError, NonFiniteError, RecipeError
+from quantkit.calibration.windows import kernel_order, read_columns
+from quantkit.errors import NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import timestep_argument
+from quantkit.numerics.obs import output_error
 from quantkit.recipe import CalibrationRecipe
 
-#: Elements of the windows that are unfolded at a time: 64 MiB in float32.
-_WINDOW_ELEMENTS = 1 << 24
 #: Rows of a picture that are looked at whatever the share: where a UNet is narrowest a picture has
 #: 16 or 64, and a share of those says less than the layer has columns.
 _LEAST_ROWS = 16
@@ -37,6 +37,27 @@ class Moments:
     mean: Tensor
     #: rows seen, each counted once whatever it weighed
     rows: int
+    #: of other prompts; None: there were too few
+    held: HeldRows | None = None
+
+    def to(self, device: torch.device) -> "Moments":
+        """Return them on a device."""
+        held = None if self.held is None else self.held.to(device)
+        return Moments(self.second.to(device), self.mean.to(device), self.rows, held)
+
+    def power(self, weight: Tensor, bias: Tensor | None = None) -> float:
+        """Return the mean of |W x + b|^2: on the rows that were held out, or else on the moments.
+
+        Args:
+            weight: float32 (N, K).
+            bias: float32 (N,), or None for 0.
+        """
+        if self.held is not None:
+            return self.held.power(weight, bias)
+        middle = weight @ self.mean
+        if bias is not None:
+            middle += bias
+        return output_error(weight, self.covariance) + float(middle.square().sum())
 
     @property
     def covariance(self) -> Tensor:
@@ -46,7 +67,8 @@ class Moments:
     def smoothed(self, factor: Tensor) -> "Moments":
         """Return the moments of the input multiplied by ``factor`` (K,)."""
         second = self.second * factor * factor.unsqueeze(1)
-        return Moments(second, self.mean * factor, self.rows)
+        held = None if self.held is None else self.held.smoothed(factor)
+        return Moments(second, self.mean * factor, self.rows, held)
 
 
 def moment_bytes(layer: Layer) -> int:
@@ -95,13 +117,25 @@ class _Sum:
         self._mean = torch.zeros(k, device=weight.device, dtype=torch.float64)
         self._weight = 0.0
         self._rows = 0
+        #: rows (R, K) and what each weighs
+        self._held: list[tuple[Tensor, float]] = []
 
     def add(self, values: Tensor, weight: float) -> None:
-        for columns in _columns(self._module, values.detach(), self._where, self._draw_rows):
+        """Add what the layer multiplies to the sums."""
+        for columns in read_columns(self._module, values.detach(), self._where, self._draw_rows):
             self._second.addmm_(columns, columns.t(), alpha=weight)
             self._mean += weight * columns.sum(dim=1, dtype=torch.float64)
             self._weight += weight * columns.shape[1]
             self._rows += columns.shape[1]
+
+    def hold(self, values: Tensor, weight: float, count: int) -> None:
+        """Keep so many rows of each picture of what the layer multiplies, out of the sums."""
+
+        def draw(rows: int, samples: int) -> Tensor:
+            return torch.randperm(rows, generator=self._draw)[: count * samples]
+
+        for columns in read_columns(self._module, values.detach(), self._where, draw):
+            self._held.append((columns.t().to("cpu", torch.bfloat16), weight))
 
     def _draw_rows(self, rows: int, samples: int) -> Tensor:
         """Return which rows of so many pictures are looked at, drawn at random."""
@@ -116,64 +150,24 @@ class _Sum:
         Raises:
             NonFiniteError: NaN or Inf was read.
         """
-        order = _kernel_order(self._module).to(self._second.device)
+        order = kernel_order(self._module).to(self._second.device)
         total = max(self._weight, torch.finfo(torch.float64).tiny)
         second = (self._second / total)[order][:, order].cpu()
         mean = (self._mean / total)[order].float().cpu()
-        if not bool(second.isfinite().all()):
+        held = self._held_rows()
+        if not all(bool(x.isfinite().all()) for x in (second, *([held.rows] if held else []))):
             raise NonFiniteError(
                 f"{self._where}: NaN or Inf in its input; if the model overflows in float16, "
                 "calibrate with --device cpu, which computes in float32"
             )
-        return Moments(second, mean, self._rows)
+        return Moments(second, mean, self._rows, held)
 
-
-def _columns(
-    module: nn.Module, values: Tensor, where: str, draw: Callable[[int, int], Tensor]
-) -> Iterator[Tensor]:
-    """Yield what the layer multiplies, float32 (K, rows), a convolution's channels first.
-
-    Args:
-        module: Linear or Conv2d.
-        values: its input.
-        where: for messages.
-        draw: returns places among so many rows of so many pictures.
-    """
-    if not isinstance(module, nn.Conv2d):
-        rows = values.reshape(-1, values.shape[-1])
-        yield rows[draw(len(rows), len(values)).to(rows.device)].float().t()
-        return
-    if isinstance(module.padding, str) or module.padding_mode != "zeros" or module.groups != 1:
-        raise ModelError(
-            f"{where}: padding {module.padding!r} in mode {module.padding_mode}, {module.groups} "
-            "groups: wanted plain zeros and one group; keep the layer in 16 bit"
-        )
-    taps = module.weight[0].numel()
-    step = max(1, _WINDOW_ELEMENTS // (taps * values.shape[-2] * values.shape[-1]))
-    for part in torch.split(values, step):
-        windows = _windows(module, part)
-        batch, height, width = windows.shape[:3]
-        places = draw(batch * height * width, batch).to(part.device)
-        # Only what was drawn is copied: unfolding all of it took longer than the product.
-        picture, pixel = places // (height * width), places % (height * width)
-        yield windows[picture, pixel // width, pixel % width].reshape(-1, taps).float().t()
-
-
-def _windows(module: nn.Conv2d, values: Tensor) -> Tensor:
-    """Return the view (B, OH, OW, C, kh, kw) of what a convolution reads of (B, C, H, W)."""
-    (ph, pw), (sh, sw), (dh, dw) = (
-        [int(side) for side in pair] for pair in (module.padding, module.stride, module.dilation)
-    )
-    tall, wide = (d * (k - 1) + 1 for d, k in zip((dh, dw), module.kernel_size, strict=True))
-    padded = functional.pad(values, (pw, pw, ph, ph)).permute(0, 2, 3, 1)
-    return padded.unfold(1, tall, sh).unfold(2, wide, sw)[..., ::dh, ::dw]
-
-
-def _kernel_order(module: nn.Module) -> Tensor:
-    """Return where each column of the kernels' rows stands among the unfolded ones."""
-    weight = module.get_parameter("weight")
-    places = torch.arange(weight[0].numel()).reshape(weight.shape[1:])
-    return places.permute(1, 2, 0).reshape(-1) if weight.ndim == 4 else places
+    def _held_rows(self) -> HeldRows | None:
+        if not self._held:
+            return None
+        rows = torch.cat([rows for rows, _ in self._held])[:, kernel_order(self._module)]
+        weights = [torch.full((len(rows),), weight) for rows, weight in self._held]
+        return HeldRows(rows.contiguous(), torch.cat(weights))
 
 
 class MomentCollector:
@@ -207,7 +201,13 @@ class MomentCollector:
         #: by timestep in the unit of the denoiser's calls; empty before the first one
         self._weights: dict[float, float] = {}
         self._weight = 1.0
+        #: rows of each picture to keep of a call; None: calls are summed
+        self._holding: int | None = None
         self.calls = 0
+
+    def hold_out(self, count: int) -> None:
+        """Keep so many rows of each picture from now on, and add nothing to the sums."""
+        self._holding = count
 
     @contextmanager
     def attached(self, scheduler: Any, report: Callable[[int], None]) -> Iterator[None]:
@@ -250,7 +250,10 @@ class MomentCollector:
 
     def _listener(self, layer: str) -> Callable[..., None]:
         def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self._sums[layer].add(args[0], self._weight)
+            if self._holding is None:
+                self._sums[layer].add(args[0], self._weight)
+            else:
+                self._sums[layer].hold(args[0], self._weight, self._holding)
 
         return listen
 

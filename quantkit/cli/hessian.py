@@ -163,8 +163,10 @@ def plan_moments(source: "Model", recipe: "Recipe", memory: float) -> dict[str, 
         RecipeError: one layer alone does not fit.
     """
     from quantkit.calibration.collect import observed_layers
+    from quantkit.calibration.heldout import held_bytes, held_count
     from quantkit.calibration.moments import group_layers, moment_bytes
 
+    held = held_count(recipe.calibration.prompts) > 0
     observed = {c.name: observed_layers(c, recipe) for c in source.components}
     return {
         "written": None,
@@ -173,7 +175,7 @@ def plan_moments(source: "Model", recipe: "Recipe", memory: float) -> dict[str, 
             name: {
                 "layers": [layer.name for layer in layers],
                 "groups": len(group_layers(layers, memory)),
-                "bytes": sum(map(moment_bytes, layers)),
+                "bytes": sum(moment_bytes(x) + held * held_bytes(x.k) for x in layers),
             }
             for name, layers in observed.items()
         },

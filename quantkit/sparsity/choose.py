@@ -178,7 +178,7 @@ def _operate(
     if method != SPARSEGPT:
         mask = choose_mask(MASKS[method](rows, moments.second.diagonal()), pattern)
         if not inputs.update:
-            error = lost_share(rows, rows * ~mask, moments, bias=False)
+            error = lost_share(rows, rows * ~mask, moments)
             return pack_mask(mask.cpu()), error
     settled = settle_layer(rows, moments, mask, bias=layer.bias)
     surgeon.leave(inputs.component, layer, settled)

@@ -13,7 +13,7 @@ from quantkit.calibration.moments import Moments
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.masks import Pattern
-from quantkit.numerics.obs import factorize, output_error, refit_rows, settle_rows
+from quantkit.numerics.obs import factorize, refit_rows, settle_rows
 from quantkit.numerics.packing import to_rows
 
 #: What SparseGPT adds to the diagonal, as a share of its mean: of 1e-3, 1e-2, 3e-2 and 1e-1 the one
@@ -34,7 +34,7 @@ class Settled:
     mask: Tensor
     #: float32 (N,), what the bias gains; None for a layer without one
     bias_change: Tensor | None
-    #: share of the output's power that is lost
+    #: share of the output's power that is lost, on rows that were held out if there are
     error: float
 
 
@@ -59,25 +59,23 @@ def settle_layer(rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias
     values, kept = settle_rows(rows, factorize(moment, damping=DAMPING), mask=mask)
     values = refit_rows(rows, values, kept, moment, damping=REFIT_DAMPING, steps=REFIT_STEPS)
     change = values - rows
-    return Settled(
-        values,
-        kept,
-        -(change @ moments.mean) if bias else None,
-        lost_share(rows, change, moments, bias=bias),
-    )
+    shift = -(change @ moments.mean) if bias else None
+    return Settled(values, kept, shift, lost_share(rows, change, moments, shift))
 
 
-def lost_share(rows: Tensor, change: Tensor, moments: Moments, *, bias: bool) -> float:
+def lost_share(
+    rows: Tensor, change: Tensor, moments: Moments, bias_change: Tensor | None = None
+) -> float:
     """Return the share of the output's power that a change of the weight takes.
 
     Args:
         rows: (N, K) float32, as they were.
         change: (N, K) float32.
-        moments: of the input.
-        bias: one takes up the mean of the error.
+        moments: of the input; where rows were held out, the share is that on them.
+        bias_change: (N,) float32, what the bias gains; None: nothing.
     """
-    total = output_error(rows, moments.second)
-    lost = output_error(change, target_moment(moments, bias=bias))
+    total = moments.power(rows)
+    lost = moments.power(change, bias_change)
     return max(lost, 0.0) / total if total > 0 else 0.0
 
 
@@ -97,8 +95,7 @@ class Surgeon:
         Raises:
             ArtefactError: none, damaged, or of other weights.
         """
-        found = self.hessians.read(component, layer, digest)
-        return Moments(found.second.to(self.device), found.mean.to(self.device), found.rows)
+        return self.hessians.read(component, layer, digest).to(self.device)
 
     def leave(self, component: Component, layer: Layer, settled: Settled) -> None:
         """Write a settled layer to the scratch folder, if there is one."""
