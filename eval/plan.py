@@ -121,7 +121,7 @@ SHORT = Plan(
     count=8,
     steps=12,
     batch=8,
-    prompts=8,
+    prompts=6,
 )
 
 #: Every method, for a GPU.
@@ -188,7 +188,7 @@ FULL = Plan(
         ),
     ),
     captions=4096,
-    count=32,
+    count=128,
     steps=20,
     batch=32,
     prompts=64,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts",
     type=click.IntRange(min=1),
-    help="Pictures to compare; default: 8, with --full 64.",
+    help="Pictures to compare; default: 6, with --full 64.",
 )
 @click.option(
     "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
