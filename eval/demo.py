@@ -13,7 +13,7 @@ import torch
 
 from quantkit.calibration.running import quiet_libraries, read_prompts
 from quantkit.checkpoint.reader import verify
-from quantkit.device.backends import choose
+from quantkit.device.choosing import choose
 from quantkit.errors import OutputError, PromptError
 from quantkit.files import staged_file
 from quantkit.models.source import open_model

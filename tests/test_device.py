@@ -8,9 +8,10 @@ import pytest
 import torch
 from kernel_cases import need
 
-from quantkit.device import backends, compilers, execute, host_calls, log, reference
+from quantkit.device import compilers, execute, host_calls, log, reference
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS
-from quantkit.device.backends import Backend, choose, use
+from quantkit.device.backends import Backend, use
+from quantkit.device.choosing import Choice, choose
 from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
 from quantkit.device.ops import OPS, all_variants, default_variants, find_op
 from quantkit.device.tiles import choose_tile, variants_for
@@ -185,7 +186,7 @@ def test_tile_suits_the_compute_units(target, units, m, n, tile):
 @pytest.mark.usefixtures("_host")
 @pytest.mark.parametrize("op", OPS)
 def test_the_cpu_runs_kernels(op):
-    assert choose(op, CPU, k=64) == backends.Choice(Backend.HOST, "")
+    assert choose(op, CPU, k=64) == Choice(Backend.HOST, "")
 
 
 @pytest.mark.parametrize(

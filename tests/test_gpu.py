@@ -22,8 +22,9 @@ from kernel_cases import (
 from packed import pack_component, packed_module
 from torch import nn
 
-from quantkit.device import backends, execute, log, reference
+from quantkit.device import execute, log, reference
 from quantkit.device.backends import Backend, use
+from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_gemm
 from quantkit.device.gpu.objects import read_object
@@ -248,7 +249,7 @@ def test_a_forced_back_end_is_obeyed():
     with log.record() as seen, use(Backend.REFERENCE):
         multiply(given)
     assert {backend for _, _, backend in seen.calls} == {Backend.REFERENCE}
-    assert backends.choose("gemm_fp8", torch.device("cuda"), k=64).backend is Backend.GPU
+    assert choose("gemm_fp8", torch.device("cuda"), k=64).backend is Backend.GPU
 
 
 SCHEMES = [

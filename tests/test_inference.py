@@ -406,7 +406,7 @@ def test_watch_sees_a_wrong_scale(monkeypatch):
 
 
 def forced():
-    from quantkit.device.backends import choose
+    from quantkit.device.choosing import choose
 
     return choose("gemm_fp8", torch.device("cpu"), k=32).reason == "asked for"
 

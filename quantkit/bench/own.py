@@ -11,7 +11,8 @@ from quantkit.bench.problem import FORMAT, Problem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
 from quantkit.device import hopper, hopper_choice
-from quantkit.device.backends import Backend, choose
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call as DeviceCall
 from quantkit.device.gpu.devices import find_device
 from quantkit.inference import operators

@@ -15,8 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantkit.device import backends, log, reference
+from quantkit.device import log, reference
 from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
 from quantkit.device.gpu import calls
 from quantkit.device.gpu.prepare import prepare_gemm, prepare_quantize, signature
 from quantkit.device.host_calls import run_gemm, run_quantize
@@ -193,7 +194,7 @@ def gemm_sparse(
 
 
 def _backend(op: str, x: Tensor, words: tuple[str, ...], *, group_scales: bool = False) -> Backend:
-    choice = backends.choose(op, x.device, k=x.shape[1], group_scales=group_scales)
+    choice = choose(op, x.device, k=x.shape[1], group_scales=group_scales)
     if choice.backend is Backend.REFERENCE:
         _say_why(op, choice.reason)
         log.note(op, "_".join(word for word in words if word), Backend.REFERENCE)

@@ -11,7 +11,7 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.spec import rows_of
 from quantkit.device import cache, hopper
-from quantkit.device.backends import Choice, choose
+from quantkit.device.choosing import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
 from quantkit.device.gpu.choice import why_not_hopper
 from quantkit.device.gpu.devices import Device, device_name

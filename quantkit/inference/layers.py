@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.checkpoint.spec import Kind
-from quantkit.device.backends import choose
+from quantkit.device.choosing import choose
 from quantkit.inference.modules import PackedLayer
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme

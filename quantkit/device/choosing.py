@@ -1,0 +1,69 @@
+"""Where an operation runs, and why not on a kernel when it does not."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.device import host
+from quantkit.device.backends import Backend, forced
+from quantkit.device.ops import find_op
+from quantkit.errors import KernelError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A back end, and the reason when it is not a kernel."""
+
+    backend: Backend
+    #: empty when a kernel runs
+    reason: str
+
+
+def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False) -> Choice:
+    """Choose the back end of one call.
+
+    Args:
+        op: a name in OPS.
+        device: where the operands lie.
+        k: length of the reduction axis.
+        group_scales: the weight has scales per group along K.
+
+    Raises:
+        KernelError: a kernel was forced with ``use`` and cannot run this.
+    """
+    asked = forced()
+    if asked is Backend.REFERENCE:
+        return Choice(Backend.REFERENCE, "asked for")
+    kernel = Backend.GPU if device.type == "cuda" else Backend.HOST
+    reason = _why_no_kernel(op, k, group_scales) or _why_not_here(device)
+    if asked not in (None, kernel):
+        reason = f"the tensors are on {device}"
+    if not reason:
+        return Choice(kernel, "")
+    if asked is not None:
+        raise KernelError(f"{op}: the {asked.value} kernel was asked for and cannot run: {reason}")
+    return Choice(Backend.REFERENCE, reason)
+
+
+@lru_cache(maxsize=4096)
+def _why_no_kernel(op: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
+    multiple = find_op(op).k_multiple
+    if group_scales:
+        return "the kernels apply scales per tensor or per channel, not per group"
+    if k % multiple or k == 0:
+        return f"K {k} is not a multiple of {multiple}"
+    return ""
+
+
+def _why_not_here(device: torch.device) -> str:
+    if device.type == "cpu":
+        return host.why_unavailable()
+    if device.type != "cuda":
+        return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
+    from quantkit.device.gpu.selftest import state_of
+
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return state_of(index).problem
