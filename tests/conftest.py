@@ -20,6 +20,17 @@ def _few_threads():
     torch.set_num_threads(2)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """One thread for a module's tests: small layers wait longer for a second one than they gain."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny StableDiffusionPipeline in fp16; read-only for tests (copy it to break it)."""
@@ -42,3 +53,23 @@ def transformer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pipelines import tiny_transformer
 
     return tiny_transformer(tmp_path_factory.mktemp("tiny") / "pixart")
+
+
+@pytest.fixture(scope="session")
+def model(pipeline_dir: Path):
+    """The tiny StableDiffusionPipeline, opened; modules with a model of their own override it."""
+    from quantkit.models.source import open_model
+
+    return open_model(str(pipeline_dir))
+
+
+@pytest.fixture(scope="session")
+def masks(model):
+    """2:4 by magnitude for every layer of the tiny pipeline that can be sparse."""
+    from quantkit.progress import silent
+    from quantkit.recipe import SparsityRecipe
+    from quantkit.recipefile import load_recipe
+    from quantkit.sparsity.choose import choose_masks
+
+    recipe = load_recipe("fp8").model_copy(update={"sparsity": SparsityRecipe()})
+    return choose_masks(model, recipe, None, progress=silent)

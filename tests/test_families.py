@@ -17,6 +17,8 @@ from quantkit.models.source import open_model
 from quantkit.recipe import CalibrationRecipe
 from quantkit.recipefile import load_recipe, recipe_names
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: family -> (published model, its pipeline, narrow pipeline, layers, of them packed by its recipes)
 FAMILIES = {
     "sd15": ("sd15", "StableDiffusionPipeline", pipelines.tiny_sd15_pipeline, 282, 256),
@@ -36,15 +38,6 @@ CALIBRATED = [name for name in RECIPES if load_recipe(name).needs_hessians]
 PROMPTS = ("a cat", "a red dog")
 #: Random weights say little: what is wrong, as a shift that is not put back, is of the order of 1.
 LATENTS_NMSE = 0.1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Take one thread: these layers are small, and a second one waits more than it works."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,8 @@ from quantkit.recovery.writing import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPE = load_recipe("fp8").model_copy(update={"sparsity": SparsityRecipe()})
 PROMPTS = ("a red cat", "two dogs", "a house")
 SHORT = Settings(
@@ -52,24 +54,6 @@ SHORT = Settings(
     watch_every=None,
 )
 RIDGE = 1e-9  # next to none, to be compared with the exact solution
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(pipeline_dir):
-    return open_model(str(pipeline_dir))
-
-
-@pytest.fixture(scope="module")
-def masks(model):
-    return choose_masks(model, RECIPE, None, progress=silent)
 
 
 def run(model, masks, settings=SHORT, prompts=PROMPTS, quantize=None, **more):

@@ -33,8 +33,9 @@ from quantkit.recovery.saving import refuse_others, refuse_unfinished
 from quantkit.recovery.settings import Settings
 from quantkit.recovery.stepping import Offloaded, Resident
 from quantkit.recovery.watching import compare_latents, compare_pictures, hold_out
-from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import save_masks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FP8 = load_recipe("fp8")
 SPARSE = FP8.model_copy(update={"sparsity": SparsityRecipe()})
@@ -57,24 +58,6 @@ SHORT = Settings(
 @pytest.fixture(autouse=True)
 def _points_are_many(monkeypatch):
     monkeypatch.setattr(training, "READ_EVERY", 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(pipeline_dir):
-    return open_model(str(pipeline_dir))
-
-
-@pytest.fixture(scope="module")
-def masks(model):
-    return choose_masks(model, SPARSE, None, progress=silent)
 
 
 def run(model, masks, settings, *, quantize=None, keeping=None, watch=lambda _: None):

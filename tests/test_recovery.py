@@ -40,6 +40,8 @@ from quantkit.recovery.writing import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPE = load_recipe("fp8").model_copy(update={"sparsity": SparsityRecipe()})
 PROMPTS = ("a red cat", "two dogs", "a house")
 SHORT = Settings(
@@ -58,28 +60,9 @@ SHORT = Settings(
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Steps of a millisecond wait longer for a second thread of a busy machine than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(model, masks, settings, prompts=PROMPTS, quantize=None, **more):
     task = Task(model, masks, quantize, prompts, "cpu")
     return recover(task, settings, progress=silent, **more)
-
-
-@pytest.fixture(scope="module")
-def model(pipeline_dir):
-    return open_model(str(pipeline_dir))
-
-
-@pytest.fixture(scope="module")
-def masks(model):
-    return choose_masks(model, RECIPE, None, progress=silent)
 
 
 @pytest.fixture(scope="module")
