@@ -11,13 +11,18 @@ from quantkit.inference import hook as _hook
 
 TYPE_CHECKING = False  # the typing module takes longer to import than all of this
 if TYPE_CHECKING:
+    from quantkit.device.backends import fast_sums as fast_sums
     from quantkit.inference.loading import load_pipeline as load_pipeline
 
 _hook.install()
 
 
 def __getattr__(name: str) -> object:
-    """Return ``load_pipeline``, importing torch and diffusers only now."""
+    """Return ``load_pipeline`` or ``fast_sums``, importing what they need only now."""
+    if name == "fast_sums":
+        from quantkit.device.backends import fast_sums
+
+        return fast_sums
     if name == "load_pipeline":
         from quantkit.inference.loading import load_pipeline
 

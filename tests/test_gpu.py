@@ -22,6 +22,7 @@ from kernel_cases import (
 from packed import pack_component, packed_module
 from torch import nn
 
+import quantkit
 from quantkit.device import execute, log, reference
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import choose
@@ -250,6 +251,22 @@ def test_a_forced_back_end_is_obeyed():
         multiply(given)
     assert {backend for _, _, backend in seen.calls} == {Backend.REFERENCE}
     assert choose("gemm_fp8", torch.device("cuda"), k=64).backend is Backend.GPU
+
+
+@pytest.mark.usefixtures("device")
+def test_fast_sums_are_another_call_and_end_with_their_block():
+    given = operands(64, 256, 4096)
+    with log.record() as seen:
+        before = multiply(given)
+        with quantkit.fast_sums():
+            fast = multiply(given)
+        assert torch.equal(multiply(given), before)
+    names = [name for _, name, _ in seen.calls]
+    assert names[0] == names[2]
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert ("_fast_" in names[1]) == hopper
+    error = (fast.double() - before.double()).abs().max() / before.double().square().mean().sqrt()
+    assert float(error) < 0.05
 
 
 SCHEMES = [

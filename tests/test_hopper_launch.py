@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import quantkit
 from quantkit.device import survey
 from quantkit.device.archs import arch_of_device, find_arch
-from quantkit.device.gpu import devices
+from quantkit.device.gpu import devices, prepare
 from quantkit.device.gpu.choice import choose_gemm, why_not_hopper
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.driver import Driver, TensorEntries
@@ -252,6 +253,36 @@ def test_gemms_of_hopper_run_its_kernels(cuda, op):
     few = choose_gemm(device, op, WORDS, {"m": 3, "n": 1280, "k": 5120})
     assert few.tile.m == 16
     assert few.tile.share is Share.SPLIT_K
+
+
+@pytest.mark.parametrize("op", ["gemm_fp8", "gemm_fp8_sparse"])
+def test_fast_sums_are_taken_where_they_are_asked_for_and_faster(cuda, op):
+    device = h200(cuda)
+    fast = choose_gemm(device, op, WORDS, {"m": 8192, "n": 8192, "k": 8192}, accurate=False)
+    assert not fast.accurate
+    assert "_fast_" in fast.name
+    few = {"m": 3, "n": 1280, "k": 5120}
+    assert choose_gemm(device, op, WORDS, few, accurate=False) == choose_gemm(
+        device, op, WORDS, few
+    )
+
+
+def test_fast_sums_hold_inside_their_block(cuda, monkeypatch):
+    asked = []
+
+    def choose(*arguments, accurate):
+        asked.append(accurate)
+        return choose_gemm(*arguments, accurate=accurate)
+
+    monkeypatch.setattr(prepare, "choose_gemm", choose)
+    monkeypatch.setattr(prepare, "find_device", lambda _: h200(cuda))
+    x, x_scale, w, w_scale, _, _ = operands(DENSE, 8, 16, 64)
+    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16")
+    for block in (contextlib.nullcontext, quantkit.fast_sums):
+        with block():
+            prepare.prepare_gemm("gemm_fp8", words, (x, x_scale, w, w_scale, None), ())
+    prepare.prepare_gemm("gemm_fp8", words, (x, x_scale, w, w_scale, None), ())
+    assert asked == [True, False, True]
 
 
 def test_other_devices_and_old_drivers_take_a_tile_of_the_menu(cuda):

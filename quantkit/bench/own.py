@@ -1,6 +1,6 @@
 """quantkit's contenders: its operators, called as packed layers call them."""
 
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from quantkit.bench.contender import Contender, UnavailableError, differing_code
 from quantkit.bench.problem import FORMAT, Problem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
-from quantkit.device import hopper, hopper_choice
+from quantkit.device import hopper
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call as DeviceCall
+from quantkit.device.gpu.choice import choose_gemm
 from quantkit.device.gpu.devices import find_device
 from quantkit.inference import operators
 
@@ -54,20 +55,19 @@ def _gemm_sparse_fast(problem: Problem) -> Call:
 
 
 def _fast_call(op: str, problem: Problem) -> Any:
-    """Return a prepared call whose sums stay in the matrix unit; inference never makes it."""
+    """Return a prepared call whose sums stay in the matrix unit, as under ``fast_sums``."""
     _need_kernel(op, problem)
     if problem.device.type != "cuda":
         raise UnavailableError("the host's sums have one mode")
     device = find_device(problem.device.index or torch.cuda.current_device())
     if device.arch.name != hopper.ARCHITECTURE:
         raise UnavailableError(f"the kernels of {device.arch.name} sum in one mode")
-    m, n, k, sparse = *astuple(problem.shape), op == "gemm_fp8_sparse"
-    tile = hopper_choice.choose_tile(
-        m, n, k, sparse=sparse, accurate=False, multiprocessors=device.units
-    )
-    kernel: Any = hopper.HopperKernel(tile, sparse=sparse, accurate=False)
-    outputs = (((m, n), torch.float16),)
-    return DeviceCall(device, kernel, {"m": m, "n": n, "k": k}, outputs, nulls=[5 if sparse else 4])
+    sizes = asdict(problem.shape)
+    words = (FORMAT, FORMAT, "token", "channel", "f16")
+    kernel = choose_gemm(device, op, words, sizes, accurate=False)
+    outputs = (((sizes["m"], sizes["n"]), torch.float16),)
+    no_bias = [5 if op == "gemm_fp8_sparse" else 4]
+    return DeviceCall(device, kernel, sizes, outputs, nulls=no_bias)
 
 
 def _gemm_of_sparse(problem: Problem) -> Call:

@@ -18,6 +18,7 @@ class Backend(Enum):
 
 
 _forced: ContextVar[Backend | None] = ContextVar("quantkit_backend", default=None)
+_fast: ContextVar[bool] = ContextVar("quantkit_fast_sums", default=False)
 
 
 @contextmanager
@@ -38,3 +39,23 @@ def forced() -> Backend | None:
 def is_free() -> bool:
     """Return True when no back end is forced."""
     return _forced.get() is None
+
+
+@contextmanager
+def fast_sums() -> Iterator[None]:
+    """Let matrix units keep all sums to themselves inside the block (in this thread).
+
+    Hopper's adds with fewer bits than float32 has, so by default its sums of every 128 products are
+    added in float32. Without that, products of a long K are faster and less exact: as with
+    ``use_fast_accum`` of ``torch._scaled_mm``. Other back ends have one mode and stay as they are.
+    """
+    token = _fast.set(True)
+    try:
+        yield
+    finally:
+        _fast.reset(token)
+
+
+def sums_are_fast() -> bool:
+    """Return whether ``fast_sums`` holds."""
+    return _fast.get()

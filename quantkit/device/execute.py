@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device import log, reference
-from quantkit.device.backends import Backend
+from quantkit.device.backends import Backend, sums_are_fast
 from quantkit.device.choosing import choose
 from quantkit.device.gpu import calls
 from quantkit.device.gpu.prepare import prepare_gemm, prepare_quantize, signature
@@ -133,7 +133,7 @@ def gemm(
         ShapeError, KernelError: operands that do not fit together.
     """
     op, operands = "gemm_fp8", (x, x_scale, w, w_scale, bias)
-    key = signature(op, operands, (x_format, w_format, dtype))
+    key = signature(op, operands, (x_format, w_format, dtype, sums_are_fast()))
     if key and (call := calls.find(key)):
         return call(*operands)[0]
     check_gemm(op, x, x_scale, (("w", w, 1),), w_scale, bias, dtype)
@@ -177,7 +177,7 @@ def gemm_sparse(
         ShapeError, KernelError: operands that do not fit together.
     """
     op, operands = "gemm_fp8_sparse", (x, x_scale, w, w_meta, w_scale, bias)
-    key = signature(op, operands, (x_format, w_format, dtype))
+    key = signature(op, operands, (x_format, w_format, dtype, sums_are_fast()))
     if key and (call := calls.find(key)):
         return call(*operands)[0]
     weights = (("w", w, 2), ("w_meta", w_meta, 8))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper import MULTIPROCESSORS, STEP_K, TILES, HopperTile, Share
@@ -101,6 +102,24 @@ def choose_tile(
 
     tiles = (TILES[name] for name in COSTS[sparse, accurate])
     return min((tile for tile in tiles if _suits(tile, m, k)), key=seconds)
+
+
+def choose_sums(
+    m: int, n: int, k: int, *, sparse: bool, accurate: bool, multiprocessors: int
+) -> tuple[HopperTile, bool]:
+    """Return the fastest tile, and whether its sums are accurate, as they have to be or not.
+
+    The accurate menu has tiles for fewer tokens, so it may win where fast sums would do.
+    """
+    found = []
+    for mode in (True,) if accurate else (False, True):
+        tile = choose_tile(m, n, k, sparse=sparse, accurate=mode, multiprocessors=multiprocessors)
+        cost = estimate(
+            tile, m, n, k, sparse=sparse, accurate=mode, multiprocessors=multiprocessors
+        )
+        found.append((cost, tile, mode))
+    _, tile, mode = min(found, key=itemgetter(0))
+    return tile, mode
 
 
 def _suits(tile: HopperTile, m: int, k: int) -> bool:

@@ -8,24 +8,36 @@ from quantkit.device.ops import Variant, find_op
 from quantkit.device.tiles import choose_tile
 
 
-def choose_gemm(device: Device, op: str, words: tuple[str, ...], sizes: dict[str, int]) -> Kernel:
+def choose_gemm(
+    device: Device,
+    op: str,
+    words: tuple[str, ...],
+    sizes: dict[str, int],
+    *,
+    accurate: bool = True,
+) -> Kernel:
     """Return the kernel of one GEMM.
 
     Args:
         words: of the variant, but for the tile's.
         sizes: m, n and k; k a multiple of what the operation takes, which is also what tensor maps
             need of the rows of x and w.
+        accurate: sums leave the matrix unit for float32 every 128 products; Hopper alone can do
+            without.
     """
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if device.arch.name != hopper.ARCHITECTURE or why_not_hopper(device):
         tile = choose_tile(m, n, device.units, dict(device.arch.tile_speed)[op])
         return Variant(find_op(op), (*words, tile))
     sparse = op == "gemm_fp8_sparse"
-    best = hopper_choice.choose_tile(m, n, k, sparse=sparse, multiprocessors=device.units)
+    best, mode = hopper_choice.choose_sums(
+        m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
+    )
     x_format, w_format, x_scale, w_scale, io = words
     return HopperKernel(
         best,
         sparse=sparse,
+        accurate=mode,
         x_format=x_format,
         w_format=w_format,
         x_scale=x_scale,

@@ -52,7 +52,8 @@ def prepare_gemm(op: str, words: tuple[str, ...], inputs: Inputs, key: Signature
     assert w is not None
     (m, k), n = x.shape, w.shape[0]
     sizes = {"m": m, "n": n, "k": k}
-    kernel = choose_gemm(find_device(x.get_device()), op, words, sizes)
+    accurate = not backends.sums_are_fast()
+    kernel = choose_gemm(find_device(x.get_device()), op, words, sizes, accurate=accurate)
     dtype = next(dtype for dtype, word in IO_WORDS.items() if word == words[-1])
     return _prepare(kernel, inputs, sizes, (((m, n), dtype),), key)
 
