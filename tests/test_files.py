@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from quantkit.errors import ModelError, OutputError
-from quantkit.files import staged_directory, staged_file
+from quantkit.files import scratch_directory, staged_directory, staged_file
 from quantkit.tensorfile import read_bytes, read_header
 
 
@@ -70,6 +70,18 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, stage):
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert names(tmp_path) == []
+
+
+def test_a_scratch_directory_is_beside_the_output_and_gone_afterwards(tmp_path):
+    output = tmp_path / "new" / "out"
+    with scratch_directory(output) as scratch:
+        assert scratch.parent == output.parent
+        (scratch / "file").write_text("text")
+    assert names(tmp_path / "new") == []
+    with pytest.raises(OutputError, match="no space left"), scratch_directory(output) as scratch:
+        (scratch / "file").write_text("text")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert names(tmp_path / "new") == []
 
 
 def test_staged_file_replaces_a_file_at_once(tmp_path):
