@@ -1,6 +1,8 @@
 """Tiny pipelines with random weights, for tests: real module structure, milliseconds a step."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,21 +25,15 @@ def tiny_pipeline(path: Path, *, seed: int = 0) -> Path:
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        pipe = diffusers.StableDiffusionPipeline(
-            vae=_vae(),
-            text_encoder=_text_encoder(),
-            tokenizer=_tokenizer(),
-            unet=tiny_unet(),
-            scheduler=diffusers.DDIMScheduler(
+        pipe = _stable_diffusion(
+            tiny_unet,
+            diffusers.DDIMScheduler(
                 prediction_type="v_prediction",
                 rescale_betas_zero_snr=True,
                 timestep_spacing="trailing",
                 clip_sample=False,
                 steps_offset=1,
             ),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
         )
     pipe.to(torch.float16).save_pretrained(path)
     return path
@@ -49,26 +45,36 @@ def tiny_sd15_pipeline(path: Path, *, seed: int = 0) -> Path:
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        pipe = diffusers.StableDiffusionPipeline(
-            vae=_vae(),
-            text_encoder=_text_encoder(),
-            tokenizer=_tokenizer(),
-            unet=_narrow_unet(
+        pipe = _stable_diffusion(
+            lambda: _narrow_unet(
                 "sd15",
                 down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
                 up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
                 cross_attention_dim=32,
                 attention_head_dim=2,
             ),
-            scheduler=diffusers.PNDMScheduler(
+            diffusers.PNDMScheduler(
                 **_SD_BETAS, set_alpha_to_one=False, skip_prk_steps=True, steps_offset=1
             ),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
         )
     pipe.to(torch.float16).save_pretrained(path)
     return path
+
+
+def _stable_diffusion(unet: Callable[[], torch.nn.Module], scheduler: object) -> Any:
+    """Return a StableDiffusionPipeline; the UNet is made last, which decides its random weights."""
+    import diffusers
+
+    return diffusers.StableDiffusionPipeline(
+        vae=_vae(),
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        unet=unet(),
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def tiny_sdxl_pipeline(path: Path, *, seed: int = 0) -> Path:
