@@ -202,6 +202,25 @@ def test_moments_of_other_weights_are_refused(model, known, tmp_path):
         choose_masks(model, recipe_with(), None, surgeon=Surgeon(other, CPU), progress=silent)
 
 
+@pytest.mark.parametrize(
+    ("k", "held"),
+    [(32, None), (64, (5, 32, 5)), (64, (5, 64, 4))],
+    ids=["moments", "held-columns", "held-weights"],
+)
+def test_moments_of_other_shapes_are_refused(model, tmp_path, k, held):
+    hessians = create_hessians(tmp_path / "h", index_of(model))
+    moments = moments_of(inputs_of(k, 0))
+    if held:
+        rows, columns, weights = held
+        kept = HeldRows(torch.ones(rows, columns).bfloat16(), torch.ones(weights))
+        moments = replace(moments, held=kept)
+    hessians.write("", "fc", moments)
+    component = model.components[0]
+    layer = next(x for x in list_layers(component) if x.name == "fc")
+    with pytest.raises(ArtefactError, match=r"shapes .* wanted K 64 .* hessians of this model"):
+        hessians.read(component, layer)
+
+
 def test_nan_in_a_weight_is_named(known, tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     weight = torch.zeros(24, 64).half()

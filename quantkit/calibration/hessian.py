@@ -120,15 +120,18 @@ class Hessians:
         file = self.file_of(stored, layer.name)
         tensors, about = read_artefact(file, _KIND)
         try:
+            sizes = {"second": (layer.k, layer.k), "mean": (layer.k,)}
             held = None
             if "held_rows" in tensors:
                 held = HeldRows(tensors["held_rows"], tensors["held_weights"])
+                seen = len(held.weights)
+                sizes |= {"held_rows": (seen, layer.k), "held_weights": (seen,)}
             moments = Moments(tensors["second"], tensors["mean"], int(about["rows"]), held)
-            shapes = tuple(moments.second.shape), tuple(moments.mean.shape)
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             belongs = about["source_digest"] == wanted
         except (KeyError, TypeError, ValueError) as error:
             raise ArtefactError(f"{file}: damaged ({error}); delete it and run again") from error
-        if shapes != ((layer.k, layer.k), (layer.k,)) or not belongs:
+        if shapes != sizes or not belongs:
             raise ArtefactError(
                 f"{file}: shapes {shapes} for weights {about['source_digest'][:12]}, wanted K "
                 f"{layer.k} for {wanted[:12]}; take the hessians of this model"
