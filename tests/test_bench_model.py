@@ -74,7 +74,7 @@ def test_configs_are_the_published_ones(name):
 
 @pytest.mark.usefixtures("_host")
 def test_packed_models_are_right_and_smaller(unet_dir):
-    result = run(unet_dir, "f16", "fp8", "sparse", "fp8-linear")
+    result = run(unet_dir, "f16", "fp8", "sparse", "fp8-linear", "fp8-static")
     rows = {row.contender: row for row in result.rows}
     assert not result.wrong
     assert all(row.timing.p50_us > 0 for row in rows.values())
@@ -84,6 +84,7 @@ def test_packed_models_are_right_and_smaller(unet_dir):
     linear, everything = (rows[name].calls["gemm_fp8 host"] for name in ("fp8-linear", "fp8"))
     assert 0 < linear < everything
     assert set(rows["sparse"].calls) == {"gemm_fp8_sparse host", "quantize_fp8_token host"}
+    assert set(rows["fp8-static"].calls) == {"gemm_fp8 host", "quantize_fp8_static host"}
     assert rows["f16"].calls == {}
 
 
@@ -137,7 +138,8 @@ def test_recipes_keep_convolutions_where_asked(unet_dir):
     from quantkit.bench.packing import Source
 
     model = build_denoiser(find_denoiser(str(unet_dir)), CPU)
-    recipe = Source(unet_dir, model).recipe(Variant(sparse=True, linear_only=True))
+    source = Source(unet_dir, model, lambda: None)
+    recipe = source.recipe(Variant(sparse=True, linear_only=True))
     assert set(convolutions(model)) <= set(recipe.keep)
     assert recipe.sparsity.method == "magnitude"
 
@@ -236,7 +238,13 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
     values = json.loads(saved.read_text())
     assert (values["schema"], values["schema_version"]) == ("quantkit.model.bench", 1)
     assert [row["contender"] for row in values["rows"]] == ["f16", "fp8-linear"]
-    assert values["settings"] == {"batch": 1, "size": 4, "compile_blocks": False, "profile": True}
+    assert values["settings"] == {
+        "batch": 1,
+        "size": 4,
+        "compile_blocks": False,
+        "graph": False,
+        "profile": True,
+    }
     dense, packed = (row["profile"] for row in values["rows"])
     assert packed["quantkit products"] > 0
     assert "quantkit products" not in dense

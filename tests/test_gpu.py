@@ -405,7 +405,8 @@ def test_the_second_gpu_runs_what_lies_on_it():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
-def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path):
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path, mode):
     import shutil
 
     from diffusers import UNet2DConditionModel
@@ -425,15 +426,22 @@ def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path):
     text = torch.randn(1, 16, 32, device="cuda").half()
     t = torch.tensor(500, device="cuda")
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
     with torch.no_grad(), log.record() as seen:
         wanted = model(x, t, text).sample
         seen.calls.clear()
         found = compiled(x, t, text).sample
-    assert {backend for _, _, backend in seen.calls} == {Backend.GPU}
-    assert seen.calls.total() == 2 * len(layers)
+        assert {backend for _, _, backend in seen.calls} == {Backend.GPU}
+        products = sum(count for (op, _, _), count in seen.calls.items() if "gemm" in op)
+        assert products == len(layers)
+        # torch.compile quantizes itself where it can convert to FP8.
+        assert seen.calls.total() == products * (2 if torch.version.hip else 1)
+        for _ in range(3):  # the second call is captured, the third one replayed
+            replayed = compiled(x, t, text).sample.clone()
     # The layers between ours are fused and round elsewhere.
-    assert float((found - wanted).float().square().mean() / wanted.float().square().mean()) < 1e-3
+    for output in (found, replayed):
+        error = (output - wanted).float().square().mean() / wanted.float().square().mean()
+        assert float(error) < 1e-3
 
 
 # -------------------------------------------------------------------------------------- overhead

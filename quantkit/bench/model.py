@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
+from quantkit.bench.graphs import captured
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
@@ -57,9 +58,11 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
         *(
             ModelContender(f"{name}{suffix}", compiled, variant)
             for name, variant in (
-                ("fp8", Variant(sparse=False, linear_only=False)),
-                ("sparse", Variant(sparse=True, linear_only=False)),
-                ("fp8-linear", Variant(sparse=False, linear_only=True)),
+                ("fp8", Variant()),
+                ("sparse", Variant(sparse=True)),
+                ("fp8-static", Variant(static=True)),
+                ("sparse-static", Variant(sparse=True, static=True)),
+                ("fp8-linear", Variant(linear_only=True)),
                 ("sparse-linear", Variant(sparse=True, linear_only=True)),
             )
             for suffix, compiled in (("", False), ("-compiled", True))
@@ -151,7 +154,8 @@ def run_model_bench(
         original = build_denoiser(denoiser, device)
         inputs = make_inputs(original, settings.batch, settings.size, device)
         packs = any(c.variant for c in contenders)
-        source = stack.enter_context(saved(original, settings.scratch)) if packs else None
+        copy = saved(original, _step(original, inputs), settings.scratch)
+        source = stack.enter_context(copy) if packs else None
         bench = _Bench(settings, device, original, inputs, source, threads, progress)
         found: list[_Ready | ModelRow] = []
         # Compiling takes minutes: after an interrupt, those that are ready are measured.
@@ -199,6 +203,8 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         reason = f"error {found.error:.3g}, allowed {found.limit:.3g}"
         return absent(Verdict.WRONG, reason, found.error)
     weights, peak = weight_bytes(model), peak_bytes(step, bench.device)
+    if contender.compiled and bench.settings.graph:
+        step = captured(step, bench.device)
     row = ModelRow(
         contender.name,
         Verdict.TIMED,

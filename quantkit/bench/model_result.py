@@ -24,6 +24,8 @@ class Settings:
     size: int
     #: compile each repeated block instead of the whole model
     compile_blocks: bool = False
+    #: replay what is compiled from a CUDA graph
+    graph: bool = False
     profile: bool = False
     #: where packed files lie for a while; None: where the system keeps such
     scratch: Path | None = None

@@ -1,21 +1,25 @@
 """Packed copies of a random denoiser, through the files and the loader that users have."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from quantkit import pipeline
+from quantkit.calibration.collect import library_versions, observed_layers, weight_digests
+from quantkit.calibration.hooks import Collector
 from quantkit.calibration.running import quiet_libraries
-from quantkit.models.source import open_model
+from quantkit.calibration.statistics import Calibration, Provenance
+from quantkit.models.source import Model, open_model
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe, SparsityRecipe
+from quantkit.recipe import ActivationRecipe, Recipe, SparsityRecipe
 from quantkit.recipefile import load_recipe
 
 #: diffusers' bound of a file, and so of what is in host memory at once.
@@ -29,9 +33,11 @@ class Variant:
     """What is made of a denoiser."""
 
     #: 2:4 by magnitude in every layer that can be
-    sparse: bool
+    sparse: bool = False
     #: convolutions stay in float16
-    linear_only: bool
+    linear_only: bool = False
+    #: one calibrated scale per layer instead of one per token
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Source:
 
     folder: Path
     model: nn.Module
+    #: one denoising step, which static scales are calibrated on
+    step: Callable[[], object]
 
     def recipe(self, variant: Variant) -> Recipe:
         """Return the bundled recipe of the model's class, changed to the variant."""
@@ -49,21 +57,25 @@ class Source:
             changes["sparsity"] = SparsityRecipe(method="magnitude")
         if variant.linear_only:
             changes["keep"] = (*recipe.keep, *convolutions(self.model))
+        if variant.static:
+            # No override of the bundled recipes gives a layer inputs per token.
+            changes["activation"] = ActivationRecipe(mode="static", observer="amax")
         return recipe.model_copy(update=changes)
 
 
 @contextmanager
-def saved(model: nn.Module, scratch: Path | None) -> Iterator[Source]:
+def saved(model: nn.Module, step: Callable[[], object], scratch: Path | None) -> Iterator[Source]:
     """Yield the files of a model in a temporary folder, which is deleted after.
 
     Args:
         model: a diffusers model, on any device; at most one shard of it is in host memory.
+        step: one denoising step of it.
         scratch: where to make the folder; the system's place for such by default.
     """
     with TemporaryDirectory(prefix="quantkit-bench-", dir=scratch) as folder:
         path = Path(folder) / "float16"
         model.save_pretrained(path, max_shard_size=_SHARD)  # type: ignore[operator]
-        yield Source(path, model)
+        yield Source(path, model, step)
 
 
 def load_packed(
@@ -75,11 +87,12 @@ def load_packed(
         InputError: it cannot be packed or loaded.
     """
     output = source.folder.with_name("packed")
+    opened, recipe = open_model(str(source.folder)), source.recipe(variant)
     pipeline.pack(
-        open_model(str(source.folder)),
-        source.recipe(variant),
+        opened,
+        recipe,
         output,
-        calibration=None,
+        calibration=calibrate_step(opened, recipe, source, progress) if variant.static else None,
         masks=None,
         threads=threads,
         force=False,
@@ -92,6 +105,32 @@ def load_packed(
         return model.to(device).eval().requires_grad_(False)
     finally:
         shutil.rmtree(output)
+
+
+def calibrate_step(
+    opened: Model, recipe: Recipe, source: Source, progress: Progress
+) -> Calibration:
+    """Return the statistics of one step, which is all that a scale of amax needs."""
+    (component,) = opened.components
+    layers = observed_layers(component, recipe)
+    collector = Collector(component.name, source.model, layers, buckets=1)
+    with collector.attached(SimpleNamespace(timesteps=[1.0]), lambda _: None):
+        source.step()
+    return Calibration(
+        {component.name: collector.statistics()},
+        (),
+        Provenance(
+            digests=weight_digests({component.name: layers}, progress),
+            recipe=recipe.name,
+            prompts=0,
+            prompts_digest="",
+            steps=1,
+            guidance=None,
+            seed=0,
+            calls={component.name: collector.calls},
+            versions=library_versions(),
+        ),
+    )
 
 
 def convolutions(model: nn.Module) -> tuple[str, ...]:

@@ -36,7 +36,15 @@ from quantkit.models.source import Component, Model
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationRecipe, Recipe
 
-__all__ = ["Run", "calibrate", "calibrate_share", "observed_layers", "read_prompts"]
+__all__ = [
+    "Run",
+    "calibrate",
+    "calibrate_share",
+    "library_versions",
+    "observed_layers",
+    "read_prompts",
+    "weight_digests",
+]
 
 #: SHA-256 of each layer's weight, by component and layer.
 Digests = dict[str, dict[str, str]]
@@ -61,7 +69,7 @@ def calibrate(
         RecipeError: more buckets than steps.
     """
     run = Run(model, recipe, tuple(prompts), device)
-    digests = _digests(run.layers, progress)
+    digests = weight_digests(run.layers, progress)
     part = _collect(run, ALONE, None, [], progress)
     assert part is not None, "one process takes all batches, of which there is one at least"
     return Calibration(part.layers, part.edges, run.provenance(digests, part))
@@ -88,7 +96,7 @@ def calibrate_share(
         QuantkitError: as ``calibrate``, from any process.
     """
     with processes.together():
-        mine = _digests(run.layers, progress) if processes.is_first else {}
+        mine = weight_digests(run.layers, progress) if processes.is_first else {}
     digests = processes.exchange(mine)[0]
     kept = Kept(output, processes, run.facts(digests))
     before = _read_kept(kept, processes) if resume else []
@@ -160,7 +168,7 @@ class Run:
             "prompts": self.prompts_digest,
             "model": weights,
             "compute dtype": str(dtype).removeprefix("torch."),
-            "versions": _versions(),
+            "versions": library_versions(),
         }
 
     def provenance(self, digests: Digests, part: Part) -> Provenance:
@@ -174,7 +182,7 @@ class Run:
             guidance=self.settings.guidance,
             seed=self.settings.seed,
             calls=part.calls,
-            versions=_versions(),
+            versions=library_versions(),
         )
 
 
@@ -260,11 +268,13 @@ class _Observed:
         )
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """Return what the statistics depend on besides model and settings."""
     return {name: version(name) for name in ("quantkit", "torch", "diffusers")}
 
 
-def _digests(layers: Mapping[str, tuple[Layer, ...]], progress: Progress) -> Digests:
+def weight_digests(layers: Mapping[str, tuple[Layer, ...]], progress: Progress) -> Digests:
+    """Return the SHA-256 of the source weight of each layer, by component and layer."""
     total = sum(map(len, layers.values()))
     digests: Digests = {}
     done = 0

@@ -42,8 +42,9 @@ def bench() -> None:
     "--contenders",
     multiple=True,
     metavar="NAME",
-    help="Only this one; may be repeated. f16, torchao, fp8 and sparse (4:2 and FP8); -linear "
-    "leaves convolutions in 16 bit; -compiled goes through torch.compile.",
+    help="Only this one; may be repeated. f16, torchao, fp8 and sparse (4:2 and FP8), inputs per "
+    "token; -static has calibrated scales, -linear leaves convolutions in 16 bit, -compiled goes "
+    "through torch.compile.",
 )
 @click.option(
     "--compile",
@@ -52,6 +53,11 @@ def bench() -> None:
     default="whole",
     show_default=True,
     help="blocks: each repeated block, which compiles faster and fuses less.",
+)
+@click.option(
+    "--graph",
+    is_flag=True,
+    help="Replay compiled contenders from a CUDA graph: no waiting for the host.",
 )
 @options.device
 @click.option(
@@ -80,6 +86,7 @@ def model_command(
     size: int,
     contenders: tuple[str, ...],
     compile_: str,
+    graph: bool,
     device: str,
     repeats: int,
     seconds: float,
@@ -100,7 +107,7 @@ def model_command(
 
     if save:
         refuse_existing(save, force=force)
-    settings = Settings(batch, size, compile_ == "blocks", profile, scratch)
+    settings = Settings(batch, size, compile_ == "blocks", graph, profile, scratch)
     result = bench_model(
         config, contenders, settings, device, rounds=(repeats, seconds), quiet=quiet
     )

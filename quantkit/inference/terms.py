@@ -6,6 +6,8 @@ so three bits of mantissa become seven. The layer multiplies once for each.
 
 from torch import Tensor
 
+from quantkit.device import reference
+from quantkit.inference.fusing import is_fused
 from quantkit.inference.operators import quantize_static, quantize_token
 from quantkit.numerics.formats import FloatFormat
 
@@ -44,10 +46,13 @@ def split(  # noqa: PLR0917  the order of the quantize operators
 def _quantize(
     x: Tensor, scale: Tensor | None, smooth: Tensor | None, shift: Tensor | None, fmt: FloatFormat
 ) -> Term:
-    if scale is None:
-        codes, rows_scale = quantize_token(x, smooth, fmt.name, shift)
-        return codes, rows_scale
-    return quantize_static(x, scale, smooth, fmt.name, shift), scale
+    fused = is_fused(x)
+    if scale is not None:
+        static = reference.quantize_static if fused else quantize_static
+        return static(x, scale, smooth, fmt.name, shift), scale
+    per_token = reference.quantize_token if fused else quantize_token
+    codes, rows_scale = per_token(x, smooth, fmt.name, shift)
+    return codes, rows_scale
 
 
 def _remainder(
