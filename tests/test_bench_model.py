@@ -12,10 +12,11 @@ from pipelines import tiny_flux_pipeline, tiny_unet
 
 from quantkit.bench import judging, timing
 from quantkit.bench import model as bench_model
+from quantkit.bench.compiling import with_shared_weights
 from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
 from quantkit.bench.model import MODEL_CONTENDERS, run_model_bench
 from quantkit.bench.model_result import Settings
-from quantkit.bench.packing import Variant, convolutions, with_shared_weights
+from quantkit.bench.packing import Variant, convolutions
 from quantkit.bench.profiling import GROUPS, group_of, profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan

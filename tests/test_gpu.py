@@ -92,6 +92,9 @@ def launch(device, variant, sizes, tensors, outputs):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.symbol)
 def test_gemm_is_exact_up_to_one_rounding_at_every_tail(device, variant, generator):
+    menu = len(dict(device.arch.tile_speed)[variant.op.name])
+    if int(variant.words[-1].removeprefix("t")) >= menu:
+        pytest.skip(f"{device.arch.name} has {menu} tiles")
     for index, (m, n, k) in enumerate(shapes_of(variant)):
         case = gemm_case(variant, m, n, k, generator, bias=index % 2 == 0)
         names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
@@ -261,10 +264,9 @@ def test_fast_sums_are_another_call_and_end_with_their_block():
         with quantkit.fast_sums():
             fast = multiply(given)
         assert torch.equal(multiply(given), before)
-    names = [name for _, name, _ in seen.calls]
-    assert names[0] == names[2]
     hopper = torch.cuda.get_device_capability()[0] == 9
-    assert ("_fast_" in names[1]) == hopper
+    counts = {("_fast_" in name): count for (_, name, _), count in seen.calls.items()}
+    assert counts == ({False: 2, True: 1} if hopper else {False: 3})
     error = (fast.double() - before.double()).abs().max() / before.double().square().mean().sqrt()
     assert float(error) < 0.05
 

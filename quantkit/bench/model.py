@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.bench.compiling import captured, compile_blocks
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
-from quantkit.bench.graphs import captured
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
@@ -23,7 +23,6 @@ from quantkit.bench.packing import (
     convolutions,
     load_packed,
     saved,
-    with_shared_weights,
 )
 from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
@@ -246,9 +245,7 @@ def _compiled(model: nn.Module, contender: ModelContender, bench: _Bench) -> Cal
     if not contender.compiled:
         return model
     if bench.settings.compile_blocks:
-        copied: Any = with_shared_weights(model)
-        copied.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        return copied  # type: ignore[no-any-return]
+        return compile_blocks(model)
     return torch.compile(model, dynamic=False)
 
 

@@ -136,12 +136,3 @@ def calibrate_step(
 def convolutions(model: nn.Module) -> tuple[str, ...]:
     """Return the module paths of a model's Conv2d layers."""
     return tuple(name for name, m in model.named_modules() if isinstance(m, nn.Conv2d))
-
-
-def with_shared_weights(model: nn.Module) -> nn.Module:
-    """Return a copy whose tensors are those of ``model``: it can be compiled on its own."""
-    from copy import deepcopy
-    from itertools import chain
-
-    tensors = chain(model.parameters(), model.buffers())
-    return deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,0 +1,62 @@
+"""Models in compiled blocks, and steps that are replayed from a CUDA graph."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+#: Class -> classes of blocks beside those that diffusers calls repeated: what a UNet has between
+#: its transformer blocks is half of its small kernels.
+_MORE_BLOCKS = {"UNet2DConditionModel": ("ResnetBlock2D",)}
+#: Sizes of a block that are compiled; SDXL's residual blocks have twelve, dynamo takes eight.
+_MOST_SIZES = 64
+
+#: Before a capture: what is compiled, chosen or allocated at a first call is there then.
+_WARM_UP = 3
+
+
+def compile_blocks(model: nn.Module) -> nn.Module:
+    """Return a copy, its tensors shared, in which every block of a frequent kind is compiled."""
+    model = with_shared_weights(model)
+    name = type(model).__name__
+    blocks = (*getattr(model, "_repeated_blocks", ()), *_MORE_BLOCKS.get(name, ()))
+    config = torch._dynamo.config  # noqa: SLF001  public by documentation
+    config.recompile_limit = max(config.recompile_limit, _MOST_SIZES)
+    for module in model.modules():
+        if type(module).__name__ in blocks:
+            module.compile(fullgraph=True, dynamic=False)
+    return model
+
+
+def with_shared_weights(model: nn.Module) -> nn.Module:
+    """Return a copy whose tensors are those of ``model``: it can be compiled on its own."""
+    tensors = chain(model.parameters(), model.buffers())
+    return deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Return a call that replays what ``step`` queues, so that a slow host is not measured.
+
+    Args:
+        step: reads the same memory at every call, and waits for nothing that the device computes.
+        device: a GPU; on the CPU there is nothing to capture, and ``step`` is returned.
+    """
+    if device.type != "cuda":
+        return step
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
