@@ -62,7 +62,7 @@ def show(packed: Path, *, quiet: bool, as_json: bool) -> None:
         print_json({"components": components, "layers": layers, "totals": totals})
         return
     if not quiet:
-        print_table(str(packed), _COLUMNS, [_row(layer) for layer in layers])
+        print_table(str(packed), _COLUMNS, [_row(layer) for layer in layers], least_width=120)
     before, after = totals["bytes_before"], totals["bytes_after"]
     click.echo(
         f"{totals['layers']} layers: {before:,} -> {after:,} bytes ({after / before:.1%} of 16 bit)"
