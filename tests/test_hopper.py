@@ -24,6 +24,7 @@ from quantkit.device.hopper import (
     plan_launch,
 )
 from quantkit.device.hopper_choice import COSTS, choose_tile, estimate
+from quantkit.device.tensormap import ITEM_BYTES
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES
 from quantkit.resources import kernel_sources
@@ -123,16 +124,16 @@ def test_tensor_maps_keep_the_limits_of_the_copy_engine(kernel):
     launch = plan_launch(kernel, 300, 200, 640)
     x, w, y = launch.maps
     for spec in (x, w, y):
-        assert spec.row_bytes % 16 == 0
-        assert max(spec.box_rows, spec.box_columns) <= 256
-        assert spec.box_columns * (spec.row_bytes // spec.columns) == spec.swizzle
-        assert spec.box_rows % 8 == 0
-    assert (x.rows, x.columns, y.rows, y.columns) == (300, 640, 300, 200)
-    assert (w.rows, w.columns) == (200, 320 if kernel.sparse else 640)
+        assert spec.pitches[0] % 16 == 0
+        assert max(spec.box) <= 256
+        assert spec.box[0] * ITEM_BYTES[spec.element] == spec.swizzle
+        assert spec.box[1] % 8 == 0
+    assert (x.sizes, y.sizes) == ((640, 300), (200, 300))
+    assert w.sizes == (320 if kernel.sparse else 640, 200)
     # What the boxes of one stage bring is what the kernel waits for.
     tile = kernel.tile
     team = {Share.WEIGHTS: (tile.team, 1), Share.TOKENS: (1, tile.team)}.get(tile.share, (1, 1))
-    assert (w.box_rows * team[0], x.box_rows * team[1]) == (tile.n, tile.m)
+    assert (w.box[1] * team[0], x.box[1] * team[1]) == (tile.n, tile.m)
 
 
 def test_rows_that_the_copy_engine_cannot_write_have_no_map():

@@ -22,8 +22,9 @@ from quantkit.device.gpu.driver import Driver, TensorEntries
 from quantkit.device.gpu.kernel import plan_of
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
-from quantkit.device.hopper import TILES, HopperKernel, Share, TensorMap, arguments, plan_launch
+from quantkit.device.hopper import TILES, HopperKernel, Share, arguments, plan_launch
 from quantkit.device.ops import Variant
+from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
 
 FUNCTION, STREAM = 0xF00D, 0x57A40
@@ -52,7 +53,8 @@ class FakeCuda:
         assert place % 64 == 0
         content = [element, rank, *sizes, *pitches, *box, *steps, *modes]
         ctypes.memset(place, 0xEE, MAP_BYTES)
-        ctypes.memmove(place, struct.pack("<Q13I", address, *content), 8 + 4 * len(content))
+        packed = struct.pack(f"<Q{len(content)}I", address, *content)
+        ctypes.memmove(place, packed, len(packed))
         return self.encode_statuses.pop() if self.encode_statuses else 0
 
     def set_attribute(self, function, attribute, value):
@@ -126,7 +128,8 @@ def map_of(spec, address):
     """What FakeCuda makes of a correct call, by cuda.h's numbers."""
     element, item = {"u8": (0, 1), "f16": (6, 2), "f32": (7, 4), "bf16": (9, 2)}[spec.element]
     swizzle = {64: 2, 128: 3}[spec.swizzle]
-    size = (spec.columns, spec.rows, spec.columns * item, spec.box_columns, spec.box_rows)
+    assert len(spec.sizes) == 2
+    size = (*spec.sizes, spec.sizes[0] * item, *spec.box)
     return struct.pack("<Q13I", address, element, 2, *size, 1, 1, 0, swizzle, 3, 0)
 
 
@@ -304,7 +307,7 @@ def test_every_k_that_the_operations_take_has_a_hopper_kernel(cuda, m, k):
         if k % multiple == 0:
             sizes = {"m": m, "n": 75, "k": k}
             plan = plan_of(choose_gemm(device, op, WORDS, sizes), sizes, device.units)
-            assert all(spec is None or spec.row_bytes % 16 == 0 for _, spec in plan.maps)
+            assert all(spec is None or spec.pitches[0] % 16 == 0 for _, spec in plan.maps)
 
 
 def test_sizes_beyond_32_bits_are_refused():
@@ -313,4 +316,14 @@ def test_sizes_beyond_32_bits_are_refused():
 
 
 def test_a_spec_names_its_bytes():
-    assert TensorMap("y", "f32", 4, 72, 32, 32).row_bytes == 288
+    assert TensorMap("y", "f32", (72, 4), (32, 32)).pitches == (288,)
+    assert TensorMap("x", "bf16", (48, 5, 4, 3), (64, 8, 4, 1)).pitches == (96, 480, 1920)
+
+
+def test_a_map_of_pictures_says_what_it_leaves_out(cuda):
+    spec = TensorMap("x", "u8", (48, 9, 7, 3), (128, 32, 4, 1), steps=(1, 2, 3, 1))
+    status, content = encode_map(cuda.encode, spec, 0x7F0012345670)
+    assert status == 0
+    # element, rank, sizes, pitches, boxes with what steps leave out, steps, modes
+    said = (0, 4, 48, 9, 7, 3, 48, 432, 3024, 128, 64, 12, 1, 1, 2, 3, 1, 0, 3, 3, 0)
+    assert content.startswith(struct.pack("<Q21I", 0x7F0012345670, *said))

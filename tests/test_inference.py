@@ -14,7 +14,7 @@ from torch.nn import functional
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, ShapeError
-from quantkit.inference import buckets, operators
+from quantkit.inference import buckets, conv_operators, operators
 from quantkit.inference.deviation import watch
 from quantkit.inference.loading import packed_layers
 from quantkit.inference.modules import pack_module
@@ -239,6 +239,10 @@ def operator_samples():
     one, rows, bias = torch.ones(1), torch.rand(5), torch.randn(8)
     smooth = torch.rand(32) + 0.5
     half = torch.float16
+    # A window of 2 x 2 pixels has as many codes as a row.
+    image = torch.randint(0, 120, (2, 5, 4, 8), dtype=torch.uint8)
+    pad_one = [2, 2, 1, 1, 1, 1, 0, 1, 1, 0]
+    by_two = [2, 2, 2, 1, 1, 2, 0, 0, 0, 0]
     ops = torch.ops.quantkit
     return {
         "quantize_static": (ops.quantize_static, (x, one, None, "e4m3fn")),
@@ -251,6 +255,13 @@ def operator_samples():
         "gemm": (ops.gemm, (codes, rows, w, one.reshape(()), None, "e4m3fn", torch.float32)),
         "gemm-bias": (ops.gemm, (codes, one, w, bias.abs(), bias.half(), "e4m3fn", half)),
         "gemm-empty": (ops.gemm, (codes[:0], rows[:0], w, one.reshape(()), None, "e4m3fn", half)),
+        "conv": (ops.conv, (image, one, w, bias.abs(), bias, pad_one, "e4m3fn", torch.float32)),
+        "conv-strided": (ops.conv, (image, one, w, one, None, by_two, "e5m2", half)),
+        "conv-empty": (ops.conv, (image[:0], one, w, one, bias, pad_one, "e4m3fn", torch.float32)),
+        "conv_sparse": (
+            ops.conv_sparse,
+            (image, one, w[:, :16].contiguous(), meta, one, bias, pad_one, "e4m3fn", torch.float32),
+        ),
         "gemm_sparse": (
             ops.gemm_sparse,
             (codes, rows, w[:, :16].contiguous(), meta, bias.abs(), bias, "e5m2", torch.float32),
@@ -265,7 +276,8 @@ def test_operator_keeps_its_contract(name):
 
 
 def test_every_operator_is_sampled():
-    defined = {n for n in vars(operators) if n[0] != "_" and n in dir(torch.ops.quantkit)}
+    named = {*vars(operators), *vars(conv_operators)}
+    defined = {n for n in named if n[0] != "_" and n in dir(torch.ops.quantkit)}
     assert {name.split("-")[0] for name in operator_samples()} == defined
 
 

@@ -60,30 +60,38 @@ QK_DEVICE void barrier_wait(u32 barrier, int parity) {
 QK_DEVICE void tensor_map_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-/// Copies the box at (column, row) of a matrix to shared memory; what lies outside the matrix becomes zeros.
-QK_DEVICE void copy_box(u32 target, const TensorMap& map, u32 barrier, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          target),
-      "l"(&map), "r"(barrier), "r"(column), "r"(row)
-      : "memory");
-}
-/// The same into every block of the cluster whose bit is set, each signalling its own barrier.
-QK_DEVICE void copy_box_to(u16 blocks, u32 target, const TensorMap& map, u32 barrier, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
-      : "memory");
-}
+/// Where a box begins in a tensor of kRank dimensions, the contiguous one first.
+template <int kRank>
+struct Place {
+  int at[4];
+};
 
-/// Writes a box of shared memory to a matrix; what lies outside the matrix is left out. Belongs to a group of
-/// copies of the calling thread.
-QK_DEVICE void store_box(const TensorMap& map, u32 source, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
-               "r"(column), "r"(row)
-               : "memory");
-}
+#define QK_COORDINATES "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3])
+// copy_box     a box of a tensor to shared memory; what lies outside the tensor (before it, too) becomes zeros
+// copy_box_to  the same into every block of the cluster whose bit is set, each signalling its own barrier
+// store_box    a box of shared memory to a tensor; what lies outside the tensor is left out. Belongs to a group of copies
+//              of the calling thread
+#define QK_COPIES(rank, coordinates)                                                                             \
+  QK_DEVICE void copy_box(u32 target, const TensorMap& map, u32 barrier, Place<rank> place) {                    \
+    asm volatile("cp.async.bulk.tensor." #rank "d.shared::cluster.global.mbarrier::complete_tx::bytes"           \
+                 " [%4], [%5, " coordinates "], [%6];" ::QK_COORDINATES, "r"(target), "l"(&map), "r"(barrier)    \
+                 : "memory");                                                                                    \
+  }                                                                                                              \
+  QK_DEVICE void copy_box_to(u16 blocks, u32 target, const TensorMap& map, u32 barrier, Place<rank> place) {     \
+    asm volatile("cp.async.bulk.tensor." #rank "d.shared::cluster.global.mbarrier::complete_tx::bytes"           \
+                 ".multicast::cluster [%4], [%5, " coordinates "], [%6], %7;" ::QK_COORDINATES, "r"(target),     \
+                 "l"(&map), "r"(barrier), "h"(blocks)                                                            \
+                 : "memory");                                                                                    \
+  }                                                                                                              \
+  QK_DEVICE void store_box(const TensorMap& map, u32 source, Place<rank> place) {                                \
+    asm volatile("cp.async.bulk.tensor." #rank "d.global.shared::cta.bulk_group"                                 \
+                 " [%4, " coordinates "], [%5];" ::QK_COORDINATES, "l"(&map), "r"(source)                        \
+                 : "memory");                                                                                    \
+  }
+QK_COPIES(2, "{%0, %1}")
+QK_COPIES(3, "{%0, %1, %2}")
+QK_COPIES(4, "{%0, %1, %2, %3}")
+
 QK_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Waits until all but the last kPending groups of the calling thread have read their shared memory.
 template <int kPending>

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "epilogue.h"
-#include "tile_sm90.h"
+#include "view_sm90.h"
 
 namespace qk {
 
@@ -19,7 +19,7 @@ QK_DEVICE u32 round_pair(f32 low, f32 high) {
   return pair;
 }
 
-template <class Tile, Io kIo, bool kPerToken, bool kPerChannel>
+template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class View = MatrixView<Tile>>
 struct HopperEpilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
@@ -32,6 +32,7 @@ struct HopperEpilogue {
   f32* scales;           // likewise, kM
   int thread;            // of the warpgroup
   int barrier;           // the warpgroup's
+  View view;
 
   /// What the lane multiplies and adds, fetched before the K loop hides the wait.
   struct Factors {
@@ -78,7 +79,8 @@ struct HopperEpilogue {
         write(buffer, at, first);
       } else if (thread == 0) {
         QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
-          store_box(map, shared_address(buffer) + box * Tile::kBoxBytes, at.n + box * Tile::kBoxOutputs, at.m + first);
+          store_box(map, shared_address(buffer) + box * Tile::kBoxBytes,
+                    view.outputs(at.m + first, at.n + box * Tile::kBoxOutputs));
         }
         store_commit();
       }

@@ -6,6 +6,7 @@
 
 namespace qk {
 
+template <class View>
 struct HopperOperands {
   const TensorMap& x;
   const TensorMap& w;
@@ -13,15 +14,18 @@ struct HopperOperands {
   const u8* w_meta;  // null unless the weights are sparse
   EpilogueArgs out;
   int k, group;
+  View view;
 };
 
-template <class Tile, Format kW, Format kX, bool kPromote, Io kIo, bool kPerToken, bool kPerChannel>
+template <class Tile, Format kW, Format kX, bool kPromote, Io kIo, bool kPerToken, bool kPerChannel,
+          class View = MatrixView<Tile>>
 struct HopperGemm {
-  using Loop = HopperLoop<Tile, kW, kX, kPromote>;
-  using Epilogue = HopperEpilogue<Tile, kIo, kPerToken, kPerChannel>;
+  using Loop = HopperLoop<Tile, kW, kX, kPromote, View>;
+  using Epilogue = HopperEpilogue<Tile, kIo, kPerToken, kPerChannel, View>;
+  using Operands = HopperOperands<View>;
   static constexpr bool kSplit = Tile::kShare == Share::kSplitK;
 
-  static QK_DEVICE void run(const HopperOperands& op, u8* shared) {
+  static QK_DEVICE void run(const Operands& op, u8* shared) {
     const Ring<Tile> ring{shared_address(shared)};
     if (thread_index() == 0) {
       tensor_map_prefetch(op.x);
@@ -30,7 +34,7 @@ struct HopperGemm {
       ring.init();
     }
     sync();
-    const Schedule<Tile> schedule({op.out.m, op.out.n, op.k, op.group});
+    const Schedule<Tile> schedule({op.out.m, op.out.n, op.view.depth(op.k), op.group});
     const int group = wave_index() / 4;
     // 65536 registers, 168 a thread at first: the copying warpgroup hands its share to two multiplying ones.
     if (group == Tile::kConsumers) {
@@ -57,26 +61,26 @@ struct HopperGemm {
     }
   }
 
-  static QK_DEVICE void produce(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const HopperOperands& op) {
+  static QK_DEVICE void produce(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op) {
     int stage = 0, parity = 1, set = 0;  // the first lap finds the ring empty
     for (int tile = schedule.first; tile < schedule.total; tile += schedule.step, set ^= 1) {
       const Position at = schedule.position(tile);
       for (int step = 0; step < schedule.count; ++step) {
         barrier_wait(ring.empty(stage), parity);
-        ring.fill(stage, ring.full(set, stage), schedule.begin + step, at, schedule.rank, op.x, op.w);
+        ring.fill(stage, ring.full(set, stage), schedule.begin + step, at, schedule.rank, op.view, op.x, op.w);
         stage = Reader<Tile>::after(stage);
         if (stage == 0) parity ^= 1;
       }
     }
   }
 
-  static QK_DEVICE void consume(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const HopperOperands& op,
+  static QK_DEVICE void consume(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op,
                                 u8* shared, int group) {
     const int thread = thread_index() % 128, lane = thread % 32;
     const int row = Tile::kPingPong ? 0 : group * Tile::kOutputs;
     u8* const staged = shared + Tile::kStages * Tile::kStageBytes + group * Tile::kStaged * Tile::kChunkBytes;
     f32* const scales = reinterpret_cast<f32*>(shared + Tile::kScales + group * Tile::kScaleBytes);
-    const Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1};
+    const Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1, op.view};
     Reader<Tile> reader;
     int turn = 0;
     for (int tile = schedule.first; tile < schedule.total; tile += schedule.step, ++turn) {
@@ -87,7 +91,7 @@ struct HopperGemm {
       const Position at = schedule.position(tile);
       const Position mine = {at.m, at.n + row};
       const auto factors = epilogue.fetch(mine);
-      Loop loop{ring, group, row, lane, nullptr, 0, op.k};
+      Loop loop{ring, group, row, lane, nullptr, 0, op.k, op.view};
       if constexpr (Tile::kSparse) {
         const int first = mine.n + thread / 32 * 16 + (lane >> 2) + 8 * (lane & 1);
         loop.nibbles = op.w_meta + static_cast<i64>(first) * (op.k / 8);

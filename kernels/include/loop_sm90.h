@@ -5,11 +5,11 @@
 // errors of 1.3e-4 and 8.7e-4.
 #pragma once
 
-#include "tile_sm90.h"
+#include "view_sm90.h"
 
 namespace qk {
 
-template <class Tile, Format kW, Format kX, bool kPromote>
+template <class Tile, Format kW, Format kX, bool kPromote, class View = MatrixView<Tile>>
 struct HopperLoop {
   static constexpr int kSums = Tile::kM / 2;
   static constexpr int kSteps = Tile::kSparse ? 2 : 4;  // matrix instructions per stage and block
@@ -30,24 +30,26 @@ struct HopperLoop {
   const u8* nibbles;  // the lane's first row
   int rows_left;      // weight rows from the lane's first one to the end of the matrix
   int k;
+  View view;
 
   /// Loads the metadata of the round from K step `step`, 32 bytes of a row. A lane needs words p, p + 2, p + 4, p + 6 of
   /// them, p = 0 or 1, and takes words 4p .. 4p + 3 in one load: 4-byte loads from sixteen rows take sixteen cycles of
   /// shared memory's data path each, as many as the matrix instruction has. Outside the matrix: a legal pattern.
   QK_DEVICE void fetch(Metadata& meta, int step) const {
-    const int half = lane >> 1 & 1, row_bytes = k / 8;
+    const int row_bytes = k / 8;
+    const Piece at_step = view.metadata(step + (lane >> 1 & 1), k);
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       const u8* const row = nibbles + static_cast<i64>(64 * block) * row_bytes;
-      const int column = 16 * step + 16 * half;
+      const int column = at_step.begin;
       const bool inside = 64 * block < rows_left;
-      if (row_bytes % 16 == 0) {
+      if (at_step.whole) {
         Vec16 piece{{0x44444444u, 0x44444444u, 0x44444444u, 0x44444444u}};
-        if (inside && column < row_bytes) piece = load<Vec16>(row + column);
+        if (inside && column < at_step.end) piece = load<Vec16>(row + column);
         QK_UNROLL for (int i = 0; i < 4; ++i) meta.words[block][i] = piece.v[i];
       } else {
         QK_UNROLL for (int i = 0; i < 4; ++i) {
           const int at = column + 4 * i;
-          meta.words[block][i] = inside && at < row_bytes ? load<u32>(row + at) : 0x44444444u;
+          meta.words[block][i] = inside && at < at_step.end ? load<u32>(row + at) : 0x44444444u;
         }
       }
     }

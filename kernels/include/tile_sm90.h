@@ -133,23 +133,23 @@ struct Ring {
   }
 
   /// Copies K step `step` of the tile at `at` into a stage. One thread.
-  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, int rank, const TensorMap& x,
+  template <class View>
+  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, int rank, const View& view, const TensorMap& x,
                       const TensorMap& w) const {
     constexpr u16 kAll = (1 << Tile::kTeam) - 1;
     barrier_expect(ready, Tile::kStageBytes);
     if (Tile::kShare == Share::kWeights) {
       constexpr int kRows = Tile::kN / Tile::kTeam;
-      copy_box_to(kAll, weights(stage) + rank * kRows * Tile::kWeightRow, w, ready, step * Tile::kWeightRow,
-                  at.n + rank * kRows);
+      copy_box_to(kAll, weights(stage) + rank * kRows * Tile::kWeightRow, w, ready,
+                  view.weights(step, at.n + rank * kRows));
     } else {
-      copy_box(weights(stage), w, ready, step * Tile::kWeightRow, at.n);
+      copy_box(weights(stage), w, ready, view.weights(step, at.n));
     }
     if (Tile::kShare == Share::kTokens) {
       constexpr int kRows = Tile::kM / Tile::kTeam;
-      copy_box_to(kAll, tokens(stage) + rank * kRows * Tile::kStepK, x, ready, step * Tile::kStepK,
-                  at.m + rank * kRows);
+      copy_box_to(kAll, tokens(stage) + rank * kRows * Tile::kStepK, x, ready, view.tokens(step, at.m + rank * kRows));
     } else {
-      copy_box(tokens(stage), x, ready, step * Tile::kStepK, at.m);
+      copy_box(tokens(stage), x, ready, view.tokens(step, at.m));
     }
   }
 };

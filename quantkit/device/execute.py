@@ -27,6 +27,7 @@ from quantkit.device.operands import (
     check_quantize,
     check_scale,
     io_word,
+    scale_words,
 )
 
 _logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ def gemm(
     if key and (call := calls.find(key)):
         return call(*operands)[0]
     check_gemm(op, x, x_scale, (("w", w, 1),), w_scale, bias, dtype)
-    words = (x_format, w_format, *_scale_words(x_scale, w_scale), io_word(op, dtype))
+    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
     backend = _backend(op, x, words, group_scales=w_scale.ndim == 2)
     if backend is Backend.REFERENCE:
         return reference.gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
@@ -182,7 +183,7 @@ def gemm_sparse(
         return call(*operands)[0]
     weights = (("w", w, 2), ("w_meta", w_meta, 8))
     check_gemm(op, x, x_scale, weights, w_scale, bias, dtype)
-    words = (x_format, w_format, *_scale_words(x_scale, w_scale), io_word(op, dtype))
+    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
     backend = _backend(op, x, words, group_scales=w_scale.ndim == 2)
     if backend is Backend.REFERENCE:
         return reference.gemm_sparse(
@@ -211,10 +212,3 @@ def _quantize_words(
 ) -> tuple[str, ...]:
     changes = (word for word, t in (("shift", shift), ("smooth", smooth)) if t is not None)
     return io_word(op, x.dtype), fmt, "_".join(changes)
-
-
-def _scale_words(x_scale: Tensor, w_scale: Tensor) -> tuple[str, str]:
-    x_word = "tensor" if x_scale.numel() == 1 else "token"
-    if w_scale.ndim == 2:
-        return x_word, "group"
-    return x_word, "tensor" if w_scale.numel() == 1 else "channel"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from quantkit.device.geometry import ceil_div
+from quantkit.device.tensormap import ITEM_BYTES, TensorMap
 from quantkit.errors import KernelError
 
 #: NVRTC's --gpu-architecture; wgmma and setmaxnreg exist in no other.
@@ -28,8 +29,12 @@ _BARRIER_ROOM = 512
 #: Rows of the y that the copy engine writes at once.
 _CHUNK = 32
 #: Token tiles that are walked together: 4, 8, 16 and 32 differ by less than 1 % on 4608x12288x3072.
-_GROUP = 8
-_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+GROUP = 8
+#: The integers of a convolution, in the order of its arguments (view_sm90.h says what they are).
+CONV_NUMBERS = (
+    *("m", "n", "channels", "taps", "taps_wide", "wide", "across", "down"),
+    *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
+)
 _IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")
 
 
@@ -125,6 +130,8 @@ class HopperKernel:
 
     tile: HopperTile
     sparse: bool = False
+    #: a convolution, whose tokens are read from pictures (hopper_conv); else a GEMM
+    conv: bool = False
     #: partial sums go to float32 registers every 128 stored products; else they stay in the matrix
     #: unit, which adds with fewer bits
     accurate: bool = True
@@ -141,8 +148,8 @@ class HopperKernel:
 
     @property
     def operation(self) -> str:
-        """Name of the operation in ``OPS``."""
-        return "gemm_fp8_sparse" if self.sparse else "gemm_fp8"
+        """Name of the operation; that of a GEMM is in ``OPS``."""
+        return f"{'conv' if self.conv else 'gemm'}_fp8{'_sparse' if self.sparse else ''}"
 
     @property
     def name(self) -> str:
@@ -203,30 +210,8 @@ class HopperKernel:
     @property
     def _tail_bytes(self) -> int:
         tile = self.tile
-        row = 64 * tile.blocks * _ITEM_BYTES[self.io]
+        row = 64 * tile.blocks * ITEM_BYTES[self.io]
         return tile.warpgroups * (tile.staged_chunks * tile.chunk * row + 4 * tile.m)
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """What cuTensorMapEncodeTiled is told of one matrix, K or outputs contiguous."""
-
-    #: the operand that the map describes: x, w or y
-    operand: str
-    #: u8, f16, bf16 or f32
-    element: str
-    rows: int
-    columns: int
-    box_rows: int
-    box_columns: int
-    #: bytes: CU_TENSOR_MAP_SWIZZLE_64B or _128B. Interleave none, L2 promotion 256 bytes, zeros
-    #: outside
-    swizzle: int = 128
-
-    @property
-    def row_bytes(self) -> int:
-        """Pitch; a tensor map needs a multiple of 16."""
-        return self.columns * {"u8": 1, **_ITEM_BYTES}[self.element]
 
 
 @dataclass(frozen=True)
@@ -239,18 +224,18 @@ class HopperLaunch:
     shared_bytes: int
     #: of x, w and y; None for a y whose rows are no multiple of 16 bytes: pass 128 zero bytes
     maps: tuple[TensorMap, TensorMap, TensorMap | None]
-    #: m, n, k, group
-    numbers: tuple[int, int, int, int]
+    #: m, n, k and group; of a convolution, hopper_conv.conv_numbers
+    numbers: tuple[int, ...]
 
 
 def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     """Return the kernel's arguments in order.
 
-    A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; m, n, k and group are
+    A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; those behind y_map are
     32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
     """
     w = ("w_map", "w_meta") if kernel.sparse else ("w_map",)
-    numbers = ("m", "n", "k", "group")
+    numbers = CONV_NUMBERS if kernel.conv else ("m", "n", "k", "group")
     return ("x_map", "x_scale", *w, "w_scale", "bias", "y", "y_map", *numbers)
 
 
@@ -271,26 +256,32 @@ def plan_launch(
             f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, wanted {tile.team}; "
             "take a tile that does not split K"
         )
-    teams = tile.team_tiles(m, n)
-    if tile.share is not Share.SPLIT_K:
-        teams = min(teams, multiprocessors // tile.team)
     return HopperLaunch(
-        grid=(teams * tile.team, 1, 1),
+        grid=grid_of(tile, m, n, multiprocessors),
         block=tile.threads,
         shared_bytes=kernel.shared_bytes,
         maps=_maps(kernel, m, n, k),
-        numbers=(m, n, k, _GROUP),
+        numbers=(m, n, k, GROUP),
     )
+
+
+def grid_of(tile: HopperTile, m: int, n: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Return the blocks of a launch: whole teams, no more than there are places for."""
+    teams = tile.team_tiles(m, n)
+    if tile.share is not Share.SPLIT_K:
+        teams = min(teams, multiprocessors // tile.team)
+    return (teams * tile.team, 1, 1)
 
 
 def _maps(
     kernel: HopperKernel, m: int, n: int, k: int
 ) -> tuple[TensorMap, TensorMap, TensorMap | None]:
-    tile, item = kernel.tile, _ITEM_BYTES[kernel.io]
+    tile, item = kernel.tile, ITEM_BYTES[kernel.io]
     x_rows = tile.m // (tile.team if tile.share is Share.TOKENS else 1)
     w_rows = tile.n // (tile.team if tile.share is Share.WEIGHTS else 1)
     w_columns = k // 2 if kernel.sparse else k
-    x = TensorMap("x", "u8", m, k, x_rows, STEP_K)
-    w = TensorMap("w", "u8", n, w_columns, w_rows, kernel.weight_row, swizzle=kernel.weight_row)
-    y = TensorMap("y", kernel.io, m, n, tile.chunk, 128 // item)
-    return x, w, (None if y.row_bytes % 16 else y)
+    row = kernel.weight_row
+    x = TensorMap("x", "u8", (k, m), (STEP_K, x_rows))
+    w = TensorMap("w", "u8", (w_columns, n), (row, w_rows), swizzle=row)
+    y = TensorMap("y", kernel.io, (n, m), (128 // item, tile.chunk))
+    return x, w, (None if n * item % 16 else y)

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from quantkit.device.windows import ConvShape, Windows
 from quantkit.errors import KernelError, ShapeError
 
 #: What the kernels read and write beside codes, and the word for it in a variant's name.
@@ -58,12 +59,65 @@ def check_gemm(
         raise ShapeError(
             f"{op}: x is {x.dtype} of shape {_shape(x)}, wanted uint8 codes of shape (M, K)"
         )
-    m, k = x.shape
+    check_scale(op, "x_scale", x_scale, x.shape[0])
+    check_device(op, "x_scale", x_scale, x)
+    _check_weights(op, x, x.shape[1], weights, w_scale, bias, dtype)
+
+
+def check_conv(
+    op: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weights: tuple[tuple[str, Tensor, int], ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    windows: Windows,
+) -> ConvShape:
+    """Return the shape of a convolution; refuse operands that do not fit together.
+
+    Args:
+        weights: (argument name, tensor, values of K per byte of a row).
+
+    Raises:
+        ShapeError: shapes that do not agree, or no window fits into a picture.
+        KernelError: a dtype that is not the operation's, or operands on several devices.
+    """
+    if x.ndim != 4 or x.dtype != torch.uint8:
+        raise ShapeError(
+            f"{op}: x is {x.dtype} of shape {_shape(x)}, wanted uint8 codes of shape (B, H, W, C)"
+        )
+    batch, height, width, channels = x.shape
+    shape = ConvShape(batch, height, width, channels, weights[0][1].shape[0], windows)
+    if min(shape.outputs) < 1:
+        raise ShapeError(f"{op}: no window fits into x of shape {_shape(x)}: {windows}")
+    check_scale(op, "x_scale", x_scale, None)
+    check_device(op, "x_scale", x_scale, x)
+    _check_weights(op, x, shape.k, weights, w_scale, bias, dtype)
+    return shape
+
+
+def scale_words(x_scale: Tensor, w_scale: Tensor) -> tuple[str, str]:
+    """Return the words for scales per tensor, token, channel and group."""
+    x_word = "tensor" if x_scale.numel() == 1 else "token"
+    if w_scale.ndim == 2:
+        return x_word, "group"
+    return x_word, "tensor" if w_scale.numel() == 1 else "channel"
+
+
+def _check_weights(
+    op: str,
+    x: Tensor,
+    k: int,
+    weights: tuple[tuple[str, Tensor, int], ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
     n = weights[0][1].shape[0]
     for name, weight, per_byte in weights:
         expect(op, name, weight, torch.uint8, (n, k // per_byte))
         check_device(op, name, weight, x)
-    check_scale(op, "x_scale", x_scale, m)
     if w_scale.ndim == 2:
         _check_group_scale(op, w_scale, n, k)
     else:
@@ -72,7 +126,6 @@ def check_gemm(
     if bias is not None:
         expect(op, "bias", bias, dtype, (n,))
         check_device(op, "bias", bias, x)
-    check_device(op, "x_scale", x_scale, x)
     check_device(op, "w_scale", w_scale, x)
 
 

@@ -1,7 +1,8 @@
 """Packed layers: Linear and Conv2d over FP8 codes, called like the dense layers they replace.
 
 The compute dtype is the input's. Codes and scales never change dtype, whatever ``to`` asks for.
-Convolutions unfold in the order of their rows (kh, kw, C), channels last, and become one multiply.
+Convolutions read channels last, in the order of their rows (kh, kw, C). With a static scale pixels
+are quantized once; else windows are unfolded into rows with a scale each.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.device.windows import Windows
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
+from quantkit.inference.conv_operators import conv, conv_sparse
 from quantkit.inference.operators import gemm, gemm_sparse
 from quantkit.inference.terms import Term, split
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
@@ -130,23 +133,35 @@ class PackedLayer(nn.Module):
         scale = self._static_scale() if scheme.activation is Activation.STATIC else None
         return split(x, scale, smooth, self._shift(taps), scheme.weight, scheme.terms)
 
-    def _multiply(self, terms: list[Term], dtype: torch.dtype) -> Tensor:
-        """Return (M, N) in ``dtype`` from the (M, K) terms of the input."""
+    def _multiply(
+        self, terms: list[Term], dtype: torch.dtype, windows: Windows | None = None
+    ) -> Tensor:
+        """Return the sum of the terms' products in ``dtype``.
+
+        Args:
+            terms: of the input, (M, K); with windows (B, H, W, C).
+            windows: of a convolution.
+
+        Returns:
+            (M, N); with windows (B, OH, OW, N).
+        """
         bias = self._bias(dtype)
-        y = self._product(terms[0], bias, dtype)
+        y = self._product(terms[0], bias, dtype, windows)
         for term in terms[1:]:
-            y = y + self._product(term, None, dtype)
+            y = y + self._product(term, None, dtype, windows)
         return y
 
-    def _product(self, term: Term, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        codes, scale = term
-        codes_w, scale_w, form = self.row_codes, self.weight_scale, self.scheme.weight.name
+    def _product(
+        self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
+    ) -> Tensor:
+        sparse, meta = self.weight_meta is not None, self.weight_meta
+        weights = (self.row_codes, *([meta] if sparse else []), self.weight_scale, bias)
         y: Tensor
-        if self.weight_meta is None:
-            y = gemm(codes, scale, codes_w, scale_w, bias, form, dtype)
+        if windows is None:
+            y = (gemm_sparse if sparse else gemm)(*term, *weights, self.scheme.weight.name, dtype)
         else:
-            meta = self.weight_meta
-            y = gemm_sparse(codes, scale, codes_w, meta, scale_w, bias, form, dtype)
+            how = (windows.numbers, self.scheme.weight.name, dtype)
+            y = (conv_sparse if sparse else conv)(*term, *weights, *how)
         return y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
@@ -198,6 +213,7 @@ class PackedConv2d(PackedLayer):
         self.dilation = dense.dilation
         #: left, right, top, bottom, as ``functional.pad`` takes them; covers padding="same"
         self.padding = tuple(dense._reversed_padding_repeated_twice)  # noqa: SLF001  the only place that resolves "same"
+        self.windows = Windows.of((*dense.kernel_size, *self.stride, *self.dilation, *self.padding))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of ``x``."""
@@ -209,37 +225,29 @@ class PackedConv2d(PackedLayer):
         return self._batched_forward(x)
 
     def _batched_forward(self, x: Tensor) -> Tensor:
-        channels = self.dense_shape[1]
         if self.scheme.activation is Activation.NONE:
             return self._dequantized_forward(x)
-        # Padded before the shift: what stands outside of the picture is zero, not the mean.
-        pixels = self._padded(x.permute(0, 2, 3, 1)).contiguous()
-        windows = self._windows(pixels)
+        pixels = x.permute(0, 2, 3, 1)
         if self.scheme.activation is Activation.STATIC:
-            # One scale for all: quantize each pixel once, then unfold bytes.
-            terms = [
-                (self._windows(codes.reshape(pixels.shape)).reshape(-1, self.k), scale)
-                for codes, scale in self._terms(pixels.reshape(-1, channels))
-            ]
-            y = self._multiply(terms, x.dtype)
+            y = self._convolve(pixels, x.dtype)
         else:
-            rows = windows.reshape(-1, self.k)
-            y = self._multiply(self._terms(rows, self.k // channels), x.dtype)
-        return y.reshape(*windows.shape[:3], self.n).permute(0, 3, 1, 2)
+            windows = self.windows.unfold(pixels.contiguous())
+            terms = self._terms(windows.reshape(-1, self.k), self.windows.taps)
+            y = self._multiply(terms, x.dtype).reshape(*windows.shape[:3], self.n)
+        return y.permute(0, 3, 1, 2)
 
-    def _padded(self, pixels: Tensor) -> Tensor:
-        """Return (B, H, W, C) with zeros around it."""
-        if not any(self.padding):
-            return pixels
-        return functional.pad(pixels, (0, 0, *self.padding))
-
-    def _windows(self, pixels: Tensor) -> Tensor:
-        """Return the view (B, OH, OW, kh, kw, C) of padded (B, H, W, C)."""
-        (sh, sw), (dh, dw) = self.stride, self.dilation
-        kh, kw = self.dense_shape[2:]
-        tall, wide = dh * (kh - 1) + 1, dw * (kw - 1) + 1
-        view = pixels.unfold(1, tall, sh).unfold(2, wide, sw)
-        return view[..., ::dh, ::dw].permute(0, 1, 2, 4, 5, 3)
+    def _convolve(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return (B, OH, OW, N) of (B, H, W, C), each pixel quantized once."""
+        windows = self.windows
+        if self.input_shift is not None:
+            # What stands outside of the picture is zero before the shift, and not the mean.
+            pixels, windows = windows.pad(pixels), windows.without_padding()
+        pixels = pixels.contiguous()
+        terms = [
+            (codes.reshape(pixels.shape), scale)
+            for codes, scale in self._terms(pixels.reshape(-1, pixels.shape[-1]))
+        ]
+        return self._multiply(terms, dtype, windows)
 
     def _dequantized_forward(self, x: Tensor) -> Tensor:
         smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""The four operations as ``torch.library`` operators, so that ``torch.compile`` sees through them.
+"""Operations on rows as ``torch.library`` operators: ``torch.compile`` sees through them.
 
 Each has a fake implementation (shapes and dtypes only). What computes is ``device.execute``, which
 chooses kernel or reference at run time, outside of any compiled graph. Codes are uint8 here; the
@@ -17,10 +17,10 @@ from torch import Tensor
 from quantkit.device import execute
 
 
-def _define(
+def define(
     schema: str, run: Callable[..., object], fake: Callable[..., object]
 ) -> Callable[..., Any]:
-    """Define an operator without a gradient: packed layers are not trained."""
+    """Return a new operator without a gradient: packed layers are not trained."""
     name, _, signature = schema.partition("(")
     qualified = f"quantkit::{name}"
     torch.library.define(qualified, f"({signature}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -179,18 +179,18 @@ _FORMAT = "str format_name"
 _SHIFT = "Tensor? shift=None"
 _GEMM = f"Tensor w_scale, Tensor? bias, {_FORMAT}, ScalarType dtype) -> Tensor"
 
-quantize_static = _define(
+quantize_static = define(
     f"quantize_static(Tensor x, Tensor scale, Tensor? smooth, {_FORMAT}, {_SHIFT}) -> Tensor",
     _quantize_static,
     _fake_quantize_static,
 )
-quantize_token = _define(
+quantize_token = define(
     f"quantize_token(Tensor x, Tensor? smooth, {_FORMAT}, {_SHIFT}) -> (Tensor, Tensor)",
     _quantize_token,
     _fake_quantize_token,
 )
-gemm = _define(f"gemm(Tensor x, Tensor x_scale, Tensor w, {_GEMM}", _gemm, _fake_gemm)
-gemm_sparse = _define(
+gemm = define(f"gemm(Tensor x, Tensor x_scale, Tensor w, {_GEMM}", _gemm, _fake_gemm)
+gemm_sparse = define(
     f"gemm_sparse(Tensor x, Tensor x_scale, Tensor w, Tensor w_meta, {_GEMM}",
     _gemm_sparse,
     _fake_gemm_sparse,

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.gpu.devices import Device
-from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.gpu.kernel import Kernel, Sizes
 
 #: Operands that differ in nothing but their addresses.
 Signature = tuple[object, ...]
@@ -33,7 +33,7 @@ class Call:
         self,
         device: Device,
         kernel: Kernel,
-        sizes: dict[str, int],
+        sizes: Sizes,
         outputs: Sequence[Output],
         nulls: Sequence[int] = (),
     ) -> None:
@@ -41,7 +41,7 @@ class Call:
 
         Args:
             device: where the operands lie.
-            sizes: the numbers among the kernel's arguments.
+            sizes: what the numbers among the kernel's arguments follow from.
             outputs: the written arguments, which stand behind the others in launch order.
             nulls: which inputs are None.
 

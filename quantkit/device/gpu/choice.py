@@ -1,11 +1,12 @@
-"""Which kernel computes a GEMM on a device: one of Hopper's own, or a tile of the menu."""
+"""Which kernel computes a GEMM or a convolution: one of Hopper's own, or a tile of the menu."""
 
-from quantkit.device import hopper, hopper_choice
+from quantkit.device import hopper, hopper_choice, hopper_conv
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.hopper import HopperKernel
 from quantkit.device.ops import Variant, find_op
 from quantkit.device.tiles import choose_tile
+from quantkit.device.windows import ConvShape
 
 
 def choose_gemm(
@@ -26,7 +27,7 @@ def choose_gemm(
             without.
     """
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    if device.arch.name != hopper.ARCHITECTURE or why_not_hopper(device):
+    if not is_hopper(device):
         tile = choose_tile(m, n, device.units, dict(device.arch.tile_speed)[op])
         return Variant(find_op(op), (*words, tile))
     sparse = op == "gemm_fp8_sparse"
@@ -44,6 +45,46 @@ def choose_gemm(
         w_scale=w_scale,
         io=io,
     )
+
+
+def choose_conv(
+    device: Device, op: str, words: tuple[str, ...], shape: ConvShape, *, accurate: bool = True
+) -> HopperKernel:
+    """Return the kernel of one convolution, which ``why_no_conv`` has nothing against.
+
+    Args:
+        words: of the variant, but for the tile's.
+        accurate: as in ``choose_gemm``.
+    """
+    sparse = op == "conv_fp8_sparse"
+    best, mode = hopper_conv.choose_conv_tile(
+        shape, sparse=sparse, accurate=accurate, multiprocessors=device.units
+    )
+    x_format, w_format, x_scale, w_scale, io = words
+    return HopperKernel(
+        best,
+        sparse=sparse,
+        conv=True,
+        accurate=mode,
+        x_format=x_format,
+        w_format=w_format,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        io=io,
+    )
+
+
+def why_no_conv(device: Device, op: str, io: str, shape: ConvShape) -> str:
+    """Return why a convolution is unfolded for a GEMM on this device; empty when it is not."""
+    if device.arch.name != hopper.ARCHITECTURE:
+        return f"{device.arch.name} has no kernel for convolutions"
+    sparse = op == "conv_fp8_sparse"
+    return why_not_hopper(device) or hopper_conv.why_not(shape, io, sparse=sparse)
+
+
+def is_hopper(device: Device) -> bool:
+    """Return whether Hopper's own kernels run here."""
+    return device.arch.name == hopper.ARCHITECTURE and not why_not_hopper(device)
 
 
 def why_not_hopper(device: Device) -> str:

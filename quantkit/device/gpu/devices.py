@@ -11,7 +11,7 @@ import torch
 
 from quantkit.device.archs import Arch, arch_of_device
 from quantkit.device.gpu.driver import Driver
-from quantkit.device.gpu.kernel import Kernel, plan_of
+from quantkit.device.gpu.kernel import Kernel, Sizes, plan_of
 from quantkit.device.gpu.launcher import Launcher
 from quantkit.device.gpu.objects import read_object
 from quantkit.errors import KernelError
@@ -44,9 +44,7 @@ class Device:
         """What kernels are compiled for: the architecture, in the compiler's spelling."""
         return self.arch.target_for(self.name)
 
-    def launcher(
-        self, kernel: Kernel, sizes: dict[str, int], nulls: Sequence[int] = ()
-    ) -> Launcher:
+    def launcher(self, kernel: Kernel, sizes: Sizes, nulls: Sequence[int] = ()) -> Launcher:
         """Return a prepared launch; the kernel is read, compiled and loaded when it is new.
 
         Args:

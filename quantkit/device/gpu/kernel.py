@@ -3,12 +3,17 @@
 from dataclasses import dataclass
 
 from quantkit.device.geometry import compile_expression, geometry_of
-from quantkit.device.hopper import HopperKernel, TensorMap, arguments, plan_launch
+from quantkit.device.hopper import HopperKernel, HopperLaunch, arguments, plan_launch
+from quantkit.device.hopper_conv import plan_conv
 from quantkit.device.ops import Variant
+from quantkit.device.tensormap import TensorMap
+from quantkit.device.windows import ConvShape
 from quantkit.errors import KernelError
 
 #: One compile of one source: symbol, source, defines, operation and name say which.
 Kernel = Variant | HopperKernel
+#: m, n and k, or those that the operation has; of a convolution all that it is.
+Sizes = dict[str, int] | ConvShape
 
 _INT_MAX = 2**31 - 1
 
@@ -32,21 +37,22 @@ class Plan:
     order: tuple[int, ...]
 
 
-def plan_of(kernel: Kernel, sizes: dict[str, int], units: int) -> Plan:
+def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
     """Return how ``kernel`` computes ``sizes``.
 
     Args:
-        sizes: m, n and k, or those that the operation has.
         units: compute units of the device.
 
     Raises:
         KernelError: a size that a kernel's 32-bit integers do not hold.
     """
     if isinstance(kernel, HopperKernel):
-        plan = _plan_hopper(kernel, sizes, units)
+        plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
     else:
+        assert isinstance(sizes, dict)
         plan = _plan_variant(kernel, sizes)
-    if not all(0 < number <= _INT_MAX for number in (*plan.numbers, *plan.grid)):
+    # Padding may be 0.
+    if not all(0 <= number <= _INT_MAX for number in (*plan.numbers, *plan.grid)):
         raise KernelError(f"{kernel.symbol}: sizes {sizes} do not fit 32-bit integers")
     return plan
 
@@ -62,8 +68,14 @@ def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:
     return Plan((x, y, z), geometry.block, 0, pointers, numbers, (), order)
 
 
-def _plan_hopper(kernel: HopperKernel, sizes: dict[str, int], units: int) -> Plan:
-    launch = plan_launch(kernel, sizes["m"], sizes["n"], sizes["k"], units)
+def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
+    assert kernel.conv == isinstance(sizes, ConvShape)
+    if isinstance(sizes, ConvShape):
+        return plan_conv(kernel, sizes, units)
+    return plan_launch(kernel, sizes["m"], sizes["n"], sizes["k"], units)
+
+
+def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:
     names = arguments(kernel)
     maps = [name for name in names if name.endswith("_map")]
     numbers = names[-len(launch.numbers) :]

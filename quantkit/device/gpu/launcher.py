@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.device.gpu.kernel import Plan
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
-from quantkit.device.hopper import TensorMap
+from quantkit.device.tensormap import TensorMap
 
 if TYPE_CHECKING:
     from quantkit.device.gpu.devices import Device

@@ -6,11 +6,12 @@ from torch import Tensor
 from quantkit.device import backends
 from quantkit.device.gpu import calls
 from quantkit.device.gpu.calls import Call, Output, Signature
-from quantkit.device.gpu.choice import choose_gemm
+from quantkit.device.gpu.choice import choose_conv, choose_gemm
 from quantkit.device.gpu.devices import find_device
-from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.gpu.kernel import Kernel, Sizes
 from quantkit.device.operands import IO_WORDS
 from quantkit.device.ops import Variant, find_op
+from quantkit.device.windows import ConvShape
 
 #: What a kernel reads, in launch order.
 Inputs = tuple[Tensor | None, ...]
@@ -54,14 +55,36 @@ def prepare_gemm(op: str, words: tuple[str, ...], inputs: Inputs, key: Signature
     sizes = {"m": m, "n": n, "k": k}
     accurate = not backends.sums_are_fast()
     kernel = choose_gemm(find_device(x.get_device()), op, words, sizes, accurate=accurate)
-    dtype = next(dtype for dtype, word in IO_WORDS.items() if word == words[-1])
-    return _prepare(kernel, inputs, sizes, (((m, n), dtype),), key)
+    return _prepare(kernel, inputs, sizes, (((m, n), _dtype_of(words)),), key)
+
+
+def prepare_conv(
+    op: str, words: tuple[str, ...], shape: ConvShape, inputs: Inputs, key: Signature
+) -> Call:
+    """Return the prepared call of a convolution, kept under ``key``.
+
+    Args:
+        words: of the variant, but for the tile's.
+        inputs: the arguments that the kernel reads, in launch order.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+    accurate = not backends.sums_are_fast()
+    device = find_device(_first(inputs).get_device())
+    kernel = choose_conv(device, op, words, shape, accurate=accurate)
+    result = (shape.batch, *shape.outputs, shape.n)
+    return _prepare(kernel, inputs, shape, ((result, _dtype_of(words)),), key)
+
+
+def _dtype_of(words: tuple[str, ...]) -> torch.dtype:
+    return next(dtype for dtype, word in IO_WORDS.items() if word == words[-1])
 
 
 def _prepare(
     kernel: Kernel,
     inputs: Inputs,
-    sizes: dict[str, int],
+    sizes: Sizes,
     outputs: tuple[Output, ...],
     key: Signature,
 ) -> Call:

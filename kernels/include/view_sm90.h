@@ -1,0 +1,73 @@
+// Where the boxes of a Hopper kernel lie: the K steps of its operands, and the chunks of its result.
+//
+// A view gives the first coordinates of a box of tokens (Tile::kM rows of 128 codes), of weights (Tile::kN rows) and of
+// outputs (Tile::kChunk tokens), and the bytes of a row of metadata that belong to a K step.
+#pragma once
+
+#include "tile_sm90.h"
+
+namespace qk {
+
+/// Bytes of a row of metadata: 16 from `begin`, as far as they lie before `end`.
+struct Piece {
+  int begin, end;
+  bool whole;  // all of them or none, on 16 bytes
+};
+
+/// Matrices, as they are: K steps follow one another.
+template <class Tile>
+struct MatrixView {
+  QK_DEVICE int depth(int k) const { return k; }
+  QK_DEVICE Place<2> tokens(int step, int m) const { return {{step * Tile::kStepK, m}}; }
+  QK_DEVICE Place<2> weights(int step, int n) const { return {{step * Tile::kWeightRow, n}}; }
+  QK_DEVICE Place<2> outputs(int m, int n) const { return {{n, m}}; }
+  QK_DEVICE Piece metadata(int step, int k) const { return {16 * step, k / 8, k / 8 % 16 == 0}; }
+};
+
+/// Pictures with channels last, seen by a convolution: the token operand is read where it lies, once for each tap.
+///
+/// A tile's tokens are output pixels, kM / wide rows of `wide`, row by row; token tile t is column t % across and row
+/// t / across % down of picture t / (across down). Rows of weights are (tap, channel), and K steps walk the taps, each
+/// in ceil(channels / 128): a step never has two taps. What the boxes reach outside the picture and behind the last
+/// channel is zeros, which is what padding is.
+template <class Tile>
+struct PictureView {
+  static_assert(Tile::kShare == Share::kNothing || Tile::kShare == Share::kWeights, "token boxes are not cut");
+  static_assert(Tile::kChunk == 32, "a chunk of y is a box of 32 pixels");
+
+  int channels, taps, taps_wide;
+  int wide, across, down;
+  int stride_x, stride_y, dilation_x, dilation_y, left, top;
+
+  QK_DEVICE int steps() const { return (channels - 1) / Tile::kStepK + 1; }
+  QK_DEVICE int depth(int) const { return taps * steps() * Tile::kStepK; }
+  QK_DEVICE Place<4> tokens(int step, int m) const {
+    const int tap = step / steps(), first = step % steps() * Tile::kStepK;
+    const Pixel pixel = pixel_of(m);
+    return {{first, pixel.x * stride_x + tap % taps_wide * dilation_x - left,
+             pixel.y * stride_y + tap / taps_wide * dilation_y - top, pixel.picture}};
+  }
+  QK_DEVICE Place<3> weights(int step, int n) const {
+    return {{step % steps() * Tile::kWeightRow, step / steps(), n}};
+  }
+  QK_DEVICE Place<4> outputs(int m, int n) const {
+    const Pixel pixel = pixel_of(m);
+    return {{n, pixel.x, pixel.y, pixel.picture}};
+  }
+  QK_DEVICE Piece metadata(int step, int) const {
+    const int tap = step / steps(), row = channels / 8, begin = tap * row + step % steps() * 16;
+    return {begin, tap < taps ? tap * row + row : 0, row % 16 == 0};
+  }
+
+ private:
+  struct Pixel {
+    int x, y, picture;
+  };
+
+  QK_DEVICE Pixel pixel_of(int m) const {
+    const int tile = m / Tile::kM, within = m % Tile::kM, row = tile / across;
+    return {tile % across * wide + within % wide, row % down * (Tile::kM / wide) + within / wide, row / down};
+  }
+};
+
+}  // namespace qk

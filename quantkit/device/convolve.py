@@ -1,0 +1,130 @@
+"""Convolutions on codes: the kernel that reads windows where they lie, or unfolded for a GEMM.
+
+Which of the two is decided here (``_is_direct``) and nowhere else; the log names the kernel that
+ran, gemm_fp8 where windows were unfolded.
+"""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantkit.device import execute
+from quantkit.device.backends import Backend, sums_are_fast
+from quantkit.device.choosing import choose
+from quantkit.device.gpu import calls
+from quantkit.device.gpu.choice import why_no_conv
+from quantkit.device.gpu.devices import find_device
+from quantkit.device.gpu.prepare import prepare_conv, signature
+from quantkit.device.operands import check_conv, io_word, scale_words
+from quantkit.device.windows import ConvShape, Windows
+
+_logger = logging.getLogger(__name__)
+
+
+def conv(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    windows: Windows,
+    x_format: str,
+    w_format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the convolution of pictures, as ``execute.gemm`` computes it from their windows.
+
+    Args:
+        x: (B, H, W, C) uint8 codes; padding is the code 0.
+        x_scale: float32, one element.
+        w: (N, kh * kw * C) uint8 codes, channels last in a row.
+        w_scale: float32, one element, (N,), or (N, groups), which only the reference computes.
+        bias: (N,) of ``dtype``, or None.
+        windows: kernel, stride, dilation and padding.
+        x_format: format of x, e4m3fn or e5m2.
+        w_format: format of w.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        (B, OH, OW, N).
+
+    Raises:
+        ShapeError, KernelError: operands that do not fit together.
+    """
+    op, operands = "conv_fp8", (x, x_scale, w, w_scale, bias)
+    key = signature(op, operands, (x_format, w_format, dtype, windows, sums_are_fast()))
+    if key and (call := calls.find(key)):
+        return call(*operands)[0]
+    shape = check_conv(op, x, x_scale, (("w", w, 1),), w_scale, bias, dtype, windows)
+    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
+    if _is_direct(op, x, words, shape):
+        return prepare_conv(op, words, shape, operands, key)(*operands)[0]
+    rows = windows.unfold(x).reshape(-1, shape.k)
+    y = execute.gemm(rows, x_scale, w, w_scale, bias, x_format, w_format, dtype)
+    return y.reshape(shape.batch, *shape.outputs, shape.n)
+
+
+def conv_sparse(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_meta: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    windows: Windows,
+    x_format: str,
+    w_format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``conv`` of the 2:4 weight whose kept codes are ``w`` at the positions ``w_meta``.
+
+    Args:
+        x: (B, H, W, C) uint8 codes; padding is the code 0.
+        x_scale: float32, one element.
+        w: (N, kh * kw * C / 2) uint8 codes.
+        w_meta: (N, kh * kw * C / 8) uint8, a legal nibble per group of four.
+        w_scale: float32, one element, (N,), or (N, groups), which only the reference computes.
+        bias: (N,) of ``dtype``, or None.
+        windows: kernel, stride, dilation and padding.
+        x_format: format of x, e4m3fn or e5m2.
+        w_format: format of w.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        (B, OH, OW, N).
+
+    Raises:
+        ShapeError, KernelError: operands that do not fit together.
+    """
+    op, operands = "conv_fp8_sparse", (x, x_scale, w, w_meta, w_scale, bias)
+    key = signature(op, operands, (x_format, w_format, dtype, windows, sums_are_fast()))
+    if key and (call := calls.find(key)):
+        return call(*operands)[0]
+    weights = (("w", w, 2), ("w_meta", w_meta, 8))
+    shape = check_conv(op, x, x_scale, weights, w_scale, bias, dtype, windows)
+    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
+    if _is_direct(op, x, words, shape):
+        return prepare_conv(op, words, shape, operands, key)(*operands)[0]
+    rows = windows.unfold(x).reshape(-1, shape.k)
+    y = execute.gemm_sparse(rows, x_scale, w, w_meta, w_scale, bias, x_format, w_format, dtype)
+    return y.reshape(shape.batch, *shape.outputs, shape.n)
+
+
+def _is_direct(op: str, x: Tensor, words: tuple[str, ...], shape: ConvShape) -> bool:
+    gemm = op.replace("conv", "gemm")
+    choice = choose(gemm, x.device, k=shape.k, group_scales=words[3] == "group")
+    if choice.backend is not Backend.GPU or x.numel() == 0 or shape.n == 0:
+        return False
+    reason = why_no_conv(find_device(x.get_device()), op, words[-1], shape)
+    if reason:
+        _say_why(op, reason)
+    return not reason
+
+
+@lru_cache(maxsize=1024)
+def _say_why(op: str, reason: str) -> None:
+    _logger.info("%s unfolds its windows: %s", op, reason)
