@@ -8,7 +8,7 @@
 // y_map   tensor map of y: box 32 pixels of a tile in order (min(wide, 32) of a row) x 128 bytes, 128-byte swizzle
 // x_scale f32 [1]              w_scale f32 [1] or [N]       bias io [N] or null       y io [B, OH, OW, N]
 // m       kM times the number of token tiles, B x across x down
-// taps, taps_wide, wide, across, down   as view_sm90.h has them; wide divides kM, a power of two from 8
+// taps, taps_wide, wide_bits, across, down   as view_sm90.h has them; wide = 2^wide_bits, at least 8, divides kM
 // group   token tiles that are walked together, at least 1
 // Any B, H, W, OH, OW, N >= 1 whose rows of y are a multiple of 16 bytes; C a multiple of 16; base pointers 16-byte
 // aligned. Sums as loop_sm90.h says; scales and bias in f32, one rounding to io (nearest even).
@@ -30,9 +30,9 @@ QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           const __grid_constant__ qk::TensorMap w_map, const float* w_scale,
           const void* bias, void* y, const __grid_constant__ qk::TensorMap y_map, int m, int n, int channels, int taps,
-          int taps_wide, int wide, int across, int down, int stride_x, int stride_y, int dilation_x, int dilation_y,
+          int taps_wide, int wide_bits, int across, int down, int stride_x, int stride_y, int dilation_x, int dilation_y,
           int left, int top, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
-  const View view{channels, taps, taps_wide, wide, across, down, stride_x, stride_y, dilation_x, dilation_y, left, top};
+  const View view{channels, taps, taps_wide, wide_bits, across, down, stride_x, stride_y, dilation_x, dilation_y, left, top};
   Gemm::run({x_map, w_map, y_map, nullptr, {x_scale, w_scale, bias, y, m, n}, taps * channels, group, view}, shared);
 }

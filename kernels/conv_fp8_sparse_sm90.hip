@@ -19,9 +19,9 @@ QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_meta, const float* w_scale,
           const void* bias, void* y, const __grid_constant__ qk::TensorMap y_map, int m, int n, int channels, int taps,
-          int taps_wide, int wide, int across, int down, int stride_x, int stride_y, int dilation_x, int dilation_y,
+          int taps_wide, int wide_bits, int across, int down, int stride_x, int stride_y, int dilation_x, int dilation_y,
           int left, int top, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
-  const View view{channels, taps, taps_wide, wide, across, down, stride_x, stride_y, dilation_x, dilation_y, left, top};
+  const View view{channels, taps, taps_wide, wide_bits, across, down, stride_x, stride_y, dilation_x, dilation_y, left, top};
   Gemm::run({x_map, w_map, y_map, w_meta, {x_scale, w_scale, bias, y, m, n}, taps * channels, group, view}, shared);
 }

@@ -147,10 +147,10 @@ def by_boxes(kernel, shape, x, w):
     n, m = kernel.tile.n, kernel.tile.m
     y = torch.full((shape.batch, *shape.outputs, shape.n), torch.nan)
     steps = -(-shape.channels // 128)
-    high = m // numbers["wide"]
+    wide = 1 << numbers["wide_bits"]
     for tile in range(numbers["m"] // m):
         column, row = tile % numbers["across"], tile // numbers["across"]
-        left, top = column * numbers["wide"], row % numbers["down"] * high
+        left, top = column * wide, row % numbers["down"] * (m // wide)
         picture = row // numbers["down"]
         for first in range(0, shape.n, n):
             total = torch.zeros(m, n)
@@ -162,7 +162,7 @@ def by_boxes(kernel, shape, x, w):
                 tokens = box_of(x.permute(3, 2, 1, 0), x_map, place).permute(3, 2, 1, 0)
                 weights = box_of(w.permute(2, 1, 0), w_map, (channel, tap, first)).permute(2, 1, 0)
                 total += tokens.reshape(m, 128) @ weights.reshape(n, 128).T
-            write(y, total, y_map, (left, top, picture, first), numbers["wide"])
+            write(y, total, y_map, (left, top, picture, first), wide)
     return y
 
 

@@ -80,7 +80,7 @@ struct HopperEpilogue {
       } else if (thread == 0) {
         QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
           store_box(map, shared_address(buffer) + box * Tile::kBoxBytes,
-                    view.outputs(at.m + first, at.n + box * Tile::kBoxOutputs));
+                    view.outputs(at.m, first, at.n + box * Tile::kBoxOutputs));
         }
         store_commit();
       }

@@ -32,7 +32,7 @@ _CHUNK = 32
 GROUP = 8
 #: The integers of a convolution, in the order of its arguments (view_sm90.h says what they are).
 CONV_NUMBERS = (
-    *("m", "n", "channels", "taps", "taps_wide", "wide", "across", "down"),
+    *("m", "n", "channels", "taps", "taps_wide", "wide_bits", "across", "down"),
     *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
 )
 _IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")

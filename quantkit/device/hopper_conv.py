@@ -88,7 +88,7 @@ def conv_numbers(kernel: HopperKernel, shape: ConvShape) -> dict[str, int]:
     left, _, top, _ = windows.padding
     values = (
         *(tokens_of(tiles, shape), shape.n, shape.channels, windows.taps, windows.kernel[1]),
-        *(tiles.wide, tiles.across, tiles.down),
+        *(tiles.wide.bit_length() - 1, tiles.across, tiles.down),
         *(stride_x, stride_y, dilation_x, dilation_y, left, top, GROUP),
     )
     return dict(zip(CONV_NUMBERS, values, strict=True))

@@ -51,8 +51,8 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
     else:
         assert isinstance(sizes, dict)
         plan = _plan_variant(kernel, sizes)
-    # Padding may be 0.
-    if not all(0 <= number <= _INT_MAX for number in (*plan.numbers, *plan.grid)):
+    # Of the numbers, a convolution's padding may be 0.
+    if min(plan.grid) < 1 or not all(0 <= n <= _INT_MAX for n in (*plan.numbers, *plan.grid)):
         raise KernelError(f"{kernel.symbol}: sizes {sizes} do not fit 32-bit integers")
     return plan
 
