@@ -1,0 +1,136 @@
+"""Write docs/results.md from the figures in docs/results: ``python docs/make_results.py``."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """A file of figures, and what made it."""
+
+    file: str
+    title: str
+    command: str
+
+
+KERNELS = (
+    Run(
+        "h200-products.json",
+        "Products",
+        "quantkit kernels bench --op gemm_fp8 --op gemm_fp8_sparse --shapes all --against torch "
+        "--seconds 0.5 --save-baseline h200-products.json",
+    ),
+    Run(
+        "h200-layers.json",
+        "Quantize and multiply",
+        "quantkit kernels bench --op quantize_fp8_token --op linear_fp8 --shapes sdxl "
+        "--against torch --seconds 0.5 --save-baseline h200-layers.json",
+    ),
+)
+MODELS = (
+    Run(
+        "h200-sdxl.json",
+        "SDXL's UNet",
+        "quantkit bench model --config sdxl --compile blocks --graph --profile "
+        "--save h200-sdxl.json",
+    ),
+)
+
+
+def page() -> str:
+    """Return the whole page."""
+    head = (
+        "# Results\n\nMade by `python docs/make_results.py` from [results](results); a test holds "
+        "it to them. What the contenders are, and\nhow times are taken: [benchmarks](benchmark.md)."
+        "\n"
+    )
+    kernels = (_section(run, _kernel_tables) for run in KERNELS)
+    models = (_section(run, _model_tables) for run in MODELS)
+    return "\n".join([head, *kernels, *models])
+
+
+def _section(run: Run, tables: Any) -> str:
+    found = json.loads((HERE / "results" / run.file).read_text(encoding="utf-8"))
+    machine, clocks = found["machine"], found["clocks"]["after"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if k != "quantkit")
+    return "\n".join(
+        [
+            f"## {run.title}\n",
+            f"```console\n{run.command}\n```\n",
+            (
+                f"{machine['device']}, driver {clocks.get('driver_version', 'unknown')}, {versions}; "
+                f"kernel sources {machine['kernel_sources'][:12]}.\n"
+            ),
+            *tables(found),
+        ]
+    )
+
+
+def _kernel_tables(found: dict[str, Any]) -> Iterator[str]:
+    for op in dict.fromkeys(row["op"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["op"] == op and row["timing"]]
+        yield f"`{op}`, microseconds (p50); in brackets: how many times as fast as the best FP8 of"
+        yield "others.\n"
+        contenders = list(dict.fromkeys((row["contender"], row["own"]) for row in rows))
+        shapes = dict.fromkeys(_label(row) for row in rows)
+        times = {(row["contender"], _label(row)): row["timing"]["p50_us"] for row in rows}
+        lines = [[shape, *_cells(contenders, times, shape)] for shape in shapes]
+        yield _table(("M x N x K", *(name for name, _ in contenders)), lines)
+
+
+def _cells(
+    contenders: Sequence[tuple[str, bool]], times: dict[tuple[str, str], float], shape: str
+) -> Iterator[str]:
+    others = [
+        times[name, shape]
+        for name, own in contenders
+        if not own and not name.startswith("F.linear") and (name, shape) in times
+    ]
+    for name, own in contenders:
+        us = times.get((name, shape))
+        ratio = f" ({min(others) / us:.2f})" if own and us and others else ""
+        yield "-" if us is None else f"{us:.1f}{ratio}"
+
+
+def _model_tables(found: dict[str, Any]) -> Iterator[str]:
+    rows = [row for row in found["rows"] if row["timing"]]
+    yield "One step, batch 2, latents 128x128. `error`: of the worst packed layer from `reference`;"
+    yield "of others from float16.\n"
+    columns = ("", "ms", "p95", "host ms", "weights MB", "of float16", "peak MB", "error")
+    yield _table(columns, [list(_model_cells(row)) for row in rows])
+    groups = dict.fromkeys(group for row in rows for group in row["profile"])
+    profiles = [row for row in rows if row["profile"]]
+    lines = [
+        [g, *(f"{row['profile'][g]:.2f}" if g in row["profile"] else "" for row in profiles)]
+        for g in groups
+    ]
+    yield "Where the milliseconds go:\n"
+    yield _table(("", *(row["contender"] for row in profiles)), lines)
+
+
+def _model_cells(row: dict[str, Any]) -> Iterator[str]:
+    timing = row["timing"]
+    yield row["contender"]
+    yield from (f"{timing[key] / 1e3:.2f}" for key in ("p50_us", "p95_us", "host_us"))
+    yield f"{row['weight_bytes'] / 1e6:.0f}"
+    yield f"{row['of_f16']:.1%}"
+    yield f"{row['peak_bytes'] / 1e6:.0f}"
+    yield f"{row['error']:.1e}"
+
+
+def _label(row: dict[str, Any]) -> str:
+    return "x".join(str(row["shape"][axis]) for axis in "mnk")
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+if __name__ == "__main__":
+    HERE.joinpath("results.md").write_text(page(), encoding="utf-8")
