@@ -6,8 +6,8 @@
 // w_map   tensor map of the kept codes u8 [N, K/2]: box kN (a team that shares weights: kN / team) x 64 bytes,
 //         64-byte swizzle
 // w_meta  u8 [N, K/8]: a nibble per group of four as in gemm_fp8_sparse.hip
-// y_map   tensor map of y: box 32 (16 where kM is no multiple of 32) x 128 bytes, 128-byte swizzle; read only where
-//         the rows of y are a multiple of 16 bytes
+// y_map   tensor map of y: box kChunk x 128 bytes, 128-byte swizzle; read only where the rows of y are a multiple of 16
+//         bytes
 // x_scale f32 [1] or [M]       w_scale f32 [1] or [N]       bias io [N] or null       y io [M, N]
 // group   token tiles that are walked together, at least 1
 // M, N any size >= 1; K a multiple of 32; base pointers 16-byte aligned. Sums as loop_sm90.h says; scales and bias in
@@ -19,7 +19,7 @@
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, qk::Share(QK_SHARE), QK_TEAM,
-                            QK_STAGED, true, QK_IO == QK_F32 ? 4 : 2>;
+                            QK_STAGED, true, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
 using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT), QK_ACCURATE == 1, qk::Io(QK_IO),
                             QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL>;
 static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper.py counts the shared memory");

@@ -120,7 +120,7 @@ def test_launches_keep_the_limits_of_grid_and_copy_engine(kernel, shape):
     # What the boxes of one stage bring is what the kernel waits for.
     assert x.box[1] * x.box[2] == tile.m
     assert w.box[2] == tile.n
-    assert y.box[1] * y.box[2] == 32
+    assert y.box[1] * y.box[2] == tile.chunk
     assert x.box[1] * x.box[2] % y.box[1] == 0
 
 
@@ -166,18 +166,19 @@ def by_boxes(kernel, shape, x, w):
 
 
 def write(y, total, spec, corner, wide):
-    """Write chunks of 32 tokens as the copy engine does, each output once."""
+    """Write chunks of tokens as the copy engine does, each output once."""
     left, top, picture, first = corner
-    for chunk in range(0, len(total), 32):
+    count = spec.box[1] * spec.box[2]
+    for chunk in range(0, len(total), count):
         u, v = left + chunk % wide, top + chunk // wide
-        box = total[chunk : chunk + 32].reshape(spec.box[2], spec.box[1], -1)
+        box = total[chunk : chunk + count].reshape(spec.box[2], spec.box[1], -1)
         inside = y[picture, v : v + spec.box[2], u : u + spec.box[1], first : first + box.shape[2]]
         assert bool(inside.isnan().all())
         inside.copy_(box[: inside.shape[0], : inside.shape[1], : inside.shape[2]])
 
 
 @pytest.mark.parametrize("name", ["1x1-picture", "7x9", "33x31", "uneven", "strides", "dilated"])
-@pytest.mark.parametrize("tile", ["c128x96", "c128x192"])
+@pytest.mark.parametrize("tile", ["c128x96", "c128x160", "c192x144", "c128x256"])
 def test_boxes_add_up_to_the_convolution(name, tile):
     shape = SHAPES[name]
     generator = torch.Generator().manual_seed(3)
@@ -198,11 +199,18 @@ def convolved(x, weight, windows):
 
 
 @pytest.mark.parametrize(
-    ("m", "outputs", "wide"), [(192, (64, 64), 32), (192, (24, 8), 8), (96, (1, 256), 32)]
+    ("tile", "outputs", "wide"),
+    [
+        ("c128x192", (64, 64), 32),
+        ("c128x192", (24, 8), 8),
+        ("c128x96", (1, 256), 32),
+        ("c192x144", (64, 64), 16),
+        ("c128x256", (1, 256), 256),
+    ],
 )
-def test_tiles_are_as_wide_as_the_picture_needs(m, outputs, wide):
+def test_tiles_are_as_wide_as_the_picture_needs(tile, outputs, wide):
     shape = ConvShape(1, *outputs, 64, 64, SAME)
-    tiles = pixel_tiles(m, shape)
+    tiles = pixel_tiles(TILES[tile], shape)
     assert tiles.wide == wide
     assert tiles.across * tiles.wide >= outputs[1]
     assert tiles.down * tiles.high >= outputs[0]

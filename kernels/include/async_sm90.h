@@ -126,6 +126,10 @@ QK_DEVICE void store_at(int rank, u32 address, f32 value) {
 QK_DEVICE void group_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+/// Counts the calling warp in without waiting.
+QK_DEVICE void group_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 template <int kRegisters>
 QK_DEVICE void registers_grow() {

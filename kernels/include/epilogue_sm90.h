@@ -34,23 +34,19 @@ struct HopperEpilogue {
   int barrier;           // the warpgroup's
   View view;
 
-  /// What the lane multiplies and adds, fetched before the K loop hides the wait.
+  /// The thread's share of what the warpgroup multiplies and adds, fetched before the K loop hides the wait.
   struct Factors {
-    f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2], token[kTokenScales];
+    f32 weight, token[kTokenScales];
+    Memory bias;
   };
 
   QK_DEVICE Factors fetch(Position at) const {
-    Factors factors;
-    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-      QK_UNROLL for (int half = 0; half < 2; ++half) {
-        const int output = at.n + 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-        const bool inside = output < args.n;
-        factors.weight[block][half] = kPerChannel ? (inside ? args.w_scale[output] : 0.0f) : args.w_scale[0];
-        factors.bias[block][half] = 0.0f;
-        if (args.bias != nullptr && inside) {
-          factors.bias[block][half] = Type::widen(static_cast<const Memory*>(args.bias)[output]);
-        }
-      }
+    const int output = at.n + thread;
+    const bool inside = thread < Tile::kOutputs && output < args.n;
+    Factors factors{};
+    if (inside) {
+      factors.weight = args.w_scale[kPerChannel ? output : 0];
+      if (args.bias != nullptr) factors.bias = static_cast<const Memory*>(args.bias)[output];
     }
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       const int token = at.m + 128 * i + thread;
@@ -63,7 +59,12 @@ struct HopperEpilogue {
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
     }
+    if (thread < Tile::kOutputs) {
+      scales[Tile::kM + thread] = factors.weight;
+      biases()[thread] = factors.bias;
+    }
     const bool whole_pieces = args.n % static_cast<int>(sizeof(Vec16) / sizeof(Memory)) == 0;
+    Lane mine;
     QK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       u8* const buffer = staged + chunk % Tile::kStaged * Tile::kChunkBytes;
       const int first = chunk * Tile::kChunk;
@@ -72,7 +73,8 @@ struct HopperEpilogue {
         if (thread == 0) store_wait<(kChunks > Tile::kStaged ? Tile::kStaged - 1 : 0)>();
         group_sync(barrier, 128);
       }
-      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) deposit(sums, factors, buffer, first, part);
+      if (chunk == 0) gather(mine);
+      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) deposit(sums, mine, buffer, first, part);
       store_fence();
       group_sync(barrier, 128);
       if (!whole_pieces) {
@@ -98,8 +100,25 @@ struct HopperEpilogue {
     return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
   }
 
+  /// What the lane's outputs are multiplied with, and what is added.
+  struct Lane {
+    f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2];
+  };
+
+  QK_DEVICE Memory* biases() const { return reinterpret_cast<Memory*>(scales + Tile::kM + Tile::kOutputs); }
+
+  QK_DEVICE void gather(Lane& mine) const {
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      QK_UNROLL for (int half = 0; half < 2; ++half) {
+        const int output = 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+        mine.weight[block][half] = scales[Tile::kM + output];
+        mine.bias[block][half] = Type::widen(biases()[output]);
+      }
+    }
+  }
+
   /// Sixteen tokens from `first + part` into rows part .. of a chunk.
-  QK_DEVICE void deposit(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors, u8* buffer, int first,
+  QK_DEVICE void deposit(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine, u8* buffer, int first,
                          int part) const {
     const int lane = thread % 32, warp = thread / 32;
     f32 token[2][2];
@@ -112,7 +131,7 @@ struct HopperEpilogue {
         const int eight = i / 4, half = i / 2 % 2;
         const f32 sum = sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2];
         values[eight][half][i % 2] =
-            add_rounded(sum * token[eight][i % 2] * factors.weight[block][half], factors.bias[block][half]);
+            add_rounded(sum * token[eight][i % 2] * mine.weight[block][half], mine.bias[block][half]);
       }
       if constexpr (sizeof(Memory) == 2) {
         u32 words[4];

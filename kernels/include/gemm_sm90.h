@@ -23,29 +23,33 @@ struct HopperGemm {
   using Loop = HopperLoop<Tile, kW, kX, kPromote, View>;
   using Epilogue = HopperEpilogue<Tile, kIo, kPerToken, kPerChannel, View>;
   using Operands = HopperOperands<View>;
+  // 65536 registers, the same for every thread at first (168, or 128 beside three multiplying warpgroups): the copying
+  // warpgroup hands its share over.
+  static constexpr int kCopying = Tile::kConsumers == 3 ? 32 : 40, kMultiplying = Tile::kConsumers == 3 ? 160 : 232;
   static constexpr bool kSplit = Tile::kShare == Share::kSplitK;
 
   static QK_DEVICE void run(const Operands& op, u8* shared) {
     const Ring<Tile> ring{shared_address(shared)};
-    if (thread_index() == 0) {
-      tensor_map_prefetch(op.x);
-      tensor_map_prefetch(op.w);
-      tensor_map_prefetch(op.y);
-      ring.init();
-    }
-    sync();
     const Schedule<Tile> schedule({op.out.m, op.out.n, op.view.depth(op.k), op.group});
     const int group = wave_index() / 4;
-    // 65536 registers, 168 a thread at first: the copying warpgroup hands its share to two multiplying ones.
+    const bool copies = thread_index() == Tile::kConsumers * 128;
+    if (copies) {
+      tensor_map_prefetch(op.x);
+      tensor_map_prefetch(op.w);
+      ring.init();
+    }
+    if (thread_index() == 0) tensor_map_prefetch(op.y);
+    if constexpr (Tile::kTeam > 1) cluster_sync();
     if (group == Tile::kConsumers) {
-      if constexpr (Tile::kConsumers == 2) registers_shrink<40>();
-      if (thread_index() == Tile::kConsumers * 128) produce(ring, schedule, op);
+      if constexpr (Tile::kConsumers > 1) registers_shrink<kCopying>();
+      if (wave_index() == Tile::kConsumers * 4) group_arrive(kReady, kReadyThreads);
+      if (copies) produce(ring, schedule, op);
       if constexpr (kSplit) {
         cluster_sync();
         cluster_sync();
       }
     } else {
-      if constexpr (Tile::kConsumers == 2) registers_grow<232>();
+      if constexpr (Tile::kConsumers > 1) registers_grow<kMultiplying>();
       consume(ring, schedule, op, shared, group);
     }
     // A block must not end while others still write into its memory.
@@ -53,13 +57,8 @@ struct HopperGemm {
   }
 
  private:
-  static QK_DEVICE void sync() {
-    if constexpr (Tile::kTeam > 1) {
-      cluster_sync();
-    } else {
-      block_sync();
-    }
-  }
+  // The copying warp says that the ring is there and goes on: it need not wait for the others.
+  static constexpr int kReady = Tile::kConsumers + 1, kReadyThreads = Tile::kConsumers * 128 + 32;
 
   static QK_DEVICE void produce(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op) {
     int stage = 0, parity = 1, set = 0;  // the first lap finds the ring empty
@@ -76,33 +75,40 @@ struct HopperGemm {
 
   static QK_DEVICE void consume(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op,
                                 u8* shared, int group) {
-    const int thread = thread_index() % 128, lane = thread % 32;
+    const int thread = thread_index() % 128;
     const int row = Tile::kPingPong ? 0 : group * Tile::kOutputs;
+    const int turn = Tile::kPingPong ? group : 0, turns = Tile::kPingPong ? 2 : 1;
     u8* const staged = shared + Tile::kStages * Tile::kStageBytes + group * Tile::kStaged * Tile::kChunkBytes;
     f32* const scales = reinterpret_cast<f32*>(shared + Tile::kScales + group * Tile::kScaleBytes);
-    const Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1, op.view};
+    Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1, op.view};
     Reader<Tile> reader;
-    int turn = 0;
-    for (int tile = schedule.first; tile < schedule.total; tile += schedule.step, ++turn) {
-      if (Tile::kPingPong && turn % 2 != group) {
-        reader.skip(schedule.count);
-        continue;
-      }
-      const Position at = schedule.position(tile);
-      const Position mine = {at.m, at.n + row};
+    reader.skip(turn * schedule.count);
+    group_sync(kReady, kReadyThreads);
+    int tile = schedule.first + turn * schedule.step;
+    if (tile >= schedule.total) return;
+    const int lane = thread % 32;
+    const auto output_of = [&](int index) { return schedule.position(index).n + row + thread / 32 * 16 + lane / 4; };
+    Loop loop{ring,     group, row,            lane,          op.w_meta, 0, output_of(tile),
+              op.out.n, op.k,  schedule.begin, schedule.count};
+    typename Loop::Metadata meta;
+    if constexpr (Tile::kSparse) loop.fetch(meta, schedule.count);
+    while (tile < schedule.total) {
+      const Position at = schedule.position(tile), mine = {at.m, at.n + row};
       const auto factors = epilogue.fetch(mine);
-      Loop loop{ring, group, row, lane, nullptr, 0, op.k, op.view};
+      tile += turns * schedule.step;
       if constexpr (Tile::kSparse) {
-        const int first = mine.n + thread / 32 * 16 + (lane >> 2) + 8 * (lane & 1);
-        loop.nibbles = op.w_meta + static_cast<i64>(first) * (op.k / 8);
-        loop.rows_left = op.out.n - first;
+        loop.output = loop.next_output;
+        loop.next_output = output_of(tile < schedule.total ? tile : schedule.first);
       }
       typename Loop::Sums sums;
-      loop.run(sums, reader, schedule.begin, schedule.count);
+      loop.run(sums, reader, meta);
       if constexpr (kSplit) {
         gather(sums, ring, schedule.rank, group * 128 + thread);
         if (schedule.rank != 0) return;
       }
+      reader.skip((turns - 1) * schedule.count);
+      // Or the compiler computes the epilogue's addresses ahead and keeps them through the K loop.
+      asm volatile("" : "+r"(epilogue.thread));
       epilogue.run(sums, factors, mine);
     }
     epilogue.finish();

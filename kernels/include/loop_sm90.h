@@ -18,55 +18,86 @@ struct HopperLoop {
   using Sums = f32[Tile::kBlocks][kSums];
   using Operation = Wgmma<Tile::kM>;
 
-  /// The lane's words of a round; `raw` as 16 bytes were loaded.
+  /// Metadata of kPeriod K steps, a word per matrix instruction and block once exchanged.
+  static constexpr int kPeriod = Tile::kSparse ? 4 : 1, kLap = Tile::kSparse ? 2 * kPeriod : 1;
   struct Metadata {
-    u32 words[Tile::kBlocks][Tile::kSparse ? 4 : 1];
+    u32 words[Tile::kBlocks][Tile::kSparse ? kPeriod * kSteps : 1];
   };
 
   Ring<Tile> ring;
   int set;        // of full barriers
   int first_row;  // of the warpgroup's weights in the tile
   int lane;
-  const u8* nibbles;  // the lane's first row
-  int rows_left;      // weight rows from the lane's first one to the end of the matrix
-  int k;
+  const u8* nibbles;  // metadata of the matrix
+  int output, next_output;  // whose metadata the lane loads first, in this tile and in the next one
+  int n, k;
+  int begin, count;  // K steps
   View view;
 
-  /// Loads the metadata of the round from K step `step`, 32 bytes of a row. A lane needs words p, p + 2, p + 4, p + 6 of
-  /// them, p = 0 or 1, and takes words 4p .. 4p + 3 in one load: 4-byte loads from sixteen rows take sixteen cycles of
-  /// shared memory's data path each, as many as the matrix instruction has. Outside the matrix: a legal pattern.
+  /// Loads the metadata of the tile's K steps `step` .. step + 3, past its end of the next tile's first ones: a lane takes
+  /// one step of two rows, its quad 64 bytes of each. The fewer rows a load touches the better: each costs a cycle of
+  /// shared memory's data path, of which the matrix instructions leave little. Outside the matrix, where codes are zeros,
+  /// any legal pattern will do: the nearest one inside.
   QK_DEVICE void fetch(Metadata& meta, int step) const {
-    const int row_bytes = k / 8;
-    const Piece at_step = view.metadata(step + (lane >> 1 & 1), k);
-    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-      const u8* const row = nibbles + static_cast<i64>(64 * block) * row_bytes;
-      const int column = at_step.begin;
-      const bool inside = 64 * block < rows_left;
-      if (at_step.whole) {
-        Vec16 piece{{0x44444444u, 0x44444444u, 0x44444444u, 0x44444444u}};
-        if (inside && column < at_step.end) piece = load<Vec16>(row + column);
-        QK_UNROLL for (int i = 0; i < 4; ++i) meta.words[block][i] = piece.v[i];
-      } else {
-        QK_UNROLL for (int i = 0; i < 4; ++i) {
-          const int at = column + 4 * i;
-          meta.words[block][i] = inside && at < at_step.end ? load<u32>(row + at) : 0x44444444u;
+    const bool here = step < count;
+    int first = here ? output : next_output;
+    asm volatile("" : "+r"(first));  // or the addresses of all rows wait in registers
+    // Where two blocks leave few registers, the thread's number is read anew.
+    const int quarter = Tile::kBlocks > 1 ? thread_index() & 3 : lane % 4;
+    const Piece piece = view.metadata(begin + (here ? step : 0) + quarter, k);
+    if (piece.whole) {
+      const int at = piece.begin < piece.end ? piece.begin : piece.end - 16;
+      QK_UNROLL for (int i = 0; i < 2 * Tile::kBlocks; ++i) {
+        const Vec16 words = load<Vec16>(row(first, i) + at);
+        QK_UNROLL for (int j = 0; j < 4; ++j) meta.words[i / 2][4 * (i % 2) + j] = words.v[j];
+      }
+    } else {
+      QK_UNROLL for (int j = 0; j < 4; ++j) {
+        const int at = piece.begin + 4 * j < piece.end ? piece.begin + 4 * j : piece.end - 4;
+        QK_UNROLL for (int i = 0; i < 2 * Tile::kBlocks; ++i) {
+          meta.words[i / 2][4 * (i % 2) + j] = load<u32>(row(first, i) + at);
         }
       }
     }
   }
 
-  /// Gives every lane its own four words, in order of K: the other half of them lies with the lane two further.
+  /// Metadata of the lane's row `i`, two of every block.
+  QK_DEVICE const u8* row(int first, int i) const {
+    const int wanted = first + 64 * (i / 2) + 8 * (i % 2);
+    return nibbles + static_cast<i64>(wanted < n ? wanted : n - 1) * (k / 8);
+  }
+
+  /// Turns what a quad has loaded: lane t needs words t / 2 and t / 2 + 2 of row t % 2 in every step, and lane j has both
+  /// rows of step j.
   QK_DEVICE void exchange(Metadata& meta) const {
-    const bool high = (lane >> 1 & 1) == 1;
+    const bool odd = lane % 2 == 1, high = lane / 2 % 2 == 1;
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-      u32(&w)[Tile::kSparse ? 4 : 1] = meta.words[block];
-      const u32 first = lane_xor(high ? w[0] : w[1], 2), second = lane_xor(high ? w[2] : w[3], 2);
-      const u32 own_first = high ? w[1] : w[0], own_second = high ? w[3] : w[2];
-      w[0] = high ? first : own_first;
-      w[1] = high ? second : own_second;
-      w[2] = high ? own_first : first;
-      w[3] = high ? own_second : second;
+      u32(&w)[kPeriod * kSteps] = meta.words[block];
+      u32 turned[kPeriod * kSteps];
+      QK_UNROLL for (int i = 0; i < 4; ++i) swap_lanes(w[i], w[4 + i], odd, 1);
+      // Now w[4j + i] is word i of the lane's row in the step of the even or odd neighbour.
+      QK_UNROLL for (int j = 0; j < 2; ++j) {
+        QK_UNROLL for (int s = 0; s < 2; ++s) {
+          u32 low = w[4 * j + 2 * s], up = w[4 * j + 2 * s + 1];
+          swap_lanes(low, up, high, 2);
+          turned[2 * j + s] = low;
+          turned[2 * (j + 2) + s] = up;
+        }
+      }
+      QK_UNROLL for (int i = 0; i < kPeriod * kSteps; ++i) {
+        w[i] = turned[i];
+        // Ready before the fence of the instructions that read it, or the assembler runs those one by one.
+        asm volatile("" : "+r"(w[i])::"memory");
+      }
     }
+  }
+
+  /// Of two lanes that differ in bit `mask` (`upper`: the one that has it), the lower one gets both `first`, the upper one
+  /// both `second`; the lower lane's stands first.
+  static QK_DEVICE void swap_lanes(u32& first, u32& second, bool upper, int mask) {
+    const u32 got = lane_xor(upper ? first : second, mask);
+    first = upper ? got : first;
+    second = upper ? second : got;
   }
 
   QK_DEVICE void multiply(f32 (&sums)[kSums], int stage, int block, const u32* meta, bool keep) const {
@@ -81,84 +112,99 @@ struct HopperLoop {
     }
   }
 
-  /// Adds up K steps begin .. begin + count - 1, the next ones of `reader`.
-  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, int begin, int count) const {
+  /// Adds up the tile's K steps, the next ones of `reader`. `first` is the metadata of the first period, fetched, and then
+  /// of the next tile's.
+  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first) const {
+    Metadata second;
+    if constexpr (kPromote) {
+      run_in_rounds(sums, reader, first, second);
+    } else {
+      run_ahead(sums, reader, first, second);
+    }
+    if (Tile::kSparse && (count - 1) / kPeriod % 2 == 0) first = second;
+  }
+
+  /// Waits for every round. With several warpgroups the others' instructions fill the gap.
+  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       QK_UNROLL for (int i = 0; i < kSums; ++i) sums[block][i] = 0.0f;
     }
-    if constexpr (kPromote || Tile::kSparse) {
-      run_in_rounds(sums, reader, begin, count);
-    } else {
-      run_ahead(sums, reader, count);
-    }
-  }
-
-  /// Waits for every round. With two warpgroups the other one's instructions fill the gap.
-  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, int begin, int count) const {
-    f32 parts[kPromote ? kSums : 1];
-    Metadata next;
-    if constexpr (Tile::kSparse) fetch(next, begin);
+    if constexpr (Tile::kSparse) exchange(first);
     QK_NO_UNROLL
-    for (int step = 0; step < count; step += kRound) {
-      Metadata meta;
-      if constexpr (Tile::kSparse) {
-        meta = next;
-        exchange(meta);
-        fetch(next, begin + step + kRound);
-      }
-      const int first = reader.stage;
-      QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-        int stage = first;
-        wgmma_fence();
-        QK_UNROLL for (int r = 0; r < kRound; ++r) {
-          if (r > 0 && step + r >= count) break;
-          if (block == 0) reader.take(ring, set);
-          const u32* const words = meta.words[block] + (Tile::kSparse ? kSteps * r : 0);
-          if constexpr (kPromote) {
-            multiply(parts, stage, block, words, r > 0);
-          } else {
-            multiply(sums[block], stage, block, words, true);
+    for (int lap = 0; lap < count; lap += kLap) {
+      QK_UNROLL for (int i = 0; i < kLap; i += kRound) {
+        const int step = lap + i;
+        if (i > 0 && step >= count) break;
+        Metadata &now = i < kPeriod ? first : second, &other = i < kPeriod ? second : first;
+        round(sums, reader, now, i % kPeriod, step + 1 < count, [&] {
+          if constexpr (Tile::kSparse) {
+            if (i % kPeriod == 0) fetch(other, step + kPeriod);
+            if (i % kPeriod == kPeriod - kRound && step + kRound < count) exchange(other);
           }
-          stage = Reader<Tile>::after(stage);
-        }
-        wgmma_commit();
-        if constexpr (kPromote) {
-          wgmma_wait<0>();
-          if (block + 1 == Tile::kBlocks) release(first, step + 1 < count);
-          settle(parts);
-          QK_UNROLL for (int i = 0; i < kSums; ++i) sums[block][i] += parts[i];
-        }
-      }
-      if constexpr (!kPromote) {
-        wgmma_wait<0>();
-        release(first, step + 1 < count);
-        QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) settle(sums[block]);
+        });
       }
     }
   }
 
-  QK_DEVICE void release(int stage, bool both) const {
-    ring.release(stage, lane);
-    if (kRound == 2 && both) ring.release(Reader<Tile>::after(stage), lane);
-  }
-
-  /// Keeps one stage's instructions in flight while the next one's are issued.
-  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, int count) const {
-    int previous = 0;
-    QK_NO_UNROLL
-    for (int step = 0; step < count; ++step) {
-      const int stage = reader.take(ring, set);
+  /// Steps i and, of a round of two, i + 1 of a period; `meanwhile` runs under the first block's instructions.
+  template <class Work>
+  QK_DEVICE void round(Sums& sums, Reader<Tile>& reader, const Metadata& meta, int i, bool both, Work meanwhile) const {
+    f32 parts[kSums];
+    const int first = reader.stage;
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      int stage = first;
       wgmma_fence();
-      QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-        multiply(sums[block], stage, block, nullptr, true);
+      QK_UNROLL for (int r = 0; r < kRound; ++r) {
+        if (r > 0 && !both) break;
+        if (block == 0) reader.take(ring, set);
+        multiply(parts, stage, block, words_of(meta, block, i + r), r > 0);
+        stage = Reader<Tile>::after(stage);
       }
       wgmma_commit();
-      wgmma_wait<1>();
-      if (step > 0) ring.release(previous, lane);
-      previous = stage;
+      if (block == 0) meanwhile();
+      wgmma_wait<0>();
+      if (block + 1 == Tile::kBlocks) {
+        ring.release(first, lane);
+        if (kRound == 2 && both) ring.release(Reader<Tile>::after(first), lane);
+      }
+      settle(parts);
+      QK_UNROLL for (int j = 0; j < kSums; ++j) sums[block][j] += parts[j];
+    }
+  }
+
+  static QK_DEVICE const u32* words_of(const Metadata& meta, int block, int step) {
+    return meta.words[block] + (Tile::kSparse ? kSteps * step : 0);
+  }
+
+  /// Keeps one stage's instructions in flight while the next one's are issued. They read their metadata until they end:
+  /// two periods of it take turns.
+  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second) const {
+    int previous = 0;
+    QK_NO_UNROLL
+    for (int lap = 0; lap < count; lap += kLap) {
+      QK_UNROLL for (int i = 0; i < kLap; ++i) {
+        const int step = lap + i;
+        if (i > 0 && step >= count) break;
+        Metadata &now = i < kPeriod ? first : second, &other = i < kPeriod ? second : first;
+        if constexpr (Tile::kSparse) {
+          if (i % kPeriod == 0) exchange(now);
+        }
+        const int stage = reader.take(ring, set);
+        wgmma_fence();
+        QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+          multiply(sums[block], stage, block, words_of(now, block, i % kPeriod), step > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0) ring.release(previous, lane);
+        if constexpr (Tile::kSparse) {
+          if (i % kPeriod == 0) fetch(other, step + kPeriod);
+        }
+        previous = stage;
+      }
     }
     wgmma_wait<0>();
-    if (count > 0) ring.release(previous, lane);
+    ring.release(previous, lane);
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) settle(sums[block]);
   }
 };

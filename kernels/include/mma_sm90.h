@@ -62,7 +62,9 @@ struct Wgmma;
 #define QK_REGISTERS_64 QK_REGISTERS_32 ", " QK_R2 ", " QK_R3
 #define QK_REGISTERS_96 QK_REGISTERS_64 ", " QK_R4 ", " QK_R5
 #define QK_REGISTERS_128 QK_REGISTERS_96 ", " QK_R6 ", " QK_R7
+#define QK_REGISTERS_144 QK_REGISTERS_128 ", " QK_R8
 #define QK_REGISTERS_160 QK_REGISTERS_128 ", " QK_R8 ", " QK_R9
+#define QK_REGISTERS_176 QK_REGISTERS_160 ", " QK_R10
 #define QK_REGISTERS_192 QK_REGISTERS_160 ", " QK_R10 ", " QK_R11
 #define QK_REGISTERS_256 QK_REGISTERS_192 ", " QK_R12 ", " QK_R13 ", " QK_R14 ", " QK_R15
 #define QK_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -72,7 +74,9 @@ struct Wgmma;
 #define QK_SUMS_64 QK_SUMS_32, QK_D8(16), QK_D8(24)
 #define QK_SUMS_96 QK_SUMS_64, QK_D8(32), QK_D8(40)
 #define QK_SUMS_128 QK_SUMS_96, QK_D8(48), QK_D8(56)
+#define QK_SUMS_144 QK_SUMS_128, QK_D8(64)
 #define QK_SUMS_160 QK_SUMS_128, QK_D8(64), QK_D8(72)
+#define QK_SUMS_176 QK_SUMS_160, QK_D8(80)
 #define QK_SUMS_192 QK_SUMS_160, QK_D8(80), QK_D8(88)
 #define QK_SUMS_256 QK_SUMS_192, QK_D8(96), QK_D8(104), QK_D8(112), QK_D8(120)
 
@@ -114,7 +118,9 @@ QK_WGMMA(32, "%16", "%17", "%18", "%19")
 QK_WGMMA(64, "%32", "%33", "%34", "%35")
 QK_WGMMA(96, "%48", "%49", "%50", "%51")
 QK_WGMMA(128, "%64", "%65", "%66", "%67")
+QK_WGMMA(144, "%72", "%73", "%74", "%75")
 QK_WGMMA(160, "%80", "%81", "%82", "%83")
+QK_WGMMA(176, "%88", "%89", "%90", "%91")
 QK_WGMMA(192, "%96", "%97", "%98", "%99")
 QK_WGMMA(256, "%128", "%129", "%130", "%131")
 

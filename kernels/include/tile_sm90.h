@@ -20,9 +20,11 @@ struct Problem {
   int group;  // token tiles that are walked together, so that they meet in L2
 };
 
-/// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of 32 tokens that wait in shared memory for the
-/// copy engine to write them out; with all of them, the next tile starts while the last one is written.
-template <int N, int M, int Blocks, bool PingPong, Share kHow, int Team, int Staged, bool Sparse, int OutputBytes>
+/// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of Chunk tokens that wait in shared memory for the
+/// copy engine to write them out; with all of them, the next tile starts while the last one is written. Large chunks
+/// take fewer barriers, small ones less memory and start to leave earlier.
+template <int N, int M, int Blocks, bool PingPong, Share kHow, int Team, int Staged, bool Sparse, int OutputBytes,
+          int Chunk = M % 32 == 0 ? 32 : 16>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kSparse = Sparse;
@@ -36,10 +38,10 @@ struct HopperTile {
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // A warpgroup's staged outputs: boxes of kChunk rows of 128 bytes, swizzled over 8 rows.
   static constexpr int kBoxOutputs = 128 / OutputBytes, kBoxes = kOutputs / kBoxOutputs;
-  static constexpr int kChunk = M % 32 == 0 ? 32 : 16;
+  static constexpr int kChunk = Chunk;
   static constexpr int kBoxBytes = kChunk * 128, kChunkBytes = kBoxes * kBoxBytes;
   static constexpr int kStaged = Staged < M / kChunk ? Staged : M / kChunk;
-  static constexpr int kScaleBytes = 4 * M;
+  static constexpr int kScaleBytes = 4 * (M + kOutputs) + OutputBytes * kOutputs;  // of tokens, outputs; biases
   static constexpr int kLimit = 227 * 1024;  // shared memory of a block
   static constexpr int kTailBytes = kConsumers * (kStaged * kChunkBytes + kScaleBytes);
   static constexpr int kFullSets = PingPong ? 2 : 1;
@@ -49,6 +51,8 @@ struct HopperTile {
   static constexpr int kBarriers = kScales + kConsumers * kScaleBytes;  // full[kFullSets][kStages], empty[kStages]
   static constexpr int kSharedBytes = kBarriers + 8 * (kFullSets + 1) * kStages;
   static_assert(PingPong ? N == 64 * Blocks : N % (64 * Blocks) == 0, "warpgroups cut the tile into 64-output blocks");
+  static_assert(M % Chunk == 0 && Chunk % 16 == 0, "chunks are whole, and pieces of 16 tokens");
+  static_assert(kConsumers <= 3, "registers for the sums of three warpgroups");
   static_assert(M % 16 == 0 && kStageBytes % 1024 == 0 && kBoxBytes % 1024 == 0, "swizzled boxes start on 1024 bytes");
   static_assert(kStages >= 2, "the ring needs two stages");
   static_assert(kHow != Share::kTokens || M / Team % 8 == 0, "each block of a team copies whole swizzle atoms");

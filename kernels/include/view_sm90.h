@@ -8,7 +8,7 @@
 
 namespace qk {
 
-/// Bytes of a row of metadata: 16 from `begin`, as far as they lie before `end`.
+/// Bytes of a row of metadata: 16 from `begin`, as far as they lie before `end`, which is in the row.
 struct Piece {
   int begin, end;
   bool whole;  // all of them or none, on 16 bytes
@@ -34,7 +34,6 @@ struct MatrixView {
 template <class Tile>
 struct PictureView {
   static_assert(Tile::kShare == Share::kNothing, "hopper_conv.py has no boxes for teams");
-  static_assert(Tile::kChunk == 32, "a chunk of y is a box of 32 pixels");
 
   int channels, taps, taps_wide;
   int wide_bits, across, down;
@@ -56,8 +55,9 @@ struct PictureView {
     return {{n, pixel.x, pixel.y, pixel.picture}};
   }
   QK_DEVICE Piece metadata(int step, int) const {
-    const int tap = step / steps(), row = channels / 8, begin = tap * row + step % steps() * 16;
-    return {begin, tap < taps ? tap * row + row : 0, row % 16 == 0};
+    // Behind the last tap, where codes are zeros, that one again.
+    const int last = step / steps(), tap = last < taps ? last : taps - 1, row = channels / 8;
+    return {tap * row + step % steps() * 16, tap * row + row, row % 16 == 0};
   }
 
  private:

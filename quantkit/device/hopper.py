@@ -26,8 +26,6 @@ STEP_K = 128
 _STAGES = 16
 #: Kept free beside the ring and the staged outputs, for barriers.
 _BARRIER_ROOM = 512
-#: Rows of the y that the copy engine writes at once.
-_CHUNK = 32
 #: Token tiles that are walked together: 4, 8, 16 and 32 differ by less than 1 % on 4608x12288x3072.
 GROUP = 8
 #: The integers of a convolution, in the order of its arguments (view_sm90.h says what they are).
@@ -64,7 +62,9 @@ class HopperTile:
     ping_pong: bool = False
     share: Share = Share.NOTHING
     team: int = 1
-    #: chunks of 32 tokens that wait in shared memory to be written; None: the whole tile
+    #: tokens that leave shared memory at once, a box of y
+    chunk: int = 32
+    #: chunks that wait in shared memory to be written; None: the whole tile
     staged: int | None = None
 
     @property
@@ -76,11 +76,6 @@ class HopperTile:
     def threads(self) -> int:
         """Threads of a block."""
         return 128 * (self.warpgroups + 1)
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a box of y."""
-        return _CHUNK if self.m % _CHUNK == 0 else 16
 
     @property
     def staged_chunks(self) -> int:
@@ -107,19 +102,23 @@ class HopperTile:
 TILES: dict[str, HopperTile] = {
     tile.name: tile
     for tile in (
-        HopperTile("c64x16", 64, 16),
-        HopperTile("k64x16", 64, 16, share=Share.SPLIT_K, team=4),
+        HopperTile("c64x16", 64, 16, chunk=16),
+        HopperTile("k64x16", 64, 16, share=Share.SPLIT_K, team=4, chunk=16),
         HopperTile("c64x64", 64, 64),
         HopperTile("c128x64", 128, 64),
         HopperTile("c128x96", 128, 96),
-        HopperTile("c128x128", 128, 128),
-        HopperTile("c128x160", 128, 160),
-        HopperTile("c128x192", 128, 192),
+        HopperTile("c128x128", 128, 128, chunk=64),
+        HopperTile("c128x160", 128, 160, chunk=80),
+        HopperTile("c128x176", 128, 176, chunk=176),
+        HopperTile("c128x192", 128, 192, chunk=96),
+        HopperTile("c128x256", 128, 256, chunk=64, staged=2),
+        HopperTile("c192x144", 192, 144, chunk=144),
+        HopperTile("c192x192", 192, 192, chunk=64),
+        # The same with a deeper ring: dense weights need it.
+        HopperTile("c192x192r", 192, 192, chunk=64, staged=1),
         HopperTile("c256x128", 256, 128, blocks=2, staged=2),
-        HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True),
-        HopperTile("p128x128w", 128, 128, blocks=2, ping_pong=True, share=Share.WEIGHTS, team=2),
-        HopperTile("c128x256", 128, 256, staged=2),
-        HopperTile("c256x192", 256, 192, blocks=2, staged=2),
+        HopperTile("p128x160", 128, 160, blocks=2, ping_pong=True, staged=2),
+        HopperTile("p128x192", 128, 192, blocks=2, ping_pong=True, staged=2),
     )
 }
 
@@ -174,6 +173,7 @@ class HopperKernel:
             "PING_PONG": int(tile.ping_pong),
             "SHARE": tile.share.value,
             "TEAM": tile.team,
+            "CHUNK": tile.chunk,
             "STAGED": tile.staged_chunks,
             "ACCURATE": int(self.accurate),
             "X_FORMAT": _FORMATS.index(self.x_format),
@@ -210,8 +210,10 @@ class HopperKernel:
     @property
     def _tail_bytes(self) -> int:
         tile = self.tile
-        row = 64 * tile.blocks * ITEM_BYTES[self.io]
-        return tile.warpgroups * (tile.staged_chunks * tile.chunk * row + 4 * tile.m)
+        outputs, item = 64 * tile.blocks, ITEM_BYTES[self.io]
+        staged = tile.staged_chunks * tile.chunk * outputs * item
+        # Scales of tokens and outputs in float32, biases as they are.
+        return tile.warpgroups * (staged + 4 * (tile.m + outputs) + item * outputs)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from quantkit.errors import KernelError
 
 #: Widths of a tile in pixels, the best first where several need as many tiles.
 _WIDTHS = (32, 64, 128, 256, 16, 8)
+#: Smaller tiles are for a few rows, and a picture has more pixels.
+_LEAST_TOKENS = 64
 #: Pixels along a side of the copy engine's box, and its largest step.
 _BOX, _STEP = 256, 8
 
@@ -50,14 +52,17 @@ class PixelTiles:
         return self.m // self.wide
 
 
-def pixel_tiles(m: int, shape: ConvShape) -> PixelTiles:
-    """Return the fewest tiles of ``m`` tokens, a multiple of 32, that cover a picture."""
+def pixel_tiles(tile: HopperTile, shape: ConvShape) -> PixelTiles:
+    """Return the fewest tiles that cover a picture, of those whose chunks of y are boxes."""
     tall, wide = shape.outputs
     stride_y, stride_x = shape.windows.stride
     covers = [
-        PixelTiles(m, width, ceil_div(wide, width), ceil_div(tall, m // width))
+        PixelTiles(tile.m, width, ceil_div(wide, width), ceil_div(tall, tile.m // width))
         for width in _WIDTHS
-        if m % width == 0 and width * stride_x <= _BOX and m // width * stride_y <= _BOX
+        if tile.m % width == 0
+        and 0 in {tile.chunk % width, width % tile.chunk}
+        and width * stride_x <= _BOX
+        and tile.m // width * stride_y <= _BOX
     ]
     return min(covers, key=lambda cover: cover.across * cover.down)
 
@@ -83,7 +88,7 @@ def why_not(shape: ConvShape, io: str, *, sparse: bool) -> str:
 
 def conv_numbers(kernel: HopperKernel, shape: ConvShape) -> dict[str, int]:
     """Return the integers among the kernel's arguments, in order."""
-    tiles, windows = pixel_tiles(kernel.tile.m, shape), shape.windows
+    tiles, windows = pixel_tiles(kernel.tile, shape), shape.windows
     (stride_y, stride_x), (dilation_y, dilation_x) = windows.stride, windows.dilation
     left, _, top, _ = windows.padding
     values = (
@@ -130,13 +135,13 @@ def choose_conv_tile(
 
 
 def conv_tiles(*, sparse: bool, accurate: bool) -> Iterator[HopperTile]:
-    """Yield the tiles that can be cut into rows of pixels.
+    """Yield the tiles that can be cut into rows of pixels, but for those of few tokens.
 
     No teams: two that share weights took 1 % less to 18 % more time (c128x192, SDXL's shapes).
     """
     for name in COSTS[sparse, accurate]:
         tile = TILES[name]
-        if tile.chunk == 32 and tile.share is Share.NOTHING:
+        if tile.m >= _LEAST_TOKENS and tile.share is Share.NOTHING:
             yield tile
 
 
@@ -149,7 +154,7 @@ def _seconds(
 ) -> float:
     return estimate(
         tile,
-        tokens_of(pixel_tiles(tile.m, shape), shape),
+        tokens_of(pixel_tiles(tile, shape), shape),
         shape.n,
         # No step has two taps.
         shape.windows.taps * ceil_div(shape.channels, STEP_K) * STEP_K,
@@ -160,7 +165,7 @@ def _seconds(
 
 
 def _maps(kernel: HopperKernel, shape: ConvShape) -> tuple[TensorMap, TensorMap, TensorMap]:
-    tile, tiles, windows = kernel.tile, pixel_tiles(kernel.tile.m, shape), shape.windows
+    tile, tiles, windows = kernel.tile, pixel_tiles(kernel.tile, shape), shape.windows
     (stride_y, stride_x), (tall, wide) = windows.stride, shape.outputs
     stored = shape.channels // 2 if kernel.sparse else shape.channels
     row = min(tiles.wide, tile.chunk)
