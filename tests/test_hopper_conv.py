@@ -44,7 +44,7 @@ VARIED = [
     HopperKernel(TILES["c128x160"], conv=True, io="bf16", x_scale="tensor", w_scale="tensor"),
     HopperKernel(TILES["c128x192"], conv=True, io="f32", x_scale="tensor", x_format="e5m2"),
     HopperKernel(TILES["c128x96"], True, True, io="f32", x_scale="tensor", w_format="e5m2"),
-    HopperKernel(TILES["c128x192"], True, True, io="bf16", x_scale="tensor"),
+    HopperKernel(TILES["c128x176"], True, True, io="bf16", x_scale="tensor"),
 ]
 SAME = Windows((3, 3), padding=(1, 1, 1, 1))
 #: A window for every edge: sizes 1, tails of tiles, taps and channels, padding that is not even,

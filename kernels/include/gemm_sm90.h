@@ -89,7 +89,7 @@ struct HopperGemm {
     const int lane = thread % 32;
     const auto output_of = [&](int index) { return schedule.position(index).n + row + thread / 32 * 16 + lane / 4; };
     Loop loop{ring,     group, row,            lane,          op.w_meta, 0, output_of(tile),
-              op.out.n, op.k,  schedule.begin, schedule.count};
+              op.out.n, op.k,  schedule.begin, schedule.count, op.view};
     typename Loop::Metadata meta;
     if constexpr (Tile::kSparse) loop.fetch(meta, schedule.count);
     while (tile < schedule.total) {

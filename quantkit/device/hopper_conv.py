@@ -31,6 +31,8 @@ from quantkit.errors import KernelError
 _WIDTHS = (32, 64, 128, 256, 16, 8)
 #: Smaller tiles are for a few rows, and a picture has more pixels.
 _LEAST_TOKENS = 64
+#: Where accurate sparse kernels spill: a picture's numbers take registers that the GEMM has left.
+_SPILLING = {(True, True): "c128x192"}
 #: Pixels along a side of the copy engine's box, and its largest step.
 _BOX, _STEP = 256, 8
 
@@ -141,7 +143,8 @@ def conv_tiles(*, sparse: bool, accurate: bool) -> Iterator[HopperTile]:
     """
     for name in COSTS[sparse, accurate]:
         tile = TILES[name]
-        if tile.m >= _LEAST_TOKENS and tile.share is Share.NOTHING:
+        spills = _SPILLING.get((sparse, accurate)) == name
+        if tile.m >= _LEAST_TOKENS and tile.share is Share.NOTHING and not spills:
             yield tile
 
 
