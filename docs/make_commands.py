@@ -25,11 +25,11 @@ def section(name: str, command: click.Command) -> str:
     return f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
 
 
-def reference() -> str:
+def page() -> str:
     """Return the whole page."""
     head = "# Commands\n\nMade by `python docs/make_commands.py`; a test holds it to the code.\n"
     return "\n".join([head, *(section(*found) for found in walk(quantkit, "quantkit"))])
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("commands.md").write_text(reference(), encoding="utf-8")
+    Path(__file__).with_name("commands.md").write_text(page(), encoding="utf-8")

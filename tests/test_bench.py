@@ -247,6 +247,13 @@ def test_wrong_results_are_not_timed(change, own):
     assert result.wrong == (row,)
 
 
+def test_fast_sums_may_be_further_off_the_more_they_add():
+    exact = Contender("it", True, None, lambda _: int, worst_of("exact_codes"), 0.02)
+    fast = replace(exact, fast=True)
+    assert exact.allowed(16) == exact.allowed(16384) == 0.02
+    assert 0.02 < fast.allowed(16) < fast.allowed(4096) < 0.1 < fast.allowed(16384) < 0.2
+
+
 def test_right_results_are_timed():
     (row,) = (result := bench(made_by(lambda y: y.half()))).rows
     assert row.verdict is Verdict.TIMED

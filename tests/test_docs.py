@@ -33,17 +33,18 @@ def test_command_is_in_the_docs_and_helps(path, command):
     assert not undocumented
 
 
-def test_the_reference_is_what_the_commands_say():
+@pytest.mark.parametrize("page", ["commands", "results"])
+def test_pages_that_are_made_are_what_makes_them_says(page):
     # In a process of its own: a command keeps the help options of whoever called it first.
     made = subprocess.run(
-        [sys.executable, "-c", "from make_commands import reference; print(reference(), end='')"],
+        [sys.executable, "-c", f"from make_{page} import page; print(page(), end='')"],
         cwd=ROOT / "docs",
         capture_output=True,
         encoding="utf-8",
         check=True,
     ).stdout
-    written = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert made == written, "run: python docs/make_commands.py"
+    written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert made == written, f"run: python docs/make_{page}.py"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: p.name)

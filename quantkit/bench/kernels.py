@@ -161,8 +161,8 @@ def _check(operation: Operation, contender: Contender, problem: Problem) -> tupl
         return row(Verdict.CANNOT, reason=one_line(refusal)), None
     ran = tuple(f"{name} {variant} {where.value}" for name, variant, where in seen.calls)
     # Not the other way round: NaN is wrong.
-    if not error <= contender.limit:
-        reason = f"error {error:.3g}, allowed {contender.limit:.3g}"
+    if not error <= (allowed := contender.allowed(problem.shape.k)):
+        reason = f"error {error:.3g}, allowed {allowed:.3g}"
         return row(Verdict.WRONG, reason=reason, error=error, kernels=ran), None
     return row(Verdict.TIMED, error=error, kernels=ran), call
 

@@ -19,7 +19,7 @@ from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
 
 _E4M3 = torch.float8_e4m3fn
-# bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012; fast sums add to it.
+# bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012.
 _ROUNDED = 0.04
 # FP8 leaves 0.037 of the rms as noise for both operands; the largest of 10^8 is 6 times that.
 _NOISY = 0.35
@@ -155,7 +155,7 @@ def _need_triton() -> None:
 def _fp8(name: str, *, fast: bool, per_row: bool) -> Contender:
     judge = worst_of("exact_codes") if per_row else _unscaled("exact_codes")
     prepare = partial(_scaled_mm, fast=fast, per_row=per_row)
-    return Contender(name, False, Precision.FP8, prepare, judge, _ROUNDED)
+    return Contender(name, False, Precision.FP8, prepare, judge, _ROUNDED, fast=fast)
 
 
 _EXACT, _EXACT_SPARSE = worst_of("exact"), worst_of("exact_sparse")
@@ -181,6 +181,7 @@ GEMM_SPARSE = (
         partial(_scaled_mm, fast=True, per_row=True, sparse=True),
         worst_of("exact_codes_sparse"),
         _ROUNDED,
+        fast=True,
     ),
     Contender(
         "_scaled_mm, per tensor, fast",
@@ -189,6 +190,7 @@ GEMM_SPARSE = (
         partial(_scaled_mm, fast=True, per_row=False, sparse=True),
         _unscaled("exact_codes_sparse"),
         _ROUNDED,
+        fast=True,
     ),
     Contender(
         "cuSPARSELt, f16 2:4", False, Precision.F16_SPARSE, _cusparselt, _EXACT_SPARSE, _ROUNDED
