@@ -14,10 +14,11 @@ from quantkit.bench import judging, timing
 from quantkit.bench import model as bench_model
 from quantkit.bench.compiling import with_shared_weights
 from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
-from quantkit.bench.model import MODEL_CONTENDERS, run_model_bench
+from quantkit.bench.model import run_model_bench
+from quantkit.bench.model_contenders import MODEL_CONTENDERS
 from quantkit.bench.model_result import Settings
 from quantkit.bench.packing import Variant, convolutions
-from quantkit.bench.profiling import GROUPS, group_of, profile_step
+from quantkit.bench.profiling import GROUPS, IDLE, group_of, profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan
 from quantkit.cli.bench_model import model_command
@@ -118,6 +119,26 @@ def test_wrong_models_are_not_timed(unet_dir, monkeypatch, spoil):
     assert result.wrong == (row,)
 
 
+@pytest.mark.usefixtures("_host")
+def test_fast_contenders_run_under_fast_sums(unet_dir, monkeypatch):
+    seen = []
+
+    def uncompiled(model, *_):
+        def call(**inputs):
+            seen.append(backends.sums_are_fast())
+            return model(**inputs)
+
+        return call
+
+    monkeypatch.setattr(bench_model, "_compiled", uncompiled)
+    fast, usual = run(unet_dir, "fp8-static-fast-compiled", "fp8-static-compiled").rows
+    assert fast.timing
+    assert usual.timing
+    assert set(seen) == {True, False}
+    assert seen[0]
+    assert not backends.sums_are_fast()
+
+
 def test_interrupts_leave_what_is_ready(unet_dir, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -213,9 +234,14 @@ def test_kernels_are_put_in_their_group(kernel, group):
 
 def test_profiles_add_up_and_find_products():
     x = torch.randn(512, 512)
-    found = profile_step(lambda: x @ x, CPU)
+    profile = profile_step(lambda: x @ x, CPU)
+    found = profile.groups
     assert next(iter(found)) == "library products"
     assert all(ms >= 0 for ms in found.values())
+    assert "mm" in profile.kernels[0].name
+    assert sum(kernel.ms for kernel in profile.kernels) == pytest.approx(
+        sum(found.values()) - found[IDLE]
+    )
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -249,6 +275,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "profile": True,
     }
     dense, packed = (row["profile"] for row in values["rows"])
+    assert {"name", "calls", "ms"} == set(values["rows"][0]["kernels"][0])
     assert packed["quantkit products"] > 0
     assert "quantkit products" not in dense
     assert dense["library products"] > 0

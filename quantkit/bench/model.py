@@ -16,6 +16,7 @@ from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, 
 from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
 from quantkit.bench.memory import peak_bytes, weight_bytes
+from quantkit.bench.model_contenders import ModelContender
 from quantkit.bench.model_result import ModelResult, ModelRow, Settings
 from quantkit.bench.packing import (
     Source,
@@ -28,46 +29,8 @@ from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan, Stopwatch
 from quantkit.device import log
-from quantkit.device.backends import Backend
+from quantkit.device.backends import Backend, fast_sums
 from quantkit.progress import Progress
-
-
-@dataclass(frozen=True)
-class ModelContender:
-    """One way to run a denoiser."""
-
-    name: str
-    compiled: bool
-    #: None: as it is, or as torchao makes it
-    variant: Variant | None = None
-    torchao: bool = False
-    #: largest ||difference|| / ||output|| from float16, of those that are not packed
-    limit: float = 0.05
-
-
-#: FP8's own error over all layers of a random model is not ours to judge.
-_COARSE = 0.5
-
-MODEL_CONTENDERS: dict[str, ModelContender] = {
-    contender.name: contender
-    for contender in (
-        ModelContender("f16", compiled=False),
-        ModelContender("f16-compiled", compiled=True),
-        ModelContender("torchao-compiled", compiled=True, torchao=True, limit=_COARSE),
-        *(
-            ModelContender(f"{name}{suffix}", compiled, variant)
-            for name, variant in (
-                ("fp8", Variant()),
-                ("sparse", Variant(sparse=True)),
-                ("fp8-static", Variant(static=True)),
-                ("sparse-static", Variant(sparse=True, static=True)),
-                ("fp8-linear", Variant(linear_only=True)),
-                ("sparse-linear", Variant(sparse=True, linear_only=True)),
-            )
-            for suffix, compiled in (("", False), ("-compiled", True))
-        ),
-    )
-}
 
 #: A step: the denoiser on its inputs.
 Step = Callable[[], Tensor]
@@ -171,7 +134,7 @@ def run_model_bench(
         rows = _time(found, device, plan)
         if settings.profile:
             rows = [
-                replace(row, profile=profile_step(ready.step, device)) if ready else row
+                _profiled(row, ready.step, device) if ready else row
                 for row, ready in zip(rows, (_ready(f) for f in found), strict=True)
             ]
     clocks = (before, read_clocks(device))
@@ -193,6 +156,7 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         # Before it is compiled: the hooks of watching would be compiled in.
         bench.eager(contender.variant)
         step = _step(_compiled(model, contender, bench), _inputs(model, bench.inputs))
+        step = _fast(step) if contender.fast else step
         with log.record() as seen:
             output = step().float()
     except REFUSALS as refusal:
@@ -229,6 +193,11 @@ def _time(found: Sequence[_Ready | ModelRow], device: torch.device, plan: Plan) 
     ]
 
 
+def _profiled(row: ModelRow, step: Step, device: torch.device) -> ModelRow:
+    found = profile_step(step, device)
+    return replace(row, profile=found.groups, kernels=found.kernels)
+
+
 def _ready(found: _Ready | ModelRow) -> _Ready | None:
     return found if isinstance(found, _Ready) else None
 
@@ -239,6 +208,14 @@ def _step(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Step:
         return output
 
     return step
+
+
+def _fast(step: Step) -> Step:
+    def fast() -> Tensor:
+        with fast_sums():
+            return step()
+
+    return fast
 
 
 def _compiled(model: nn.Module, contender: ModelContender, bench: _Bench) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.bench.denoisers import Denoiser
 from quantkit.bench.machine import Machine
+from quantkit.bench.profiling import KernelTime
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan, Timing
 from quantkit.files import staged_file
@@ -55,6 +56,8 @@ class ModelRow:
     prepare_seconds: float | None = None
     #: group -> milliseconds; empty without a profile
     profile: dict[str, float] = field(default_factory=dict)
+    #: the longest kernels of the profile
+    kernels: tuple[KernelTime, ...] = ()
 
 
 @dataclass(frozen=True)

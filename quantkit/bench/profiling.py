@@ -1,7 +1,9 @@
 """Where the time of a step goes: torch's profiler, its kernels put in groups."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +25,8 @@ GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 )
 #: What is left of a step when no kernel runs.
 IDLE = "device idle"
+#: Kernels that a profile names.
+_LONGEST = 40
 
 
 def group_of(name: str) -> str:
@@ -30,8 +34,27 @@ def group_of(name: str) -> str:
     return next(group for group, pattern in GROUPS if pattern.search(name))
 
 
-def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Return milliseconds of one step by group, largest first, and of the device's idleness.
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel, all its calls in a step."""
+
+    name: str
+    calls: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the milliseconds of one step go."""
+
+    #: group -> milliseconds, largest first, and the device's idleness
+    groups: dict[str, float]
+    #: the longest ones
+    kernels: tuple[KernelTime, ...]
+
+
+def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
+    """Return the time of one step by group and by kernel.
 
     The profiler slows the host down, so that idleness is an upper bound.
     """
@@ -45,16 +68,26 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
         step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    found: dict[str, float] = {}
+    calls: Counter[str] = Counter()
+    times: dict[str, float] = {}
     first, last = float("inf"), 0.0
     for event in profiler.events():
         # torch.compile annotates its regions, which span kernels that are counted themselves.
         if event.device_type != wanted or getattr(event, "is_user_annotation", False):
             continue
         us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-        group = group_of(event.name)
-        found[group] = found.get(group, 0.0) + us / 1e3
+        calls[event.name] += 1
+        times[event.name] = times.get(event.name, 0.0) + us / 1e3
         first, last = min(first, event.time_range.start), max(last, event.time_range.end)
-    idle = max(0.0, (last - first) / 1e3 - sum(found.values())) if found else 0.0
-    ordered = sorted(found.items(), key=lambda item: -item[1])
-    return dict([*ordered, (IDLE, idle)])
+    idle = max(0.0, (last - first) / 1e3 - sum(times.values())) if times else 0.0
+    longest = sorted(times, key=lambda name: -times[name])[:_LONGEST]
+    kernels = tuple(KernelTime(name, calls[name], times[name]) for name in longest)
+    return Profile({**_by_group(times), IDLE: idle}, kernels)
+
+
+def _by_group(times: dict[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, ms in times.items():
+        group = group_of(name)
+        found[group] = found.get(group, 0.0) + ms
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -13,7 +13,7 @@ from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.pack import MOST_THREADS
 
 if TYPE_CHECKING:
-    from quantkit.bench.model import ModelContender
+    from quantkit.bench.model_contenders import ModelContender
     from quantkit.bench.model_result import ModelResult, Settings
 
 
@@ -43,8 +43,8 @@ def bench() -> None:
     multiple=True,
     metavar="NAME",
     help="Only this one; may be repeated. f16, torchao, fp8 and sparse (4:2 and FP8), inputs per "
-    "token; -static has calibrated scales, -linear leaves convolutions in 16 bit, -compiled goes "
-    "through torch.compile.",
+    "token; -static has calibrated scales, -linear leaves convolutions in 16 bit, -fast has fast "
+    "sums, -compiled goes through torch.compile.",
 )
 @click.option(
     "--compile",
@@ -162,7 +162,7 @@ def bench_model(
 
 
 def _contenders(names: tuple[str, ...]) -> "tuple[ModelContender, ...]":
-    from quantkit.bench.model import MODEL_CONTENDERS
+    from quantkit.bench.model_contenders import MODEL_CONTENDERS
 
     for name in names:
         if name not in MODEL_CONTENDERS:
