@@ -260,7 +260,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "-q",
     ]
     arguments += ["--seconds", "0", "--contenders", "f16", "--contenders", "fp8-linear"]
-    arguments += ["--batch", "1", "--profile"]
+    arguments += ["--batch", "1", "--profile", "--channels-last"]
     done = CliRunner().invoke(model_command, [*arguments, "--save", str(saved)])
     assert done.exit_code == 0, done.output
     assert "milliseconds of one step" in done.output
@@ -273,6 +273,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "compile_blocks": False,
         "graph": False,
         "profile": True,
+        "channels_last": True,
     }
     dense, packed = (row["profile"] for row in values["rows"])
     assert {"name", "calls", "ms"} == set(values["rows"][0]["kernels"][0])

@@ -59,9 +59,8 @@ class _Bench:
             return self.original
         if variant not in self.packed:
             assert self.source is not None
-            self.packed[variant] = load_packed(
-                self.source, variant, self.device, self.threads, self.progress
-            )
+            packed = load_packed(self.source, variant, self.device, self.threads, self.progress)
+            self.packed[variant] = _laid_out(packed, self.settings)
         return self.packed[variant]
 
     def judge(self, contender: ModelContender, output: Tensor) -> Judgement:
@@ -113,7 +112,7 @@ def run_model_bench(
     """
     before, machine = read_clocks(device), describe_machine(device)
     with ExitStack() as stack, torch.no_grad():
-        original = build_denoiser(denoiser, device)
+        original = _laid_out(build_denoiser(denoiser, device), settings)
         inputs = make_inputs(original, settings.batch, settings.size, device)
         packs = any(c.variant for c in contenders)
         copy = saved(original, _step(original, inputs), settings.scratch)
@@ -196,6 +195,16 @@ def _time(found: Sequence[_Ready | ModelRow], device: torch.device, plan: Plan) 
 def _profiled(row: ModelRow, step: Step, device: torch.device) -> ModelRow:
     found = profile_step(step, device)
     return replace(row, profile=found.groups, kernels=found.kernels)
+
+
+def _laid_out(model: nn.Module, settings: Settings) -> nn.Module:
+    """Return the model with its convolutions in the layout that was asked for, in place.
+
+    A convolution gives pictures in the layout of its weight, so the inputs need none.
+    """
+    if settings.channels_last:
+        nn.Module.to(model, memory_format=torch.channels_last)
+    return model
 
 
 def _ready(found: _Ready | ModelRow) -> _Ready | None:

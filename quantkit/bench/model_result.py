@@ -28,6 +28,8 @@ class Settings:
     #: replay what is compiled from a CUDA graph
     graph: bool = False
     profile: bool = False
+    #: pictures with channels last in memory, in every contender
+    channels_last: bool = False
     #: where packed files lie for a while; None: where the system keeps such
     scratch: Path | None = None
 

@@ -59,6 +59,11 @@ def bench() -> None:
     is_flag=True,
     help="Replay compiled contenders from a CUDA graph: no waiting for the host.",
 )
+@click.option(
+    "--channels-last",
+    is_flag=True,
+    help="Keep pictures with channels last in memory, in every contender.",
+)
 @options.device
 @click.option(
     "--repeats", type=click.IntRange(min=5), default=30, show_default=True, help="Rounds at most."
@@ -87,6 +92,7 @@ def model_command(
     contenders: tuple[str, ...],
     compile_: str,
     graph: bool,
+    channels_last: bool,
     device: str,
     repeats: int,
     seconds: float,
@@ -107,7 +113,15 @@ def model_command(
 
     if save:
         refuse_existing(save, force=force)
-    settings = Settings(batch, size, compile_ == "blocks", graph, profile, scratch)
+    settings = Settings(
+        batch,
+        size,
+        compile_blocks=compile_ == "blocks",
+        graph=graph,
+        profile=profile,
+        channels_last=channels_last,
+        scratch=scratch,
+    )
     result = bench_model(
         config, contenders, settings, device, rounds=(repeats, seconds), quiet=quiet
     )
