@@ -87,6 +87,8 @@ def test_packed_models_are_right_and_smaller(unet_dir):
     assert 0 < linear < everything
     assert set(rows["sparse"].calls) == {"gemm_fp8_sparse host", "quantize_fp8_token host"}
     assert set(rows["fp8-static"].calls) == {"gemm_fp8 host", "quantize_fp8_static host"}
+    # Per token, 3x3 convolutions keep 16-bit inputs.
+    assert everything < rows["fp8-static"].calls["gemm_fp8 host"]
     assert rows["f16"].calls == {}
 
 

@@ -19,13 +19,17 @@ from quantkit.calibration.running import quiet_libraries
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.models.source import Model, open_model
 from quantkit.progress import Progress
-from quantkit.recipe import ActivationRecipe, Recipe, SparsityRecipe
+from quantkit.recipe import ActivationRecipe, Recipe, SparsityRecipe, WeightRecipe
 from quantkit.recipefile import load_recipe
 
 #: diffusers' bound of a file, and so of what is in host memory at once.
 _SHARD = "1GB"
-#: Class -> bundled recipe; ``fp8`` for others.
-_RECIPES = {"UNet2DConditionModel": "sdxl-fp8", "FluxTransformer2DModel": "flux-fp8"}
+#: Class -> bundled recipes with inputs per token and for static scales.
+_RECIPES = {
+    "UNet2DConditionModel": ("sdxl-fp8", "fp8-static"),
+    "FluxTransformer2DModel": ("flux-fp8", "flux-fp8"),
+}
+_OTHERS = ("fp8", "fp8-static")
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,17 @@ class Source:
 
     def recipe(self, variant: Variant) -> Recipe:
         """Return the bundled recipe of the model's class, changed to the variant."""
-        recipe = load_recipe(_RECIPES.get(type(self.model).__name__, "fp8"))
+        per_token, static = _RECIPES.get(type(self.model).__name__, _OTHERS)
+        recipe = load_recipe(static if variant.static else per_token)
         changes: dict[str, Any] = {}
         if variant.sparse:
             changes["sparsity"] = SparsityRecipe(method="magnitude")
         if variant.linear_only:
             changes["keep"] = (*recipe.keep, *convolutions(self.model))
         if variant.static:
-            # No override of the bundled recipes gives a layer inputs per token.
+            # One step's amax; weights as the others have them, so that inputs alone differ.
             changes["activation"] = ActivationRecipe(mode="static", observer="amax")
+            changes["weight"] = WeightRecipe()
         return recipe.model_copy(update=changes)
 
 
