@@ -162,7 +162,7 @@ def test_recipes_keep_convolutions_where_asked(unet_dir):
     from quantkit.bench.packing import Source
 
     model = build_denoiser(find_denoiser(str(unet_dir)), CPU)
-    source = Source(unet_dir, model, lambda: None)
+    source = Source(unet_dir, model, lambda: None, quiet)
     recipe = source.recipe(Variant(sparse=True, linear_only=True))
     assert set(convolutions(model)) <= set(recipe.keep)
     assert recipe.sparsity.method == "magnitude"

@@ -46,7 +46,6 @@ class _Bench:
     inputs: dict[str, Any]
     source: Source | None
     threads: int
-    progress: Progress
     packed: dict[Variant, nn.Module] = field(default_factory=dict)
     outputs: dict[Variant | None, Eager] = field(default_factory=dict)
 
@@ -59,7 +58,7 @@ class _Bench:
             return self.original
         if variant not in self.packed:
             assert self.source is not None
-            packed = load_packed(self.source, variant, self.device, self.threads, self.progress)
+            packed = load_packed(self.source, variant, self.device, self.threads)
             self.packed[variant] = _laid_out(packed, self.settings)
         return self.packed[variant]
 
@@ -115,9 +114,9 @@ def run_model_bench(
         original = _laid_out(build_denoiser(denoiser, device), settings)
         inputs = make_inputs(original, settings.batch, settings.size, device)
         packs = any(c.variant for c in contenders)
-        copy = saved(original, _step(original, inputs), settings.scratch)
+        copy = saved(original, _step(original, inputs), settings.scratch, progress)
         source = stack.enter_context(copy) if packs else None
-        bench = _Bench(settings, device, original, inputs, source, threads, progress)
+        bench = _Bench(settings, device, original, inputs, source, threads)
         found: list[_Ready | ModelRow] = []
         # Compiling takes minutes: after an interrupt, those that are ready are measured.
         with suppress(KeyboardInterrupt):

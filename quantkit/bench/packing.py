@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -52,6 +53,37 @@ class Source:
     model: nn.Module
     #: one denoising step, which static scales are calibrated on
     step: Callable[[], object]
+    progress: Progress
+
+    @cached_property
+    def opened(self) -> Model:
+        """The files, their headers read."""
+        return open_model(str(self.folder))
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The statistics of one step, which is all that a scale of amax needs."""
+        (component,) = self.opened.components
+        recipe = self.recipe(Variant(static=True))
+        layers = observed_layers(component, recipe)
+        collector = Collector(component.name, self.model, layers, buckets=1)
+        with collector.attached(SimpleNamespace(timesteps=[1.0]), lambda _: None):
+            self.step()
+        return Calibration(
+            {component.name: collector.statistics()},
+            (),
+            Provenance(
+                digests=weight_digests({component.name: layers}, self.progress),
+                recipe=recipe.name,
+                prompts=0,
+                prompts_digest="",
+                steps=1,
+                guidance=None,
+                seed=0,
+                calls={component.name: collector.calls},
+                versions=library_versions(),
+            ),
+        )
 
     def recipe(self, variant: Variant) -> Recipe:
         """Return the bundled recipe of the model's class, changed to the variant."""
@@ -70,39 +102,39 @@ class Source:
 
 
 @contextmanager
-def saved(model: nn.Module, step: Callable[[], object], scratch: Path | None) -> Iterator[Source]:
+def saved(
+    model: nn.Module, step: Callable[[], object], scratch: Path | None, progress: Progress
+) -> Iterator[Source]:
     """Yield the files of a model in a temporary folder, which is deleted after.
 
     Args:
         model: a diffusers model, on any device; at most one shard of it is in host memory.
         step: one denoising step of it.
         scratch: where to make the folder; the system's place for such by default.
+        progress: told of what is hashed and packed.
     """
     with TemporaryDirectory(prefix="quantkit-bench-", dir=scratch) as folder:
         path = Path(folder) / "float16"
         model.save_pretrained(path, max_shard_size=_SHARD)  # type: ignore[operator]
-        yield Source(path, model, step)
+        yield Source(path, model, step, progress)
 
 
-def load_packed(
-    source: Source, variant: Variant, device: torch.device, threads: int, progress: Progress
-) -> nn.Module:
+def load_packed(source: Source, variant: Variant, device: torch.device, threads: int) -> nn.Module:
     """Pack a source, load it onto the device, and delete the packed files.
 
     Raises:
         InputError: it cannot be packed or loaded.
     """
     output = source.folder.with_name("packed")
-    opened, recipe = open_model(str(source.folder)), source.recipe(variant)
     pipeline.pack(
-        opened,
-        recipe,
+        source.opened,
+        source.recipe(variant),
         output,
-        calibration=calibrate_step(opened, recipe, source, progress) if variant.static else None,
+        calibration=source.calibration if variant.static else None,
         masks=None,
         threads=threads,
         force=False,
-        progress=progress,
+        progress=source.progress,
     )
     load: Any = type(source.model).from_pretrained  # type: ignore[attr-defined]
     try:
@@ -111,32 +143,6 @@ def load_packed(
         return model.to(device).eval().requires_grad_(False)
     finally:
         shutil.rmtree(output)
-
-
-def calibrate_step(
-    opened: Model, recipe: Recipe, source: Source, progress: Progress
-) -> Calibration:
-    """Return the statistics of one step, which is all that a scale of amax needs."""
-    (component,) = opened.components
-    layers = observed_layers(component, recipe)
-    collector = Collector(component.name, source.model, layers, buckets=1)
-    with collector.attached(SimpleNamespace(timesteps=[1.0]), lambda _: None):
-        source.step()
-    return Calibration(
-        {component.name: collector.statistics()},
-        (),
-        Provenance(
-            digests=weight_digests({component.name: layers}, progress),
-            recipe=recipe.name,
-            prompts=0,
-            prompts_digest="",
-            steps=1,
-            guidance=None,
-            seed=0,
-            calls={component.name: collector.calls},
-            versions=library_versions(),
-        ),
-    )
 
 
 def convolutions(model: nn.Module) -> tuple[str, ...]:
