@@ -19,7 +19,7 @@ QK_DEVICE u32 round_pair(f32 low, f32 high) {
   return pair;
 }
 
-template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class View = MatrixView<Tile>>
+template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class View>
 struct HopperEpilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;

@@ -9,7 +9,7 @@
 
 namespace qk {
 
-template <class Tile, Format kW, Format kX, bool kPromote, class View = MatrixView<Tile>>
+template <class Tile, Format kW, Format kX, bool kPromote, class View>
 struct HopperLoop {
   static constexpr int kSums = Tile::kM / 2;
   static constexpr int kSteps = Tile::kSparse ? 2 : 4;  // matrix instructions per stage and block

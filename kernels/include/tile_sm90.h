@@ -24,7 +24,7 @@ struct Problem {
 /// copy engine to write them out; with all of them, the next tile starts while the last one is written. Large chunks
 /// take fewer barriers, small ones less memory and start to leave earlier.
 template <int N, int M, int Blocks, bool PingPong, Share kHow, int Team, int Staged, bool Sparse, int OutputBytes,
-          int Chunk = M % 32 == 0 ? 32 : 16>
+          int Chunk>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kSparse = Sparse;
