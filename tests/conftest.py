@@ -31,6 +31,22 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def hopper():
+    """The GPU as the loader knows it; skipped when it is not Hopper."""
+    import torch
+
+    from quantkit.device.gpu.selftest import state_of
+    from quantkit.device.hopper import ARCHITECTURE
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+    state = state_of(torch.cuda.current_device())
+    assert not state.problem
+    assert state.device.arch.name == ARCHITECTURE
+    return state.device
+
+
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny StableDiffusionPipeline in fp16; read-only for tests (copy it to break it)."""

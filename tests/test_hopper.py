@@ -1,21 +1,17 @@
 """The Hopper kernels: their launches, the tile that a shape takes, and on a GPU their sums."""
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
 import torch
+from hopper_cases import check_machine_code, compile_kernel, symbol
 from kernel_cases import need
 
 from quantkit.device import execute, log, nvrtc, reference
 from quantkit.device.backends import Backend
-from quantkit.device.codeobject import read_nvidia_kernels
-from quantkit.device.elf import read_sections
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.selftest import state_of
 from quantkit.device.hopper import (
-    ARCHITECTURE,
     SHARED_LIMIT,
     TILES,
     HopperKernel,
@@ -28,7 +24,6 @@ from quantkit.device.hopper_choice import COSTS, choose_tile, estimate
 from quantkit.device.tensormap import ITEM_BYTES
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES
-from quantkit.resources import kernel_sources
 
 TIMES = json.loads((Path(__file__).parent / "golden/hopper_times.json").read_text())["times"]
 MODES = {
@@ -43,30 +38,6 @@ KERNELS = [
 ]
 #: Every tile once, sparse and dense in turns.
 COMPILED = {kernel.tile.name: kernel for kernel in (KERNELS[::2] + KERNELS[1::2])}.values()
-#: Low bits of a QGMMA, dense and sparse; agreed with nvdisasm of CUDA 13.
-QGMMA = 0x9F3
-
-
-def symbol(kernel):
-    return kernel.symbol
-
-
-@pytest.fixture(scope="module")
-def hopper():
-    """The GPU as the loader knows it; skipped when it is not Hopper."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
-    state = state_of(torch.cuda.current_device())
-    assert not state.problem
-    assert state.device.arch.name == ARCHITECTURE
-    return state.device
-
-
-def compile_kernel(kernel):
-    sources = kernel_sources()
-    options = [*nvrtc.nvrtc_options(ARCHITECTURE), f"-I{sources / 'include'}", *kernel.defines]
-    text = (sources / kernel.source).read_text(encoding="utf-8")
-    return nvrtc.load_nvrtc().compile(text, kernel.source, options)[0]
 
 
 # ------------------------------------------------------------------------------------ the launch
@@ -83,14 +54,7 @@ def test_a_block_fits_a_multiprocessor(kernel, io):
 
 @pytest.mark.parametrize("kernel", COMPILED, ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
-    need(nvrtc.load_nvrtc)
-    content = compile_kernel(kernel)
-    (resources,) = read_nvidia_kernels(content)
-    assert resources.symbol == kernel.symbol
-    assert resources.spills == 0
-    text = next(s for s in read_sections(content) if s.name == f".text.{kernel.symbol}")
-    words = struct.iter_unpack("<IIII", text.content)
-    assert any(first & 0xFFF == QGMMA for first, *_ in words)
+    check_machine_code(kernel)
 
 
 def test_other_shared_memory_than_planned_does_not_compile(monkeypatch):

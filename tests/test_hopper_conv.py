@@ -1,20 +1,16 @@
 """The convolutions of Hopper: geometry, choice, the operation on every back end, and their sums."""
 
-import struct
-
 import pytest
 import torch
-from kernel_cases import DTYPES, need
+from hopper_cases import check_machine_code, symbol
+from kernel_cases import DTYPES
 from packed import packed_module
 from torch.nn import functional
 
-from quantkit.device import convolve, log, nvrtc, reference
+from quantkit.device import convolve, log, reference
 from quantkit.device.backends import Backend, use
-from quantkit.device.codeobject import read_nvidia_kernels
-from quantkit.device.elf import read_sections
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.selftest import state_of
-from quantkit.device.hopper import ARCHITECTURE, CONV_NUMBERS, TILES, HopperKernel, arguments
+from quantkit.device.hopper import CONV_NUMBERS, TILES, HopperKernel, arguments
 from quantkit.device.hopper_choice import COSTS
 from quantkit.device.hopper_conv import (
     choose_conv_tile,
@@ -25,14 +21,13 @@ from quantkit.device.hopper_conv import (
     why_not,
 )
 from quantkit.device.tensormap import ITEM_BYTES
-from quantkit.device.windows import ConvShape, Windows
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.resources import kernel_sources
+from quantkit.numerics.windows import ConvShape, Windows
 
 #: Every kernel that a convolution may take.
 KERNELS = [
@@ -69,22 +64,6 @@ DENSE_SHAPES = {
     "16-channels": ConvShape(2, 12, 34, 16, 16, SAME),
     "144-channels": ConvShape(1, 9, 33, 144, 24, SAME),
 }
-#: Low bits of a QGMMA, dense and sparse; agreed with nvdisasm of CUDA 13.
-QGMMA = 0x9F3
-
-
-def symbol(kernel):
-    return kernel.symbol
-
-
-@pytest.fixture(scope="module")
-def hopper():
-    """The GPU as the loader knows it; skipped when it is not Hopper."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
-    state = state_of(torch.cuda.current_device())
-    assert not state.problem
-    return state.device
 
 
 # ------------------------------------------------------------------------------------ the launch
@@ -92,17 +71,7 @@ def hopper():
 
 @pytest.mark.parametrize("kernel", KERNELS[::3] + VARIED, ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
-    need(nvrtc.load_nvrtc)
-    sources = kernel_sources()
-    options = [*nvrtc.nvrtc_options(ARCHITECTURE), f"-I{sources / 'include'}", *kernel.defines]
-    text = (sources / kernel.source).read_text(encoding="utf-8")
-    content = nvrtc.load_nvrtc().compile(text, kernel.source, options)[0]
-    (resources,) = read_nvidia_kernels(content)
-    assert resources.symbol == kernel.symbol
-    assert resources.spills == 0
-    section = next(s for s in read_sections(content) if s.name == f".text.{kernel.symbol}")
-    words = struct.iter_unpack("<IIII", section.content)
-    assert any(first & 0xFFF == QGMMA for first, *_ in words)
+    check_machine_code(kernel)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -86,7 +86,7 @@ def oracle(layer, x):
     scheme, wide = layer.scheme, x.float()
     shape = (-1, 1, 1) if layer.kind == "conv2d" else (-1,)
     if layer.kind == "conv2d":
-        wide = functional.pad(wide, layer.padding)
+        wide = functional.pad(wide, layer.windows.padding)
     if layer.input_shift is not None:
         wide = wide - layer.input_shift.reshape(shape)
     if layer.input_smooth is not None:
@@ -101,14 +101,13 @@ def oracle(layer, x):
             wide = rounded(wide, scheme, None, dim=-1)
         return functional.linear(wide.double(), weight, bias)
     padded, kernel = wide.double(), layer.dense_shape[2:]
-    columns = functional.unfold(padded, kernel, layer.dilation, stride=layer.stride)
+    stride, dilation = layer.windows.stride, layer.windows.dilation
+    columns = functional.unfold(padded, kernel, dilation, stride=stride)
     if scheme.activation is TOKEN:
         columns = rounded(columns.float(), scheme, None, dim=1)
     y = weight.flatten(1) @ columns + bias[:, None]
     empty = torch.empty(*x.shape[:2], *padded.shape[2:], device="meta")
-    out = functional.conv2d(
-        empty, weight.to("meta", empty.dtype), None, layer.stride, 0, layer.dilation
-    )
+    out = functional.conv2d(empty, weight.to("meta", empty.dtype), None, stride, 0, dilation)
     return y.reshape(x.shape[0], -1, *out.shape[2:])
 
 

@@ -8,6 +8,7 @@ ran, gemm_fp8 where windows were unfolded.
 
 import logging
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from quantkit.device.gpu.choice import why_no_conv
 from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.prepare import prepare_conv, signature
 from quantkit.device.operands import check_conv, io_word, scale_words
-from quantkit.device.windows import ConvShape, Windows
+from quantkit.numerics.windows import ConvShape, Windows
 
 _logger = logging.getLogger(__name__)
 
@@ -55,17 +56,8 @@ def conv(
     Raises:
         ShapeError, KernelError: operands that do not fit together.
     """
-    op, operands = "conv_fp8", (x, x_scale, w, w_scale, bias)
-    key = signature(op, operands, (x_format, w_format, dtype, windows, sums_are_fast()))
-    if key and (call := calls.find(key)):
-        return call(*operands)[0]
-    shape = check_conv(op, x, x_scale, (("w", w, 1),), w_scale, bias, dtype, windows)
-    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
-    if _is_direct(op, x, words, shape):
-        return prepare_conv(op, words, shape, operands, key)(*operands)[0]
-    rows = windows.unfold(x).reshape(-1, shape.k)
-    y = execute.gemm(rows, x_scale, w, w_scale, bias, x_format, w_format, dtype)
-    return y.reshape(shape.batch, *shape.outputs, shape.n)
+    formats = (x_format, w_format)
+    return _convolve("conv_fp8", x, x_scale, (("w", w, 1),), w_scale, bias, windows, formats, dtype)
 
 
 def conv_sparse(
@@ -100,23 +92,41 @@ def conv_sparse(
     Raises:
         ShapeError, KernelError: operands that do not fit together.
     """
-    op, operands = "conv_fp8_sparse", (x, x_scale, w, w_meta, w_scale, bias)
-    key = signature(op, operands, (x_format, w_format, dtype, windows, sums_are_fast()))
+    weights, formats = (("w", w, 2), ("w_meta", w_meta, 8)), (x_format, w_format)
+    return _convolve("conv_fp8_sparse", x, x_scale, weights, w_scale, bias, windows, formats, dtype)
+
+
+def _convolve(
+    op: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weights: tuple[tuple[str, Tensor, int], ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    windows: Windows,
+    formats: tuple[str, str],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what ``op`` gives; weights as ``check_conv`` takes them."""
+    tensors = [tensor for _, tensor, _ in weights]
+    operands = (x, x_scale, *tensors, w_scale, bias)
+    key = signature(op, operands, (*formats, dtype, windows, sums_are_fast()))
     if key and (call := calls.find(key)):
         return call(*operands)[0]
-    weights = (("w", w, 2), ("w_meta", w_meta, 8))
     shape = check_conv(op, x, x_scale, weights, w_scale, bias, dtype, windows)
-    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
+    words = (*formats, *scale_words(x_scale, w_scale), io_word(op, dtype))
     if _is_direct(op, x, words, shape):
         return prepare_conv(op, words, shape, operands, key)(*operands)[0]
     rows = windows.unfold(x).reshape(-1, shape.k)
-    y = execute.gemm_sparse(rows, x_scale, w, w_meta, w_scale, bias, x_format, w_format, dtype)
+    multiply: Any = execute.gemm if len(weights) == 1 else execute.gemm_sparse
+    y: Tensor = multiply(rows, *operands[1:], *formats, dtype)
     return y.reshape(shape.batch, *shape.outputs, shape.n)
 
 
 def _is_direct(op: str, x: Tensor, words: tuple[str, ...], shape: ConvShape) -> bool:
-    gemm = op.replace("conv", "gemm")
-    choice = choose(gemm, x.device, k=shape.k, group_scales=words[3] == "group")
+    choice = choose(
+        op.replace("conv", "gemm"), x.device, k=shape.k, group_scales=words[3] == "group"
+    )
     if choice.backend is not Backend.GPU or x.numel() == 0 or shape.n == 0:
         return False
     reason = why_no_conv(find_device(x.get_device()), op, words[-1], shape)

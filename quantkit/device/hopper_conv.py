@@ -24,8 +24,8 @@ from quantkit.device.hopper import (
 )
 from quantkit.device.hopper_choice import COSTS, estimate
 from quantkit.device.tensormap import ITEM_BYTES, TensorMap
-from quantkit.device.windows import ConvShape
 from quantkit.errors import KernelError
+from quantkit.numerics.windows import ConvShape
 
 #: Widths of a tile in pixels, the best first where several need as many tiles.
 _WIDTHS = (32, 64, 128, 256, 16, 8)

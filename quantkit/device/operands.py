@@ -5,8 +5,8 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.windows import ConvShape, Windows
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.windows import ConvShape, Windows
 
 #: What the kernels read and write beside codes, and the word for it in a variant's name.
 IO_WORDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}

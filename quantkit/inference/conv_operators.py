@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from quantkit.device import convolve
-from quantkit.device.windows import Windows
 from quantkit.inference.operators import define
+from quantkit.numerics.windows import Windows
 
 
 def _conv(  # noqa: PLR0917  the order is the operator's schema

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
-from quantkit.device.windows import Windows
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.conv_operators import conv, conv_sparse
@@ -22,6 +21,7 @@ from quantkit.inference.terms import Term, split
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.windows import Windows
 
 _DTYPES = {
     "F32": torch.float32,
@@ -209,11 +209,8 @@ class PackedConv2d(PackedLayer):
                 f"{dense.groups}, wanted 'zeros' and 1; keep this layer in 16 bit"
             )
         super().__init__(name, scheme, dense, buckets)
-        self.stride = dense.stride
-        self.dilation = dense.dilation
-        #: left, right, top, bottom, as ``functional.pad`` takes them; covers padding="same"
-        self.padding = tuple(dense._reversed_padding_repeated_twice)  # noqa: SLF001  the only place that resolves "same"
-        self.windows = Windows.of((*dense.kernel_size, *self.stride, *self.dilation, *self.padding))
+        padding = dense._reversed_padding_repeated_twice  # noqa: SLF001  the only place that resolves "same"
+        self.windows = Windows.of((*dense.kernel_size, *dense.stride, *dense.dilation, *padding))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of ``x``."""
@@ -251,9 +248,11 @@ class PackedConv2d(PackedLayer):
 
     def _dequantized_forward(self, x: Tensor) -> Tensor:
         smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)
-        padded = functional.pad(_smoothed(x, smooth), self.padding)
+        windows = self.windows
+        padded = functional.pad(_smoothed(x, smooth), windows.padding)
         weight = self.dequantized().to(x.dtype)
-        return functional.conv2d(padded, weight, _as(self.bias, x), self.stride, 0, self.dilation)
+        steps = (windows.stride, 0, windows.dilation)
+        return functional.conv2d(padded, weight, _as(self.bias, x), *steps)
 
 
 def pack_module(

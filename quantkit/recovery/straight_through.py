@@ -15,6 +15,7 @@ from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.packing import from_rows, to_rows
 from quantkit.numerics.scales import WEIGHT_SCALES, cast, dequantize, quantize, scale_of_amax
 from quantkit.numerics.scheme import Scheme
+from quantkit.numerics.windows import Windows
 
 #: Elements of windows that are unfolded at a time: 7 bytes each, so about 0.9 GB.
 WINDOW_ELEMENTS = 1 << 27
@@ -109,7 +110,9 @@ class QuantizedConv2d(torch.autograd.Function):
             y = functional.conv2d(codes, narrow, None, how.stride, 0, how.dilation)
             return _scaled(y.movedim(1, -1), how.scale, bias, dtype).movedim(-1, 1)
         kernel = narrow.shape[2:]
-        windows = _windows(x.permute(0, 2, 3, 1), kernel, how)
+        # Padded by the caller.
+        seen = Windows.of((*kernel, *how.stride, *how.dilation, 0, 0, 0, 0))
+        windows = seen.unfold(x.permute(0, 2, 3, 1))
         scales = scale_of_amax(_window_amax(x, kernel, how), how.fmt)
         y = _multiply_windows(windows, scales, to_rows(narrow), how.fmt)
         return _scaled(y, scales.unsqueeze(-1), bias, dtype).permute(0, 3, 1, 2)
@@ -166,13 +169,6 @@ def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: FloatF
         codes = values.to(fmt.torch_dtype).reshape(-1, rows.shape[1])
         out.copy_((codes.to(rows.dtype) @ rows.T).view_as(out))
     return y
-
-
-def _windows(pixels: Tensor, kernel: torch.Size, how: QuantizedInput) -> Tensor:
-    """Return the view (B, OH, OW, kh, kw, C) of padded (B, H, W, C)."""
-    tall, wide = (d * (k - 1) + 1 for d, k in zip(how.dilation, kernel, strict=True))
-    view = pixels.unfold(1, tall, how.stride[0]).unfold(2, wide, how.stride[1])
-    return view[..., :: how.dilation[0], :: how.dilation[1]].permute(0, 1, 2, 4, 5, 3)
 
 
 def _window_amax(x: Tensor, kernel: torch.Size, how: QuantizedInput) -> Tensor:

@@ -3,10 +3,10 @@
 from quantkit.device import hopper, hopper_choice, hopper_conv
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.hopper import HopperKernel
+from quantkit.device.hopper import HopperKernel, HopperTile
 from quantkit.device.ops import Variant, find_op
 from quantkit.device.tiles import choose_tile
-from quantkit.device.windows import ConvShape
+from quantkit.numerics.windows import ConvShape
 
 
 def choose_gemm(
@@ -34,17 +34,7 @@ def choose_gemm(
     best, mode = hopper_choice.choose_sums(
         m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
     )
-    x_format, w_format, x_scale, w_scale, io = words
-    return HopperKernel(
-        best,
-        sparse=sparse,
-        accurate=mode,
-        x_format=x_format,
-        w_format=w_format,
-        x_scale=x_scale,
-        w_scale=w_scale,
-        io=io,
-    )
+    return _hopper_kernel(best, words, sparse=sparse, conv=False, accurate=mode)
 
 
 def choose_conv(
@@ -60,18 +50,7 @@ def choose_conv(
     best, mode = hopper_conv.choose_conv_tile(
         shape, sparse=sparse, accurate=accurate, multiprocessors=device.units
     )
-    x_format, w_format, x_scale, w_scale, io = words
-    return HopperKernel(
-        best,
-        sparse=sparse,
-        conv=True,
-        accurate=mode,
-        x_format=x_format,
-        w_format=w_format,
-        x_scale=x_scale,
-        w_scale=w_scale,
-        io=io,
-    )
+    return _hopper_kernel(best, words, sparse=sparse, conv=True, accurate=mode)
 
 
 def why_no_conv(device: Device, op: str, io: str, shape: ConvShape) -> str:
@@ -92,3 +71,20 @@ def why_not_hopper(device: Device) -> str:
     if device.driver.tensors is None:
         return f"driver {device.driver.version} has no tensor maps, 12.0 and later have"
     return ""
+
+
+def _hopper_kernel(
+    tile: HopperTile, words: tuple[str, ...], *, sparse: bool, conv: bool, accurate: bool
+) -> HopperKernel:
+    x_format, w_format, x_scale, w_scale, io = words
+    return HopperKernel(
+        tile,
+        sparse=sparse,
+        conv=conv,
+        accurate=accurate,
+        x_format=x_format,
+        w_format=w_format,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        io=io,
+    )

@@ -7,8 +7,8 @@ from quantkit.device.hopper import HopperKernel, HopperLaunch, arguments, plan_l
 from quantkit.device.hopper_conv import plan_conv
 from quantkit.device.ops import Variant
 from quantkit.device.tensormap import TensorMap
-from quantkit.device.windows import ConvShape
 from quantkit.errors import KernelError
+from quantkit.numerics.windows import ConvShape
 
 #: One compile of one source: symbol, source, defines, operation and name say which.
 Kernel = Variant | HopperKernel

@@ -11,7 +11,7 @@ from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.kernel import Kernel, Sizes
 from quantkit.device.operands import IO_WORDS
 from quantkit.device.ops import Variant, find_op
-from quantkit.device.windows import ConvShape
+from quantkit.numerics.windows import ConvShape
 
 #: What a kernel reads, in launch order.
 Inputs = tuple[Tensor | None, ...]
