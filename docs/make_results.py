@@ -24,9 +24,8 @@ KERNELS = (
         "h200-products.json",
         "Products",
         "quantkit kernels bench --op gemm_fp8 --op gemm_fp8_sparse --shapes all --against torch "
-        "--seconds 0.2 --save-baseline h200-products.json",
-        "Where `_scaled_mm` or quantkit with fast sums is missing, its largest error was over "
-        "0.04 or 0.05, what was allowed then.",
+        "--seconds 0.12 --save-baseline h200-products.json",
+        "",
     ),
     Run(
         "h200-layers.json",
@@ -40,9 +39,22 @@ MODELS = (
     Run(
         "h200-sdxl.json",
         "SDXL's UNet, replayed",
-        "quantkit bench model --config sdxl --compile blocks --graph --profile "
-        "--contenders f16-compiled --contenders fp8-static-compiled --save h200-sdxl.json",
-        "Interrupted after two contenders.",
+        "quantkit bench model --config sdxl --compile blocks --graph --profile --repeats 15 "
+        "--seconds 3 --contenders f16-compiled --contenders fp8-static-compiled "
+        "--contenders fp8-static-fast-compiled --contenders sparse-static-compiled "
+        "--contenders sparse-static-fast-compiled --save h200-sdxl.json",
+        "Three more contenders were interrupted.",
+    ),
+    Run(
+        "h200-flux-quarter.json",
+        "A quarter of FLUX, replayed",
+        "quantkit bench model --config flux-quarter --compile blocks --graph --profile "
+        "--repeats 15 --seconds 2 --contenders f16-compiled --contenders fp8-static-compiled "
+        "--contenders fp8-static-fast-compiled --save h200-flux-quarter.json",
+        "FLUX.1-dev's transformer with 5 of its 19 double and 10 of its 38 single blocks: "
+        '`flux-quarter/config.json` says `"_class_name": "FluxTransformer2DModel", '
+        '"guidance_embeds": true, "num_layers": 5, "num_single_layers": 10`. 4096 tokens '
+        "of the picture, 512 of the prompt. 4:2 was interrupted.",
     ),
     Run(
         "h200-sdxl-python.json",

@@ -167,7 +167,10 @@ def test_layers_take_any_layout_and_no_rows(make):
     assert not strided.is_contiguous()
     assert torch.equal(layer(strided), layer(x))
     if layer.kind == "conv2d":
-        assert torch.equal(layer(x.to(memory_format=torch.channels_last)), layer(x))
+        last = layer(x.to(memory_format=torch.channels_last))
+        assert torch.equal(last, layer(x))
+        assert layer(x).is_contiguous()
+        assert last.is_contiguous(memory_format=torch.channels_last)
     assert layer(x[:0]).shape == (0, *layer(x).shape[1:])
     assert torch.isfinite(layer(torch.zeros_like(x))).all()
 

@@ -1,15 +1,17 @@
 """Models in compiled blocks, and steps that are replayed from a CUDA graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-#: Class -> classes of blocks beside those that diffusers calls repeated: what a UNet has between
-#: its transformer blocks is half of its small kernels.
-_MORE_BLOCKS = {"UNet2DConditionModel": ("ResnetBlock2D",)}
+#: Class -> classes of blocks, where those that diffusers calls repeated are too few: what a UNet
+#: has between its transformer blocks is half of its small kernels.
+_BLOCKS = {
+    "UNet2DConditionModel": ("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D")
+}
 #: Sizes of a block that are compiled; SDXL's residual blocks have twelve, dynamo takes eight.
 _MOST_SIZES = 64
 
@@ -20,8 +22,8 @@ _WARM_UP = 3
 def compile_blocks(model: nn.Module) -> nn.Module:
     """Return a copy, its tensors shared, in which every block of a frequent kind is compiled."""
     model = with_shared_weights(model)
-    name = type(model).__name__
-    blocks = (*getattr(model, "_repeated_blocks", ()), *_MORE_BLOCKS.get(name, ()))
+    repeated: Sequence[str] = getattr(model, "_repeated_blocks", ())
+    blocks = _BLOCKS.get(type(model).__name__, repeated)
     config = torch._dynamo.config  # noqa: SLF001  public by documentation
     config.recompile_limit = max(config.recompile_limit, _MOST_SIZES)
     for module in model.modules():

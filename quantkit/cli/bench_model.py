@@ -52,7 +52,7 @@ def bench() -> None:
     type=click.Choice(("whole", "blocks")),
     default="whole",
     show_default=True,
-    help="blocks: each repeated block, which compiles faster and fuses less.",
+    help="blocks: each kind of block once, which compiles faster and fuses less.",
 )
 @click.option(
     "--graph",

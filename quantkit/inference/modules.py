@@ -190,8 +190,9 @@ class PackedLinear(PackedLayer):
 class PackedConv2d(PackedLayer):
     """A Conv2d layer over codes, with zero padding and one group.
 
-    Called with (B, C, H, W) or (C, H, W) in float16, bfloat16 or float32; returns the same dtype,
-    (B, N, OH, OW) with channels last in memory, which the next packed convolution reads as is.
+    Called with (B, C, H, W) or (C, H, W) in float16, bfloat16 or float32; returns (B, N, OH, OW) in
+    the same dtype and layout in memory. Kernels read and write channels last; what stands between
+    convolutions would copy what is not laid out as its model is, sums and concatenations slowly.
     """
 
     kind: Kind = "conv2d"
@@ -231,7 +232,8 @@ class PackedConv2d(PackedLayer):
             windows = self.windows.unfold(pixels.contiguous())
             terms = self._terms(windows.reshape(-1, self.k), self.windows.taps)
             y = self._multiply(terms, x.dtype).reshape(*windows.shape[:3], self.n)
-        return y.permute(0, 3, 1, 2)
+        y = y.permute(0, 3, 1, 2)
+        return y.contiguous() if x.is_contiguous() else y
 
     def _convolve(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return (B, OH, OW, N) of (B, H, W, C), each pixel quantized once."""
