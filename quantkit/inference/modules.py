@@ -7,6 +7,7 @@ are quantized once; else windows are unfolded into rows with a scale each.
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,8 @@ class PackedLayer(nn.Module):
         self.name = name
         self.scheme = scheme
         self.dense_shape = tuple(dense.weight.shape)
+        #: output features, and the length of a row: in_features, or kh * kw * C
+        self.n, self.k = self.dense_shape[0], prod(self.dense_shape[1:])
         # A tuple hides the buckets from the module tree: they belong to the root model.
         self.buckets = (buckets,)
         specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
@@ -63,22 +66,14 @@ class PackedLayer(nn.Module):
             buffer = _empty(parts[part], dense.weight.device) if part in parts else None
             self.register_buffer(part, buffer)
         bias = dense.bias
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    @property
-    def n(self) -> int:
-        """Output features."""
-        return self.dense_shape[0]
-
-    @property
-    def k(self) -> int:
-        """Length of a row: in_features, or kh * kw * C."""
-        return prod(self.dense_shape[1:])
+        bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", bias)
 
     @property
     def row_codes(self) -> Tensor:
         """The weight's codes as uint8 rows, (N, K) or (N, K / 2)."""
-        return self.weight.view(torch.uint8).reshape(self.n, -1)
+        codes: Tensor = self._part("weight").view(torch.uint8)
+        return codes if codes.ndim == 2 else codes.flatten(1)
 
     def dequantized(self) -> Tensor:
         """Return the dense weight in float32, shaped as the dense module's."""
@@ -107,30 +102,33 @@ class PackedLayer(nn.Module):
         buckets = self.buckets[0]
         return table if buckets is None else table.index_select(0, buckets.index.to(table.device))
 
-    def _static_scale(self) -> Tensor:
-        assert self.input_scale is not None
-        return self._of_bucket(self.input_scale).reshape(1)
+    def _part(self, name: str) -> Any:
+        """Return a buffer, or None: a call reads six, which ``__getattr__`` finds slowly."""
+        return self._buffers[name]
 
     def _shift(self, taps: int = 1) -> Tensor | None:
         """Return what is taken from the columns of rows (M, taps * C): (taps * C,), or None."""
-        if self.input_shift is None:
+        table = self._part("input_shift")
+        if table is None:
             return None
-        shift = self._of_bucket(self.input_shift).reshape(-1)
+        shift = self._of_bucket(table).reshape(-1)
         return shift if taps == 1 else shift.repeat(taps)
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the bias, with what the shift of the input takes from the output put back."""
-        if self.output_shift is None:
-            return None if self.bias is None else self.bias.to(dtype)
-        shift = self._of_bucket(self.output_shift).reshape(-1)
-        return (shift if self.bias is None else shift + self.bias.float()).to(dtype)
+        bias, table = self._parameters["bias"], self._part("output_shift")
+        if table is None:
+            return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
+        shift = self._of_bucket(table).reshape(-1)
+        return (shift if bias is None else shift + bias.float()).to(dtype)
 
     def _terms(self, x: Tensor, taps: int = 1) -> list[Term]:
         """Return what inputs (M, taps * C) become: FP8 values that add up to them."""
-        scheme, smooth = self.scheme, self.input_smooth
+        scheme, smooth = self.scheme, self._part("input_smooth")
         if smooth is not None and taps > 1:
             smooth = smooth.repeat(taps)
-        scale = self._static_scale() if scheme.activation is Activation.STATIC else None
+        static = scheme.activation is Activation.STATIC
+        scale = self._of_bucket(self._part("input_scale")) if static else None
         return split(x, scale, smooth, self._shift(taps), scheme.weight, scheme.terms)
 
     def _multiply(
@@ -154,8 +152,10 @@ class PackedLayer(nn.Module):
     def _product(
         self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
     ) -> Tensor:
-        sparse, meta = self.weight_meta is not None, self.weight_meta
-        weights = (self.row_codes, *([meta] if sparse else []), self.weight_scale, bias)
+        meta, scale = self._part("weight_meta"), self._part("weight_scale")
+        sparse = meta is not None
+        codes = (self.row_codes, meta) if sparse else (self.row_codes,)
+        weights = (*codes, scale, bias)
         y: Tensor
         if windows is None:
             y = (gemm_sparse if sparse else gemm)(*term, *weights, self.scheme.weight.name, dtype)
@@ -183,6 +183,8 @@ class PackedLinear(PackedLayer):
         if self.scheme.activation is Activation.NONE:
             weight = self.dequantized().to(x.dtype)
             return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
+        if x.ndim == 2:
+            return self._multiply(self._terms(x.contiguous()), x.dtype)
         rows = x.reshape(-1, self.k).contiguous()
         return self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
 

@@ -11,7 +11,7 @@ from quantkit.inference.fusing import is_fused
 from quantkit.inference.operators import quantize_static, quantize_token
 from quantkit.numerics.formats import FloatFormat
 
-#: (M, K) uint8 codes of an input, and their float32 scale: (1,) or (M,)
+#: (M, K) uint8 codes of an input, and their float32 scale: (), (1,) or (M,)
 Term = tuple[Tensor, Tensor]
 
 
@@ -27,7 +27,7 @@ def split(  # noqa: PLR0917  the order of the quantize operators
 
     Args:
         x: (M, K), float16, bfloat16 or float32, contiguous.
-        scale: float32 (1,), of the first term; None: each row has its own.
+        scale: float32, () or (1,), of the first term; None: each row has its own.
         smooth: float32 (K,); None for ones.
         shift: float32 (K,); None for zeros.
         fmt: of the codes.
