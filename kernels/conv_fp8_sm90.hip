@@ -17,8 +17,8 @@
 // map stands in mma_sm90.h.
 #include "gemm_sm90.h"
 
-using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, qk::Share(QK_SHARE), QK_TEAM,
-                            QK_STAGED, false, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
+using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
+                            false, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
 using View = qk::PictureView<Tile>;
 using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT), QK_ACCURATE == 1, qk::Io(QK_IO),
                             QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL, View>;

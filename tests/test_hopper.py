@@ -15,8 +15,6 @@ from quantkit.device.hopper import (
     SHARED_LIMIT,
     TILES,
     HopperKernel,
-    HopperTile,
-    Share,
     arguments,
     plan_launch,
 )
@@ -66,21 +64,18 @@ def test_other_shared_memory_than_planned_does_not_compile(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(1, 1, 32), (130, 257, 1312), (8192, 640, 640), (77, 72, 2048)])
 @pytest.mark.parametrize("kernel", KERNELS, ids=symbol)
-def test_grids_are_whole_teams_and_no_larger_than_the_work(kernel, shape):
+def test_grids_are_no_larger_than_the_work(kernel, shape):
     m, n, k = shape
     tile = kernel.tile
-    if tile.share is Share.SPLIT_K and k < 128 * tile.team:
+    if k <= 128 * (tile.team - 1):
         with pytest.raises(KernelError, match=r"wanted 4; take a tile that does not split K"):
             plan_launch(kernel, *shape)
         return
     launch = plan_launch(kernel, *shape)
-    (blocks, *ones), teams = launch.grid, tile.team_tiles(m, n)
+    (blocks, *ones), tiles = launch.grid, tile.tiles(m, n)
     assert ones == [1, 1]
-    assert blocks % tile.team == 0
-    assert blocks // tile.team <= teams
-    assert teams * tile.team_m * tile.team_n >= m * n
-    if tile.share is not Share.SPLIT_K:
-        assert blocks <= 132
+    assert tiles * tile.m * tile.n >= m * n
+    assert blocks == (tile.team * tiles if tile.team > 1 else min(tiles, 132))
     assert launch.numbers[:3] == shape
 
 
@@ -97,8 +92,7 @@ def test_tensor_maps_keep_the_limits_of_the_copy_engine(kernel):
     assert w.sizes == (320 if kernel.sparse else 640, 200)
     # What the boxes of one stage bring is what the kernel waits for.
     tile = kernel.tile
-    team = {Share.WEIGHTS: (tile.team, 1), Share.TOKENS: (1, tile.team)}.get(tile.share, (1, 1))
-    assert (w.box[1] * team[0], x.box[1] * team[1]) == (tile.n, tile.m)
+    assert (w.box[1], x.box[1]) == (tile.n, tile.m)
 
 
 def test_rows_that_the_copy_engine_cannot_write_have_no_map():
@@ -149,8 +143,8 @@ def test_estimates_are_near_what_was_measured(mode):
 
 
 def test_short_k_is_not_split_and_many_tokens_take_no_narrow_tile():
-    assert choose_tile(16, 1280, 5120).share is Share.SPLIT_K
-    assert choose_tile(16, 64, 384).share is Share.NOTHING
+    assert choose_tile(16, 1280, 5120).team > 1
+    assert choose_tile(16, 64, 384).team == 1
     assert choose_tile(65, 640, 640).m >= 64
 
 
@@ -202,18 +196,12 @@ def spacing(values, dtype):
 SHAPES = [(300, 200, 640), (1, 8, 32), (77, 75, 2048), (130, 257, 1312)]
 #: More tiles than multiprocessors; sparse metadata end in either of the two sets of registers.
 SHAPES += [(4100, 2056, 640), (2100, 4104, 1152)]
-#: No shape takes a team that shares operands, but the kernels have them.
-TEAMS = {
-    share: HopperTile(name, 128, 192, blocks=2, ping_pong=True, share=share, team=2, staged=2)
-    for name, share in (("p128x192w", Share.WEIGHTS), ("p128x192t", Share.TOKENS))
-}
 VARIED = [
     HopperKernel(TILES["c128x160"], io="bf16", x_scale="tensor"),
     HopperKernel(TILES["c128x192"], io="f32", w_scale="tensor"),
     HopperKernel(TILES["c128x192"], sparse=True, io="f32", x_format="e5m2"),
     HopperKernel(TILES["c128x160"], sparse=True, io="bf16", w_format="e5m2"),
-    HopperKernel(TEAMS[Share.WEIGHTS], accurate=False, x_format="e5m2", w_format="e5m2"),
-    HopperKernel(TEAMS[Share.TOKENS], accurate=False),
+    HopperKernel(TILES["p128x192"], accurate=False, x_format="e5m2", w_format="e5m2"),
 ]
 
 
@@ -232,7 +220,7 @@ def run(hopper, kernel, tensors, y):
 def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
     generator = torch.Generator().manual_seed(5)
     for index, (m, n, k) in enumerate(SHAPES):
-        if kernel.tile.share is Share.SPLIT_K and k < 128 * kernel.tile.team:
+        if k <= 128 * (kernel.tile.team - 1):
             continue
         tensors, dtype = gemm_tensors(kernel, m, n, k, generator)
         tensors["bias"] = tensors["bias"] if index % 2 else None

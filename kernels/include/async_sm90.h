@@ -30,19 +30,6 @@ QK_DEVICE void barrier_expect(u32 barrier, int bytes) {
 QK_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// Arrives at the barrier that lies at the same place in block `rank` of the cluster. Orders nothing beyond the
-/// calling block: with `.release.cluster` every arrival waited for all of the thread's memory traffic (MEMBAR.GPU),
-/// and the K loop took half as long again.
-QK_DEVICE void barrier_arrive_at(u32 barrier, int rank) {
-  asm volatile(
-      "{\n\t"
-      ".reg .b32 remote;\n\t"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
 QK_DEVICE void barrier_wait(u32 barrier, int parity) {
   asm volatile(
       "{\n\t"
@@ -67,20 +54,13 @@ struct Place {
 };
 
 #define QK_COORDINATES "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3])
-// copy_box     a box of a tensor to shared memory; what lies outside the tensor (before it, too) becomes zeros
-// copy_box_to  the same into every block of the cluster whose bit is set, each signalling its own barrier
-// store_box    a box of shared memory to a tensor; what lies outside the tensor is left out. Belongs to a group of copies
-//              of the calling thread
+// copy_box   a box of a tensor to shared memory; what lies outside the tensor (before it, too) becomes zeros
+// store_box  a box of shared memory to a tensor; what lies outside the tensor is left out. Belongs to a group of copies
+//            of the calling thread
 #define QK_COPIES(rank, coordinates)                                                                             \
   QK_DEVICE void copy_box(u32 target, const TensorMap& map, u32 barrier, Place<rank> place) {                    \
     asm volatile("cp.async.bulk.tensor." #rank "d.shared::cluster.global.mbarrier::complete_tx::bytes"           \
                  " [%4], [%5, " coordinates "], [%6];" ::QK_COORDINATES, "r"(target), "l"(&map), "r"(barrier)    \
-                 : "memory");                                                                                    \
-  }                                                                                                              \
-  QK_DEVICE void copy_box_to(u16 blocks, u32 target, const TensorMap& map, u32 barrier, Place<rank> place) {     \
-    asm volatile("cp.async.bulk.tensor." #rank "d.shared::cluster.global.mbarrier::complete_tx::bytes"           \
-                 ".multicast::cluster [%4], [%5, " coordinates "], [%6], %7;" ::QK_COORDINATES, "r"(target),     \
-                 "l"(&map), "r"(barrier), "h"(blocks)                                                            \
                  : "memory");                                                                                    \
   }                                                                                                              \
   QK_DEVICE void store_box(const TensorMap& map, u32 source, Place<rank> place) {                                \

@@ -26,7 +26,7 @@ struct HopperGemm {
   // 65536 registers, the same for every thread at first (168, or 128 beside three multiplying warpgroups): the copying
   // warpgroup hands its share over.
   static constexpr int kCopying = Tile::kConsumers == 3 ? 32 : 40, kMultiplying = Tile::kConsumers == 3 ? 160 : 232;
-  static constexpr bool kSplit = Tile::kShare == Share::kSplitK;
+  static constexpr bool kSplit = Tile::kTeam > 1;
 
   static QK_DEVICE void run(const Operands& op, u8* shared) {
     const Ring<Tile> ring{shared_address(shared)};
@@ -39,7 +39,7 @@ struct HopperGemm {
       ring.init();
     }
     if (thread_index() == 0) tensor_map_prefetch(op.y);
-    if constexpr (Tile::kTeam > 1) cluster_sync();
+    if constexpr (kSplit) cluster_sync();
     if (group == Tile::kConsumers) {
       if constexpr (Tile::kConsumers > 1) registers_shrink<kCopying>();
       if (wave_index() == Tile::kConsumers * 4) group_arrive(kReady, kReadyThreads);
@@ -52,8 +52,6 @@ struct HopperGemm {
       if constexpr (Tile::kConsumers > 1) registers_grow<kMultiplying>();
       consume(ring, schedule, op, shared, group);
     }
-    // A block must not end while others still write into its memory.
-    if constexpr (Ring<Tile>::kMulticast) cluster_sync();
   }
 
  private:
@@ -66,7 +64,7 @@ struct HopperGemm {
       const Position at = schedule.position(tile);
       for (int step = 0; step < schedule.count; ++step) {
         barrier_wait(ring.empty(stage), parity);
-        ring.fill(stage, ring.full(set, stage), schedule.begin + step, at, schedule.rank, op.view, op.x, op.w);
+        ring.fill(stage, ring.full(set, stage), schedule.begin + step, at, op.view, op.x, op.w);
         stage = Reader<Tile>::after(stage);
         if (stage == 0) parity ^= 1;
       }

@@ -3,17 +3,13 @@
 // A block computes tiles of kN outputs x kM tokens, one after the other (persistent). One thread of the last
 // warpgroup keeps a ring of kStages K steps full; the warpgroups before it multiply. They share a tile
 // (kPingPong false: warpgroup c has outputs 64 kBlocks c ..) or take tiles in turns (true), so that one's
-// epilogue runs under the other's matrix instructions. A team of blocks (a cluster) shares what all need:
-//   kTokens   neighbouring outputs: each copies a part of the token rows into all blocks of the team
-//   kWeights  neighbouring tokens: likewise the weight rows
-//   kSplitK   one tile, each block a part of K; the sums meet in block 0. One tile per team.
+// epilogue runs under the other's matrix instructions. Or kTeam blocks (a cluster) have one tile, each a part of K; their
+// sums meet in block 0.
 #pragma once
 
 #include "mma_sm90.h"
 
 namespace qk {
-
-enum class Share { kNothing, kTokens, kWeights, kSplitK };
 
 struct Problem {
   int m, n, k;
@@ -23,12 +19,10 @@ struct Problem {
 /// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of Chunk tokens that wait in shared memory for the
 /// copy engine to write them out; with all of them, the next tile starts while the last one is written. Large chunks
 /// take fewer barriers, small ones less memory and start to leave earlier.
-template <int N, int M, int Blocks, bool PingPong, Share kHow, int Team, int Staged, bool Sparse, int OutputBytes,
-          int Chunk>
+template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, bool Sparse, int OutputBytes, int Chunk>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kSparse = Sparse;
-  static constexpr Share kShare = kHow;
   static constexpr int kConsumers = PingPong ? 2 : N / (64 * Blocks);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kOutputs = 64 * Blocks;  // of a warpgroup
@@ -55,10 +49,7 @@ struct HopperTile {
   static_assert(kConsumers <= 3, "registers for the sums of three warpgroups");
   static_assert(M % 16 == 0 && kStageBytes % 1024 == 0 && kBoxBytes % 1024 == 0, "swizzled boxes start on 1024 bytes");
   static_assert(kStages >= 2, "the ring needs two stages");
-  static_assert(kHow != Share::kTokens || M / Team % 8 == 0, "each block of a team copies whole swizzle atoms");
-  static_assert((kHow == Share::kNothing) == (Team == 1), "a team shares something");
-  static_assert(kHow != Share::kSplitK || (Team - 1) * kConsumers * Blocks * M * 256 <= kStages * kStageBytes,
-                "the sums of a team meet in the ring");
+  static_assert((Team - 1) * kConsumers * Blocks * M * 256 <= kStages * kStageBytes, "the sums of a team meet in the ring");
 };
 
 struct Position {
@@ -68,35 +59,29 @@ struct Position {
 /// Which tiles this block computes, and which K steps of them.
 template <class Tile>
 struct Schedule {
-  int tiles_m, tiles_n;  // of teams
+  int tiles_m, tiles_n;
   int first, step, total, group;
   int rank;
   int begin, count;  // K steps
 
   QK_DEVICE explicit Schedule(const Problem& p) {
-    constexpr int kTeamM = Tile::kM * (Tile::kShare == Share::kWeights ? Tile::kTeam : 1);
-    constexpr int kTeamN = Tile::kN * (Tile::kShare == Share::kTokens ? Tile::kTeam : 1);
-    tiles_m = (p.m - 1) / kTeamM + 1;
-    tiles_n = (p.n - 1) / kTeamN + 1;
+    tiles_m = (p.m - 1) / Tile::kM + 1;
+    tiles_n = (p.n - 1) / Tile::kN + 1;
     total = tiles_m * tiles_n;
     group = p.group;
     rank = Tile::kTeam == 1 ? 0 : cluster_rank();
     first = block_x() / Tile::kTeam;
     step = static_cast<int>(gridDim.x) / Tile::kTeam;
     const int steps = (p.k - 1) / Tile::kStepK + 1;
-    const bool split = Tile::kShare == Share::kSplitK;
-    begin = split ? rank * steps / Tile::kTeam : 0;
-    count = (split ? (rank + 1) * steps / Tile::kTeam : steps) - begin;
+    begin = rank * steps / Tile::kTeam;
+    count = (rank + 1) * steps / Tile::kTeam - begin;
   }
 
   QK_DEVICE Position position(int tile) const {
     const int start = tile / (group * tiles_n) * group;
     const int rows = tiles_m - start < group ? tiles_m - start : group;
     const int within = tile - start * tiles_n;
-    int m = start + within % rows, n = within / rows;
-    if (Tile::kShare == Share::kWeights) m = m * Tile::kTeam + rank;
-    if (Tile::kShare == Share::kTokens) n = n * Tile::kTeam + rank;
-    return {m * Tile::kM, n * Tile::kN};
+    return {(start + within % rows) * Tile::kM, within / rows * Tile::kN};
   }
 };
 
@@ -116,10 +101,8 @@ struct Ring {
     return base + Tile::kBarriers + 8 * (Tile::kFullSets * Tile::kStages + stage);
   }
 
-  static constexpr bool kMulticast = Tile::kShare == Share::kTokens || Tile::kShare == Share::kWeights;
-
   QK_DEVICE void init() const {
-    constexpr int kReaders = 4 * (Tile::kPingPong ? 1 : Tile::kConsumers) * (kMulticast ? Tile::kTeam : 1);
+    constexpr int kReaders = 4 * (Tile::kPingPong ? 1 : Tile::kConsumers);
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       for (int set = 0; set < Tile::kFullSets; ++set) barrier_init(full(set, stage), 1);
       barrier_init(empty(stage), kReaders);
@@ -127,34 +110,18 @@ struct Ring {
     barrier_init_fence();
   }
 
-  /// Says that the calling warp has read a stage, to every block that may write into it.
+  /// Says that the calling warp has read a stage.
   QK_DEVICE void release(int stage, int lane) const {
-    if (kMulticast) {
-      if (lane < Tile::kTeam) barrier_arrive_at(empty(stage), lane);
-    } else if (lane == 0) {
-      barrier_arrive(empty(stage));
-    }
+    if (lane == 0) barrier_arrive(empty(stage));
   }
 
   /// Copies K step `step` of the tile at `at` into a stage. One thread.
   template <class View>
-  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, int rank, const View& view, const TensorMap& x,
+  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, const View& view, const TensorMap& x,
                       const TensorMap& w) const {
-    constexpr u16 kAll = (1 << Tile::kTeam) - 1;
     barrier_expect(ready, Tile::kStageBytes);
-    if (Tile::kShare == Share::kWeights) {
-      constexpr int kRows = Tile::kN / Tile::kTeam;
-      copy_box_to(kAll, weights(stage) + rank * kRows * Tile::kWeightRow, w, ready,
-                  view.weights(step, at.n + rank * kRows));
-    } else {
-      copy_box(weights(stage), w, ready, view.weights(step, at.n));
-    }
-    if (Tile::kShare == Share::kTokens) {
-      constexpr int kRows = Tile::kM / Tile::kTeam;
-      copy_box_to(kAll, tokens(stage) + rank * kRows * Tile::kStepK, x, ready, view.tokens(step, at.m + rank * kRows));
-    } else {
-      copy_box(tokens(stage), x, ready, view.tokens(step, at.m));
-    }
+    copy_box(weights(stage), w, ready, view.weights(step, at.n));
+    copy_box(tokens(stage), x, ready, view.tokens(step, at.m));
   }
 };
 

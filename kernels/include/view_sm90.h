@@ -33,7 +33,7 @@ struct MatrixView {
 /// steps): a branch around half of a step's instructions cost the accurate dense kernels 1 to 15 %, at every shape.
 template <class Tile>
 struct PictureView {
-  static_assert(Tile::kShare == Share::kNothing, "hopper_conv.py has no boxes for teams");
+  static_assert(Tile::kTeam == 1, "hopper_conv.py has no launches for teams");
 
   int channels, taps, taps_wide;
   int wide_bits, across, down;

@@ -7,7 +7,6 @@ cluster size is compiled in.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.tensormap import ITEM_BYTES, TensorMap
@@ -36,18 +35,6 @@ CONV_NUMBERS = (
 _IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")
 
 
-class Share(Enum):
-    """What the blocks of a team (a cluster) have in common; the values are those of the source."""
-
-    NOTHING = 0
-    #: neighbouring outputs: each copies a part of the token rows for all
-    TOKENS = 1
-    #: neighbouring tokens: likewise the weight rows
-    WEIGHTS = 2
-    #: one tile: each block sums a part of K
-    SPLIT_K = 3
-
-
 @dataclass(frozen=True)
 class HopperTile:
     """One entry of the menu: what a block computes at a time, and with which warpgroups."""
@@ -60,7 +47,7 @@ class HopperTile:
     blocks: int = 1
     #: warpgroups take tiles in turns instead of sharing one
     ping_pong: bool = False
-    share: Share = Share.NOTHING
+    #: blocks (a cluster) that have a tile together, each a part of K
     team: int = 1
     #: tokens that leave shared memory at once, a box of y
     chunk: int = 32
@@ -83,19 +70,9 @@ class HopperTile:
         chunks = self.m // self.chunk
         return chunks if self.staged is None else min(self.staged, chunks)
 
-    @property
-    def team_m(self) -> int:
-        """Tokens of a team."""
-        return self.m * (self.team if self.share is Share.WEIGHTS else 1)
-
-    @property
-    def team_n(self) -> int:
-        """Outputs of a team."""
-        return self.n * (self.team if self.share is Share.TOKENS else 1)
-
-    def team_tiles(self, m: int, n: int) -> int:
-        """Return how many tiles of a whole team cover M tokens and N outputs."""
-        return ceil_div(m, self.team_m) * ceil_div(n, self.team_n)
+    def tiles(self, m: int, n: int) -> int:
+        """Return how many tiles cover M tokens and N outputs."""
+        return ceil_div(m, self.m) * ceil_div(n, self.n)
 
 
 #: Every tile that a kernel is compiled for. Which one a shape takes: ``hopper_choice``.
@@ -103,7 +80,7 @@ TILES: dict[str, HopperTile] = {
     tile.name: tile
     for tile in (
         HopperTile("c64x16", 64, 16, chunk=16),
-        HopperTile("k64x16", 64, 16, share=Share.SPLIT_K, team=4, chunk=16),
+        HopperTile("k64x16", 64, 16, team=4, chunk=16),
         HopperTile("c64x64", 64, 64),
         HopperTile("c128x64", 128, 64),
         HopperTile("c128x96", 128, 96),
@@ -171,7 +148,6 @@ class HopperKernel:
             "TILE_M": tile.m,
             "BLOCKS": tile.blocks,
             "PING_PONG": int(tile.ping_pong),
-            "SHARE": tile.share.value,
             "TEAM": tile.team,
             "CHUNK": tile.chunk,
             "STAGED": tile.staged_chunks,
@@ -253,7 +229,7 @@ def plan_launch(
     if k % multiple or min(m, n, k) < 1:
         raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
     steps = ceil_div(k, STEP_K)
-    if tile.share is Share.SPLIT_K and steps < tile.team:
+    if steps < tile.team:
         raise KernelError(
             f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, wanted {tile.team}; "
             "take a tile that does not split K"
@@ -268,22 +244,18 @@ def plan_launch(
 
 
 def grid_of(tile: HopperTile, m: int, n: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Return the blocks of a launch: whole teams, no more than there are places for."""
-    teams = tile.team_tiles(m, n)
-    if tile.share is not Share.SPLIT_K:
-        teams = min(teams, multiprocessors // tile.team)
-    return (teams * tile.team, 1, 1)
+    """Return the blocks of a launch: a team per tile, or blocks that take tiles in turns."""
+    tiles = tile.tiles(m, n)
+    return (tiles * tile.team if tile.team > 1 else min(tiles, multiprocessors), 1, 1)
 
 
 def _maps(
     kernel: HopperKernel, m: int, n: int, k: int
 ) -> tuple[TensorMap, TensorMap, TensorMap | None]:
     tile, item = kernel.tile, ITEM_BYTES[kernel.io]
-    x_rows = tile.m // (tile.team if tile.share is Share.TOKENS else 1)
-    w_rows = tile.n // (tile.team if tile.share is Share.WEIGHTS else 1)
     w_columns = k // 2 if kernel.sparse else k
     row = kernel.weight_row
-    x = TensorMap("x", "u8", (k, m), (STEP_K, x_rows))
-    w = TensorMap("w", "u8", (w_columns, n), (row, w_rows), swizzle=row)
+    x = TensorMap("x", "u8", (k, m), (STEP_K, tile.m))
+    w = TensorMap("w", "u8", (w_columns, n), (row, tile.n), swizzle=row)
     y = TensorMap("y", kernel.io, (n, m), (128 // item, tile.chunk))
     return x, w, (None if n * item % 16 else y)

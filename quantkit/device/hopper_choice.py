@@ -5,7 +5,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper import MULTIPROCESSORS, STEP_K, TILES, HopperTile, Share
+from quantkit.device.hopper import MULTIPROCESSORS, STEP_K, TILES, HopperTile
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,8 @@ def estimate(
 ) -> float:
     """Return the microseconds that ``tile`` should take for M tokens x N outputs over K."""
     cost = COSTS[sparse, accurate][tile.name]
-    steps = ceil_div(k, STEP_K)
-    if tile.share is Share.SPLIT_K:
-        steps = ceil_div(steps, tile.team)
-    rounds = ceil_div(tile.team_tiles(m, n), multiprocessors // tile.team)
+    steps = ceil_div(ceil_div(k, STEP_K), tile.team)
+    rounds = ceil_div(tile.tiles(m, n), multiprocessors // tile.team)
     return cost.launch + rounds * (cost.round + steps * cost.step)
 
 
@@ -127,4 +125,4 @@ def choose_sums(
 def _suits(tile: HopperTile, m: int, k: int) -> bool:
     if tile.m < _FEW_TOKENS < m:
         return False
-    return tile.share is not Share.SPLIT_K or ceil_div(k, STEP_K) >= tile.team
+    return tile.team == 1 or ceil_div(k, STEP_K) >= tile.team

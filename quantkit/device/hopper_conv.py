@@ -19,7 +19,6 @@ from quantkit.device.hopper import (
     HopperKernel,
     HopperLaunch,
     HopperTile,
-    Share,
     grid_of,
 )
 from quantkit.device.hopper_choice import COSTS, estimate
@@ -137,14 +136,11 @@ def choose_conv_tile(
 
 
 def conv_tiles(*, sparse: bool, accurate: bool) -> Iterator[HopperTile]:
-    """Yield the tiles that can be cut into rows of pixels, but for those of few tokens.
-
-    No teams: two that share weights took 1 % less to 18 % more time (c128x192, SDXL's shapes).
-    """
+    """Yield the tiles that can be cut into rows of pixels, but for those of few tokens."""
     for name in COSTS[sparse, accurate]:
         tile = TILES[name]
         spills = _SPILLING.get((sparse, accurate)) == name
-        if tile.m >= _LEAST_TOKENS and tile.share is Share.NOTHING and not spills:
+        if tile.m >= _LEAST_TOKENS and tile.team == 1 and not spills:
             yield tile
 
 
