@@ -57,8 +57,8 @@ def _host():
     need(compilers.host_compiler)
 
 
-def run(folder, *names):
-    settings = Settings(batch=1, size=4)
+def run(folder, *names, **options):
+    settings = Settings(batch=1, size=4, **options)
     contenders = [MODEL_CONTENDERS[name] for name in names]
     plan = Plan(0, 5, 0)
     return run_model_bench(
@@ -90,6 +90,20 @@ def test_packed_models_are_right_and_smaller(unet_dir):
     # Per token, 3x3 convolutions keep 16-bit inputs.
     assert everything < rows["fp8-static"].calls["gemm_fp8 host"]
     assert rows["f16"].calls == {}
+
+
+@pytest.mark.usefixtures("_host")
+def test_fused_projections_are_one_product(unet_dir):
+    (apart,) = run(unet_dir, "fp8-static").rows
+    dense, joined = (result := run(unet_dir, "f16", "fp8-static", fuse_projections=True)).rows
+    assert not result.wrong
+    # Three products become one in self-attention, two in cross-attention; memory stays.
+    products = "gemm_fp8 host"
+    blocks = sum(n.endswith("attn1") for n, _ in tiny_unet().named_modules())
+    assert joined.calls[products] == apart.calls[products] - 3 * blocks
+    assert joined.weight_bytes == pytest.approx(apart.weight_bytes, rel=0.02)
+    # diffusers keeps what it joined, too.
+    assert dense.of_f16 > 1
 
 
 def test_models_without_convolutions_say_so(flux_dir):
@@ -276,6 +290,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "graph": False,
         "profile": True,
         "channels_last": True,
+        "fuse_projections": False,
     }
     dense, packed = (row["profile"] for row in values["rows"])
     assert {"name", "calls", "ms"} == set(values["rows"][0]["kernels"][0])

@@ -1,6 +1,6 @@
 """What a model takes of a device's memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import torch
@@ -8,17 +8,20 @@ from torch import Tensor, nn
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters and buffers, shared ones once."""
-    tensors = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    return sum(_bytes(tensor) for tensor in tensors.values())
+    """Return the bytes of memory of parameters and buffers, shared memory once."""
+    tensors = chain(model.parameters(), model.buffers())
+    stores = (part.untyped_storage() for tensor in tensors for part in _parts(tensor))
+    return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
 
 
-def _bytes(tensor: Tensor) -> int:
-    """Return a tensor's bytes, those of its parts for a tensor that is made of some."""
-    parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is None:
-        return tensor.nbytes
-    return sum(_bytes(getattr(tensor, name)) for name in parts()[0])
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, or those that it is made of."""
+    names = getattr(tensor, "__tensor_flatten__", None)
+    if names is None:
+        yield tensor
+    else:
+        for name in names()[0]:
+            yield from _parts(getattr(tensor, name))
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.compiling import captured, compile_blocks
+from quantkit.bench.compiling import captured, compile_blocks, with_shared_weights
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
@@ -42,7 +42,10 @@ class _Bench:
 
     settings: Settings
     device: torch.device
+    #: what is packed, and what outputs are compared with
     original: nn.Module
+    #: what contenders run that are not packed: the original, its projections fused if asked for
+    dense: nn.Module
     inputs: dict[str, Any]
     source: Source | None
     threads: int
@@ -52,14 +55,14 @@ class _Bench:
     def model(self, contender: ModelContender) -> nn.Module:
         """Return the contender's model, not compiled yet."""
         if contender.torchao:
-            return _torchao(self.original)
+            return _torchao(self.dense)
         variant = contender.variant
         if variant is None:
-            return self.original
+            return self.dense
         if variant not in self.packed:
             assert self.source is not None
             packed = load_packed(self.source, variant, self.device, self.threads)
-            self.packed[variant] = _laid_out(packed, self.settings)
+            self.packed[variant] = _fused(_laid_out(packed, self.settings), self.settings)
         return self.packed[variant]
 
     def judge(self, contender: ModelContender, output: Tensor) -> Judgement:
@@ -116,7 +119,8 @@ def run_model_bench(
         packs = any(c.variant for c in contenders)
         copy = saved(original, _step(original, inputs), settings.scratch, progress)
         source = stack.enter_context(copy) if packs else None
-        bench = _Bench(settings, device, original, inputs, source, threads)
+        dense = with_shared_weights(original) if settings.fuse_projections else original
+        bench = _Bench(settings, device, original, _fused(dense, settings), inputs, source, threads)
         found: list[_Ready | ModelRow] = []
         # Compiling takes minutes: after an interrupt, those that are ready are measured.
         with suppress(KeyboardInterrupt):
@@ -203,6 +207,13 @@ def _laid_out(model: nn.Module, settings: Settings) -> nn.Module:
     """
     if settings.channels_last:
         nn.Module.to(model, memory_format=torch.channels_last)
+    return model
+
+
+def _fused(model: nn.Module, settings: Settings) -> nn.Module:
+    """Return the model with its projections fused if that was asked for, in place."""
+    if settings.fuse_projections:
+        model.fuse_qkv_projections()  # type: ignore[operator]
     return model
 
 

@@ -30,6 +30,8 @@ class Settings:
     profile: bool = False
     #: pictures with channels last in memory, in every contender
     channels_last: bool = False
+    #: one product for the projections of an input, in every contender
+    fuse_projections: bool = False
     #: where packed files lie for a while; None: where the system keeps such
     scratch: Path | None = None
 

@@ -64,6 +64,11 @@ def bench() -> None:
     is_flag=True,
     help="Keep pictures with channels last in memory, in every contender.",
 )
+@click.option(
+    "--fuse-projections",
+    is_flag=True,
+    help="One product for queries, keys and values (fuse_qkv_projections), in every contender.",
+)
 @options.device
 @click.option(
     "--repeats", type=click.IntRange(min=5), default=30, show_default=True, help="Rounds at most."
@@ -93,6 +98,7 @@ def model_command(
     compile_: str,
     graph: bool,
     channels_last: bool,
+    fuse_projections: bool,
     device: str,
     repeats: int,
     seconds: float,
@@ -120,6 +126,7 @@ def model_command(
         graph=graph,
         profile=profile,
         channels_last=channels_last,
+        fuse_projections=fuse_projections,
         scratch=scratch,
     )
     result = bench_model(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD, PackedConfig, parse_config
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import buckets, saving
+from quantkit.inference import buckets, projections, saving
 from quantkit.inference.checks import check_component, some
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.modules import PackedLayer, pack_module
@@ -182,6 +182,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
         saving.install(model)
+        projections.install(model)
         return model
 
     def get_state_dict_and_metadata(

@@ -1,0 +1,150 @@
+"""``fuse_qkv_projections`` of packed models: one product for all projections of an input.
+
+diffusers would copy weights into an nn.Linear, which packed codes do not fit. Attention modules
+with packed projections get a ``fuse_projections`` of their own, which the model's method calls;
+what reads the joined layers are diffusers' own processors. Rows of a weight keep their scales, and
+the projections of an input have its one scale in common: results stay the same to the bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import InputError
+from quantkit.inference.modules import PackedLinear
+from quantkit.numerics.granularity import PerChannel, PerTensor
+
+#: Attribute that diffusers' processors read -> the layers that it joins.
+_JOINED = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+}
+#: Parts with a row or an entry per output, and those that belong to the input.
+_OF_OUTPUTS = ("weight", "weight_meta", "weight_scale", "output_shift")
+_OF_INPUT = ("input_scale", "input_smooth", "input_shift")
+
+
+class JoinedLinear(PackedLinear):
+    """Packed layers of one input as one, rows in order; the model's files do not have it."""
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Add nothing: the layers that were joined hold the same rows."""
+
+
+def install(model: nn.Module) -> None:
+    """Give the attention modules of a packed model their own ``fuse_projections``."""
+    for module in model.modules():
+        layers = (getattr(module, n, None) for names in _JOINED.values() for n in names)
+        packed = any(isinstance(layer, PackedLinear) for layer in layers)
+        if packed and hasattr(module, "fuse_projections"):
+            own: Any = MethodType(fuse_projections, module)
+            module.fuse_projections = own
+
+
+def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT002  diffusers' signature
+    """Join what projects one input; the layers themselves stay, as views of the joined rows.
+
+    Args:
+        self: an attention module of diffusers.
+        fuse: kept as ``fused_projections``, which processors read.
+
+    Raises:
+        InputError: projections that are not packed alike; nothing was changed.
+    """
+    if not getattr(self, "_supports_qkv_fusion", True) or getattr(self, "fused_projections", False):
+        return
+    first = "to_kv" if getattr(self, "is_cross_attention", False) else "to_qkv"
+    found = {
+        name: [getattr(self, part, None) for part in _JOINED[name]]
+        for name in (first, "to_added_qkv")
+    }
+    joined = {name: _join(name, layers) for name, layers in found.items() if None not in layers}
+    for name, layer in joined.items():
+        setattr(self, name, layer)
+    self.fused_projections = fuse
+
+
+@torch.no_grad()
+def _join(name: str, layers: Sequence[Any]) -> nn.Module:
+    if all(type(layer) is nn.Linear for layer in layers):
+        return _join_dense(layers)
+    reason = _why_apart(layers)
+    if reason:
+        names = ", ".join(getattr(layer, "name", "a layer in 16 bit") for layer in layers)
+        raise InputError(
+            f"fuse_qkv_projections: {names}: {reason}; leave this model's projections apart"
+        )
+    return _join_packed(name, layers)
+
+
+def _why_apart(layers: Sequence[Any]) -> str:
+    """Return why layers cannot be one; empty when they can."""
+    first, *others = layers
+    if not all(isinstance(layer, PackedLinear) for layer in layers):
+        return "some are packed and some are not"
+    if any((layer.scheme, layer.k) != (first.scheme, first.k) for layer in others):
+        return "they have different schemes"
+    if any((layer.bias is None) != (first.bias is None) for layer in others):
+        return "some have a bias and some have none"
+    for part in _OF_INPUT:
+        mine = getattr(first, part)
+        if mine is not None and not all(torch.equal(getattr(o, part), mine) for o in others):
+            return f"{part} differs, as if they had different inputs"
+    return ""
+
+
+def _join_packed(name: str, layers: Sequence[PackedLinear]) -> PackedLinear:
+    first = layers[0]
+    scheme, per_tensor = first.scheme, isinstance(first.scheme.granularity, PerTensor)
+    if per_tensor:
+        scheme = replace(scheme, granularity=PerChannel())
+    shape = nn.Linear(first.k, sum(layer.n for layer in layers), device="meta")
+    path = first.name.rpartition(".")[0]
+    joined = JoinedLinear(f"{path}.{name}".strip("."), scheme, shape, first.buckets[0])
+    for part in _OF_INPUT:
+        setattr(joined, part, getattr(first, part))
+    for part in _OF_OUTPUTS:
+        if getattr(first, part) is None:
+            continue
+        parts = [getattr(layer, part) for layer in layers]
+        if part == "weight_scale" and per_tensor:
+            parts = [scale.expand(layer.n) for scale, layer in zip(parts, layers, strict=True)]
+        setattr(joined, part, _cat(parts, dim=-1 if part == "output_shift" else 0))
+    joined.bias = _biases(layers)
+    _share(joined, layers)
+    return joined
+
+
+def _join_dense(layers: Sequence[nn.Linear]) -> nn.Linear:
+    weight = torch.cat([layer.weight for layer in layers])
+    joined = nn.Linear(weight.shape[1], len(weight), device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    joined.register_parameter("bias", _biases(layers))
+    return joined
+
+
+def _biases(layers: Sequence[PackedLinear | nn.Linear]) -> nn.Parameter | None:
+    parts: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return nn.Parameter(torch.cat(parts), requires_grad=False) if parts else None
+
+
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    # torch concatenates no FP8 on some devices.
+    dtype = parts[0].dtype
+    bits = torch.uint8 if dtype.itemsize == 1 else dtype
+    return torch.cat([part.view(bits) for part in parts], dim).view(dtype)
+
+
+def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
+    """Let the layers' codes be rows of the joined ones, so that nothing is there twice."""
+    places = pairwise(accumulate((layer.n for layer in layers), initial=0))
+    for layer, (start, end) in zip(layers, places, strict=True):
+        for part in ("weight", "weight_meta"):
+            if getattr(layer, part) is not None:
+                setattr(layer, part, getattr(joined, part)[start:end])
