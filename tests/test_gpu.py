@@ -28,6 +28,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_gemm
+from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import read_object
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.ops import OPS, Variant
@@ -342,7 +343,7 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(device):
         pytest.raises(Exception, match="run the model once before capturing"),
         torch.cuda.graph(graph),
     ):
-        device.launcher(fresh, {"m": 1, "k": 16})
+        prepare_launch(device, fresh, {"m": 1, "k": 16})
     torch.cuda.synchronize()
 
 
@@ -487,7 +488,7 @@ def test_a_launch_takes_the_host_four_microseconds_at_most(device, op):
 
 def test_objects_come_from_the_cache(device):
     variant = VARIANTS[0]
-    device.launcher(variant, {"m": 1, "n": 1, "k": 32})
+    prepare_launch(device, variant, {"m": 1, "n": 1, "k": 32})
     found = read_object(device.driver, device.target, variant)
     assert found.path.exists()
     assert found.content == found.path.read_bytes()

@@ -20,6 +20,7 @@ from quantkit.device.gpu.choice import choose_gemm, why_not_hopper
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.driver import Driver, TensorEntries
 from quantkit.device.gpu.kernel import plan_of
+from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.hopper import TILES, HopperKernel, arguments, plan_launch
@@ -157,7 +158,7 @@ def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
     m, n, k = 300, 200, 640
     device, tensors = h200(cuda), operands(kernel, m, n, k)
     cuda.count = len(arguments(kernel))
-    device.launcher(kernel, {"m": m, "n": n, "k": k})(*tensors)
+    prepare_launch(device, kernel, {"m": m, "n": n, "k": k})(*tensors)
     plan, by_name = (
         plan_launch(kernel, m, n, k),
         dict(zip(operand_names(kernel), tensors, strict=True)),
@@ -187,7 +188,9 @@ def operand_names(kernel):
 def test_a_missing_bias_is_null_and_rows_that_cannot_be_copied_have_an_empty_map(cuda):
     x, x_scale, w, w_scale, _, _ = operands(DENSE, 4, 75, 64)
     y = torch.zeros(4, 75, dtype=torch.float16)
-    h200(cuda).launcher(DENSE, {"m": 4, "n": 75, "k": 64}, [4])(x, x_scale, w, w_scale, None, y)
+    prepare_launch(h200(cuda), DENSE, {"m": 4, "n": 75, "k": 64}, [4])(
+        x, x_scale, w, w_scale, None, y
+    )
     names = arguments(DENSE)
     assert cuda.values[names.index("bias")] == bytes(8)
     assert cuda.maps[names.index("y_map")] == bytes(MAP_BYTES)
@@ -195,7 +198,7 @@ def test_a_missing_bias_is_null_and_rows_that_cannot_be_copied_have_an_empty_map
 
 
 def test_maps_follow_the_operands_and_are_made_once_per_address(cuda):
-    launcher = h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})
+    launcher = prepare_launch(h200(cuda), DENSE, {"m": 8, "n": 16, "k": 64})
     first, second = operands(DENSE, 8, 16, 64), operands(DENSE, 8, 16, 64)
     for tensors in (first, second, first, second):
         launcher(*tensors)
@@ -211,21 +214,21 @@ def test_maps_follow_the_operands_and_are_made_once_per_address(cuda):
 def test_copied_operands_are_described_where_the_copy_lies(cuda):
     tensors = operands(DENSE, 8, 16, 64)
     tensors[0] = torch.zeros(64, 8, dtype=torch.uint8).T
-    h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})(*tensors)
+    prepare_launch(h200(cuda), DENSE, {"m": 8, "n": 16, "k": 64})(*tensors)
     assert cuda.encoded[0] not in (0, tensors[0].data_ptr())
     assert cuda.encoded[1:] == [tensors[2].data_ptr(), tensors[-1].data_ptr()]
 
 
 def test_a_thread_without_a_context_is_bound_before_its_maps_are_made(cuda):
     cuda.encode_statuses = [201]
-    h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})(*operands(DENSE, 8, 16, 64))
+    prepare_launch(h200(cuda), DENSE, {"m": 8, "n": 16, "k": 64})(*operands(DENSE, 8, 16, 64))
     assert cuda.bound == [0, 0]  # loading, encoding
     assert len(cuda.encoded) == 4
 
 
 def test_a_map_that_the_driver_refuses_is_an_error(cuda):
     cuda.encode_statuses = [1]
-    launcher = h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})
+    launcher = prepare_launch(h200(cuda), DENSE, {"m": 8, "n": 16, "k": 64})
     with pytest.raises(KernelError, match="cannot describe x to the copy engine: 1"):
         launcher(*operands(DENSE, 8, 16, 64))
     assert not cuda.launches
@@ -233,7 +236,7 @@ def test_a_map_that_the_driver_refuses_is_an_error(cuda):
 
 def test_kept_maps_are_bounded(cuda, monkeypatch):
     monkeypatch.setattr("quantkit.device.gpu.launcher._MOST_MAPS", 2)
-    launcher = h200(cuda).launcher(DENSE, {"m": 8, "n": 16, "k": 64})
+    launcher = prepare_launch(h200(cuda), DENSE, {"m": 8, "n": 16, "k": 64})
     kept = [operands(DENSE, 8, 16, 64) for _ in range(5)]
     for tensors in kept:
         launcher(*tensors)

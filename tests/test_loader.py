@@ -29,6 +29,7 @@ from quantkit.device.codeobject import Resources
 from quantkit.device.geometry import compile_expression, geometry_of
 from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
 from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.ops import OPS, Variant
 from quantkit.errors import CompilerMissingError, KernelError
@@ -130,7 +131,7 @@ def test_grid_and_numbers_follow_the_launch_file(hip, op):
         hip.forget_calls()
         pointers = [a for a in op.args if a.is_pointer]
         numbers = {a.name: sizes[a.name] for a in op.args if not a.is_pointer}
-        device.launcher(variant, numbers)(*torch.zeros(len(pointers), 16))
+        prepare_launch(device, variant, numbers)(*torch.zeros(len(pointers), 16))
         launch = hip.launches()[-1]
         grid = [compile_expression(text)(sizes) for text in geometry_of(variant).grid]
         assert launch["grid"] == ",".join(map(str, grid))
@@ -231,7 +232,7 @@ def test_the_python_part_of_a_launch_is_short(hip):
 def test_sizes_beyond_32_bits_are_refused(hip):
     hip.provide(SMALL)
     with pytest.raises(KernelError, match=r"do not fit 32-bit integers"):
-        hip.device().launcher(SMALL, {"m": 2**31, "k": 16})
+        prepare_launch(hip.device(), SMALL, {"m": 2**31, "k": 16})
 
 
 def test_prepared_calls_do_not_grow_without_end(monkeypatch):
@@ -579,7 +580,7 @@ def test_prebuilt_objects_in_the_cache_folder_need_no_compiler(hip):
     object.__setattr__(device.driver, "compiler", "libhiprtc: not here")
     quantize(device)
     with pytest.raises(CompilerMissingError, match="libhiprtc: not here"):
-        device.launcher(GEMM, {"m": 1, "n": 1, "k": 16})
+        prepare_launch(device, GEMM, {"m": 1, "n": 1, "k": 16})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel, Sizes
+from quantkit.device.gpu.launcher import prepare_launch
 
 #: Operands that differ in nothing but their addresses.
 Signature = tuple[object, ...]
@@ -49,7 +50,7 @@ class Call:
             KernelError: the kernel cannot be compiled or loaded.
         """
         #: queues the kernel on given operands, outputs included
-        self.launch = device.launcher(kernel, sizes, nulls)
+        self.launch = prepare_launch(device, kernel, sizes, nulls)
         self._torch_device = device.torch_device
         self._op, self._name = kernel.operation, kernel.name
         self._outputs = tuple(outputs)

@@ -1,7 +1,7 @@
 """The GPUs of this machine: what runs kernels on each, and why not when nothing does."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,8 +11,7 @@ import torch
 
 from quantkit.device.archs import Arch, arch_of_device
 from quantkit.device.gpu.driver import Driver
-from quantkit.device.gpu.kernel import Kernel, Sizes, plan_of
-from quantkit.device.gpu.launcher import Launcher
+from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.gpu.objects import read_object
 from quantkit.errors import KernelError
 
@@ -44,22 +43,21 @@ class Device:
         """What kernels are compiled for: the architecture, in the compiler's spelling."""
         return self.arch.target_for(self.name)
 
-    def launcher(self, kernel: Kernel, sizes: Sizes, nulls: Sequence[int] = ()) -> Launcher:
-        """Return a prepared launch; the kernel is read, compiled and loaded when it is new.
+    def function(self, kernel: Kernel, shared_bytes: int) -> int:
+        """Return the handle of a kernel, which is read, compiled and loaded when it is new.
 
         Args:
-            nulls: which arguments are null.
+            shared_bytes: dynamic shared memory of its blocks.
 
         Raises:
             KernelError: it cannot be compiled or loaded, or a graph is being captured.
         """
-        plan = plan_of(kernel, sizes, self.units)
         function = self._functions.get(kernel)
         if function is None:
             with self._lock:
-                function = self._functions.get(kernel) or self._load(kernel, plan.shared_bytes)
+                function = self._functions.get(kernel) or self._load(kernel, shared_bytes)
                 self._functions[kernel] = function
-        return Launcher(self, function, kernel.symbol, plan, nulls)
+        return function
 
     def _load(self, kernel: Kernel, shared_bytes: int) -> int:
         if self.capturing():

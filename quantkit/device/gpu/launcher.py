@@ -10,17 +10,15 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.device.gpu.kernel import Plan
+from quantkit.device.gpu.devices import Device
+from quantkit.device.gpu.kernel import Kernel, Plan, Sizes, plan_of
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.tensormap import TensorMap
-
-if TYPE_CHECKING:
-    from quantkit.device.gpu.devices import Device
 
 _SLOT = 8
 #: Kernels move 16 bytes at a time.
@@ -60,7 +58,7 @@ class Launcher:
 
     def __init__(
         self,
-        device: "Device",
+        device: Device,
         function: int,
         symbol: str,
         plan: Plan,
@@ -165,6 +163,25 @@ class Launcher:
             driver.bind(self._index)
             status = self._entry(*block.arguments)
         driver.check("launch the kernel", status, self._symbol)
+
+
+def prepare_launch(
+    device: Device, kernel: Kernel, sizes: Sizes, nulls: Sequence[int] = ()
+) -> Launcher:
+    """Return the launch of a kernel on a device, which loads it when it is new.
+
+    Args:
+        device: where the operands will lie.
+        kernel: what is launched.
+        sizes: what its numbers follow from.
+        nulls: which arguments are null.
+
+    Raises:
+        KernelError: it cannot be compiled or loaded, or a graph is being captured.
+    """
+    plan = plan_of(kernel, sizes, device.units)
+    function = device.function(kernel, plan.shared_bytes)
+    return Launcher(device, function, kernel.symbol, plan, nulls)
 
 
 class _Maps(NamedTuple):
