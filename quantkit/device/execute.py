@@ -11,6 +11,7 @@ not start on 16 bytes, are copied first: kernels read rows of plain memory.
 
 import logging
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from quantkit.device.operands import (
     io_word,
     scale_words,
 )
+from quantkit.device.ops import find_op
 
 _logger = logging.getLogger(__name__)
 
@@ -137,14 +139,8 @@ def gemm(
     key = signature(op, operands, (x_format, w_format, dtype, sums_are_fast()))
     if key and (call := calls.find(key)):
         return call(*operands)[0]
-    check_gemm(op, x, x_scale, (("w", w, 1),), w_scale, bias, dtype)
-    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
-    backend = _backend(op, x, words, group_scales=w_scale.ndim == 2)
-    if backend is Backend.REFERENCE:
-        return reference.gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
-    if backend is Backend.GPU and x.shape[0] and w.shape[0]:
-        return prepare_gemm(op, words, operands, key)(*operands)[0]
-    return run_gemm(op, words, x, x_scale, (w,), w_scale, bias, dtype)
+    weights, formats = (("w", w, 1),), (x_format, w_format)
+    return _multiply(op, x, x_scale, weights, w_scale, bias, formats, dtype, key)
 
 
 def gemm_sparse(
@@ -181,17 +177,34 @@ def gemm_sparse(
     key = signature(op, operands, (x_format, w_format, dtype, sums_are_fast()))
     if key and (call := calls.find(key)):
         return call(*operands)[0]
-    weights = (("w", w, 2), ("w_meta", w_meta, 8))
+    weights, formats = (("w", w, 2), ("w_meta", w_meta, 8)), (x_format, w_format)
+    return _multiply(op, x, x_scale, weights, w_scale, bias, formats, dtype, key)
+
+
+def _multiply(
+    op: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weights: tuple[tuple[str, Tensor, int], ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    formats: tuple[str, str],
+    dtype: torch.dtype,
+    key: calls.Signature,
+) -> Tensor:
+    """Return what ``op`` gives where no call is prepared; weights as ``check_gemm`` takes them."""
     check_gemm(op, x, x_scale, weights, w_scale, bias, dtype)
-    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op, dtype))
+    tensors = tuple(tensor for _, tensor, _ in weights)
+    operands = (x, x_scale, *tensors, w_scale, bias)
+    words = (*formats, *scale_words(x_scale, w_scale), io_word(op, dtype))
     backend = _backend(op, x, words, group_scales=w_scale.ndim == 2)
     if backend is Backend.REFERENCE:
-        return reference.gemm_sparse(
-            x, x_scale, w, w_meta, w_scale, bias, x_format, w_format, dtype
-        )
-    if backend is Backend.GPU and x.shape[0] and w.shape[0]:
+        compute: Any = find_op(op).reference
+        y: Tensor = compute(*operands, *formats, dtype)
+        return y
+    if backend is Backend.GPU and x.shape[0] and tensors[0].shape[0]:
         return prepare_gemm(op, words, operands, key)(*operands)[0]
-    return run_gemm(op, words, x, x_scale, (w, w_meta), w_scale, bias, dtype)
+    return run_gemm(op, words, x, x_scale, tensors, w_scale, bias, dtype)
 
 
 def _backend(op: str, x: Tensor, words: tuple[str, ...], *, group_scales: bool = False) -> Backend:
