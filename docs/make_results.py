@@ -16,7 +16,7 @@ class Run:
     file: str
     title: str
     command: str
-    note: str
+    note: str = ""
 
 
 KERNELS = (
@@ -25,7 +25,6 @@ KERNELS = (
         "Products",
         "quantkit kernels bench --op gemm_fp8 --op gemm_fp8_sparse --shapes all --against torch "
         "--seconds 0.12 --save-baseline h200-products.json",
-        "",
     ),
     Run(
         "h200-layers.json",
@@ -86,7 +85,8 @@ def _section(run: Run, tables: Any) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if k != "quantkit")
     made = (
         f"{machine['device']}, driver {clocks['driver_version']}, {versions}; kernel sources "
-        f"{machine['kernel_sources'][:12]}. {run.note}\n"
+        f"{machine['kernel_sources'][:12]}. {run.note}".rstrip()
+        + "\n"
     )
     return "\n".join(
         [f"## {run.title}\n", f"```console\n{run.command}\n```\n", made, *tables(found)]

@@ -183,8 +183,6 @@ class PackedLinear(PackedLayer):
         if self.scheme.activation is Activation.NONE:
             weight = self.dequantized().to(x.dtype)
             return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
-        if x.ndim == 2:
-            return self._multiply(self._terms(x.contiguous()), x.dtype)
         rows = x.reshape(-1, self.k).contiguous()
         return self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
 

@@ -40,9 +40,10 @@ class JoinedLinear(PackedLinear):
 def install(model: nn.Module) -> None:
     """Give the attention modules of a packed model their own ``fuse_projections``."""
     for module in model.modules():
+        if not hasattr(module, "fuse_projections"):
+            continue
         layers = (getattr(module, n, None) for names in _JOINED.values() for n in names)
-        packed = any(isinstance(layer, PackedLinear) for layer in layers)
-        if packed and hasattr(module, "fuse_projections"):
+        if any(isinstance(layer, PackedLinear) for layer in layers):
             own: Any = MethodType(fuse_projections, module)
             module.fuse_projections = own
 
@@ -142,7 +143,7 @@ def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
-    """Let the layers' codes be rows of the joined ones, so that nothing is there twice."""
+    """Let the layers' codes be rows of the joined ones, so that they are not there twice."""
     places = pairwise(accumulate((layer.n for layer in layers), initial=0))
     for layer, (start, end) in zip(layers, places, strict=True):
         for part in ("weight", "weight_meta"):
