@@ -20,7 +20,7 @@ from quantkit.calibration.running import (
     run_batch,
     split_batches,
 )
-from quantkit.inference.modules import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer
 from quantkit.models.source import open_model
 from quantkit.recipe import CalibrationRecipe
 

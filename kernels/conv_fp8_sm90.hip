@@ -15,13 +15,14 @@
 // Launch: 128 threads per multiplying warpgroup and 128 that copy, grid of at most one block per multiprocessor, dynamic
 // shared memory kSharedBytes. quantkit/device/hopper_conv.py has the geometry. Lanes: the accumulators'
 // map stands in mma_sm90.h.
+#include "epilogue_sm90.h"
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
                             false, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
 using View = qk::PictureView<Tile>;
-using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT), QK_ACCURATE == 1, qk::Io(QK_IO),
-                            QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL, View>;
+using Epilogue = qk::HopperEpilogue<Tile, qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL, View>;
+using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT), QK_ACCURATE == 1, Epilogue>;
 static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper.py counts the shared memory");
 static_assert(QK_X_SCALE != QK_TOKEN, "a pixel is part of many outputs: they share a scale");
 

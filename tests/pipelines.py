@@ -23,7 +23,7 @@ def tiny_pipeline(path: Path, *, seed: int = 0) -> Path:
     """
     import diffusers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = _stable_diffusion(
             tiny_unet,
@@ -43,7 +43,7 @@ def tiny_sd15_pipeline(path: Path, *, seed: int = 0) -> Path:
     """Write a StableDiffusionPipeline of SD 1.5's blocks and scheduler in fp16 to ``path``."""
     import diffusers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = _stable_diffusion(
             lambda: _narrow_unet(
@@ -81,7 +81,7 @@ def tiny_sdxl_pipeline(path: Path, *, seed: int = 0) -> Path:
     """Write a StableDiffusionXLPipeline of SDXL's blocks and scheduler in fp16 to ``path``."""
     import diffusers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = diffusers.StableDiffusionXLPipeline(
             vae=_vae(),
@@ -113,7 +113,7 @@ def tiny_transformer_pipeline(path: Path, *, seed: int = 0) -> Path:
     """Write a StableDiffusion3Pipeline in fp16 to ``path`` and return it."""
     import diffusers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = diffusers.StableDiffusion3Pipeline(
             transformer=_sd3_transformer(),
@@ -134,7 +134,7 @@ def tiny_flux_pipeline(path: Path, *, seed: int = 0) -> Path:
     """Write a FluxPipeline in fp16 to ``path`` and return it."""
     import diffusers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = diffusers.FluxPipeline(
             transformer=_flux_transformer(),
@@ -153,7 +153,7 @@ def tiny_transformer(path: Path, *, seed: int = 0) -> Path:
     """Write a PixArtTransformer2DModel alone, in fp16, to ``path`` and return it."""
     import diffusers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = diffusers.PixArtTransformer2DModel(
             num_attention_heads=2,

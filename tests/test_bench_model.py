@@ -224,6 +224,10 @@ def test_unknown_configs_are_refused():
         ("gemm_fp8_sparse_sm90_e4m3fn_e4m3fn_token_channel_f16_fast_c128x192", "quantkit products"),
         ("quantkit::gemm_sparse", "quantkit products"),
         ("conv_fp8_sm90_e4m3fn_e4m3fn_tensor_channel_f16_accurate_c128x160", "quantkit products"),
+        (
+            "geglu_fp8_sm90_e4m3fn_e4m3fn_tensor_channel_f16_e4m3fn_fast_p128x160",
+            "quantkit products",
+        ),
         ("quantkit::conv", "quantkit products"),
         ("quantize_fp8_token_f16_e4m3fn", "quantize"),
         ("quantkit::quantize_static", "quantize"),

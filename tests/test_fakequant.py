@@ -13,7 +13,7 @@ from quantkit.calibration.running import choose_device, load_pipeline
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ModelError, RecipeError
 from quantkit.inference.loading import load_pipeline as load_packed
-from quantkit.inference.modules import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor

@@ -10,7 +10,7 @@ from torch.nn import functional
 from quantkit.device import convolve, log, reference
 from quantkit.device.backends import Backend, use
 from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper import CONV_NUMBERS, TILES, HopperKernel, arguments
+from quantkit.device.hopper import CONV_NUMBERS, TILES, Family, HopperKernel, arguments
 from quantkit.device.hopper_choice import COSTS
 from quantkit.device.hopper_conv import (
     choose_conv_tile,
@@ -31,15 +31,19 @@ from quantkit.numerics.windows import ConvShape, Windows
 
 #: Every kernel that a convolution may take.
 KERNELS = [
-    HopperKernel(tile, sparse=sparse, conv=True, accurate=accurate, x_scale="tensor")
+    HopperKernel(tile, sparse=sparse, family=Family.CONV, accurate=accurate, x_scale="tensor")
     for sparse, accurate in COSTS
     for tile in conv_tiles(sparse=sparse, accurate=accurate)
 ]
 VARIED = [
-    HopperKernel(TILES["c128x160"], conv=True, io="bf16", x_scale="tensor", w_scale="tensor"),
-    HopperKernel(TILES["c128x192"], conv=True, io="f32", x_scale="tensor", x_format="e5m2"),
-    HopperKernel(TILES["c128x96"], True, True, io="f32", x_scale="tensor", w_format="e5m2"),
-    HopperKernel(TILES["c128x176"], True, True, io="bf16", x_scale="tensor"),
+    HopperKernel(
+        TILES["c128x160"], family=Family.CONV, io="bf16", x_scale="tensor", w_scale="tensor"
+    ),
+    HopperKernel(
+        TILES["c128x192"], family=Family.CONV, io="f32", x_scale="tensor", x_format="e5m2"
+    ),
+    HopperKernel(TILES["c128x96"], True, Family.CONV, io="f32", x_scale="tensor", w_format="e5m2"),
+    HopperKernel(TILES["c128x176"], True, Family.CONV, io="bf16", x_scale="tensor"),
 ]
 SAME = Windows((3, 3), padding=(1, 1, 1, 1))
 #: A window for every edge: sizes 1, tails of tiles, taps and channels, padding that is not even,
@@ -154,7 +158,7 @@ def test_boxes_add_up_to_the_convolution(name, tile):
     pictures = (shape.batch, shape.height, shape.width, shape.channels)
     x = torch.randint(-4, 5, pictures, generator=generator).float()
     w = torch.randint(-4, 5, (shape.n, shape.windows.taps, shape.channels), generator=generator)
-    kernel = HopperKernel(TILES[tile], conv=True, x_scale="tensor")
+    kernel = HopperKernel(TILES[tile], family=Family.CONV, x_scale="tensor")
     y = by_boxes(kernel, shape, x, w.float())
     dense = w.float().reshape(shape.n, *shape.windows.kernel, -1).permute(0, 3, 1, 2)
     assert torch.equal(y, convolved(x, dense, shape.windows))
@@ -281,7 +285,7 @@ def names_and_shapes(kernel):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("name", ["1x1-picture", "7x9", "uneven", "1x1-padded", "strides"])
 def test_the_host_computes_what_torch_does(name, sparse):
-    shape, kernel = SHAPES[name], HopperKernel(TILES["c64x64"], sparse=sparse, conv=True)
+    shape, kernel = SHAPES[name], HopperKernel(TILES["c64x64"], sparse=sparse, family=Family.CONV)
     tensors = conv_tensors(kernel, shape, torch.Generator().manual_seed(4), torch.float32)
     operation = convolve.conv_sparse if sparse else convolve.conv
     with log.record() as seen:
@@ -334,7 +338,7 @@ def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
 def test_operations_take_the_direct_kernel(hopper, name, sparse):
     shape = SHAPES[name]
     tile, _ = choose_conv_tile(shape, sparse=sparse, accurate=True, multiprocessors=hopper.units)
-    kernel = HopperKernel(tile, sparse=sparse, conv=True, x_scale="tensor")
+    kernel = HopperKernel(tile, sparse=sparse, family=Family.CONV, x_scale="tensor")
     made = conv_tensors(kernel, shape, torch.Generator().manual_seed(7), torch.float16)
     tensors = {name: tensor.cuda() for name, tensor in made.items()}
     operation = convolve.conv_sparse if sparse else convolve.conv
@@ -391,7 +395,7 @@ def test_packed_layers_run_the_direct_kernel(name, dtype):
 @pytest.mark.usefixtures("hopper")
 def test_windows_that_the_kernels_cannot_read_are_unfolded():
     shape = ConvShape(2, 8, 8, 16, 12, SAME)
-    kernel = HopperKernel(TILES["c64x64"], conv=True)
+    kernel = HopperKernel(TILES["c64x64"], family=Family.CONV)
     made = conv_tensors(kernel, shape, torch.Generator().manual_seed(8), torch.float16)
     tensors = {name: tensor.cuda() for name, tensor in made.items()}
     with log.record() as seen:

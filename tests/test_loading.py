@@ -19,7 +19,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, InputError, ModelError
 from quantkit.inference.deviation import watch
 from quantkit.inference.layers import iterate_packed, packed_layers
-from quantkit.inference.modules import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR

@@ -19,8 +19,10 @@ QK_DEVICE u32 round_pair(f32 low, f32 high) {
   return pair;
 }
 
-template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class View>
+template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class TheView = MatrixView<Tile>>
 struct HopperEpilogue {
+  using Args = EpilogueArgs;
+  using View = TheView;
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
   static constexpr int kChunks = Tile::kM / Tile::kChunk;

@@ -1,28 +1,26 @@
 // A GEMM kernel of Hopper: the roles of a block's warpgroups, tile after tile.
 #pragma once
 
-#include "epilogue_sm90.h"
 #include "loop_sm90.h"
 
 namespace qk {
 
-template <class View>
+template <class Args, class View>
 struct HopperOperands {
   const TensorMap& x;
   const TensorMap& w;
   const TensorMap& y;  // used when rows of y are a multiple of 16 bytes
   const u8* w_meta;  // null unless the weights are sparse
-  EpilogueArgs out;
+  Args out;
   int k, group;
   View view;
 };
 
-template <class Tile, Format kW, Format kX, bool kPromote, Io kIo, bool kPerToken, bool kPerChannel,
-          class View = MatrixView<Tile>>
+template <class Tile, Format kW, Format kX, bool kPromote, class Epilogue>
 struct HopperGemm {
+  using View = typename Epilogue::View;
   using Loop = HopperLoop<Tile, kW, kX, kPromote, View>;
-  using Epilogue = HopperEpilogue<Tile, kIo, kPerToken, kPerChannel, View>;
-  using Operands = HopperOperands<View>;
+  using Operands = HopperOperands<typename Epilogue::Args, View>;
   // 65536 registers, the same for every thread at first (168, or 128 beside three multiplying warpgroups): the copying
   // warpgroup hands its share over.
   static constexpr int kCopying = Tile::kConsumers == 3 ? 32 : 40, kMultiplying = Tile::kConsumers == 3 ? 160 : 232;
@@ -74,9 +72,9 @@ struct HopperGemm {
   static QK_DEVICE void consume(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op,
                                 u8* shared, int group) {
     const int thread = thread_index() % 128;
-    const int row = Tile::kPingPong ? 0 : group * Tile::kOutputs;
+    const int row = Tile::kPingPong ? 0 : group * Tile::kOwnColumns;
     const int turn = Tile::kPingPong ? group : 0, turns = Tile::kPingPong ? 2 : 1;
-    u8* const staged = shared + Tile::kStages * Tile::kStageBytes + group * Tile::kStaged * Tile::kChunkBytes;
+    u8* const staged = shared + Tile::kStages * Tile::kStageBytes + group * Tile::kStagedBytes;
     f32* const scales = reinterpret_cast<f32*>(shared + Tile::kScales + group * Tile::kScaleBytes);
     Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1, op.view};
     Reader<Tile> reader;

@@ -63,8 +63,9 @@ struct HopperLoop {
 
   /// Metadata of the lane's row `i`, two of every block.
   QK_DEVICE const u8* row(int first, int i) const {
-    const int wanted = first + 64 * (i / 2) + 8 * (i % 2);
-    return nibbles + static_cast<i64>(wanted < n ? wanted : n - 1) * (k / 8);
+    const int wanted = first + (Tile::kGated ? 0 : 64 * (i / 2)) + 8 * (i % 2);
+    const int inside = wanted < n ? wanted : n - 1;
+    return nibbles + static_cast<i64>(Tile::kGated ? inside + i / 2 * n : inside) * (k / 8);
   }
 
   /// Turns what a quad has loaded: lane t needs words t / 2 and t / 2 + 2 of row t % 2 in every step, and lane j has both
@@ -101,7 +102,7 @@ struct HopperLoop {
   }
 
   QK_DEVICE void multiply(f32 (&sums)[kSums], int stage, int block, const u32* meta, bool keep) const {
-    const u64 w = operand_at<Tile::kWeightRow>(ring.weights(stage) + (first_row + 64 * block) * Tile::kWeightRow);
+    const u64 w = operand_at<Tile::kWeightRow>(ring.weights(stage) + (first_row + Tile::kBlockStep * block) * Tile::kWeightRow);
     const u64 x = operand_at<Tile::kStepK>(ring.tokens(stage));
     QK_UNROLL for (int s = 0; s < kSteps; ++s) {
       if constexpr (Tile::kSparse) {

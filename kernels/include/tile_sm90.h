@@ -18,14 +18,18 @@ struct Problem {
 
 /// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of Chunk tokens that wait in shared memory for the
 /// copy engine to write them out; with all of them, the next tile starts while the last one is written. Large chunks
-/// take fewer barriers, small ones less memory and start to leave earlier.
-template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, bool Sparse, int OutputBytes, int Chunk>
+/// take fewer barriers, small ones less memory and start to leave earlier. Gated: half of the rows of w gate the other
+/// half, and y has a column for two of them (gated_sm90.h).
+template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, bool Sparse, int OutputBytes, int Chunk,
+          bool Gated = false>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
-  static constexpr bool kPingPong = PingPong, kSparse = Sparse;
+  static constexpr bool kPingPong = PingPong, kSparse = Sparse, kGated = Gated;
   static constexpr int kConsumers = PingPong ? 2 : N / (64 * Blocks);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kOutputs = 64 * Blocks;  // of a warpgroup
+  static constexpr int kColumns = Gated ? N / 2 : N, kOwnColumns = Gated ? 64 : kOutputs;  // of y: tile, warpgroup
+  static constexpr int kBlockStep = Gated ? N / 2 : 64;  // rows from one block of a warpgroup to the next
   static constexpr int kStepK = 128;            // K of a stage: a swizzled row of token codes
   static constexpr int kWeightRow = Sparse ? kStepK / 2 : kStepK;
   static constexpr int kWeightBytes = N * kWeightRow, kTokenBytes = M * kStepK;
@@ -35,13 +39,14 @@ struct HopperTile {
   static constexpr int kChunk = Chunk;
   static constexpr int kBoxBytes = kChunk * 128, kChunkBytes = kBoxes * kBoxBytes;
   static constexpr int kStaged = Staged < M / kChunk ? Staged : M / kChunk;
+  static constexpr int kStagedBytes = Gated ? M * kOwnColumns : kStaged * kChunkBytes;
   static constexpr int kScaleBytes = 4 * (M + kOutputs) + OutputBytes * kOutputs;  // of tokens, outputs; biases
   static constexpr int kLimit = 227 * 1024;  // shared memory of a block
-  static constexpr int kTailBytes = kConsumers * (kStaged * kChunkBytes + kScaleBytes);
+  static constexpr int kTailBytes = kConsumers * (kStagedBytes + kScaleBytes);
   static constexpr int kFullSets = PingPong ? 2 : 1;
   static constexpr int kFit = (kLimit - kTailBytes - 512) / kStageBytes;
   static constexpr int kStages = kFit < 16 ? kFit : 16;
-  static constexpr int kScales = kStages * kStageBytes + kConsumers * kStaged * kChunkBytes;
+  static constexpr int kScales = kStages * kStageBytes + kConsumers * kStagedBytes;
   static constexpr int kBarriers = kScales + kConsumers * kScaleBytes;  // full[kFullSets][kStages], empty[kStages]
   static constexpr int kSharedBytes = kBarriers + 8 * (kFullSets + 1) * kStages;
   static_assert(PingPong ? N == 64 * Blocks : N % (64 * Blocks) == 0, "warpgroups cut the tile into 64-output blocks");
@@ -49,6 +54,7 @@ struct HopperTile {
   static_assert(kConsumers <= 3, "registers for the sums of three warpgroups");
   static_assert(M % 16 == 0 && kStageBytes % 1024 == 0 && kBoxBytes % 1024 == 0, "swizzled boxes start on 1024 bytes");
   static_assert(kStages >= 2, "the ring needs two stages");
+  static_assert(!Gated || (Blocks == 2 && Team == 1 && M % 32 == 0), "a warpgroup has 64 outputs and their gates");
   static_assert((Team - 1) * kConsumers * Blocks * M * 256 <= kStages * kStageBytes, "the sums of a team meet in the ring");
 };
 
@@ -66,7 +72,7 @@ struct Schedule {
 
   QK_DEVICE explicit Schedule(const Problem& p) {
     tiles_m = (p.m - 1) / Tile::kM + 1;
-    tiles_n = (p.n - 1) / Tile::kN + 1;
+    tiles_n = (p.n - 1) / Tile::kColumns + 1;
     total = tiles_m * tiles_n;
     group = p.group;
     rank = Tile::kTeam == 1 ? 0 : cluster_rank();
@@ -81,7 +87,7 @@ struct Schedule {
     const int start = tile / (group * tiles_n) * group;
     const int rows = tiles_m - start < group ? tiles_m - start : group;
     const int within = tile - start * tiles_n;
-    return {(start + within % rows) * Tile::kM, within / rows * Tile::kN};
+    return {(start + within % rows) * Tile::kM, within / rows * Tile::kColumns};
   }
 };
 

@@ -13,7 +13,7 @@ import torch
 GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
-        ("quantkit products", r"^(gemm|conv)_fp8|^quantkit::(gemm|conv)"),
+        ("quantkit products", r"^(gemm|conv|geglu)_fp8|^quantkit::(gemm|conv|geglu)"),
         ("quantize", r"^quantize_fp8|^quantkit::quantize"),
         ("norms", r"^triton_.*norm|layer_norm|group_norm|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),

@@ -7,6 +7,7 @@ cluster size is compiled in.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.tensormap import ITEM_BYTES, TensorMap
@@ -33,6 +34,16 @@ CONV_NUMBERS = (
     *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
 )
 _IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")
+
+
+class Family(Enum):
+    """What a kernel does beside multiplying; its value begins the name of the operation."""
+
+    GEMM = "gemm"
+    #: tokens are read from pictures (hopper_conv)
+    CONV = "conv"
+    #: a GEMM whose second half of outputs gates the first one, quantized (hopper_gated)
+    GEGLU = "geglu"
 
 
 @dataclass(frozen=True)
@@ -106,8 +117,7 @@ class HopperKernel:
 
     tile: HopperTile
     sparse: bool = False
-    #: a convolution, whose tokens are read from pictures (hopper_conv); else a GEMM
-    conv: bool = False
+    family: Family = Family.GEMM
     #: partial sums go to float32 registers every 128 stored products; else they stay in the matrix
     #: unit, which adds with fewer bits
     accurate: bool = True
@@ -116,6 +126,13 @@ class HopperKernel:
     x_scale: str = "token"
     w_scale: str = "channel"
     io: str = "f16"
+    #: of the codes that GEGLU writes
+    y_format: str = "e4m3fn"
+
+    @property
+    def gated(self) -> bool:
+        """True where half of the rows of w gate the other half."""
+        return self.family is Family.GEGLU
 
     @property
     def source(self) -> str:
@@ -125,14 +142,15 @@ class HopperKernel:
     @property
     def operation(self) -> str:
         """Name of the operation; that of a GEMM is in ``OPS``."""
-        return f"{'conv' if self.conv else 'gemm'}_fp8{'_sparse' if self.sparse else ''}"
+        return f"{self.family.value}_fp8{'_sparse' if self.sparse else ''}"
 
     @property
     def name(self) -> str:
         """What was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
         mode = "accurate" if self.accurate else "fast"
         formats = f"{self.x_format}_{self.w_format}_{self.x_scale}_{self.w_scale}_{self.io}"
-        return f"{formats}_{mode}_{self.tile.name}"
+        codes = f"_{self.y_format}" if self.gated else ""
+        return f"{formats}{codes}_{mode}_{self.tile.name}"
 
     @property
     def symbol(self) -> str:
@@ -157,6 +175,7 @@ class HopperKernel:
             "X_SCALE": int(self.x_scale == "token"),
             "W_SCALE": int(self.w_scale == "channel"),
             "IO": _IOS.index(self.io),
+            "Y_FORMAT": _FORMATS.index(self.y_format),
             "SHARED_BYTES": self.shared_bytes,
         }
         macros = (f"-DQK_{name}={value}" for name, value in values.items())
@@ -186,8 +205,13 @@ class HopperKernel:
     @property
     def _tail_bytes(self) -> int:
         tile = self.tile
-        outputs, item = 64 * tile.blocks, ITEM_BYTES[self.io]
-        staged = tile.staged_chunks * tile.chunk * outputs * item
+        outputs, item = 64 * tile.blocks, ITEM_BYTES["f32" if self.gated else self.io]
+        # A gated warpgroup stages the codes of a tile, one for two of its rows.
+        staged = (
+            tile.m * outputs // 2
+            if self.gated
+            else tile.staged_chunks * tile.chunk * outputs * item
+        )
         # Scales of tokens and outputs in float32, biases as they are.
         return tile.warpgroups * (staged + 4 * (tile.m + outputs) + item * outputs)
 
@@ -200,8 +224,9 @@ class HopperLaunch:
     block: int
     #: dynamic
     shared_bytes: int
-    #: of x, w and y; None for a y whose rows are no multiple of 16 bytes: pass 128 zero bytes
-    maps: tuple[TensorMap, TensorMap, TensorMap | None]
+    #: of x, w and, but for GEGLU, y; None for a y whose rows are no multiple of 16 bytes: pass 128
+    #: zero bytes
+    maps: tuple[TensorMap | None, ...]
     #: m, n, k and group; of a convolution, hopper_conv.conv_numbers
     numbers: tuple[int, ...]
 
@@ -209,12 +234,13 @@ class HopperLaunch:
 def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     """Return the kernel's arguments in order.
 
-    A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; those behind y_map are
-    32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
+    A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; those behind y and y_map
+    are 32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
     """
     w = ("w_map", "w_meta") if kernel.sparse else ("w_map",)
-    numbers = CONV_NUMBERS if kernel.conv else ("m", "n", "k", "group")
-    return ("x_map", "x_scale", *w, "w_scale", "bias", "y", "y_map", *numbers)
+    numbers = CONV_NUMBERS if kernel.family is Family.CONV else ("m", "n", "k", "group")
+    y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
+    return ("x_map", "x_scale", *w, "w_scale", "bias", *y, *numbers)
 
 
 def plan_launch(

@@ -64,6 +64,33 @@ def check_gemm(
     _check_weights(op, x, x.shape[1], weights, w_scale, bias, dtype)
 
 
+def check_gated(
+    op: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weights: tuple[tuple[str, Tensor, int], ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    y_scale: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse operands of a gated GEMM that do not fit together.
+
+    Args:
+        weights: (argument name, tensor, values of K per byte of a row).
+
+    Raises:
+        ShapeError: shapes that do not agree, or a row of w without one that gates it.
+        KernelError: a dtype that is not the operation's, or operands on several devices.
+    """
+    check_gemm(op, x, x_scale, weights, w_scale, bias, dtype)
+    rows = weights[0][1].shape[0]
+    if rows % 2:
+        raise ShapeError(f"{op}: w has {rows} rows, wanted as many gates as outputs")
+    check_scale(op, "y_scale", y_scale, None)
+    check_device(op, "y_scale", y_scale, x)
+
+
 def check_conv(
     op: str,
     x: Tensor,

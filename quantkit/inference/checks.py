@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.reader import open_packed
 from quantkit.errors import CheckpointError
-from quantkit.inference.modules import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer
 
 _CURE = "config.json, weights and model class do not belong together; pack the model again"
 

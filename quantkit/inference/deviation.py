@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.device.backends import Backend, use
 from quantkit.inference.layers import iterate_packed
-from quantkit.inference.modules import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer
 
 
 @dataclass

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD, PackedConfig, parse_config
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import buckets, projections, saving
+from quantkit.inference import buckets, feed_forward, projections, saving
 from quantkit.inference.checks import check_component, some
 from quantkit.inference.dtypes import check_dtype, default_dtype
-from quantkit.inference.modules import PackedLayer, pack_module
+from quantkit.inference.modules import pack_module
+from quantkit.inference.packed_layer import PackedLayer
 
 #: The first diffusers that names the weight files to a quantizer.
 DIFFUSERS = "0.39"
@@ -183,6 +184,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
         saving.install(model)
         projections.install(model)
+        feed_forward.install(model)
         return model
 
     def get_state_dict_and_metadata(

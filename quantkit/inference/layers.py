@@ -8,7 +8,7 @@ from torch import nn
 
 from quantkit.checkpoint.spec import Kind
 from quantkit.device.choosing import choose
-from quantkit.inference.modules import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme
 

@@ -5,167 +5,17 @@ Convolutions read channels last, in the order of their rows (kh, kw, C). With a 
 are quantized once; else windows are unfolded into rows with a scale each.
 """
 
-from collections.abc import Callable
-from math import prod
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.checkpoint.spec import Kind
 from quantkit.errors import CheckpointError, ShapeError
-from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
-from quantkit.inference.conv_operators import conv, conv_sparse
-from quantkit.inference.operators import gemm, gemm_sparse
-from quantkit.inference.terms import Term, split
-from quantkit.numerics.packing import from_rows, unpack_two_of_four
-from quantkit.numerics.scales import dequantize
+from quantkit.inference.buckets import TimestepBuckets
+from quantkit.inference.gated_operators import geglu, geglu_sparse
+from quantkit.inference.packed_layer import PackedLayer
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
-
-_DTYPES = {
-    "F32": torch.float32,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
-
-class PackedLayer(nn.Module):
-    """What PackedLinear and PackedConv2d share: the buffers of FORMAT.md, and the multiply."""
-
-    kind: Kind
-    weight: Tensor
-    weight_meta: Tensor | None
-    weight_scale: Tensor
-    input_scale: Tensor | None
-    input_smooth: Tensor | None
-    input_shift: Tensor | None
-    output_shift: Tensor | None
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        name: str,
-        scheme: Scheme,
-        dense: nn.Linear | nn.Conv2d,
-        buckets: TimestepBuckets | None,
-    ) -> None:
-        super().__init__()
-        self.name = name
-        self.scheme = scheme
-        self.dense_shape = tuple(dense.weight.shape)
-        #: output features, and the length of a row: in_features, or kh * kw * C
-        self.n, self.k = self.dense_shape[0], prod(self.dense_shape[1:])
-        # A tuple hides the buckets from the module tree: they belong to the root model.
-        self.buckets = (buckets,)
-        specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
-        parts = {spec.name.removeprefix(f"{name}."): spec for spec in specs}
-        for part in PACKED_PARTS:
-            buffer = _empty(parts[part], dense.weight.device) if part in parts else None
-            self.register_buffer(part, buffer)
-        bias = dense.bias
-        bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.register_parameter("bias", bias)
-
-    @property
-    def row_codes(self) -> Tensor:
-        """The weight's codes as uint8 rows, (N, K) or (N, K / 2)."""
-        codes: Tensor = self._part("weight").view(torch.uint8)
-        return codes if codes.ndim == 2 else codes.flatten(1)
-
-    def dequantized(self) -> Tensor:
-        """Return the dense weight in float32, shaped as the dense module's."""
-        codes = self.row_codes
-        if self.weight_meta is not None:
-            codes = unpack_two_of_four(codes, self.weight_meta)
-        values = codes.view(self.scheme.weight.torch_dtype)
-        rows = dequantize(values, self.weight_scale, self.scheme.granularity)
-        return from_rows(rows, self.dense_shape)
-
-    def extra_repr(self) -> str:
-        """Return the shape and the treatment."""
-        s = self.scheme
-        sparsity = f", {s.sparsity}" if s.sparsity else ""
-        return (
-            f"{list(self.dense_shape)}, {s.weight.name} per {s.granularity}{sparsity}, "
-            f"activation={s.activation.value}, bias={self.bias is not None}"
-        )
-
-    def _of_bucket(self, table: Tensor) -> Tensor:
-        """Return the current bucket's row of (edges + 1, ...), or all of a table without buckets.
-
-        Returns:
-            (1, ...), or (...) as it was.
-        """
-        buckets = self.buckets[0]
-        return table if buckets is None else table.index_select(0, buckets.index.to(table.device))
-
-    def _part(self, name: str) -> Any:
-        """Return a buffer, or None: a call reads six, which ``__getattr__`` finds slowly."""
-        return self._buffers[name]
-
-    def _shift(self, taps: int = 1) -> Tensor | None:
-        """Return what is taken from the columns of rows (M, taps * C): (taps * C,), or None."""
-        table = self._part("input_shift")
-        if table is None:
-            return None
-        shift = self._of_bucket(table).reshape(-1)
-        return shift if taps == 1 else shift.repeat(taps)
-
-    def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias, with what the shift of the input takes from the output put back."""
-        bias, table = self._parameters["bias"], self._part("output_shift")
-        if table is None:
-            return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
-        shift = self._of_bucket(table).reshape(-1)
-        return (shift if bias is None else shift + bias.float()).to(dtype)
-
-    def _terms(self, x: Tensor, taps: int = 1) -> list[Term]:
-        """Return what inputs (M, taps * C) become: FP8 values that add up to them."""
-        scheme, smooth = self.scheme, self._part("input_smooth")
-        if smooth is not None and taps > 1:
-            smooth = smooth.repeat(taps)
-        static = scheme.activation is Activation.STATIC
-        scale = self._of_bucket(self._part("input_scale")) if static else None
-        return split(x, scale, smooth, self._shift(taps), scheme.weight, scheme.terms)
-
-    def _multiply(
-        self, terms: list[Term], dtype: torch.dtype, windows: Windows | None = None
-    ) -> Tensor:
-        """Return the sum of the terms' products in ``dtype``.
-
-        Args:
-            terms: of the input, (M, K); with windows (B, H, W, C).
-            windows: of a convolution.
-
-        Returns:
-            (M, N); with windows (B, OH, OW, N).
-        """
-        bias = self._bias(dtype)
-        y = self._product(terms[0], bias, dtype, windows)
-        for term in terms[1:]:
-            y = y + self._product(term, None, dtype, windows)
-        return y
-
-    def _product(
-        self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
-    ) -> Tensor:
-        meta, scale = self._part("weight_meta"), self._part("weight_scale")
-        sparse = meta is not None
-        codes = (self.row_codes, meta) if sparse else (self.row_codes,)
-        weights = (*codes, scale, bias)
-        y: Tensor
-        if windows is None:
-            y = (gemm_sparse if sparse else gemm)(*term, *weights, self.scheme.weight.name, dtype)
-        else:
-            how = (windows.numbers, self.scheme.weight.name, dtype)
-            y = (conv_sparse if sparse else conv)(*term, *weights, *how)
-        return y
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
-        return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
 
 
 class PackedLinear(PackedLayer):
@@ -185,6 +35,43 @@ class PackedLinear(PackedLayer):
             return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
         rows = x.reshape(-1, self.k).contiguous()
         return self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
+
+    @property
+    def takes_codes(self) -> bool:
+        """True when an input is nothing but codes in units of one given scale."""
+        changed = self.input_smooth is not None or self.input_shift is not None
+        return (
+            self.scheme.activation is Activation.STATIC and self.scheme.terms == 1 and not changed
+        )
+
+    def gated_codes(self, x: Tensor, target: "PackedLinear") -> Tensor:
+        """Return ``target``'s input of what GEGLU makes of this layer's output.
+
+        Args:
+            x: (..., K); its codes have to be one term.
+            target: a layer that ``takes_codes``, of K = N / 2.
+
+        Returns:
+            (M, N / 2) uint8 codes of h * gelu(g), h and g the halves of the output.
+        """
+        ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
+        meta = self._part("weight_meta")
+        operation = geglu if meta is None else geglu_sparse
+        weights = (self.row_codes,) if meta is None else (self.row_codes, meta)
+        gated: Tensor = operation(
+            *(codes, x_scale, *weights, self._part("weight_scale"), self._bias(x.dtype)),
+            *(target.static_scale, self.scheme.weight.name, target.scheme.weight.name, x.dtype),
+        )
+        return gated
+
+    def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
+        return self._multiply([(codes, self.static_scale)], dtype)
+
+    @property
+    def static_scale(self) -> Tensor:
+        """The scale of a static input at the current step: float32, () or (1,)."""
+        return self._of_bucket(self._part("input_scale"))
 
 
 class PackedConv2d(PackedLayer):
@@ -273,10 +160,6 @@ def pack_module(
         f"{name}: the model has a {type(dense).__name__} here, wanted Linear or Conv2d; "
         "pack the model again"
     )
-
-
-def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
 
 
 def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:

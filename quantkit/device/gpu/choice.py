@@ -1,9 +1,9 @@
 """Which kernel computes a GEMM or a convolution: one of Hopper's own, or a tile of the menu."""
 
-from quantkit.device import hopper, hopper_choice, hopper_conv
+from quantkit.device import hopper, hopper_choice, hopper_conv, hopper_gated
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.hopper import HopperKernel, HopperTile
+from quantkit.device.hopper import Family, HopperKernel, HopperTile
 from quantkit.device.ops import Variant, find_op
 from quantkit.device.tiles import choose_tile
 from quantkit.numerics.windows import ConvShape
@@ -34,7 +34,7 @@ def choose_gemm(
     best, mode = hopper_choice.choose_sums(
         m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
     )
-    return _hopper_kernel(best, words, sparse=sparse, conv=False, accurate=mode)
+    return _hopper_kernel(best, words, sparse=sparse, accurate=mode)
 
 
 def choose_conv(
@@ -50,7 +50,34 @@ def choose_conv(
     best, mode = hopper_conv.choose_conv_tile(
         shape, sparse=sparse, accurate=accurate, multiprocessors=device.units
     )
-    return _hopper_kernel(best, words, sparse=sparse, conv=True, accurate=mode)
+    return _hopper_kernel(best, words, Family.CONV, sparse=sparse, accurate=mode)
+
+
+def choose_geglu(
+    device: Device,
+    op: str,
+    words: tuple[str, ...],
+    sizes: dict[str, int],
+    *,
+    accurate: bool = True,
+) -> HopperKernel:
+    """Return the kernel of one gated GEMM, on a device for which ``is_hopper`` holds.
+
+    Args:
+        words: of the kernel, but for the tile's.
+        sizes: m, n and k, n the columns of the result.
+        accurate: as in ``choose_gemm``.
+    """
+    sparse = op == "geglu_fp8_sparse"
+    best, mode = hopper_gated.choose_gated_tile(
+        sizes["m"],
+        sizes["n"],
+        sizes["k"],
+        sparse=sparse,
+        accurate=accurate,
+        multiprocessors=device.units,
+    )
+    return _hopper_kernel(best, words, Family.GEGLU, sparse=sparse, accurate=mode)
 
 
 def why_no_conv(device: Device, op: str, io: str, shape: ConvShape) -> str:
@@ -74,17 +101,23 @@ def why_not_hopper(device: Device) -> str:
 
 
 def _hopper_kernel(
-    tile: HopperTile, words: tuple[str, ...], *, sparse: bool, conv: bool, accurate: bool
+    tile: HopperTile,
+    words: tuple[str, ...],
+    family: Family = Family.GEMM,
+    *,
+    sparse: bool,
+    accurate: bool,
 ) -> HopperKernel:
-    x_format, w_format, x_scale, w_scale, io = words
+    x_format, w_format, x_scale, w_scale, io, *y_format = words
     return HopperKernel(
         tile,
         sparse=sparse,
-        conv=conv,
+        family=family,
         accurate=accurate,
         x_format=x_format,
         w_format=w_format,
         x_scale=x_scale,
         w_scale=w_scale,
         io=io,
+        y_format=y_format[0] if y_format else x_format,
     )

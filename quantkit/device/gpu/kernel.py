@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from quantkit.device.geometry import compile_expression, geometry_of
-from quantkit.device.hopper import HopperKernel, HopperLaunch, arguments, plan_launch
+from quantkit.device.hopper import Family, HopperKernel, HopperLaunch, arguments, plan_launch
 from quantkit.device.hopper_conv import plan_conv
+from quantkit.device.hopper_gated import plan_gated
 from quantkit.device.ops import Variant
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
@@ -69,10 +70,11 @@ def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:
 
 
 def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
-    assert kernel.conv == isinstance(sizes, ConvShape)
     if isinstance(sizes, ConvShape):
+        assert kernel.family is Family.CONV
         return plan_conv(kernel, sizes, units)
-    return plan_launch(kernel, sizes["m"], sizes["n"], sizes["k"], units)
+    plan = plan_gated if kernel.gated else plan_launch
+    return plan(kernel, sizes["m"], sizes["n"], sizes["k"], units)
 
 
 def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:

@@ -6,7 +6,7 @@ from torch import Tensor
 from quantkit.device import backends
 from quantkit.device.gpu import calls
 from quantkit.device.gpu.calls import Call, Output, Signature
-from quantkit.device.gpu.choice import choose_conv, choose_gemm
+from quantkit.device.gpu.choice import choose_conv, choose_geglu, choose_gemm
 from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.kernel import Kernel, Sizes
 from quantkit.device.operands import IO_WORDS
@@ -75,6 +75,25 @@ def prepare_conv(
     kernel = choose_conv(device, op, words, shape, accurate=accurate)
     result = (shape.batch, *shape.outputs, shape.n)
     return _prepare(kernel, inputs, shape, ((result, _dtype_of(words)),), key)
+
+
+def prepare_geglu(op: str, words: tuple[str, ...], inputs: Inputs, key: Signature) -> Call:
+    """Return the prepared call of a gated GEMM, kept under ``key``.
+
+    Args:
+        words: of the kernel, but for the tile's.
+        inputs: the arguments that the kernel reads, in launch order.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+    x, w = _first(inputs), inputs[2]
+    assert w is not None
+    (m, k), n = x.shape, w.shape[0] // 2
+    sizes = {"m": m, "n": n, "k": k}
+    accurate = not backends.sums_are_fast()
+    kernel = choose_geglu(find_device(x.get_device()), op, words, sizes, accurate=accurate)
+    return _prepare(kernel, inputs, sizes, (((m, n), torch.uint8),), key)
 
 
 def _dtype_of(words: tuple[str, ...]) -> torch.dtype:

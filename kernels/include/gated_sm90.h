@@ -1,0 +1,157 @@
+// GEGLU on Hopper: from the sums of outputs and of their gates to codes for the next product.
+//
+// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N + j. A tile has kN / 2
+// columns of y: its first rows of w are theirs, its second half their gates; of a warpgroup's two blocks of 64 rows one is
+// each. So a lane holds h and g of the same tokens and columns.
+//
+// gelu(g) = g Phi(g), Phi(g) = 1 / (1 + exp(-L(g))), L the logit of Phi, which is odd and smooth: L(g) = g P(g^2) with P of
+// degree 6 fitted on |g| <= 6 (Lawson's weights on scipy's log_ndtr), straight beyond, where Phi(-g) < 1e-9. Against float64
+// gelu: 1.8e-4 of the value for g > -3.5, less than half a place of f16; 1.2e-7 absolute before that. erff takes three times
+// the instructions, and a difference of errors loses the small values of negative gates.
+#pragma once
+
+#include "fp8.h"
+#include "view_sm90.h"
+
+namespace qk {
+
+struct GatedArgs {
+  const f32* x_scale;  // [1] or [M]
+  const f32* w_scale;  // [1] or [2 N]
+  const void* bias;    // io [2 N] or null
+  const f32* y_scale;  // [1]
+  void* y;             // u8 [M, N]
+  int m, n;
+};
+
+/// w as two matrices of N rows: a box brings rows of one and the gates of these.
+template <class Tile>
+struct GatedView : MatrixView<Tile> {
+  QK_DEVICE Place<3> weights(int step, int n) const { return {{step * Tile::kWeightRow, n, 0}}; }
+};
+
+/// h * gelu(g).
+QK_DEVICE f32 times_gelu(f32 h, f32 g) {
+  // P's coefficients times -log2(e), the constant one first.
+  constexpr f32 kP[] = {-2.301238536834717f,      -0.10609734803438187f,   0.0005874450434930623f, 7.556725904578343e-05f,
+                        -4.465962319954997e-06f, 1.0571717012908266e-07f, -9.396371458691988e-10f};
+  const f32 square = fminf(g * g, 36.0f);
+  f32 p = kP[6];
+  QK_UNROLL for (int i = 5; i >= 0; --i) p = multiply_add(p, square, kP[i]);
+  f32 power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(g * p));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return h * g * inverse;
+}
+
+template <class Tile, Format kY, Io kIo, bool kPerToken, bool kPerChannel>
+struct HopperGatedEpilogue {
+  using Args = GatedArgs;
+  using View = GatedView<Tile>;
+  using Type = IoType<kIo>;
+  using Memory = typename Type::Memory;
+  static constexpr int kTokenScales = (Tile::kM + 127) / 128;
+  static constexpr int kPieces = Tile::kOwnColumns / 16;  // of 16 bytes, that a warpgroup has of a row of y
+
+  Args args;
+  const TensorMap& map;  // not read: codes leave by plain stores
+  u8* staged;            // the warpgroup's own, kM rows of kOwnColumns codes
+  f32* scales;           // likewise: of kM tokens, then factors and biases of 64 rows and their gates
+  int thread;            // of the warpgroup
+  int barrier;           // the warpgroup's
+  View view;
+
+  /// The thread's share of what the warpgroup multiplies and adds, fetched before the K loop hides the wait.
+  struct Factors {
+    f32 weight, bias, token[kTokenScales];
+  };
+
+  QK_DEVICE Factors fetch(Position at) const {
+    const bool gates = thread >= 64;
+    const int column = at.n + thread % 64, row = column + (gates ? args.n : 0);
+    // What h is divided by in the end it is multiplied with at once.
+    const f32 unit = gates ? 1.0f : 1.0f / args.y_scale[0];
+    Factors factors{};
+    if (column < args.n) {
+      factors.weight = unit * args.w_scale[kPerChannel ? row : 0];
+      if (!kPerToken) factors.weight *= args.x_scale[0];
+      if (args.bias != nullptr) factors.bias = unit * Type::widen(static_cast<const Memory*>(args.bias)[row]);
+    }
+    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
+      const int token = at.m + 128 * i + thread;
+      factors.token[i] = kPerToken && token < args.m ? args.x_scale[token] : 0.0f;
+    }
+    return factors;
+  }
+
+  QK_DEVICE void run(const f32 (&sums)[2][Tile::kM / 2], const Factors& factors, Position at) const {
+    // The last tile's codes have been read by all who get here.
+    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
+      if (kPerToken && 128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
+    }
+    scales[Tile::kM + thread] = factors.weight;
+    scales[Tile::kM + 128 + thread] = factors.bias;
+    group_sync(barrier, 128);
+    Lane mine;
+    QK_UNROLL for (int i = 0; i < 4; ++i) {
+      const int row = 64 * (i / 2) + thread / 32 * 16 + thread % 32 / 4 + 8 * (i % 2);
+      mine.weight[i / 2][i % 2] = scales[Tile::kM + row];
+      mine.bias[i / 2][i % 2] = scales[Tile::kM + 128 + row];
+    }
+    QK_UNROLL for (int first = 0; first < Tile::kM; first += 32) deposit(sums, mine, first);
+    group_sync(barrier, 128);
+    write(at);
+  }
+
+  QK_DEVICE void finish() const {}
+
+ private:
+  /// What the sums of the lane's rows are multiplied with, and what is added: [gate][half of 16 rows].
+  struct Lane {
+    f32 weight[2][2], bias[2][2];
+  };
+
+  /// Place of 16 codes: pieces of a row are swizzled, so that the rows that are touched together lie in other banks.
+  static QK_DEVICE int place(int row, int piece) { return 16 * (kPieces * row + (piece ^ row / 2 % kPieces)); }
+
+  /// Codes of 32 tokens. Of 16 rows a lane has g and g + 8 of its quad: their codes leave as one value of 16 bits, in
+  /// which order `write` finds them.
+  QK_DEVICE void deposit(const f32 (&sums)[2][Tile::kM / 2], const Lane& mine, int first) const {
+    const int lane = thread % 32;
+    u32 words[4];
+    QK_UNROLL for (int eight = 0; eight < 4; ++eight) {
+      u32 pairs[2];
+      QK_UNROLL for (int i = 0; i < 2; ++i) {
+        const f32 token = kPerToken ? scales[first + 8 * eight + 2 * (lane % 4) + i] : 1.0f;
+        f32 values[2];
+        QK_UNROLL for (int half = 0; half < 2; ++half) {
+          const int sum = first / 2 + 4 * eight + 2 * half + i;
+          const f32 h = multiply_add(sums[0][sum] * token, mine.weight[0][half], mine.bias[0][half]);
+          const f32 g = multiply_add(sums[1][sum] * token, mine.weight[1][half], mine.bias[1][half]);
+          values[half] = times_gelu(h, g);
+        }
+        pairs[i] = kY == Format::kE4M3FN ? encode_pair_e4m3fn(values[0], values[1])
+                                         : encode_pair_e5m2(values[0], values[1]);
+      }
+      words[eight] = pairs[0] | pairs[1] << 16;
+    }
+    store_transposed(shared_address(staged + place(first + lane, thread / 32)), words);
+  }
+
+  QK_DEVICE void write(Position at) const {
+    QK_UNROLL for (int i = 0; i < Tile::kM * kPieces; i += 128) {
+      const int row = (i + thread) / kPieces, piece = (i + thread) % kPieces;
+      const int token = at.m + row, column = at.n + 16 * piece;
+      if (token >= args.m || column >= args.n) continue;
+      const Vec16 mixed = load<Vec16>(staged + place(row, piece));
+      Vec16 codes;
+      QK_UNROLL for (int j = 0; j < 2; ++j) {
+        codes.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x6420);
+        codes.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7531);
+      }
+      store(static_cast<u8*>(args.y) + (static_cast<i64>(token) * args.n + column), codes);
+    }
+  }
+};
+
+}  // namespace qk

@@ -1,0 +1,71 @@
+"""GEGLU networks of packed models: the first layer's kernel gates and quantizes for the second.
+
+diffusers' FeedForward writes the product, reads it to gate it, writes that, and reads it again to
+quantize it: 16 bit each time. Where a device has the kernel (``device.gated``) the codes are all
+that leaves the first product. Everywhere else, and wherever somebody looks at a layer or moves it
+(hooks, offloading), the modules are called one by one, as before.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import FeedForward
+from torch import Tensor, nn
+
+from quantkit.device import gated
+from quantkit.inference.modules import PackedLinear
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.scheme import Activation
+
+
+class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own class is untyped
+    """A FeedForward whose layers are packed; parameters and submodules are the same."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what FeedForward returns, (..., dim_out), fused where that is possible."""
+        up, down = self.net[0].proj, self.net[2]
+        if self.training or not _is_fused(hidden_states, up, down):
+            y: Tensor = super().forward(hidden_states, *args, **kwargs)
+        else:
+            codes = up.gated_codes(hidden_states, down)
+            y = down.multiply_codes(codes, hidden_states.dtype)
+            y = y.reshape(*hidden_states.shape[:-1], down.n)
+        return y
+
+
+def install(model: nn.Module) -> None:
+    """Let the GEGLU networks of a packed model fuse where their layers allow it."""
+    for module in model.modules():
+        if type(module) is FeedForward and _fits(module):
+            module.__class__ = GatedFeedForward
+
+
+def _fits(module: FeedForward) -> bool:
+    up, down = getattr(module.net[0], "proj", None), module.net[2]
+    if type(module.net[0]) is not GEGLU or type(up) is not PackedLinear:
+        return False
+    one_term = up.scheme.activation is not Activation.NONE and up.scheme.terms == 1
+    grouped = isinstance(up.scheme.granularity, PerGroup)
+    return one_term and not grouped and type(down) is PackedLinear and down.takes_codes
+
+
+def _is_fused(x: Tensor, up: Any, down: Any) -> bool:
+    if not (_is_plain(up) and _is_plain(down)):
+        return False
+    fused: bool = _has_kernel(str(x.device), up.k, up.n // 2, up.weight_meta is not None)
+    return fused
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Tell whether a call of the layer does nothing but multiply.
+
+    Adapters replace it; hooks and offloading, which has its own ``forward``, want it to be called.
+    """
+    hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
+    return type(layer) is PackedLinear and not hooks and "forward" not in layer.__dict__
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernel(device: str, k: int, n: int, sparse: bool) -> bool:  # noqa: FBT001
+    return gated.has_kernel(torch.device(device), k, n, sparse=sparse)
