@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from quantkit.bench import libraries, own
+from quantkit.bench import geglu, libraries, own
 from quantkit.bench.contender import Contender, UnavailableError
 from quantkit.bench.machine import describe_machine, read_clocks
 from quantkit.bench.problem import Problem
@@ -37,6 +37,8 @@ class Operation:
     k_multiple: int
     #: the input is quantized within
     reads_f16: bool
+    #: bytes of the result by M N
+    y_bytes: float = 2.0
 
 
 #: The operations of quantkit.device.ops, and what a layer makes of two of them.
@@ -69,6 +71,16 @@ OPERATIONS: dict[str, Operation] = {
             libraries.LINEAR_SPARSE,
             32,
             True,
+        ),
+        # A byte for two outputs.
+        Operation(
+            "geglu_fp8",
+            "product, gated and quantized",
+            geglu.OWN,
+            geglu.LIBRARIES,
+            16,
+            False,
+            y_bytes=0.5,
         ),
     )
 }
@@ -182,7 +194,7 @@ def _rates(
         work = Work(0.0, 3.0 * shape.m * shape.k)
     else:
         wide = operation.reads_f16 or "f16" in precision.value
-        work = gemm_work(shape, precision, x_bytes=2 if wide else 1)
+        work = gemm_work(shape, precision, x_bytes=2 if wide else 1, y_bytes=operation.y_bytes)
     gbs, floor = work.nbytes / timing.p50_us / 1e3, ceilings.floor_us(work, precision)
     return Rates(
         tflops=work.flops / timing.p50_us / 1e6 if work.flops else None,

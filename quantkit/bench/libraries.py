@@ -46,10 +46,18 @@ def _scaled_mm(problem: Problem, *, fast: bool, per_row: bool, sparse: bool = Fa
     one = torch.ones((), device=problem.device)
     scales = (x_scale.unsqueeze(1), w_scale.unsqueeze(0)) if per_row else (one, one)
     a, b = x.view(_E4M3), w.view(_E4M3).t()
-    return partial(_multiply, a, b, scales, fast)
+    return partial(scaled_product, a, b, scales, fast=fast)
 
 
-def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:  # noqa: FBT001
+def scaled_product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], *, fast: bool) -> Tensor:
+    """Return torch's FP8 product in bfloat16.
+
+    Args:
+        a: (M, K) FP8.
+        b: (K, N) FP8, K contiguous.
+        scales: float32, of a (M, 1) or (), of b (1, N) or ().
+        fast: sums stay in the matrix unit.
+    """
     return torch._scaled_mm(
         a,
         b,
@@ -64,12 +72,11 @@ def _dynamic(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
     """Quantize per row and multiply, as torch's users write it."""
     scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / 448
     codes = (x.float() / scale).clamp(-448, 448).to(_E4M3)
-    return _multiply(codes, w, (scale, w_scale), True)
+    return scaled_product(codes, w, (scale, w_scale), fast=True)
 
 
 def _compiled_dynamic(problem: Problem, *, sparse: bool = False) -> Call:
-    _need_gpu(problem)
-    _need_triton()
+    need_compiler(problem)
     codes, scale = problem.w_sparse if sparse else problem.w
     x, w, w_scale = problem.x16, codes.view(_E4M3).t(), scale.unsqueeze(0)
     compiled: Callable[..., object] = torch.compile(_dynamic, dynamic=False)
@@ -77,8 +84,7 @@ def _compiled_dynamic(problem: Problem, *, sparse: bool = False) -> Call:
 
 
 def _torchao(problem: Problem) -> Call:
-    _need_gpu(problem)
-    _need_triton()
+    need_compiler(problem)
     try:
         from torchao.quantization import (  # type: ignore[import-not-found]
             Float8DynamicActivationFloat8WeightConfig,
@@ -111,8 +117,7 @@ def _cusparselt_fp8(problem: Problem) -> Call:
 
 
 def _compiled_quantize(problem: Problem) -> Call:
-    _need_gpu(problem)
-    _need_triton()
+    need_compiler(problem)
     return partial(torch.compile(_quantize, dynamic=False), problem.x16)
 
 
@@ -145,9 +150,15 @@ def _need_gpu(problem: Problem) -> None:
         raise UnavailableError("needs a GPU")
 
 
-def _need_triton() -> None:
+def need_compiler(problem: Problem) -> None:
+    """Refuse where torch.compile makes no GPU code.
+
+    Raises:
+        UnavailableError: on the CPU, and without Triton.
+    """
     from torch.utils._triton import has_triton
 
+    _need_gpu(problem)
     if not has_triton():
         raise UnavailableError("torch.compile needs Triton, which is missing or has no GPU here")
 

@@ -1,7 +1,6 @@
 """quantkit's contenders: its operators, called as packed layers call them."""
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +8,13 @@ from torch import Tensor
 from quantkit.bench.contender import Contender, UnavailableError, differing_codes, worst_of
 from quantkit.bench.problem import FORMAT, Problem
 from quantkit.bench.roofline import Precision
+from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Call
 from quantkit.device import hopper
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call as DeviceCall
-from quantkit.device.gpu.choice import choose_gemm
+from quantkit.device.gpu.choice import choose_geglu, choose_gemm
 from quantkit.device.gpu.devices import find_device
 from quantkit.inference import operators
 
@@ -25,70 +25,83 @@ _EXACT = 0.02
 
 
 def _gemm(problem: Problem) -> Call:
-    _need_kernel("gemm_fp8", problem)
+    need_kernel("gemm_fp8", problem)
     x, x_scale = problem.x
     w, w_scale = problem.w
     return lambda: operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
 
 
 def _gemm_sparse(problem: Problem) -> Call:
-    _need_kernel("gemm_fp8_sparse", problem)
+    need_kernel("gemm_fp8_sparse", problem)
     x, x_scale = problem.x
     w, meta, w_scale = problem.w_packed
     return lambda: operators.gemm_sparse(x, x_scale, w, meta, w_scale, None, FORMAT, torch.float16)
 
 
 def _gemm_fast(problem: Problem) -> Call:
-    launch = _fast_call("gemm_fp8", problem)
+    launch = prepared_fast("gemm_fp8", problem, problem.shape, torch.float16, "token")
     x, x_scale = problem.x
     w, w_scale = problem.w
     return lambda: launch(x, x_scale, w, w_scale, None)[0]
 
 
 def _gemm_sparse_fast(problem: Problem) -> Call:
-    launch = _fast_call("gemm_fp8_sparse", problem)
+    launch = prepared_fast("gemm_fp8_sparse", problem, problem.shape, torch.float16, "token")
     x, x_scale = problem.x
     w, meta, w_scale = problem.w_packed
     return lambda: launch(x, x_scale, w, meta, w_scale, None)[0]
 
 
-def _fast_call(op: str, problem: Problem) -> Any:
-    """Return a prepared call whose sums stay in the matrix unit, as under ``fast_sums``."""
-    _need_kernel(op, problem)
+def prepared_fast(
+    op: str, problem: Problem, shape: Shape, dtype: torch.dtype, x_scale: str
+) -> DeviceCall:
+    """Return a prepared call whose sums stay in the matrix unit, as under ``fast_sums``.
+
+    Args:
+        op: gemm_fp8, gemm_fp8_sparse or geglu_fp8.
+        problem: whose device it runs on.
+        shape: M, columns of the result, and K.
+        dtype: of the result.
+        x_scale: tensor or token.
+
+    Raises:
+        UnavailableError: no kernel runs, or sums have one mode here.
+    """
+    need_kernel(op.replace("geglu", "gemm"), problem)
     if problem.device.type != "cuda":
         raise UnavailableError("the host's sums have one mode")
     device = find_device(problem.device.index or torch.cuda.current_device())
     if device.arch.name != hopper.ARCHITECTURE:
         raise UnavailableError(f"the kernels of {device.arch.name} sum in one mode")
-    sizes = asdict(problem.shape)
-    words = (FORMAT, FORMAT, "token", "channel", "f16")
-    kernel = choose_gemm(device, op, words, sizes, accurate=False)
-    outputs = (((sizes["m"], sizes["n"]), torch.float16),)
+    sizes, words = asdict(shape), (FORMAT, FORMAT, x_scale, "channel", "f16")
+    choose_kernel = choose_geglu if op.startswith("geglu") else choose_gemm
+    kernel = choose_kernel(device, op, words, sizes, accurate=False)
+    outputs = (((shape.m, shape.n), dtype),)
     no_bias = [5 if op == "gemm_fp8_sparse" else 4]
     return DeviceCall(device, kernel, sizes, outputs, nulls=no_bias)
 
 
 def _gemm_of_sparse(problem: Problem) -> Call:
-    _need_kernel("gemm_fp8", problem)
+    need_kernel("gemm_fp8", problem)
     x, x_scale = problem.x
     w, w_scale = problem.w_sparse
     return lambda: operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
 
 
 def _quantize_token(problem: Problem) -> Call:
-    _need_kernel("quantize_fp8_token", problem)
+    need_kernel("quantize_fp8_token", problem)
     x = problem.x16
     return lambda: operators.quantize_token(x, None, FORMAT)
 
 
 def _quantize_static(problem: Problem) -> Call:
-    _need_kernel("quantize_fp8_static", problem)
+    need_kernel("quantize_fp8_static", problem)
     x, scale = problem.x16, problem.static_scale
     return lambda: operators.quantize_static(x, scale, None, FORMAT)
 
 
 def _linear(problem: Problem) -> Call:
-    _need_kernel("gemm_fp8", problem)
+    need_kernel("gemm_fp8", problem)
     x, (w, w_scale) = problem.x16, problem.w
 
     def call() -> object:
@@ -99,7 +112,7 @@ def _linear(problem: Problem) -> Call:
 
 
 def _linear_static(problem: Problem) -> Call:
-    _need_kernel("gemm_fp8", problem)
+    need_kernel("gemm_fp8", problem)
     x, (w, w_scale), scale = problem.x16, problem.w, problem.static_scale
 
     def call() -> object:
@@ -110,7 +123,7 @@ def _linear_static(problem: Problem) -> Call:
 
 
 def _linear_sparse(problem: Problem) -> Call:
-    _need_kernel("gemm_fp8_sparse", problem)
+    need_kernel("gemm_fp8_sparse", problem)
     x, (w, meta, w_scale) = problem.x16, problem.w_packed
 
     def call() -> object:
@@ -134,8 +147,12 @@ def _judge_static(problem: Problem, output: object) -> float:
     return differing_codes(output, problem.x_static[0])
 
 
-def _need_kernel(op: str, problem: Problem) -> None:
-    """Refuse to time the fallback under the kernel's name."""
+def need_kernel(op: str, problem: Problem) -> None:
+    """Refuse to time the fallback under the kernel's name.
+
+    Raises:
+        UnavailableError: there is no kernel of ``op`` for this problem here.
+    """
     choice = choose(op, problem.device, k=problem.shape.k)
     if choice.backend is Backend.REFERENCE:
         raise UnavailableError(f"no kernel: {choice.reason}")

@@ -4,6 +4,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quantkit.bench.shapes import Shape
 from quantkit.device import reference
@@ -106,6 +107,21 @@ class Problem:
         """(M, N) float64: the same with 2:4 weights."""
         return self._product(self.x16.double(), self.w16_sparse.double())
 
+    @cached_property
+    def exact_gated(self) -> Tensor:
+        """(M, N / 2) float64: the first half of ``exact_static`` gated by GELU of the second."""
+        return _gated(self.exact_static)
+
+    @cached_property
+    def exact_gated_f16(self) -> Tensor:
+        """(M, N / 2) float64: the same of the 16-bit operands' product."""
+        return _gated(self.exact)
+
+    @cached_property
+    def gated_scale(self) -> Tensor:
+        """(1,) float32, of all gated values."""
+        return (self.exact_gated.abs().amax() / 448).float().reshape(1)
+
     def forget_exact(self) -> None:
         """Free the float64 results."""
         for name in [name for name in self.__dict__ if name.startswith("exact")]:
@@ -127,3 +143,8 @@ class Problem:
         for start in range(0, self.shape.m, _ROWS):
             torch.mm(x[start : start + _ROWS], w.T, out=y[start : start + _ROWS])
         return y
+
+
+def _gated(y: Tensor) -> Tensor:
+    h, g = y.chunk(2, dim=1)
+    return h * functional.gelu(g)

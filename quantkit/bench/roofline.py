@@ -127,14 +127,15 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(copy, matmul)
 
 
-def gemm_work(shape: Shape, precision: Precision, *, x_bytes: float) -> Work:
-    """Return the work of a product with a 16-bit result.
+def gemm_work(shape: Shape, precision: Precision, *, x_bytes: float, y_bytes: float = 2.0) -> Work:
+    """Return the work of a product.
 
     Args:
         x_bytes: bytes of one input value.
+        y_bytes: bytes of the result by M N.
     """
     m, n, k = shape.m, shape.n, shape.k
-    nbytes = m * k * x_bytes + n * k * WEIGHT_BYTES[precision] + 2 * m * n
+    nbytes = m * k * x_bytes + n * k * WEIGHT_BYTES[precision] + m * n * y_bytes
     return Work(2.0 * m * n * k, nbytes)
 
 
