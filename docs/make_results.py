@@ -37,12 +37,26 @@ KERNELS = (
 MODELS = (
     Run(
         "h200-sdxl.json",
-        "SDXL's UNet, replayed",
-        "quantkit bench model --config sdxl --compile blocks --graph --profile --repeats 15 "
-        "--seconds 3 --contenders f16-compiled --contenders fp8-static-compiled "
-        "--contenders fp8-static-fast-compiled --contenders sparse-static-compiled "
-        "--contenders sparse-static-fast-compiled --save h200-sdxl.json",
-        "Three more contenders were interrupted.",
+        "SDXL's UNet in FP8, replayed",
+        "quantkit bench model --config sdxl --compile blocks --graph --profile "
+        "--contenders f16-compiled --contenders fp8-static-compiled "
+        "--contenders fp8-static-fast-compiled --save h200-sdxl.json",
+    ),
+    Run(
+        "h200-sdxl-sparse.json",
+        "SDXL's UNet with 4:2, replayed",
+        "quantkit bench model --config sdxl --compile blocks --graph --profile --seconds 8 "
+        "--contenders f16-compiled --contenders sparse-static-compiled "
+        "--contenders sparse-static-fast-compiled --save h200-sdxl-sparse.json",
+        "Two more contenders, FP8's, were interrupted.",
+    ),
+    Run(
+        "h200-sdxl-fused.json",
+        "SDXL's UNet in FP8, projections fused, replayed",
+        "quantkit bench model --config sdxl --compile blocks --graph --profile --fuse-projections "
+        "--contenders fp8-static-compiled --save h200-sdxl-fused.json",
+        "float16 with fused projections, in a run of its own on another of these machines: 33.83 "
+        "ms.",
     ),
     Run(
         "h200-flux-quarter.json",
