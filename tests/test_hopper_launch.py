@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.device import survey
+from quantkit.device import hopper_gated, survey
 from quantkit.device.archs import arch_of_device, find_arch
 from quantkit.device.gpu import devices, prepare
-from quantkit.device.gpu.choice import choose_gemm, why_not_hopper
+from quantkit.device.gpu.choice import choose_geglu, choose_gemm, is_hopper, why_not_hopper
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.driver import Driver, TensorEntries
 from quantkit.device.gpu.kernel import plan_of
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
-from quantkit.device.hopper import TILES, HopperKernel, arguments, plan_launch
+from quantkit.device.hopper import TILES, Family, HopperKernel, arguments, plan_launch
 from quantkit.device.ops import Variant
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
@@ -34,6 +34,8 @@ LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, *(ctypes.c_uint,) * 7, POINTER,
 WORDS = ("e4m3fn", "e5m2", "token", "tensor", "bf16")
 DENSE = HopperKernel(TILES["c128x128"])
 SPARSE = HopperKernel(TILES["c128x128"], sparse=True)
+GATED = HopperKernel(hopper_gated.TILES["c256x96"], family=Family.GEGLU)
+GATED_SPARSE = HopperKernel(hopper_gated.TILES["c256x96"], sparse=True, family=Family.GEGLU)
 
 
 class FakeCuda:
@@ -118,20 +120,25 @@ def h200(cuda, **changes):
 
 def operands(kernel, m, n, k):
     """Return tensors in the order of the operands, y last."""
-    w = [torch.zeros(n, k // 2 if kernel.sparse else k, dtype=torch.uint8)]
+    rows = 2 * n if kernel.gated else n
+    w = [torch.zeros(rows, k // 2 if kernel.sparse else k, dtype=torch.uint8)]
     if kernel.sparse:
-        w.append(torch.zeros(n, k // 8, dtype=torch.uint8))
+        w.append(torch.zeros(rows, k // 8, dtype=torch.uint8))
     x, y = torch.zeros(m, k, dtype=torch.uint8), torch.zeros(m, n, dtype=torch.float16)
-    return [x, torch.ones(m), *w, torch.ones(n), torch.zeros(n).half(), y]
+    given = [x, torch.ones(m), *w, torch.ones(rows), torch.zeros(rows).half()]
+    return [*given, torch.ones(1), y.to(torch.uint8)] if kernel.gated else [*given, y]
 
 
 def map_of(spec, address):
     """What FakeCuda makes of a correct call, by cuda.h's numbers."""
     element, item = {"u8": (0, 1), "f16": (6, 2), "f32": (7, 4), "bf16": (9, 2)}[spec.element]
     swizzle = {64: 2, 128: 3}[spec.swizzle]
-    assert len(spec.sizes) == 2
-    size = (*spec.sizes, spec.sizes[0] * item, *spec.box)
-    return struct.pack("<Q13I", address, element, 2, *size, 1, 1, 0, swizzle, 3, 0)
+    rank = len(spec.sizes)
+    pitches = [spec.sizes[0] * item]
+    if rank == 3:
+        pitches.append(spec.sizes[0] * spec.sizes[1] * item)
+    said = (*spec.sizes, *pitches, *spec.box, *(1,) * rank, 0, swizzle, 3, 0)
+    return struct.pack(f"<Q{2 + len(said)}I", address, element, rank, *said)
 
 
 def test_hopper_devices_take_their_own_row():
@@ -153,23 +160,22 @@ def test_maps_are_encoded_as_the_driver_wants_them(cuda, shape, sparse, io):
             assert content.startswith(map_of(spec, 0x7F0012345670))
 
 
-@pytest.mark.parametrize("kernel", [DENSE, SPARSE], ids=lambda k: k.operation)
+@pytest.mark.parametrize("kernel", [DENSE, SPARSE, GATED, GATED_SPARSE], ids=lambda k: k.operation)
 def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
-    m, n, k = 300, 200, 640
+    m, n, k = 300, 208, 640
     device, tensors = h200(cuda), operands(kernel, m, n, k)
     cuda.count = len(arguments(kernel))
     prepare_launch(device, kernel, {"m": m, "n": n, "k": k})(*tensors)
-    plan, by_name = (
-        plan_launch(kernel, m, n, k),
-        dict(zip(operand_names(kernel), tensors, strict=True)),
-    )
+    plan = (hopper_gated.plan_gated if kernel.gated else plan_launch)(kernel, m, n, k)
+    by_name = dict(zip(operand_names(kernel), tensors, strict=True))
     names = arguments(kernel)
     ((shape, stream, places),) = cuda.launches
     assert shape == [*plan.grid, plan.block, 1, 1, kernel.shared_bytes]
     assert stream == STREAM
     assert len(places) == len(names)
     numbers = dict(zip(("m", "n", "k", "group"), plan.numbers, strict=True))
-    specs = dict(zip(("x_map", "w_map", "y_map"), plan.maps, strict=True))
+    maps = [name for name in names if name.endswith("_map")]
+    specs = dict(zip(maps, plan.maps, strict=True))
     for name, value, content in zip(names, cuda.values, cuda.maps, strict=True):
         if name in specs:
             wanted = map_of(specs[name], by_name[name[0]].data_ptr())
@@ -182,7 +188,8 @@ def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
 
 
 def operand_names(kernel):
-    return ["x", "x_scale", "w", *(["w_meta"] if kernel.sparse else []), "w_scale", "bias", "y"]
+    meta, y = ["w_meta"] if kernel.sparse else [], ["y_scale", "y"] if kernel.gated else ["y"]
+    return ["x", "x_scale", "w", *meta, "w_scale", "bias", *y]
 
 
 def test_a_missing_bias_is_null_and_rows_that_cannot_be_copied_have_an_empty_map(cuda):
@@ -289,6 +296,26 @@ def test_fast_sums_hold_inside_their_block(cuda, monkeypatch):
             prepare.prepare_gemm("gemm_fp8", words, (x, x_scale, w, w_scale, None), ())
     prepare.prepare_gemm("gemm_fp8", words, (x, x_scale, w, w_scale, None), ())
     assert asked == [True, False, True]
+
+
+@pytest.mark.parametrize("op", ["geglu_fp8", "geglu_fp8_sparse"])
+def test_geglu_is_one_kernel(cuda, op, monkeypatch):
+    device, sizes = h200(cuda), {"m": 2048, "n": 5120, "k": 1280}
+    assert is_hopper(device)
+    words = (*WORDS, "e5m2")
+    kernel, fast = (choose_geglu(device, op, words, sizes, accurate=a) for a in (True, False))
+    assert kernel.operation == fast.operation == op
+    assert kernel.name == f"e4m3fn_e5m2_token_tensor_bf16_e5m2_accurate_{kernel.tile.name}"
+    assert "_fast_" in fast.name
+    gated = GATED_SPARSE if op.endswith("sparse") else GATED
+    x, x_scale, *weights, y_scale, _ = operands(gated, 8, 16, 64)
+    monkeypatch.setattr(prepare, "find_device", lambda _: device)
+    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "e4m3fn")
+    call = prepare.prepare_geglu(op, words, (x, x_scale, *weights, y_scale), ())
+    cuda.count = len(arguments(gated))
+    (codes,) = call(x, x_scale, *weights, y_scale)
+    assert (codes.shape, codes.dtype) == ((8, 16), torch.uint8)
+    assert len(cuda.launches) == 1
 
 
 def test_other_devices_and_old_drivers_take_a_tile_of_the_menu(cuda):

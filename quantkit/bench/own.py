@@ -15,7 +15,8 @@ from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call as DeviceCall
 from quantkit.device.gpu.choice import choose_geglu, choose_gemm
-from quantkit.device.gpu.devices import find_device
+from quantkit.device.gpu.devices import Device, find_device
+from quantkit.device.gpu.kernel import Kernel
 from quantkit.inference import operators
 
 # float16 rounds by 2^-12 of a value at most 2^-11, and values reach 6 rms: 0.003. The rest is for
@@ -74,11 +75,16 @@ def prepared_fast(
     if device.arch.name != hopper.ARCHITECTURE:
         raise UnavailableError(f"the kernels of {device.arch.name} sum in one mode")
     sizes, words = asdict(shape), (FORMAT, FORMAT, x_scale, "channel", "f16")
-    choose_kernel = choose_geglu if op.startswith("geglu") else choose_gemm
-    kernel = choose_kernel(device, op, words, sizes, accurate=False)
+    kernel = _fast_kernel(device, op, words, sizes)
     outputs = (((shape.m, shape.n), dtype),)
     no_bias = [5 if op == "gemm_fp8_sparse" else 4]
     return DeviceCall(device, kernel, sizes, outputs, nulls=no_bias)
+
+
+def _fast_kernel(device: Device, op: str, words: tuple[str, ...], sizes: dict[str, int]) -> Kernel:
+    if op.startswith("geglu"):
+        return choose_geglu(device, op, (*words, FORMAT), sizes, accurate=False)
+    return choose_gemm(device, op, words, sizes, accurate=False)
 
 
 def _gemm_of_sparse(problem: Problem) -> Call:

@@ -1,5 +1,7 @@
 """Which kernel computes a GEMM or a convolution: one of Hopper's own, or a tile of the menu."""
 
+from dataclasses import replace
+
 from quantkit.device import hopper, hopper_choice, hopper_conv, hopper_gated
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
@@ -64,7 +66,7 @@ def choose_geglu(
     """Return the kernel of one gated GEMM, on a device for which ``is_hopper`` holds.
 
     Args:
-        words: of the kernel, but for the tile's.
+        words: of the kernel, but for the tile's; the format of the result stands last.
         sizes: m, n and k, n the columns of the result.
         accurate: as in ``choose_gemm``.
     """
@@ -77,7 +79,9 @@ def choose_geglu(
         accurate=accurate,
         multiprocessors=device.units,
     )
-    return _hopper_kernel(best, words, Family.GEGLU, sparse=sparse, accurate=mode)
+    *shared, y_format = words
+    kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=sparse, accurate=mode)
+    return replace(kernel, y_format=y_format)
 
 
 def why_no_conv(device: Device, op: str, io: str, shape: ConvShape) -> str:
@@ -108,7 +112,7 @@ def _hopper_kernel(
     sparse: bool,
     accurate: bool,
 ) -> HopperKernel:
-    x_format, w_format, x_scale, w_scale, io, *y_format = words
+    x_format, w_format, x_scale, w_scale, io = words
     return HopperKernel(
         tile,
         sparse=sparse,
@@ -119,5 +123,4 @@ def _hopper_kernel(
         x_scale=x_scale,
         w_scale=w_scale,
         io=io,
-        y_format=y_format[0] if y_format else x_format,
     )
