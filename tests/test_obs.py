@@ -32,6 +32,14 @@ def correlated(k, *, seed=0, rows=400, rank=None):
     return (x.T @ x) / rows
 
 
+def nearly_constant(k, *, mean=30.0, spread=1e-3, rows=4000):
+    """Return the covariance of inputs that hardly vary as float32 sums give it: indefinite."""
+    g = torch.Generator().manual_seed(2)
+    x = mean + spread * torch.randn(rows, k, generator=g)
+    middle = x.mean(dim=0)
+    return (x.T @ x / rows).addr(middle, middle, alpha=-1)
+
+
 def weights(n, k, seed=1):
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
 
@@ -91,6 +99,22 @@ def brain_surgery(row, moment, *, damping):
         row[j:] -= error * inverse[0]
         row[j] *= mask[j]
     return torch.from_numpy(row), torch.from_numpy(mask)
+
+
+def test_rounding_that_makes_a_covariance_indefinite_is_damped_away():
+    moment = nearly_constant(64)
+    assert float(torch.linalg.eigvalsh(moment.double())[0]) < -1e-3 * float(
+        moment.diagonal().mean()
+    )
+    factor = factorize(moment, damping=1e-3)
+    assert bool((factor.pivots > 0).all())
+    assert bool(factor.lower.isfinite().all())
+    rows = weights(8, 64)
+    values, mask = settle_rows(rows, factor, mask=TWO_OF_FOUR)
+    assert bool(values.isfinite().all())
+    # What is made up for stays of the size of what was dropped.
+    assert float(values.norm()) < 2 * float(rows.norm())
+    assert bool((mask.reshape(8, 16, 4).sum(dim=2) == 2).all())
 
 
 @pytest.mark.parametrize("k", [4, 8, 36])

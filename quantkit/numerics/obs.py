@@ -82,7 +82,8 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
 
     Args:
         moment: (K, K) symmetric, positive semi-definite; float32 or float64.
-        damping: added to the diagonal, as a share of its mean: what the moment does not know.
+        damping: added to the diagonal, as a share of its mean: what the moment does not know. Ten
+            times as much, once or more, where that is less than the moment's own rounding.
         order: int64 (K,), the order in which columns are settled; None: as they are.
 
     Returns:
@@ -95,16 +96,33 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
     work = moment[back][:, back].double()
     diagonal = work.diagonal()
     dead = diagonal <= 0
-    mean = float(diagonal.mean())
+    mean = float(diagonal.clamp(min=0).mean())
     diagonal[dead] = 1.0
-    diagonal += damping * mean
-    square_root, failed = torch.linalg.cholesky_ex(work)
-    assert not bool(failed), "a moment plus its damping is positive definite"
+    square_root = _square_root(work, damping * mean)
     # LAPACK's columns are our rows: the transpose is contiguous, and stays so.
     upper: Tensor = square_root.t().float()
     roots = upper.diagonal().clone()
     lower = upper.div_(roots.unsqueeze(1)).flip(0, 1)
     return Factor(lower, roots.square().flip(0), order, dead.flip(0))
+
+
+def _square_root(moment: Tensor, damping: float) -> Tensor:
+    """Return the Cholesky factor of ``moment`` (K, K), whose diagonal gains ``damping`` in place.
+
+    A covariance is the difference of two float32 matrices: where the mean is a thousand times the
+    spread, as of a layer that reads little but the timestep, their rounding leaves eigenvalues
+    below zero that outweigh the damping. Adding their bound always would blunt all other layers.
+    """
+    diagonal = moment.diagonal()
+    limit, given = float(diagonal.max()), 0.0
+    while True:
+        diagonal += damping - given
+        square_root, failed = torch.linalg.cholesky_ex(moment)
+        if not bool(failed):
+            found: Tensor = square_root
+            return found
+        assert damping <= limit, "no moment is indefinite by more than its own size"
+        damping, given = max(10 * damping, limit * 1e-9), damping
 
 
 def settle_rows(
