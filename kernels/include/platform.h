@@ -130,6 +130,9 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
+// Within a few spacings, what the hardware's own instructions give; exp2 may make zero of a subnormal.
+QK_DEVICE f32 quick_exp2(f32 value) { return __builtin_exp2f(value); }
+QK_DEVICE f32 quick_reciprocal(f32 value) { return 1.0f / value; }
 
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -225,6 +228,8 @@ QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_ca
 QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
+QK_DEVICE f32 quick_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }  // v_exp_f32
+QK_DEVICE f32 quick_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
 
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -274,6 +279,16 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return __fadd_rn(a, b); }  // NVRTC would fuse a plain sum
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
+QK_DEVICE f32 quick_exp2(f32 value) {
+  f32 power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
+QK_DEVICE f32 quick_reciprocal(f32 value) {
+  f32 inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(value));
+  return inverse;
+}
 
 /// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes NaN.
 #    define QK_ENCODES_PAIRS 1

@@ -13,7 +13,7 @@ from quantkit.bench.own import need_kernel, prepared_fast
 from quantkit.bench.problem import FORMAT, Problem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
-from quantkit.device import reference
+from quantkit.device import execute, reference
 from quantkit.inference import gated_operators, operators
 
 # Sums in another order, or in a matrix unit that keeps fewer bits, move a value across the boundary
@@ -37,14 +37,26 @@ def _fused_fast(problem: Problem) -> Call:
     return lambda: launch(x, x_scale, w, w_scale, None, scale)[0]
 
 
-def _one_by_one(problem: Problem) -> Call:
+def _two_kernels(problem: Problem) -> Call:
     x, x_scale, w, w_scale, scale = _operands(problem)
 
     def call() -> object:
         y = operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
-        return operators.quantize_static(_gate(y), scale, None, FORMAT)
+        return execute.gate_static(y, scale, FORMAT)
 
     return call
+
+
+def _gate_static(problem: Problem) -> Call:
+    need_kernel("gate_fp8_static", problem)
+    x, scale = problem.x16, problem.gate_scale
+    return lambda: execute.gate_static(x, scale, FORMAT)
+
+
+def _compiled_gate(problem: Problem) -> Call:
+    libraries.need_compiler(problem)
+    compiled = torch.compile(_gate_and_quantize, dynamic=False)
+    return partial(compiled, problem.x16, problem.gate_scale)
 
 
 def _compiled_f16(problem: Problem) -> Call:
@@ -70,7 +82,10 @@ def _linear_and_gate(x: Tensor, w: Tensor) -> Tensor:
 def _multiply_and_gate(
     a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], scale: Tensor
 ) -> Tensor:
-    y = libraries.scaled_product(a, b, scales, fast=True)
+    return _gate_and_quantize(libraries.scaled_product(a, b, scales, fast=True), scale)
+
+
+def _gate_and_quantize(y: Tensor, scale: Tensor) -> Tensor:
     return reference.quantize_static(_gate(y), scale, None, FORMAT)
 
 
@@ -91,16 +106,26 @@ def _need_gates(problem: Problem) -> None:
 
 
 def _judge(problem: Problem, output: object) -> float:
+    return _moved(output, problem.exact_gated / problem.gated_scale.double())
+
+
+def _judge_gate(problem: Problem, output: object) -> float:
+    return _moved(output, problem.exact_gate / problem.gate_scale.double())
+
+
+def _moved(output: object, values: Tensor) -> float:
+    """Return the share of codes that are not the nearest ones."""
     assert isinstance(output, Tensor)
-    values = problem.exact_gated / problem.gated_scale.double()
     right = values.clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
     return differing_codes(output, right)
 
 
+GATE = (Contender("quantkit", True, None, _gate_static, _judge_gate, _MOVED),)
+GATE_LIBRARIES = (Contender("compiled torch", False, None, _compiled_gate, _judge_gate, _MOVED),)
 OWN = (
     Contender("quantkit", True, Precision.FP8, _fused, _judge, _MOVED),
     Contender("quantkit, fast sums", True, Precision.FP8, _fused_fast, _judge, _MOVED, fast=True),
-    Contender("quantkit, one by one", True, Precision.FP8, _one_by_one, _judge, _MOVED),
+    Contender("quantkit, two kernels", True, Precision.FP8, _two_kernels, _judge, _MOVED),
 )
 LIBRARIES = (
     Contender(

@@ -37,7 +37,7 @@ class Operation:
     k_multiple: int
     #: the input is quantized within
     reads_f16: bool
-    #: bytes of the result by M N
+    #: bytes of the result by M N; where nothing is multiplied, by M K
     y_bytes: float = 2.0
 
 
@@ -54,7 +54,9 @@ OPERATIONS: dict[str, Operation] = {
             32,
             False,
         ),
-        Operation("quantize_fp8_static", "quantize, one scale", own.QUANTIZE_STATIC, (), 1, True),
+        Operation(
+            "quantize_fp8_static", "quantize, one scale", own.QUANTIZE_STATIC, (), 1, True, 1.0
+        ),
         Operation(
             "quantize_fp8_token",
             "quantize, a scale per token",
@@ -62,6 +64,17 @@ OPERATIONS: dict[str, Operation] = {
             libraries.QUANTIZE_TOKEN,
             1,
             True,
+            1.0,
+        ),
+        # K counts outputs and their gates.
+        Operation(
+            "gate_fp8_static",
+            "gate and quantize, one scale",
+            geglu.GATE,
+            geglu.GATE_LIBRARIES,
+            2,
+            True,
+            0.5,
         ),
         Operation("linear_fp8", "quantize and multiply", own.LINEAR, libraries.LINEAR, 16, True),
         Operation(
@@ -190,8 +203,8 @@ def _rates(
 ) -> Rates:
     (timing, ceilings), precision = found, contender.precision
     if precision is None:
-        # 16 bit in, a byte out; scales are less than a percent.
-        work = Work(0.0, 3.0 * shape.m * shape.k)
+        # 16 bit in; scales are less than a percent.
+        work = Work(0.0, (2.0 + operation.y_bytes) * shape.m * shape.k)
     else:
         wide = operation.reads_f16 or "f16" in precision.value
         work = gemm_work(shape, precision, x_bytes=2 if wide else 1, y_bytes=operation.y_bytes)

@@ -118,6 +118,16 @@ class Problem:
         return _gated(self.exact)
 
     @cached_property
+    def exact_gate(self) -> Tensor:
+        """(M, K / 2) float64: the first half of the inputs gated by GELU of the second."""
+        return _gated(self.x16.double())
+
+    @cached_property
+    def gate_scale(self) -> Tensor:
+        """(1,) float32, of all of these."""
+        return (self.exact_gate.abs().amax() / 448).float().reshape(1)
+
+    @cached_property
     def gated_scale(self) -> Tensor:
         """(1,) float32, of all gated values."""
         return (self.exact_gated.abs().amax() / 448).float().reshape(1)

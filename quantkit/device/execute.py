@@ -24,6 +24,7 @@ from quantkit.device.gpu.prepare import prepare_gemm, prepare_quantize, signatur
 from quantkit.device.host_calls import run_gemm, run_quantize
 from quantkit.device.operands import (
     check_device,
+    check_gate,
     check_gemm,
     check_quantize,
     check_scale,
@@ -68,6 +69,38 @@ def quantize_static(
         return prepare_quantize(op, words, operands, key)(*operands)[0]
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     run_quantize(op, words, (x, smooth, shift), scale, q)
+    return q
+
+
+def gate_static(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """Return the codes of ``h * gelu(g) / scale``, saturated; NaN stays NaN.
+
+    Args:
+        x: (M, 2 K) float16, bfloat16 or float32: h, then g.
+        scale: float32, one element.
+        fmt: e4m3fn or e5m2.
+
+    Returns:
+        (M, K) uint8.
+
+    Raises:
+        ShapeError, KernelError: operands that do not fit together.
+    """
+    op, operands = "gate_fp8_static", (x, scale)
+    key = signature(op, operands, (fmt,))
+    if key and (call := calls.find(key)):
+        return call(*operands)[0]
+    check_gate(op, x)
+    check_scale(op, "scale", scale, None)
+    check_device(op, "scale", scale, x)
+    words = (io_word(op, x.dtype), fmt)
+    backend = _backend(op, x, words)
+    if backend is Backend.REFERENCE:
+        return reference.gate_static(x, scale, fmt)
+    if backend is Backend.GPU and x.numel():
+        return prepare_quantize(op, words, operands, key)(*operands)[0]
+    q = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
+    run_quantize(op, words, (x,), scale, q)
     return q
 
 

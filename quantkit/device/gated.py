@@ -1,9 +1,8 @@
-"""GEGLU on codes: the kernel that gates and quantizes a product while it has it, or one by one.
+"""GEGLU on codes: one kernel that gates and quantizes a product while it has it, or two.
 
 Which of the two is decided here (``has_kernel``) and nowhere else; the log names the kernels that
-ran, gemm_fp8 and quantize_fp8_static where they were several. The one kernel gates in float32, the
-several round the product and its gated half to ``dtype``: codes differ by a place where that
-rounding, or the order of a sum, moves a value across a boundary.
+ran, gemm_fp8 and gate_fp8_static where they were two. Two round the product to ``dtype``: codes
+differ by a place where that, or the order of a sum, moves a value across a boundary.
 """
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from quantkit.device import execute
 from quantkit.device.backends import Backend, sums_are_fast
@@ -47,7 +45,7 @@ def geglu(
         bias: (2 N,) of ``dtype``, or None.
         y_scale: float32, one element.
         formats: of x, w and the result.
-        dtype: float16, bfloat16 or float32, of the product where it is not gated in float32.
+        dtype: float16, bfloat16 or float32, of the product where two kernels run.
 
     Returns:
         (M, N) uint8, saturated; NaN stays NaN.
@@ -80,7 +78,7 @@ def geglu_sparse(
         bias: (2 N,) of ``dtype``, or None.
         y_scale: float32, one element.
         formats: of x, w and the result.
-        dtype: float16, bfloat16 or float32, of the product where it is not gated in float32.
+        dtype: float16, bfloat16 or float32, of the product where two kernels run.
 
     Returns:
         (M, N) uint8, saturated; NaN stays NaN.
@@ -99,6 +97,11 @@ def has_kernel(device: torch.device, k: int, n: int, *, sparse: bool) -> bool:
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
     return n > 0 and n % 16 == 0 and is_hopper(find_device(index))
+
+
+def has_gate(device: torch.device) -> bool:
+    """Return whether a kernel gates and quantizes on this device, a GPU."""
+    return device.type == "cuda" and choose("gate_fp8_static", device, k=1).backend is Backend.GPU
 
 
 def _gate(
@@ -125,5 +128,4 @@ def _gate(
         words = (*formats[:2], *scale_words(x_scale, w_scale), io_word(op, dtype), formats[2])
         return prepare_geglu(op, words, operands, key)(*operands)[0]
     multiply: Any = execute.gemm_sparse if sparse else execute.gemm
-    h, g = multiply(*operands[:-1], *formats[:2], dtype).chunk(2, -1)
-    return execute.quantize_static(h * functional.gelu(g), y_scale, None, formats[2])
+    return execute.gate_static(multiply(*operands[:-1], *formats[:2], dtype), y_scale, formats[2])

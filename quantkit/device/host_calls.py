@@ -20,18 +20,18 @@ _TILE_SPEED = (75.0, 55.0, 26.0)
 def run_quantize(
     op: str,
     words: tuple[str, ...],
-    inputs: tuple[Tensor, Tensor | None, Tensor | None],
+    inputs: tuple[Tensor | None, ...],
     scale: Tensor,
     q: Tensor,
 ) -> None:
     """Run a quantize kernel: ``q`` is written, and ``scale`` by the one per token.
 
     Args:
-        inputs: x, smooth and shift.
+        inputs: x, smooth and shift; of a gate x alone.
     """
     if q.numel() == 0:
         return
-    (m, k), kernel = inputs[0].shape, _kernel(op, words)
+    (m, k), kernel = q.shape, _kernel(op, words)
     # Names keep the copies alive until the kernel has returned.
     plain, scale_in = [None if t is None else _plain(t) for t in inputs], _plain(scale)
     values = (*map(_address, plain), scale_in.data_ptr(), q.data_ptr(), m, k)

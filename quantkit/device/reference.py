@@ -7,6 +7,7 @@ Codes are uint8 here, as the kernels read them; the format goes beside them by n
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.packing import unpack_two_of_four
@@ -52,6 +53,21 @@ def quantize_token(
     scale = amax / torch.full_like(amax, target.max)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return cast(values / scale.unsqueeze(1), target).view(torch.uint8), scale
+
+
+def gate_static(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """Return the codes of ``h * gelu(g) / scale``, saturated; NaN stays NaN.
+
+    Args:
+        x: (M, 2 K) float16, bfloat16 or float32: h, then g.
+        scale: float32 with one element.
+
+    Returns:
+        (M, K) uint8.
+    """
+    h, g = x.float().chunk(2, dim=1)
+    values = h * functional.gelu(g) / scale.reshape(())
+    return cast(values, find_format(fmt)).view(torch.uint8)
 
 
 def gemm(

@@ -1,9 +1,10 @@
 """GEGLU networks of packed models: the first layer's kernel gates and quantizes for the second.
 
-diffusers' FeedForward writes the product, reads it to gate it, writes that, and reads it again to
-quantize it: 16 bit each time. Where a device has the kernel (``device.gated``) the codes are all
-that leaves the first product. Everywhere else, and wherever somebody looks at a layer or moves it
-(hooks, offloading), the modules are called one by one, as before.
+diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads both to
+multiply, writes that, and reads it again to quantize it: 16 bit each time. On Hopper the codes are
+all that leaves the first product, on other GPUs it is read once (``device.gated``). On the CPU,
+where torch.compile writes the gate, and wherever somebody looks at a layer or moves it (hooks,
+offloading), the modules are called one by one.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
 from quantkit.device import gated
+from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import PackedLinear
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
@@ -53,8 +55,11 @@ def _fits(module: FeedForward) -> bool:
 def _is_fused(x: Tensor, up: Any, down: Any) -> bool:
     if not (_is_plain(up) and _is_plain(down)):
         return False
-    fused: bool = _has_kernel(str(x.device), up.k, up.n // 2, up.weight_meta is not None)
-    return fused
+    device = str(x.device)
+    if _has_kernel(device, up.k, up.n // 2, up.weight_meta is not None):
+        return True
+    gates: bool = _has_gate(device)
+    return gates and not is_fused(x)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -69,3 +74,8 @@ def _is_plain(layer: nn.Module) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernel(device: str, k: int, n: int, sparse: bool) -> bool:  # noqa: FBT001
     return gated.has_kernel(torch.device(device), k, n, sparse=sparse)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_gate(device: str) -> bool:
+    return gated.has_gate(torch.device(device))

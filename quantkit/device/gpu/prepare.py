@@ -33,9 +33,11 @@ def prepare_quantize(op: str, words: tuple[str, ...], inputs: Inputs, key: Signa
         KernelError: the kernel cannot be compiled or loaded.
     """
     m, k = _first(inputs).shape
+    if op == "gate_fp8_static":
+        k //= 2
     codes: Output = ((m, k), torch.uint8)
     per_token: Output = ((m,), torch.float32)
-    outputs = (codes,) if op == "quantize_fp8_static" else (per_token, codes)
+    outputs = (per_token, codes) if op == "quantize_fp8_token" else (codes,)
     return _prepare(Variant(find_op(op), words), inputs, {"m": m, "k": k}, outputs, key)
 
 
