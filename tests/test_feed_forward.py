@@ -144,6 +144,28 @@ def test_a_cpu_has_no_kernel_for_it():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("kernel", "gate", "compiler", "fused"),
+    [
+        (True, False, False, True),
+        (True, True, True, True),
+        (False, True, False, True),
+        (False, True, True, False),
+        (False, False, False, False),
+    ],
+    ids=["product", "product, compiled", "gate", "compiler's gate", "neither"],
+)
+def test_what_a_device_has_decides(monkeypatch, kernel, gate, compiler, fused):
+    monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: kernel)
+    monkeypatch.setattr(feed_forward, "_has_gate", lambda _: gate)
+    monkeypatch.setattr(feed_forward, "is_fused", lambda _: compiler)
+    model = network(PLAIN, PLAIN)
+    install(model)
+    _, called = operators(lambda: model(torch.randn(3, 32)))
+    assert ("geglu" in called) is fused
+
+
+@torch.no_grad()
 @pytest.mark.usefixtures("fusing")
 def test_installing_changes_no_parameter_and_survives_copies():
     model, x = network(PLAIN, PLAIN), torch.randn(3, 32)
