@@ -1,7 +1,10 @@
 """The kernel benchmark: statistics, correctness before time, baselines, files, the command."""
 
 import json
+import os
+import signal
 import statistics
+import threading
 from dataclasses import replace
 
 import ml_dtypes
@@ -26,6 +29,7 @@ from quantkit.bench.result import (
 )
 from quantkit.bench.roofline import Ceiling, Ceilings, Precision, Work, gemm_work
 from quantkit.bench.shapes import SHAPES, Shape, find_shapes
+from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Plan, Samples, Stopwatch, Timing
 from quantkit.cli.bench import bench as command
 from quantkit.device import compilers, reference
@@ -299,6 +303,36 @@ def test_interrupted_runs_keep_what_is_done():
     result = run_bench([SMALL], operations, CPU, SHORT, against_torch=False, progress=quiet)
     assert len(result.rows) == 1
     assert not result.complete
+
+
+def test_a_request_to_end_keeps_what_is_done_too():
+    def ask(y):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return y
+
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("only the main thread handles signals")
+    before = signal.getsignal(signal.SIGTERM)
+    operations = [made_by(lambda y: y), made_by(ask)]
+    result = run_bench([SMALL], operations, CPU, SHORT, against_torch=False, progress=quiet)
+    assert len(result.rows) == 1
+    assert not result.complete
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with stopping_early():
+            seen.append(signal.getsignal(signal.SIGTERM))
+            raise KeyboardInterrupt
+        seen.append("went on")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before, "went on"]
 
 
 @pytest.mark.usefixtures("_host")

@@ -1,7 +1,6 @@
 """The kernel benchmark: shapes, operations, contenders; correct first, then timed."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -14,6 +13,7 @@ from quantkit.bench.problem import Problem
 from quantkit.bench.result import BenchResult, Rates, Row, Verdict
 from quantkit.bench.roofline import Ceilings, Work, gemm_work, measure_ceilings
 from quantkit.bench.shapes import Shape
+from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Call, Plan, Stopwatch, Timing
 from quantkit.device import log
 from quantkit.device.ops import OPS
@@ -125,7 +125,7 @@ def run_bench(
     done, total = 0, len(shapes) * len(operations)
     # A full run takes minutes, most of them in torch.compile: what was measured is not lost, and
     # the operations that need no compiling come first.
-    with torch.no_grad(), suppress(KeyboardInterrupt):
+    with torch.no_grad(), stopping_early():
         for operation, shape in product(operations, shapes):
             contenders = operation.own
             if against_torch:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +27,7 @@ from quantkit.bench.packing import (
 )
 from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
+from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Plan, Stopwatch
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
@@ -123,7 +124,7 @@ def run_model_bench(
         bench = _Bench(settings, device, original, _fused(dense, settings), inputs, source, threads)
         found: list[_Ready | ModelRow] = []
         # Compiling takes minutes: after an interrupt, those that are ready are measured.
-        with suppress(KeyboardInterrupt):
+        with stopping_early():
             for index, contender in enumerate(contenders):
                 progress("prepare models", index, len(contenders))
                 found.append(_prepare(bench, contender))
