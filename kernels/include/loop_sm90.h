@@ -102,7 +102,8 @@ struct HopperLoop {
   }
 
   QK_DEVICE void multiply(f32 (&sums)[kSums], int stage, int block, const u32* meta, bool keep) const {
-    const u64 w = operand_at<Tile::kWeightRow>(ring.weights(stage) + (first_row + Tile::kBlockStep * block) * Tile::kWeightRow);
+    const int weight = first_row + Tile::kBlockStep * block;
+    const u64 w = operand_at<Tile::kWeightRow>(ring.weights(stage) + weight * Tile::kWeightRow);
     const u64 x = operand_at<Tile::kStepK>(ring.tokens(stage));
     QK_UNROLL for (int s = 0; s < kSteps; ++s) {
       if constexpr (Tile::kSparse) {

@@ -10,7 +10,7 @@ from torch.nn import functional
 from quantkit.bench import libraries
 from quantkit.bench.contender import Contender, UnavailableError, differing_codes, worst_of
 from quantkit.bench.own import need_kernel, prepared_fast
-from quantkit.bench.problem import FORMAT, Problem
+from quantkit.bench.problem import FORMAT, Problem, gated
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
 from quantkit.device import execute, reference
@@ -55,8 +55,8 @@ def _gate_static(problem: Problem) -> Call:
 
 def _compiled_gate(problem: Problem) -> Call:
     libraries.need_compiler(problem)
-    compiled = torch.compile(_gate_and_quantize, dynamic=False)
-    return partial(compiled, problem.x16, problem.gate_scale)
+    compiled = torch.compile(reference.gate_static, dynamic=False)
+    return partial(compiled, problem.x16, problem.gate_scale, FORMAT)
 
 
 def _compiled_f16(problem: Problem) -> Call:
@@ -76,22 +76,13 @@ def _compiled_fp8(problem: Problem) -> Call:
 
 
 def _linear_and_gate(x: Tensor, w: Tensor) -> Tensor:
-    return _gate(functional.linear(x, w))
+    return gated(functional.linear(x, w))
 
 
 def _multiply_and_gate(
     a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], scale: Tensor
 ) -> Tensor:
-    return _gate_and_quantize(libraries.scaled_product(a, b, scales, fast=True), scale)
-
-
-def _gate_and_quantize(y: Tensor, scale: Tensor) -> Tensor:
-    return reference.quantize_static(_gate(y), scale, None, FORMAT)
-
-
-def _gate(y: Tensor) -> Tensor:
-    h, g = y.chunk(2, dim=-1)
-    return h * functional.gelu(g)
+    return reference.gate_static(libraries.scaled_product(a, b, scales, fast=True), scale, FORMAT)
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -41,7 +41,7 @@ class Operation:
     y_bytes: float = 2.0
 
 
-#: The operations of quantkit.device.ops, and what a layer makes of two of them.
+#: The operations of quantkit.device.ops, and what layers make of them.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (

@@ -110,17 +110,17 @@ class Problem:
     @cached_property
     def exact_gated(self) -> Tensor:
         """(M, N / 2) float64: the first half of ``exact_static`` gated by GELU of the second."""
-        return _gated(self.exact_static)
+        return gated(self.exact_static)
 
     @cached_property
     def exact_gated_f16(self) -> Tensor:
         """(M, N / 2) float64: the same of the 16-bit operands' product."""
-        return _gated(self.exact)
+        return gated(self.exact)
 
     @cached_property
     def exact_gate(self) -> Tensor:
         """(M, K / 2) float64: the first half of the inputs gated by GELU of the second."""
-        return _gated(self.x16.double())
+        return gated(self.x16.double())
 
     @cached_property
     def gate_scale(self) -> Tensor:
@@ -155,6 +155,7 @@ class Problem:
         return y
 
 
-def _gated(y: Tensor) -> Tensor:
+def gated(y: Tensor) -> Tensor:
+    """Return h * gelu(g), h and g the halves of (M, N): (M, N / 2)."""
     h, g = y.chunk(2, dim=1)
     return h * functional.gelu(g)

@@ -16,6 +16,10 @@ class Cost:
     round: float
     step: float
 
+    def microseconds(self, rounds: int, steps: int) -> float:
+        """Return the time of so many rounds of tiles, each of so many K steps."""
+        return self.launch + rounds * (self.round + steps * self.step)
+
 
 #: (sparse, accurate) -> tile -> cost, fitted by least squares of relative errors (rms 0-9 %) to the
 #: medians of 19 shapes from 1x1280x1280 to 8192x8192x8192 on one H200: random codes, L2 cold, CUDA
@@ -80,7 +84,7 @@ def estimate(
     cost = COSTS[sparse, accurate][tile.name]
     steps = ceil_div(ceil_div(k, STEP_K), tile.team)
     rounds = ceil_div(tile.tiles(m, n), multiprocessors // tile.team)
-    return cost.launch + rounds * (cost.round + steps * cost.step)
+    return cost.microseconds(rounds, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -104,15 +108,20 @@ def choose_tile(
     return min((tile for tile in tiles if _suits(tile, m, k)), key=seconds)
 
 
+def modes_for(*, accurate: bool) -> tuple[bool, ...]:
+    """Return which sums may be taken, accurate ones being True.
+
+    Their menu has tiles for fewer tokens, so that they may win where fast ones would do.
+    """
+    return (True,) if accurate else (False, True)
+
+
 def choose_sums(
     m: int, n: int, k: int, *, sparse: bool, accurate: bool, multiprocessors: int
 ) -> tuple[HopperTile, bool]:
-    """Return the fastest tile, and whether its sums are accurate, as they have to be or not.
-
-    The accurate menu has tiles for fewer tokens, so it may win where fast sums would do.
-    """
+    """Return the fastest tile, and whether its sums are accurate, as they have to be or not."""
     found = []
-    for mode in (True,) if accurate else (False, True):
+    for mode in modes_for(accurate=accurate):
         tile = choose_tile(m, n, k, sparse=sparse, accurate=mode, multiprocessors=multiprocessors)
         cost = estimate(
             tile, m, n, k, sparse=sparse, accurate=mode, multiprocessors=multiprocessors

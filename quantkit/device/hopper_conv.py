@@ -21,7 +21,7 @@ from quantkit.device.hopper import (
     HopperTile,
     grid_of,
 )
-from quantkit.device.hopper_choice import COSTS, estimate
+from quantkit.device.hopper_choice import COSTS, estimate, modes_for
 from quantkit.device.tensormap import ITEM_BYTES, TensorMap
 from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape
@@ -128,7 +128,7 @@ def choose_conv_tile(
     """Return the fastest tile by the costs of the GEMMs, and whether its sums are accurate."""
     found = [
         (_seconds(tile, shape, sparse, mode, multiprocessors), tile, mode)
-        for mode in ((True,) if accurate else (False, True))
+        for mode in modes_for(accurate=accurate)
         for tile in conv_tiles(sparse=sparse, accurate=mode)
     ]
     _, tile, mode = min(found, key=itemgetter(0))

@@ -16,7 +16,7 @@ from quantkit.device.hopper import (
     HopperLaunch,
     HopperTile,
 )
-from quantkit.device.hopper_choice import Cost
+from quantkit.device.hopper_choice import Cost, modes_for
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
 
@@ -72,9 +72,14 @@ def choose_gated_tile(
         accurate: sums have to leave the matrix unit every 128 products.
         multiprocessors: of the device.
     """
+
+    def seconds(tile: HopperTile, cost: Cost) -> float:
+        rounds = ceil_div(tiles_of(tile, m, n), multiprocessors)
+        return cost.microseconds(rounds, ceil_div(k, STEP_K))
+
     found = [
-        (_microseconds(cost, TILES[name], m, n, k, multiprocessors), TILES[name], mode)
-        for mode in ((True,) if accurate else (False, True))
+        (seconds(TILES[name], cost), TILES[name], mode)
+        for mode in modes_for(accurate=accurate)
         for name, cost in COSTS[sparse, mode].items()
     ]
     _, tile, mode = min(found, key=itemgetter(0))
@@ -84,13 +89,6 @@ def choose_gated_tile(
 def tiles_of(tile: HopperTile, m: int, n: int) -> int:
     """Return how many tiles cover M tokens and N columns of y."""
     return ceil_div(m, tile.m) * ceil_div(n, tile.n // 2)
-
-
-def _microseconds(  # noqa: PLR0917  a cost, and the shape
-    cost: Cost, tile: HopperTile, m: int, n: int, k: int, multiprocessors: int
-) -> float:
-    rounds = ceil_div(tiles_of(tile, m, n), multiprocessors)
-    return cost.launch + rounds * (cost.round + ceil_div(k, STEP_K) * cost.step)
 
 
 def plan_gated(

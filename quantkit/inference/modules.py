@@ -55,23 +55,16 @@ class PackedLinear(PackedLayer):
             (M, N / 2) uint8 codes of h * gelu(g), h and g the halves of the output.
         """
         ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
-        meta = self._part("weight_meta")
-        operation = geglu if meta is None else geglu_sparse
-        weights = (self.row_codes,) if meta is None else (self.row_codes, meta)
-        gated: Tensor = operation(
-            *(codes, x_scale, *weights, self._part("weight_scale"), self._bias(x.dtype)),
-            *(target.static_scale, self.scheme.weight.name, target.scheme.weight.name, x.dtype),
-        )
+        stored = self._stored()
+        weights = (*stored, self._part("weight_scale"), self._bias(x.dtype))
+        formats = (self.scheme.weight.name, target.scheme.weight.name)
+        operation = geglu_sparse if len(stored) > 1 else geglu
+        gated: Tensor = operation(codes, x_scale, *weights, target.static_scale, *formats, x.dtype)
         return gated
 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
         return self._multiply([(codes, self.static_scale)], dtype)
-
-    @property
-    def static_scale(self) -> Tensor:
-        """The scale of a static input at the current step: float32, () or (1,)."""
-        return self._of_bucket(self._part("input_scale"))
 
 
 class PackedConv2d(PackedLayer):

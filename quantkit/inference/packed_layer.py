@@ -99,6 +99,16 @@ class PackedLayer(nn.Module):
         """Return a buffer, or None: a call reads six, which ``__getattr__`` finds slowly."""
         return self._buffers[name]
 
+    @property
+    def static_scale(self) -> Tensor:
+        """The scale of a static input at the current step: float32, () or (1,)."""
+        return self._of_bucket(self._part("input_scale"))
+
+    def _stored(self) -> tuple[Tensor, ...]:
+        """Return the weight's codes, and behind them the positions of a sparse one's."""
+        meta = self._part("weight_meta")
+        return (self.row_codes,) if meta is None else (self.row_codes, meta)
+
     def _shift(self, taps: int = 1) -> Tensor | None:
         """Return what is taken from the columns of rows (M, taps * C): (taps * C,), or None."""
         table = self._part("input_shift")
@@ -121,7 +131,7 @@ class PackedLayer(nn.Module):
         if smooth is not None and taps > 1:
             smooth = smooth.repeat(taps)
         static = scheme.activation is Activation.STATIC
-        scale = self._of_bucket(self._part("input_scale")) if static else None
+        scale = self.static_scale if static else None
         return split(x, scale, smooth, self._shift(taps), scheme.weight, scheme.terms)
 
     def _multiply(
@@ -145,10 +155,8 @@ class PackedLayer(nn.Module):
     def _product(
         self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
     ) -> Tensor:
-        meta, scale = self._part("weight_meta"), self._part("weight_scale")
-        sparse = meta is not None
-        codes = (self.row_codes, meta) if sparse else (self.row_codes,)
-        weights = (*codes, scale, bias)
+        stored = self._stored()
+        sparse, weights = len(stored) > 1, (*stored, self._part("weight_scale"), bias)
         y: Tensor
         if windows is None:
             y = (gemm_sparse if sparse else gemm)(*term, *weights, self.scheme.weight.name, dtype)
