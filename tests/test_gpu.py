@@ -132,7 +132,9 @@ def test_a_gate_is_nearly_the_reference_at_every_tail(fmt, io, m, k, generator):
     right = reference.gate_static(x, scale, fmt)
     near = reference.decode(found, fmt) - reference.decode(right, fmt)
     size = reference.decode(right, fmt).abs().clamp(min=2.0**-6 if fmt == "e4m3fn" else 2.0**-14)
-    assert bool((near.abs() <= size / (8 if fmt == "e4m3fn" else 4)).all())
+    # A step of the codes, and what gelu's tail is off: 1.2e-7 in the kernel, as much in torch.
+    tail = 2.4e-7 * x[:, :k].float().abs() / scale
+    assert bool((near.abs() <= size / (8 if fmt == "e4m3fn" else 4) + tail).all())
     assert float((found != right).float().mean()) <= 0.01 + 1 / found.numel()
 
 

@@ -1,6 +1,9 @@
 """Models in compiled blocks, and steps that are replayed from a CUDA graph."""
 
-from collections.abc import Callable, Sequence
+# ruff: noqa: SLF001  torch's settings of its compilers are public by documentation alone
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 
@@ -24,12 +27,25 @@ def compile_blocks(model: nn.Module) -> nn.Module:
     model = with_shared_weights(model)
     repeated: Sequence[str] = getattr(model, "_repeated_blocks", ())
     blocks = _BLOCKS.get(type(model).__name__, repeated)
-    config = torch._dynamo.config  # noqa: SLF001  public by documentation
+    config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_SIZES)
     for module in model.modules():
         if type(module).__name__ in blocks:
             module.compile(fullgraph=True, dynamic=False)
     return model
+
+
+@contextmanager
+def compiler_settings_kept() -> Iterator[None]:
+    """Undo what a library sets for all of torch.compile, so that no other contender gets it."""
+    from torch._inductor import config
+
+    before = config.get_config_copy()
+    try:
+        yield
+    finally:
+        now = config.get_config_copy()
+        config.load_config({key: value for key, value in before.items() if now[key] != value})
 
 
 def with_shared_weights(model: nn.Module) -> nn.Module:

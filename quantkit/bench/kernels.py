@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from quantkit.bench import geglu, libraries, own
+from quantkit.bench.compiling import compiler_settings_kept
 from quantkit.bench.contender import Contender, UnavailableError
 from quantkit.bench.machine import describe_machine, read_clocks
 from quantkit.bench.problem import Problem
@@ -174,7 +175,7 @@ def _check(operation: Operation, contender: Contender, problem: Problem) -> tupl
         reason = f"K {shape.k} is not a multiple of {operation.k_multiple}"
         return row(Verdict.CANNOT, reason=reason), None
     try:
-        with log.record() as seen:
+        with compiler_settings_kept(), log.record() as seen:
             call = contender.prepare(problem)
             _poison(problem)
             error = contender.judge(problem, call())

@@ -17,6 +17,7 @@ from quantkit.bench.contender import Contender, UnavailableError, worst_of
 from quantkit.bench.problem import Problem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
+from quantkit.bench.torchao_fp8 import Tuning, quantize
 
 _E4M3 = torch.float8_e4m3fn
 # bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012.
@@ -85,20 +86,14 @@ def _compiled_dynamic(problem: Problem, *, sparse: bool = False) -> Call:
 
 def _torchao(problem: Problem) -> Call:
     need_compiler(problem)
-    try:
-        from torchao.quantization import (  # type: ignore[import-not-found]
-            Float8DynamicActivationFloat8WeightConfig,
-            PerRow,
-            quantize_,
-        )
-    except ImportError as error:
-        raise UnavailableError(f"torchao is not installed ({error})") from error
     n, k = problem.w16.shape
     layer = torch.nn.Linear(k, n, bias=False, device=problem.device, dtype=torch.bfloat16)
     with torch.no_grad():
         layer.weight.copy_(problem.w16)
-    # Its scales per row want bfloat16.
-    quantize_(layer, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    try:
+        quantize(layer, Tuning.TORCHAO)
+    except ImportError as error:
+        raise UnavailableError(f"torchao is not installed ({error})") from error
     return partial(torch.compile(layer, dynamic=False), problem.x16.bfloat16())
 
 

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.compiling import captured, compile_blocks, with_shared_weights
+from quantkit.bench.compiling import (
+    captured,
+    compile_blocks,
+    compiler_settings_kept,
+    with_shared_weights,
+)
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
@@ -29,6 +34,7 @@ from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Plan, Stopwatch
+from quantkit.bench.torchao_fp8 import quantize
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
 from quantkit.progress import Progress
@@ -56,7 +62,7 @@ class _Bench:
     def model(self, contender: ModelContender) -> nn.Module:
         """Return the contender's model, not compiled yet."""
         if contender.torchao:
-            return _torchao(self.dense)
+            return quantize(deepcopy(self.dense), contender.torchao)
         variant = contender.variant
         if variant is None:
             return self.dense
@@ -127,7 +133,8 @@ def run_model_bench(
         with stopping_early():
             for index, contender in enumerate(contenders):
                 progress("prepare models", index, len(contenders))
-                found.append(_prepare(bench, contender))
+                with compiler_settings_kept():
+                    found.append(_prepare(bench, contender))
         interrupted = "interrupted before it was ready"
         found += [
             ModelRow(contender.name, Verdict.CANNOT, reason=interrupted)
@@ -244,19 +251,6 @@ def _compiled(model: nn.Module, contender: ModelContender, bench: _Bench) -> Cal
     if bench.settings.compile_blocks:
         return compile_blocks(model)
     return torch.compile(model, dynamic=False)
-
-
-def _torchao(original: nn.Module) -> nn.Module:
-    """Return a copy with torchao's dynamic FP8, scales per row, in bfloat16 as those need."""
-    from torchao.quantization import (  # type: ignore[import-not-found]
-        Float8DynamicActivationFloat8WeightConfig,
-        PerRow,
-        quantize_,
-    )
-
-    model = deepcopy(original).bfloat16()
-    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-    return model
 
 
 def _inputs(model: nn.Module, inputs: Any) -> Any:

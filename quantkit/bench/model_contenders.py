@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quantkit.bench.packing import Variant
+from quantkit.bench.torchao_fp8 import Tuning
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class ModelContender:
     compiled: bool
     #: None: as it is, or as torchao makes it
     variant: Variant | None = None
-    torchao: bool = False
+    torchao: Tuning | None = None
     #: under ``fast_sums``
     fast: bool = False
     #: largest ||difference|| / ||output|| from float16, of those that are not packed
@@ -28,7 +29,10 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
     for contender in (
         ModelContender("f16", compiled=False),
         ModelContender("f16-compiled", compiled=True),
-        ModelContender("torchao-compiled", compiled=True, torchao=True, limit=_COARSE),
+        ModelContender("torchao-compiled", compiled=True, torchao=Tuning.DEFAULT, limit=_COARSE),
+        ModelContender(
+            "torchao-tuned-compiled", compiled=True, torchao=Tuning.TORCHAO, limit=_COARSE
+        ),
         *(
             ModelContender(f"{name}{suffix}", compiled, variant)
             for name, variant in (
