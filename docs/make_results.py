@@ -35,7 +35,7 @@ KERNELS = (
     Run(
         "h200-geglu.json",
         "Multiply, gate and quantize",
-        "quantkit kernels bench --op geglu_fp8 --op gate_fp8_static --shapes ff.json "
+        "quantkit kernels bench --op geglu_fp8 --op geglu_fp8_sparse --shapes ff.json "
         "--against torch --save-baseline h200-geglu.json",
         "`ff.json` is `[[8192, 5120, 640], [2048, 10240, 1280], [4608, 12288, 3072]]`; N counts "
         "outputs and their gates.",

@@ -149,7 +149,7 @@ def gemm_case(variant, m, n, k, generator, *, bias=True):
         "w_scale": size * (0.5 + torch.rand(channels, generator=generator)),
         "bias": None,
     }
-    if variant.op.name == "gemm_fp8_sparse":
+    if variant.op.name.endswith("sparse"):
         tensors["w"], tensors["w_meta"] = sparse_weight(n, k, w_format, generator)
     if bias:
         noise = torch.randn(n, generator=generator)

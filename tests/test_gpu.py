@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from gated_cases import gated_case
 from kernel_cases import (
     DTYPES,
     GUARD,
@@ -23,7 +24,7 @@ from packed import pack_component, packed_module
 from torch import nn
 
 import quantkit
-from quantkit.device import execute, log, reference
+from quantkit.device import execute, gated, log, reference
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call
@@ -42,6 +43,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
 GEMMS = [op for op in OPS.values() if op.name.startswith("gemm")]
 QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
 VARIANTS = [v for op in GEMMS for v in covering_variants(op, pairs=False)]
+GEGLU = [op for op in OPS.values() if op.name.startswith("geglu")]
+GEGLU_VARIANTS = [v for op in GEGLU for v in covering_variants(op, pairs=False)]
 #: Host microseconds that a launch may take beside the driver's own call.
 LAUNCH_LIMIT = 4.0
 
@@ -121,21 +124,30 @@ CHANGES = {"plain": (False, False), "smooth": (True, False), "shift": (False, Tr
 CHANGES["both"] = (True, True)
 
 
+@pytest.mark.parametrize("variant", GEGLU_VARIANTS, ids=lambda v: v.symbol)
+def test_gated_codes_are_the_nearest_at_every_tail(device, variant, generator):
+    menu = len(dict(device.arch.tile_speed)[variant.op.name])
+    if int(variant.words[-1].removeprefix("t")) >= menu:
+        pytest.skip(f"{device.arch.name} has {menu} tiles")
+    for index, (m, n, k) in enumerate(shapes_of(variant)):
+        case = gated_case(variant, m, n, k, generator, bias=index % 2 == 0)
+        names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
+        given, output = [case.tensors[name] for name in names], (case.shape, torch.uint8)
+        (y,) = launch(device, variant, case.sizes, given, [output])
+        case.check(y)
+
+
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("io", list(DTYPES))
-@pytest.mark.parametrize(("m", "k"), [(1, 1), (7, 17), (3, 2731), (65, 128), (300, 5120)])
-def test_a_gate_is_nearly_the_reference_at_every_tail(fmt, io, m, k, generator):
-    x = (torch.randn(m, 2 * k, generator=generator) * 2).to(DTYPES[io])
-    scale = torch.tensor([0.013])
-    found = execute.gate_static(x.cuda(), scale.cuda(), fmt).cpu()
-    right = reference.gate_static(x, scale, fmt)
-    near = reference.decode(found, fmt) - reference.decode(right, fmt)
-    size = reference.decode(right, fmt).abs().clamp(min=2.0**-6 if fmt == "e4m3fn" else 2.0**-14)
-    # A step of the codes, and what gelu's tail is off: 1.2e-7 in the kernel, as much in torch.
-    tail = 2.4e-7 * x[:, :k].float().abs() / scale
-    assert bool((near.abs() <= size / (8 if fmt == "e4m3fn" else 4) + tail).all())
-    assert float((found != right).float().mean()) <= 0.01 + 1 / found.numel()
+def test_columns_that_no_tensor_map_has_are_gated_too(generator):
+    variant = Variant(
+        OPS["geglu_fp8"], ("e4m3fn",) * 2 + ("token", "channel", "f16", "e4m3fn", "t1")
+    )
+    case = gated_case(variant, 70, 45, 96, generator)
+    names = ("x", "x_scale", "w", "w_scale", "bias", "y_scale")
+    with log.record() as seen:
+        y = gated.geglu(*(case.tensors[n].cuda() for n in names), ("e4m3fn",) * 3, torch.float16)
+    assert [(op, where) for op, _, where in seen.calls] == [("geglu_fp8", Backend.GPU)]
+    case.check(y.cpu())
 
 
 def check_quantize(x, scale, smooth, shift, fmt):

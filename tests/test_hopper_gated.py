@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gated_cases import check_nearest, gate
 from hopper_cases import check_machine_code, symbol
 from scipy.special import ndtr
 from test_hopper import exact, gemm_tensors
-from torch.nn import functional
 
 from quantkit.device import gated, log
 from quantkit.device.backends import Backend
@@ -143,11 +143,7 @@ def in_order(tensors):
 def gated_exactly(kernel, tensors, unit):
     """Return h * gelu(g) / y_scale in float64, and how far sums off by ``unit`` may move it."""
     (h, g), (h_size, g_size) = (t.chunk(2, dim=1) for t in exact(kernel, tensors))
-    scale = tensors["y_scale"].double()
-    value = h * functional.gelu(g) / scale
-    dh, dg = 2 * unit * h_size, 2 * unit * g_size
-    moved = functional.gelu(g).abs() * dh + 1.13 * dg * (h.abs() + dh)
-    return value, moved / scale + 2e-4 * value.abs() + 1.3e-7 * h.abs() / scale
+    return gate(h, g, 2 * unit * h_size, 2 * unit * g_size, tensors["y_scale"].double())
 
 
 def decoded(codes, fmt):
@@ -157,8 +153,7 @@ def decoded(codes, fmt):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS + VARIED, ids=symbol)
 def test_codes_are_the_nearest_at_every_tail(hopper, kernel):
-    generator, fmt = torch.Generator().manual_seed(5), FORMATS[kernel.y_format]
-    least = float(torch.finfo(fmt.torch_dtype).tiny)
+    generator = torch.Generator().manual_seed(5)
     for index, (m, n, k) in enumerate(SHAPES):
         tensors, _ = gated_tensors(kernel, m, n, k, generator)
         tensors["bias"] = tensors["bias"] if index % 2 else None
@@ -166,12 +161,8 @@ def test_codes_are_the_nearest_at_every_tail(hopper, kernel):
         y = room[256 : 256 + m * n].view(m, n)
         run(hopper, kernel, tensors, y)
         value, moved = gated_exactly(kernel, tensors, 2.0**-12 * (1 if kernel.accurate else 4))
-        value = value.clamp(-fmt.max, fmt.max)
-        found = decoded(y, kernel.y_format)
-        half = (value.abs() + moved).clamp(min=least) * 2.0 ** -(fmt.mantissa_bits + 1)
-        assert bool(((found - value).abs() <= half + moved).all()), (m, n, k)
-        nearest = value.float().to(fmt.torch_dtype).double()
-        assert float((found != nearest).double().mean()) < (0.03 if kernel.accurate else 0.08)
+        others = 0.03 if kernel.accurate else 0.08
+        check_nearest(y.cpu(), value, moved, kernel.y_format, others=others)
         assert bool((room[:256] == 0x77).all())
         assert bool((room[256 + m * n :] == 0x77).all())
 
@@ -215,9 +206,7 @@ def test_operations_take_the_kernel(hopper, shape, sparse):
     assert dict(seen.calls) == {(kernel.operation, kernel.name, Backend.GPU): 2}
     assert torch.equal(y, again)
     value, moved = gated_exactly(kernel, tensors, 2.0**-12)
-    value = value.clamp(-448, 448)
-    half = (value.abs() + moved).clamp(min=2**-6) / 16
-    assert bool(((decoded(y, "e4m3fn") - value).abs() <= half + moved).all())
+    check_nearest(y.cpu(), value, moved, "e4m3fn")
 
 
 @pytest.mark.gpu

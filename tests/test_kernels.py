@@ -22,7 +22,7 @@ from quantkit.device import compilers, nvrtc, reference
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
 from quantkit.device.build import build
 from quantkit.device.check import check_folder
-from quantkit.device.ops import OPS, Variant, all_variants, default_variants
+from quantkit.device.ops import OPS, Variant, default_variants
 from quantkit.device.tiles import variants_for
 from quantkit.numerics.formats import FORMATS
 
@@ -280,54 +280,6 @@ def check_quantize(variant, x, scale, fmt, layout="gfx12"):
         q, scales = reference.quantize_token(x, smooth, fmt, shift)
         assert torch.equal(out["scale"].nan_to_num(-1), scales.nan_to_num(-1))
         same_codes(out["q"], q, fmt)
-
-
-GATE = OPS["gate_fp8_static"]
-
-
-def check_gate(variant, x, scale, layout="gfx12"):
-    """Codes are the nearest of numbers within what gelu.h says of h * gelu(g) / scale."""
-    m, k, fmt = x.shape[0], x.shape[1] // 2, FORMATS[variant.word("QK_X_FORMAT")]
-    tensors = {"x": x, "scale": torch.tensor([scale]), "q": torch.empty(m, k, dtype=torch.uint8)}
-    found = reference.decode(launch(variant, layout, tensors, {"m": m, "k": k})["q"], fmt.name)
-    h, g = x.double().chunk(2, dim=1)
-    value = h * torch.nn.functional.gelu(g) / scale
-    assert torch.equal(found.isnan(), value.isnan())
-    moved = 2e-4 * value.abs() + 1.3e-7 * h.abs() / scale + 2e-7 * value.abs()
-    least, place = float(torch.finfo(fmt.torch_dtype).tiny), 2.0 ** -(fmt.mantissa_bits + 1)
-    inside = value.abs() + moved < fmt.max
-    half = (value.abs() + moved).clamp(min=least) * place
-    assert bool(((found - value).abs() <= half + moved)[inside & ~value.isnan()].all())
-    outside = (value.abs() - moved > fmt.max) & ~value.isnan()
-    assert torch.equal(found[outside].double(), value[outside].sign() * fmt.max)
-    return found, value
-
-
-@pytest.mark.parametrize("layout", ["gfx12", "sm89"])
-@pytest.mark.parametrize("variant", all_variants(GATE), ids=lambda v: v.symbol)
-def test_a_gate_is_as_near_as_its_formula_for_every_value(variant, layout):
-    io = variant.word("QK_IO")
-    values = every_value(io, "e4m3fn")
-    # What a gate at minus infinity is, torch's CPU code does not agree on with itself.
-    values = values[(values.float() > -1e30) & (values.float() < 1e30) | values.isnan()]
-    values = values[: len(values) // 64 * 64].reshape(-1, 64)
-    for h, scale in ((1.0, 0.01), (-3.0, 0.5), (0.25, 1e-4)):
-        check_gate(variant, torch.cat((torch.full_like(values, h), values), dim=1), scale, layout)
-
-
-@pytest.mark.parametrize("variant", all_variants(GATE), ids=lambda v: v.symbol)
-@pytest.mark.parametrize(
-    ("m", "k"), [(1, 1), (1, 513), (7, 17), (8, 512), (3, 2731), (65, 128), (9, 2056), (2, 16400)]
-)
-def test_a_gate_at_every_tail(variant, m, k):
-    generator = torch.Generator().manual_seed(m * k)
-    x = (torch.randn(m, 2 * k, generator=generator) * 2).to(DTYPES[variant.word("QK_IO")])
-    x[0, k - 1] = torch.nan if m > 2 else 1
-    found, value = check_gate(variant, x, 0.013)
-    fmt = FORMATS[variant.word("QK_X_FORMAT")]
-    nearest = value.clamp(-fmt.max, fmt.max).float().to(fmt.torch_dtype).float()
-    wrong = (found != nearest) & ~found.isnan()
-    assert float(wrong.float().mean()) < 0.01
 
 
 def telling_objects(op, arch):

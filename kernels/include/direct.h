@@ -11,7 +11,7 @@
 
 namespace qk {
 
-template <class Tile, class Mma>
+template <class Tile, class Mma, class WeightRows>
 struct DirectLoop {
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kWaves = Tile::kThreads / kWave;
@@ -35,10 +35,11 @@ struct DirectLoop {
   QK_DEVICE void aim(const Operands& op, int m0, int n0) {
     const int lane = thread_index() % kWave, row = lane % 16;
     place = wave_index() * Mma::kChunk + lane / 16 * kRun;
-    // Rows beyond the last repeat it: what they give is never written.
-    x_offset = static_cast<u32>(least(row, op.m - m0 - 1)) * op.k + place;
+    const Rows tokens{op.m - m0};
+    const WeightRows weights = WeightRows::of_weights(op, n0);
+    x_offset = static_cast<u32>(tokens(row)) * op.k + place;
     QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
-      const u32 weight = least(16 * i + row, op.n - n0 - 1);
+      const u32 weight = weights(16 * i + row);
       w_offsets[i] = kSparse ? weight * (op.k / 2) + place / 2 : weight * op.k + place;
       meta_offsets[i] = kSparse ? weight * (op.k / 8) + place / 8 : 0;
     }
@@ -92,8 +93,6 @@ struct DirectLoop {
   }
 
  private:
-  static QK_DEVICE int least(int a, int b) { return a < b ? a : b; }
-
   static QK_DEVICE bool gather(Accumulators& acc, f32* sums) {
     const int wave = wave_index(), lane = thread_index() % kWave;
     if (wave > 0) {
@@ -112,17 +111,17 @@ struct DirectLoop {
 
 template <bool kDirect>
 struct LoopKind {
-  template <class Tile, class Mma>
-  using Loop = TileLoop<Tile, Mma>;
+  template <class Tile, class Mma, class WeightRows>
+  using Loop = TileLoop<Tile, Mma, WeightRows>;
 };
 template <>
 struct LoopKind<true> {
-  template <class Tile, class Mma>
-  using Loop = DirectLoop<Tile, Mma>;
+  template <class Tile, class Mma, class WeightRows>
+  using Loop = DirectLoop<Tile, Mma, WeightRows>;
 };
 
 /// The loop of a tile of the menu.
-template <class Tile, class Mma>
-using LoopOf = typename LoopKind<Tile::kDirect>::template Loop<Tile, Mma>;
+template <class Tile, class Mma, class WeightRows = Rows>
+using LoopOf = typename LoopKind<Tile::kDirect>::template Loop<Tile, Mma, WeightRows>;
 
 }  // namespace qk

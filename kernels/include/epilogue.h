@@ -35,6 +35,28 @@ struct Epilogue {
     }
   }
 
+  /// What kCount consecutive rows of w are multiplied with, and what is added to them.
+  template <int kCount>
+  struct Factors {
+    f32 scale[kCount], bias[kCount];
+    QK_DEVICE f32 apply(f32 sum, int e) const { return add_rounded(sum * scale[e], bias[e]); }
+  };
+
+  /// Those of rows `first` and on; past `end` zeros.
+  template <int kCount>
+  static QK_DEVICE Factors<kCount> factors(const EpilogueArgs& args, int first, int end) {
+    Factors<kCount> found;
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
+      const bool inside = first + e < end;
+      found.scale[e] = kPerChannel ? (inside ? args.w_scale[first + e] : 0.0f) : args.w_scale[0];
+      found.bias[e] = 0.0f;
+      if (args.bias != nullptr && inside) found.bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[first + e]);
+    }
+    return found;
+  }
+
+  static QK_DEVICE f32 token_scale(const EpilogueArgs& args, int token) { return args.x_scale[kPerToken ? token : 0]; }
+
   /// m0, n0: first token and output of the calling wave's accumulators.
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const EpilogueArgs& args, const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
@@ -44,22 +66,16 @@ struct Epilogue {
     const int lane = thread_index() % kWave;
     QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
       const int output = n0 + Mma::template output<kBlocksN>(run, lane);
-      f32 scale[kLength], bias[kLength];
-      QK_UNROLL for (int e = 0; e < kLength; ++e) {
-        const bool inside = output + e < args.n;
-        scale[e] = kPerChannel ? (inside ? args.w_scale[output + e] : 0.0f) : args.w_scale[0];
-        bias[e] = 0.0f;
-        if (args.bias != nullptr && inside) bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[output + e]);
-      }
+      const Factors<kLength> mine = factors<kLength>(args, output, args.n);
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
         QK_UNROLL for (int column = 0; column < Mma::kColumns; ++column) {
           const int token = m0 + 16 * j + Mma::token(column, lane);
           if (token >= args.m || output >= args.n) continue;
-          const f32 x_scale = args.x_scale[kPerToken ? token : 0];
+          const f32 x_scale = token_scale(args, token);
           f32 values[kLength];
           QK_UNROLL for (int e = 0; e < kLength; ++e) {
             const f32 sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
-            values[e] = add_rounded(sum * x_scale * scale[e], bias[e]);
+            values[e] = mine.apply(sum * x_scale, e);
           }
           write(args, token, output, values);
         }

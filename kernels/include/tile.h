@@ -73,11 +73,11 @@ struct Carrier {
 
   static QK_DEVICE int column(int thread) { return thread % kPerRow * static_cast<int>(sizeof(T)); }
 
-  /// Rows >= rows repeat the last one: what they give is never written, and no step has to ask.
-  QK_DEVICE void aim(u32 pitch, int rows, int thread) {
+  /// rows: which row of the matrix, from the tile's first one, each row of the tile is.
+  template <class Map>
+  QK_DEVICE void aim(u32 pitch, const Map& rows, int thread) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      const int row = thread / kPerRow + i * kRowStep;
-      offsets[i] = static_cast<u32>(row < rows ? row : rows - 1) * pitch + column(thread);
+      offsets[i] = static_cast<u32>(rows(thread / kPerRow + i * kRowStep)) * pitch + column(thread);
     }
   }
 
@@ -111,6 +111,15 @@ struct Operands {
   int m, n, k;
 };
 
+/// A tile's rows as the matrix has them. Those beyond the last repeat it: what they give is never written, and no step has
+/// to ask.
+struct Rows {
+  int count;  // from the tile's first one on
+
+  static QK_DEVICE Rows of_weights(const Operands& op, int n0) { return {op.n - n0}; }
+  QK_DEVICE int operator()(int row) const { return row < count ? row : count - 1; }
+};
+
 /// Where the next step begins in the first rows of a tile.
 template <bool kSparse>
 struct RowsAt {
@@ -131,7 +140,8 @@ struct RowsAt {
   }
 };
 
-template <class Tile, class Mma>
+/// WeightRows: which rows of w a tile has.
+template <class Tile, class Mma, class WeightRows>
 struct TileLoop {
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kCodes = kSparse ? Tile::kK / 2 : Tile::kK;  // weight bytes of a row and step
@@ -153,9 +163,10 @@ struct TileLoop {
   Carrier<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
 
   QK_DEVICE void aim(const Operands& op, int m0, int n0, int thread) {
-    x.aim(op.k, op.m - m0, thread);
-    w.aim(kSparse ? op.k / 2 : op.k, op.n - n0, thread);
-    if constexpr (kSparse) meta.aim(op.k / 8, op.n - n0, thread);
+    const WeightRows rows = WeightRows::of_weights(op, n0);
+    x.aim(op.k, Rows{op.m - m0}, thread);
+    w.aim(kSparse ? op.k / 2 : op.k, rows, thread);
+    if constexpr (kSparse) meta.aim(op.k / 8, rows, thread);
   }
 
   /// The first step: `count` of its kK values of every row exist.

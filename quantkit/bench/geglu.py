@@ -8,17 +8,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.bench import libraries
-from quantkit.bench.contender import Contender, UnavailableError, differing_codes, worst_of
+from quantkit.bench.contender import (
+    Contender,
+    Judge,
+    UnavailableError,
+    differing_codes,
+    worst_of,
+)
 from quantkit.bench.own import need_kernel, prepared_fast
 from quantkit.bench.problem import FORMAT, Problem, gated
 from quantkit.bench.roofline import Precision
+from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Call
-from quantkit.device import execute, reference
-from quantkit.inference import gated_operators, operators
+from quantkit.device import reference
+from quantkit.inference import gated_operators
 
 # Sums in another order, or in a matrix unit that keeps fewer bits, move a value across the boundary
-# between two codes: 0.013 of them on an H200, fast sums 0.04; rounding to float16 in between 0.01,
-# to bfloat16 0.06.
+# between two codes: 0.013 of them on an H200, fast sums 0.04; rounding to bfloat16 in between 0.06.
 _MOVED, _MOVED_BFLOAT = 0.03, 0.12
 # float16 rounds by 2^-12 of a value, and gated values reach 30 rms.
 _ROUNDED = 0.04
@@ -30,45 +36,41 @@ def _fused(problem: Problem) -> Call:
     return lambda: gated_operators.geglu(x, x_scale, w, w_scale, None, *how)
 
 
+def _fused_sparse(problem: Problem) -> Call:
+    x, x_scale, w, meta, w_scale, scale = _packed_operands(problem)
+    how = (scale, FORMAT, FORMAT, torch.float16)
+    return lambda: gated_operators.geglu_sparse(x, x_scale, w, meta, w_scale, None, *how)
+
+
 def _fused_fast(problem: Problem) -> Call:
     x, x_scale, w, w_scale, scale = _operands(problem)
-    halves = replace(problem.shape, n=problem.shape.n // 2)
-    launch = prepared_fast("geglu_fp8", problem, halves, torch.uint8, "tensor")
+    launch = prepared_fast("geglu_fp8", problem, _halved(problem.shape), torch.uint8, "tensor")
     return lambda: launch(x, x_scale, w, w_scale, None, scale)[0]
 
 
-def _two_kernels(problem: Problem) -> Call:
-    x, x_scale, w, w_scale, scale = _operands(problem)
-
-    def call() -> object:
-        y = operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
-        return execute.gate_static(y, scale, FORMAT)
-
-    return call
+def _fused_sparse_fast(problem: Problem) -> Call:
+    x, x_scale, w, meta, w_scale, scale = _packed_operands(problem)
+    shape = _halved(problem.shape)
+    launch = prepared_fast("geglu_fp8_sparse", problem, shape, torch.uint8, "tensor")
+    return lambda: launch(x, x_scale, w, meta, w_scale, None, scale)[0]
 
 
-def _gate_static(problem: Problem) -> Call:
-    need_kernel("gate_fp8_static", problem)
-    x, scale = problem.x16, problem.gate_scale
-    return lambda: execute.gate_static(x, scale, FORMAT)
+def _halved(shape: Shape) -> Shape:
+    return replace(shape, n=shape.n // 2)
 
 
-def _compiled_gate(problem: Problem) -> Call:
-    libraries.need_compiler(problem)
-    compiled = torch.compile(reference.gate_static, dynamic=False)
-    return partial(compiled, problem.x16, problem.gate_scale, FORMAT)
-
-
-def _compiled_f16(problem: Problem) -> Call:
+def _compiled_f16(problem: Problem, *, sparse: bool = False) -> Call:
     libraries.need_compiler(problem)
     _need_gates(problem)
     compiled = torch.compile(_linear_and_gate, dynamic=False)
-    return partial(compiled, problem.x16, problem.w16)
+    return partial(compiled, problem.x16, problem.w16_sparse if sparse else problem.w16)
 
 
-def _compiled_fp8(problem: Problem) -> Call:
+def _compiled_fp8(problem: Problem, *, sparse: bool = False) -> Call:
     libraries.need_compiler(problem)
-    x, x_scale, w, w_scale, scale = _operands(problem)
+    _need_gates(problem)
+    (x, x_scale), (w, w_scale) = problem.x_static, problem.w_sparse if sparse else problem.w
+    scale = problem.gated_scale_sparse if sparse else problem.gated_scale
     scales = (x_scale.expand(len(x)).contiguous().unsqueeze(1), w_scale.unsqueeze(0))
     a, b = x.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn).t()
     compiled = torch.compile(_multiply_and_gate, dynamic=False)
@@ -86,9 +88,17 @@ def _multiply_and_gate(
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    need_kernel("gemm_fp8", problem)
+    need_kernel("geglu_fp8", problem)
     _need_gates(problem)
     return (*problem.x_static, *problem.w, problem.gated_scale)
+
+
+def _packed_operands(
+    problem: Problem,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    need_kernel("geglu_fp8_sparse", problem)
+    _need_gates(problem)
+    return (*problem.x_static, *problem.w_packed, problem.gated_scale_sparse)
 
 
 def _need_gates(problem: Problem) -> None:
@@ -100,8 +110,8 @@ def _judge(problem: Problem, output: object) -> float:
     return _moved(output, problem.exact_gated / problem.gated_scale.double())
 
 
-def _judge_gate(problem: Problem, output: object) -> float:
-    return _moved(output, problem.exact_gate / problem.gate_scale.double())
+def _judge_sparse(problem: Problem, output: object) -> float:
+    return _moved(output, problem.exact_gated_sparse / problem.gated_scale_sparse.double())
 
 
 def _moved(output: object, values: Tensor) -> float:
@@ -111,29 +121,46 @@ def _moved(output: object, values: Tensor) -> float:
     return differing_codes(output, right)
 
 
-GATE = (Contender("quantkit", True, None, _gate_static, _judge_gate, _MOVED),)
-GATE_LIBRARIES = (Contender("compiled torch", False, None, _compiled_gate, _judge_gate, _MOVED),)
 OWN = (
     Contender("quantkit", True, Precision.FP8, _fused, _judge, _MOVED),
     Contender("quantkit, fast sums", True, Precision.FP8, _fused_fast, _judge, _MOVED, fast=True),
-    Contender("quantkit, two kernels", True, Precision.FP8, _two_kernels, _judge, _MOVED),
 )
-LIBRARIES = (
+OWN_SPARSE = (
+    Contender("quantkit", True, Precision.FP8_SPARSE, _fused_sparse, _judge_sparse, _MOVED),
     Contender(
-        "compiled f16",
-        False,
-        Precision.F16,
-        _compiled_f16,
-        worst_of("exact_gated_f16"),
-        _ROUNDED,
-    ),
-    Contender(
-        "_scaled_mm, per row, fast, compiled",
-        False,
-        Precision.FP8,
-        _compiled_fp8,
-        _judge,
-        _MOVED_BFLOAT,
+        "quantkit, fast sums",
+        True,
+        Precision.FP8_SPARSE,
+        _fused_sparse_fast,
+        _judge_sparse,
+        _MOVED,
         fast=True,
     ),
 )
+
+
+def _libraries(judge: Judge, exact_f16: str, *, sparse: bool) -> tuple[Contender, ...]:
+    """Return what torch.compile makes of it; of 2:4 weights it makes dense ones."""
+    return (
+        Contender(
+            "compiled f16",
+            False,
+            Precision.F16,
+            partial(_compiled_f16, sparse=sparse),
+            worst_of(exact_f16),
+            _ROUNDED,
+        ),
+        Contender(
+            "_scaled_mm, per row, fast, compiled",
+            False,
+            Precision.FP8,
+            partial(_compiled_fp8, sparse=sparse),
+            judge,
+            _MOVED_BFLOAT,
+            fast=True,
+        ),
+    )
+
+
+LIBRARIES = _libraries(_judge, "exact_gated_f16", sparse=False)
+LIBRARIES_SPARSE = _libraries(_judge_sparse, "exact_gated_f16_sparse", sparse=True)

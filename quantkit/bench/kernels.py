@@ -67,16 +67,6 @@ OPERATIONS: dict[str, Operation] = {
             True,
             1.0,
         ),
-        # K counts outputs and their gates.
-        Operation(
-            "gate_fp8_static",
-            "gate and quantize, one scale",
-            geglu.GATE,
-            geglu.GATE_LIBRARIES,
-            2,
-            True,
-            0.5,
-        ),
         Operation("linear_fp8", "quantize and multiply", own.LINEAR, libraries.LINEAR, 16, True),
         Operation(
             "linear_fp8_sparse",
@@ -93,6 +83,15 @@ OPERATIONS: dict[str, Operation] = {
             geglu.OWN,
             geglu.LIBRARIES,
             16,
+            False,
+            y_bytes=0.5,
+        ),
+        Operation(
+            "geglu_fp8_sparse",
+            "product with 2:4 weights, gated and quantized",
+            geglu.OWN_SPARSE,
+            geglu.LIBRARIES_SPARSE,
+            32,
             False,
             y_bytes=0.5,
         ),

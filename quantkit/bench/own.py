@@ -59,7 +59,7 @@ def prepared_fast(
     """Return a prepared call whose sums stay in the matrix unit, as under ``fast_sums``.
 
     Args:
-        op: gemm_fp8, gemm_fp8_sparse or geglu_fp8.
+        op: gemm_fp8, geglu_fp8, or one of these with 2:4 weights.
         problem: whose device it runs on.
         shape: M, columns of the result, and K.
         dtype: of the result.
@@ -68,7 +68,7 @@ def prepared_fast(
     Raises:
         UnavailableError: no kernel runs, or sums have one mode here.
     """
-    need_kernel(op.replace("geglu", "gemm"), problem)
+    need_kernel(op, problem)
     if problem.device.type != "cuda":
         raise UnavailableError("the host's sums have one mode")
     device = find_device(problem.device.index or torch.cuda.current_device())
@@ -77,7 +77,7 @@ def prepared_fast(
     sizes, words = asdict(shape), (FORMAT, FORMAT, x_scale, "channel", "f16")
     kernel = _fast_kernel(device, op, words, sizes)
     outputs = (((shape.m, shape.n), dtype),)
-    no_bias = [5 if op == "gemm_fp8_sparse" else 4]
+    no_bias = [5 if op.endswith("sparse") else 4]
     return DeviceCall(device, kernel, sizes, outputs, nulls=no_bias)
 
 

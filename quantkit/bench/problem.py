@@ -113,24 +113,29 @@ class Problem:
         return gated(self.exact_static)
 
     @cached_property
+    def exact_gated_sparse(self) -> Tensor:
+        """(M, N / 2) float64: the same with 2:4 weights."""
+        return gated(self._product(self._decoded(self.x_static), self._decoded(self.w_sparse)))
+
+    @cached_property
     def exact_gated_f16(self) -> Tensor:
-        """(M, N / 2) float64: the same of the 16-bit operands' product."""
+        """(M, N / 2) float64: that of the 16-bit operands' product."""
         return gated(self.exact)
 
     @cached_property
-    def exact_gate(self) -> Tensor:
-        """(M, K / 2) float64: the first half of the inputs gated by GELU of the second."""
-        return gated(self.x16.double())
-
-    @cached_property
-    def gate_scale(self) -> Tensor:
-        """(1,) float32, of all of these."""
-        return (self.exact_gate.abs().amax() / 448).float().reshape(1)
+    def exact_gated_f16_sparse(self) -> Tensor:
+        """(M, N / 2) float64: the same with 2:4 weights."""
+        return gated(self.exact_sparse)
 
     @cached_property
     def gated_scale(self) -> Tensor:
         """(1,) float32, of all gated values."""
         return (self.exact_gated.abs().amax() / 448).float().reshape(1)
+
+    @cached_property
+    def gated_scale_sparse(self) -> Tensor:
+        """(1,) float32, the same with 2:4 weights."""
+        return (self.exact_gated_sparse.abs().amax() / 448).float().reshape(1)
 
     def forget_exact(self) -> None:
         """Free the float64 results."""

@@ -24,7 +24,6 @@ from quantkit.device.gpu.prepare import prepare_gemm, prepare_quantize, signatur
 from quantkit.device.host_calls import run_gemm, run_quantize
 from quantkit.device.operands import (
     check_device,
-    check_gate,
     check_gemm,
     check_quantize,
     check_scale,
@@ -62,45 +61,13 @@ def quantize_static(
     check_scale(op, "scale", scale, None)
     check_device(op, "scale", scale, x)
     words = _quantize_words(op, x, smooth, shift, fmt)
-    backend = _backend(op, x, words)
+    backend = backend_of(op, x, words)
     if backend is Backend.REFERENCE:
         return reference.quantize_static(x, scale, smooth, fmt, shift)
     if backend is Backend.GPU and x.numel():
         return prepare_quantize(op, words, operands, key)(*operands)[0]
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     run_quantize(op, words, (x, smooth, shift), scale, q)
-    return q
-
-
-def gate_static(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """Return the codes of ``h * gelu(g) / scale``, saturated; NaN stays NaN.
-
-    Args:
-        x: (M, 2 K) float16, bfloat16 or float32: h, then g.
-        scale: float32, one element.
-        fmt: e4m3fn or e5m2.
-
-    Returns:
-        (M, K) uint8.
-
-    Raises:
-        ShapeError, KernelError: operands that do not fit together.
-    """
-    op, operands = "gate_fp8_static", (x, scale)
-    key = signature(op, operands, (fmt,))
-    if key and (call := calls.find(key)):
-        return call(*operands)[0]
-    check_gate(op, x)
-    check_scale(op, "scale", scale, None)
-    check_device(op, "scale", scale, x)
-    words = (io_word(op, x.dtype), fmt)
-    backend = _backend(op, x, words)
-    if backend is Backend.REFERENCE:
-        return reference.gate_static(x, scale, fmt)
-    if backend is Backend.GPU and x.numel():
-        return prepare_quantize(op, words, operands, key)(*operands)[0]
-    q = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
-    run_quantize(op, words, (x,), scale, q)
     return q
 
 
@@ -128,7 +95,7 @@ def quantize_token(
         return q, scale
     check_quantize(op, x, smooth, shift)
     words = _quantize_words(op, x, smooth, shift, fmt)
-    backend = _backend(op, x, words)
+    backend = backend_of(op, x, words)
     if backend is Backend.REFERENCE:
         return reference.quantize_token(x, smooth, fmt, shift)
     if backend is Backend.GPU and x.numel():
@@ -230,7 +197,7 @@ def _multiply(
     tensors = tuple(tensor for _, tensor, _ in weights)
     operands = (x, x_scale, *tensors, w_scale, bias)
     words = (*formats, *scale_words(x_scale, w_scale), io_word(op, dtype))
-    backend = _backend(op, x, words, group_scales=w_scale.ndim == 2)
+    backend = backend_of(op, x, words, group_scales=w_scale.ndim == 2)
     if backend is Backend.REFERENCE:
         compute: Any = find_op(op).reference
         y: Tensor = compute(*operands, *formats, dtype)
@@ -240,7 +207,20 @@ def _multiply(
     return run_gemm(op, words, x, x_scale, tensors, w_scale, bias, dtype)
 
 
-def _backend(op: str, x: Tensor, words: tuple[str, ...], *, group_scales: bool = False) -> Backend:
+def backend_of(
+    op: str, x: Tensor, words: tuple[str, ...], *, group_scales: bool = False
+) -> Backend:
+    """Return where an operation on ``x`` runs; say why where it is the reference.
+
+    Args:
+        op: a name in OPS.
+        x: codes or values, (M, K).
+        words: of the variant, for the log.
+        group_scales: the weight has scales per group along K.
+
+    Raises:
+        KernelError: a kernel was forced with ``use`` and cannot run this.
+    """
     choice = choose(op, x.device, k=x.shape[1], group_scales=group_scales)
     if choice.backend is Backend.REFERENCE:
         _say_why(op, choice.reason)

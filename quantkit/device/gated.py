@@ -1,9 +1,4 @@
-"""GEGLU on codes: one kernel that gates and quantizes a product while it has it, or two.
-
-Which of the two is decided here (``has_kernel``) and nowhere else; the log names the kernels that
-ran, gemm_fp8 and gate_fp8_static where they were two. Two round the product to ``dtype``: codes
-differ by a place where that, or the order of a sum, moves a value across a boundary.
-"""
+"""GEGLU on codes: one kernel gates and quantizes the product while it has it."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
@@ -12,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device import execute
 from quantkit.device.backends import Backend, sums_are_fast
 from quantkit.device.choosing import choose
+from quantkit.device.execute import backend_of
 from quantkit.device.gpu import calls
-from quantkit.device.gpu.choice import is_hopper
-from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.prepare import prepare_geglu, signature
+from quantkit.device.host_calls import run_geglu
 from quantkit.device.operands import check_gated, io_word, scale_words
+from quantkit.device.ops import find_op
 
 #: of x, w and y
 Formats = tuple[str, str, str]
@@ -35,7 +30,9 @@ def geglu(
     formats: Formats,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return codes of ``h * gelu(g) / y_scale``, h and g the halves of ``execute.gemm``'s result.
+    """Return codes of ``h * gelu(g) / y_scale``, h and g the halves of a product.
+
+    That is ``execute.gemm``'s in float32: nothing is rounded before it is gated.
 
     Args:
         x: (M, K) uint8 codes.
@@ -45,7 +42,7 @@ def geglu(
         bias: (2 N,) of ``dtype``, or None.
         y_scale: float32, one element.
         formats: of x, w and the result.
-        dtype: float16, bfloat16 or float32, of the product where two kernels run.
+        dtype: float16, bfloat16 or float32, of the bias.
 
     Returns:
         (M, N) uint8, saturated; NaN stays NaN.
@@ -78,7 +75,7 @@ def geglu_sparse(
         bias: (2 N,) of ``dtype``, or None.
         y_scale: float32, one element.
         formats: of x, w and the result.
-        dtype: float16, bfloat16 or float32, of the product where two kernels run.
+        dtype: float16, bfloat16 or float32, of the bias.
 
     Returns:
         (M, N) uint8, saturated; NaN stays NaN.
@@ -90,18 +87,10 @@ def geglu_sparse(
     return _gate("geglu_fp8_sparse", x, x_scale, weights, w_scale, bias, y_scale, formats, dtype)
 
 
-def has_kernel(device: torch.device, k: int, n: int, *, sparse: bool) -> bool:
-    """Return whether one kernel computes GEGLU of (M, K) codes to (M, N) ones on this device."""
-    op = "gemm_fp8_sparse" if sparse else "gemm_fp8"
-    if device.type != "cuda" or choose(op, device, k=k).backend is not Backend.GPU:
-        return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return n > 0 and n % 16 == 0 and is_hopper(find_device(index))
-
-
-def has_gate(device: torch.device) -> bool:
-    """Return whether a kernel gates and quantizes on this device, a GPU."""
-    return device.type == "cuda" and choose("gate_fp8_static", device, k=1).backend is Backend.GPU
+def has_kernel(device: torch.device, k: int, *, sparse: bool) -> bool:
+    """Return whether a kernel of this GPU computes GEGLU of (M, K) codes."""
+    op = "geglu_fp8_sparse" if sparse else "geglu_fp8"
+    return device.type == "cuda" and choose(op, device, k=k).backend is Backend.GPU
 
 
 def _gate(
@@ -122,10 +111,12 @@ def _gate(
     if key and (call := calls.find(key)):
         return call(*operands)[0]
     check_gated(op, x, x_scale, weights, w_scale, bias, y_scale, dtype)
-    n, sparse = tensors[0].shape[0] // 2, len(tensors) > 1
-    fused = x.shape[0] > 0 and w_scale.ndim < 2
-    if fused and has_kernel(x.device, x.shape[1], n, sparse=sparse):
-        words = (*formats[:2], *scale_words(x_scale, w_scale), io_word(op, dtype), formats[2])
+    words = (*formats[:2], *scale_words(x_scale, w_scale), io_word(op, dtype), formats[2])
+    backend = backend_of(op, x, words, group_scales=w_scale.ndim == 2)
+    if backend is Backend.REFERENCE:
+        compute: Any = find_op(op).reference
+        y: Tensor = compute(*operands, *formats)
+        return y
+    if backend is Backend.GPU and x.shape[0] and tensors[0].shape[0]:
         return prepare_geglu(op, words, operands, key)(*operands)[0]
-    multiply: Any = execute.gemm_sparse if sparse else execute.gemm
-    return execute.gate_static(multiply(*operands[:-1], *formats[:2], dtype), y_scale, formats[2])
+    return run_geglu(op, words, x, x_scale, tensors, w_scale, bias, y_scale)

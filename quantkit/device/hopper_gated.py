@@ -20,6 +20,9 @@ from quantkit.device.hopper_choice import Cost, modes_for
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
 
+#: Columns of y come in pieces of so many codes, which are 16 bytes.
+COLUMNS = 16
+
 #: Every tile; its n counts rows of w, two for each column of y. A warpgroup has 64 columns.
 TILES: dict[str, HopperTile] = {
     tile.name: tile

@@ -27,7 +27,7 @@ def run_quantize(
     """Run a quantize kernel: ``q`` is written, and ``scale`` by the one per token.
 
     Args:
-        inputs: x, smooth and shift; of a gate x alone.
+        inputs: x, smooth and shift.
     """
     if q.numel() == 0:
         return
@@ -50,28 +50,42 @@ def run_gemm(
     dtype: torch.dtype,
 ) -> Tensor:
     """Run a GEMM kernel; ``words`` are the variant's but for the tile."""
-    (m, k), n = x.shape, weights[0].shape[0]
-    y = torch.empty(m, n, dtype=dtype, device=x.device)
-    if y.numel() == 0:
-        return y
-    threads = torch.get_num_threads()
-    kernel = _kernel(op, (*words, choose_tile(m, n, threads, _TILE_SPEED)))
-    x, x_scale, w_scale = _plain(x), _plain(x_scale), _plain(w_scale)
-    weights, bias = tuple(_plain(w) for w in weights), None if bias is None else _plain(bias)
-    values = (
-        x.data_ptr(),
-        x_scale.data_ptr(),
-        *(w.data_ptr() for w in weights),
-        w_scale.data_ptr(),
-        _address(bias),
-        y.data_ptr(),
-        m,
-        n,
-        k,
-    )
-    kernel.launch(values, m, n, k, threads)
-    log.note(op, kernel.variant.name, Backend.HOST)
+    y = torch.empty(x.shape[0], weights[0].shape[0], dtype=dtype, device=x.device)
+    _multiply(op, words, (x, x_scale, *weights, w_scale, bias), y)
     return y
+
+
+def run_geglu(
+    op: str,
+    words: tuple[str, ...],
+    x: Tensor,
+    x_scale: Tensor,
+    weights: tuple[Tensor, ...],
+    w_scale: Tensor,
+    bias: Tensor | None,
+    y_scale: Tensor,
+) -> Tensor:
+    """Run a gated GEMM kernel; ``words`` are the variant's but for the tile."""
+    columns = weights[0].shape[0] // 2
+    y = torch.empty(x.shape[0], columns, dtype=torch.uint8, device=x.device)
+    _multiply(op, words, (x, x_scale, *weights, w_scale, bias, y_scale), y)
+    return y
+
+
+def _multiply(
+    op: str, words: tuple[str, ...], inputs: tuple[Tensor | None, ...], y: Tensor
+) -> None:
+    """Write y (M, N), the kernel's result of what it reads, in launch order."""
+    if y.numel() == 0:
+        return
+    (m, n), x, w, threads = y.shape, inputs[0], inputs[2], torch.get_num_threads()
+    assert x is not None
+    assert w is not None
+    kernel = _kernel(op, (*words, choose_tile(m, w.shape[0], threads, _TILE_SPEED)))
+    # Names keep the copies alive until the kernel has returned.
+    plain, k = [None if t is None else _plain(t) for t in inputs], x.shape[1]
+    kernel.launch((*map(_address, plain), y.data_ptr(), m, n, k), m, n, k, threads)
+    log.note(op, kernel.variant.name, Backend.HOST)
 
 
 @lru_cache(maxsize=1024)

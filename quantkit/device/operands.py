@@ -28,18 +28,6 @@ def check_quantize(op: str, x: Tensor, smooth: Tensor | None, shift: Tensor | No
             check_device(op, name, numbers, x)
 
 
-def check_gate(op: str, x: Tensor) -> None:
-    """Refuse inputs of a gate that no back end computes.
-
-    Raises:
-        ShapeError: x is not two-dimensional, or an output has no gate.
-        KernelError: another dtype.
-    """
-    if x.ndim != 2 or x.shape[1] % 2:
-        raise ShapeError(f"{op}: x has shape {_shape(x)}, wanted (M, 2 K): outputs and their gates")
-    io_word(op, x.dtype)
-
-
 def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:
     """Refuse scales that are not float32 with one element, or ``count`` in one dimension."""
     if scale.dtype != torch.float32:

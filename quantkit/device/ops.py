@@ -114,6 +114,7 @@ _FORMATS = ("e4m3fn", "e5m2")
 _IO = Axis("QK_IO", ("f16", "bf16", "f32"))
 _X_FORMAT = Axis("QK_X_FORMAT", _FORMATS)
 _W_FORMAT = Axis("QK_W_FORMAT", _FORMATS)
+_Y_FORMAT = Axis("QK_Y_FORMAT", _FORMATS)
 _X_SCALE = Axis("QK_X_SCALE", ("tensor", "token"))
 _W_SCALE = Axis("QK_W_SCALE", ("tensor", "channel"))
 #: What is done to x before: bit 0 of the index smooths, bit 1 shifts.
@@ -122,6 +123,7 @@ _TILE = Axis("QK_TILE", ("t0", "t1", "t2", "t3", "t4"))
 
 _QUANTIZE_AXES = (_IO, _X_FORMAT, _INPUT)
 _GEMM_AXES = (_X_FORMAT, _W_FORMAT, _X_SCALE, _W_SCALE, _IO, _TILE)
+_GEGLU_AXES = (*_GEMM_AXES[:-1], _Y_FORMAT, _TILE)
 
 _M, _N, _K = Argument("m", "i32"), Argument("n", "i32"), Argument("k", "i32")
 _X = Argument("x", "io", "[m, k]")
@@ -130,9 +132,22 @@ _SHIFT = Argument("shift", "f32", "[k]", null="not shifted (variants without _sh
 _Q = Argument("q", "u8", "[m, k]", written=True)
 _X_CODES = Argument("x", "u8", "[m, k]")
 _X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
-_W_SCALES = Argument("w_scale", "f32", "[1] or [n]")
-_BIAS = Argument("bias", "io", "[n]", null="no bias")
-_Y = Argument("y", "io", "[m, n]", written=True)
+
+
+def _gemm_args(*weights: Argument) -> tuple[Argument, ...]:
+    y = Argument("y", "io", "[m, n]", written=True)
+    return (_X_CODES, _X_SCALES, *weights, *_scales_and_bias("n"), y, _M, _N, _K)
+
+
+def _geglu_args(*weights: Argument) -> tuple[Argument, ...]:
+    y_scale, y = Argument("y_scale", "f32", "[1]"), Argument("y", "u8", "[m, n]", written=True)
+    return (_X_CODES, _X_SCALES, *weights, *_scales_and_bias("2 n"), y_scale, y, _M, _N, _K)
+
+
+def _scales_and_bias(rows: str) -> tuple[Argument, Argument]:
+    bias = Argument("bias", "io", f"[{rows}]", null="no bias")
+    return Argument("w_scale", "f32", f"[1] or [{rows}]"), bias
+
 
 _EXACT = Budget(
     0.0, 0.0, (0.0, 0.0), "divide, clamp and round are exact operations: bytes equal torch's"
@@ -179,31 +194,11 @@ OPS: dict[str, Op] = {
             budget=_EXACT,
         ),
         Op(
-            name="gate_fp8_static",
-            source="gate_fp8_static.hip",
-            formula="q[i, j] = fp8(clamp(x[i, j] * gelu(x[i, k + j]) / scale[0], -max, max))",
-            axes=(_IO, _X_FORMAT),
-            args=(Argument("x", "io", "[m, 2 k]"), Argument("scale", "f32", "[1]"), _Q, _M, _K),
-            k_multiple=1,
-            reference=reference.gate_static,
-            budget=_GATED,
-        ),
-        Op(
             name="gemm_fp8",
             source="gemm_fp8.hip",
             formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
             axes=_GEMM_AXES,
-            args=(
-                _X_CODES,
-                _X_SCALES,
-                Argument("w", "u8", "[n, k]"),
-                _W_SCALES,
-                _BIAS,
-                _Y,
-                _M,
-                _N,
-                _K,
-            ),
+            args=_gemm_args(Argument("w", "u8", "[n, k]")),
             k_multiple=16,
             reference=reference.gemm,
             budget=_SUMMED,
@@ -217,21 +212,40 @@ OPS: dict[str, Op] = {
                 "w[j, 2g + 1] in columns 4g to 4g + 3 (bits 1:0 and 3:2)"
             ),
             axes=_GEMM_AXES,
-            args=(
-                _X_CODES,
-                _X_SCALES,
-                Argument("w", "u8", "[n, k / 2]"),
-                Argument("w_meta", "u8", "[n, k / 8]"),
-                _W_SCALES,
-                _BIAS,
-                _Y,
-                _M,
-                _N,
-                _K,
+            args=_gemm_args(
+                Argument("w", "u8", "[n, k / 2]"), Argument("w_meta", "u8", "[n, k / 8]")
             ),
             k_multiple=32,
             reference=reference.gemm_sparse,
             budget=_SUMMED,
+        ),
+        Op(
+            name="geglu_fp8",
+            source="geglu_fp8.hip",
+            formula=(
+                "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
+                "p gemm_fp8's y of 2 n columns"
+            ),
+            axes=_GEGLU_AXES,
+            args=_geglu_args(Argument("w", "u8", "[2 n, k]")),
+            k_multiple=16,
+            reference=reference.geglu,
+            budget=_GATED,
+        ),
+        Op(
+            name="geglu_fp8_sparse",
+            source="geglu_fp8_sparse.hip",
+            formula=(
+                "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
+                "p gemm_fp8_sparse's y of 2 n columns"
+            ),
+            axes=_GEGLU_AXES,
+            args=_geglu_args(
+                Argument("w", "u8", "[2 n, k / 2]"), Argument("w_meta", "u8", "[2 n, k / 8]")
+            ),
+            k_multiple=32,
+            reference=reference.geglu_sparse,
+            budget=_GATED,
         ),
     )
 }

@@ -123,6 +123,47 @@ def gemm_sparse(
     return gemm(x, x_scale, dense, w_scale, bias, x_format, w_format, dtype, precision=precision)
 
 
+def geglu(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    y_scale: Tensor,
+    x_format: str,
+    w_format: str,
+    y_format: str,
+) -> Tensor:
+    """Return the codes of ``h * gelu(g) / y_scale``, h and g the halves of ``gemm`` in float32.
+
+    Args:
+        w: (2 N, K) uint8 codes; the second half gates the first one.
+        y_scale: float32 with one element.
+
+    Returns:
+        (M, N) uint8, saturated; NaN stays NaN.
+    """
+    y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, torch.float32)
+    return gate_static(y, y_scale, y_format)
+
+
+def geglu_sparse(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_meta: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    y_scale: Tensor,
+    x_format: str,
+    w_format: str,
+    y_format: str,
+) -> Tensor:
+    """Return ``geglu`` of the weight whose kept codes are ``w`` (2 N, K/2) at ``w_meta``."""
+    dense = unpack_two_of_four(w, w_meta)
+    return geglu(x, x_scale, dense, w_scale, bias, y_scale, x_format, w_format, y_format)
+
+
 def _changed(x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> Tensor:
     x = x.float() if shift is None else x.float() - shift
     return x if smooth is None else x * smooth

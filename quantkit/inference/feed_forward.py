@@ -1,10 +1,9 @@
 """GEGLU networks of packed models: the first layer's kernel gates and quantizes for the second.
 
 diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads both to
-multiply, writes that, and reads it again to quantize it: 16 bit each time. On Hopper the codes are
-all that leaves the first product, on other GPUs it is read once (``device.gated``). On the CPU,
-where torch.compile writes the gate, and wherever somebody looks at a layer or moves it (hooks,
-offloading), the modules are called one by one.
+multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU
+the codes are all that leaves the first product (``device.gated``). On the CPU, and wherever
+somebody looks at a layer or moves it (hooks, offloading), the modules are called one by one.
 """
 
 from typing import Any
@@ -15,7 +14,6 @@ from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
 from quantkit.device import gated
-from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import PackedLinear
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
@@ -27,7 +25,7 @@ class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own cla
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return what FeedForward returns, (..., dim_out), fused where that is possible."""
         up, down = self.net[0].proj, self.net[2]
-        if self.training or not _is_fused(hidden_states, up, down):
+        if self.training or not _is_fused(hidden_states.device, up, down):
             y: Tensor = super().forward(hidden_states, *args, **kwargs)
         else:
             codes = up.gated_codes(hidden_states, down)
@@ -52,14 +50,11 @@ def _fits(module: FeedForward) -> bool:
     return one_term and not grouped and type(down) is PackedLinear and down.takes_codes
 
 
-def _is_fused(x: Tensor, up: Any, down: Any) -> bool:
+def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
     if not (_is_plain(up) and _is_plain(down)):
         return False
-    device = str(x.device)
-    if _has_kernel(device, up.k, up.n // 2, up.weight_meta is not None):
-        return True
-    gates: bool = _has_gate(device)
-    return gates and not is_fused(x)
+    fused: bool = _has_kernel(str(device), up.k, up.weight_meta is not None)
+    return fused
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -72,10 +67,5 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernel(device: str, k: int, n: int, sparse: bool) -> bool:  # noqa: FBT001
-    return gated.has_kernel(torch.device(device), k, n, sparse=sparse)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_gate(device: str) -> bool:
-    return gated.has_gate(torch.device(device))
+def _has_kernel(device: str, k: int, sparse: bool) -> bool:  # noqa: FBT001
+    return gated.has_kernel(torch.device(device), k, sparse=sparse)

@@ -29,7 +29,7 @@ def _geglu(  # noqa: PLR0917  the order is the operator's schema
         y_scale: float32, () or (1,), of the result.
         format_name: the format of both operands.
         y_format: the format of the result.
-        dtype: of the product, where two kernels run.
+        dtype: of the bias.
 
     Returns:
         (M, N) uint8 codes, saturated.
@@ -79,7 +79,7 @@ def _geglu_sparse(  # noqa: PLR0917  the order is the operator's schema
         y_scale: float32, () or (1,), of the result.
         format_name: the format of both operands.
         y_format: the format of the result.
-        dtype: of the product, where two kernels run.
+        dtype: of the bias.
 
     Returns:
         (M, N) uint8 codes, saturated.

@@ -1,4 +1,4 @@
-"""Which kernel computes a GEMM or a convolution: one of Hopper's own, or a tile of the menu."""
+"""Which kernel computes a GEMM, gated or not, or a convolution: Hopper's own, or a menu's tile."""
 
 from dataclasses import replace
 
@@ -62,22 +62,21 @@ def choose_geglu(
     sizes: dict[str, int],
     *,
     accurate: bool = True,
-) -> HopperKernel:
-    """Return the kernel of one gated GEMM, on a device for which ``is_hopper`` holds.
+) -> Kernel:
+    """Return the kernel of one gated GEMM.
 
     Args:
         words: of the kernel, but for the tile's; the format of the result stands last.
         sizes: m, n and k, n the columns of the result.
         accurate: as in ``choose_gemm``.
     """
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    if not is_hopper(device) or n % hopper_gated.COLUMNS:
+        tile = choose_tile(m, 2 * n, device.units, dict(device.arch.tile_speed)[op])
+        return Variant(find_op(op), (*words, tile))
     sparse = op == "geglu_fp8_sparse"
     best, mode = hopper_gated.choose_gated_tile(
-        sizes["m"],
-        sizes["n"],
-        sizes["k"],
-        sparse=sparse,
-        accurate=accurate,
-        multiprocessors=device.units,
+        m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
     )
     *shared, y_format = words
     kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=sparse, accurate=mode)

@@ -33,8 +33,6 @@ def prepare_quantize(op: str, words: tuple[str, ...], inputs: Inputs, key: Signa
         KernelError: the kernel cannot be compiled or loaded.
     """
     m, k = _first(inputs).shape
-    if op == "gate_fp8_static":
-        k //= 2
     codes: Output = ((m, k), torch.uint8)
     per_token: Output = ((m,), torch.float32)
     outputs = (per_token, codes) if op == "quantize_fp8_token" else (codes,)
