@@ -36,7 +36,7 @@ KERNELS = (
         "h200-geglu.json",
         "Multiply, gate and quantize",
         "quantkit kernels bench --op geglu_fp8 --op geglu_fp8_sparse --shapes ff.json "
-        "--against torch --save-baseline h200-geglu.json",
+        "--against torch --seconds 0.4 --save-baseline h200-geglu.json",
         "`ff.json` is `[[8192, 5120, 640], [2048, 10240, 1280], [4608, 12288, 3072]]`; N counts "
         "outputs and their gates.",
     ),
@@ -75,6 +75,16 @@ MODELS = (
         '`flux-quarter/config.json` says `"_class_name": "FluxTransformer2DModel", '
         '"guidance_embeds": true, "num_layers": 5, "num_single_layers": 10`. 4096 tokens '
         "of the picture, 512 of the prompt. torchao's sums are fast ones.",
+    ),
+    Run(
+        "h200-flux-quarter-fused.json",
+        "A quarter of FLUX, projections fused, compiled by blocks and replayed",
+        "quantkit bench model --config flux-quarter --compile blocks --graph --profile "
+        "--fuse-projections --seconds 5 --contenders f16-compiled "
+        "--contenders fp8-static-compiled --contenders fp8-static-fast-compiled "
+        "--contenders torchao-compiled --save h200-flux-quarter-fused.json",
+        "diffusers keeps what it joined, too, in 16 bit and in torchao's; packed layers have it "
+        "once.",
     ),
 )
 
