@@ -24,7 +24,7 @@ from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.hopper import TILES, Family, HopperKernel, arguments, plan_launch
-from quantkit.device.ops import Variant
+from quantkit.device.ops import Variant, find_op
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
 
@@ -327,6 +327,14 @@ def test_other_devices_and_old_drivers_take_a_tile_of_the_menu(cuda):
     assert survey._kernels_of(h200(cuda)) == "wgmma and wgmma.sp, compiled for sm_90a"
     ada = Device(**{**vars(h200(cuda)), "name": "sm_89", "arch": find_arch("sm_89")})
     assert isinstance(choose_gemm(ada, "gemm_fp8", WORDS, sizes), Variant)
+
+
+@pytest.mark.parametrize("op", ["geglu_fp8", "geglu_fp8_sparse"])
+def test_columns_that_no_piece_of_16_codes_holds_are_gated_by_the_menu(cuda, op):
+    words, sizes = (*WORDS, "e4m3fn"), {"m": 300, "n": 45, "k": 64}
+    kernel = choose_geglu(h200(cuda), op, words, sizes)
+    assert kernel == Variant(find_op(op), (*words, "t1"))
+    assert isinstance(choose_geglu(h200(cuda), op, words, {**sizes, "n": 48}), HopperKernel)
 
 
 @pytest.mark.parametrize("k", [16, 32, 48, 128, 384, 512, 5120])

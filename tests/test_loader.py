@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from gated_cases import gated_case
 from kernel_cases import covering_variants, deviation, gemm_case, shapes_of
 from standin_hip import STREAM, VARIABLES, Standin, build_standin
 
@@ -29,6 +30,7 @@ from quantkit.device.codeobject import Resources
 from quantkit.device.geometry import compile_expression, geometry_of
 from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
 from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.choice import choose_geglu
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.ops import OPS, Variant
@@ -101,6 +103,29 @@ def test_gemms_through_the_loader_are_exact_up_to_one_rounding(hip, op):
             nulls = [i for i, tensor in enumerate(inputs) if tensor is None]
             (y,) = Call(device, variant, sizes, [((m, n), case.dtype)], nulls)(*inputs)
             assert deviation(case, y).within(op.budget), (variant.symbol, sizes)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "tile"),
+    # Of 64 compute units; outputs alone would take t4 for 300 and t1 for 2048 tokens.
+    [
+        ("geglu_fp8", (9, 45, 96), "t4"),
+        ("geglu_fp8", (300, 131, 64), "t1"),
+        ("geglu_fp8_sparse", (9, 45, 96), "t4"),
+        ("geglu_fp8_sparse", (2048, 640, 32), "t0"),
+    ],
+)
+def test_gated_products_through_the_loader_have_the_nearest_codes(hip, op, shape, tile):
+    m, n, k = shape
+    device, words = hip.device(), ("e4m3fn", "e4m3fn", "token", "channel", "f16", "e4m3fn")
+    variant = choose_geglu(device, op, words, {"m": m, "n": n, "k": k})
+    assert variant == Variant(OPS[op], (*words, tile))
+    hip.provide(variant)
+    case = gated_case(variant, m, n, k, torch.Generator().manual_seed(5))
+    names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
+    inputs = [case.tensors[name] for name in names]
+    (y,) = Call(device, variant, case.sizes, [((m, n), torch.uint8)])(*inputs)
+    case.check(y)
 
 
 def test_arguments_are_packed_as_the_kernel_declares_them(hip):
