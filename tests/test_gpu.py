@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from conv_cases import conv_case, conv_shapes
 from gated_cases import gated_case
 from kernel_cases import (
     DTYPES,
@@ -44,6 +45,8 @@ GEMMS = [op for op in OPS.values() if op.name.startswith("gemm")]
 QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
 VARIANTS = [v for op in GEMMS for v in covering_variants(op, pairs=False)]
 GEGLU = [op for op in OPS.values() if op.name.startswith("geglu")]
+CONVS = [op for op in OPS.values() if op.name.startswith("conv")]
+CONV_VARIANTS = [v for op in CONVS for v in covering_variants(op, pairs=False)]
 GEGLU_VARIANTS = [v for op in GEGLU for v in covering_variants(op, pairs=False)]
 #: Host microseconds that a launch may take beside the driver's own call.
 LAUNCH_LIMIT = 4.0
@@ -135,6 +138,20 @@ def test_gated_codes_are_the_nearest_at_every_tail(device, variant, generator):
         given, output = [case.tensors[name] for name in names], (case.shape, torch.uint8)
         (y,) = launch(device, variant, case.sizes, given, [output])
         case.check(y)
+
+
+@pytest.mark.parametrize("variant", CONV_VARIANTS, ids=lambda v: v.symbol)
+def test_convolutions_are_exact_up_to_one_rounding_at_every_tail(device, variant, generator):
+    menu = len(dict(device.arch.tile_speed)[variant.op.name])
+    if int(variant.words[-1].removeprefix("t")) >= menu:
+        pytest.skip(f"{device.arch.name} has {menu} tiles")
+    for index, shape in enumerate(conv_shapes(variant)):
+        case = conv_case(variant, shape, generator, bias=index % 2 == 0)
+        names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
+        given, output = [case.tensors[name] for name in names], (case.result, case.dtype)
+        (y,) = launch(device, variant, shape, given, [output])
+        found = deviation(case, y)
+        assert found.within(variant.op.budget), f"{shape}: {found}"
 
 
 @pytest.mark.usefixtures("device")

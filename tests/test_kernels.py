@@ -289,7 +289,7 @@ def telling_objects(op, arch):
         for v in variants_for(arch, default_variants())
         if v.op is op
         and v.word("QK_IO") == "f16"
-        and v.word("QK_X_SCALE") in ("", "token")
+        and v.word("QK_X_SCALE") in ("", "tensor" if op.name.startswith("conv") else "token")
         and v.word("QK_W_SCALE") in ("", "channel")
     ]
 

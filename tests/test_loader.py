@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from conv_cases import SAME, STRIDED, conv_case
 from gated_cases import gated_case
 from kernel_cases import covering_variants, deviation, gemm_case, shapes_of
 from standin_hip import STREAM, VARIABLES, Standin, build_standin
@@ -30,11 +31,12 @@ from quantkit.device.codeobject import Resources
 from quantkit.device.geometry import compile_expression, geometry_of
 from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_geglu
+from quantkit.device.gpu.choice import choose_conv, choose_geglu, why_no_conv
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.ops import OPS, PICTURE, Variant
 from quantkit.errors import CompilerMissingError, KernelError
+from quantkit.numerics.windows import ConvShape
 
 GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
 SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
@@ -128,6 +130,24 @@ def test_gated_products_through_the_loader_have_the_nearest_codes(hip, op, shape
     case.check(y)
 
 
+@pytest.mark.parametrize(
+    ("op", "size", "tile"),
+    [("conv_fp8", 7, "t2"), ("conv_fp8", 45, "t1"), ("conv_fp8_sparse", 45, "t1")],
+)
+def test_convolutions_through_the_loader_are_exact_up_to_one_rounding(hip, op, size, tile):
+    device, shape = hip.device(), ConvShape(1, size, size, 64, 80, STRIDED if size < 9 else SAME)
+    assert not why_no_conv(device, op, "f16", shape)
+    words = ("e4m3fn", "e4m3fn", "tensor", "channel", "f16")
+    variant = choose_conv(device, op, words, shape)
+    assert variant == Variant(OPS[op], (*words, tile))
+    hip.provide(variant)
+    case = conv_case(variant, shape, torch.Generator().manual_seed(6))
+    names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
+    inputs = [case.tensors[name] for name in names]
+    (y,) = Call(device, variant, shape, [(case.result, torch.float16)])(*inputs)
+    assert deviation(case, y).within(variant.op.budget)
+
+
 def test_arguments_are_packed_as_the_kernel_declares_them(hip):
     case = gemm_case(GEMM, 9, 70, 48, torch.Generator().manual_seed(4))
     hip.provide(GEMM)
@@ -151,7 +171,7 @@ def test_arguments_are_packed_as_the_kernel_declares_them(hip):
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_grid_and_numbers_follow_the_launch_file(hip, op):
     hip.monkeypatch.setenv("STANDIN_KERNELS", "")  # nothing runs
-    device, sizes = hip.device(), {"m": 1000, "n": 300, "k": 256}
+    device, sizes = hip.device(), {"m": 1000, "n": 300, "k": 256, **dict.fromkeys(PICTURE, 3)}
     for variant in covering_variants(op, pairs=False):
         hip.forget_calls()
         pointers = [a for a in op.args if a.is_pointer]
@@ -394,10 +414,9 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
     assert arch.devices
     menu = len(GEMM.op.axes[-1].words) if "gfx12" in arch.name else 3
     gated = 2 if arch.toolchain is Toolchain.NVRTC else menu
+    tiles = {"gemm": menu, "geglu": gated, "conv": min(menu, 4)}
     assert {op: len(speed) for op, speed in arch.tile_speed} == {
-        op.name: menu if op in GEMMS else gated
-        for op in OPS.values()
-        if op.axes[-1].macro == "QK_TILE"
+        f"{name}_fp8{kind}": count for name, count in tiles.items() for kind in ("", "_sparse")
     }
     for device in arch.devices:
         assert arch_of_device(device).target_for(device) in (device, arch.name)

@@ -140,8 +140,18 @@ struct RowsAt {
   }
 };
 
-/// WeightRows: which rows of w a tile has.
-template <class Tile, class Mma, class WeightRows>
+/// Tokens as they lie in a matrix.
+template <class Tile>
+struct MatrixTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
+  using Base = Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads>;
+
+  QK_DEVICE void aim(const Operands& op, int m0, int thread) { Base::aim(op.k, Rows{op.m - m0}, thread); }
+  QK_DEVICE void fetch_some(const u8* base, int bytes, int thread) { Base::fetch_some(base, bytes, thread, Vec16{}); }
+  QK_DEVICE void advance(int) {}
+};
+
+/// WeightRows: which rows of w a tile has. Tokens: where x is read.
+template <class Tile, class Mma, class WeightRows, class Tokens = MatrixTokens<Tile>>
 struct TileLoop {
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kCodes = kSparse ? Tile::kK / 2 : Tile::kK;  // weight bytes of a row and step
@@ -158,20 +168,20 @@ struct TileLoop {
 
   using Accumulators = typename Mma::Acc[Tile::kBlocksN][Tile::kBlocksM];
 
-  Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> x;
+  Tokens x;
   Carrier<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
   Carrier<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
 
   QK_DEVICE void aim(const Operands& op, int m0, int n0, int thread) {
     const WeightRows rows = WeightRows::of_weights(op, n0);
-    x.aim(op.k, Rows{op.m - m0}, thread);
+    x.aim(op, m0, thread);
     w.aim(kSparse ? op.k / 2 : op.k, rows, thread);
     if constexpr (kSparse) meta.aim(op.k / 8, rows, thread);
   }
 
   /// The first step: `count` of its kK values of every row exist.
   QK_DEVICE void fetch_some(const RowsAt<kSparse>& from, int count, int thread) {
-    x.fetch_some(from.x, count, thread, Vec16{});
+    x.fetch_some(from.x, count, thread);
     w.fetch_some(from.w, kSparse ? count / 2 : count, thread, Vec16{});
     if constexpr (kSparse) meta.fetch_some(from.meta, count / 8, thread, kNeutral);
   }
@@ -219,12 +229,14 @@ struct TileLoop {
     aim(op, m0, n0, thread);
     fetch_some(rows, first, thread);
     rows.advance(first);
+    x.advance(first);
     deposit(current, thread);
     block_sync();
     QK_NO_UNROLL
     for (int left = op.k - first; left > 0; left -= Tile::kK) {
       fetch(rows);
       rows.advance(Tile::kK);
+      x.advance(Tile::kK);
       multiply(acc, current, wave_m, wave_n, lane);
       deposit(next, thread);
       block_sync();

@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from quantkit.errors import KernelError
-
-_T = TypeVar("_T")
 
 
 class Toolchain(Enum):
@@ -113,38 +110,51 @@ _RDNA4_MATRIX = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
 _RDNA3_MATRIX = MatrixUnit(cycles=32, simds=2, lds_rate=79.0)
 
 
-def _and_geglu(*rows: tuple[str, _T]) -> tuple[tuple[str, _T], ...]:
-    """Return rows of GEMMs and the same for GEGLU's, whose loops are theirs."""
-    return (*rows, *((op.replace("gemm", "geglu"), entry) for op, entry in rows))
-
-
 # Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
 # bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
-_GFX12_TILES = _and_geglu(
+_GFX12_TILES = (
     ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
     ("gemm_fp8_sparse", (0.80, 0.64, 0.25, 0.81, 0.27)),
+    ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+    ("geglu_fp8_sparse", (0.80, 0.64, 0.25, 0.81, 0.27)),
+    ("conv_fp8", (0.81, 0.70, 0.25, 0.82)),
+    ("conv_fp8_sparse", (0.68, 0.53, 0.25, 0.69)),
 )
 # Not measured: the same figures; widening to float16 takes more cycles than the products.
-_GFX11_TILES = _and_geglu(("gemm_fp8", (0.44, 0.34, 0.20)), ("gemm_fp8_sparse", (0.40, 0.29, 0.17)))
-# TFLOP/s at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
+_GFX11_TILES = (
+    ("gemm_fp8", (0.44, 0.34, 0.20)),
+    ("gemm_fp8_sparse", (0.40, 0.29, 0.17)),
+    ("geglu_fp8", (0.44, 0.34, 0.20)),
+    ("geglu_fp8_sparse", (0.40, 0.29, 0.17)),
+    ("conv_fp8", (0.39, 0.34, 0.20)),
+    ("conv_fp8_sparse", (0.34, 0.29, 0.17)),
+)
+# TFLOP/s of GEMMs at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 # GEGLU has no t2 there: of a wave's 32 rows a lane would have two codes, which are no word.
 _SM89_TILES = (
     ("gemm_fp8", (221.0, 237.0, 156.0)),
     ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
     ("geglu_fp8", (221.0, 237.0)),
     ("geglu_fp8_sparse", (13.0, 57.0)),
+    ("conv_fp8", (221.0, 237.0, 156.0)),
+    ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
 )
 
+
+def _multiplying(dense: str, sparse: str) -> tuple[tuple[str, str], ...]:
+    """Return the instruction of every operation that multiplies: one for each kind of weights."""
+    kinds = (("", dense), ("_sparse", sparse))
+    return tuple(
+        (f"{op}_fp8{suffix}", instruction)
+        for op in ("gemm", "geglu", "conv")
+        for suffix, instruction in kinds
+    )
+
+
 # {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
-_FP8_WMMA = _and_geglu(
-    ("gemm_fp8", "v_wmma_f32_16x16x16_{w}_{x}"),
-    ("gemm_fp8_sparse", "v_swmmac_f32_16x16x32_{w}_{x}"),
-)
-_F16_WMMA = _and_geglu(
-    ("gemm_fp8", "v_wmma_f32_16x16x16_f16"),
-    ("gemm_fp8_sparse", "v_wmma_f32_16x16x16_f16"),
-)
-_QMMA = _and_geglu(("gemm_fp8", "QMMA"), ("gemm_fp8_sparse", "QMMA"))
+_FP8_WMMA = _multiplying("v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}")
+_F16_WMMA = _multiplying("v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16")
+_QMMA = _multiplying("QMMA", "QMMA")
 
 
 def _radeon(

@@ -1,6 +1,6 @@
 """Convolutions on codes: the kernel that reads windows where they lie, or unfolded for a GEMM.
 
-Which of the two is decided here (``_is_direct``) and nowhere else; the log names the kernel that
+Which of the two is decided here (``_direct``) and nowhere else; the log names the kernel that
 ran, gemm_fp8 where windows were unfolded.
 """
 
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device import execute
+from quantkit.device import execute, pictures
 from quantkit.device.backends import Backend, sums_are_fast
 from quantkit.device.choosing import choose
 from quantkit.device.gpu import calls
 from quantkit.device.gpu.choice import why_no_conv
 from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.prepare import prepare_conv, signature
+from quantkit.device.host_calls import run_conv
 from quantkit.device.operands import check_conv, io_word, scale_words
 from quantkit.numerics.windows import ConvShape, Windows
 
@@ -115,24 +116,28 @@ def _convolve(
         return call(*operands)[0]
     shape = check_conv(op, x, x_scale, weights, w_scale, bias, dtype, windows)
     words = (*formats, *scale_words(x_scale, w_scale), io_word(op, dtype))
-    if _is_direct(op, x, words, shape):
-        return prepare_conv(op, words, shape, operands, key)(*operands)[0]
+    if x.numel() and shape.n and (backend := _direct(op, x, words, shape)):
+        if backend is Backend.GPU:
+            return prepare_conv(op, words, shape, operands, key)(*operands)[0]
+        return run_conv(op, words, shape, operands, dtype)
     rows = windows.unfold(x).reshape(-1, shape.k)
     multiply: Any = execute.gemm if len(weights) == 1 else execute.gemm_sparse
     y: Tensor = multiply(rows, *operands[1:], *formats, dtype)
     return y.reshape(shape.batch, *shape.outputs, shape.n)
 
 
-def _is_direct(op: str, x: Tensor, words: tuple[str, ...], shape: ConvShape) -> bool:
-    choice = choose(
-        op.replace("conv", "gemm"), x.device, k=shape.k, group_scales=words[3] == "group"
-    )
-    if choice.backend is not Backend.GPU or x.numel() == 0 or shape.n == 0:
-        return False
-    reason = why_no_conv(find_device(x.get_device()), op, words[-1], shape)
+def _direct(op: str, x: Tensor, words: tuple[str, ...], shape: ConvShape) -> Backend | None:
+    """Return whose kernel reads windows where they lie; None where they are unfolded."""
+    backend = choose(op, x.device, k=shape.k, group_scales=words[3] == "group").backend
+    if backend is Backend.REFERENCE:
+        return None
+    if backend is Backend.HOST:
+        reason = pictures.why_not(shape, sparse=op.endswith("sparse"))
+    else:
+        reason = why_no_conv(find_device(x.get_device()), op, words[-1], shape)
     if reason:
         _say_why(op, reason)
-    return not reason
+    return None if reason else backend
 
 
 @lru_cache(maxsize=1024)

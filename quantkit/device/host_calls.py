@@ -10,7 +10,9 @@ from torch import Tensor
 from quantkit.device import host, log
 from quantkit.device.backends import Backend
 from quantkit.device.ops import Variant, find_op
+from quantkit.device.pictures import integers
 from quantkit.device.tiles import choose_tile
+from quantkit.numerics.windows import ConvShape
 
 #: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (Zen 5, g++
 #: 12, docs/kernels.md); only the ratios matter. Its tiles beyond these are made for gfx12.
@@ -72,19 +74,47 @@ def run_geglu(
     return y
 
 
+def run_conv(
+    op: str,
+    words: tuple[str, ...],
+    shape: ConvShape,
+    inputs: tuple[Tensor | None, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Run a convolution's kernel; ``words`` are the variant's but for the tile.
+
+    Args:
+        inputs: what the kernel reads, in launch order.
+    """
+    y = torch.empty(shape.batch, *shape.outputs, shape.n, dtype=dtype)
+    _run_tiles(op, words, inputs, y, tuple(integers(shape).values()))
+    return y
+
+
 def _multiply(
     op: str, words: tuple[str, ...], inputs: tuple[Tensor | None, ...], y: Tensor
 ) -> None:
     """Write y (M, N), the kernel's result of what it reads, in launch order."""
-    if y.numel() == 0:
-        return
-    (m, n), x, w, threads = y.shape, inputs[0], inputs[2], torch.get_num_threads()
+    x = inputs[0]
     assert x is not None
+    if y.numel():
+        _run_tiles(op, words, inputs, y, (*y.shape, x.shape[1]))
+
+
+def _run_tiles(
+    op: str,
+    words: tuple[str, ...],
+    inputs: tuple[Tensor | None, ...],
+    y: Tensor,
+    numbers: tuple[int, ...],
+) -> None:
+    """Write y by the best tile of the menu; ``numbers`` are m, n, k and what else there is."""
+    w, threads, (m, n, k) = inputs[2], torch.get_num_threads(), numbers[:3]
     assert w is not None
     kernel = _kernel(op, (*words, choose_tile(m, w.shape[0], threads, _TILE_SPEED)))
     # Names keep the copies alive until the kernel has returned.
-    plain, k = [None if t is None else _plain(t) for t in inputs], x.shape[1]
-    kernel.launch((*map(_address, plain), y.data_ptr(), m, n, k), m, n, k, threads)
+    plain = [None if t is None else _plain(t) for t in inputs]
+    kernel.launch((*map(_address, plain), y.data_ptr(), *numbers), m, n, k, threads)
     log.note(op, kernel.variant.name, Backend.HOST)
 
 

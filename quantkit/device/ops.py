@@ -112,9 +112,7 @@ class Variant:
 
 _FORMATS = ("e4m3fn", "e5m2")
 _IO = Axis("QK_IO", ("f16", "bf16", "f32"))
-_X_FORMAT = Axis("QK_X_FORMAT", _FORMATS)
-_W_FORMAT = Axis("QK_W_FORMAT", _FORMATS)
-_Y_FORMAT = Axis("QK_Y_FORMAT", _FORMATS)
+_X_FORMAT, _W_FORMAT, _Y_FORMAT = (Axis(f"QK_{of}_FORMAT", _FORMATS) for of in "XWY")
 _X_SCALE = Axis("QK_X_SCALE", ("tensor", "token"))
 _W_SCALE = Axis("QK_W_SCALE", ("tensor", "channel"))
 #: What is done to x before: bit 0 of the index smooths, bit 1 shifts.
@@ -124,6 +122,11 @@ _TILE = Axis("QK_TILE", ("t0", "t1", "t2", "t3", "t4"))
 _QUANTIZE_AXES = (_IO, _X_FORMAT, _INPUT)
 _GEMM_AXES = (_X_FORMAT, _W_FORMAT, _X_SCALE, _W_SCALE, _IO, _TILE)
 _GEGLU_AXES = (*_GEMM_AXES[:-1], _Y_FORMAT, _TILE)
+# A pixel is part of many outputs, which share its scale; operands always go through LDS.
+_CONV_AXES = (
+    *(_X_FORMAT, _W_FORMAT, Axis("QK_X_SCALE", ("tensor",)), _W_SCALE, _IO),
+    Axis("QK_TILE", _TILE.words[:4]),
+)
 
 _M, _N, _K = Argument("m", "i32"), Argument("n", "i32"), Argument("k", "i32")
 _X = Argument("x", "io", "[m, k]")
@@ -132,6 +135,13 @@ _SHIFT = Argument("shift", "f32", "[k]", null="not shifted (variants without _sh
 _Q = Argument("q", "u8", "[m, k]", written=True)
 _X_CODES = Argument("x", "u8", "[m, k]")
 _X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
+
+
+#: Integers that say what a picture is and where windows lie in it (kernels/include/picture.h).
+PICTURE = (
+    *("height", "width", "channels", "out_height", "out_width", "taps_wide"),
+    *("stride_y", "stride_x", "dilation_y", "dilation_x", "top", "left"),
+)
 
 
 def _gemm_args(*weights: Argument) -> tuple[Argument, ...]:
@@ -144,9 +154,38 @@ def _geglu_args(*weights: Argument) -> tuple[Argument, ...]:
     return (_X_CODES, _X_SCALES, *weights, *_scales_and_bias("2 n"), y_scale, y, _M, _N, _K)
 
 
+def _conv_args(*weights: Argument) -> tuple[Argument, ...]:
+    x = Argument("x", "u8", "[m / (out_height * out_width), height, width, channels]")
+    y = Argument("y", "io", "[m / (out_height * out_width), out_height, out_width, n]", True)
+    numbers = (_M, _N, _K, *(Argument(name, "i32") for name in PICTURE))
+    x_scale = Argument("x_scale", "f32", "[1]")
+    return (x, x_scale, *weights, *_scales_and_bias("n"), y, *numbers)
+
+
 def _scales_and_bias(rows: str) -> tuple[Argument, Argument]:
     bias = Argument("bias", "io", f"[{rows}]", null="no bias")
     return Argument("w_scale", "f32", f"[1] or [{rows}]"), bias
+
+
+def _twins(
+    name: str,
+    args: Callable[..., tuple[Argument, ...]],
+    *,
+    axes: tuple[Axis, ...],
+    rows: str = "n",
+    formula: str,
+    sparse_formula: str,
+    references: tuple[Callable[..., object], Callable[..., object]],
+    budget: Budget,
+) -> tuple[Op, Op]:
+    """Return an operation on dense weights, and on 2:4 ones."""
+    sparse, (dense_reference, sparse_reference) = f"{name}_sparse", references
+    w, meta = Argument("w", "u8", f"[{rows}, k]"), Argument("w_meta", "u8", f"[{rows}, k / 8]")
+    given, kept = args(w), args(Argument("w", "u8", f"[{rows}, k / 2]"), meta)
+    return (
+        Op(name, f"{name}.hip", formula, axes, given, 16, dense_reference, budget),
+        Op(sparse, f"{sparse}.hip", sparse_formula, axes, kept, 32, sparse_reference, budget),
+    )
 
 
 _EXACT = Budget(
@@ -193,59 +232,43 @@ OPS: dict[str, Op] = {
             reference=reference.quantize_token,
             budget=_EXACT,
         ),
-        Op(
-            name="gemm_fp8",
-            source="gemm_fp8.hip",
-            formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
+        *_twins(
+            "gemm_fp8",
+            _gemm_args,
             axes=_GEMM_AXES,
-            args=_gemm_args(Argument("w", "u8", "[n, k]")),
-            k_multiple=16,
-            reference=reference.gemm,
-            budget=_SUMMED,
-        ),
-        Op(
-            name="gemm_fp8_sparse",
-            source="gemm_fp8_sparse.hip",
-            formula=(
+            formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
+            sparse_formula=(
                 "y[i, j] = sum_k(x[i, k] * dense(w, w_meta)[j, k]) * x_scale[i] * w_scale[j] "
                 "+ bias[j]; nibble g of a row of w_meta holds the positions of w[j, 2g], "
                 "w[j, 2g + 1] in columns 4g to 4g + 3 (bits 1:0 and 3:2)"
             ),
-            axes=_GEMM_AXES,
-            args=_gemm_args(
-                Argument("w", "u8", "[n, k / 2]"), Argument("w_meta", "u8", "[n, k / 8]")
-            ),
-            k_multiple=32,
-            reference=reference.gemm_sparse,
+            references=(reference.gemm, reference.gemm_sparse),
             budget=_SUMMED,
         ),
-        Op(
-            name="geglu_fp8",
-            source="geglu_fp8.hip",
+        *_twins(
+            "geglu_fp8",
+            _geglu_args,
+            axes=_GEGLU_AXES,
+            rows="2 n",
             formula=(
                 "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
                 "p gemm_fp8's y of 2 n columns"
             ),
-            axes=_GEGLU_AXES,
-            args=_geglu_args(Argument("w", "u8", "[2 n, k]")),
-            k_multiple=16,
-            reference=reference.geglu,
+            sparse_formula="geglu_fp8 of gemm_fp8_sparse's y",
+            references=(reference.geglu, reference.geglu_sparse),
             budget=_GATED,
         ),
-        Op(
-            name="geglu_fp8_sparse",
-            source="geglu_fp8_sparse.hip",
+        *_twins(
+            "conv_fp8",
+            _conv_args,
+            axes=_CONV_AXES,
             formula=(
-                "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
-                "p gemm_fp8_sparse's y of 2 n columns"
+                "gemm_fp8 of windows of x: row (b, v, u), column (r, s, c) is x[b, v stride_y + "
+                "r dilation_y - top, u stride_x + s dilation_x - left, c], or 0 outside of x"
             ),
-            axes=_GEGLU_AXES,
-            args=_geglu_args(
-                Argument("w", "u8", "[2 n, k / 2]"), Argument("w_meta", "u8", "[2 n, k / 8]")
-            ),
-            k_multiple=32,
-            reference=reference.geglu_sparse,
-            budget=_GATED,
+            sparse_formula="gemm_fp8_sparse of conv_fp8's windows",
+            references=(reference.conv, reference.conv_sparse),
+            budget=_SUMMED,
         ),
     )
 }

@@ -12,6 +12,7 @@ from torch.nn import functional
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.packing import unpack_two_of_four
 from quantkit.numerics.scales import cast
+from quantkit.numerics.windows import Windows
 
 
 def decode(codes: Tensor, fmt: str, precision: torch.dtype = torch.float32) -> Tensor:
@@ -162,6 +163,53 @@ def geglu_sparse(
     """Return ``geglu`` of the weight whose kept codes are ``w`` (2 N, K/2) at ``w_meta``."""
     dense = unpack_two_of_four(w, w_meta)
     return geglu(x, x_scale, dense, w_scale, bias, y_scale, x_format, w_format, y_format)
+
+
+def conv(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    windows: Windows,
+    x_format: str,
+    w_format: str,
+    dtype: torch.dtype,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``gemm`` of the windows of pictures.
+
+    Args:
+        x: (B, H, W, C) uint8 codes; padding is the code 0.
+        w: (N, kh * kw * C) uint8 codes, channels last in a row.
+
+    Returns:
+        (B, OH, OW, N) in ``dtype``.
+    """
+    rows = windows.unfold(x)
+    formats, flat = (x_format, w_format), rows.reshape(-1, w.shape[1])
+    y = gemm(flat, x_scale, w, w_scale, bias, *formats, dtype, precision=precision)
+    return y.reshape(*rows.shape[:3], w.shape[0])
+
+
+def conv_sparse(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_meta: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    windows: Windows,
+    x_format: str,
+    w_format: str,
+    dtype: torch.dtype,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``conv`` of the weight whose kept codes are ``w`` (N, K/2) at ``w_meta`` (N, K/8)."""
+    dense, formats = unpack_two_of_four(w, w_meta), (x_format, w_format)
+    return conv(x, x_scale, dense, w_scale, bias, windows, *formats, dtype, precision=precision)
 
 
 def _changed(x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> Tensor:

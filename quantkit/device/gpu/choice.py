@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantkit.device import hopper, hopper_choice, hopper_conv, hopper_gated
+from quantkit.device import hopper, hopper_choice, hopper_conv, hopper_gated, pictures
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.hopper import Family, HopperKernel, HopperTile
@@ -41,13 +41,17 @@ def choose_gemm(
 
 def choose_conv(
     device: Device, op: str, words: tuple[str, ...], shape: ConvShape, *, accurate: bool = True
-) -> HopperKernel:
+) -> Kernel:
     """Return the kernel of one convolution, which ``why_no_conv`` has nothing against.
 
     Args:
         words: of the variant, but for the tile's.
         accurate: as in ``choose_gemm``.
     """
+    if not is_hopper(device):
+        sizes, speed = pictures.integers(shape), dict(device.arch.tile_speed)[op]
+        tile = choose_tile(sizes["m"], sizes["n"], device.units, speed)
+        return Variant(find_op(op), (*words, tile))
     sparse = op == "conv_fp8_sparse"
     best, mode = hopper_conv.choose_conv_tile(
         shape, sparse=sparse, accurate=accurate, multiprocessors=device.units
@@ -85,10 +89,10 @@ def choose_geglu(
 
 def why_no_conv(device: Device, op: str, io: str, shape: ConvShape) -> str:
     """Return why a convolution is unfolded for a GEMM on this device; empty when it is not."""
-    if device.arch.name != hopper.ARCHITECTURE:
-        return f"{device.arch.name} has no kernel for convolutions"
     sparse = op == "conv_fp8_sparse"
-    return why_not_hopper(device) or hopper_conv.why_not(shape, io, sparse=sparse)
+    if is_hopper(device):
+        return hopper_conv.why_not(shape, io, sparse=sparse)
+    return pictures.why_not(shape, sparse=sparse)
 
 
 def is_hopper(device: Device) -> bool:

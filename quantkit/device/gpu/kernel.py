@@ -7,6 +7,7 @@ from quantkit.device.hopper import Family, HopperKernel, HopperLaunch, arguments
 from quantkit.device.hopper_conv import plan_conv
 from quantkit.device.hopper_gated import plan_gated
 from quantkit.device.ops import Variant
+from quantkit.device.pictures import integers
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape
@@ -50,8 +51,7 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
     if isinstance(kernel, HopperKernel):
         plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
     else:
-        assert isinstance(sizes, dict)
-        plan = _plan_variant(kernel, sizes)
+        plan = _plan_variant(kernel, sizes if isinstance(sizes, dict) else integers(sizes))
     # Of the numbers, a convolution's padding may be 0.
     if min(plan.grid) < 1 or not all(0 <= n <= _INT_MAX for n in (*plan.numbers, *plan.grid)):
         raise KernelError(f"{kernel.symbol}: sizes {sizes} do not fit 32-bit integers")

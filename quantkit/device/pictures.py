@@ -1,0 +1,34 @@
+"""Convolutions by the kernels of the tile menu: what they take, and their integers."""
+
+from quantkit.device.ops import PICTURE
+from quantkit.numerics.windows import ConvShape
+
+# As kernels/include/picture.h has them.
+_LEAST_CHANNELS, _MOST_TAPS = 64, 32
+_INT_MAX = 2**31 - 1
+
+
+def why_not(shape: ConvShape, *, sparse: bool) -> str:
+    """Return why the kernels cannot compute a convolution, or should not; empty when they do."""
+    multiple = 32 if sparse else 16
+    if shape.windows.are_pixels:
+        return "its windows are the pixels: a GEMM as it is"
+    if shape.channels % multiple or shape.channels < _LEAST_CHANNELS:
+        return f"{shape.channels} channels, wanted {_LEAST_CHANNELS} or more, by {multiple}"
+    if shape.windows.taps > _MOST_TAPS:
+        return f"a window has {shape.windows.taps} taps, wanted {_MOST_TAPS} at most"
+    if shape.batch * shape.height * shape.width * shape.channels > _INT_MAX:
+        return "more codes than 32 bits count"
+    return ""
+
+
+def integers(shape: ConvShape) -> dict[str, int]:
+    """Return the integers among the kernels' arguments, in order."""
+    windows, (tall, wide) = shape.windows, shape.outputs
+    left, _, top, _ = windows.padding
+    picture = (
+        *(shape.height, shape.width, shape.channels, tall, wide, windows.kernel[1]),
+        *(*windows.stride, *windows.dilation, top, left),
+    )
+    gemm = {"m": shape.batch * tall * wide, "n": shape.n, "k": shape.k}
+    return {**gemm, **dict(zip(PICTURE, picture, strict=True))}
