@@ -30,8 +30,7 @@ def choose_gemm(
     """
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if not is_hopper(device):
-        tile = choose_tile(m, n, device.units, dict(device.arch.tile_speed)[op])
-        return Variant(find_op(op), (*words, tile))
+        return _of_menu(device, op, words, m, n)
     sparse = op == "gemm_fp8_sparse"
     best, mode = hopper_choice.choose_sums(
         m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
@@ -49,9 +48,7 @@ def choose_conv(
         accurate: as in ``choose_gemm``.
     """
     if not is_hopper(device):
-        sizes, speed = pictures.integers(shape), dict(device.arch.tile_speed)[op]
-        tile = choose_tile(sizes["m"], sizes["n"], device.units, speed)
-        return Variant(find_op(op), (*words, tile))
+        return _of_menu(device, op, words, pictures.integers(shape)["m"], shape.n)
     sparse = op == "conv_fp8_sparse"
     best, mode = hopper_conv.choose_conv_tile(
         shape, sparse=sparse, accurate=accurate, multiprocessors=device.units
@@ -76,8 +73,7 @@ def choose_geglu(
     """
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if not is_hopper(device) or n % hopper_gated.COLUMNS:
-        tile = choose_tile(m, 2 * n, device.units, dict(device.arch.tile_speed)[op])
-        return Variant(find_op(op), (*words, tile))
+        return _of_menu(device, op, words, m, 2 * n)
     sparse = op == "geglu_fp8_sparse"
     best, mode = hopper_gated.choose_gated_tile(
         m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
@@ -105,6 +101,12 @@ def why_not_hopper(device: Device) -> str:
     if device.driver.tensors is None:
         return f"driver {device.driver.version} has no tensor maps, 12.0 and later have"
     return ""
+
+
+def _of_menu(device: Device, op: str, words: tuple[str, ...], m: int, rows: int) -> Variant:
+    """Return the tile for m tokens and so many rows of w."""
+    tile = choose_tile(m, rows, device.units, dict(device.arch.tile_speed)[op])
+    return Variant(find_op(op), (*words, tile))
 
 
 def _hopper_kernel(
