@@ -52,8 +52,7 @@ MODELS = (
         "--contenders f16 --contenders fp8-static --contenders sparse-static "
         "--save h200-sdxl.json",
         "The last three are called from Python, module by module: the host limits them, and the "
-        "device idles for most of the time. `torchao-tuned-compiled`, in another run: 34.03 ms, "
-        "34.08 without that tuning.",
+        "device idles for most of the time.",
     ),
     Run(
         "h200-sdxl-fused.json",

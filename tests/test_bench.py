@@ -287,6 +287,24 @@ def test_contenders_that_cannot_run_say_why(error, reason):
     assert (row.verdict, row.reason) == (Verdict.CANNOT, reason)
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("a library's")])
+def test_what_one_contender_sets_for_the_compiler_reaches_no_other(error):
+    from torch._inductor import config
+
+    before = config.get_config_copy()
+
+    def tune(y):
+        config.coordinate_descent_tuning = not before["coordinate_descent_tuning"]
+        config.triton.unique_kernel_names = not before["triton.unique_kernel_names"]
+        if error:
+            raise error
+        return y.half()
+
+    (row,) = bench(made_by(tune, own=False), against_torch=True).rows
+    assert row.verdict is (Verdict.CANNOT if error else Verdict.TIMED)
+    assert config.get_config_copy() == before
+
+
 def test_crashes_of_our_own_are_not_hidden():
     def crash(y):
         raise ValueError("a mistake")

@@ -17,7 +17,7 @@ from quantkit.bench.contender import Contender, UnavailableError, worst_of
 from quantkit.bench.problem import Problem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
-from quantkit.bench.torchao_fp8 import Tuning, quantize
+from quantkit.bench.torchao_fp8 import quantize
 
 _E4M3 = torch.float8_e4m3fn
 # bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012.
@@ -91,7 +91,7 @@ def _torchao(problem: Problem) -> Call:
     with torch.no_grad():
         layer.weight.copy_(problem.w16)
     try:
-        quantize(layer, Tuning.TORCHAO)
+        quantize(layer, tuned=True)
     except ImportError as error:
         raise UnavailableError(f"torchao is not installed ({error})") from error
     return partial(torch.compile(layer, dynamic=False), problem.x16.bfloat16())

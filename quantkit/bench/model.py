@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.compiling import (
-    captured,
-    compile_blocks,
-    compiler_settings_kept,
-    with_shared_weights,
-)
+from quantkit.bench.compiling import captured, compile_blocks, with_shared_weights
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
@@ -62,7 +57,8 @@ class _Bench:
     def model(self, contender: ModelContender) -> nn.Module:
         """Return the contender's model, not compiled yet."""
         if contender.torchao:
-            return quantize(deepcopy(self.dense), contender.torchao)
+            # Tuned for all of a model's kernels it is not ready in minutes.
+            return quantize(deepcopy(self.dense), tuned=False)
         variant = contender.variant
         if variant is None:
             return self.dense
@@ -133,8 +129,7 @@ def run_model_bench(
         with stopping_early():
             for index, contender in enumerate(contenders):
                 progress("prepare models", index, len(contenders))
-                with compiler_settings_kept():
-                    found.append(_prepare(bench, contender))
+                found.append(_prepare(bench, contender))
         interrupted = "interrupted before it was ready"
         found += [
             ModelRow(contender.name, Verdict.CANNOT, reason=interrupted)

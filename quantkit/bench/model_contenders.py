@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from quantkit.bench.packing import Variant
-from quantkit.bench.torchao_fp8 import Tuning
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class ModelContender:
     compiled: bool
     #: None: as it is, or as torchao makes it
     variant: Variant | None = None
-    torchao: Tuning | None = None
+    torchao: bool = False
     #: under ``fast_sums``
     fast: bool = False
     #: largest ||difference|| / ||output|| from float16, of those that are not packed
@@ -29,10 +28,7 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
     for contender in (
         ModelContender("f16", compiled=False),
         ModelContender("f16-compiled", compiled=True),
-        ModelContender("torchao-compiled", compiled=True, torchao=Tuning.DEFAULT, limit=_COARSE),
-        ModelContender(
-            "torchao-tuned-compiled", compiled=True, torchao=Tuning.TORCHAO, limit=_COARSE
-        ),
+        ModelContender("torchao-compiled", compiled=True, torchao=True, limit=_COARSE),
         *(
             ModelContender(f"{name}{suffix}", compiled, variant)
             for name, variant in (
