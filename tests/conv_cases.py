@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from kernel_cases import DTYPES, codes, gemm_case, launch
+from kernel_cases import DTYPES, codes, gemm_case, launch, magnitudes, referred
 
 from quantkit.device.geometry import tiles
 from quantkit.device.ops import OPS, Variant
@@ -52,17 +52,10 @@ class ConvCase:
 
     def sizes(self):
         """Return the sum of the magnitudes of all terms."""
-        plain = {k: v for k, v in self.tensors.items() if v is not None}
-        absolute = {k: v.abs() for k, v in plain.items() if v.is_floating_point()}
-        unsigned = {k: plain[k] & 0x7F for k in ("x", "w")}
-        return self._reference({**self.tensors, **absolute, **unsigned})
+        return self._reference(magnitudes(self.tensors))
 
-    def _reference(self, t):
-        weights = [t[name] for name in ("w", "w_meta") if name in t]
-        formats = (self.variant.word("QK_X_FORMAT"), self.variant.word("QK_W_FORMAT"))
-        how = (self.shape.windows, *formats, torch.float64)
-        operands = (t["x"], t["x_scale"], *weights, t["w_scale"], t["bias"])
-        return self.variant.op.reference(*operands, *how, precision=torch.float64)
+    def _reference(self, tensors):
+        return referred(self.variant, tensors, self.shape.windows)
 
 
 def conv_case(variant, shape, generator, *, bias=True):

@@ -93,6 +93,22 @@ def sparse_weight(n, k, fmt, generator):
     return w * keep, nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
 
+def magnitudes(tensors):
+    """Return operands of a product without their signs."""
+    plain = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    absolute = {name: t.abs() for name, t in plain.items() if t.is_floating_point()}
+    return {**tensors, **absolute, **{name: plain[name] & 0x7F for name in ("x", "w")}}
+
+
+def referred(variant, tensors, *how):
+    """Return what the reference of a product's variant gives in float64, unrounded."""
+    names = ("x", "x_scale", "w", "w_meta", "w_scale", "bias")
+    operands = [tensors[name] for name in names if name in tensors]
+    formats = (variant.word("QK_X_FORMAT"), variant.word("QK_W_FORMAT"))
+    double = torch.float64
+    return variant.op.reference(*operands, *how, *formats, double, precision=double)
+
+
 @dataclass(frozen=True)
 class GemmCase:
     """Operands of one GEMM call."""
@@ -122,17 +138,15 @@ class GemmCase:
 
     def sizes(self):
         """Return the sum of the magnitudes of all terms: what float32 rounding is relative to."""
-        plain = {k: v for k, v in self.tensors.items() if v is not None}
-        absolute = {k: v.abs() for k, v in plain.items() if v.is_floating_point()}
-        unsigned = {k: plain[k] & 0x7F for k in ("x", "w")}
-        return self._reference({**self.tensors, **absolute, **unsigned})
+        return self._reference(magnitudes(self.tensors))
 
-    def _reference(self, t):
-        weights = [t[name] for name in ("w", "w_meta") if name in t]
-        formats = (self.variant.word("QK_X_FORMAT"), self.variant.word("QK_W_FORMAT"))
-        operands = (t["x"], t["x_scale"], *weights, t["w_scale"], t["bias"], *formats)
-        double = torch.float64
-        return self.variant.op.reference(*operands, double, precision=double)
+    def _reference(self, tensors):
+        return referred(self.variant, tensors)
+
+
+def inputs_of(case):
+    """Return what the kernel of a case reads, in launch order."""
+    return [case.tensors[a.name] for a in case.variant.op.args if a.is_pointer and not a.written]
 
 
 def gemm_case(variant, m, n, k, generator, *, bias=True):

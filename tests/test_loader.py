@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner
 from conv_cases import SAME, STRIDED, conv_case
 from gated_cases import gated_case
-from kernel_cases import covering_variants, deviation, gemm_case, shapes_of
+from kernel_cases import covering_variants, deviation, gemm_case, inputs_of, shapes_of
 from standin_hip import STREAM, VARIABLES, Standin, build_standin
 
 from quantkit.cli.doctor import doctor
@@ -100,7 +100,7 @@ def test_gemms_through_the_loader_are_exact_up_to_one_rounding(hip, op):
         hip.provide(variant)
         for index, (m, n, k) in enumerate(shapes_of(variant)[1:5]):
             case = gemm_case(variant, m, n, k, generator, bias=index % 2 == 0)
-            inputs = [case.tensors[a.name] for a in op.args if a.is_pointer and not a.written]
+            inputs = inputs_of(case)
             sizes = {"m": m, "n": n, "k": k}
             nulls = [i for i, tensor in enumerate(inputs) if tensor is None]
             (y,) = Call(device, variant, sizes, [((m, n), case.dtype)], nulls)(*inputs)
@@ -124,9 +124,7 @@ def test_gated_products_through_the_loader_have_the_nearest_codes(hip, op, shape
     assert variant == Variant(OPS[op], (*words, tile))
     hip.provide(variant)
     case = gated_case(variant, m, n, k, torch.Generator().manual_seed(5))
-    names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
-    inputs = [case.tensors[name] for name in names]
-    (y,) = Call(device, variant, case.sizes, [((m, n), torch.uint8)])(*inputs)
+    (y,) = Call(device, variant, case.sizes, [((m, n), torch.uint8)])(*inputs_of(case))
     case.check(y)
 
 
@@ -142,9 +140,7 @@ def test_convolutions_through_the_loader_are_exact_up_to_one_rounding(hip, op, s
     assert variant == Variant(OPS[op], (*words, tile))
     hip.provide(variant)
     case = conv_case(variant, shape, torch.Generator().manual_seed(6))
-    names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
-    inputs = [case.tensors[name] for name in names]
-    (y,) = Call(device, variant, shape, [(case.result, torch.float16)])(*inputs)
+    (y,) = Call(device, variant, shape, [(case.result, torch.float16)])(*inputs_of(case))
     assert deviation(case, y).within(variant.op.budget)
 
 

@@ -18,7 +18,6 @@ struct Picture {
 };
 
 constexpr int kLeastChannels = 64;
-constexpr int kMostTaps = 32;  // bits of a row's word
 
 template <class Tile>
 struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
@@ -28,7 +27,7 @@ struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
 
   Picture picture;
   const u8* x;
-  u32 inside[kCount];  // bit t: tap t of the row's window lies in the picture
+  u32 inside[kCount];  // bit t: tap t of the row's window lies in the picture; 32 taps at most
   // Of the lane's pieces in the next step: byte in the window, channel, tap, and tap along W.
   u32 offset;
   int channel, tap, across;
@@ -66,21 +65,17 @@ struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
     }
   }
 
-  QK_DEVICE void fetch_some(const u8*, int bytes, int thread) {
-    QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      pieces[i] = Vec16{};
-      if (column(thread) < bytes && (inside[i] >> tap & 1u)) pieces[i] = load<Vec16>(x + (this->offsets[i] + offset));
-    }
-  }
-
-  QK_DEVICE void fetch(const u8*) {
-    QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      pieces[i] = Vec16{};
-      if (inside[i] >> tap & 1u) pieces[i] = load<Vec16>(x + (this->offsets[i] + offset));
-    }
-  }
+  QK_DEVICE void fetch_some(const u8*, int bytes, int thread) { fetch_if(column(thread) < bytes); }
+  QK_DEVICE void fetch(const u8*) { fetch_if(true); }
 
  private:
+  QK_DEVICE void fetch_if(bool exists) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i) {
+      pieces[i] = Vec16{};
+      if (exists && (inside[i] >> tap & 1u)) pieces[i] = load<Vec16>(x + (this->offsets[i] + offset));
+    }
+  }
+
   QK_DEVICE u32 taps_inside(int first_y, int first_x, int taps) const {
     u32 line = 0, all = 0;
     for (int s = 0, at = first_x; s < picture.taps_wide; ++s, at += picture.dilation_x) {

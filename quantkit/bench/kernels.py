@@ -38,7 +38,7 @@ class Operation:
     k_multiple: int
     #: the input is quantized within
     reads_f16: bool
-    #: bytes of the result by M N; where nothing is multiplied, by M K
+    #: bytes of the result by M N
     y_bytes: float = 2.0
 
 
@@ -55,9 +55,7 @@ OPERATIONS: dict[str, Operation] = {
             32,
             False,
         ),
-        Operation(
-            "quantize_fp8_static", "quantize, one scale", own.QUANTIZE_STATIC, (), 1, True, 1.0
-        ),
+        Operation("quantize_fp8_static", "quantize, one scale", own.QUANTIZE_STATIC, (), 1, True),
         Operation(
             "quantize_fp8_token",
             "quantize, a scale per token",
@@ -65,7 +63,6 @@ OPERATIONS: dict[str, Operation] = {
             libraries.QUANTIZE_TOKEN,
             1,
             True,
-            1.0,
         ),
         Operation("linear_fp8", "quantize and multiply", own.LINEAR, libraries.LINEAR, 16, True),
         Operation(
@@ -204,8 +201,8 @@ def _rates(
 ) -> Rates:
     (timing, ceilings), precision = found, contender.precision
     if precision is None:
-        # 16 bit in; scales are less than a percent.
-        work = Work(0.0, (2.0 + operation.y_bytes) * shape.m * shape.k)
+        # 16 bit in, a byte out; scales are less than a percent.
+        work = Work(0.0, 3.0 * shape.m * shape.k)
     else:
         wide = operation.reads_f16 or "f16" in precision.value
         work = gemm_work(shape, precision, x_bytes=2 if wide else 1, y_bytes=operation.y_bytes)

@@ -109,7 +109,6 @@ _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 _RDNA4_MATRIX = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
 _RDNA3_MATRIX = MatrixUnit(cycles=32, simds=2, lds_rate=79.0)
 
-
 # Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
 # bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
 _GFX12_TILES = (

@@ -204,7 +204,7 @@ def _multiply(
         return y
     if backend is Backend.GPU and x.shape[0] and tensors[0].shape[0]:
         return prepare_gemm(op, words, operands, key)(*operands)[0]
-    return run_gemm(op, words, x, x_scale, tensors, w_scale, bias, dtype)
+    return run_gemm(op, words, operands, dtype)
 
 
 def backend_of(

@@ -119,4 +119,4 @@ def _gate(
         return y
     if backend is Backend.GPU and x.shape[0] and tensors[0].shape[0]:
         return prepare_geglu(op, words, operands, key)(*operands)[0]
-    return run_geglu(op, words, x, x_scale, tensors, w_scale, bias, y_scale)
+    return run_geglu(op, words, operands)

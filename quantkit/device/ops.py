@@ -136,7 +136,6 @@ _Q = Argument("q", "u8", "[m, k]", written=True)
 _X_CODES = Argument("x", "u8", "[m, k]")
 _X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
 
-
 #: Integers that say what a picture is and where windows lie in it (kernels/include/picture.h).
 PICTURE = (
     *("height", "width", "channels", "out_height", "out_width", "taps_wide"),

@@ -5,6 +5,9 @@ Codes are uint8 here, as the kernels read them; the format goes beside them by n
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -106,24 +109,6 @@ def gemm(
     return (y if bias is None else y + bias.to(precision)).to(dtype)
 
 
-def gemm_sparse(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_meta: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    x_format: str,
-    w_format: str,
-    dtype: torch.dtype,
-    *,
-    precision: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return ``gemm`` of the weight whose kept codes are ``w`` (N, K/2) at ``w_meta`` (N, K/8)."""
-    dense = unpack_two_of_four(w, w_meta)
-    return gemm(x, x_scale, dense, w_scale, bias, x_format, w_format, dtype, precision=precision)
-
-
 def geglu(
     x: Tensor,
     x_scale: Tensor,
@@ -146,23 +131,6 @@ def geglu(
     """
     y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, torch.float32)
     return gate_static(y, y_scale, y_format)
-
-
-def geglu_sparse(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_meta: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    y_scale: Tensor,
-    x_format: str,
-    w_format: str,
-    y_format: str,
-) -> Tensor:
-    """Return ``geglu`` of the weight whose kept codes are ``w`` (2 N, K/2) at ``w_meta``."""
-    dense = unpack_two_of_four(w, w_meta)
-    return geglu(x, x_scale, dense, w_scale, bias, y_scale, x_format, w_format, y_format)
 
 
 def conv(
@@ -193,23 +161,20 @@ def conv(
     return y.reshape(*rows.shape[:3], w.shape[0])
 
 
-def conv_sparse(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_meta: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    windows: Windows,
-    x_format: str,
-    w_format: str,
-    dtype: torch.dtype,
-    *,
-    precision: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return ``conv`` of the weight whose kept codes are ``w`` (N, K/2) at ``w_meta`` (N, K/8)."""
-    dense, formats = unpack_two_of_four(w, w_meta), (x_format, w_format)
-    return conv(x, x_scale, dense, w_scale, bias, windows, *formats, dtype, precision=precision)
+def _on_kept(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an operation of 2:4 weights: w_meta (N, K/8) stands behind the kept codes (N, K/2)."""
+
+    def sparse(
+        x: Tensor, x_scale: Tensor, w: Tensor, w_meta: Tensor, *others: Any, **options: Any
+    ) -> Tensor:
+        return dense(x, x_scale, unpack_two_of_four(w, w_meta), *others, **options)
+
+    return sparse
+
+
+gemm_sparse = _on_kept(gemm)
+geglu_sparse = _on_kept(geglu)
+conv_sparse = _on_kept(conv)
 
 
 def _changed(x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
 """GEGLU networks of packed models: the first layer's kernel gates and quantizes for the second.
 
 diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads both to
-multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU
-the codes are all that leaves the first product (``device.gated``). On the CPU, and wherever
-somebody looks at a layer or moves it (hooks, offloading), the modules are called one by one.
+multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the codes are
+all that leaves the first product (``device.gated``). On the CPU, and wherever somebody looks at a
+layer or moves it (hooks, offloading), the modules are called one by one.
 """
 
 from typing import Any

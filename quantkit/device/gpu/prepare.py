@@ -35,7 +35,7 @@ def prepare_quantize(op: str, words: tuple[str, ...], inputs: Inputs, key: Signa
     m, k = _first(inputs).shape
     codes: Output = ((m, k), torch.uint8)
     per_token: Output = ((m,), torch.float32)
-    outputs = (per_token, codes) if op == "quantize_fp8_token" else (codes,)
+    outputs = (codes,) if op == "quantize_fp8_static" else (per_token, codes)
     return _prepare(Variant(find_op(op), words), inputs, {"m": m, "k": k}, outputs, key)
 
 
