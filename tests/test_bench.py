@@ -452,9 +452,9 @@ def test_damaged_baselines_are_named(baseline, change, match):
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
 def test_files_that_are_no_baseline_are_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ArtefactError, match=r"a\.json: not"):
+    with pytest.raises(ArtefactError, match=r"a\.json: (not|found)"):
         load_baseline(tmp_path / "a.json")
-    with pytest.raises(ArtefactError, match="cannot be read"):
+    with pytest.raises(ArtefactError, match="missing"):
         load_baseline(tmp_path / "absent.json")
 
 

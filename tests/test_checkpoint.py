@@ -625,5 +625,5 @@ def test_version_is_in_both_places(packed):
 def test_an_unknown_dtype_is_refused(edit):
     file = edit.files[-1]
     write_header(file, {"norm.weight": [3]}, dtype="F4")
-    with pytest.raises(CheckpointError, match=r"norm\.weight: damaged header entry"):
+    with pytest.raises(CheckpointError, match=r"'norm\.weight': damaged header entry"):
         open_packed(edit.folder)

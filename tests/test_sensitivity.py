@@ -617,9 +617,9 @@ def test_file_holds_what_was_written(tmp_path):
 
 
 BAD_FILES = {
-    "missing": (None, "cannot be read"),
+    "missing": (None, "s.json: missing"),
     "not json": ("{", "not JSON"),
-    "list": ("[]", "not a quantkit.sensitivity file"),
+    "list": ("[]", "found list, wanted a JSON object"),
     "other": ('{"schema": "x"}', "not a quantkit.sensitivity file"),
     "newer": ('{"schema": "quantkit.sensitivity", "schema_version": 2}', "schema_version 2, want"),
     "empty": ('{"schema": "quantkit.sensitivity", "schema_version": 1}', "damaged .*component"),
