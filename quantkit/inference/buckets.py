@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoint.skeleton import without_timestep
 from quantkit.errors import CheckpointError
 
 #: The root model's child that holds its buckets; without persistent state, so never in a file.
@@ -87,10 +88,7 @@ def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float
         return {}
     names = list(inspect.signature(model.forward).parameters)
     if "timestep" not in names:
-        raise CheckpointError(
-            f"{type(model).__name__}: scales per timestep bucket need a forward with 'timestep', "
-            f"found {', '.join(names)}; pack with one bucket"
-        )
+        raise CheckpointError(without_timestep(type(model).__name__, ", ".join(names)))
     buckets = {e: TimestepBuckets(e) for e in sorted(edges)}
     model.add_module(CHILD, nn.ModuleList(buckets.values()))
     hook = partial(_update_all, names.index("timestep"))
