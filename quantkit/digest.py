@@ -32,7 +32,7 @@ class Claim:
     def breach(self) -> str:
         """Return a line that says how the bytes are others; empty when they are not."""
         try:
-            found = sha256_of_range(self.path, self.start, self.stop)
+            found = _sha256(self.path, self.start, self.stop)
         except (OSError, EOFError) as error:
             return f"{self.path}: {self.what}cannot be read ({error})"
         if found == self.sha256:
@@ -83,30 +83,34 @@ def sha256_of(path: Path, info: TensorInfo) -> str:
         path: the safetensors file.
         info: the tensor's row of that file's header.
     """
-    return sha256_of_range(path, info.start, info.stop)
+    return _sha256(path, info.start, info.stop)
 
 
 def sha256_of_file(path: Path) -> str:
     """Return the SHA-256, in hex, of a whole file."""
-    return sha256_of_range(path, 0, path.stat().st_size)
+    return _sha256(path, 0, path.stat().st_size)
 
 
-def sha256_of_range(path: Path, start: int, stop: int) -> str:
-    """Return the SHA-256, in hex, of the bytes from ``start`` up to ``stop`` of a file.
+def sha256_of_range(descriptor: int, start: int, stop: int) -> str:
+    """Return the SHA-256, in hex, of the bytes from ``start`` up to ``stop`` of an open file.
 
     Raises:
         EOFError: the file ends before.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    while start < stop:
+        count = os.preadv(descriptor, [buffer[: stop - start]], start)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {start}, wanted {stop}")
+        digest.update(buffer[:count])
+        start += count
+    return digest.hexdigest()
+
+
+def _sha256(path: Path, start: int, stop: int) -> str:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        while start < stop:
-            count = os.preadv(descriptor, [buffer[: stop - start]], start)
-            if count == 0:
-                raise EOFError(f"the file ends at byte {start}, wanted {stop}")
-            digest.update(buffer[:count])
-            start += count
+        return sha256_of_range(descriptor, start, stop)
     finally:
         os.close(descriptor)
-    return digest.hexdigest()

@@ -21,6 +21,7 @@ from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
 from quantkit.checkpoint import rows as rows_module
 from quantkit.checkpoint.copying import copy_file
+from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.digest import sha256_of
@@ -380,7 +381,7 @@ def test_links_are_resolved_and_other_weights_left_out(tmp_path):
     (source / "diffusion_pytorch_model.fp16.safetensors").write_text("other")
     summary = run(source, tmp_path / "packed")
     names = {path.name for path in (tmp_path / "packed").iterdir()}
-    assert names == {"config.json", WEIGHTS, "README.md"}
+    assert names == {"config.json", WEIGHTS, "README.md", FILE_LIST}
     assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
     assert (tmp_path / "packed" / "README.md").read_text() == "hello"
     assert [str(file) for file in summary.left_out] == [

@@ -8,7 +8,7 @@ from quantkit.checkpoint.contents import broken_numbers
 from quantkit.checkpoint.copying import is_weight, list_files
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.errors import CheckpointError
-from quantkit.jsonfile import read_json
+from quantkit.jsonfile import DAMAGE, read_json
 from quantkit.tensorfile import Header, read_header
 
 #: What each kind of component has: a model, a scheduler, a tokenizer, a feature extractor.
@@ -70,20 +70,19 @@ def broken_weights(path: Path) -> Iterator[str]:
 
 def broken_index(path: Path) -> Iterator[str]:
     """Yield a line for every tensor that an index of copied safetensors places wrongly."""
+    headers: dict[str, Header] = {}
     try:
         table = read_json(path, error=CheckpointError).get("weight_map")
-        if not isinstance(table, dict):
-            raise CheckpointError(f"{path}: no weight_map; {_CURE}")
-        headers: dict[str, Header] = {}
-        for tensor, name in table.items():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{path}: {tensor!r:.80} lies in {name!r:.80}; {_CURE}")
-            if name not in headers:
-                headers[name] = read_header(path.parent / name, error=CheckpointError)
-            if tensor not in headers[name].tensors:
-                raise CheckpointError(f"{path}: {tensor!r:.80} is not in {name}; {_CURE}")
-    except CheckpointError as error:
-        yield str(error)
+        for name in sorted({str(name) for name in dict(table or {}).values()}):
+            headers[name] = read_header(path.parent / name, error=CheckpointError)
+    except (CheckpointError, *DAMAGE) as error:
+        yield (
+            str(error) if isinstance(error, CheckpointError) else f"{path}: no weight_map; {_CURE}"
+        )
+        return
+    for tensor, name in dict(table or {}).items():
+        if tensor not in headers[str(name)].tensors:
+            yield f"{path}: {tensor!r:.80} is not in {name}; {_CURE}"
 
 
 def _components(index: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

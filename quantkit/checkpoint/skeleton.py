@@ -165,8 +165,8 @@ def _build(text: str) -> Skeleton:
 
     config = json.loads(text)
     name = config.get("_class_name")
-    cls = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not isinstance(cls, type) or not issubclass(cls, diffusers.ModelMixin):
+    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (inspect.isclass(cls) and issubclass(cls, diffusers.ModelMixin)):
         raise ValueError(
             f"_class_name {name!r:.80} is no model of diffusers {diffusers.__version__}; upgrade "
             "diffusers, or download it again"

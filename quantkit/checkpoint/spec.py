@@ -150,8 +150,8 @@ def check_version(found: object, where: str) -> None:
         )
     if found > FORMAT_VERSION:
         raise CheckpointError(
-            f"{where}: format_version {found!s:.80} is newer than {FORMAT_VERSION}, the newest that "
-            f"quantkit {__version__} reads; upgrade quantkit"
+            f"{where}: format_version {found!s:.80} is newer than {FORMAT_VERSION}, the newest "
+            f"that quantkit {__version__} reads; upgrade quantkit"
         )
 
 

@@ -189,6 +189,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
                 f"{some(self._expected - self._filled)}; load without offload_state_dict"
             )
         self._hashing.join()
+        self._hashing = Hashing(())
         # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
         saving.install(model)

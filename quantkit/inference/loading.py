@@ -50,9 +50,8 @@ def load_pipeline(
     folder = _folder(path)
     packed = _open(folder)
     # The source's file names are kept, so its variant is too; None is the usual name.
-    variant = (
-        max((variant_of(c.headers[0].path) or "" for c in packed.components), default="") or None
-    )
+    variants = {variant_of(c.headers[0].path) or "" for c in packed.components}
+    variant = max(variants) or None
     hashing = hash_directory(packed) if checksums else Hashing(())
     with checking(wanted=checksums), _joined(hashing):
         pipe = diffusers.DiffusionPipeline.from_pretrained(
