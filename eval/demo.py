@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.calibration.running import quiet_libraries, read_prompts
-from quantkit.checkpoint.reader import verify
+from quantkit.checkpoint.verification import verify
 from quantkit.device.choosing import choose
 from quantkit.errors import OutputError, PromptError
 from quantkit.files import staged_file

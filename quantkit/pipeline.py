@@ -8,6 +8,8 @@ from typing import Any
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.copying import copy_files, is_weight, list_files
+from quantkit.checkpoint.filelist import MADE
+from quantkit.checkpoint.finishing import judged, list_written
 from quantkit.checkpoint.masking import masks_beforehand
 from quantkit.checkpoint.planning import ComponentPlan, plan_component
 from quantkit.checkpoint.reader import open_packed
@@ -118,6 +120,11 @@ class PackPlan:
     copied: tuple[Path, ...]
     left_out: tuple[Path, ...]
 
+    @property
+    def packed(self) -> list[Path]:
+        """The packed weight files, relative to the model."""
+        return [Path(c.component.name, shard.name) for c in self.components for shard in c.shards]
+
 
 def plan_pack(
     model: Model,
@@ -155,7 +162,7 @@ def plan_pack(
 def complete_plan(model: Model, components: tuple[ComponentPlan, ...]) -> PackPlan:
     """Return the plan of a model whose components are planned: what else is copied, or left out."""
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
-    root = [file for file in list_files(model.path) if _owner(file, model) is None]
+    root = [f for f in list_files(model.path) if _owner(f, model) is None and f.name not in MADE]
     dropped = [file for file in root if is_weight(file) and file.parent == Path()]
     copied = [file for file in root if file not in set(dropped)]
     for plan in components:
@@ -198,10 +205,11 @@ def pack(
     plan = plan_pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
-    with staged_directory(output, force=force) as stage:
+    with staged_directory(output, force=force) as stage, judged(plan.components):
         copy_files(model.path, stage, plan.copied)
         for component in plan.components:
             _write_component(component, stage, threads, progress)
+        list_written(stage, plan.copied, plan.packed)
         # The reader's own check, before the directory gets its name.
         open_packed(stage)
     return summarize(plan, output)

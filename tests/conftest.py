@@ -47,6 +47,16 @@ def hopper():
     return state.device
 
 
+@pytest.fixture(scope="module")
+def any_model():
+    """Take the files for a model, whatever tensors they hold: no class is built."""
+    import skeletons
+
+    with pytest.MonkeyPatch.context() as patch:
+        skeletons.install(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny StableDiffusionPipeline in fp16; read-only for tests (copy it to break it)."""

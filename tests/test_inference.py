@@ -3,6 +3,8 @@
 import copy
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn import functional
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
-from quantkit.errors import CheckpointError, ShapeError
+from quantkit.errors import CheckpointError, InputError, ShapeError
 from quantkit.inference import buckets, conv_operators, operators
 from quantkit.inference.deviation import watch
 from quantkit.inference.loading import packed_layers
@@ -359,6 +361,46 @@ def test_buckets_compile_leave_no_state_and_survive_copies():
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for t in (0.0, 400.0, 999.0):
         assert torch.equal(compiled(x, torch.tensor(t))[0], twin(x, torch.tensor(t))[0])
+
+
+def _draws(model, timesteps):
+    """Call a model from a thread per timestep at the same time; return what each thread saw."""
+    x, seen = torch.randn(3, 32), {t: [] for t in timesteps}
+    expected = {t: model(x, torch.tensor(t))[0] for t in timesteps}
+    start = threading.Barrier(len(timesteps))
+
+    def call(timestep):
+        start.wait()
+        for _ in range(100):
+            seen[timestep].append(model(x, torch.tensor(timestep))[0])
+
+    threads = [threading.Thread(target=call, args=(t,)) for t in timesteps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(found) == 100 for found in seen.values())
+    return [torch.equal(y, expected[t]) for t, found in seen.items() for y in found]
+
+
+@pytest.mark.parametrize("compiled", ["not", "whole", "blocks"])
+def test_threads_have_buckets_of_their_own(compiled):
+    torch._dynamo.reset()
+    model = Denoiser(EDGES, (10.0, 600.0))
+    if compiled == "not":
+        # Let another thread in between what the root's hook writes and what the layer reads.
+        model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(1e-4))
+    if compiled == "whole":
+        model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if compiled == "blocks":
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    assert all(_draws(model, (0.0, 400.0, 999.0)))
+
+
+def test_a_layer_alone_has_no_bucket():
+    with pytest.raises(InputError, match="call the denoiser itself"):
+        Denoiser(EDGES).layers[0](torch.randn(3, 32))
 
 
 def test_buckets_need_a_timestep():

@@ -22,6 +22,8 @@ from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import save_masks
 from quantkit.tensorfile import read_header
 
+pytestmark = pytest.mark.usefixtures("any_model")
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 

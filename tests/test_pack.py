@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
 from quantkit.checkpoint import rows as rows_module
 from quantkit.checkpoint.copying import copy_file
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.filelist import FILE_LIST
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.verification import verify
 from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
@@ -34,6 +37,8 @@ from quantkit.progress import silent
 from quantkit.recipe import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.tensorfile import read_header
+
+pytestmark = pytest.mark.usefixtures("any_model")
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -376,7 +381,7 @@ def test_links_are_resolved_and_other_weights_left_out(tmp_path):
     (source / "diffusion_pytorch_model.fp16.safetensors").write_text("other")
     summary = run(source, tmp_path / "packed")
     names = {path.name for path in (tmp_path / "packed").iterdir()}
-    assert names == {"config.json", WEIGHTS, "README.md"}
+    assert names == {"config.json", WEIGHTS, "README.md", FILE_LIST}
     assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
     assert (tmp_path / "packed" / "README.md").read_text() == "hello"
     assert [str(file) for file in summary.left_out] == [
@@ -544,13 +549,19 @@ def hollow(folder, layers):
     return folder
 
 
+TESTS = str(Path(__file__).parent)
+
 SCRIPT = """
 import resource, sys
+import pytest
+sys.path.insert(0, sys.argv[3])
+import skeletons
 from pathlib import Path
 from quantkit.models.source import open_model
 from quantkit.pipeline import pack
 from quantkit.progress import silent
 from quantkit.recipe import Recipe
+skeletons.install(pytest.MonkeyPatch())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 recipe = Recipe.model_validate({"name": "t", "sparsity": {}})
 print("ready", flush=True)
@@ -563,7 +574,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_memory_does_not_hold_the_model(tmp_path):
     source = hollow(tmp_path / "source", 48)
     assert (source / WEIGHTS).stat().st_size > 380 << 20
-    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "packed")]
+    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "packed"), TESTS]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kilobytes = int(out.split()[-1])
     # The promise is 300 MB beyond torch for any size; the buffers of two threads take about 40.
@@ -572,7 +583,7 @@ def test_memory_does_not_hold_the_model(tmp_path):
 
 def test_a_killed_run_leaves_no_output_and_the_next_one_works(tmp_path):
     source = hollow(tmp_path / "source", 48)
-    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "packed")]
+    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "packed"), TESTS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         deadline = time.monotonic() + 60

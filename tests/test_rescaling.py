@@ -15,8 +15,9 @@ from quantkit.calibration.rescaled import rescaled
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.smoothing import smooth_factor, split_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.strength import ALPHAS
+from quantkit.checkpoint.verification import verify
 from quantkit.cli.inspect import inspect as inspect_command
 from quantkit.cli.pack import pack as pack_command
 from quantkit.digest import sha256_of

@@ -12,7 +12,8 @@ from quantkit.calibration.observers import static_scale
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.shifting import input_shift, shifted
 from quantkit.calibration.statistics import LayerStatistics
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, CheckpointError, RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model

@@ -15,7 +15,8 @@ from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import per_column
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.verification import verify
 from quantkit.cli.pack import pack as pack_command
 from quantkit.cli.sparsify import sparsify as command
 from quantkit.digest import sha256_of

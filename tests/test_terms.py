@@ -8,7 +8,8 @@ from packed import packed_module
 from test_pack import calibration_of, component, run, small_tensors
 from torch import nn
 
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.verification import verify
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.terms import split
 from quantkit.models.source import open_model

@@ -1,19 +1,28 @@
-"""The rules of FORMAT.md that need the data: finite scales, legal codes, checksums."""
+"""The rules of FORMAT.md that need the data: finite numbers, legal codes, checksums."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.digest import sha256_of
+from quantkit.checkpoint.rows import NUMBER_DTYPES, SourceTensor
+from quantkit.checkpoint.spec import PACKED_PARTS
+from quantkit.digest import Claim
+from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
 from quantkit.numerics.scheme import Scheme
+from quantkit.tensorfile import TensorInfo
 
 _SCALES = ("weight_scale", "input_scale", "input_smooth")
 _SHIFTS = ("input_shift", "output_shift")
+
+#: Bytes that are looked at together; a multiple of every item size.
+_CHUNK_BYTES = 1 << 20
 
 
 def broken_scales(component: PackedComponent) -> Iterator[str]:
@@ -30,16 +39,34 @@ def broken_scales(component: PackedComponent) -> Iterator[str]:
                     yield f"{_where(component, name)}: found {found}, wanted {wanted}"
 
 
-def broken_checksum(component: PackedComponent, name: str) -> Iterator[str]:
-    """Yield a line if the bytes of a tensor are not those that were written."""
-    path, info = component.tensors[name]
-    wanted = next(s.metadata.tensors[name] for s in component.shards if s.header.path == path)
-    found = sha256_of(path, info)
-    if found != wanted:
-        yield (
-            f"{_where(component, name)}: damaged: SHA-256 {found}, wanted {wanted}; download it "
-            "or pack the model again"
-        )
+def tensor_claims(component: PackedComponent) -> Iterator[Claim]:
+    """Yield what the bytes of every tensor must hash to."""
+    for shard in component.shards:
+        for name, info in shard.header.tensors.items():
+            digest = shard.metadata.tensors[name]
+            yield Claim(shard.header.path, f"{name}: ", info.start, info.stop, digest)
+
+
+def unpacked_tensors(component: PackedComponent) -> list[tuple[Path, TensorInfo]]:
+    """Return the tensors that packing left as they were, biases among them, and their files."""
+    parts = {f"{layer}.{part}" for layer in component.config.layers for part in PACKED_PARTS}
+    return [where for name, where in component.tensors.items() if name not in parts]
+
+
+def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:
+    """Yield a line if a float tensor holds NaN or infinity, which no trained weight is."""
+    if info.dtype not in NUMBER_DTYPES:
+        return
+    width = NUMBER_DTYPES[info.dtype].itemsize
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        source = SourceTensor(path, descriptor, info)
+        for index, chunk in enumerate(source.chunks(_CHUNK_BYTES)):
+            source.check_finite(chunk, index * _CHUNK_BYTES // width)
+    except NonFiniteError as error:
+        yield f"{error}; the file says so itself: take the weights from elsewhere"
+    finally:
+        os.close(descriptor)
 
 
 def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:

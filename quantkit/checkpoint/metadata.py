@@ -6,14 +6,15 @@ from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
 from quantkit.checkpoint.spec import Kind, check_version, kind_of
+from quantkit.digest import is_digest
 from quantkit.errors import CheckpointError
+from quantkit.jsonfile import DAMAGE, parse_json, short
 
 #: The key in the header metadata of a safetensors file.
 METADATA_KEY = "quantkit"
 
 _KEYS = ("format_version", "recipe", "layers", "tensors")
 _RECORD_KEYS = ("shape", "source_sha256")
-_HEX = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def parse_metadata(text: str) -> ShardMetadata:
     """
     where = "header metadata"
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{where}: not JSON ({error}); pack the model again") from error
+        value = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not JSON ({short(error)}); pack again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: found {type(value).__name__}, wanted a JSON object")
     check_version(value.get("format_version"), where)
@@ -75,20 +76,22 @@ def parse_metadata(text: str) -> ShardMetadata:
         layers = {name: _parse_record(name, item) for name, item in value["layers"].items()}
         tensors = {name: _digest(name, item) for name, item in value["tensors"].items()}
         recipe = dict(value["recipe"])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: damaged ({error}); pack the model again") from error
+    except DAMAGE as error:
+        raise CheckpointError(f"{where}: damaged ({short(error)}); pack the model again") from error
     return ShardMetadata(int(value["format_version"]), recipe, layers, tensors)
 
 
 def _parse_record(layer: str, item: dict[str, Any]) -> LayerRecord:
-    check_keys(item, _RECORD_KEYS, f"header metadata: layer {layer}")
+    if not isinstance(item, dict):
+        raise TypeError(f"layer {layer}: found {type(item).__name__}, wanted an object")
+    check_keys(item, _RECORD_KEYS, f"header metadata: layer {layer:.80}")
     shape = tuple(item["shape"])
     if len(shape) not in (2, 4) or not all(type(size) is int and size > 0 for size in shape):
-        raise ValueError(f"layer {layer}: shape {item['shape']!r}")
+        raise ValueError(f"layer {layer:.80}: shape {item['shape']!r:.80}")
     return LayerRecord(shape, _digest(layer, item["source_sha256"]))
 
 
 def _digest(name: str, value: object) -> str:
-    if not isinstance(value, str) or len(value) != 64 or not _HEX.issuperset(value):
-        raise ValueError(f"{name}: {value!r} is no SHA-256 in hex")
+    if not isinstance(value, str) or not is_digest(value):
+        raise ValueError(f"{name:.80}: {value!r:.80} is no SHA-256 in hex")
     return value

@@ -17,6 +17,7 @@ from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.copying import is_weight, list_files
 from quantkit.checkpoint.encode import WeightPlan
+from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.inputs import Inputs
 from quantkit.checkpoint.masking import refuse_bare_masks
 from quantkit.checkpoint.rounding import Rounder
@@ -127,6 +128,7 @@ def assemble_plan(
     mine = {shard.name for shard in component.shards} | {"config.json"}
     if component.index is not None:
         mine.add(component.index.name)
+    mine |= set(MADE)
     others = [file for file in list_files(component.path) if str(file) not in mine]
     return ComponentPlan(
         component,

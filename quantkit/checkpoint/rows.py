@@ -26,6 +26,13 @@ FLOAT_DTYPES = {
     "F64": torch.float64,
 }
 
+#: What is checked for NaN and infinity.
+NUMBER_DTYPES = {
+    **FLOAT_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
 
 class Digest(Protocol):
     """What of hashlib is used here."""
@@ -90,9 +97,10 @@ class SourceTensor:
         Raises:
             NonFiniteError: naming the element.
         """
-        values = torch.frombuffer(chunk, dtype=FLOAT_DTYPES[self.info.dtype])
-        if not _is_finite(values if values.dtype == torch.float64 else values.float()):
-            bad = first + int((~torch.isfinite(values)).nonzero()[0])
+        values = torch.frombuffer(chunk, dtype=NUMBER_DTYPES[self.info.dtype])
+        wide = values if values.dtype == torch.float64 else values.float()
+        if not _is_finite(wide):
+            bad = first + int((~torch.isfinite(wide)).nonzero()[0])
             raise self._error(bad, float(values[bad - first]))
 
     def _fill(self, chunk: memoryview, start: int) -> None:

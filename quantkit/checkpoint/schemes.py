@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import CheckpointError, InputError
+from quantkit.jsonfile import DAMAGE, short
 from quantkit.numerics.formats import FloatFormat, find_format
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -47,7 +48,7 @@ def check_keys(
     for key in found:
         if key not in wanted and key not in optional:
             raise CheckpointError(
-                f"{where}: unknown key {key!r}, wanted {', '.join(wanted)}; upgrade quantkit"
+                f"{where}: unknown key {key!r:.80}, wanted {', '.join(wanted)}; upgrade quantkit"
             )
 
 
@@ -71,12 +72,12 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         shift = _parse_shift(item.get("shift"), activation)
         buckets = _parse_buckets(item["buckets"], activation, shift=shift)
         terms = _parse_terms(item.get("terms"), activation)
-    except (InputError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
+    except (InputError, *DAMAGE) as error:
+        raise CheckpointError(f"{where}: {short(error)}") from error
     if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
-        raise CheckpointError(f"{where}: sparsity {item['sparsity']!r}, wanted null or '2:4'")
+        raise CheckpointError(f"{where}: sparsity {item['sparsity']!r:.80}, wanted null or '2:4'")
     if type(item["smooth"]) is not bool:
-        raise CheckpointError(f"{where}: smooth {item['smooth']!r}, wanted true or false")
+        raise CheckpointError(f"{where}: smooth {item['smooth']!r:.80}, wanted true or false")
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
     smooth: bool = item["smooth"]
     scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth, shift, terms)
@@ -90,8 +91,8 @@ def _parse_weight(name: str) -> FloatFormat:
 
 
 def _parse_shift(value: object, activation: Activation) -> bool:
-    if value not in (None, True):
-        raise CheckpointError(f"shift {value!r}, wanted true, or no such key")
+    if value is not None and value is not True:
+        raise CheckpointError(f"shift {value!r:.80}, wanted true, or no such key")
     if value and activation is Activation.NONE:
         raise CheckpointError("shift with activation 'none', wanted 'static' or 'token'")
     return bool(value)
@@ -101,7 +102,7 @@ def _parse_terms(value: object, activation: Activation) -> int:
     if value is None:
         return 1
     if type(value) is not int or value != 2:
-        raise CheckpointError(f"terms {value!r}, wanted 2, or no such key")
+        raise CheckpointError(f"terms {value!r:.80}, wanted 2, or no such key")
     if activation is Activation.NONE:
         raise CheckpointError("terms with activation 'none', wanted 'static' or 'token'")
     return value
@@ -111,10 +112,12 @@ def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tup
     if value is None:
         return ()
     if not isinstance(value, list) or not value or not all(type(v) in (int, float) for v in value):
-        raise CheckpointError(f"buckets {value!r}, wanted null or a list of timesteps")
+        raise CheckpointError(f"buckets {value!r:.80}, wanted null or a list of timesteps")
     edges = tuple(float(v) for v in value)
     if not all(isfinite(edge) for edge in edges) or list(edges) != sorted(set(edges)):
-        raise CheckpointError(f"buckets {value!r}, wanted ascending, distinct, finite timesteps")
+        raise CheckpointError(
+            f"buckets {value!r:.80}, wanted ascending, distinct, finite timesteps"
+        )
     if activation is not Activation.STATIC and not shift:
         raise CheckpointError(
             f"buckets with activation {activation.value!r} and no shift, wanted 'static' or a shift"
@@ -132,5 +135,5 @@ def _parse_layers(value: object, where: str) -> tuple[str, ...]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise CheckpointError(f"found {value!r}, wanted text")
+        raise CheckpointError(f"found {value!r:.80}, wanted text")
     return value

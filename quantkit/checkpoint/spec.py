@@ -116,7 +116,7 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     check_keys(config, _CONFIG_KEYS, CONFIG_KEY)
     if config["quant_method"] != QUANT_METHOD:
         raise CheckpointError(
-            f"{CONFIG_KEY}: quant_method {config['quant_method']!r}, wanted {QUANT_METHOD!r}"
+            f"{CONFIG_KEY}: quant_method {config['quant_method']!r:.80}, wanted {QUANT_METHOD!r}"
         )
     version, schemes = config["quantkit_version"], config["schemes"]
     if not isinstance(version, str) or not isinstance(schemes, list) or not schemes:
@@ -145,11 +145,13 @@ def check_version(found: object, where: str) -> None:
         CheckpointError: newer (naming both versions), or no positive integer.
     """
     if type(found) is not int or found < 1:
-        raise CheckpointError(f"{where}: format_version {found!r}, wanted 1 to {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"{where}: format_version {found!r:.80}, wanted 1 to {FORMAT_VERSION}"
+        )
     if found > FORMAT_VERSION:
         raise CheckpointError(
-            f"{where}: format_version {found} is newer than {FORMAT_VERSION}, the newest that "
-            f"quantkit {__version__} reads; upgrade quantkit"
+            f"{where}: format_version {found!s:.80} is newer than {FORMAT_VERSION}, the newest "
+            f"that quantkit {__version__} reads; upgrade quantkit"
         )
 
 
@@ -242,4 +244,5 @@ def _check_distinct(entries: tuple[SchemeEntry, ...]) -> None:
     counts = Counter(layer for entry in entries for layer in entry.layers)
     for layer, count in counts.items():
         if count > 1:
-            raise CheckpointError(f"{CONFIG_KEY}: layer {layer!r} stands in the schemes {count}x")
+            name = f"layer {layer!r:.200}"
+            raise CheckpointError(f"{CONFIG_KEY}: {name} stands in the schemes {count}x")

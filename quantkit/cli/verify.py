@@ -34,7 +34,7 @@ def check(packed: Path, *, list_all: bool, quiet: bool, as_json: bool) -> None:
     Raises:
         CheckpointError: a rule is broken.
     """
-    from quantkit.checkpoint.reader import find_breaches
+    from quantkit.checkpoint.verification import find_breaches
     from quantkit.errors import CheckpointError
 
     with progress_bar(quiet=quiet) as progress:
@@ -52,5 +52,8 @@ def check(packed: Path, *, list_all: bool, quiet: bool, as_json: bool) -> None:
         click.echo(
             f"{packed}: ok: {result.components} components, {result.layers} packed layers, "
             f"{result.tensors} tensors, {result.nbytes:,} bytes: checksums, shapes, dtypes, "
-            "order, scales, codes and metadata"
+            f"order, scales, codes and metadata, and the models they are for; {result.files} files "
+            f"by their digests; {result.opened} copied weight files hold numbers"
         )
+        for line in result.unchecked:
+            click.echo(f"Not checked: {line}")

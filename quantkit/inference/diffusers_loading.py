@@ -5,6 +5,7 @@ tensor is taken from the uncast state dict, because the value that diffusers pas
 compute dtype before (float32 scales rounded, e5m2 codes destroyed).
 """
 
+import weakref
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +16,13 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
+from quantkit.checkpoint.skeleton import some
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD, PackedConfig, parse_config
+from quantkit.digest import Hashing
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import buckets, feed_forward, projections, saving
-from quantkit.inference.checks import check_component, some
+from quantkit.inference.checks import check_component
+from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.modules import pack_module
 from quantkit.inference.packed_layer import PackedLayer
@@ -72,6 +76,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         self._device = torch.device("cpu")
         self._expected: frozenset[str] = frozenset()
         self._filled: set[str] = set()
+        self._hashing = Hashing(())
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse disk offload; diffusers calls this before and after it knows the device map."""
@@ -112,8 +117,11 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
                 "a packed component is loaded from its directory: use from_pretrained, not "
                 f"from_single_file, with diffusers {DIFFUSERS} or newer"
             )
+        component = check_component(self.files[0].parent, model)
+        self._hashing = hash_component(component)
+        # A load that fails elsewhere needs no more of it.
+        weakref.finalize(self, self._hashing.cancel)
         layers = self._replace(model)
-        check_component(self.files[0].parent, layers)
         self._expected = frozenset(
             f"{name}.{part}"
             for name, layer in layers.items()
@@ -180,6 +188,8 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
                 f"{self.files[0].parent}: not loaded as packed: "
                 f"{some(self._expected - self._filled)}; load without offload_state_dict"
             )
+        self._hashing.join()
+        self._hashing = Hashing(())
         # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
         saving.install(model)
@@ -216,15 +226,9 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         return True
 
     def _replace(self, model: nn.Module) -> dict[str, PackedLayer]:
-        """Put empty packed layers in place; refuse schemes that name what the model lacks."""
+        """Put empty packed layers in place, which the model was checked to have."""
         schemes = self.packed.layers
         modules = dict(model.named_modules())
-        absent = sorted(schemes.keys() - modules.keys())
-        if absent:
-            raise CheckpointError(
-                f"{self.files[0].parent}: the schemes name layers that {type(model).__name__} "
-                f"lacks: {some(absent)}; config.json and model do not belong together"
-            )
         shared = buckets.install(model, {s.buckets for s in schemes.values() if s.buckets})
         layers = {}
         for name, scheme in schemes.items():

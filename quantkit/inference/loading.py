@@ -1,16 +1,20 @@
 """``quantkit.load_pipeline``: a packed pipeline, checked, every component in one compute dtype."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.checkpoint.reader import PackedComponent, open_packed, verify
+from quantkit.checkpoint.reader import Packed, open_packed
+from quantkit.digest import Hashing
 from quantkit.errors import ModelError
+from quantkit.inference.checksums import checksums as checking
+from quantkit.inference.checksums import hash_directory
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.saving import variant_of
-from quantkit.progress import silent
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
 
@@ -20,7 +24,7 @@ def load_pipeline(
     *,
     torch_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    checksums: bool = False,
+    checksums: bool = True,
 ) -> Any:
     """Load a packed pipeline, every component in one compute dtype.
 
@@ -28,14 +32,15 @@ def load_pipeline(
         path: a packed directory, or a hub id of one.
         torch_dtype: float16, bfloat16 or float32; by default float32 on the CPU, float16 elsewhere.
         device: where to put it; the CPU by default.
-        checksums: recompute every checksum first (one pass over all bytes).
+        checksums: hash everything that is read, beside reading it.
 
     Returns:
         the DiffusionPipeline.
 
     Raises:
         ModelError: not a pipeline directory, or nothing in it is packed.
-        CheckpointError: a packed component breaks a rule of FORMAT.md, or does not fit its model.
+        CheckpointError: a packed component breaks a rule of FORMAT.md, or does not fit its model;
+            bytes that are not those that were written.
         InputError: another dtype.
     """
     import diffusers
@@ -43,14 +48,17 @@ def load_pipeline(
     device = torch.device(device or "cpu")
     dtype = check_dtype(torch_dtype or default_dtype(device), "load_pipeline")
     folder = _folder(path)
-    components = _check(folder, checksums=checksums)
+    packed = _open(folder)
     # The source's file names are kept, so its variant is too; None is the usual name.
-    variant = max((variant_of(c.headers[0].path) or "" for c in components), default="") or None
-    pipe = diffusers.DiffusionPipeline.from_pretrained(
-        str(folder), variant=variant, **{_dtype_key(): dtype}
-    )
+    variants = {variant_of(c.headers[0].path) or "" for c in packed.components}
+    variant = max(variants) or None
+    hashing = hash_directory(packed) if checksums else Hashing(())
+    with checking(wanted=checksums), _joined(hashing):
+        pipe = diffusers.DiffusionPipeline.from_pretrained(
+            str(folder), variant=variant, **{_dtype_key(): dtype}
+        )
     loaded = {component for component, _, _ in iterate_packed(pipe)}
-    assert loaded == {c.name for c in components}, f"only {loaded} loaded as packed"
+    assert loaded == {c.name for c in packed.components}, f"only {loaded} loaded as packed"
     # Where it is already: diffusers warns of every float16 pipeline that is sent to the CPU.
     return pipe if device.type == "cpu" else pipe.to(device)
 
@@ -70,16 +78,28 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _check(folder: Path, *, checksums: bool) -> tuple[PackedComponent, ...]:
-    """Return the packed components, after their rules were checked."""
+@contextmanager
+def _joined(hashing: Hashing) -> Iterator[None]:
+    """Wait for the digests after the body; they know better why it failed, if they do not hold."""
+    try:
+        try:
+            yield
+        except Exception:
+            hashing.join()
+            raise
+        hashing.join()
+    finally:
+        hashing.cancel()
+
+
+def _open(folder: Path) -> Packed:
+    """Return the packed pipeline, after the rules of its components were checked."""
     packed = open_packed(folder)
     if not packed.components:
         raise ModelError(
             f"{folder}: nothing in it is packed; run 'quantkit pack', or load it with diffusers"
         )
-    if checksums:
-        verify(folder, progress=silent)
-    return packed.components
+    return packed
 
 
 def _dtype_key() -> str:

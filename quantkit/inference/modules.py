@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quantkit.checkpoint.skeleton import why_not_packed
 from quantkit.checkpoint.spec import Kind
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
@@ -84,11 +85,6 @@ class PackedConv2d(PackedLayer):
         dense: nn.Conv2d,
         buckets: TimestepBuckets | None,
     ) -> None:
-        if dense.padding_mode != "zeros" or dense.groups != 1:
-            raise CheckpointError(
-                f"{name}: Conv2d with padding_mode {dense.padding_mode!r} and groups "
-                f"{dense.groups}, wanted 'zeros' and 1; keep this layer in 16 bit"
-            )
         super().__init__(name, scheme, dense, buckets)
         padding = dense._reversed_padding_repeated_twice  # noqa: SLF001  the only place that resolves "same"
         self.windows = Windows.of((*dense.kernel_size, *dense.stride, *dense.dilation, *padding))
@@ -145,14 +141,12 @@ def pack_module(
     Raises:
         CheckpointError: neither Linear nor Conv2d, or a Conv2d that is not supported.
     """
+    if reason := why_not_packed(dense):
+        raise CheckpointError(f"{name}: {reason}; pack the model again")
     if isinstance(dense, nn.Linear):
         return PackedLinear(name, scheme, dense, buckets)
-    if isinstance(dense, nn.Conv2d):
-        return PackedConv2d(name, scheme, dense, buckets)
-    raise CheckpointError(
-        f"{name}: the model has a {type(dense).__name__} here, wanted Linear or Conv2d; "
-        "pack the model again"
-    )
+    assert isinstance(dense, nn.Conv2d)
+    return PackedConv2d(name, scheme, dense, buckets)
 
 
 def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from quantkit.checkpoint.skeleton import some
 from quantkit.errors import CheckpointError, InputError
 from quantkit.files import staged_file
-from quantkit.inference.checks import some
 
 #: Ways from the saved value to the present one, besides the cast to the present dtype itself:
 #: ``to`` may have been called before, and float16 and bfloat16 do not hold each other's values.

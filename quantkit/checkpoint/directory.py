@@ -1,0 +1,115 @@
+"""The rules about what stands beside packed components: model_index.json and copied weights."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.contents import broken_numbers
+from quantkit.checkpoint.copying import is_weight, list_files
+from quantkit.checkpoint.metadata import METADATA_KEY
+from quantkit.errors import CheckpointError
+from quantkit.jsonfile import DAMAGE, read_json
+from quantkit.tensorfile import Header, read_header
+
+#: What each kind of component has: a model, a scheduler, a tokenizer, a feature extractor.
+_CONFIGS = (
+    "config.json", "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json",
+    "processor_config.json", "image_processor_config.json", "video_processor_config.json",
+    "guider_config.json",
+)  # fmt: skip
+
+_CURE = "download it or pack the model again"
+
+
+def broken_pipeline(path: Path, packed: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for every way in which model_index.json and the folders disagree.
+
+    Args:
+        path: the pipeline.
+        packed: name and class of its packed components.
+    """
+    file = path / "model_index.json"
+    try:
+        index = read_json(file, error=CheckpointError)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    if not isinstance(index.get("_class_name"), str):
+        yield f"{file}: _class_name names no pipeline; {_CURE}"
+    named = dict(_components(index))
+    for name, class_name in packed.items():
+        if named.get(name) != class_name:
+            found = f"names {named[name]}" if name in named else "does not name it"
+            yield f"{path / name}: packed {class_name}, but {file.name} {found}; {_CURE}"
+    for name, class_name in named.items():
+        if name not in packed:
+            yield from _broken_component(path / name, class_name)
+
+
+def copied_weights(path: Path, packed: set[Path]) -> list[Path]:
+    """Return the weight files of a directory that were not packed, sorted; indexes left out."""
+    files = (path / file for file in list_files(path) if is_weight(file))
+    return [file for file in files if file.suffix != ".json" and file not in packed]
+
+
+def broken_weights(path: Path) -> Iterator[str]:
+    """Yield a line for everything that is wrong with a copied safetensors file."""
+    try:
+        header = read_header(path, error=CheckpointError)
+        if METADATA_KEY in header.metadata:
+            yield (
+                f"{path}: packed weights, but config.json beside it has no quantization_config of "
+                f"quantkit; {_CURE}"
+            )
+            return
+        for info in header.tensors.values():
+            yield from broken_numbers(path, info)
+    except CheckpointError as error:
+        yield str(error)
+
+
+def broken_index(path: Path) -> Iterator[str]:
+    """Yield a line for every tensor that an index of copied safetensors places wrongly."""
+    headers: dict[str, Header] = {}
+    try:
+        table = read_json(path, error=CheckpointError).get("weight_map")
+        for name in sorted({str(name) for name in dict(table or {}).values()}):
+            headers[name] = read_header(path.parent / name, error=CheckpointError)
+    except (CheckpointError, *DAMAGE) as error:
+        yield (
+            str(error) if isinstance(error, CheckpointError) else f"{path}: no weight_map; {_CURE}"
+        )
+        return
+    for tensor, name in dict(table or {}).items():
+        if tensor not in headers[str(name)].tensors:
+            yield f"{path}: {tensor!r:.80} is not in {name}; {_CURE}"
+
+
+def _components(index: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and class of the components; an optional one that is absent has neither."""
+    for name, entry in index.items():
+        match entry:
+            case [str(), str(class_name)]:
+                yield name, class_name
+
+
+def _broken_component(folder: Path, class_name: str) -> Iterator[str]:
+    if not folder.is_dir():
+        yield f"{folder}: missing, though model_index.json names it ({class_name}); {_CURE}"
+        return
+    # A folder may hold more than one config; a model's says that there must be weights.
+    found = [name for name in _CONFIGS if (folder / name).is_file()]
+    if not any(folder.glob("*.json")):
+        yield f"{folder}: no config, as {', '.join(_CONFIGS[:3])}; {_CURE}"
+    for name in found:
+        try:
+            config = read_json(folder / name, error=CheckpointError)
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        if name == "config.json" and not any(is_weight(file) for file in folder.iterdir()):
+            yield f"{folder}: no weights; {_CURE}"
+        # transformers' configs have no such key.
+        said = config.get("_class_name", class_name)
+        if said != class_name and name in {"config.json", "scheduler_config.json"}:
+            yield f"{folder / name}: {said!r:.80}, model_index.json says {class_name}; {_CURE}"

@@ -1,0 +1,250 @@
+"""The model that a component's files must fit, as names and shapes: built without weights.
+
+One judge for pack, verify and loading: what the loader refuses, none of them accepts. diffusers
+builds the model on the meta device; where it is not imported yet, a child process does that, for it
+takes 0.3 GB and seconds that a command which only reads files need not spend.
+"""
+
+import contextlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.spec import CONFIG_KEY
+from quantkit.errors import CheckpointError
+from quantkit.jsonfile import parse_json, read_json, short
+
+#: Modules of a model; the largest published ones have 10,000. A hostile config asks for more.
+MAX_MODULES = 100_000
+#: Seconds that a child process may take; importing diffusers takes most of them.
+_PATIENCE = 120
+
+_WHY = "config.json, weights and model class do not belong together"
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A dense model: what it consists of, and what its file must hold."""
+
+    class_name: str
+    #: module path -> why it cannot be packed; empty when it can
+    modules: Mapping[str, str]
+    #: state dict: name -> shape
+    tensors: Mapping[str, tuple[int, ...]]
+    #: names of the arguments of its forward
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the files of a component hold, with dense shapes for what is packed."""
+
+    #: messages begin with it
+    folder: Path
+    #: packed layers; true where scales depend on the timestep
+    packed: Mapping[str, bool]
+    tensors: Mapping[str, tuple[int, ...]]
+    #: what the user should do
+    cure: str = "download it or pack the model again"
+
+
+def misfits(contents: Contents, skeleton: Skeleton) -> Iterator[str]:
+    """Yield a line for everything in which the files do not fit the model, as a loader judges."""
+    where, model, why = contents.folder, skeleton.class_name, f"{_WHY}; {contents.cure}"
+    absent = contents.packed.keys() - skeleton.modules.keys()
+    if absent:
+        yield f"{where}: the schemes name layers that {model} lacks: {some(absent)}; {why}"
+    present = [name for name in contents.packed if name not in absent]
+    for name in present:
+        if reason := skeleton.modules[name]:
+            yield f"{where}: {name}: {reason}; {why}"
+        else:
+            yield from _layer_misfits(contents, skeleton, name)
+    if any(contents.packed.values()) and "timestep" not in skeleton.arguments:
+        found = ", ".join(skeleton.arguments)
+        yield f"{where}: {without_timestep(model, found)}"
+    missing = skeleton.tensors.keys() - contents.tensors.keys()
+    # The bias of a packed layer was judged with its layer.
+    missing -= {f"{name}.bias" for name in present}
+    if missing:
+        yield f"{where}: lacks {some(missing)}; {why}"
+    judged = {f"{name}.{part}" for name in present for part in ("weight", "bias")}
+    for name in sorted(contents.tensors.keys() & skeleton.tensors.keys() - judged):
+        found_shape, wanted = contents.tensors[name], skeleton.tensors[name]
+        if found_shape != wanted:
+            yield (
+                f"{where}: {name}: shape {list(found_shape)}, the model has {list(wanted)}; {why}"
+            )
+
+
+def without_timestep(model: str, arguments: str) -> str:
+    """Return why a model whose forward has these arguments cannot have timestep buckets."""
+    return (
+        f"{model}: scales per timestep bucket need a forward with 'timestep', found {arguments}; "
+        "pack with one bucket"
+    )
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""
+    return ", ".join(ordered[:8]) + more
+
+
+def _layer_misfits(contents: Contents, skeleton: Skeleton, name: str) -> Iterator[str]:
+    weight, bias = f"{name}.weight", f"{name}.bias"
+    found, wanted = contents.tensors[weight], skeleton.tensors[weight]
+    why = f"{_WHY}; {contents.cure}"
+    if found != wanted:
+        yield (
+            f"{contents.folder}: {name}: packed from {list(found)}, the model has {list(wanted)}; "
+            f"{why}"
+        )
+    has, should = bias in contents.tensors, bias in skeleton.tensors
+    if has != should:
+        texts = ("a bias", "none") if has else ("no bias", "one")
+        yield f"{contents.folder}: {name}: {texts[0]}, the model has {texts[1]}; {why}"
+
+
+def skeleton_of(model: Any) -> Skeleton:
+    """Return the skeleton of a dense model, on any device."""
+    return Skeleton(
+        type(model).__name__,
+        {name: why_not_packed(module) for name, module in model.named_modules()},
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        tuple(inspect.signature(model.forward).parameters),
+    )
+
+
+def why_not_packed(module: Any) -> str:
+    """Return why no packed layer can replace a module; empty when one can."""
+    from torch import nn
+
+    if isinstance(module, nn.Conv2d):
+        if module.padding_mode == "zeros" and module.groups == 1:
+            return ""
+        return (
+            f"Conv2d with padding_mode {module.padding_mode!r} and groups {module.groups}, wanted "
+            "'zeros' and 1; keep this layer in 16 bit"
+        )
+    if isinstance(module, nn.Linear):
+        return ""
+    return f"the model has a {type(module).__name__} here, wanted Linear or Conv2d"
+
+
+def read_skeleton(config: Path) -> Skeleton:
+    """Return the skeleton of the model that a config.json describes.
+
+    Raises:
+        CheckpointError: unreadable, or no diffusers model can be built from it.
+    """
+    values = read_json(config, error=CheckpointError, cure="download it again")
+    values.pop(CONFIG_KEY, None)
+    text = json.dumps(values)
+    try:
+        if "diffusers" in sys.modules:
+            return _build(text)
+        return _built_by_child(text)
+    except ValueError as error:
+        raise CheckpointError(f"{config}: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _build(text: str) -> Skeleton:
+    """Return the skeleton of a config; ValueError when there is no such model."""
+    import diffusers
+    from diffusers.utils import logging
+
+    config = json.loads(text)
+    name = config.get("_class_name")
+    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (inspect.isclass(cls) and issubclass(cls, diffusers.ModelMixin)):
+        raise ValueError(
+            f"_class_name {name!r:.80} is no model of diffusers {diffusers.__version__}; upgrade "
+            "diffusers, or download it again"
+        )
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it warns of keys that it does not know
+    try:
+        with _on_meta():
+            return skeleton_of(cls.from_config(config))
+    except Exception as error:
+        # The constructor of somebody else, called with what a file says: it raises what it likes.
+        raise ValueError(f"{name} cannot be built from it ({short(error)})") from error
+    finally:
+        logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    """Build as the loader does, parameters without memory, and no more modules than a model has."""
+    from accelerate import init_empty_weights
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def hook(parent: object, name: str, child: object) -> None:
+        del parent, name, child
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise ValueError(f"more than {MAX_MODULES:,} modules")
+
+    handle = register_module_module_registration_hook(hook)
+    try:
+        with init_empty_weights():
+            yield
+    finally:
+        handle.remove()
+
+
+def _built_by_child(text: str) -> Skeleton:
+    command = [sys.executable, "-m", "quantkit.checkpoint.skeleton"]
+    # The modules that are imported here, and none that lie where the user happens to be.
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PATIENCE,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        answer = parse_json(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"no model was built in {_PATIENCE} s") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        raise ValueError(f"no model was built ({short(ValueError(lines[-1]))})") from error
+    if problem := answer.get("problem"):
+        raise ValueError(problem)
+    tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
+    arguments = tuple(answer["arguments"])
+    return Skeleton(answer["class_name"], answer["modules"], tensors, arguments)
+
+
+def _serve() -> None:
+    """Read a config from stdin and print its skeleton, or the problem, as JSON."""
+    import diffusers  # noqa: F401  _build finds it imported
+
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            answer = asdict(_build(sys.stdin.read()))
+        except ValueError as error:
+            answer = {"problem": str(error)}
+    print(json.dumps(answer))  # noqa: T201  the answer to the parent process
+
+
+if __name__ == "__main__":
+    _serve()

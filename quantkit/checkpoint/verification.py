@@ -1,0 +1,218 @@
+"""``verify``: every byte of a packed directory, and every rule about it, from files alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.contents import (
+    broken_numbers,
+    broken_scales,
+    broken_weight,
+    tensor_claims,
+    unpacked_tensors,
+)
+from quantkit.checkpoint.copying import list_files
+from quantkit.checkpoint.directory import (
+    broken_index,
+    broken_pipeline,
+    broken_weights,
+    copied_weights,
+)
+from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_list
+from quantkit.checkpoint.reader import Packed, read_packed
+from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton, some
+from quantkit.checkpoint.spec import PACKED_PARTS
+from quantkit.checkpoint.validate import broken_rules
+from quantkit.errors import CheckpointError
+from quantkit.numerics.threads import one_torch_thread
+from quantkit.progress import Progress, tracked
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked, and what was found."""
+
+    components: int
+    layers: int
+    tensors: int
+    nbytes: int
+    #: of the list, whose digests were compared
+    files: int
+    #: copied safetensors files that were opened and whose numbers were looked at
+    opened: int
+    #: what was not checked, and why; one line each
+    unchecked: tuple[str, ...]
+    #: one line each; empty when every rule holds
+    breaches: tuple[str, ...]
+
+
+def verify(path: Path, *, progress: Progress) -> Verification:
+    """Recompute every checksum and check every rule of FORMAT.md.
+
+    Args:
+        path: a packed pipeline or component.
+        progress: told of tensors done.
+
+    Returns:
+        what was checked.
+
+    Raises:
+        CheckpointError: the first rule that is broken, or nothing is packed.
+    """
+    result = find_breaches(path, progress=progress, stop_at_first=True)
+    if result.breaches:
+        raise CheckpointError(result.breaches[0])
+    return result
+
+
+def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False) -> Verification:
+    """Check every rule of FORMAT.md and collect what is broken.
+
+    Args:
+        path: a packed pipeline or component.
+        progress: told of tensors done.
+        stop_at_first: end at the first breach.
+
+    Raises:
+        CheckpointError: a file that cannot be read at all, or nothing is packed.
+    """
+    packed = read_packed(path)
+    if not packed.components:
+        raise CheckpointError(
+            f"{path}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
+        )
+    lists, copied = file_lists(packed), _copied(packed)
+    with one_torch_thread():
+        found = _breaches(packed, lists, copied, progress)
+        breaches = tuple(islice(found, 1 if stop_at_first else None))
+    tensors = [info for c in packed.components for _, info in c.tensors.values()]
+    return Verification(
+        len(packed.components),
+        sum(len(component.config.layers) for component in packed.components),
+        len(tensors),
+        sum(info.nbytes for info in tensors),
+        sum(len(listed.files) for listed in lists),
+        sum(file.suffix == ".safetensors" for file in copied),
+        tuple(_unchecked(packed, lists, copied)),
+        breaches,
+    )
+
+
+def file_lists(packed: Packed) -> list[FileList]:
+    """Return the list of a directory; of a pipeline that has none, those of its components.
+
+    Raises:
+        CheckpointError: a damaged list.
+    """
+    whole = find_file_list(packed.path)
+    if whole is not None:
+        return [whole]
+    lists = (find_file_list(component.path) for component in packed.components)
+    return [listed for listed in lists if listed is not None]
+
+
+def contents_of(component: PackedComponent) -> Contents:
+    """Return what a packed component holds, its headers sound, as the judge of models wants it."""
+    tensors = {name: info.shape for name, (_, info) in component.tensors.items()}
+    for layer in component.config.layers:
+        for part in PACKED_PARTS:
+            tensors.pop(f"{layer}.{part}", None)
+        tensors[f"{layer}.weight"] = component.records[layer].shape
+    packed = {layer: bool(scheme.buckets) for layer, scheme in component.config.layers.items()}
+    return Contents(component.path, packed, tensors)
+
+
+def _breaches(
+    packed: Packed, lists: Sequence[FileList], copied: Sequence[Path], progress: Progress
+) -> Iterator[str]:
+    sound = []
+    for component in packed.components:
+        structure = list(broken_rules(component.config, component.shards, component.index))
+        yield from structure
+        if not structure:
+            # Else shapes are not to be trusted, and data is not looked at.
+            sound.append(component)
+    changed: set[Path] = set()
+    for listed in lists:
+        yield from _list_breaches(listed, changed, progress)
+    if (packed.path / "model_index.json").is_file():
+        yield from broken_pipeline(packed.path, {c.name: c.class_name for c in packed.components})
+    for component in sound:
+        if component.path / "config.json" not in changed:
+            yield from misfits_of(component)
+        yield from _data_breaches(component, progress)
+    yield from _copied_breaches(packed, copied, progress)
+
+
+def misfits_of(component: PackedComponent) -> Iterator[str]:
+    """Yield a line for everything in which a component does not fit the model of its config."""
+    try:
+        skeleton = read_skeleton(component.path / "config.json")
+    except CheckpointError as error:
+        yield str(error)
+        return
+    yield from misfits(contents_of(component), skeleton)
+
+
+def _list_breaches(listed: FileList, changed: set[Path], progress: Progress) -> Iterator[str]:
+    """Yield what the list says is broken; ``changed`` gets the files whose bytes are others."""
+    yield from listed.broken()
+    read, _ = listed.strangers()
+    for file in read:
+        yield f"{listed.folder / file}: not in {FILE_LIST}; remove it, or pack the model again"
+    for claim in tracked(progress, "files", list(listed.claims())):
+        if breach := claim.breach():
+            changed.add(claim.path)
+            yield breach
+
+
+def _data_breaches(component: PackedComponent, progress: Progress) -> Iterator[str]:
+    yield from broken_scales(component)
+    damaged = set()
+    whose = component.name or component.class_name
+    for claim in tracked(progress, f"checksums of {whose}", list(tensor_claims(component))):
+        if breach := claim.breach():
+            damaged.add(claim.what.removesuffix(": "))
+            yield breach
+    for layer in tracked(progress, f"codes of {whose}", list(component.config.layers)):
+        # What is damaged breaks other rules too, which would say nothing new.
+        if damaged.isdisjoint(f"{layer}.{part}" for part in PACKED_PARTS):
+            yield from broken_weight(component, layer)
+    for path, info in unpacked_tensors(component):
+        if info.name not in damaged:
+            yield from broken_numbers(path, info)
+
+
+def _copied_breaches(packed: Packed, copied: Sequence[Path], progress: Progress) -> Iterator[str]:
+    indexes = [f for f in list_files(packed.path) if ".safetensors.index." in f.name]
+    mine = {c.index.path for c in packed.components if c.index is not None}
+    for file in indexes:
+        if packed.path / file not in mine:
+            yield from broken_index(packed.path / file)
+    safe = [file for file in copied if file.suffix == ".safetensors"]
+    for file in tracked(progress, "copied weights", safe):
+        yield from broken_weights(file)
+
+
+def _copied(packed: Packed) -> list[Path]:
+    shards = {header.path for c in packed.components for header in c.headers}
+    return copied_weights(packed.path, shards)
+
+
+def _unchecked(packed: Packed, lists: Sequence[FileList], copied: Sequence[Path]) -> Iterator[str]:
+    listed = {known.folder / name for known in lists for name in known.files}
+    listed |= {header.path for c in packed.components for header in c.headers}
+    others = [
+        str(file)
+        for file in list_files(packed.path)
+        if packed.path / file not in listed and file.name not in MADE
+    ]
+    if others and not lists:
+        yield f"no {FILE_LIST}, so no digest of {some(others)}"
+    elif others:
+        yield f"not in {FILE_LIST}: {some(others)}"
+    closed = [str(f.relative_to(packed.path)) for f in copied if f.suffix != ".safetensors"]
+    if closed:
+        yield f"not opened: {some(closed)}"

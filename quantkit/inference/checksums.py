@@ -1,0 +1,72 @@
+"""Checksums while loading: threads hash what the loader reads, and the model waits for them.
+
+The loader maps the files and copies out of them; threads read the same pages from the cache and
+hash them meanwhile. A stamp file that says "was checked" would be as easily wrong as the weights.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.contents import tensor_claims
+from quantkit.checkpoint.filelist import FILE_LIST, FileList, find_file_list
+from quantkit.checkpoint.reader import Packed
+from quantkit.checkpoint.verification import file_lists
+from quantkit.digest import Claim, Hashing
+from quantkit.errors import CheckpointError
+
+#: "0" leaves checksums out of ``from_pretrained``; ``load_pipeline`` has an argument instead.
+VARIABLE = "QUANTKIT_CHECKSUMS"
+
+_wanted: ContextVar[bool | None] = ContextVar("checksums", default=None)
+
+
+@contextmanager
+def checksums(*, wanted: bool) -> Iterator[None]:
+    """Decide inside of the block whether components are hashed, whatever the environment says."""
+    token = _wanted.set(wanted)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def hash_component(component: PackedComponent) -> Hashing:
+    """Start to hash the tensors of a packed component, and what a list says of its folder.
+
+    Returns:
+        nothing to do where checksums are not wanted.
+
+    Raises:
+        CheckpointError: a file of the list is missing or of another size, or one too many.
+    """
+    wanted = _wanted.get()
+    if wanted is None:
+        wanted = os.environ.get(VARIABLE) != "0"
+    if not wanted:
+        return Hashing(())
+    listed = find_file_list(component.path)
+    return Hashing([*([] if listed is None else _listed(listed)), *tensor_claims(component)])
+
+
+def hash_directory(packed: Packed) -> Hashing:
+    """Start to hash all files that the list names; the tensors of packed ones are not among them.
+
+    Raises:
+        CheckpointError: a file of the list is missing or of another size, or one too many.
+    """
+    return Hashing([claim for listed in file_lists(packed) for claim in _listed(listed)])
+
+
+def _listed(listed: FileList) -> list[Claim]:
+    """Return the claims of a list whose files are there; what no loader reads may be missing."""
+    for breach in listed.broken(only_read=True):
+        raise CheckpointError(breach)
+    for file in listed.strangers()[0]:
+        raise CheckpointError(
+            f"{listed.folder / file}: not in {FILE_LIST}, but a loader may read it; remove it, or "
+            "load with checksums off"
+        )
+    return list(listed.claims())
