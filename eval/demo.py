@@ -1,7 +1,6 @@
 """The whole job on the bundled pipeline: one original, several ways to pack it, a report each."""
 
 import shlex
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,24 +13,25 @@ import torch
 from quantkit.calibration.running import quiet_libraries, read_prompts
 from quantkit.checkpoint.verification import verify
 from quantkit.device.choosing import choose
-from quantkit.errors import OutputError, PromptError
-from quantkit.files import staged_file
+from quantkit.errors import PromptError
+from quantkit.files import claimed_directory, mark_directory
 from quantkit.models.source import open_model
+from quantkit.places import check_directory
 from quantkit.progress import Progress
 from quantkit.resources import demo_assets
 
 from .backbones import load_backbones
 from .evaluation import Baseline, evaluate, measure_baseline, open_pair
 from .gates import Limits
-from .generation import make_settings
+from .generation import Settings, make_settings
 from .methods import Method, write_methods
 from .plan import Plan, Row
 from .report import write_report
 from .result import Report
 from .world.scenes import captions, draw_scenes
 
-#: Written first: a folder that holds it is the demo's own and may be replaced.
-MARK = ".quantkit-demo"
+#: What the marker calls the output: a folder of this kind is the demo's own and may be replaced.
+KIND = "demo"
 #: What the bundled pipeline's own samples were drawn with (eval/assets/training.json).
 GUIDANCE = 4.0
 SEED = 100
@@ -108,7 +108,14 @@ def run_demo(
     settings = make_settings(
         texts[:prompts], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
     )
-    _claim(stage.output)
+    check_directory(stage.output, kind=KIND, force=True)
+    with claimed_directory(stage.output, kind=KIND):
+        return _run(stage, plan, settings, noise_floor=noise_floor)
+
+
+def _run(stage: Stage, plan: Plan, settings: Settings, *, noise_floor: bool) -> tuple[Outcome, ...]:
+    """Run the commands and report on every row, in a folder that is claimed."""
+    assets, prompts, steps = demo_assets(), len(settings.prompts), settings.steps
     stage.say(f"kernels: {describe_kernels(stage.device)}")
     errors = _make(stage, plan, assets / "pipeline")
     with stage.step("load the networks of LPIPS and CLIP score"):
@@ -160,16 +167,7 @@ def write_index(folder: Path, outcomes: tuple[Outcome, ...], seconds: float) -> 
     write_methods(
         methods(outcomes), folder, tuple(commands), template="index.html.j2", seconds=seconds
     )
-
-
-def _claim(output: Path) -> None:
-    """Empty ``output`` if it is an earlier demo's, and mark it."""
-    if output.exists():
-        if not (output / MARK).is_file():
-            raise OutputError(f"{output}: exists and was not made by the demo; pass another -o")
-        shutil.rmtree(output)
-    with staged_file(output / MARK, force=True) as mark:
-        mark.write_text("quantkit demo replaces this folder\n", encoding="utf-8")
+    mark_directory(folder, kind=KIND)
 
 
 def _make(stage: Stage, plan: Plan, pipeline: Path) -> dict[str, float]:

@@ -16,6 +16,8 @@ from .show import show, show_bytes, show_difference, show_mean
 from .statistics import Summary
 
 SCHEMA_VERSION = 1
+#: What the marker calls the output.
+KIND = "comparison of reports"
 COLUMNS = (
     "method", "recipe", "sparsity", "local error", "weights", "ratio", "SSIM", "LPIPS",
     "CLIP change", "PSNR", "gates", "computed by",

@@ -24,6 +24,8 @@ from .tables import metric_rows, step_rows
 if TYPE_CHECKING:
     from .stepwise import StepErrors
 
+#: What the marker calls the output.
+KIND = "report"
 #: Larger pictures are embedded shrunk to this side: three of 1024x1024 would be 5 MB a prompt.
 EMBED_SIDE = 384
 #: More prompts than this are in images/ only.
@@ -57,7 +59,7 @@ def write_report(report: Report, pairs: Pairs, output: Path, *, force: bool) -> 
     Raises:
         OutputError: it exists without ``force``, or cannot be written.
     """
-    with staged_directory(output, force=force) as stage:
+    with staged_directory(output, kind=KIND, force=force) as stage:
         for side, pictures in (("original", pairs.original), ("packed", pairs.packed)):
             for name, picture in zip(pairs.names, pictures, strict=True):
                 save_png(picture, stage / "images" / side / f"{name}.png")

@@ -7,7 +7,8 @@ from typing import BinaryIO
 
 from quantkit.errors import InputError, ModelError
 
-_KINDS = {
+#: What is no file, in words.
+KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -34,7 +35,7 @@ def open_file(path: Path, *, error: type[InputError] = ModelError) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise error(f"{path}: {_KINDS[stat.S_IFMT(mode)]}, wanted a file")
+        raise error(f"{path}: {KINDS[stat.S_IFMT(mode)]}, wanted a file")
     return os.fdopen(descriptor, "rb")
 
 

@@ -16,14 +16,17 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
 from quantkit.checkpoint.sidecars import write_config, write_index
 from quantkit.checkpoint.writer import write_shards
-from quantkit.errors import OutputError
-from quantkit.files import refuse_existing, staged_directory
+from quantkit.files import staged_directory
 from quantkit.models.plan import Treatment
 from quantkit.models.source import Model
 from quantkit.numerics.scheme import Scheme
+from quantkit.places import check_directory, refuse_overlap
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.sparsity.maskfile import MaskSet
+
+#: What the marker calls the output.
+KIND = "packed model"
 
 
 @dataclass(frozen=True)
@@ -200,12 +203,12 @@ def pack(
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
-    refuse_existing(output, force=force)
-    _refuse_overlap(model, output)
+    refuse_overlap(output, model.path)
+    check_directory(output, kind=KIND, force=force)
     plan = plan_pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
-    with staged_directory(output, force=force) as stage, judged(plan.components):
+    with staged_directory(output, kind=KIND, force=force) as stage, judged(plan.components):
         copy_files(model.path, stage, plan.copied)
         for component in plan.components:
             _write_component(component, stage, threads, progress)
@@ -249,12 +252,6 @@ def _owner(file: Path, model: Model) -> str | None:
         if not component.name or file.parts[0] == component.name:
             return component.name
     return None
-
-
-def _refuse_overlap(model: Model, output: Path) -> None:
-    source, target = model.path.resolve(), output.resolve()
-    if source == target or source in target.parents or target in source.parents:
-        raise OutputError(f"{output}: overlaps the model {model.path}; choose another path")
 
 
 def _summarize_component(plan: ComponentPlan) -> ComponentSummary:

@@ -10,13 +10,14 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from quantkit.eval.demo import CAPTION_SEED, MARK, describe_kernels
+from quantkit.eval.demo import CAPTION_SEED, KIND, describe_kernels
 from quantkit.eval.plan import FULL, SHORT, Plan
 from quantkit.eval.world.scenes import captions, draw_scenes
 
 from quantkit.cli import quantkit
 from quantkit.cli.demo import demo
 from quantkit.errors import OutputError, PromptError
+from quantkit.files import claimed_directory
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,8 @@ def small_demo(assets, monkeypatch):
 
 def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo, tmp_path):
     output = tmp_path / "demo-output"
-    output.mkdir()
-    for name in (MARK, "stale"):
-        (output / name).write_text("from an earlier demo")
+    with claimed_directory(output, kind=KIND):
+        (output / "stale").write_text("from an earlier demo")
     result = small_demo("-o", output, "--json")
     # Random networks may fail the gates of FP8; that is exit code 1, not an error.
     assert result.exit_code in {0, 1}, result.output
@@ -72,7 +72,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     assert fp8["comparison"]["clip"]["backbone"] == "quantkit demo CLIP"
     assert fp8["comparison"]["clip"]["original"] == sparse["comparison"]["clip"]["original"]
     assert {path.name for path in output.iterdir()} == {
-        ".quantkit-demo", "captions.txt", "calibration", "hessians", "wanda.masks", "budget.masks",
+        ".quantkit", "captions.txt", "calibration", "hessians", "wanda.masks", "budget.masks",
         "sparsegpt.masks.safetensors",
         "index.html", "methods.md", "methods.json", *rows, *(f"report-{row}" for row in rows),
     }  # fmt: skip
@@ -139,7 +139,7 @@ def test_demo_leaves_folders_alone_that_it_did_not_make(small_demo, tmp_path):
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     result = small_demo("-o", tmp_path / "mine")
     assert isinstance(result.exception, OutputError)
-    assert "was not made by the demo" in str(result.exception)
+    assert "which quantkit did not write" in str(result.exception)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 

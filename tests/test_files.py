@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from quantkit.errors import ModelError, OutputError
@@ -18,9 +19,20 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
+def staged(output, *, force):
+    return staged_directory(output, kind="test", force=force)
+
+
+def made(output, *files):
+    with staged(output, force=False) as stage:
+        for file in files:
+            (stage / file).write_text(file)
+    return output
+
+
 def test_staged_directory_appears_only_when_complete(tmp_path):
     output = tmp_path / "deep" / "out"
-    with staged_directory(output, force=False) as stage:
+    with staged(output, force=False) as stage:
         (stage / "a").write_text("1")
         assert not output.exists()
     assert names(tmp_path / "deep") == ["out"]
@@ -28,30 +40,26 @@ def test_staged_directory_appears_only_when_complete(tmp_path):
 
 
 def test_failed_directory_leaves_the_old_one_and_no_rubbish(tmp_path):
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "old").write_text("kept")
+    output = made(tmp_path / "out", "old")
     with (
         pytest.raises(RuntimeError, match="half way"),
-        staged_directory(output, force=True) as stage,
+        staged(output, force=True) as stage,
     ):
         (stage / "new").write_text("x")
         raise RuntimeError("half way")
     assert names(tmp_path) == ["out"]
-    assert names(output) == ["old"]
+    assert names(output) == [".quantkit", "old"]
 
 
 def test_force_replaces_a_directory(tmp_path):
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "old").write_text("gone")
-    with staged_directory(output, force=True) as stage:
+    output = made(tmp_path / "out", "old")
+    with staged(output, force=True) as stage:
         (stage / "new").write_text("x")
-    assert names(output) == ["new"]
+    assert names(output) == [".quantkit", "new"]
     assert names(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("stage", [staged_directory, staged_file], ids=["directory", "file"])
+@pytest.mark.parametrize("stage", [staged, staged_file], ids=["directory", "file"])
 def test_existing_output_is_refused_without_force(tmp_path, stage):
     output = tmp_path / "out"
     output.mkdir()
@@ -62,14 +70,33 @@ def test_existing_output_is_refused_without_force(tmp_path, stage):
         pass
 
 
-@pytest.mark.parametrize("stage", [staged_directory, staged_file], ids=["directory", "file"])
-def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, stage):
+@pytest.mark.parametrize("stage", [staged, staged_file], ids=["directory", "file"])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "no space left on the device"),
+        (errno.EDQUOT, "the disk quota is used up"),
+        (errno.EFBIG, "larger than a file may be here"),
+    ],
+)
+@pytest.mark.parametrize("library", [False, True], ids=["python", "safetensors"])
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, stage, code, words, library):
     with (
-        pytest.raises(OutputError, match="no space left on the device"),
+        pytest.raises(OutputError, match=f"out: {words}.*; free some or choose another path"),
         stage(tmp_path / "out", force=False),
     ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if library:
+            raise SafetensorError(f"I/O error: {os.strerror(code)} (os error {code})")
+        raise OSError(code, os.strerror(code))
     assert names(tmp_path) == []
+
+
+def test_an_error_about_another_file_is_not_blamed_on_the_output(tmp_path):
+    with (
+        pytest.raises(FileNotFoundError, match="missing"),
+        staged(tmp_path / "out", force=False),
+    ):
+        (tmp_path / "missing").read_text()
 
 
 def test_a_scratch_directory_is_beside_the_output_and_gone_afterwards(tmp_path):

@@ -47,7 +47,7 @@ def compared(pipeline_dir, packed, tmp_path_factory):
 def test_compare_writes_one_page_and_a_report_each(compared):
     output, printed = compared
     assert {path.name for path in output.iterdir()} == {
-        "index.html", "methods.md", "methods.json", "fp8", "sparse",
+        ".quantkit", "index.html", "methods.md", "methods.json", "fp8", "sparse",
     }  # fmt: skip
     assert json.loads((output / "methods.json").read_text()) == printed
     assert (printed["schema"], printed["schema_version"]) == ("quantkit.methods", 1)

@@ -26,6 +26,7 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
+from quantkit.marker import MARKER
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
@@ -367,11 +368,12 @@ def test_config_keeps_an_unsorted_order(tmp_path):
 
 
 def test_links_are_resolved_and_other_weights_left_out(tmp_path):
-    blobs = tmp_path / "blobs"
+    # The hub's cache: files are links to blobs beside the snapshots.
+    blobs = tmp_path / "models--owner--name" / "blobs"
     real = component(tmp_path / "real", small_tensors())
-    blobs.mkdir()
-    source = tmp_path / "snapshot"
-    source.mkdir()
+    blobs.mkdir(parents=True)
+    source = blobs.parent / "snapshots" / "1234"
+    source.mkdir(parents=True)
     for index, file in enumerate(("config.json", WEIGHTS)):
         (blobs / str(index)).write_bytes((real / file).read_bytes())
         (source / file).symlink_to(blobs / str(index))
@@ -381,7 +383,7 @@ def test_links_are_resolved_and_other_weights_left_out(tmp_path):
     (source / "diffusion_pytorch_model.fp16.safetensors").write_text("other")
     summary = run(source, tmp_path / "packed")
     names = {path.name for path in (tmp_path / "packed").iterdir()}
-    assert names == {"config.json", WEIGHTS, "README.md", FILE_LIST}
+    assert names == {"config.json", WEIGHTS, "README.md", FILE_LIST, MARKER}
     assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
     assert (tmp_path / "packed" / "README.md").read_text() == "hello"
     assert [str(file) for file in summary.left_out] == [
@@ -505,7 +507,7 @@ def test_a_recipe_that_packs_nothing_is_refused(source, tmp_path):
 @pytest.mark.parametrize("where", ["", "inside", ".."])
 def test_an_output_that_overlaps_the_model_is_refused(tmp_path, where):
     folder = component(tmp_path / "dir" / "source", small_tensors())
-    with pytest.raises(OutputError, match="overlaps the model"):
+    with pytest.raises(OutputError, match="overlaps the input"):
         run(folder, folder / where, force=True)
     assert (folder / WEIGHTS).is_file()
 
@@ -516,8 +518,12 @@ def test_an_existing_output_is_replaced_only_by_force(source, tmp_path):
     with pytest.raises(OutputError, match="packed: exists already; pass --force"):
         run(source, tmp_path / "packed")
     assert (tmp_path / "packed" / "note").exists()
+    with pytest.raises(OutputError, match="packed: holds note, which quantkit did not write"):
+        run(source, tmp_path / "packed", force=True)
+    (tmp_path / "packed" / "note").unlink()
+    (tmp_path / "packed" / WEIGHTS).write_text("")
     run(source, tmp_path / "packed", force=True)
-    assert not (tmp_path / "packed" / "note").exists()
+    verify(tmp_path / "packed", progress=silent)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "packed"}
 
 
@@ -587,7 +593,7 @@ def test_a_killed_run_leaves_no_output_and_the_next_one_works(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(f".packed.*/{WEIGHTS}")):
+        while not list(tmp_path.glob(f".packed.*/*/{WEIGHTS}")):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
@@ -597,6 +603,7 @@ def test_a_killed_run_leaves_no_output_and_the_next_one_works(tmp_path):
     small = component(tmp_path / "small", small_tensors())
     run(small, tmp_path / "packed")
     verify(tmp_path / "packed", progress=silent)
+    assert not list(tmp_path.glob(".packed.*")), "what the killed run left is still there"
 
 
 def test_torch_threads_are_given_back(source, tmp_path):

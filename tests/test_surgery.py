@@ -469,7 +469,7 @@ def test_mistakes_on_the_command_line(pipeline, tmp_path, arguments, error, word
 
 def test_recover_obs_refuses_an_output_inside_the_model(pipeline, tmp_path):
     model, hessians, _ = pipeline
-    with pytest.raises(OutputError, match="overlaps the model"):
+    with pytest.raises(OutputError, match="overlaps the input"):
         invoke(
             model.path, "--hessians", hessians.path, "--recover", "obs", "--device", "cpu",
             "-o", model.path / "sparse",

@@ -17,10 +17,11 @@ from quantkit.calibration.running import (
     choose_device,
     load_pipeline,
     quiet_libraries,
+    refuse_component,
     run_prompts,
 )
 from quantkit.digest import sha256_of
-from quantkit.errors import PromptError, QuantkitError
+from quantkit.errors import OutputError, PromptError, QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Model
 from quantkit.progress import Progress
@@ -36,6 +37,7 @@ def collect_hessians(
     memory: float,
     device: str,
     progress: Progress,
+    force: bool = False,
 ) -> Hessians:
     """Run the pipeline on prompts and store the second moments of every layer that can be packed.
 
@@ -49,21 +51,24 @@ def collect_hessians(
         memory: bytes that the matrices of one group may take, beside the pipeline.
         device: auto, cpu or cuda[:N]; float32 on the CPU, else the 16-bit dtype of the weights.
         progress: told of denoiser calls, by group.
+        force: begin again where there is such a directory.
 
     Raises:
         ModelError: MODEL is one component, or diffusers cannot load it.
         NonFiniteError: NaN or Inf in an activation; the text names the layer.
-        OutputError: the directory holds something else.
+        OutputError: the directory holds something else, or cannot be written; what it has stays.
         PromptError: no prompts.
         RecipeError: a layer that does not fit, a scheduler whose steps cannot be weighed.
     """
     chosen = tuple(prompts[: recipe.calibration.prompts])
     if not chosen:
         raise PromptError("no prompts, wanted at least one")
+    refuse_component(model)
+    place = choose_device(device)
     layers = {c.name: observed_layers(c, recipe) for c in model.components}
     for found in layers.values():
         group_layers(found, memory)
-    hessians = create_hessians(output, _index(recipe, chosen, layers))
+    hessians = create_hessians(output, _index(recipe, chosen, layers), force=force)
     missing = set(hessians.missing)
     groups = [
         (name, group)
@@ -72,7 +77,7 @@ def collect_hessians(
     ]
     if groups:
         with quiet_libraries():
-            pipe = load_pipeline(model, choose_device(device))
+            pipe = load_pipeline(model, place)
             run = _Run(pipe, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"
@@ -138,5 +143,13 @@ class _Run:
                 "out of GPU memory while denoising; take a smaller batch or --memory, or "
                 "--device cpu"
             ) from error
-        for layer in group:
-            self.hessians.write(component, layer.name, collector.moments(layer.name))
+        try:
+            for layer in group:
+                self.hessians.write(component, layer.name, collector.moments(layer.name))
+        except OutputError as error:
+            raise OutputError(f"{error}; {self.how_to_go_on()}") from error
+
+    def how_to_go_on(self) -> str:
+        """Return what to do after the disk was full."""
+        left = len(Hessians(self.hessians.path, self.hessians.index).missing)
+        return f"{left} layers are left: run the same command without --force to go on"

@@ -6,7 +6,6 @@ that was killed goes on where it stopped.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,11 +17,13 @@ from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
-from quantkit.files import staged_file
+from quantkit.files import staged_directory
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 
 INDEX = "index.json"
+#: What the marker calls the directory.
+KIND = "directory of second moments"
 _KIND = "quantkit_hessian"
 _FORMAT = "quantkit.hessians"
 _VERSION = 2
@@ -75,7 +76,7 @@ class Hessians:
 
     def file_of(self, component: str, layer: str) -> Path:
         """Return where a layer's moments are."""
-        return self.path / (component or "model") / f"{layer}.safetensors"
+        return self.path / _name_of(component, layer)
 
     def write(self, component: str, layer: str, moments: Moments) -> None:
         """Store one layer, whole or not at all.
@@ -144,16 +145,26 @@ class Hessians:
         return table[find_component(component.name, tuple(table), "hessians")]
 
 
-def create_hessians(path: Path, index: HessianIndex) -> Hessians:
+def _name_of(component: str, layer: str) -> str:
+    return f"{component or 'model'}/{layer}.safetensors"
+
+
+def create_hessians(path: Path, index: HessianIndex, *, force: bool = False) -> Hessians:
     """Begin a directory, or go on with one that was begun alike.
+
+    Args:
+        path: the directory.
+        index: how the moments are taken.
+        force: begin again where there is one.
 
     Raises:
         OutputError: ``path`` holds something else, or moments taken otherwise.
     """
-    if not path.exists():
-        with staged_file(path / INDEX, force=False) as stage:
+    if force or not path.exists():
+        names = [_name_of(component, layer) for component, layer in index.names()]
+        with staged_directory(path, kind=KIND, force=force, later=names) as stage:
             entry = {"format": _FORMAT, "format_version": _VERSION, **asdict(index)}
-            stage.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
+            (stage / INDEX).write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
         return Hessians(path, index)
     try:
         begun = _read_index(path)
@@ -169,23 +180,6 @@ def create_hessians(path: Path, index: HessianIndex) -> Hessians:
                 f"{path}: begun with another {name}{said}; choose another path, or pass --force"
             )
     return Hessians(path, begun)
-
-
-def drop_hessians(path: Path) -> None:
-    """Delete a directory of hessians, if it is one.
-
-    Raises:
-        OutputError: ``path`` holds something else.
-    """
-    if not path.exists():
-        return
-    try:
-        _read_index(path)
-    except ArtefactError as error:
-        raise OutputError(
-            f"{path}: exists and is no directory of hessians; choose another path"
-        ) from error
-    shutil.rmtree(path)
 
 
 def load_hessians(path: Path) -> Hessians:

@@ -70,6 +70,18 @@ def choose_dtype(model: Model, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if "BF16" in stored else torch.float16
 
 
+def refuse_component(model: Model) -> None:
+    """Refuse what cannot be run, before anything long begins.
+
+    Raises:
+        ModelError: MODEL is one component.
+    """
+    if not model.is_pipeline:
+        raise ModelError(
+            f"{model.path}: one component; calibration runs the whole pipeline, pass its directory"
+        )
+
+
 def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Return the pipeline with one compute dtype, without a safety checker.
 
@@ -83,10 +95,7 @@ def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None 
     """
     from diffusers import DiffusionPipeline
 
-    if not model.is_pipeline:
-        raise ModelError(
-            f"{model.path}: one component; calibration runs the whole pipeline, pass its directory"
-        )
+    refuse_component(model)
     extra: dict[str, Any] = {}
     if "safety_checker" in read_json(model.path / "model_index.json"):
         extra = {"safety_checker": None, "requires_safety_checker": False}

@@ -3,8 +3,13 @@
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from quantkit.errors import ModelError
+from quantkit.inputfile import KINDS
+from quantkit.marker import MARKER
 
 #: Weights in any format, and what indexes them. Beside packed weights they would be a second,
 #: unpacked truth that a loader may choose.
@@ -17,11 +22,65 @@ WEIGHT_SUFFIXES = (
 _NO_RANGE_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
 
-def list_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below ``folder``, relative to it, sorted; links to folders are followed."""
-    for path, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        yield from (Path(path, name).relative_to(folder) for name in sorted(names))
+def list_files(folder: Path, *, within: Path | None = None) -> list[Path]:
+    """Return the files below ``folder``, relative to it, sorted; quantkit's own marker aside.
+
+    Args:
+        folder: a model, or a part of one.
+        within: the model, in which links may lead; None: ``folder``.
+
+    Raises:
+        ModelError: a link that leaves the model (the blobs of the hub's cache belong to it), a link
+            to a folder, or what is neither file nor folder: a copy of it would be uploaded unseen,
+            or never end.
+    """
+    places = _places_of(within or folder)
+    return sorted(
+        path.relative_to(folder)
+        for path in _walk(folder)
+        if path.name != MARKER and _is_copied(path, places)
+    )
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder / entry.name)
+        else:
+            yield folder / entry.name
+
+
+def _places_of(model: Path) -> tuple[Path, ...]:
+    """Return the folders where links of a model may end."""
+    root = Path(os.path.realpath(model))
+    caches = [
+        folder
+        for folder in root.parents
+        if folder.name.startswith("models--") and (folder / "snapshots") in root.parents
+    ]
+    return (root, *(cache / "blobs" for cache in caches))
+
+
+def _is_copied(path: Path, places: tuple[Path, ...]) -> bool:
+    """Tell that a path is a file of the model; all else is refused."""
+    real = Path(os.path.realpath(path))
+    if path.is_symlink():
+        if not real.exists():
+            raise ModelError(f"{path}: a link that ends nowhere; put the file there, or delete it")
+        if not any(place in real.parents for place in places):
+            raise ModelError(
+                f"{path}: a link out of the model, to {real}; put the file itself there if it "
+                "belongs to the model, else delete the link"
+            )
+    if not real.is_file():
+        what = KINDS[stat.S_IFMT(real.stat().st_mode)]
+        raise ModelError(
+            f"{path}: {'a link to ' * path.is_symlink()}{what}, wanted files and folders alone; "
+            "delete it, or put files there"
+        )
+    return True
 
 
 def is_weight(path: Path) -> bool:

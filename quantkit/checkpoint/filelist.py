@@ -13,14 +13,12 @@ from quantkit.digest import Claim, is_digest, sha256_of_file
 from quantkit.errors import CheckpointError
 from quantkit.inputfile import open_file
 from quantkit.jsonfile import DAMAGE, read_json, short
+from quantkit.marker import MARKER
 
 #: At the root of what pack writes: of a pipeline, or of a component alone.
 FILE_LIST = "quantkit.files.json"
 SCHEMA = "quantkit.files"
 VERSION = 1
-
-#: Says that quantkit made the directory; it is no part of the model.
-MARKER = ".quantkit"
 
 #: What quantkit adds to a directory: no part of the model, and never copied with it.
 MADE = (FILE_LIST, MARKER)

@@ -129,7 +129,9 @@ def assemble_plan(
     if component.index is not None:
         mine.add(component.index.name)
     mine |= set(MADE)
-    others = [file for file in list_files(component.path) if str(file) not in mine]
+    model = component.path.parent if component.name else component.path
+    found = list_files(component.path, within=model)
+    others = [file for file in found if str(file) not in mine]
     return ComponentPlan(
         component,
         treatments,

@@ -1,6 +1,7 @@
 """``quantkit kernels bench``: kernels against libraries, shape by shape."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +85,11 @@ def bench(
     Every result is compared with float64 first; a wrong one is not timed, and the exit code is 1.
     """
     from quantkit.bench.result import save_result
-    from quantkit.files import refuse_existing
+    from quantkit.files import write_or_keep
+    from quantkit.places import check_file
 
     if save_baseline:
-        refuse_existing(save_baseline, force=force)
+        check_file(save_baseline, force=force)
     result, comparison = bench_kernels(
         ops,
         shapes,
@@ -98,7 +100,7 @@ def bench(
         quiet=quiet,
     )
     if save_baseline:
-        save_result(result, save_baseline, force=force)
+        write_or_keep(partial(save_result, result, force=force), save_baseline)
     _print(result, comparison, as_json=as_json)
     if result.wrong or not result.complete or (comparison and comparison.regressions):
         sys.exit(1)

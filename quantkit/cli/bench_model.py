@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,10 +116,11 @@ def model_command(
     code 1 when one is wrong.
     """
     from quantkit.bench.model_result import Settings, save_model_result, to_json
-    from quantkit.files import refuse_existing
+    from quantkit.files import write_or_keep
+    from quantkit.places import check_file
 
     if save:
-        refuse_existing(save, force=force)
+        check_file(save, force=force)
     settings = Settings(
         batch,
         size,
@@ -133,7 +135,7 @@ def model_command(
         config, contenders, settings, device, rounds=(repeats, seconds), quiet=quiet
     )
     if save:
-        save_model_result(result, save, force=force)
+        write_or_keep(partial(save_model_result, result, force=force), save)
     if as_json:
         print_json(to_json(result))
     else:

@@ -1,5 +1,6 @@
 """``quantkit calibrate``: run a pipeline on prompts and store what its layers read, and merge."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,14 @@ def calibrate_model(
         as_json: print JSON.
     """
     from quantkit.calibration.processes import joined
-    from quantkit.files import refuse_existing
+    from quantkit.places import check_file, refuse_overlap
 
     result: dict[str, Any] | None = None
     with joined() as processes:
         with processes.together():
             chosen = _opened(model, recipe, prompts, count, run, device)
-            refuse_existing(output, force=force)
+            check_file(output, force=force)
+            refuse_overlap(output, chosen.model.path)
         if not dry_run:
             result = _made(chosen, output, processes, resume=resume, quiet=quiet, force=force)
         elif processes.is_first:
@@ -137,7 +139,7 @@ def _opened(
     device: str,
 ) -> "Run":
     from quantkit.calibration.collect import Run
-    from quantkit.calibration.running import read_prompts
+    from quantkit.calibration.running import choose_device, read_prompts, refuse_component
     from quantkit.models.source import open_model
     from quantkit.recipefile import load_recipe
 
@@ -145,7 +147,11 @@ def _opened(
     if count or prompts:
         run = {**run, "prompts": count or len(texts)}
     chosen = load_recipe(recipe).with_calibration(run)
-    return Run(open_model(model), chosen, texts, device)
+    source = open_model(model)
+    # What loading would refuse, after minutes of hashing.
+    refuse_component(source)
+    choose_device(device)
+    return Run(source, chosen, texts, device)
 
 
 def _made(
@@ -154,6 +160,7 @@ def _made(
     """Calibrate and write; what the first process prints, None in the others."""
     from quantkit.calibration.collect import calibrate_share
     from quantkit.calibration.statistics import save_calibration
+    from quantkit.files import write_or_keep
 
     with progress_bar(quiet=quiet or not processes.is_first) as progress:
         calibration, kept = calibrate_share(
@@ -161,7 +168,7 @@ def _made(
         )
     with processes.together():
         if calibration is not None:
-            save_calibration(calibration, output, force=force)
+            write_or_keep(partial(save_calibration, calibration, force=force), output)
     kept.discard()
     return None if calibration is None else _described(calibration, output)
 
@@ -197,9 +204,9 @@ def merge_calibrations(
     from quantkit.calibration.merge import merge
     from quantkit.calibration.statistics import load_calibration, save_calibration
     from quantkit.errors import ArtefactError
-    from quantkit.files import refuse_existing
+    from quantkit.places import check_file
 
-    refuse_existing(output, force=force)
+    check_file(output, force=force)
     parts = {str(path): path for path in calibrations}
     if len(calibrations) < 2 or len(parts) < len(calibrations):
         raise ArtefactError(

@@ -130,10 +130,8 @@ def take_hessians(
     result = plan_moments(source, chosen, memory * 2**30)
     if not dry_run:
         from quantkit.calibration.collect_hessians import collect_hessians
-        from quantkit.calibration.hessian import drop_hessians
 
-        if force:
-            drop_hessians(output)
+        _check_output(output, source, result, force=force)
         with progress_bar(quiet=quiet) as progress:
             collect_hessians(
                 source,
@@ -143,12 +141,25 @@ def take_hessians(
                 memory=memory * 2**30,
                 device=device,
                 progress=progress,
+                force=force,
             )
         result["written"] = str(output)
     if as_json:
         print_json(result)
     else:
         _print(result, "nothing written" if dry_run else f"written to {output}")
+
+
+def _check_output(output: Path, source: "Model", planned: dict[str, Any], *, force: bool) -> None:
+    """Refuse a directory that could not be written, before anything is hashed or run."""
+    from quantkit.calibration.hessian import KIND
+    from quantkit.places import check_directory, check_room, refuse_overlap
+
+    refuse_overlap(output, source.path)
+    # One that is there may be gone on with, which what it holds decides.
+    if force or not output.exists():
+        check_directory(output, kind=KIND, force=force)
+        check_room(output, sum(entry["bytes"] for entry in planned["components"].values()))
 
 
 def plan_moments(source: "Model", recipe: "Recipe", memory: float) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``quantkit calibrate optimize``: a treatment per layer within a budget, as a recipe."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,13 +120,14 @@ def choose(
         ArtefactError: not a sensitivity.
         RecipeError: no budget, or one that cannot be met.
     """
-    from quantkit.files import refuse_existing
+    from quantkit.files import write_or_keep
+    from quantkit.places import check_file
     from quantkit.recipefile import load_recipe
     from quantkit.sensitivity import choosing
     from quantkit.sensitivity.result import load_sensitivity
     from quantkit.sensitivity.writing import save_recipe
 
-    refuse_existing(output, force=force)
+    check_file(output, force=force)
     base, measured = load_recipe(recipe), load_sensitivity(path)
     budget = _budget(base, goals, treatments)
     trials: list[dict[str, float]] = []
@@ -133,7 +135,7 @@ def choose(
         chosen = choosing.choose(measured, base, budget)
     else:
         chosen, trials = _search(measured, base, budget, pictures)
-    save_recipe(chosen.recipe, chosen.remarks, output, force=force)
+    write_or_keep(partial(save_recipe, chosen.recipe, chosen.remarks, force=force), output)
     return {"written": str(output), "trials": trials, **choosing.to_json(chosen)}
 
 

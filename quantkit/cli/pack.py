@@ -106,13 +106,14 @@ def pack_model(
     from quantkit import forecast, pipeline
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.files import refuse_existing
     from quantkit.models.source import open_model
+    from quantkit.places import check_directory, refuse_overlap
     from quantkit.recipefile import load_recipe
     from quantkit.sparsity.maskfile import load_masks
 
-    refuse_existing(output, force=force)
+    check_directory(output, kind=pipeline.KIND, force=force)
     chosen, source = load_recipe(recipe), open_model(model)
+    refuse_overlap(output, source.path)
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None

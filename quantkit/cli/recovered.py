@@ -31,9 +31,14 @@ def write_and_describe(
     Raises:
         InputError: an output that cannot be written, or weights that do not fit.
     """
+    from quantkit.files import write_or_keep
     from quantkit.recovery.writing import write_recovered
 
-    write_recovered(model, masks, recovered, output, where, force=force)
+    def write(path: Path) -> None:
+        beside = where if where is None or path == output else path.with_name(where.name)
+        write_recovered(model, masks, recovered, path, beside, force=force)
+
+    write_or_keep(write, output)
     first, last = recovered.points[0], recovered.points[-1]
     looks = [point.look for point in recovered.points if point.look]
     return {

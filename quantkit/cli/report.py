@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +136,14 @@ def evaluate_packed(
         InputError: a model, a packed directory, prompts or networks that cannot be used.
     """
     from quantkit.eval.evaluation import evaluate, open_pair
-    from quantkit.eval.report import write_report
-    from quantkit.files import refuse_existing
+    from quantkit.eval.report import KIND, write_report
+    from quantkit.files import write_or_keep
+    from quantkit.places import check_directory, refuse_overlap
 
-    refuse_existing(request.output, force=request.force)
+    check_directory(request.output, kind=KIND, force=request.force)
     pair = open_pair(model, packed)
+    for source in (pair.model.path, packed):
+        refuse_overlap(request.output, source)
     settings = request.settings(last=request.prompts is None)
     if request.dry_run:
         click.echo(describe_run(settings, request, "both pipelines"))
@@ -150,7 +154,7 @@ def evaluate_packed(
         result, pairs = evaluate(
             pair, baseline, limits=limits, commands=(command,), progress=progress
         )
-        write_report(result, pairs, request.output, force=request.force)
+    write_or_keep(partial(write_report, result, pairs, force=request.force), request.output)
     return result
 
 
@@ -200,14 +204,17 @@ def compare_packed(
         InputError: a model, a packed directory, prompts or networks that cannot be used.
     """
     from quantkit.eval.evaluation import evaluate, open_pair
-    from quantkit.eval.methods import Method, name_methods, write_methods
+    from quantkit.eval.methods import KIND, Method, name_methods, write_methods
     from quantkit.eval.report import write_report
-    from quantkit.files import refuse_existing, staged_directory
+    from quantkit.files import staged_directory
+    from quantkit.places import check_directory, refuse_overlap
 
-    refuse_existing(request.output, force=request.force)
+    check_directory(request.output, kind=KIND, force=request.force)
     names = name_methods(packed)
     # Every directory is opened before the long work: a broken one should not be found out last.
     opened = [open_pair(model, path) for path in packed]
+    for source in (opened[0].model.path, *packed):
+        refuse_overlap(request.output, source)
     settings = request.settings(last=request.prompts is None)
     if request.dry_run:
         click.echo(describe_run(settings, request, f"{1 + len(packed)} pipelines"))
@@ -215,7 +222,7 @@ def compare_packed(
     backbones, methods = request.backbones(), []
     with (
         progress_bar(quiet=request.quiet) as progress,
-        staged_directory(request.output, force=request.force) as stage,
+        staged_directory(request.output, kind=KIND, force=request.force) as stage,
     ):
         baseline = request.baseline(opened[0].model, settings, backbones, progress)
         for name, pair in zip(names, opened, strict=True):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,14 +66,13 @@ def run_recipe(
     from quantkit.eval.build import PACKED, build, refuse_search
     from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
-    from quantkit.files import refuse_existing
+    from quantkit.files import write_or_keep
     from quantkit.recipefile import load_recipe
 
-    output = request.output
-    refuse_existing(output, force=request.force)
-    chosen = load_recipe(recipe)
+    output, chosen = request.output, load_recipe(recipe)
     refuse_search(chosen)
     opened = require_pipeline(model)
+    _check_outputs(output, chosen, opened, force=request.force)
     settings = request.settings(last=True)
     if request.dry_run:
         _print_plan(opened, chosen, output, as_json=as_json)
@@ -99,8 +99,32 @@ def run_recipe(
             commands=(command,),
             progress=progress,
         )
-        write_report(result, pairs, output / "report", force=request.force)
+    write_or_keep(partial(write_report, result, pairs, force=request.force), output / "report")
     return result
+
+
+def _check_outputs(output: Path, recipe: "Recipe", model: "Model", *, force: bool) -> None:
+    """Refuse what could not be written, before the long work.
+
+    Raises:
+        OutputError: the folder exists without ``force``; or, with it, holds what is not replaced.
+    """
+    from quantkit import pipeline
+    from quantkit.calibration import hessian
+    from quantkit.eval import report
+    from quantkit.places import check_directory, check_file, refuse_overlap
+
+    refuse_overlap(output, model.path)
+    if not force:
+        check_directory(output, kind="run", force=False)
+    kinds = {"packed/": pipeline.KIND, "report/": report.KIND, "hessians/": hessian.KIND}
+    for name in files_of(recipe):
+        if name in kinds:
+            # Second moments that are there are gone on with.
+            if name != "hessians/" or not (output / name).exists():
+                check_directory(output / name, kind=kinds[name], force=force)
+        else:
+            check_file(output / name, force=force)
 
 
 def limits_of(recipe: "Recipe") -> "Limits":

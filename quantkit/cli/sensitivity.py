@@ -1,5 +1,6 @@
 """``quantkit calibrate sensitivity``: how much each layer loses under each treatment."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +133,9 @@ def measure_layers(
     from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.calibration.statistics import load_calibration
     from quantkit.digest import sha256_of_file
-    from quantkit.files import refuse_existing
+    from quantkit.files import write_or_keep
     from quantkit.models.source import open_model
+    from quantkit.places import check_file
     from quantkit.recipefile import load_recipe
     from quantkit.sensitivity.analyse import measure_sensitivity
     from quantkit.sensitivity.plot import check_plot_path, save_plot
@@ -141,10 +143,10 @@ def measure_layers(
     from quantkit.sensitivity.subject import Subject
     from quantkit.sparsity.surgery import Surgeon
 
-    refuse_existing(output, force=force)
+    check_file(output, force=force)
     if plot is not None:
         check_plot_path(plot)
-        refuse_existing(plot, force=force)
+        check_file(plot, force=force)
     chosen = load_recipe(recipe).with_calibration(run)
     texts = read_prompts(prompts)[: count or chosen.calibration.batch]
     surgeon = None if hessians is None else Surgeon(load_hessians(hessians), choose_device(device))
@@ -158,9 +160,9 @@ def measure_layers(
             calibration_digest=sha256_of_file(calibration),
             progress=progress,
         )
-    save_sensitivity(found, output, force=force)
+    write_or_keep(partial(save_sensitivity, found, force=force), output)
     if plot is not None:
-        save_plot(found, plot, force=force)
+        write_or_keep(partial(save_plot, found, force=force), plot)
     return found
 
 

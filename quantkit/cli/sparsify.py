@@ -1,6 +1,7 @@
 """``quantkit sparsify``: choose the n:m masks of a model and store them."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,19 +171,23 @@ def choose(
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.files import refuse_existing, scratch_directory
+    from quantkit.files import scratch_directory, write_or_keep
     from quantkit.models.source import open_model
+    from quantkit.places import check_file, refuse_overlap
     from quantkit.recipefile import load_recipe
     from quantkit.recovery.writing import refuse_outputs
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
     from quantkit.sparsity.surgery import Surgeon
 
-    refuse_existing(output, force=force)
+    if recovery is None:
+        check_file(output, force=force)
     chosen = with_rule(load_recipe(recipe), rule)
     chosen.refuse_budget()
     source = open_model(model)
-    if recovery is not None:
+    if recovery is None:
+        refuse_overlap(output, source.path)
+    else:
         refuse_outputs(source, output, masks_path(output, recovery), force=force)
     statistics = load_calibration(calibration) if calibration else None
     how = None if recovery is None else recovery["how"]
@@ -199,7 +204,7 @@ def choose(
             )
         if recovery is None or dry_run:
             if not dry_run:
-                save_masks(masks, output, force=force)
+                write_or_keep(partial(save_masks, masks, force=force), output)
         else:
             trained = _recover(
                 (source, chosen, masks), output, recovery, surgeon=surgeon, force=force, quiet=quiet

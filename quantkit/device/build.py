@@ -70,7 +70,7 @@ def build(
     """
     arch = find_arch(target)
     builder = _builder_of(arch, compiler)
-    with staged_directory(output, force=force) as stage:
+    with staged_directory(output, kind="kernel folder", force=force) as stage:
         kernels = _compile_all(builder, variants, stage, f"compile {target}", progress)
         digest = device_sources_digest()
         manifest = Manifest(target, builder.compiler, builder.options, kernels, digest)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quantkit.calibration.statistics import Calibration, save_calibration
 from quantkit.errors import ModelError, NonFiniteError, OutputError
-from quantkit.files import refuse_existing
 from quantkit.models.source import Component, Model, open_model
+from quantkit.places import check_file, refuse_overlap
 from quantkit.recovery.recover import Recovered
 from quantkit.recovery.writing import refuse_outputs, write_recovered
 from quantkit.sparsity.permute import Moves, Permutation, moves_of, permute_calibration
@@ -49,7 +49,8 @@ def refuse_permuted(model: Model, outputs: Outputs, *, force: bool) -> None:
     refuse_outputs(model, outputs.pipeline, outputs.masks, force=force)
     if outputs.calibration is None:
         return
-    refuse_existing(outputs.calibration, force=force)
+    check_file(outputs.calibration, force=force)
+    refuse_overlap(outputs.calibration, model.path)
     if outputs.calibration.resolve() == outputs.masks.resolve():
         raise OutputError(
             f"{outputs.masks}: the calibration goes there; choose another --masks-output"

@@ -11,12 +11,16 @@ from torch import Tensor
 from quantkit.checkpoint.copying import copy_files, is_weight, list_files
 from quantkit.digest import sha256_of
 from quantkit.errors import ModelError, NonFiniteError, OutputError
-from quantkit.files import refuse_existing, staged_directory
+from quantkit.files import staged_directory
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model, open_model
 from quantkit.numerics.packing import from_rows
+from quantkit.places import check_directory, check_file, refuse_overlap
 from quantkit.recovery.recover import Recovered
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
+
+#: What the marker calls the output.
+KIND = "16-bit pipeline"
 
 
 def refuse_outputs(model: Model, output: Path, masks_output: Path | None, *, force: bool) -> None:
@@ -31,13 +35,13 @@ def refuse_outputs(model: Model, output: Path, masks_output: Path | None, *, for
     Raises:
         OutputError: one exists without ``force``, or lies in the other or in the model.
     """
-    refuse_existing(output, force=force)
-    source, target = model.path.resolve(), output.resolve()
-    if source == target or source in target.parents or target in source.parents:
-        raise OutputError(f"{output}: overlaps the model {model.path}; choose another path")
+    check_directory(output, kind=KIND, force=force)
+    refuse_overlap(output, model.path)
     if masks_output is None:
         return
-    refuse_existing(masks_output, force=force)
+    check_file(masks_output, force=force)
+    refuse_overlap(masks_output, model.path)
+    target = output.resolve()
     if target in masks_output.resolve().parents or target == masks_output.resolve():
         raise OutputError(
             f"{masks_output}: inside the pipeline {output}, where masks do not belong; choose "
@@ -78,7 +82,7 @@ def write_recovered(
     refuse_outputs(model, output, masks_output, force=force)
     component = recovered.component
     chosen = {} if masks is None else masks.of(component)
-    with staged_directory(output, force=force) as stage:
+    with staged_directory(output, kind=KIND, force=force) as stage:
         copy_files(model.path, stage, _copied(model, component))
         for shard in component.shards:
             _write_shard(shard, stage / component.name / shard.name, recovered)
