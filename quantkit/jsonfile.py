@@ -112,10 +112,10 @@ def read_measured(
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
-def short(error: BaseException) -> str:
-    """Return the text of an exception on one line of at most 200 characters."""
+def short(error: BaseException, length: int = 200) -> str:
+    """Return the text of an exception on one line of at most so many characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:199]}…"
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from pydantic import (
 
 from quantkit.errors import RecipeError
 from quantkit.recipefields import (
+    MAX_COUNT,
+    MAX_SEED,
+    MAX_STEPS,
     Buckets,
     Format,
     Patterns,
@@ -28,6 +31,7 @@ from quantkit.recipefields import (
     ascending,
     checked_granularity,
     checked_pattern,
+    printable,
 )
 from quantkit.recipegoals import BudgetRecipe, Gates
 
@@ -93,15 +97,15 @@ class SparsityRecipe(Strict):
 class CalibrationRecipe(Strict):
     """How the pipeline is run for statistics."""
 
-    prompts: Annotated[int, Field(ge=1)] = 16
-    steps: Annotated[int, Field(ge=1)] = 20
+    prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
     #: None: the pipeline's own default
     guidance: float | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     #: timestep buckets kept apart in the statistics
     buckets: Annotated[int, Field(ge=1)] = 4
     #: prompts per run of the pipeline
-    batch: Annotated[int, Field(ge=1)] = 4
+    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
     #: what a step counts in second moments: all the same, or its effect on the final sample
     weighting: Literal["uniform", "schedule"] = "uniform"
     #: of the rows of each call that second moments look at, drawn at random: neighbours in a
@@ -146,7 +150,7 @@ class LayerSettings:
 class Recipe(Strict):
     """Everything that a run of quantkit decides."""
 
-    name: str
+    name: Annotated[str, AfterValidator(printable)]
     description: str = ""
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()

@@ -8,11 +8,29 @@ from pydantic import BaseModel, ConfigDict, Field
 from quantkit.errors import RecipeError
 from quantkit.numerics.granularity import parse_granularity
 
+#: The most prompts and pictures at a time that can be meant: a slip of the keyboard asks for more.
+MAX_COUNT = 1_000_000
+#: The most denoising steps; schedulers lay out every one of them at the start.
+MAX_STEPS = 10_000
+#: torch and numpy take seeds of 64 bits, and each prompt adds one.
+MAX_SEED = 2**62
+
 
 class Strict(BaseModel):
     """A section of a recipe: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def printable(name: str) -> str:
+    """Return a name that can stand in a line of text.
+
+    Raises:
+        RecipeError: it cannot be.
+    """
+    if not name.isprintable() or not 0 < len(name) <= 100:
+        raise RecipeError(f"name {name!r:.80}: wanted 1 to 100 printable letters")
+    return name
 
 
 def checked_granularity(text: str) -> str:

@@ -12,7 +12,17 @@ ROOT = Path(__file__).parent.parent
 
 #: A module may import from its own layer and from those before it.
 LAYERS = (
-    ("errors", "resources", "progress", "files", "inputfile", "tensorfile", "jsonfile", "digest"),
+    (
+        "errors",
+        "resources",
+        "progress",
+        "files",
+        "inputfile",
+        "tensorfile",
+        "jsonfile",
+        "yamlfile",
+        "digest",
+    ),
     ("numerics",),
     ("recipe", "recipefields", "recipefile", "recipegoals", "models"),
     ("calibration",),

@@ -138,14 +138,14 @@ def _opened(
 ) -> "Run":
     from quantkit.calibration.collect import Run
     from quantkit.calibration.running import read_prompts
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
 
     texts = read_prompts(prompts)
     if count or prompts:
         run = {**run, "prompts": count or len(texts)}
-    chosen = load_recipe(recipe).with_calibration(run)
-    return Run(open_model(model), chosen, texts, device)
+    source, chosen = open_for(model, recipe)
+    chosen = chosen.with_calibration(run)
+    return Run(source, chosen, texts, device)
 
 
 def _made(

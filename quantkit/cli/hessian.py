@@ -119,14 +119,13 @@ def take_hessians(
         as_json: print JSON.
     """
     from quantkit.calibration.running import read_prompts
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
 
     texts = read_prompts(prompts)
     if count or prompts:
         run = {**run, "prompts": count or len(texts)}
-    chosen = load_recipe(recipe).with_calibration(run)
-    source = open_model(model)
+    source, chosen = open_for(model, recipe)
+    chosen = chosen.with_calibration(run)
     result = plan_moments(source, chosen, memory * 2**30)
     if not dry_run:
         from quantkit.calibration.collect_hessians import collect_hessians

@@ -107,12 +107,11 @@ def pack_model(
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
     from quantkit.sparsity.maskfile import load_masks
 
     refuse_existing(output, force=force)
-    chosen, source = load_recipe(recipe), open_model(model)
+    source, chosen = open_for(model, recipe)
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None

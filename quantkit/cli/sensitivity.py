@@ -133,8 +133,7 @@ def measure_layers(
     from quantkit.calibration.statistics import load_calibration
     from quantkit.digest import sha256_of_file
     from quantkit.files import refuse_existing
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
     from quantkit.sensitivity.analyse import measure_sensitivity
     from quantkit.sensitivity.plot import check_plot_path, save_plot
     from quantkit.sensitivity.result import save_sensitivity
@@ -145,10 +144,11 @@ def measure_layers(
     if plot is not None:
         check_plot_path(plot)
         refuse_existing(plot, force=force)
-    chosen = load_recipe(recipe).with_calibration(run)
+    source, chosen = open_for(model, recipe)
+    chosen = chosen.with_calibration(run)
     texts = read_prompts(prompts)[: count or chosen.calibration.batch]
     surgeon = None if hessians is None else Surgeon(load_hessians(hessians), choose_device(device))
-    subject = Subject.of(open_model(model), chosen, load_calibration(calibration), surgeon)
+    subject = Subject.of(source, chosen, load_calibration(calibration), surgeon)
     with progress_bar(quiet=quiet) as progress:
         found = measure_sensitivity(
             subject,

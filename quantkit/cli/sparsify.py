@@ -171,17 +171,16 @@ def choose(
     from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import refuse_existing, scratch_directory
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
     from quantkit.recovery.writing import refuse_outputs
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
     from quantkit.sparsity.surgery import Surgeon
 
     refuse_existing(output, force=force)
-    chosen = with_rule(load_recipe(recipe), rule)
+    source, chosen = open_for(model, recipe)
+    chosen = with_rule(chosen, rule)
     chosen.refuse_budget()
-    source = open_model(model)
     if recovery is not None:
         refuse_outputs(source, output, masks_path(output, recovery), force=force)
     statistics = load_calibration(calibration) if calibration else None
