@@ -164,6 +164,8 @@ class Recipe(Strict):
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     overrides: tuple[Override, ...] = ()
+    #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
+    unmatched: Literal["error", "ignore"] = "error"
     calibration: CalibrationRecipe = CalibrationRecipe()
     gates: Gates | None = None
     #: chosen within by 'quantkit calibrate optimize'; packing wants the recipe that it writes

@@ -38,8 +38,10 @@ def load_recipe(text: str) -> Recipe:
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key, a value out of range.
     """
-    if is_recipe_file(text):
-        return parse_recipe(read_text(Path(text), MAX_BYTES, error=RecipeError), where=text)
+    path = Path(text)
+    # Not Path.is_file, which raises for names that are too long.
+    if path.suffix in {".yaml", ".yml"} or os.path.isfile(text):  # noqa: PTH113
+        return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=text)
     if text not in recipe_names():
         known = recipe_names()
         raise RecipeError(
@@ -48,16 +50,6 @@ def load_recipe(text: str) -> Recipe:
         )
     path = resources.recipes() / f"{text}.yaml"
     return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=f"recipe {text}")
-
-
-def is_recipe_file(text: str) -> bool:
-    """Tell whether ``load_recipe`` takes the text for a file: by its ending, or because it is one.
-
-    Never of a bundled recipe's name: what runs should not hang on what lies in the folder.
-    """
-    return text.endswith((".yaml", ".yml")) or (
-        text not in recipe_names() and os.path.isfile(text)  # noqa: PTH113  Path's raises
-    )
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:

@@ -298,14 +298,21 @@ def test_a_glob_without_a_layer_is_an_error(published, tmp_path, section, typo, 
 def test_a_glob_that_is_near_nothing_is_to_be_corrected(published, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"name: t\nkeep: ['', '{'x' * 9000}']")
-    with pytest.raises(RecipeError, match=r"'' matches none .*; correct it or leave it out"):
+    with pytest.raises(RecipeError, match=r"'' matches none .*; correct it, or leave it out"):
         open_for(str(published["sd15"].path), str(path))
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_bundled_recipes_may_name_layers_of_other_models(name, published):
-    for component in published.values():
-        open_for(str(component.path), name)
+def test_bundled_recipes_open_with_the_models_they_are_for(name, published):
+    for model in MADE_FOR.get(name, MODELS):
+        open_for(str(published[model].path), name)
+
+
+def test_a_recipe_may_say_that_it_is_for_other_models_too(published, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: t\nkeep: ['nothing']\nunmatched: ignore")
+    _, recipe = open_for(str(published["sd15"].path), str(path))
+    assert recipe.keep == ("nothing",)
 
 
 def test_calibration_settings_are_checked_when_replaced():

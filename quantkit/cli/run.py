@@ -66,7 +66,7 @@ def run_recipe(
     from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
     from quantkit.files import refuse_existing
-    from quantkit.models.chosen import refuse_idle_globs
+    from quantkit.models.chosen import refuse_unmatched
     from quantkit.recipefile import load_recipe
 
     output = request.output
@@ -74,7 +74,7 @@ def run_recipe(
     chosen = load_recipe(recipe)
     refuse_search(chosen)
     opened = require_pipeline(model)
-    refuse_idle_globs(chosen, recipe, opened)
+    refuse_unmatched(chosen, recipe, opened)
     settings = request.settings(last=True)
     if request.dry_run:
         _print_plan(opened, chosen, output, as_json=as_json)

@@ -6,7 +6,7 @@ from quantkit.errors import RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model, open_model
 from quantkit.recipe import Recipe, matches
-from quantkit.recipefile import did_you_mean, is_recipe_file, load_recipe
+from quantkit.recipefile import did_you_mean, load_recipe
 
 
 def open_for(model: str, recipe: str) -> tuple[Model, Recipe]:
@@ -16,28 +16,25 @@ def open_for(model: str, recipe: str) -> tuple[Model, Recipe]:
 
     Raises:
         ModelError: as ``open_model``.
-        RecipeError: as ``load_recipe`` and ``refuse_idle_globs``.
+        RecipeError: as ``load_recipe`` and ``refuse_unmatched``.
     """
     chosen, source = load_recipe(recipe), open_model(model)
-    refuse_idle_globs(chosen, recipe, source)
+    refuse_unmatched(chosen, recipe, source)
     return source, chosen
 
 
-def refuse_idle_globs(recipe: Recipe, text: str, model: Model) -> None:
-    """Refuse a recipe file with a glob on layers that matches none of any denoiser of the model.
-
-    Bundled recipes serve several models, and some of their globs are for some of these. A file is
-    the user's own, where a glob without a layer is a typing mistake or left over.
+def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:
+    """Refuse a recipe with a glob on layers that none of any denoiser of the model matches.
 
     Args:
-        recipe: whose ``keep``, ``sparsity`` and ``overrides`` are looked at.
-        text: what ``load_recipe`` made it from.
+        recipe: ``keep``, ``sparsity`` and ``overrides`` are looked at, unless it says ignore.
+        where: what messages call it.
         model: of which headers are read.
 
     Raises:
         RecipeError: naming the first, and what it may have meant.
     """
-    if not is_recipe_file(text):
+    if recipe.unmatched == "ignore":
         return
     names = [layer.name for component in model.components for layer in list_layers(component)]
     for key, globs in _globs(recipe):
@@ -45,8 +42,8 @@ def refuse_idle_globs(recipe: Recipe, text: str, model: Model) -> None:
             if not any(matches(name, (glob,)) for name in names):
                 meant = did_you_mean(glob, sorted(_near(names)))
                 raise RecipeError(
-                    f"{text}: {key}: {glob!r:.80} matches none of the model's {len(names)} layers"
-                    f"{meant or '; correct it or leave it out'}"
+                    f"{where}: {key}: {glob!r:.80} matches none of the model's {len(names)} layers"
+                    f"{meant or '; correct it, or leave it out'}"
                 )
 
 
