@@ -157,7 +157,12 @@ def _made(
 
     with progress_bar(quiet=quiet or not processes.is_first) as progress:
         calibration, kept = calibrate_share(
-            run, output, processes=processes, resume=resume, progress=progress
+            run,
+            output,
+            processes=processes,
+            resume=resume,
+            progress=progress,
+            note=lambda text: click.echo(text, err=True),
         )
     with processes.together():
         if calibration is not None:
