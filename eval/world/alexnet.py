@@ -148,9 +148,10 @@ def load_feature_network(path: Path | str) -> FeatureNetwork:
     try:
         stages = tuple(as_type(Stage, stage) for stage in config["stages"])
         _refuse_sizes(stages)
-        network = FeatureNetwork(stages)
+        with torch.device("meta"):  # no memory for what the config claims and the file has not
+            network = FeatureNetwork(stages)
         tensors = {name: value.float() for name, value in load_file(header.path).items()}
-        network.load_state_dict(tensors)
+        network.load_state_dict(tensors, assign=True)
     except (*DAMAGE, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{directory}: {_CONFIG} and {_WEIGHTS} are not those of one feature network "

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,6 +111,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     cure = "pass a folder that 'quantkit kernels build' wrote"
+    if not os.path.lexists(path):
+        raise ArtefactError(f"{path}: missing; {cure}")
     content = read_json(path, error=ArtefactError, cure=cure)
     version = content.get("manifest_version")
     if version != MANIFEST_VERSION:
