@@ -17,10 +17,8 @@ from pydantic import (
 )
 
 from quantkit.errors import RecipeError
+from quantkit.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 from quantkit.recipefields import (
-    MAX_COUNT,
-    MAX_SEED,
-    MAX_STEPS,
     Buckets,
     Format,
     Patterns,
@@ -32,6 +30,7 @@ from quantkit.recipefields import (
     checked_granularity,
     checked_pattern,
     printable,
+    section_of,
 )
 from quantkit.recipegoals import BudgetRecipe, Gates
 
@@ -241,7 +240,7 @@ class Recipe(Strict):
         Raises:
             RecipeError: settings that do not go together.
         """
-        section = CalibrationRecipe(**{**self.calibration.model_dump(), **settings})
+        section = section_of(CalibrationRecipe, {**self.calibration.model_dump(), **settings})
         return self.model_copy(update={"calibration": section})
 
     def refuse_budget(self) -> None:

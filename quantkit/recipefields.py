@@ -1,25 +1,37 @@
 """The types of single values in recipes, and what is checked of each."""
 
+import reprlib
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.granularity import parse_granularity
 
-#: The most prompts and pictures at a time that can be meant: a slip of the keyboard asks for more.
-MAX_COUNT = 1_000_000
-#: The most denoising steps; schedulers lay out every one of them at the start.
-MAX_STEPS = 10_000
-#: torch and numpy take seeds of 64 bits, and each prompt adds one.
-MAX_SEED = 2**62
+Section = TypeVar("Section", bound="Strict")
 
 
 class Strict(BaseModel):
     """A section of a recipe: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def section_of(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    """Return a section of a recipe that was put together from options.
+
+    Raises:
+        RecipeError: a value that cannot be, in one line.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        complaint = error.errors(include_url=False)[0]
+        place = ".".join(f"{part!s:.80}" for part in complaint["loc"])
+        found = reprlib.repr(complaint["input"])
+        raise RecipeError(f"{place}: {complaint['msg']:.300}, found {found}") from error
 
 
 def printable(name: str) -> str:

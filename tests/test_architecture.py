@@ -13,15 +13,8 @@ ROOT = Path(__file__).parent.parent
 #: A module may import from its own layer and from those before it.
 LAYERS = (
     (
-        "errors",
-        "resources",
-        "progress",
-        "files",
-        "inputfile",
-        "tensorfile",
-        "jsonfile",
-        "yamlfile",
-        "digest",
+        "errors", "resources", "progress", "limits", "files", "inputfile", "tensorfile", "jsonfile",
+        "yamlfile", "digest",
     ),
     ("numerics",),
     ("recipe", "recipefields", "recipefile", "recipegoals", "models"),
@@ -36,7 +29,7 @@ LAYERS = (
     ("bench",),
     ("eval",),
     ("cli",),
-)
+)  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MODULES = sorted([*ROOT.glob("quantkit/**/*.py"), *ROOT.glob("eval/**/*.py")])
 

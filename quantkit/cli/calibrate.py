@@ -28,13 +28,13 @@ def calibrate() -> None:
 @options.prompts
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=options.COUNT,
     help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @click.option("--resume", is_flag=True, help="Go on with a run that was killed.")
 @options.device
 @options.force

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 @options.prompts
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=options.COUNT,
     help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @click.option(
     "--weighting",
     type=click.Choice(["uniform", "schedule"]),
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--row-share",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=options.FiniteRange(min=0, max=1, min_open=True),
     help="Of the rows of each call, drawn at random: a quarter of the rows of four times the "
     "prompts costs about the same and says more. Default: the recipe's.",
 )
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     default=4.0,
     show_default=True,
     metavar="GIB",

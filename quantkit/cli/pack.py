@@ -30,7 +30,7 @@ MOST_THREADS = 8
 @options.output
 @click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=options.THREADS,
     help=f"Tensors in work at once; default: the cores, at most {MOST_THREADS}. The bytes are "
     "the same for any number.",
 )

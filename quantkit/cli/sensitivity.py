@@ -7,6 +7,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
@@ -33,17 +34,17 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it too, as .svg, .png or .pdf.")
 @click.option(
     "--measure",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_COUNT),
     default=24,
     show_default=True,
     help="Most layers to run in the pipeline; 0 runs none.",
 )
 @options.prompts
-@click.option("--count", type=click.IntRange(min=1), help="Prompts to run on; default: one batch.")
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--count", type=options.COUNT, help="Prompts to run on; default: one batch.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @options.device
 @options.force
 @options.quiet

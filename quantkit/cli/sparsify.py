@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     "error_budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     help="Mask only layers that lose at most this share of their output's power.",
 )
 @click.option(
