@@ -3,6 +3,7 @@
 Numbers of two backbones cannot be compared, so nothing here returns a number without a name.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import redirect_stdout
@@ -14,10 +15,13 @@ from typing import Any
 from urllib.error import URLError
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit.calibration.running import quiet_libraries
 from quantkit.errors import ModelError, ShapeError
+from quantkit.inputfile import open_file, refuse_odd_files
+from quantkit.jsonfile import DAMAGE, short
 
 from .images import Pixels
 
@@ -116,7 +120,7 @@ def load_lpips(weights: Path | None, *, device: torch.device) -> LpipsBackbone:
     Raises:
         ModelError: the weights are missing, cannot be downloaded, or are of another network.
     """
-    if weights is not None and weights.is_dir():
+    if weights is not None and os.path.isdir(weights):  # noqa: PTH112  Path's raises
         return _load_own(weights, device)
     model = _fetch_imagenet() if weights is None else _read_imagenet(weights)
     model = model.to(device).eval().requires_grad_(requires_grad=False)
@@ -132,12 +136,14 @@ def load_clip(text: str, *, device: torch.device) -> ClipBackbone:
     """
     from transformers import CLIPModel, CLIPProcessor
 
+    if os.path.isdir(text):  # noqa: PTH112
+        refuse_odd_files(Path(text))
     try:
         model = CLIPModel.from_pretrained(text, dtype=torch.float32)
         processor = CLIPProcessor.from_pretrained(text)
-    except (OSError, ValueError, KeyError) as error:
+    except (*DAMAGE, OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"{text}: no CLIP model could be loaded ({_first_line(error)}); "
+            f"{text:.200}: no CLIP model could be loaded ({short(error)}); "
             "pass --clip DIRECTORY, or --without clip"
         ) from error
     model = model.to(device).eval().requires_grad_(requires_grad=False)
@@ -159,19 +165,17 @@ def _fetch_imagenet() -> Any:
     except (URLError, OSError, RuntimeError) as error:
         raise ModelError(
             f"LPIPS: torchvision's ImageNet AlexNet is not in the cache and cannot be downloaded "
-            f"({_first_line(error)}); pass --lpips-weights FILE, or --without lpips"
+            f"({short(error)}); pass --lpips-weights FILE, or --without lpips"
         ) from error
 
 
 def _read_imagenet(path: Path) -> Any:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: missing; wanted torchvision's AlexNet state dict") from error
-    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError) as error:
+        with open_file(path) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except (*DAMAGE, OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise ModelError(
-            f"{path}: not a torch state dict ({_first_line(error)}); "
-            "wanted torchvision's AlexNet weights"
+            f"{path}: not a torch state dict ({short(error)}); wanted torchvision's AlexNet weights"
         ) from error
     model = _build(pretrained=False)
     _copy_features(state, model.net, path)
@@ -220,7 +224,3 @@ def _clip_name(text: str) -> str:
 def _signed(pixels: Pixels, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].to(device, torch.float32)
     return tensor / 127.5 - 1.0
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

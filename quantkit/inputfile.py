@@ -74,6 +74,26 @@ def read_text(path: Path, limit: int, *, error: type[InputError] = ModelError) -
         raise error(f"{path}: not UTF-8 (byte {reason.start}); save it as UTF-8") from reason
 
 
+def refuse_odd_files(folder: Path, *, error: type[InputError] = ModelError) -> None:
+    """Refuse a folder with named pipes or devices, on which libraries that read it would wait.
+
+    Raises:
+        InputError: of class ``error``, naming the first.
+    """
+    for path in sorted(folder.rglob("*")):
+        kind = _kind(path)
+        if kind not in {stat.S_IFREG, stat.S_IFDIR}:
+            raise error(f"{path}: {_KINDS[kind]}, wanted a file")
+
+
+def _kind(path: Path) -> int:
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except OSError:
+        # A link to what is missing: nothing that a library would wait for.
+        return stat.S_IFREG
+
+
 def _why(path: Path, reason: OSError | ValueError) -> str:
     if isinstance(reason, FileNotFoundError):
         return "a link to what is missing" if path.is_symlink() else "missing"

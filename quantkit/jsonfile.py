@@ -6,7 +6,9 @@ Limits hold before and while parsing, so that hostile text costs neither memory 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,20 +104,51 @@ def read_measured(
             f"{path}: schema_version {values.get('schema_version')!r:.40}, wanted {version}; "
             "measure again with this quantkit"
         )
-    try:
+    with parsing(path, cure="measure again"):
         return parse(values)
+
+
+@contextmanager
+def parsing(path: Path, *, cure: str) -> Iterator[None]:
+    """Make an ``ArtefactError`` of what the body raises when entries are not what they should be.
+
+    Args:
+        path: the file that they are from.
+        cure: what the user should do.
+    """
+    try:
+        yield
     except DAMAGE as error:
-        raise ArtefactError(f"{path}: damaged ({short(error)}); measure again") from error
+        raise ArtefactError(f"{path}: damaged ({short(error)}); {cure}") from error
+
+
+def as_type(kind: type[Result], values: object) -> Result:
+    """Return JSON values as a dataclass, each of the type of its field.
+
+    Args:
+        kind: the dataclass, of plain types and of other dataclasses.
+        values: an object with its fields, and no others.
+
+    Raises:
+        ValueError: an entry is absent, unknown, of another type, NaN or infinite.
+    """
+    from pydantic import TypeAdapter
+
+    unknown = set(values) - {f.name for f in fields(kind)} if isinstance(values, dict) else set()  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"unknown entry {min(unknown)!r:.80}")
+    # Strict as JSON is: lists are tuples, but true is no number and 1.0 no integer.
+    return TypeAdapter(kind).validate_json(json.dumps(values, allow_nan=False), strict=True)
 
 
 #: What parsing raises when entries are missing, of another type, or out of range.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
-def short(error: BaseException) -> str:
-    """Return the text of an exception on one line of at most 200 characters."""
+def short(error: BaseException, length: int = 200) -> str:
+    """Return the text of an exception on one line of at most so many characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:199]}…"
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

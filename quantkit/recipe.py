@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from quantkit.errors import RecipeError
+from quantkit.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 from quantkit.recipefields import (
     Buckets,
     Format,
@@ -28,6 +29,8 @@ from quantkit.recipefields import (
     ascending,
     checked_granularity,
     checked_pattern,
+    printable,
+    section_of,
 )
 from quantkit.recipegoals import BudgetRecipe, Gates
 
@@ -93,15 +96,15 @@ class SparsityRecipe(Strict):
 class CalibrationRecipe(Strict):
     """How the pipeline is run for statistics."""
 
-    prompts: Annotated[int, Field(ge=1)] = 16
-    steps: Annotated[int, Field(ge=1)] = 20
+    prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
     #: None: the pipeline's own default
     guidance: float | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     #: timestep buckets kept apart in the statistics
     buckets: Annotated[int, Field(ge=1)] = 4
     #: prompts per run of the pipeline
-    batch: Annotated[int, Field(ge=1)] = 4
+    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
     #: what a step counts in second moments: all the same, or its effect on the final sample
     weighting: Literal["uniform", "schedule"] = "uniform"
     #: of the rows of each call that second moments look at, drawn at random: neighbours in a
@@ -146,7 +149,7 @@ class LayerSettings:
 class Recipe(Strict):
     """Everything that a run of quantkit decides."""
 
-    name: str
+    name: Annotated[str, AfterValidator(printable)]
     description: str = ""
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()
@@ -160,6 +163,8 @@ class Recipe(Strict):
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     overrides: tuple[Override, ...] = ()
+    #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
+    unmatched: Literal["error", "ignore"] = "error"
     calibration: CalibrationRecipe = CalibrationRecipe()
     gates: Gates | None = None
     #: chosen within by 'quantkit calibrate optimize'; packing wants the recipe that it writes
@@ -235,7 +240,7 @@ class Recipe(Strict):
         Raises:
             RecipeError: settings that do not go together.
         """
-        section = CalibrationRecipe(**{**self.calibration.model_dump(), **settings})
+        section = section_of(CalibrationRecipe, {**self.calibration.model_dump(), **settings})
         return self.model_copy(update={"calibration": section})
 
     def refuse_budget(self) -> None:

@@ -1,18 +1,48 @@
 """The types of single values in recipes, and what is checked of each."""
 
+import reprlib
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.granularity import parse_granularity
+
+Section = TypeVar("Section", bound="Strict")
 
 
 class Strict(BaseModel):
     """A section of a recipe: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def section_of(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    """Return a section of a recipe that was put together from options.
+
+    Raises:
+        RecipeError: a value that cannot be, in one line.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        complaint = error.errors(include_url=False)[0]
+        place = ".".join(f"{part!s:.80}" for part in complaint["loc"])
+        found = reprlib.repr(complaint["input"])
+        raise RecipeError(f"{place}: {complaint['msg']:.300}, found {found}") from error
+
+
+def printable(name: str) -> str:
+    """Return a name that can stand in a line of text.
+
+    Raises:
+        RecipeError: it cannot be.
+    """
+    if not name.isprintable() or not 0 < len(name) <= 100:
+        raise RecipeError(f"name {name!r:.80}: wanted 1 to 100 printable letters")
+    return name
 
 
 def checked_granularity(text: str) -> str:

@@ -1,6 +1,8 @@
 """Reading recipes: YAML text to ``Recipe``, with errors that name the key and the cure."""
 
 import difflib
+import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
+from quantkit.inputfile import read_text
+from quantkit.jsonfile import short
 from quantkit.recipe import (
     ActivationRecipe,
     CalibrationRecipe,
@@ -17,6 +21,10 @@ from quantkit.recipe import (
     WeightRecipe,
 )
 from quantkit.recipegoals import BudgetRecipe, Gates
+from quantkit.yamlfile import MAX_BYTES, parse_yaml
+
+#: Letters of a message about a recipe, after its name.
+_LENGTH = 300
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -31,15 +39,17 @@ def load_recipe(text: str) -> Recipe:
         RecipeError: no such recipe, not YAML, an unknown key, a value out of range.
     """
     path = Path(text)
-    if path.suffix in {".yaml", ".yml"} or path.is_file():
-        return parse_recipe(_read(path), where=text)
+    # Not Path.is_file, which raises for names that are too long.
+    if path.suffix in {".yaml", ".yml"} or os.path.isfile(text):  # noqa: PTH113
+        return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=text)
     if text not in recipe_names():
         known = recipe_names()
         raise RecipeError(
-            f"recipe {text!r}: neither a bundled recipe nor a .yaml file"
-            f"{_did_you_mean(text, known)}; bundled are {', '.join(known)}"
+            f"recipe {text!r:.80}: neither a bundled recipe nor a .yaml file"
+            f"{did_you_mean(text, known)}; bundled are {', '.join(known)}"
         )
-    return parse_recipe(_read(resources.recipes() / f"{text}.yaml"), where=f"recipe {text}")
+    path = resources.recipes() / f"{text}.yaml"
+    return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=f"recipe {text}")
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:
@@ -52,13 +62,10 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     Raises:
         RecipeError: not YAML, an unknown key, a value out of range.
     """
-    import yaml
-
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{where}: not YAML: {reason}") from error
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: found {type(values).__name__}, wanted a table of settings")
     try:
@@ -66,26 +73,19 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     except ValidationError as error:
         raise RecipeError(f"{where}: {_first(error)}") from error
     except QuantkitError as error:
-        raise RecipeError(f"{where}: {error}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read as a UTF-8 recipe ({error})") from error
+        raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
 
 
 def _first(error: ValidationError) -> str:
     """Return the first complaint as one line."""
-    complaint = error.errors()[0]
-    path = [str(part) for part in complaint["loc"]]
+    complaint = error.errors(include_url=False)[0]
+    path = [f"{part!s:.80}" for part in complaint["loc"]]
     place = ".".join(path)
     if complaint["type"] == "extra_forbidden":
         known = _fields_at(complaint["loc"][:-1])
-        return f"unknown key {place!r}{_did_you_mean(path[-1], known)}; known: {', '.join(known)}"
-    found = "" if complaint["type"] == "missing" else f", found {complaint['input']!r}"
-    return f"{place}: {complaint['msg']}{found}"
+        return f"unknown key {place!r}{did_you_mean(path[-1], known)}; known: {', '.join(known)}"
+    found = "" if complaint["type"] == "missing" else f", found {reprlib.repr(complaint['input'])}"
+    return f"{place}: {complaint['msg']:.{_LENGTH}}{found}"
 
 
 #: Sections by key, for the keys that a typing mistake may have meant.
@@ -106,6 +106,8 @@ def _fields_at(path: Sequence[str | int]) -> tuple[str, ...]:
     return tuple(section.model_fields)
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return a question about the known word that is nearest, or nothing when none is near."""
+    # The time that comparing takes is that of both lengths.
+    close = difflib.get_close_matches(word[:80], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -13,18 +13,8 @@ ROOT = Path(__file__).parent.parent
 #: A module may import from its own layer and from those before it.
 LAYERS = (
     (
-        "errors",
-        "resources",
-        "progress",
-        "files",
-        "marker",
-        "places",
-        "renaming",
-        "staging",
-        "inputfile",
-        "tensorfile",
-        "jsonfile",
-        "digest",
+        "errors", "resources", "progress", "limits", "inputfile", "jsonfile", "yamlfile",
+        "tensorfile", "digest", "renaming", "staging", "marker", "places", "files",
     ),
     ("numerics",),
     ("recipe", "recipefields", "recipefile", "recipegoals", "models"),
@@ -39,7 +29,7 @@ LAYERS = (
     ("bench",),
     ("eval",),
     ("cli",),
-)
+)  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MODULES = sorted([*ROOT.glob("quantkit/**/*.py"), *ROOT.glob("eval/**/*.py")])
 

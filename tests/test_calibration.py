@@ -764,10 +764,10 @@ def rewrite_entry(path, **changes):
 
 
 DAMAGE = {
-    "missing": (Path.unlink, "no such file"),
-    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "damaged .*truncated"),
-    "empty": (lambda p: p.write_bytes(b""), "damaged .*truncated"),
-    "not safetensors": (lambda p: p.write_text("x" * 100), "damaged"),
+    "missing": (Path.unlink, "missing"),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-1]), ": truncated"),
+    "empty": (lambda p: p.write_bytes(b""), ": truncated"),
+    "not safetensors": (lambda p: p.write_text("x" * 100), "not safetensors"),
     "bit in a tensor": (lambda p: flip(p, -9), "its checksum does not agree"),
     "newer": (lambda p: rewrite_entry(p, format_version=4), "format_version 4, wanted 1 to 3; u"),
     "other numbers": (lambda p: rewrite_entry(p, about="{}"), "its checksum does not agree"),
@@ -792,7 +792,7 @@ def test_tensor_of_a_wrong_shape_is_refused(sd_calibration, tmp_path):
     for missing in ("updates", "mean", "samples", "sample_priority"):
         half = {n: t for n, t in tensors.items() if not n.endswith(f"/{missing}")}
         write_artefact(path, "quantkit_calibration", half, about, force=True, version=3)
-        with pytest.raises(ArtefactError, match=rf"damaged \('{missing}'\)"):
+        with pytest.raises(ArtefactError, match=rf"damaged \(.*{missing}"):
             load_calibration(path)
     name = "unet/mid_block.attentions.0.proj_in/amax"
     tensors[name] = tensors[name][:1]

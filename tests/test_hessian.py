@@ -485,7 +485,7 @@ def test_a_damaged_file_is_refused(model, taken, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no directory of hessians"),
+        ("{", "not JSON"),
         ('{"format": "other"}', "not an index of hessians"),
         ('{"format": "quantkit.hessians", "format_version": 3}', "format_version 3, wanted 2"),
         ('{"format": "quantkit.hessians", "format_version": 2}', "damaged"),

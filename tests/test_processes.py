@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.calibration import collect, partial
+from quantkit.calibration import observing, partial
 from quantkit.calibration.processes import ALONE, Processes, joined
 from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
@@ -24,13 +24,13 @@ OPTIONS = ("-r", "fp8-static", "--steps", "4", "--batch", "2", "--seed", "7", "-
 #: Runs the command, but ends or fails where the test says: RANK:BATCH:WHAT.
 DRIVER = """
 import os, signal, sys
-from quantkit.calibration import collect, partial
+from quantkit.calibration import observing, partial
 from quantkit.cli import main
 from quantkit.errors import NonFiniteError
 
 partial._PAUSE = partial._SHARE = 0.0
 rank, last, what = os.environ.get("FAIL", "9:9:-").split(":")
-run, done = collect.run_batch, []
+run, done = observing.run_batch, []
 
 def stopping(*arguments):
     if os.environ.get("RANK", "0") == rank and len(done) == int(last):
@@ -40,7 +40,7 @@ def stopping(*arguments):
     run(*arguments)
     done.append(arguments)
 
-collect.run_batch = stopping
+observing.run_batch = stopping
 main(sys.argv[1:])
 """
 
@@ -64,12 +64,17 @@ def invoke(arguments, output, *more):
 
 
 @pytest.fixture(scope="module")
-def whole(arguments, tmp_path_factory):
+def whole_file(arguments, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "c.safetensors"
     result = invoke(arguments, output)
     assert result.exit_code == 0, result.output
     assert [*output.parent.iterdir()] == [output]
-    return load_calibration(output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def whole(whole_file):
+    return load_calibration(whole_file)
 
 
 def launch(count, arguments, output, tmp_path, *more, fail="9:9:-"):
@@ -183,29 +188,33 @@ def test_killed_run_goes_on(arguments, whole, tmp_path):
 def interrupted(arguments, tmp_path_factory):
     """An output whose run ended after two batches of three."""
     output = tmp_path_factory.mktemp("interrupted") / "c.safetensors"
-    run, seen = collect.run_batch, []
+    interrupt(arguments, output, 2)
+    return output
+
+
+def interrupt(arguments, output, batches, *more):
+    run, seen = observing.run_batch, []
 
     def stopping(*given):
-        if len(seen) == 2:
+        if len(seen) == batches:
             raise KeyboardInterrupt
         run(*given)
         seen.append(given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "run_batch", stopping)
+        patch.setattr(observing, "run_batch", stopping)
         patch.setattr(partial, "_PAUSE", 0.0)
         patch.setattr(partial, "_SHARE", 0.0)
-        assert invoke(arguments, output).exit_code != 0
-    return output
+        assert invoke(arguments, output, *more).exit_code != 0
 
 
 def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_path, monkeypatch):
     output = tmp_path / "c.safetensors"
     kept = interrupted.parent / ".c.safetensors.part-1-of-1"
     (tmp_path / kept.name).write_bytes(kept.read_bytes())
-    run, seeds = collect.run_batch, []
+    run, seeds = observing.run_batch, []
     monkeypatch.setattr(
-        collect,
+        observing,
         "run_batch",
         lambda pipe, batch, s: (seeds.append(batch.seeds), run(pipe, batch, s)),
     )
@@ -213,6 +222,17 @@ def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_pa
     assert result.exit_code == 0, result.output
     assert seeds == [range(11, 12)]
     assert_same(load_calibration(output), whole)
+
+
+@pytest.mark.parametrize("ends", [(2,), (1, 1)], ids=str)
+def test_going_on_gives_the_same_bytes(arguments, whole_file, tmp_path, ends):
+    output = tmp_path / "c.safetensors"
+    for count, batches in enumerate(ends):
+        interrupt(arguments, output, batches, *["--resume"] * (count > 0))
+    result = invoke(arguments, output, "--resume")
+    assert result.exit_code == 0, result.output
+    assert output.read_bytes() == whole_file.read_bytes()
+    assert [*tmp_path.iterdir()] == [output]
 
 
 CHANGES = {
@@ -252,9 +272,21 @@ def test_kept_part_that_is_damaged_is_refused(arguments, interrupted, tmp_path):
     assert "its checksum does not agree" in str(error)
 
 
-def test_nothing_to_resume_is_said(arguments, tmp_path):
+def test_nothing_to_resume_is_said_and_all_is_run(arguments, whole_file, tmp_path):
+    output = tmp_path / "c.safetensors"
+    result = invoke(arguments, output, "--resume")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == [
+        f"{output}: nothing was kept yet; beginning at the first prompt"
+    ]
+    assert output.read_bytes() == whole_file.read_bytes()
+
+
+def test_what_other_processes_kept_is_not_lost(arguments, tmp_path):
+    (tmp_path / ".c.safetensors.part-1-of-2").touch()
     error = invoke(arguments, tmp_path / "c.safetensors", "--resume").exception
-    assert "nothing to resume with 1 processes, partial calibrations beside it: none" in str(error)
+    assert "nothing to resume with 1 processes" in str(error)
+    assert "part-1-of-2" in str(error)
 
 
 def test_writing_takes_a_small_part_of_the_time(monkeypatch):

@@ -370,7 +370,7 @@ def test_feature_network_survives_saving(network, tmp_path):
 def test_a_missing_file_of_the_feature_network_is_named(network, tmp_path, name):
     save_feature_network(network, tmp_path, {})
     (tmp_path / name).unlink()
-    with pytest.raises(ModelError, match=f"no {name}; point to"):
+    with pytest.raises(ModelError, match=f"{name}: missing"):
         load_feature_network(tmp_path)
 
 
@@ -379,7 +379,7 @@ def test_weights_of_another_network_are_refused(network, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["stages"][2]["channels"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"model.safetensors: not the weights of config.json"):
+    with pytest.raises(ModelError, match=r"config.json and model.safetensors are not those of one"):
         load_feature_network(tmp_path)
 
 

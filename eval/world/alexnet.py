@@ -14,12 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
+from quantkit.jsonfile import DAMAGE, as_type, read_json, short
+from quantkit.tensorfile import read_header
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+#: Channels of a stage: four times those of the widest AlexNet there is.
+_MOST = 2048
 
 
 @dataclass(frozen=True)
@@ -137,22 +142,28 @@ def load_feature_network(path: Path | str) -> FeatureNetwork:
         ModelError: a file is missing, or the weights are not those of the config.
     """
     directory = Path(path)
-    for name in (_CONFIG, _WEIGHTS):
-        if not (directory / name).is_file():
-            raise ModelError(
-                f"{directory}: no {name}; point to the folder of the feature network's files"
-            )
-    config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    network = FeatureNetwork(tuple(Stage(**stage) for stage in config["stages"]))
-    tensors = {name: value.float() for name, value in load_file(directory / _WEIGHTS).items()}
+    cure = "point to the folder of a feature network's files"
+    config = read_json(directory / _CONFIG, cure=cure)
+    header = read_header(directory / _WEIGHTS)
     try:
-        network.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
+        stages = tuple(as_type(Stage, stage) for stage in config["stages"])
+        _refuse_sizes(stages)
+        with torch.device("meta"):  # no memory for what the config claims and the file has not
+            network = FeatureNetwork(stages)
+        tensors = {name: value.float() for name, value in load_file(header.path).items()}
+        network.load_state_dict(tensors, assign=True)
+    except (*DAMAGE, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"{directory / _WEIGHTS}: not the weights of {_CONFIG}: {reason}; fetch both again"
+            f"{directory}: {_CONFIG} and {_WEIGHTS} are not those of one feature network "
+            f"({short(error)}); {cure}"
         ) from error
     return network.eval()
+
+
+def _refuse_sizes(stages: tuple[Stage, ...]) -> None:
+    for stage in stages:
+        if not all(1 <= n <= _MOST for n in (stage.channels, stage.kernel, stage.stride)):
+            raise ValueError(f"a stage of {stage}, wanted sizes of 1 to {_MOST}")
 
 
 def _unit(features: Tensor) -> Tensor:

@@ -1,13 +1,19 @@
 """The shapes that kernels are measured on: a literal table, or a file of the user's own."""
 
 import csv
-import json
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ArtefactError
+from quantkit.inputfile import read_text
+from quantkit.jsonfile import parse_json, short
+
+_MAX_BYTES = 2**20
+#: Kernels index rows and columns with 32 bits.
+_MAX_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,11 @@ def find_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _read(path: Path) -> tuple[Shape, ...]:
+    text = read_text(path, _MAX_BYTES, error=ArtefactError)
     try:
-        text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else list(_csv_rows(text))
-    except OSError as error:
-        raise ArtefactError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ArtefactError(f"{path}: not a table of shapes ({error})") from error
+        rows = parse_json(text) if path.suffix == ".json" else list(_csv_rows(text))
+    except (ValueError, csv.Error) as error:
+        raise ArtefactError(f"{path}: not a table of shapes ({short(error)})") from error
     if not isinstance(rows, list) or not rows:
         raise ArtefactError(f'{path}: no shapes, wanted as [[8192, 640, 640]] or a CSV of "m,n,k"')
     return tuple(_shape(path, index, row) for index, row in enumerate(rows, 1))
@@ -90,8 +94,11 @@ def _shape(path: Path, index: int, row: Any) -> Shape:
         m, n, k = (int(str(cell)) for cell in row)
     except (TypeError, ValueError) as error:
         raise ArtefactError(
-            f"{path}: shape {index}: found {row!r}, wanted three whole numbers m, n, k"
+            f"{path}: shape {index}: found {reprlib.repr(row)}, wanted three whole numbers m, n, k"
         ) from error
-    if min(m, n, k) < 1:
-        raise ArtefactError(f"{path}: shape {index}: {m}x{n}x{k}, wanted each to be 1 or more")
+    if not all(1 <= size <= _MAX_SIZE for size in (m, n, k)):
+        raise ArtefactError(
+            f"{path}: shape {index}: {m!s:.20}x{n!s:.20}x{k!s:.20}, wanted each to be 1 to "
+            f"{_MAX_SIZE}"
+        )
     return Shape(m, n, k)

@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.errors import ArtefactError, ModelError
+from quantkit.errors import ArtefactError
 from quantkit.files import staged_file
+from quantkit.jsonfile import parse_json, parsing
 from quantkit.tensorfile import read_header
 
 #: The version of a kind that never changed.
@@ -61,25 +62,33 @@ def read_artefact(
     Raises:
         ArtefactError: missing, damaged, of another kind, or of a newer version.
     """
-    if not path.is_file():
-        raise ArtefactError(f"{path}: no such file")
-    try:
-        metadata = read_header(path).metadata
-        if kind not in metadata:
-            raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")
-        entry = json.loads(metadata[kind])
+    metadata = read_header(path, error=ArtefactError).metadata
+    if kind not in metadata:
+        raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")
+    with parsing(path, cure="write it again"):
+        entry = parse_json(metadata[kind])
         version = entry["format_version"]
-        if not FIRST_VERSION <= version <= newest:
+        if type(version) is not int or not FIRST_VERSION <= version <= newest:
             raise ArtefactError(
-                f"{path}: format_version {version}, wanted {_range(newest)}; update quantkit "
+                f"{path}: format_version {version!r:.40}, wanted {_range(newest)}; update quantkit "
                 "or write the file again"
             )
-        tensors, text = load_file(path), entry["about"]
-    except (ModelError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ArtefactError(f"{path}: damaged ({error}); write it again") from error
-    if _digest(tensors, text) != entry.get("sha256"):
-        raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
-    return tensors, json.loads(text)
+        tensors, text = _load(path), entry["about"]
+        if _digest(tensors, text) != entry["sha256"]:
+            raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
+        about = parse_json(text)
+        if not isinstance(about, dict):
+            raise ValueError(f"about is {type(about).__name__}, wanted an object")  # noqa: TRY004
+        return tensors, about
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        # The header was in order: a dtype that torch has not, or a file that changed meanwhile.
+        raise ValueError(str(error)) from error
+    return tensors
 
 
 def _range(newest: int) -> str:
@@ -97,11 +106,18 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
 
 
 def pack_name(component: str, layer: str, field: str) -> str:
-    """Return the name of a layer's tensor in an artefact."""
+    """Return the name of a layer's tensor in an artefact; opening a model refuses names with /."""
     return f"{component}/{layer}/{field}"
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Undo ``pack_name``: component, layer, field."""
-    component, layer, field = name.split("/")
+    """Undo ``pack_name``: component, layer, field.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    parts = name.split("/")
+    if len(parts) != 3:
+        raise ValueError(f"tensor {name!r:.80}: wanted COMPONENT/LAYER/FIELD")
+    component, layer, field = parts
     return component, layer, field

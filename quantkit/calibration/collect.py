@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,25 +11,21 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
-
-from quantkit.calibration.hooks import Collector
 from quantkit.calibration.merge import Part, join_parts
-from quantkit.calibration.partial import Kept, Pace, others
+from quantkit.calibration.observing import Observed
+from quantkit.calibration.partial import Halfway, Kept, Pace, others
 from quantkit.calibration.processes import ALONE, Processes
 from quantkit.calibration.running import (
-    Batch,
     choose_device,
     choose_dtype,
-    load_pipeline,
     quiet_libraries,
     read_prompts,
-    run_batch,
     split_batches,
 )
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtefactError, PromptError, QuantkitError
+from quantkit.errors import ArtefactError, PromptError
+from quantkit.jsonfile import parsing
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import kept_reason
 from quantkit.models.source import Component, Model
@@ -70,13 +66,19 @@ def calibrate(
     """
     run = Run(model, recipe, tuple(prompts), device)
     digests = weight_digests(run.layers, progress)
-    part = _collect(run, ALONE, None, [], progress)
+    part = _collect(run, ALONE, None, None, progress)
     assert part is not None, "one process takes all batches, of which there is one at least"
     return Calibration(part.layers, part.edges, run.provenance(digests, part))
 
 
 def calibrate_share(
-    run: "Run", output: Path, *, processes: Processes, resume: bool, progress: Progress
+    run: "Run",
+    output: Path,
+    *,
+    processes: Processes,
+    resume: bool,
+    progress: Progress,
+    note: Callable[[str], None],
 ) -> tuple[Calibration | None, Kept]:
     """Calibrate in one of several processes, keeping what is done beside the output.
 
@@ -86,20 +88,21 @@ def calibrate_share(
         processes: each takes a run of whole batches.
         resume: go on with what a run that was killed had kept.
         progress: told of weights hashed and of this process's denoiser calls.
+        note: told, in the first process, that there was nothing to go on with.
 
     Returns:
         what ``calibrate`` returns, in the first process, None in the others; and what to discard
         once it is written.
 
     Raises:
-        ArtefactError: nothing to resume, or kept by a run with other settings.
+        ArtefactError: kept by a run with other settings, or with other processes.
         QuantkitError: as ``calibrate``, from any process.
     """
     with processes.together():
         mine = weight_digests(run.layers, progress) if processes.is_first else {}
     digests = processes.exchange(mine)[0]
     kept = Kept(output, processes, run.facts(digests))
-    before = _read_kept(kept, processes) if resume else []
+    before = _read_kept(kept, processes, note) if resume else None
     own = _collect(run, processes, kept, before, progress)
     parts = [part for part in processes.gather(own) if part is not None]
     if not processes.is_first:
@@ -186,86 +189,61 @@ class Run:
         )
 
 
-def _read_kept(kept: Kept, processes: Processes) -> list[Part]:
-    """Return the part that this process had, if it had one."""
+def _read_kept(kept: Kept, processes: Processes, note: Callable[[str], None]) -> Halfway | None:
+    """Return what this process had kept, if it had."""
     with processes.together():
-        part = kept.read()
-    if not any(processes.exchange(part is not None)):
-        found = ", ".join(path.name for path in others(kept.output)) or "none"
+        found = kept.read()
+    if any(processes.exchange(found is not None)):
+        return found
+    if beside := ", ".join(path.name for path in others(kept.output)):
         raise ArtefactError(
             f"{kept.output}: nothing to resume with {processes.count} processes, partial "
-            f"calibrations beside it: {found}; start as many as then, or drop --resume"
+            f"calibrations beside it: {beside}; start as many as then, or drop --resume"
         )
-    return [] if part is None else [part]
+    if processes.is_first:
+        note(f"{kept.output}: nothing was kept yet; beginning at the first prompt")
+    return None
 
 
 def _collect(
-    run: Run, processes: Processes, kept: Kept | None, before: list[Part], progress: Progress
+    run: Run, processes: Processes, kept: Kept | None, before: Halfway | None, progress: Progress
 ) -> Part | None:
     """Run this process's batches, from where ``before`` ends, and return what all of them gave."""
     with processes.together():
         batches = split_batches(run.prompts, run.settings)
         share = [batches[index] for index in processes.share(len(batches))]
-        todo = share[sum(part.batches for part in before) :]
-    turns, pace, parts = max(processes.exchange(len(todo))), Pace(), before
+        todo = share[0 if before is None else before.batches :]
+    turns, pace = max(processes.exchange(len(todo))), Pace()
     with quiet_libraries(), ExitStack() as stack:
         with processes.together():
-            observed = _Observed(run, processes, len(todo), progress, stack) if todo else None
+            observed = (
+                Observed(
+                    run.model,
+                    run.layers,
+                    run.settings,
+                    processes.device(run.device),
+                    batches=len(todo),
+                    progress=progress,
+                    stack=stack,
+                )
+                if todo
+                else None
+            )
+            if observed is not None and before is not None:
+                assert kept is not None
+                with parsing(kept.path, cure="run without --resume"):
+                    observed.put(before)
         for turn in range(turns):
             with processes.together():
                 if observed is None or turn >= len(todo):
                     continue
                 observed.run(todo[turn])
-                last = turn + 1 == len(todo)
-                if last or (kept is not None and pace.is_due()):
-                    parts = [join_parts([*before, observed.part(turn + 1)])]
                 if kept is not None and pace.is_due():
                     started = monotonic()
-                    kept.write(parts[0])
+                    kept.write(observed.taken())
                     pace.wrote(started)
-    return parts[0] if parts else None
-
-
-class _Observed:
-    """The pipeline with its layers observed, until the stack unwinds."""
-
-    def __init__(
-        self, run: Run, processes: Processes, batches: int, progress: Progress, stack: ExitStack
-    ) -> None:
-        self._settings = run.settings
-        self._pipe = load_pipeline(run.model, choose_device(processes.device(run.device)))
-        self._collectors = [
-            Collector(name, getattr(self._pipe, name), found, run.settings.buckets)
-            for name, found in run.layers.items()
-        ]
-
-        def report(calls: int) -> None:
-            total = batches * len(self._pipe.scheduler.timesteps)
-            progress("denoising", min(calls, total), total)
-
-        for collector in self._collectors:
-            stack.enter_context(collector.attached(self._pipe.scheduler, report))
-
-    def run(self, batch: Batch) -> None:
-        for collector in self._collectors:
-            collector.begin_batch(batch.seeds)
-        try:
-            run_batch(self._pipe, batch, self._settings)
-        except torch.OutOfMemoryError as error:
-            raise QuantkitError(
-                "out of GPU memory while denoising; take a smaller batch, or --device cpu"
-            ) from error
-        for collector in self._collectors:
-            collector.check()
-
-    def part(self, batches: int) -> Part:
-        return Part(
-            {collector.name: collector.statistics() for collector in self._collectors},
-            # Denoisers of one pipeline share its scheduler, so the first one's edges are all's.
-            self._collectors[0].edges or (),
-            {collector.name: list(collector.calls) for collector in self._collectors},
-            batches,
-        )
+    found = before if observed is None else observed.taken()
+    return None if found is None else found.part()
 
 
 def library_versions() -> dict[str, str]:

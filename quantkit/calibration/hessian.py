@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.calibration.heldout import HeldRows
@@ -18,6 +19,7 @@ from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.files import staged_directory
+from quantkit.jsonfile import as_type, parsing, read_json
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 
@@ -27,6 +29,12 @@ KIND = "directory of second moments"
 _KIND = "quantkit_hessian"
 _FORMAT = "quantkit.hessians"
 _VERSION = 2
+_DTYPES = {
+    "second": torch.float32,
+    "mean": torch.float32,
+    "held_rows": torch.bfloat16,
+    "held_weights": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class Hessians:
             )
         file = self.file_of(stored, layer.name)
         tensors, about = read_artefact(file, _KIND)
-        try:
+        with parsing(file, cure="delete it and run again"):
             sizes = {"second": (layer.k, layer.k), "mean": (layer.k,)}
             held = None
             if "held_rows" in tensors:
@@ -128,13 +136,14 @@ class Hessians:
                 seen = len(held.weights)
                 sizes |= {"held_rows": (seen, layer.k), "held_weights": (seen,)}
             moments = Moments(tensors["second"], tensors["mean"], int(about["rows"]), held)
+            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            if dtypes != {name: _DTYPES[name] for name in tensors}:
+                raise ValueError(f"dtypes {dtypes}")
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            belongs = about["source_digest"] == wanted
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtefactError(f"{file}: damaged ({error}); delete it and run again") from error
-        if shapes != sizes or not belongs:
+            then = str(about["source_digest"])
+        if shapes != sizes or then != wanted:
             raise ArtefactError(
-                f"{file}: shapes {shapes} for weights {about['source_digest'][:12]}, wanted K "
+                f"{file}: shapes {shapes!s:.200} for weights {then[:12]}, wanted K "
                 f"{layer.k} for {wanted[:12]}; take the hessians of this model"
             )
         return moments
@@ -199,19 +208,24 @@ def load_hessians(path: Path) -> Hessians:
 
 
 def _read_index(path: Path) -> HessianIndex:
-    try:
-        entry: dict[str, Any] = json.loads((path / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtefactError(f"{path}: no directory of hessians ({error})") from error
-    if not isinstance(entry, dict) or entry.pop("format", None) != _FORMAT:
+    entry = read_json(path / INDEX, error=ArtefactError, cure="take the hessians again")
+    if entry.pop("format", None) != _FORMAT:
         raise ArtefactError(f"{path / INDEX}: not an index of hessians")
     version = entry.pop("format_version", None)
     if version != _VERSION:
         raise ArtefactError(
-            f"{path / INDEX}: format_version {version}, wanted {_VERSION}; take them again, or "
-            "update quantkit"
+            f"{path / INDEX}: format_version {version!r:.40}, wanted {_VERSION}; take them again, "
+            "or update quantkit"
         )
-    try:
-        return HessianIndex(**entry)
-    except TypeError as error:
-        raise ArtefactError(f"{path / INDEX}: damaged ({error}); take them again") from error
+    with parsing(path / INDEX, cure="take them again"):
+        index = as_type(HessianIndex, entry)
+        for names in index.names():
+            for name in names:
+                _refuse_path(name)
+    return index
+
+
+def _refuse_path(name: str) -> None:
+    """Refuse a name that would lead out of the directory: names are parts of paths."""
+    if "/" in name or "\0" in name or name in {".", ".."}:
+        raise ValueError(f"the name {name!r:.80}, which is a path")

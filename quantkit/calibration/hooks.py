@@ -5,72 +5,19 @@ waited for once per call of the denoiser, when the timestep is read.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.average import step_average, without_start
-from quantkit.calibration.histogram import BINS, count_bins
-from quantkit.calibration.sampling import Reservoir, draw_candidates, row_count
+from quantkit.calibration.sampling import draw_candidates, row_count
 from quantkit.calibration.statistics import LayerStatistics
+from quantkit.calibration.sums import LayerSums, Sums, statistics_of
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
-
-
-@dataclass(eq=False)
-class _Sums:
-    """The accumulators of one layer over all buckets, on the device."""
-
-    channel_amax: Tensor
-    values: Tensor
-    squares: Tensor
-    histogram: Tensor
-    #: the moving average of each call's amax, from a start of zero
-    moving: Tensor
-    updates: list[int]
-    count: list[int]
-    #: set once an input held NaN or Inf; a view of the collector's flags
-    bad: Tensor
-    sample: Reservoir
-
-    def add(self, bucket: int, values: Tensor, channel_axis: int) -> None:
-        """Add one input, without waiting for the device."""
-        values = values.detach().float()
-        others = [axis for axis in range(values.ndim) if axis != channel_axis % values.ndim]
-        amax = values.abs().amax(dim=others)
-        self.channel_amax[bucket] = torch.maximum(self.channel_amax[bucket], amax)
-        self.values[bucket] += values.sum(dim=others).double()
-        self.squares[bucket] += values.square().sum(dim=others).double()
-        self.histogram[bucket] += count_bins(values)
-        self.count[bucket] += values.numel() // len(amax)
-        step_average(self.moving[bucket], amax.amax())
-        self.updates[bucket] += 1
-        self.bad |= ~amax.isfinite().all()
-
-    def statistics(self) -> LayerStatistics:
-        """Return the sums as statistics on the CPU."""
-        count, updates = torch.tensor(self.count), torch.tensor(self.updates)
-        channel_amax = self.channel_amax.cpu()
-        seen = count.clamp(min=1).unsqueeze(1)
-        samples, priority = self.sample.sorted()
-        return LayerStatistics(
-            amax=channel_amax.amax(dim=1),
-            histogram=self.histogram.cpu(),
-            second_moment=(self.squares.cpu() / seen).float(),
-            channel_amax=channel_amax,
-            count=count,
-            moving_amax=without_start(self.moving.cpu(), updates),
-            updates=updates,
-            mean=(self.values.cpu() / seen).float(),
-            samples=samples,
-            sample_priority=priority,
-            sample_count=(priority > 0).sum(dim=1),
-        )
 
 
 class Collector:
@@ -95,7 +42,7 @@ class Collector:
         self.calls = [0] * buckets
         self.edges: tuple[float, ...] | None = None
         self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, Sums] = {}
         self._seeds = range(1)
         #: how often each layer was called in this batch
         self._layer_calls: Counter[str] = Counter()
@@ -150,12 +97,39 @@ class Collector:
         Raises:
             ModelError: a bucket saw no call of the denoiser.
         """
+        self.refuse_empty()
+        return {name: statistics_of(sums) for name, sums in self.taken().items()}
+
+    def refuse_empty(self) -> None:
+        """Refuse what has no statistics.
+
+        Raises:
+            ModelError: a bucket saw no call of the denoiser.
+        """
         if 0 in self.calls:
             raise ModelError(
                 f"{self.name}: timestep bucket {self.calls.index(0)} saw no call (calls "
                 f"{self.calls}, edges {self.edges}); calibrate with buckets 1"
             )
-        return {name: sums.statistics() for name, sums in self._sums.items()}
+
+    def taken(self) -> dict[str, LayerSums]:
+        """Return the sums so far of every layer that was called, in the order of first calls."""
+        return {name: sums.taken() for name, sums in self._sums.items()}
+
+    def put(
+        self, sums: Mapping[str, LayerSums], calls: Sequence[int], edges: tuple[float, ...]
+    ) -> None:
+        """Go on from where sums were taken, before anything is observed.
+
+        Raises:
+            LookupError, ValueError: they are of other layers.
+        """
+        device = next(self.denoiser.parameters()).device
+        if len(calls) != len(self.calls) or len(edges) + 1 != len(calls):
+            raise ValueError(f"{len(calls)} buckets, wanted {len(self.calls)}")
+        self.calls, self.edges = list(calls), edges
+        for layer, found in sums.items():
+            self._sums_of(layer, device).put(found)
 
     def _begin_call(self, timestep: Any, scheduler: Any) -> None:
         flat = torch.as_tensor(timestep).double().reshape(-1)[:1]
@@ -185,12 +159,7 @@ class Collector:
 
         def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
             values = args[0]
-            if self._bad is None:
-                self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=values.device)
-            if layer not in self._sums:
-                flag = self._bad[len(self._sums)]
-                self._sums[layer] = self._new_sums(module, values.device, flag)
-            sums, call = self._sums[layer], self._layer_calls[layer]
+            sums, call = self._sums_of(layer, values.device), self._layer_calls[layer]
             sums.add(self._bucket, values, axis)
             rows = row_count(values, module)
             drawn = draw_candidates(self._seeds, call, values.shape[0], rows)
@@ -199,20 +168,13 @@ class Collector:
 
         return listen
 
-    def _new_sums(self, module: nn.Module, device: torch.device, bad: Tensor) -> _Sums:
-        buckets, weight = len(self.calls), module.get_parameter("weight")
-        channels = weight.shape[1]
-        return _Sums(
-            channel_amax=torch.zeros(buckets, channels, device=device),
-            values=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
-            squares=torch.zeros(buckets, channels, device=device, dtype=torch.float64),
-            histogram=torch.zeros(buckets, BINS, device=device, dtype=torch.float64),
-            moving=torch.zeros(buckets, device=device, dtype=torch.float64),
-            updates=[0] * buckets,
-            count=[0] * buckets,
-            bad=bad,
-            sample=Reservoir(buckets, weight[0].numel(), device),
-        )
+    def _sums_of(self, layer: str, device: torch.device) -> Sums:
+        if self._bad is None:
+            self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=device)
+        if layer not in self._sums:
+            module, flag = self._modules[layer], self._bad[len(self._sums)]
+            self._sums[layer] = Sums(module, len(self.calls), device, flag)
+        return self._sums[layer]
 
 
 def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, ...]:

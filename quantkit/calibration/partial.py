@@ -7,16 +7,39 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.calibration.layerfields import check_fields
 from quantkit.calibration.merge import Part
 from quantkit.calibration.processes import Processes
-from quantkit.calibration.statistics import layers_of_tensors, tensors_of_layers
+from quantkit.calibration.statistics import edges_of
+from quantkit.calibration.sums import LayerSums, statistics_of
 from quantkit.errors import ArtefactError
+from quantkit.jsonfile import parsing
 
-_KIND = "quantkit_partial_calibration"
+_KIND = "quantkit_partial_sums"
 #: Seconds between two writes, and how many times as long as the last write took: at most a
 #: twentieth of the time goes into writing.
 _PAUSE, _SHARE = 5.0, 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class Halfway:
+    """The sums of one process after some of its batches."""
+
+    #: by component and layer, in the order of first calls
+    sums: dict[str, dict[str, LayerSums]]
+    edges: tuple[float, ...]
+    #: calls of the denoiser per bucket
+    calls: dict[str, list[int]]
+    batches: int
+
+    def part(self) -> Part:
+        """Return what the sums come to."""
+        layers = {
+            component: {layer: statistics_of(sums) for layer, sums in table.items()}
+            for component, table in self.sums.items()
+        }
+        return Part(layers, self.edges, self.calls, self.batches)
 
 
 @dataclass(frozen=True)
@@ -34,7 +57,7 @@ class Kept:
         of = f"{self.processes.rank + 1}-of-{self.processes.count}"
         return self.output.parent / f".{self.output.name}.part-{of}"
 
-    def read(self) -> Part | None:
+    def read(self) -> Halfway | None:
         """Return what was kept, or None when the run ended before the first was.
 
         Raises:
@@ -43,22 +66,33 @@ class Kept:
         if not self.path.exists():
             return None
         tensors, about = read_artefact(self.path, _KIND)
-        wanted = json.loads(json.dumps(dict(self.facts)))
-        for name in {**wanted, **about["facts"]}:
-            found = about["facts"].get(name)
-            if found != wanted.get(name):
-                raise ArtefactError(
-                    f"{self.path}: {name} {_short(found)}, wanted {_short(wanted.get(name))}; run "
-                    "with the same settings to go on, or without --resume to start again"
-                )
-        edges = tuple(map(float, about["edges"]))
-        try:
-            layers = layers_of_tensors(tensors, len(edges) + 1)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtefactError(f"{self.path}: damaged ({error}); run without --resume") from error
-        return Part(layers, edges, about["calls"], about["batches"])
+        with parsing(self.path, cure="run without --resume"):
+            self._refuse_others(about["facts"])
+            sums: dict[str, dict[str, LayerSums]] = {
+                component: {layer: {} for layer in layers}
+                for component, layers in about["layers"].items()
+            }
+            for name, tensor in tensors.items():
+                component, layer, field = split_name(name)
+                sums[component][layer][field] = tensor
+            calls = {name: list(map(int, found)) for name, found in about["calls"].items()}
+            found = Halfway(sums, edges_of(about["edges"]), calls, int(about["batches"]))
+            for component, layers in found.part().layers.items():
+                for layer, statistics in layers.items():
+                    check_fields(f"{component}/{layer}", vars(statistics), len(found.edges) + 1)
+            return found
 
-    def write(self, part: Part) -> None:
+    def _refuse_others(self, found: Mapping[str, Any]) -> None:
+        wanted = json.loads(json.dumps(dict(self.facts)))
+        for name in {**wanted, **found}:
+            if found.get(name) != wanted.get(name):
+                raise ArtefactError(
+                    f"{self.path}: {name} {_short(found.get(name))}, wanted "
+                    f"{_short(wanted.get(name))}; run with the same settings to go on, or without "
+                    "--resume to start again"
+                )
+
+    def write(self, found: Halfway) -> None:
         """Replace what was kept.
 
         Raises:
@@ -66,11 +100,18 @@ class Kept:
         """
         about = {
             "facts": dict(self.facts),
-            "edges": part.edges,
-            "calls": part.calls,
-            "batches": part.batches,
+            "edges": found.edges,
+            "calls": found.calls,
+            "batches": found.batches,
+            "layers": {component: list(layers) for component, layers in found.sums.items()},
         }
-        write_artefact(self.path, _KIND, tensors_of_layers(part.layers), about, force=True)
+        tensors = {
+            pack_name(component, layer, field): tensor
+            for component, layers in found.sums.items()
+            for layer, sums in layers.items()
+            for field, tensor in sums.items()
+        }
+        write_artefact(self.path, _KIND, tensors, about, force=True)
 
     def discard(self) -> None:
         """Delete it, and what runs of another number of processes left."""

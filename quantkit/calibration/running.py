@@ -1,5 +1,7 @@
 """Loading a diffusers pipeline for calibration and running it over prompts, up to the latents."""
 
+import re
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,14 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit import resources
 from quantkit.errors import ModelError, PromptError
-from quantkit.jsonfile import read_json
+from quantkit.inputfile import read_text, refuse_odd_files
+from quantkit.jsonfile import DAMAGE, read_json, short
+from quantkit.limits import MAX_COUNT
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
 from quantkit.recipe import CalibrationRecipe
+
+#: A million prompts of a few words; the largest lists of prompts have less.
+_MAX_PROMPT_BYTES = 64 * 2**20
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:
@@ -28,19 +37,19 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
         PromptError: no such file, not UTF-8, or no prompt in it.
     """
     path = path or resources.recipes() / "prompts.txt"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path}: not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}; "
-            "save it as UTF-8"
-        ) from error
-    except OSError as error:
-        raise PromptError(f"{path}: cannot be read ({error.strerror})") from error
-    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
+    text = read_text(path, _MAX_PROMPT_BYTES, error=PromptError)
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    prompts = [(number, line) for number, line in lines if line]
     if not prompts:
         raise PromptError(f"{path}: empty, wanted one prompt a line")
-    return prompts
+    if len(prompts) > MAX_COUNT:
+        raise PromptError(f"{path}: {len(prompts)} prompts, wanted at most {MAX_COUNT}")
+    for number, line in prompts:
+        # A tab is in many lists; other control characters mean that this is no list of texts.
+        if not line.isprintable() and any(unicodedata.category(c) == "Cc" for c in line
+                                          if c != "\t"):  # fmt: skip
+            raise PromptError(f"{path}: line {number}: a control character; save it as plain text")
+    return tuple(line for _, line in prompts)
 
 
 def choose_device(text: str) -> torch.device:
@@ -51,10 +60,10 @@ def choose_device(text: str) -> torch.device:
     """
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise ModelError(f"device {text!r}: unknown, wanted auto, cpu or cuda[:N]") from error
+    # torch knows hip, meta and a dozen more that no pipeline runs on; AMD cards are cuda to it.
+    if not _DEVICE.fullmatch(text):
+        raise ModelError(f"device {text!r:.80}: unknown, wanted auto, cpu or cuda[:N]")
+    device = torch.device(text)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
             f"device {text!r}: torch sees {torch.cuda.device_count()} GPUs; pass --device cpu"
@@ -100,13 +109,15 @@ def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None 
     if "safety_checker" in read_json(model.path / "model_index.json"):
         extra = {"safety_checker": None, "requires_safety_checker": False}
     dtype = dtype or choose_dtype(model, device)
+    refuse_odd_files(model.path)
     try:
         pipe = DiffusionPipeline.from_pretrained(
             str(model.path), torch_dtype=dtype, variant=model.components[0].variant, **extra
         )
-    except (OSError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{model.path}: diffusers cannot load it: {reason}") from error
+    except (*DAMAGE, OSError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"{model.path}: diffusers cannot load it: {short(error)}; download it again"
+        ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -132,15 +143,25 @@ def split_batches(prompts: Sequence[str], settings: CalibrationRecipe) -> tuple[
 
 
 def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
-    """Denoise a batch and return its final latents, a prompt along the first axis."""
+    """Denoise a batch and return its final latents, a prompt along the first axis.
+
+    Raises:
+        ModelError: the pipeline does not take these settings.
+    """
     guidance = {} if settings.guidance is None else {"guidance_scale": settings.guidance}
-    latents: Tensor = pipe(
-        prompt=list(batch.prompts),
-        num_inference_steps=settings.steps,
-        generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
-        output_type="latent",
-        **guidance,
-    ).images
+    try:
+        latents: Tensor = pipe(
+            prompt=list(batch.prompts),
+            num_inference_steps=settings.steps,
+            generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
+            output_type="latent",
+            **guidance,
+        ).images
+    except ValueError as error:
+        # A scheduler that was trained on fewer steps, say.
+        raise ModelError(
+            f"{type(pipe).__name__} cannot run {settings.steps} steps: {short(error)}"
+        ) from error
     return latents
 
 

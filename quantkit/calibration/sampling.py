@@ -117,6 +117,11 @@ class Reservoir:
             taken = rows_of_input(values, module, now.image, now.row).to(torch.bfloat16)
             self.rows[bucket].index_copy_(0, _on(now.slots, values), taken)
 
+    def put(self, samples: Tensor, priority: Tensor) -> None:
+        """Go on from what ``sorted`` returned."""
+        self.rows.copy_(samples)
+        self._rankings = [Ranking(row, _NONE, _NONE, _NONE) for row in priority.numpy()]
+
     def sorted(self) -> tuple[Tensor, Tensor]:
         """Return samples (B, R, K) and their priorities (B, R), the largest first, on the CPU."""
         priority = np.stack([ranking.priority for ranking in self._rankings])

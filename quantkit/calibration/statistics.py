@@ -3,6 +3,8 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,16 @@ from quantkit.calibration.artefact import (
     write_artefact,
 )
 from quantkit.calibration.histogram import BINS, quantiles
-from quantkit.calibration.sampling import SAMPLE_ROWS, join_samples
+from quantkit.calibration.layerfields import AVERAGE, SAMPLES, check_fields
+from quantkit.calibration.sampling import join_samples
 from quantkit.errors import ArtefactError
+from quantkit.jsonfile import as_type, parsing
 from quantkit.models.source import Component
 
 _KIND = "quantkit_calibration"
 #: Version 2 added the moving average, version 3 the mean and the samples; a calibration without
 #: them is still written as the version that has all of it.
 _NEWEST = 3
-_AVERAGE = ("moving_amax", "updates")
-_SAMPLES = ("mean", "samples", "sample_priority", "sample_count")
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,12 +227,25 @@ def load_calibration(path: Path) -> Calibration:
         ArtefactError: missing, damaged, or of a newer version.
     """
     tensors, about = read_artefact(path, _KIND, newest=_NEWEST)
-    try:
-        edges = tuple(map(float, about["edges"]))
+    with parsing(path, cure="calibrate again"):
+        edges = edges_of(about["edges"])
         layers = layers_of_tensors(tensors, len(edges) + 1)
-        return Calibration(layers, edges, Provenance(**about["provenance"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtefactError(f"{path}: damaged ({error}); calibrate again") from error
+        about_run = as_type(Provenance, about["provenance"])
+        if set(about_run.digests) != set(layers) or set(about_run.calls) != set(layers):
+            raise ValueError("components of the statistics and of what is said about them differ")
+        return Calibration(layers, edges, about_run)
+
+
+def edges_of(values: Any) -> tuple[float, ...]:
+    """Return the timestep edges of an artefact.
+
+    Raises:
+        TypeError, ValueError: they are not ascending finite numbers.
+    """
+    edges = tuple(map(float, values))
+    if not all(map(isfinite, edges)) or any(a >= b for a, b in pairwise(edges)):
+        raise ValueError("edges that are not finite and ascending")
+    return edges
 
 
 def tensors_of_layers(layers: LayersByComponent) -> dict[str, Tensor]:
@@ -248,7 +263,7 @@ def layers_of_tensors(tensors: Mapping[str, Tensor], buckets: int) -> LayersByCo
     """Undo ``tensors_of_layers``.
 
     Raises:
-        KeyError, TypeError, ValueError: tensors that are missing, unknown or of a wrong shape.
+        LookupError, ValueError: tensors that are missing, unknown, or of a wrong shape or value.
     """
     grouped: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -264,34 +279,11 @@ def layers_of_tensors(tensors: Mapping[str, Tensor], buckets: int) -> LayersByCo
 
 
 def _oldest_with(stored: set[str]) -> int:
-    if stored.issuperset(_SAMPLES):
+    if stored.issuperset(SAMPLES):
         return _NEWEST
-    return 2 if stored.issuperset(_AVERAGE) else FIRST_VERSION
+    return 2 if stored.issuperset(AVERAGE) else FIRST_VERSION
 
 
-def _statistics(where: str, parts: dict[str, Any], buckets: int) -> LayerStatistics:
-    statistics = LayerStatistics(**parts)
-    channels = statistics.channel_amax.shape[-1]
-    wanted = {
-        "amax": (buckets,),
-        "histogram": (buckets, BINS),
-        "second_moment": (buckets, channels),
-        "channel_amax": (buckets, channels),
-        "count": (buckets,),
-    }
-    if set(_AVERAGE) & set(parts):
-        wanted |= dict.fromkeys(_AVERAGE, (buckets,))
-    if set(_SAMPLES) & set(parts):
-        rows = (buckets, SAMPLE_ROWS)
-        columns = parts["samples"].shape[-1]
-        wanted |= {
-            "mean": (buckets, channels),
-            "samples": (*rows, columns),
-            "sample_priority": rows,
-            "sample_count": (buckets,),
-        }
-    for field, shape in wanted.items():
-        found = tuple(parts[field].shape)
-        if found != shape:
-            raise ValueError(f"{where}/{field}: shape {found}, wanted {shape}")
-    return statistics
+def _statistics(where: str, parts: dict[str, Tensor], buckets: int) -> LayerStatistics:
+    check_fields(where, parts, buckets)
+    return LayerStatistics(**parts)

@@ -10,6 +10,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.bench_tables import print_comparison, print_result
 from quantkit.cli.console import print_json, progress_bar
+from quantkit.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from quantkit.bench.compare import Comparison
@@ -38,11 +39,15 @@ if TYPE_CHECKING:
 )
 @options.device
 @click.option(
-    "--repeats", type=click.IntRange(min=5), default=100, show_default=True, help="Rounds at most."
+    "--repeats",
+    type=click.IntRange(5, MAX_COUNT),
+    default=100,
+    show_default=True,
+    help="Rounds at most.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=options.FiniteRange(min=0),
     default=1.0,
     show_default=True,
     help="For the rounds of one operation on one shape, at most; 5 rounds at least.",
@@ -58,7 +63,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--threshold",
-    type=click.FloatRange(min=1),
+    type=options.FiniteRange(min=1),
     default=1.10,
     show_default=True,
     help="Exit with 1 when a median of quantkit is more than this many times the baseline's.",

@@ -12,6 +12,7 @@ from quantkit.cli import options
 from quantkit.cli.bench_tables import print_model_result
 from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.pack import MOST_THREADS
+from quantkit.limits import MAX_COUNT, MAX_SIDE
 
 if TYPE_CHECKING:
     from quantkit.bench.model_contenders import ModelContender
@@ -31,10 +32,10 @@ def bench() -> None:
     metavar="sdxl|flux|DIR",
     help="What to build, with random weights: a published denoiser, or a directory's config.json.",
 )
-@click.option("--batch", type=click.IntRange(min=1), default=2, show_default=True, help="Latents.")
+@click.option("--batch", type=options.COUNT, default=2, show_default=True, help="Latents.")
 @click.option(
     "--size",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2, MAX_SIDE),
     default=128,
     show_default=True,
     help="Width and height of the latents; 128 is a picture of 1024.",
@@ -72,11 +73,15 @@ def bench() -> None:
 )
 @options.device
 @click.option(
-    "--repeats", type=click.IntRange(min=5), default=30, show_default=True, help="Rounds at most."
+    "--repeats",
+    type=click.IntRange(5, MAX_COUNT),
+    default=30,
+    show_default=True,
+    help="Rounds at most.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=options.FiniteRange(min=0),
     default=20.0,
     show_default=True,
     help="For all rounds, at most; 5 rounds at least.",

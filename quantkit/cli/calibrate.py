@@ -29,13 +29,13 @@ def calibrate() -> None:
 @options.prompts
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=options.COUNT,
     help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @click.option("--resume", is_flag=True, help="Go on with a run that was killed.")
 @options.device
 @options.force
@@ -140,14 +140,13 @@ def _opened(
 ) -> "Run":
     from quantkit.calibration.collect import Run
     from quantkit.calibration.running import choose_device, read_prompts, refuse_component
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
 
     texts = read_prompts(prompts)
     if count or prompts:
         run = {**run, "prompts": count or len(texts)}
-    chosen = load_recipe(recipe).with_calibration(run)
-    source = open_model(model)
+    source, chosen = open_for(model, recipe)
+    chosen = chosen.with_calibration(run)
     # What loading would refuse, after minutes of hashing.
     refuse_component(source)
     choose_device(device)
@@ -164,7 +163,12 @@ def _made(
 
     with progress_bar(quiet=quiet or not processes.is_first) as progress:
         calibration, kept = calibrate_share(
-            run, output, processes=processes, resume=resume, progress=progress
+            run,
+            output,
+            processes=processes,
+            resume=resume,
+            progress=progress,
+            note=lambda text: click.echo(text, err=True),
         )
     with processes.together():
         if calibration is not None:

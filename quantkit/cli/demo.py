@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--prompts",
-    type=click.IntRange(min=1),
+    type=options.COUNT,
     help="Pictures to compare; default: 6, with --full 64.",
 )
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
-)
+@click.option("--steps", type=options.STEPS, default=20, show_default=True, help="Denoising steps.")
 @evaluation_options.noise_floor
 @options.device
 @options.quiet

@@ -31,9 +31,11 @@ def evaluate() -> None:
 @evaluation_options.lpips_weights
 @evaluation_options.clip
 @evaluation_options.without
-@click.option("--gate-ssim", type=float, help="Fail unless the mean SSIM is above this.")
-@click.option("--gate-lpips", type=float, help="Fail unless the mean LPIPS is below this.")
-@click.option("--gate-clip", type=float, help="Fail unless the CLIP score loss is below this (%).")
+@click.option("--gate-ssim", type=options.NUMBER, help="Fail unless the mean SSIM is above this.")
+@click.option("--gate-lpips", type=options.NUMBER, help="Fail unless the mean LPIPS is below this.")
+@click.option(
+    "--gate-clip", type=options.NUMBER, help="Fail unless the CLIP score loss is below this (%)."
+)
 @options.device
 @options.quiet
 @options.as_json

@@ -40,44 +40,60 @@ noise_floor = click.option(
 )
 count = click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=options.COUNT,
     help="Number of prompts; default: all of FILE, or 64 of the bundled set on a GPU and 16 on a "
     "CPU.",
 )
 steps = click.option(
-    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Denoising steps."
+    "--steps", type=options.STEPS, default=20, show_default=True, help="Denoising steps."
 )
 guidance = click.option(
-    "--guidance", type=float, help="Guidance scale; default: the pipeline's own."
+    "--guidance", type=options.NUMBER, help="Guidance scale; default: the pipeline's own."
 )
 seed = click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=options.SEED,
     default=0,
     show_default=True,
     help="Seed of the first prompt; the next has the next.",
 )
 batch = click.option(
-    "--batch", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts at a time."
+    "--batch", type=options.COUNT, default=4, show_default=True, help="Prompts at a time."
 )
 gate_ssim = click.option(
-    "--gate-ssim", type=float, default=0.95, show_default=True, help="The mean must be above."
+    "--gate-ssim",
+    type=options.NUMBER,
+    default=0.95,
+    show_default=True,
+    help="The mean must be above.",
 )
 gate_lpips = click.option(
-    "--gate-lpips", type=float, default=0.1, show_default=True, help="The mean must be below."
+    "--gate-lpips",
+    type=options.NUMBER,
+    default=0.1,
+    show_default=True,
+    help="The mean must be below.",
 )
 gate_clip_fp8 = click.option(
     "--gate-clip-fp8",
-    type=float,
+    type=options.NUMBER,
     default=1.0,
     show_default=True,
     help="CLIP score loss in % must be below, for FP8.",
 )
 gate_clip_sparse = click.option(
-    "--gate-clip-sparse", type=float, default=2.0, show_default=True, help="The same for 4:2."
+    "--gate-clip-sparse",
+    type=options.NUMBER,
+    default=2.0,
+    show_default=True,
+    help="The same for 4:2.",
 )
 gate_clip_both = click.option(
-    "--gate-clip-both", type=float, default=3.0, show_default=True, help="The same for both."
+    "--gate-clip-both",
+    type=options.NUMBER,
+    default=3.0,
+    show_default=True,
+    help="The same for both.",
 )
 
 _SAMPLING = (

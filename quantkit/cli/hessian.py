@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 @options.prompts
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=options.COUNT,
     help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @click.option(
     "--weighting",
     type=click.Choice(["uniform", "schedule"]),
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--row-share",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=options.FiniteRange(min=0, max=1, min_open=True),
     help="Of the rows of each call, drawn at random: a quarter of the rows of four times the "
     "prompts costs about the same and says more. Default: the recipe's.",
 )
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     default=4.0,
     show_default=True,
     metavar="GIB",
@@ -119,14 +119,13 @@ def take_hessians(
         as_json: print JSON.
     """
     from quantkit.calibration.running import read_prompts
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
 
     texts = read_prompts(prompts)
     if count or prompts:
         run = {**run, "prompts": count or len(texts)}
-    chosen = load_recipe(recipe).with_calibration(run)
-    source = open_model(model)
+    source, chosen = open_for(model, recipe)
+    chosen = chosen.with_calibration(run)
     result = plan_moments(source, chosen, memory * 2**30)
     if not dry_run:
         from quantkit.calibration.collect_hessians import collect_hessians

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 def with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":
     """Return the recipe with settings of its sparsity section replaced."""
     from quantkit.recipe import SparsityRecipe
+    from quantkit.recipefields import section_of
 
     section = recipe.sparsity or SparsityRecipe()
-    return recipe.model_copy(update={"sparsity": SparsityRecipe(**{**dict(section), **rule})})
+    return recipe.model_copy(
+        update={"sparsity": section_of(SparsityRecipe, {**dict(section), **rule})}
+    )
 
 
 def describe_masks(masks: "MaskSet", written: Path | None) -> dict[str, Any]:

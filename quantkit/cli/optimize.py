@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 @click.option(
     "--bytes",
     "size",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     help="Largest packed size, as a share of the source's.",
 )
 @click.option(
     "--error",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     help="Largest predicted relative error (NMSE) of the final latents.",
 )
-@click.option("--speed", type=click.FloatRange(min=1), help="Least modelled speed-up.")
+@click.option("--speed", type=options.FiniteRange(min=1), help="Least modelled speed-up.")
 @click.option(
     "--ssim",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=options.FiniteRange(min=0, max=1, min_open=True),
     help="Least mean SSIM of pictures, which are made: wants --model and --calibration.",
 )
 @click.option(
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 @options.hessians
 @options.prompts
 @click.option(
-    "--count", type=click.IntRange(min=1), default=8, show_default=True, help="Pictures of a trial."
+    "--count", type=options.COUNT, default=8, show_default=True, help="Pictures of a trial."
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first picture's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Pictures at a time.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first picture's noise.")
+@click.option("--batch", type=options.COUNT, help="Pictures at a time.")
 @options.device
 @options.force
 @options.quiet
@@ -143,13 +143,14 @@ def _budget(
     recipe: "Recipe", goals: dict[str, float], treatments: tuple[str, ...]
 ) -> "BudgetRecipe":
     from quantkit.errors import RecipeError
+    from quantkit.recipefields import section_of
     from quantkit.recipegoals import GOALS, BudgetRecipe
 
     given = BudgetRecipe() if recipe.budget is None else recipe.budget
     values = {**given.model_dump(), **({"treatments": treatments} if treatments else {})}
     if goals:
         values |= {name: goals.get(name) for name in GOALS}
-    budget = BudgetRecipe(**values)
+    budget = section_of(BudgetRecipe, values)
     if not budget.goals:
         raise RecipeError(
             f"recipe {recipe.name}: no budget; pass --bytes, --error, --speed or --ssim, or give "

@@ -5,9 +5,44 @@ hessians: sparsify, pack
 device, quiet, as_json: everywhere that works or prints
 """
 
+import math
 from pathlib import Path
+from typing import Any
 
 import click
+
+from quantkit.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
+
+
+class Finite(click.types.FloatParamType):
+    """A finite number: click takes nan and inf."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or fail as click does."""
+        return _finite(self, super().convert(value, param, ctx), param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A finite number within bounds, of which click finds nan inside."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or fail as click does."""
+        return _finite(self, super().convert(value, param, ctx), param, ctx)
+
+
+def _finite(
+    kind: click.ParamType, number: float, param: click.Parameter | None, ctx: click.Context | None
+) -> float:
+    if not math.isfinite(number):
+        kind.fail(f"{number} is not a finite number.", param, ctx)
+    return number
+
+
+COUNT = click.IntRange(1, MAX_COUNT)
+STEPS = click.IntRange(1, MAX_STEPS)
+SEED = click.IntRange(0, MAX_SEED)
+NUMBER = Finite()
+THREADS = click.IntRange(1, MAX_THREADS)
 
 model = click.argument("model", metavar="MODEL")
 packed = click.argument("packed", metavar="PACKED", type=click.Path(path_type=Path))

@@ -30,7 +30,7 @@ MOST_THREADS = 8
 @options.output
 @click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=options.THREADS,
     help=f"Tensors in work at once; default: the cores, at most {MOST_THREADS}. The bytes are "
     "the same for any number.",
 )
@@ -106,13 +106,12 @@ def pack_model(
     from quantkit import forecast, pipeline
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.models.source import open_model
+    from quantkit.models.chosen import open_for
     from quantkit.places import check_directory, refuse_overlap
-    from quantkit.recipefile import load_recipe
     from quantkit.sparsity.maskfile import load_masks
 
     check_directory(output, kind=pipeline.KIND, force=force)
-    chosen, source = load_recipe(recipe), open_model(model)
+    source, chosen = open_for(model, recipe)
     refuse_overlap(output, source.path)
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None

@@ -76,12 +76,12 @@ def choose_permuted(
         InputError: a model, a recipe or a calibration that cannot be used.
     """
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
     from quantkit.recovery.permuting import only_component, refuse_permuted
     from quantkit.sparsity.choose import choose_masks
 
-    source, chosen = open_model(model), with_rule(load_recipe(recipe), rule)
+    source, chosen = open_for(model, recipe)
+    chosen = with_rule(chosen, rule)
     chosen.refuse_budget()
     only_component(source)
     outputs = _outputs(output, given, calibrated=calibration is not None)

@@ -69,11 +69,10 @@ def recover(
     OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; with masks, those for it are a file
     beside it.
     """
-    from quantkit.models.source import open_model
-    from quantkit.recipefile import load_recipe
+    from quantkit.models.chosen import open_for
     from quantkit.sparsity.maskfile import load_masks
 
-    chosen, source = load_recipe(recipe), open_model(model)
+    source, chosen = open_for(model, recipe)
     mask_set = None if masks is None else load_masks(masks)
     mine, _ = split_options(given)
     refuse_foreign(method, mine)

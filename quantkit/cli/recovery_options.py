@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli import options
 from quantkit.errors import RecipeError
+from quantkit.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from quantkit.recipe import Recipe
@@ -16,8 +18,7 @@ METHODS = click.Choice(["distill", "reconstruct"])
 #: Where second moments are at hand there is one more, which trains nothing.
 SPARSE_METHODS = click.Choice(["distill", "obs", "reconstruct"])
 
-_COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = options.FiniteRange(min=0, min_open=True)
 
 #: name -> what click is told besides the name; help texts gain a prefix in ``sparsify``
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,11 +36,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "how long to train, trajectories included. Default: 2, or no limit with --steps.",
     },
     "--steps": {
-        "type": _COUNT,
+        "type": options.STEPS,
         "help": "how many training steps; of reconstruct, the gradient steps of a block.",
     },
     "--batch": {
-        "type": _COUNT,
+        "type": options.COUNT,
         "help": "calls of the denoiser a step; default: 256, on a CPU 16. Of reconstruct, calls in "
         "all; default: 256, or what the time allows.",
     },
@@ -52,26 +53,26 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a UTF-8 file with one prompt a line; default: the bundled set.",
     },
     "--sampling-steps": {
-        "type": _COUNT,
+        "type": options.STEPS,
         "help": "denoising steps of a trajectory; default: the recipe's, of reconstruct 3, 4 and 7 "
         "in turn.",
     },
     "--sampling-batch": {
-        "type": _COUNT,
+        "type": options.COUNT,
         "help": "prompts denoised at a time; default: 256, on a CPU 16; of reconstruct 16 and 4.",
     },
     "--trajectories": {
-        "type": _COUNT,
+        "type": options.COUNT,
         "help": "how many are kept at a time; default: 4096, on a CPU 64; of reconstruct 64.",
     },
-    "--guidance": {"type": float, "help": "guidance scale; default: the recipe's."},
+    "--guidance": {"type": options.NUMBER, "help": "guidance scale; default: the recipe's."},
     "--watch-every": {
-        "type": click.IntRange(min=0),
+        "type": click.IntRange(0, MAX_COUNT),
         "help": "steps after which pictures are compared with the teacher's; 0: never. "
         "Default: 500.",
     },
     "--patience": {
-        "type": _COUNT,
+        "type": options.COUNT,
         "help": "stop when so many comparisons in a row brought nothing better, and keep the "
         "best. Default: train to the end.",
     },
@@ -97,7 +98,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "no CUDA graphs, which make training a quarter faster.",
     },
     "--seed": {
-        "type": click.IntRange(min=0),
+        "type": options.SEED,
         "help": "of the first noise; default: the recipe's.",
     },
     "--device": {"metavar": "auto|cpu|cuda[:N]", "help": "where to train; default: auto."},

@@ -67,11 +67,13 @@ def run_recipe(
     from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
     from quantkit.files import write_or_keep
+    from quantkit.models.chosen import refuse_unmatched
     from quantkit.recipefile import load_recipe
 
     output, chosen = request.output, load_recipe(recipe)
     refuse_search(chosen)
     opened = require_pipeline(model)
+    refuse_unmatched(chosen, recipe, opened)
     _check_outputs(output, chosen, opened, force=request.force)
     settings = request.settings(last=True)
     if request.dry_run:

@@ -8,6 +8,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
@@ -34,17 +35,17 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it too, as .svg, .png or .pdf.")
 @click.option(
     "--measure",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_COUNT),
     default=24,
     show_default=True,
     help="Most layers to run in the pipeline; 0 runs none.",
 )
 @options.prompts
-@click.option("--count", type=click.IntRange(min=1), help="Prompts to run on; default: one batch.")
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=float, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first prompt's noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Prompts denoised at a time.")
+@click.option("--count", type=options.COUNT, help="Prompts to run on; default: one batch.")
+@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
+@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
+@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @options.device
 @options.force
 @options.quiet
@@ -134,9 +135,8 @@ def measure_layers(
     from quantkit.calibration.statistics import load_calibration
     from quantkit.digest import sha256_of_file
     from quantkit.files import write_or_keep
-    from quantkit.models.source import open_model
+    from quantkit.models.chosen import open_for
     from quantkit.places import check_file
-    from quantkit.recipefile import load_recipe
     from quantkit.sensitivity.analyse import measure_sensitivity
     from quantkit.sensitivity.plot import check_plot_path, save_plot
     from quantkit.sensitivity.result import save_sensitivity
@@ -147,10 +147,11 @@ def measure_layers(
     if plot is not None:
         check_plot_path(plot)
         check_file(plot, force=force)
-    chosen = load_recipe(recipe).with_calibration(run)
+    source, chosen = open_for(model, recipe)
+    chosen = chosen.with_calibration(run)
     texts = read_prompts(prompts)[: count or chosen.calibration.batch]
     surgeon = None if hessians is None else Surgeon(load_hessians(hessians), choose_device(device))
-    subject = Subject.of(open_model(model), chosen, load_calibration(calibration), surgeon)
+    subject = Subject.of(source, chosen, load_calibration(calibration), surgeon)
     with progress_bar(quiet=quiet) as progress:
         found = measure_sensitivity(
             subject,

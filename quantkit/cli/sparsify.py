@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     "error_budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.FiniteRange(min=0, min_open=True),
     help="Mask only layers that lose at most this share of their output's power.",
 )
 @click.option(
@@ -172,9 +172,8 @@ def choose(
     from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
     from quantkit.files import scratch_directory, write_or_keep
-    from quantkit.models.source import open_model
+    from quantkit.models.chosen import open_for
     from quantkit.places import check_file, refuse_overlap
-    from quantkit.recipefile import load_recipe
     from quantkit.recovery.writing import refuse_outputs
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
@@ -182,9 +181,9 @@ def choose(
 
     if recovery is None:
         check_file(output, force=force)
-    chosen = with_rule(load_recipe(recipe), rule)
+    source, chosen = open_for(model, recipe)
+    chosen = with_rule(chosen, rule)
     chosen.refuse_budget()
-    source = open_model(model)
     if recovery is None:
         refuse_overlap(output, source.path)
     else:

@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit import __version__
 from quantkit.device.codeobject import Resources
 from quantkit.device.geometry import geometry_of
 from quantkit.device.ops import Argument, Variant
 from quantkit.errors import ArtefactError
+from quantkit.jsonfile import as_type, parsing, read_json
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -109,46 +110,21 @@ def read_manifest(folder: Path) -> Manifest:
         ArtefactError: it is missing, damaged, or of a newer version.
     """
     path = folder / MANIFEST_NAME
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtefactError(
-            f"{path}: cannot be read ({error.strerror}); pass a folder that "
-            "'quantkit kernels build' wrote"
-        ) from error
-    except ValueError as error:
-        raise ArtefactError(f"{path}: is not JSON ({error}); build the folder again") from error
-    version = content.get("manifest_version") if isinstance(content, dict) else None
+    cure = "pass a folder that 'quantkit kernels build' wrote"
+    if not os.path.lexists(path):
+        raise ArtefactError(f"{path}: missing; {cure}")
+    content = read_json(path, error=ArtefactError, cure=cure)
+    version = content.get("manifest_version")
     if version != MANIFEST_VERSION:
         raise ArtefactError(
-            f"{path}: has manifest_version {version!r}, this quantkit reads {MANIFEST_VERSION}"
+            f"{path}: has manifest_version {version!r:.40}, this quantkit reads {MANIFEST_VERSION}"
         )
-    return _parse(content, path)
-
-
-def _parse(content: dict[str, Any], path: Path) -> Manifest:
-    try:
-        kernels = tuple(_parse_kernel(kernel) for kernel in content["kernels"])
-        return Manifest(
-            target=str(content["target"]),
-            compiler=str(content["compiler"]),
-            options=tuple(content["options"]),
-            kernels=kernels,
-            sources_sha256=str(content.get("sources_sha256", "")),
-            quantkit_version=str(content["quantkit_version"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtefactError(
-            f"{path}: an entry is missing or malformed ({error}); build the folder again"
-        ) from error
-
-
-def _parse_kernel(entry: dict[str, Any]) -> ManifestKernel:
-    values = {field.name: entry[field.name] for field in fields(ManifestKernel)}
-    x, y, z = values["grid"]
-    values["grid"] = (x, y, z)
-    values["args"] = tuple(ManifestArgument(**argument) for argument in entry["args"])
-    return ManifestKernel(**values)
+    with parsing(path, cure="build the folder again"):
+        manifest = as_type(Manifest, content)
+        for kernel in manifest.kernels:
+            if Path(kernel.file).name != kernel.file:
+                raise ValueError(f"file {kernel.file!r:.80}, which is not in the folder")
+        return manifest
 
 
 def _describe_argument(argument: Argument, io: str) -> ManifestArgument:

@@ -145,4 +145,4 @@ def find_family(class_name: str) -> Family:
         if class_name in family.class_names:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.class_names)
-    raise ModelError(f"denoiser {class_name}: no family describes it, wanted one of {known}")
+    raise ModelError(f"denoiser {class_name!s:.80}: no family describes it, wanted one of {known}")

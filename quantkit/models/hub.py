@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from quantkit.errors import ModelError
-from quantkit.jsonfile import read_json
+from quantkit.models.source import read_pipeline_index
 
 _INDEX = ["model_index.json", "config.json"]
 
@@ -51,10 +51,8 @@ def download(repository: str) -> Path:
 
 
 def _patterns(repository: str, root: Path) -> list[str]:
-
     if (root / "model_index.json").is_file():
-        index = read_json(root / "model_index.json")
-        folders = [f"{name}/" for name, entry in index.items() if isinstance(entry, list)]
+        folders = [f"{name}/" for name in read_pipeline_index(root)]
         return [*_INDEX, *(folder + file for folder in folders for file in _FILES)]
     if (root / "config.json").is_file():
         return list(_FILES)

@@ -12,6 +12,12 @@ from quantkit.tensorfile import TensorInfo, read_header
 
 #: Dtypes that weights are packed from.
 SOURCE_DTYPES = ("F16", "BF16", "F32")
+#: Bytes of a tensor's name; the longest of published models has 80.
+MAX_NAME = 200
+#: What packed layers have beside a weight and a bias: a model with such a tensor cannot be packed.
+RESERVED = (
+    "weight_meta", "weight_scale", "input_scale", "input_smooth", "input_shift", "output_shift",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ def list_layers(component: Component) -> tuple[Layer, ...]:
     tensors: dict[str, tuple[Path, TensorInfo]] = {}
     for shard in component.shards:
         for info in read_header(shard).tensors.values():
+            _refuse_name(shard, info.name)
             if info.name in tensors:
                 raise ModelError(
                     f"{shard}: {info.name} is in {tensors[info.name][0].name} too; "
@@ -74,6 +81,25 @@ def list_layers(component: Component) -> tuple[Layer, ...]:
         for name, (shard, info) in tensors.items()
         if _is_layer(component, info)
     )
+
+
+def _refuse_name(shard: Path, name: str) -> None:
+    """Refuse a tensor that no module of diffusers can have: names become parts of files and paths.
+
+    An artefact's names have ``/`` between component and layer, and a layer's moments lie in a file
+    of its name, which the system allows 255 bytes.
+    """
+    words = name.split(".")
+    if not all(words) or not name.isprintable() or "/" in name or len(name.encode()) > MAX_NAME:
+        raise ModelError(
+            f"{shard}: tensor {name!r:.80}, wanted the dotted path of a parameter, of at most "
+            f"{MAX_NAME} bytes; save the model again with diffusers"
+        )
+    if words[-1] in RESERVED:
+        raise ModelError(
+            f"{shard}: tensor {name}: {words[-1]} is what a packed layer has; start from the "
+            "16-bit model"
+        )
 
 
 def _bias_of(weight: str) -> str:

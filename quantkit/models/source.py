@@ -1,6 +1,8 @@
 """Opening MODEL: a pipeline directory, a component directory, or a hub id. Reads only JSON."""
 
+import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,16 +54,17 @@ def open_model(text: str) -> Model:
             encoder, a denoiser of no known family, a model that is quantized already.
     """
     path = Path(text)
-    if path.is_dir():
+    # Not Path's own, which raise for names that are too long or hold a null.
+    if os.path.isdir(path):  # noqa: PTH112
         return _open_directory(path)
-    if path.exists():
+    if os.path.lexists(path):
         raise ModelError(
-            f"{text}: a file, wanted a diffusers directory; single-file checkpoints are converted "
-            "by from_single_file(...) and save_pretrained(...) of diffusers"
+            f"{text}: no folder, wanted a diffusers directory; single-file checkpoints are "
+            "converted by from_single_file(...) and save_pretrained(...) of diffusers"
         )
     if HUB_ID.fullmatch(text):
         return _open_hub(text)
-    raise ModelError(f"{text}: no such directory, and not a hub id (owner/name)")
+    raise ModelError(f"{text!s:.200}: no such directory, and not a hub id (owner/name)")
 
 
 def _open_hub(repository: str) -> Model:
@@ -89,17 +92,34 @@ def _open_directory(path: Path) -> Model:
 
 
 def _open_pipeline(path: Path) -> tuple[Component, ...]:
+    classes = read_pipeline_index(path)
+    known = {class_name for family in FAMILIES for class_name in family.class_names}
+    names = [name for name, class_name in classes.items() if class_name in known]
+    if not names:
+        _refuse_pipeline(path, classes)
+    return tuple(_open_component(path / name, name) for name in names)
+
+
+def read_pipeline_index(path: Path) -> dict[str, str]:
+    """Return the class of each component that a pipeline's model_index.json names.
+
+    Raises:
+        ModelError: no JSON, or a name that is no folder's.
+    """
     index = read_json(path / "model_index.json")
     classes = {
         name: entry[1]
         for name, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
     }
-    known = {class_name for family in FAMILIES for class_name in family.class_names}
-    names = [name for name, class_name in classes.items() if class_name in known]
-    if not names:
-        _refuse_pipeline(path, classes)
-    return tuple(_open_component(path / name, name) for name in names)
+    for name in classes:
+        # It becomes a part of paths: ../x or /etc would lead out of the pipeline.
+        if not (name.isidentifier() and name.isascii()):
+            raise ModelError(
+                f"{path / 'model_index.json'}: component {name!r:.80}, wanted the plain name of a "
+                "folder; download it again"
+            )
+    return classes
 
 
 def _refuse_pipeline(path: Path, classes: Mapping[str, str]) -> None:
@@ -110,7 +130,7 @@ def _refuse_pipeline(path: Path, classes: Mapping[str, str]) -> None:
             except ModelError as error:
                 raise ModelError(f"{path / name}: {error}") from error
     found = ", ".join(sorted(classes)) or "nothing"
-    raise ModelError(f"{path}: model_index.json names no unet or transformer (found {found})")
+    raise ModelError(f"{path}: model_index.json names no unet or transformer (found {found:.200})")
 
 
 def _open_component(path: Path, name: str) -> Component:
@@ -118,9 +138,11 @@ def _open_component(path: Path, name: str) -> Component:
         raise ModelError(f"{path}: missing, though model_index.json names it; download it again")
     config = read_json(path / "config.json")
     if "quantization_config" in config:
-        method = dict(config["quantization_config"] or {}).get("quant_method", "an unnamed method")
+        entry = config["quantization_config"]
+        method = entry.get("quant_method") if isinstance(entry, dict) else None
         raise ModelError(
-            f"{path}: packed already (by {method}); start from the 16-bit model it came from"
+            f"{path}: packed already (by {method or 'an unnamed method'!s:.80}); start from the "
+            "16-bit model it came from"
         )
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
@@ -135,10 +157,11 @@ def _open_component(path: Path, name: str) -> Component:
 
 def _no_denoiser(path: Path, config: Mapping[str, Any]) -> str:
     if "architectures" in config or "model_type" in config:
-        kind = (config.get("architectures") or [config.get("model_type")])[0]
+        kinds = config.get("architectures")
+        kind = kinds[0] if isinstance(kinds, list) and kinds else config.get("model_type")
         return (
-            f"{path}: {kind} is a transformers model; quantkit packs the denoiser of a pipeline "
-            "(unet or transformer) and leaves text encoders as they are"
+            f"{path}: {kind!s:.80} is a transformers model; quantkit packs the denoiser of a "
+            "pipeline (unet or transformer) and leaves text encoders as they are"
         )
     return f"{path / 'config.json'}: no _class_name, wanted the config of a diffusers model"
 
@@ -182,10 +205,14 @@ def _shards_of(index: Path) -> tuple[Path, ...]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ModelError(f"{index}: no weight_map; download it again")
-    names = sorted(set(map(str, table.values())))
+    if odd := [value for value in table.values() if not isinstance(value, str)]:
+        raise ModelError(
+            f"{index}: weight_map names the file {reprlib.repr(odd[0])}; download it again"
+        )
+    names = sorted(set(table.values()))
     for name in names:
-        if Path(name).name != name:
-            raise ModelError(f"{index}: shard {name!r} is outside the directory")
-        if not (index.parent / name).is_file():
+        if Path(name).name != name or not name.isprintable():
+            raise ModelError(f"{index}: shard {name!r:.80} is no file of the directory")
+        if not os.path.isfile(index.parent / name):  # noqa: PTH113
             raise ModelError(f"{index.parent / name}: missing shard; download it again")
     return tuple(index.parent / name for name in names)

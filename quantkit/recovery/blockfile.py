@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.jsonfile import as_type, parsing
 from quantkit.recovery.saving import refuse_others
 
 _KIND = "quantkit_reconstruction"
@@ -63,9 +64,10 @@ class BlockFile:
             ArtefactError: no such file, a damaged one, or one of another reconstruction.
         """
         tensors, about = read_artefact(self._path, _KIND)
-        refuse_others(self._path, about["identity"], self._identity)
-        blocks = tuple(Rebuilt(**values) for values in about["blocks"])
-        return Kept(tensors, blocks, about["seconds"], about["loss"])
+        with parsing(self._path, cure="begin again without --resume"):
+            refuse_others(self._path, about["identity"], self._identity)
+            blocks = tuple(as_type(Rebuilt, values) for values in about["blocks"])
+            return Kept(tensors, blocks, float(about["seconds"]), float(about["loss"]))
 
     def due(self) -> bool:
         """Tell whether it is time to save."""

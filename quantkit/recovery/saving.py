@@ -11,9 +11,11 @@ from typing import Any
 from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.digest import sha256_of_range
 from quantkit.errors import ArtefactError, OutputError
+from quantkit.inputfile import open_file
+from quantkit.jsonfile import as_type, parsing
 from quantkit.models.source import Component
 from quantkit.recipe import Recipe
-from quantkit.recovery.course import Clock, Look, Point
+from quantkit.recovery.course import Clock, Point
 from quantkit.recovery.settings import Settings
 from quantkit.recovery.training import Trainer
 from quantkit.sparsity.maskfile import MaskSet
@@ -52,7 +54,7 @@ def _digest(value: Any) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return sha256_of_range(file.fileno(), 0, path.stat().st_size)
 
 
@@ -100,12 +102,13 @@ class Checkpoint:
             ArtefactError: no such file, a damaged one, or one of another training.
         """
         state, about = read_artefact(self._path, _KIND)
-        refuse_others(self._path, about["identity"], self._identity)
-        trainer.step = about["step"]
-        trainer.clock = Clock(about["seconds"])
-        trainer.chunks, trainer.oldest = about["chunks"], about["oldest"]
-        trainer.points = [_point(values) for values in about["points"]]
-        trainer.stepper.restore(state, trainer.step)
+        with parsing(self._path, cure="begin again without --resume"):
+            refuse_others(self._path, about["identity"], self._identity)
+            trainer.step = int(about["step"])
+            trainer.clock = Clock(float(about["seconds"]))
+            trainer.chunks, trainer.oldest = int(about["chunks"]), int(about["oldest"])
+            trainer.points = [as_type(Point, values) for values in about["points"]]
+            trainer.stepper.restore(state, trainer.step)
 
     def remove(self) -> None:
         """Drop the file: the training is over and its result is written."""
@@ -146,11 +149,6 @@ def refuse_unfinished(path: Path, *, resume: bool, force: bool) -> None:
             f"{path}: a training that was ended before its time; pass --resume to go on with it, "
             "or --force to begin again"
         )
-
-
-def _point(values: dict[str, Any]) -> Point:
-    look = values.pop("look")
-    return Point(**values, look=None if look is None else Look(**look))
 
 
 def _short(value: object) -> str:

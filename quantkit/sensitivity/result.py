@@ -3,12 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibration.statistics import edges_of
 from quantkit.files import staged_file
-from quantkit.jsonfile import read_measured
+from quantkit.jsonfile import as_type, read_measured
 from quantkit.recipe import Recipe
 
 SCHEMA, VERSION = "quantkit.sensitivity", 1
@@ -143,26 +143,17 @@ def _parsed(values: dict[str, Any]) -> Sensitivity:
     return Sensitivity(
         str(values["component"]),
         tuple(_layer(entry) for entry in values["layers"]),
-        tuple(map(float, values["edges"])),
+        edges_of(values["edges"]),
         int(values["fixed_bytes"]),
         Recipe.model_validate(values["recipe"]),
-        Provenance(**values["provenance"]),
+        as_type(Provenance, values["provenance"]),
         tuple(map(str, values["notes"])),
     )
 
 
 def _layer(entry: dict[str, Any]) -> LayerSensitivity:
-    outcomes = {name: Outcome(**outcome) for name, outcome in entry["outcomes"].items()}
-    figures = [f for o in outcomes.values() for f in (o.error, o.bytes, o.seconds)]
-    if "16-bit" not in outcomes or not all(isfinite(f) and f >= 0 for f in figures):
-        raise ValueError(f"{entry['name']}: outcomes without 16-bit, or not finite and positive")
-    measured = entry["measured"]
-    return LayerSensitivity(
-        str(entry["name"]),
-        str(entry["kind"]),
-        tuple(map(int, entry["shape"])),
-        str(entry["digest"]),
-        float(entry["rows"]),
-        outcomes,
-        None if measured is None else Measured(**measured),
-    )
+    layer = as_type(LayerSensitivity, {k: v for k, v in entry.items() if k != "role"})
+    figures = [f for o in layer.outcomes.values() for f in (o.error, o.bytes, o.seconds)]
+    if "16-bit" not in layer.outcomes or not all(f >= 0 for f in (*figures, layer.rows)):
+        raise ValueError(f"{layer.name!r:.80}: outcomes without 16-bit, or below 0")
+    return layer

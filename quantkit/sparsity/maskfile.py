@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
 from quantkit.calibration.statistics import find_component
-from quantkit.errors import ArtefactError, ShapeError
+from quantkit.errors import ShapeError
+from quantkit.jsonfile import as_type, parsing
 from quantkit.models.source import Component
 from quantkit.numerics.masks import SPARSEGPT, Pattern, parse_pattern
 
@@ -122,16 +124,24 @@ def load_masks(path: Path) -> MaskSet:
         ArtefactError: missing, damaged, or of a newer version.
     """
     tensors, about = read_artefact(path, _KIND)
-    try:
-        pattern = parse_pattern(about["pattern"])
+    with parsing(path, cure="choose the masks again"):
+        pattern = parse_pattern(str(about["pattern"]))
         layers: dict[str, dict[str, LayerMask]] = {name: {} for name in about["layers"]}
         for name, bits in tensors.items():
             component, layer, _ = split_name(name)
             entry = about["layers"][component][layer]
+            if bits.dtype != torch.uint8 or bits.ndim != 2:
+                raise ValueError(
+                    f"{name!r:.80}: {bits.dtype} of {bits.ndim} axes, wanted uint8 of 2"
+                )
             layers[component][layer] = LayerMask(
-                bits, pattern, str(entry["source_digest"]), float(entry["error"])
+                bits, pattern, str(entry["source_digest"]), _share(entry["error"])
             )
-        decisions = tuple(Decision(**entry) for entry in about["decisions"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtefactError(f"{path}: damaged ({error}); choose the masks again") from error
-    return MaskSet(layers, str(about["method"]), pattern, decisions)
+        decisions = tuple(as_type(Decision, entry) for entry in about["decisions"])
+        return MaskSet(layers, str(about["method"]), pattern, decisions)
+
+
+def _share(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < inf:
+        raise ValueError(f"error {value!r:.40}, wanted a share")
+    return float(value)

@@ -1,0 +1,70 @@
+"""The recipe that a command was given, held against the layers of the model that it is for."""
+
+from collections.abc import Iterator, Sequence
+
+from quantkit.errors import RecipeError
+from quantkit.models.layers import list_layers
+from quantkit.models.source import Model, open_model
+from quantkit.recipe import Recipe, matches
+from quantkit.recipefile import did_you_mean, load_recipe
+
+
+def open_for(model: str, recipe: str) -> tuple[Model, Recipe]:
+    """Return the model and the recipe that a command names, which fit each other.
+
+    The recipe is read first: a mistake in it should not be told after a download.
+
+    Raises:
+        ModelError: as ``open_model``.
+        RecipeError: as ``load_recipe`` and ``refuse_unmatched``.
+    """
+    chosen, source = load_recipe(recipe), open_model(model)
+    refuse_unmatched(chosen, recipe, source)
+    return source, chosen
+
+
+def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:
+    """Refuse a recipe with a glob on layers that none of any denoiser of the model matches.
+
+    Args:
+        recipe: ``keep``, ``sparsity`` and ``overrides`` are looked at, unless it says ignore.
+        where: what messages call it.
+        model: of which headers are read.
+
+    Raises:
+        RecipeError: naming the first, and what it may have meant.
+    """
+    if recipe.unmatched == "ignore":
+        return
+    names = [layer.name for component in model.components for layer in list_layers(component)]
+    for key, globs in _globs(recipe):
+        for glob in globs:
+            if not any(matches(name, (glob,)) for name in names):
+                meant = did_you_mean(glob, sorted(_near(names)))
+                raise RecipeError(
+                    f"{where}: {key}: {glob!r:.80} matches none of the model's {len(names)} layers"
+                    f"{meant or '; correct it, or leave it out'}"
+                )
+
+
+def _globs(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
+    yield "keep", recipe.keep
+    if recipe.sparsity is not None:
+        yield "sparsity.layers", recipe.sparsity.layers
+        yield "sparsity.exclude", recipe.sparsity.exclude
+    for index, override in enumerate(recipe.overrides):
+        yield f"overrides.{index}.layers", override.layers
+
+
+def _near(names: Sequence[str]) -> set[str]:
+    """Return the globs that somebody may have meant: paths, their ends and starts, without numbers.
+
+    ``a.0.b`` gives ``a.0.b``, ``a.*.b``, ``a.*`` and ``*.b``.
+    """
+    found = set(names)
+    for name in names:
+        words = ["*" if word.isdigit() else word for word in name.split(".")]
+        found.add(".".join(words))
+        for cut in range(1, len(words)):
+            found |= {".".join((*words[:cut], "*")), ".".join(("*", *words[cut:]))}
+    return found
