@@ -176,9 +176,9 @@ def test_targets_without_objects_are_refused(tmp_path):
 
 def test_resources_agree_with_llvm(amd):
     """Outside oracle: llvm-readelf prints the same note."""
-    tool = shutil.which("llvm-readelf-19") or shutil.which("llvm-readelf")
+    tool = shutil.which("llvm-readelf-22") or shutil.which("llvm-readelf")
     if tool is None:
-        need(lambda: _missing("llvm-readelf (llvm-19)"))
+        need(lambda: _missing("llvm-readelf (llvm-22)"))
     for kernel in read_manifest(amd).kernels:
         command = [tool, "--notes", str(amd / kernel.file)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -41,7 +41,9 @@ from quantkit.numerics.windows import ConvShape
 GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
 SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
 GEMM = Variant(OPS["gemm_fp8"], ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t2"))
-SELF_TEST = [Variant(op, (*selftest._WORDS, "t4")) for op in GEMMS]
+SELF_TEST = [
+    Variant(op, (*selftest._WORDS, tile)) for op in GEMMS for tile in ("t0", "t1", "t2", "t3", "t4")
+]
 
 
 @pytest.fixture(scope="session")
@@ -443,22 +445,35 @@ def test_the_architecture_is_not_the_marketing_name(monkeypatch, version, proper
 def test_a_sound_device_passes_its_self_test(hip):
     hip.provide(*SELF_TEST)
     selftest.run_self_test(hip.device())
-    assert [launch["block"] for launch in hip.launches()] == ["256,1,1"] * 2
+    # Every tile of gfx12 on 19x21 and on a whole tile, dense and sparse.
+    blocks = [128, 64, 64, 256, 256]
+    launched = [launch["block"] for launch in hip.launches()]
+    assert launched == [f"{block},1,1" for block in blocks for _ in range(2)] * 2
 
 
-@pytest.mark.parametrize("op", [op.name for op in GEMMS])
-def test_every_product_of_the_self_test_is_telling(op):
+def test_every_product_of_the_self_test_is_telling(hip):
     """A matrix in which rows, columns or K positions could be swapped unseen would prove little."""
-    operands, expected = next((o, e) for name, o, e in selftest._cases() if name == op)
-    x, one, *weights, _ = operands
-    exact = OPS[op].reference(
-        x, one, *weights, one, None, "e4m3fn", "e4m3fn", torch.float64, precision=torch.float64
-    )
-    assert torch.equal(exact, expected.double())
-    assert len({tuple(row) for row in expected.tolist()}) == 16
-    assert len({tuple(row) for row in expected.T.tolist()}) == 16
-    assert len({tuple(column) for column in x.T.tolist()}) == x.shape[1]
-    assert expected.abs().max() < 2048
+    cases = list(selftest._cases(hip.device()))
+    assert {case.sizes["m"] for case in cases} == {16, 19, 64, 128, 256}
+    for case in cases:
+        x, one, *weights, _ = case.operands
+        double = torch.float64
+        how = (one, None, "e4m3fn", "e4m3fn", double)
+        exact = OPS[case.kernel.operation].reference(x, one, *weights, *how, precision=double)
+        expected = case.expected
+        assert torch.equal(exact, expected.double())
+        assert len({tuple(row) for row in expected.tolist()}) == case.sizes["m"]
+        assert len({tuple(row) for row in expected.T.tolist()}) == case.sizes["n"]
+        assert len({tuple(column) for column in x.T.tolist()}) == x.shape[1]
+        assert expected.abs().max() < 2048
+
+
+@pytest.mark.parametrize("broken", SELF_TEST, ids=lambda variant: variant.symbol)
+def test_one_wrong_tile_is_found(hip, monkeypatch, broken):
+    hip.provide(*SELF_TEST)
+    hip.set(CORRUPT=broken.symbol)
+    problem = examine(hip, monkeypatch).problem
+    assert f"{broken.operation}: the self-test of {broken.name} got" in problem
 
 
 def examine(hip, monkeypatch, **changes):
@@ -476,7 +491,7 @@ def test_a_device_that_computes_wrongly_is_refused(hip, monkeypatch):
     assert examine(hip, monkeypatch).problem == ""
     hip.set(CORRUPT=1)
     problem = examine(hip, monkeypatch).problem
-    assert "self-test of the matrix instruction got" in problem
+    assert "the self-test of e4m3fn_e4m3fn_tensor_tensor_f16_t0 got" in problem
     assert "wrong on gfx1201" in problem
 
 
@@ -514,13 +529,13 @@ def test_doctor_names_the_gpu_and_all_about_it(hip, monkeypatch, tmp_path):
         "cuda:0: A card, gfx1201, 16 GiB",
         "kernels: gfx1201 policy, compiled for gfx1201; HIP 70152801: ",
         "hipRTC 7.1: ",
-        f"objects: 2 cached in {cache.cache_directory()}",
+        f"objects: 10 cached in {cache.cache_directory()}",
         "built from other sources; build the folder again",
         "self-test: passed in",
     ):
         assert part in text, part
     assert {o["backend"] for o in found["operations"] if o["device"] == "cuda:0"} == {"gpu"}
-    assert found["gpus"][0]["cached_objects"] == 2
+    assert found["gpus"][0]["cached_objects"] == 10
     assert "self-test: gemm_fp8: the self-test of the matrix instruction got" in broken
 
 

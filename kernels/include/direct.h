@@ -89,6 +89,7 @@ struct DirectLoop {
       now = next;
     }
     multiply(acc, now);
+    finish_all(acc);
     return gather(acc, reinterpret_cast<f32*>(lds));
   }
 

@@ -84,6 +84,8 @@ QK_DEVICE void store(void* address, const T& value) {
 QK_DEVICE int uniform(int value) { return value; }
 QK_DEVICE u32 unknown(u32 value) { return value; }
 QK_DEVICE void keep_order() {}
+template <class T>
+QK_DEVICE void finish(T&) {}
 
 /// Largest value over the wave. One rendezvous instead of five shuffles: a fiber switch is what costs here.
 QK_DEVICE u32 wave_max(u32 value) {
@@ -151,6 +153,9 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #  define QK_HOST_ENTRY(threads, lds_bytes)
 #  if defined(__AMDGCN__) || defined(__HIP__) || defined(__HIPCC_RTC__)
 #    define QK_AMD 1
+#    if defined(__GFX12__) && __clang_major__ < 22
+#      error "gfx12 takes clang 22 or later, as ROCm 7.2 has: earlier ones leave out waits for scalar registers"
+#    endif
 #    define QK_DEVICE __attribute__((device, always_inline)) inline
 #    define QK_KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
 #    define QK_KERNEL_SHARING(threads, blocks) QK_KERNEL(threads)
@@ -224,6 +229,12 @@ QK_DEVICE u32 unknown(u32 value) {
 }
 /// No instruction moves across.
 QK_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
+/// The value is computed here, with all lanes on. Else clang before 22 moves matrix instructions into the branches that
+/// use their result (LLVM pull requests 165602, 178314), and these want every lane of the wave.
+template <class T>
+QK_DEVICE void finish(T& value) {
+  asm volatile("" : "+v"(value));
+}
 QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
 QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
@@ -255,6 +266,8 @@ QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
 QK_DEVICE int uniform(int value) { return value; }
 QK_DEVICE u32 unknown(u32 value) { return value; }
 QK_DEVICE void keep_order() {}
+template <class T>
+QK_DEVICE void finish(T&) {}
 QK_DEVICE u32 lane_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 /// Larger one of each half, as unsigned 16-bit numbers.
 QK_DEVICE u32 max_halves(u32 a, u32 b) {

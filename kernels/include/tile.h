@@ -103,6 +103,15 @@ struct Carrier {
   }
 };
 
+/// Ends the multiplications: what follows may mask lanes.
+template <class Acc, int kBlocksN, int kBlocksM>
+QK_DEVICE void finish_all(Acc (&acc)[kBlocksN][kBlocksM]) {
+  QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
+    QK_UNROLL for (int j = 0; j < kBlocksM; ++j)
+      finish(acc[i][j]);
+  }
+}
+
 /// Operands of one GEMM; w_meta is null unless the weights are sparse.
 struct Operands {
   const u8* x;
@@ -245,6 +254,7 @@ struct TileLoop {
       next = swap;
     }
     multiply(acc, current, wave_m, wave_n, lane);
+    finish_all(acc);
     return true;
   }
 };

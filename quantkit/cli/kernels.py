@@ -30,7 +30,7 @@ every = click.option(
 compiler = click.option(
     "--compiler",
     metavar="PATH",
-    help="clang >= 19 for AMD targets; default: clang++-19 or newer on PATH.",
+    help="clang >= 22 for AMD targets; default: clang++-22 or newer on PATH, or ROCm's amdclang++.",
 )
 
 
@@ -69,7 +69,7 @@ def build_command(
 ) -> None:
     """Compile kernels ahead of time: linked code objects and manifest.json.
 
-    The manifest tells any program how to launch them. No GPU is needed: AMD targets take clang 19
+    The manifest tells any program how to launch them. No GPU is needed: AMD targets take clang 22
     or newer, sm_89 takes the NVRTC that torch brings along.
     """
     _known_target(target)
@@ -105,7 +105,7 @@ def check_command(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Fail on spills, on too much LDS, and on missing matrix instructions.
+    """Fail on spills, on too much LDS, on matrix instructions that are missing or masked, on waits.
 
     Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. For AMD
     targets it counts what the K loop issues, and says which share of the matrix peak that allows.

@@ -9,7 +9,7 @@ from quantkit.errors import KernelError
 class Toolchain(Enum):
     """What compiles for a target."""
 
-    #: clang >= 19, ahead of time, to a linked code object
+    #: clang >= 22, ahead of time, to a linked code object
     CLANG = "clang"
     #: NVRTC from the wheels that torch depends on, to a cubin; needs no GPU
     NVRTC = "nvrtc"
@@ -67,6 +67,8 @@ class Arch:
     matrix_instruction: tuple[tuple[str, str], ...] = ()
     #: None where no model of its loop is known
     matrix_unit: MatrixUnit | None = None
+    #: a scalar register's new value can stay hidden until s_wait_alu (device/hazards.py)
+    hides_scalar_writes: bool = False
     #: static LDS a workgroup may have
     lds_limit: int = 64 * 1024
     #: devices that run its kernels, by the names that torch gives: gcnArchName, or sm_ and the
@@ -96,7 +98,7 @@ class Arch:
         return device if family else self.name
 
 
-# Sources: RDNA3 and RDNA4 ISA references; occupancies agree with clang 19's
+# Sources: RDNA3 and RDNA4 ISA references; occupancies agree with clang's
 # -Rpass-analysis=kernel-resource-usage (96 registers: 16 waves, 168: 9, 256: 5).
 _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 1024)
 # Source: CUDA programming guide, compute capability 8.9: 64 K registers and 48 warps per SM,
@@ -171,6 +173,7 @@ def _radeon(
         _RDNA,
         instructions,
         matrix_unit,
+        hides_scalar_writes=name.startswith("gfx12"),
         devices=(name,),
         units=2,
         tile_speed=tile_speed,

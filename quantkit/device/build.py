@@ -64,7 +64,7 @@ def build(
         the manifest.
 
     Raises:
-        CompilerMissingError: no clang >= 19, or no NVRTC.
+        CompilerMissingError: no clang >= 22, or no NVRTC.
         KernelError: an unknown target, the host, or a source that does not compile.
         OutputError: ``output`` exists without ``force``, or cannot be written.
     """

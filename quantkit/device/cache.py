@@ -1,12 +1,17 @@
 """Where compiled kernels are kept: one folder per sources, compiler, options and machine.
 
 Folders that were not used for longest are deleted when all of them together outgrow the limit.
+
+What lies here is loaded as code, so nobody else may write it: folders belong to the user, with mode
+0700, and no link is followed in them.
 """
 
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -19,6 +24,8 @@ from quantkit.resources import kernel_sources
 #: holds the builds of some ten versions.
 _LIMIT = 512 * 2**20
 _LIMIT_VARIABLE = "QUANTKIT_CACHE_MB"
+#: Bytes of the SHA-256 behind a kept file: one that was cut short must not be mapped as code.
+_SEAL = 32
 
 
 def cache_directory() -> Path:
@@ -61,16 +68,39 @@ def build_folder(*parts: str) -> Path:
     """
     key = hashlib.sha256("\0".join((sources_digest(), *parts)).encode()).hexdigest()
     folder = _builds() / key[:24]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError as error:
-        raise KernelError(f"{folder}: cannot be made ({error}); set XDG_CACHE_HOME") from error
-    if not writable:
-        raise KernelError(f"{folder}: cannot be written; set XDG_CACHE_HOME to a folder that can")
+    _make_private(folder)
     # The time of last use, which decides what is deleted first.
     os.utime(folder)
     return folder
+
+
+def read_whole(path: Path) -> bytes | None:
+    """Return what was built at ``path``; None unless it is all there, a plain file, and ours."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not (stat.S_ISREG(found.st_mode) and _is_private(found)):
+            return None
+        content = file.read()
+    body, seal = content[:-_SEAL], content[-_SEAL:]
+    return body if seal == hashlib.sha256(body).digest() else None
+
+
+def why_not_private(folder: Path) -> str:
+    """Return why what lies in ``folder`` must not be run; empty when only this user writes it.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "is a link or a file"
+    if found.st_uid != os.getuid():
+        return "belongs to another user"
+    return "" if _is_private(found) else "can be written by others"
 
 
 @contextmanager
@@ -80,19 +110,77 @@ def building(target: Path) -> Iterator[Path | None]:
     The lock only saves double work; the rename is what keeps a reader from half a file.
     """
     # Another process may have deleted a folder that this one has not used for long.
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f"{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
+    _make_private(target.parent)
+    with _locked(target.parent / f"{target.name}.lock"):
+        if read_whole(target) is not None:
             yield None
             return
-        stage = target.with_name(f".{os.getpid()}.{target.name}")
+        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            yield stage
-            stage.replace(target)
+            yield stage / target.name
+            _keep(stage / target.name, target)
         finally:
-            stage.unlink(missing_ok=True)
+            shutil.rmtree(stage, ignore_errors=True)
     _prune_once(target.parent)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # Truncating nothing and following no link: what a link points to is not ours to touch.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise KernelError(f"{path}: cannot be locked ({error.strerror}); delete it") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _keep(built: Path, target: Path) -> None:
+    """Put a built file in its place; whole, even if the machine stops."""
+    with built.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        # Behind the end, where neither linkers nor loaders look: one file needs no second rename.
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+    built.chmod(0o700)
+    built.replace(target)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder of the cache, and those above it, which nobody else can write.
+
+    Raises:
+        KernelError: it cannot be made or written, or is a link, another user's, or open to others.
+    """
+    root = cache_directory()
+    between = [path for path in folder.parents if root in path.parents]
+    for path in (root, *reversed(between), folder):
+        try:
+            path.mkdir(mode=0o700, parents=path == root, exist_ok=True)
+            problem, writable = why_not_private(path), os.access(path, os.W_OK)
+        except OSError as error:
+            raise KernelError(f"{path}: cannot be made ({error}); set XDG_CACHE_HOME") from error
+        if problem:
+            raise KernelError(
+                f"{path}: {problem}, and kernels in it would be run; delete it or set "
+                "XDG_CACHE_HOME"
+            )
+        if not writable:
+            raise KernelError(f"{path}: cannot be written; set XDG_CACHE_HOME to a folder that can")
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def prune(keep: Path, limit: int) -> tuple[Path, ...]:

@@ -1,9 +1,13 @@
-"""Gates on built objects: no spills, LDS within the limit, the matrix instructions meant."""
+"""Gates on built objects: no spills, LDS within the limit, the matrix instructions meant.
+
+AMD's also keep all lanes on where those stand, and wait where GFX12 needs it.
+"""
 
 import hashlib
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +19,13 @@ from quantkit.device.codeobject import (
     read_amd_kernels,
     read_nvidia_kernels,
 )
-from quantkit.device.compilers import objdump
+from quantkit.device.compilers import CLANG_MINIMUM, objdump
+from quantkit.device.disassembly import Instruction, read_code
 from quantkit.device.geometry import tiles
+from quantkit.device.hazards import unwaited_reads
 from quantkit.device.loops import Loop, find_loop
 from quantkit.device.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
+from quantkit.device.masks import masked_matrix_instructions
 from quantkit.errors import ArtefactError
 
 _MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?)_\w+")
@@ -86,16 +93,19 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
     except (OSError, ValueError) as error:
         return Finding(kernel, 0, {}, None, (f"{kernel.file} cannot be read: {error}",))
     text = _disassemble(path, tool) if tool else ""
+    code = read_code(text, kernel.symbol)
     counts = _count(text) if tool else count_qmma(content, kernel.symbol)
     problems = (
         *_manifest_problems(content, kernel, resources),
         *_resource_problems(resources, arch),
         *_argument_problems(resources.args, kernel.args),
         *_instruction_problems(counts, required_instruction(arch, kernel)),
+        *_mask_problems(code),
+        *(_wait_problems(code) if arch.hides_scalar_writes else ()),
     )
     assert arch.register_file
     occupancy = arch.register_file.occupancy(resources.vgprs, resources.lds, kernel.block)
-    return Finding(kernel, occupancy, dict(counts), _loop_of(text, kernel, arch), problems)
+    return Finding(kernel, occupancy, dict(counts), _loop_of(code, kernel, arch), problems)
 
 
 def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
@@ -116,13 +126,13 @@ def _count(text: str) -> Counter[str]:
     return Counter(_MATRIX_INSTRUCTION.findall(text))
 
 
-def _loop_of(text: str, kernel: ManifestKernel, arch: Arch) -> Loop | None:
+def _loop_of(code: Sequence[Instruction], kernel: ManifestKernel, arch: Arch) -> Loop | None:
     word = kernel.choices.get("tile", "")
-    if not (word and text and arch.matrix_unit):
+    if not (word and code and arch.matrix_unit):
         return None
     tile = tiles()[int(word.removeprefix("t"))]
     work = tile.m * tile.n * tile.k // (tile.block // 32)
-    return find_loop(text, kernel.symbol, work, arch.matrix_unit)
+    return find_loop(code, work, arch.matrix_unit)
 
 
 def _manifest_problems(content: bytes, kernel: ManifestKernel, found: Resources) -> list[str]:
@@ -163,3 +173,28 @@ def _instruction_problems(counts: Counter[str], required: str) -> list[str]:
         return []
     instead = ", ".join(counts) or "none"
     return [f"no {required} in the code (matrix instructions: {instead})"]
+
+
+def _mask_problems(code: Sequence[Instruction]) -> list[str]:
+    masked = masked_matrix_instructions(code)
+    if not masked:
+        return []
+    total = sum(instruction.kind == "matrix" for instruction in code)
+    return [
+        (
+            f"{len(masked)} of {total} matrix instructions may run with lanes off, the first at "
+            f"{masked[0].address:#x}; they want all"
+        )
+    ]
+
+
+def _wait_problems(code: Sequence[Instruction]) -> list[str]:
+    stale = unwaited_reads(code)
+    if not stale:
+        return []
+    return [
+        (
+            f"{len(stale)} scalar registers read without the wait that GFX12 needs, the first at "
+            f"{stale[0].address:#x}; compile with clang >= {CLANG_MINIMUM}"
+        )
+    ]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from quantkit.errors import CompilerMissingError
 
-#: The first clang with the fp8 WMMA and SWMMAC builtins of gfx12.
-CLANG_MINIMUM = 19
+#: The first clang that keeps matrix instructions out of masked branches (LLVM pull requests 165602,
+#: 178314). GFX12 also needs the waits of device/hazards.py, which came with 20.
+CLANG_MINIMUM = 22
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,25 @@ def host_compiler() -> Compiler:
 
 
 def clang(explicit: str | None = None) -> Compiler:
-    """Return clang >= 19 for AMD targets: ``explicit``, else clang++-19 and newer, else clang++.
+    """Return clang >= 22 for AMD targets: ``explicit``, else the first of these that is one.
+
+    clang++-22 and newer, as Debian names them, clang++ and amdclang++ on PATH, and ROCm's own.
 
     Raises:
         CompilerMissingError: none is found, or what was named is older or no clang.
     """
-    candidates = [explicit] if explicit else ["clang++-19", "clang++", *_newer_clangs()]
+    candidates = [explicit] if explicit else [*_numbered_clangs(), *_rocm_clangs()]
     seen = []
     for candidate in candidates:
         if found := _probe((candidate,)):
             if (_clang_major(found.version) or 0) >= CLANG_MINIMUM:
                 return found
             seen.append(f"{candidate} is {found.version!r}")
-        else:
+        elif candidate in {explicit, "clang++", "amdclang++"}:
             seen.append(f"{candidate} does not run")
     raise CompilerMissingError(
-        f"AMD targets: wanted clang >= {CLANG_MINIMUM}, but {', '.join(seen)}; "
-        "install clang-19 and lld-19 (Debian's names), or pass --compiler PATH"
+        f"AMD targets: wanted clang >= {CLANG_MINIMUM}, but {', '.join(seen)}; install clang-22 "
+        "and lld-22 (Debian's names) or ROCm 7.2, or pass --compiler PATH"
     )
 
 
@@ -74,11 +77,11 @@ def objdump(compiler: Compiler | None = None) -> str:
     beside = []
     if compiler and (path := shutil.which(compiler.command[0])):
         beside = [str(Path(path).resolve().parent / "llvm-objdump")]
-    for name in (*beside, "llvm-objdump-19", "llvm-objdump"):
+    for name in (*beside, *_numbered("llvm-objdump"), "llvm-objdump"):
         if path := shutil.which(name):
             return path
     raise CompilerMissingError(
-        "kernels check: llvm-objdump is not on PATH; install llvm-19 (Debian's name)"
+        "kernels check: llvm-objdump is not on PATH; install llvm-22 (Debian's name)"
     )
 
 
@@ -109,9 +112,19 @@ def _probe(command: tuple[str, ...]) -> Compiler | None:
     return Compiler(command, next(iter(result.stdout.splitlines()), ""))
 
 
-def _newer_clangs() -> list[str]:
-    # Debian and Ubuntu name them by major version; 30 is years ahead of the newest.
-    return [f"clang++-{major}" for major in range(30, CLANG_MINIMUM, -1)]
+def _numbered_clangs() -> list[str]:
+    return [*_numbered("clang++"), "clang++"]
+
+
+def _rocm_clangs() -> list[str]:
+    roots = (os.environ.get("ROCM_PATH", "").strip(), "/opt/rocm")
+    places = (str(Path(root) / "lib" / "llvm" / "bin" / "amdclang++") for root in roots if root)
+    return ["amdclang++", *places]
+
+
+def _numbered(program: str) -> list[str]:
+    # Debian and Ubuntu name them by major version; 40 is years ahead of the newest.
+    return [f"{program}-{major}" for major in range(CLANG_MINIMUM, 41)]
 
 
 def _clang_major(version: str) -> int | None:

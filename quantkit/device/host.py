@@ -125,7 +125,7 @@ def _load(symbol: str, variant: Variant, layout: str) -> HostKernel:
     try:
         library = ctypes.CDLL(str(path))
     except OSError:
-        # A disk that filled up or a copied cache: build it again rather than fail for ever.
+        # Copied from another machine: build it again rather than fail for ever.
         path.unlink(missing_ok=True)
         library = ctypes.CDLL(str(_library(variant, layout)))
     function = getattr(library, f"{symbol}_launch")
@@ -153,7 +153,7 @@ def _grid_function(variant: Variant) -> Callable[[int, int, int], ctypes.Array[c
 
 def _library(variant: Variant, layout: str) -> Path:
     target = _folder() / f"{variant.symbol}.{layout}.so"
-    if target.exists():
+    if cache.read_whole(target) is not None:
         return target
     with cache.building(target) as stage:
         if stage:
@@ -165,7 +165,7 @@ def _library(variant: Variant, layout: str) -> Path:
 def _runtime_object() -> Path:
     """Build the fibers and the block loop once: their standard headers cost more than a kernel."""
     target = _folder() / "runtime.o"
-    if not target.exists():
+    if cache.read_whole(target) is None:
         source = kernel_sources() / "host" / "runtime.cpp"
         with cache.building(target) as stage:
             if stage:

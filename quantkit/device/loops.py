@@ -9,35 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.device.archs import MatrixUnit
+from quantkit.device.disassembly import Instruction
 
 _LANES = 32
-_LABEL = re.compile(r"^([0-9a-f]+) <(.+)>:$")
-_CODE = re.compile(r"^\t(\w+).*// ([0-9A-F]+):")
-_TARGET = re.compile(r"<.+\+0x([0-9a-f]+)>$")
 _MATRIX = re.compile(r"v_s?wmmac?_\w+_\d+x\d+x(\d+)_")
 _LDS_ACCESS = re.compile(r"ds_(?:load|store)_(?P<two>2addr_(?:stride64_)?)?[ubi](?P<bits>\d+)")
-
-#: First prefix that fits names the class. Waits include what only steers the issue.
-_CLASSES = (
-    ("matrix", ("v_wmma", "v_swmmac")),
-    ("vector", ("v_",)),
-    ("lds", ("ds_",)),
-    ("memory", ("global_", "buffer_", "flat_", "scratch_")),
-    ("wait", ("s_wait", "s_delay_alu", "s_clause", "s_nop", "s_sendmsg")),
-    ("branch", ("s_branch", "s_cbranch")),
-    ("barrier", ("s_barrier",)),
-    ("scalar", ("s_",)),
-)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a disassembly."""
-
-    address: int
-    mnemonic: str
-    #: where a branch goes
-    target: int | None
 
 
 @dataclass(frozen=True)
@@ -82,14 +58,13 @@ class Loop:
         return min(self.issue_share, self.lds_share)
 
 
-def find_loop(text: str, symbol: str, work: int, unit: MatrixUnit) -> Loop | None:
-    """Return the K loop of ``symbol``, None where no loop has matrix instructions.
+def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop | None:
+    """Return the K loop of a kernel, None where no loop has matrix instructions.
 
     Args:
-        text: what llvm-objdump -d prints.
+        code: the whole kernel.
         work: products that a wave sums per pass, rows x columns x K.
     """
-    code = read_code(text, symbol)
     spans = _loops(code)
     if not spans:
         return None
@@ -103,31 +78,9 @@ def find_loop(text: str, symbol: str, work: int, unit: MatrixUnit) -> Loop | Non
     lds = 0
     for instruction in whole.code:
         count = turns if instruction in inner.code else 1
-        issued[class_of(instruction.mnemonic)] += count
+        issued[instruction.kind] += count
         lds += count * lds_bytes(instruction.mnemonic)
     return Loop(dict(issued), lds, unit)
-
-
-def read_code(text: str, symbol: str) -> tuple[Instruction, ...]:
-    """Return the instructions of ``symbol`` in a disassembly."""
-    code, base, inside = [], 0, False
-    for line in text.splitlines():
-        if label := _LABEL.match(line):
-            inside = label[2] == symbol
-            base = int(label[1], 16)
-        elif inside and (match := _CODE.match(line)):
-            target = _TARGET.search(line) if class_of(match[1]) == "branch" else None
-            goal = base + int(target[1], 16) if target else None
-            code.append(Instruction(int(match[2], 16), match[1], goal))
-    return tuple(code)
-
-
-def class_of(mnemonic: str) -> str:
-    """Return the class of an instruction, ``other`` for one that has none."""
-    for name, prefixes in _CLASSES:
-        if mnemonic.startswith(prefixes):
-            return name
-    return "other"
 
 
 def lds_bytes(mnemonic: str) -> int:
@@ -146,7 +99,7 @@ class _Span:
 
     @property
     def matrix(self) -> int:
-        return sum(class_of(i.mnemonic) == "matrix" for i in self.code)
+        return sum(i.kind == "matrix" for i in self.code)
 
     def around(self, spans: Sequence["_Span"]) -> list["_Span"]:
         """Return those that hold this one."""

@@ -183,7 +183,7 @@ def _tools() -> tuple[Tool, ...]:
 
     return (
         _find("C++ compiler", "host kernels", host),
-        _find("clang >= 19", "kernels build for AMD", amd),
+        _find("clang >= 22", "kernels build for AMD", amd),
         _find("llvm-objdump", "kernels check for AMD", objdump),
         _find("NVRTC", "kernels on NVIDIA, kernels build for sm_89", nvidia),
     )

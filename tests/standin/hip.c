@@ -4,7 +4,8 @@
  * Compiled twice, with -DRUNTIME and with -DCOMPILER. "Compiling" reads the kernel's parameters from the
  * source; the "code object" is text: a first line, target, symbol and a letter per parameter (p: pointer,
  * i: int). $STANDIN_FAIL = "function:status" makes that call fail; "function:status:once" only the first time.
- * $STANDIN_TARGET is what the device executes; $STANDIN_CORRUPT makes every launch spoil its result.
+ * $STANDIN_TARGET is what the device executes; $STANDIN_CORRUPT makes every launch spoil its result,
+ * or those of one symbol.
  */
 #include <ctype.h>
 #include <dlfcn.h>
@@ -253,7 +254,8 @@ int hipModuleLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, un
   char error[256];
   status = f->run(grid, params, 1, error, sizeof error) ? 719 : kSuccess;
   const char* corrupt = getenv("STANDIN_CORRUPT");
-  if (corrupt && *corrupt && last) *(unsigned char*)last ^= 0x40;
+  const int hit = corrupt && (!strcmp(corrupt, "1") || !strcmp(corrupt, f->module->symbol));
+  if (hit && last) *(unsigned char*)last ^= 0x40;
   return status;
 }
 #endif

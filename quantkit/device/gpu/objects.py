@@ -52,11 +52,14 @@ def read_object(driver: Driver, target: str, kernel: Kernel) -> KernelObject:
         if found := _prebuilt(folder, kernel.symbol):
             return found
     path = cached_path(driver, target, kernel)
-    if not path.exists():
+    if (content := cache.read_whole(path)) is None:
         with cache.building(path) as stage:
             if stage:
                 stage.write_bytes(_compile(driver, target, kernel))
-    return KernelObject(path.read_bytes(), path, prebuilt=False)
+        content = cache.read_whole(path)
+    if content is None:
+        raise KernelError(f"{path}: was deleted or changed while it was built; try again")
+    return KernelObject(content, path, prebuilt=False)
 
 
 def cached_path(driver: Driver, target: str, kernel: Kernel) -> Path:
@@ -79,8 +82,18 @@ def object_folders(target: str) -> tuple[ObjectFolder, ...]:
     text = os.environ.get(_VARIABLE, "")
     named = tuple(Path(part) for part in text.split(os.pathsep) if part.strip())
     usual = tuple(sorted((cache.cache_directory() / "objects").glob("*")))
-    found = (_read_folder(path, target, cache.device_sources_digest()) for path in named + usual)
+    digest = cache.device_sources_digest()
+    found = [_read_folder(path, target, digest) for path in named]
+    found += [_read_private(path, target, digest) for path in usual]
     return tuple(folder for folder in found if folder)
+
+
+def _read_private(path: Path, target: str, sources: str) -> ObjectFolder | None:
+    # Nobody named it, so what others put there must not run.
+    for folder in (cache.cache_directory(), path.parent, path):
+        if problem := cache.why_not_private(folder):
+            return ObjectFolder(path, {}, f"{folder}: {problem}, so nothing in it is loaded")
+    return _read_folder(path, target, sources)
 
 
 @lru_cache(maxsize=64)

@@ -1,29 +1,38 @@
 """The test that a GPU passes before kernels are trusted on it: small products with known results.
 
 An architecture's name can lie (HSA_OVERRIDE_GFX_VERSION), and a driver or compiler can be broken.
-One wave's block of the GEMMs that a pipeline calls, dense and sparse, is compared with integer
-arithmetic: every lane, slot and nibble takes part, so a swapped fragment cannot pass.
+Every tile that a GEMM may take here, dense and sparse, is compared with integer arithmetic: on a
+whole tile and on 19x21, which masks lanes in both directions, with a first step that K does not
+fill and one that it does. Every lane, slot and nibble takes part, so a swapped fragment cannot
+pass. GEGLU and convolutions have the loop of the same tiles.
 """
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.device.geometry import tiles
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_gemm
+from quantkit.device.gpu.choice import choose_gemm, is_hopper
 from quantkit.device.gpu.devices import Device, find_device
+from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.ops import Variant, find_op
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 
-#: One matrix of outputs; K covers several fragments of every architecture.
-_M, _N, _K = 16, 16, 128
 #: The codes of 0 to 3 and their negatives in e4m3fn. Sums stay below 2048, where float16 is exact.
 _CODES = (0x00, 0x38, 0x40, 0x44, 0xB8, 0xC0, 0xC4)
 _VALUES = (0, 1, 2, 3, -1, -2, -3)
 _WORDS = ("e4m3fn", "e4m3fn", "tensor", "tensor", "f16")
+_OPS = ("gemm_fp8", "gemm_fp8_sparse")
+#: M and N that no tile divides.
+_PARTIAL = (19, 21)
+#: M, N and K for Hopper's kernels, whose tiles follow from the shape: few tokens, and many.
+_HOPPER = ((*_PARTIAL, 160), (300, 264, 160))
 
 
 @dataclass(frozen=True)
@@ -67,19 +76,19 @@ def run_self_test(device: Device) -> None:
     Raises:
         KernelError: a kernel cannot be compiled, loaded or run, or its result is wrong.
     """
-    for op, operands, expected in _cases():
-        sizes, no_bias = {"m": _M, "n": _N, "k": _K}, [len(operands)]
-        kernel = choose_gemm(device, op, _WORDS, sizes)
-        call = Call(device, kernel, sizes, [((_M, _N), torch.float16)], no_bias)
+    for case in _cases(device):
+        op, expected = case.kernel.operation, case.expected
+        outputs, no_bias = [(tuple(expected.shape), torch.float16)], [len(case.operands)]
+        call = Call(device, case.kernel, case.sizes, outputs, no_bias)
         try:
-            (y,) = call(*(t.to(device.torch_device) for t in operands), None)
+            (y,) = call(*(t.to(device.torch_device) for t in case.operands), None)
             found = y.cpu()
         except RuntimeError as error:
             raise KernelError(f"{op}: failed while it ran ({error})") from error
         wrong = int((found != expected).sum())
         if wrong:
             raise KernelError(
-                f"{op}: the self-test of the matrix instruction got {wrong} of {expected.numel()} "
+                f"{op}: the self-test of {case.kernel.name} got {wrong} of {expected.numel()} "
                 f"known values wrong on {device.name}"
             )
 
@@ -103,17 +112,48 @@ def _examine(index: int) -> DeviceState:
     return DeviceState(index, device, time.perf_counter() - started, "")
 
 
-def _cases() -> list[tuple[str, tuple[Tensor, ...], Tensor]]:
-    """Return operation, operands up to the bias, and the exact result."""
-    x, w = _pattern(_M, _K, 1), _pattern(_N, _K, 2)
-    kept, one = _pattern(_N, _K // 2, 3), torch.ones(1)
-    nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[_scatter(_N, _K // 4, 4) % 6]
+@dataclass(frozen=True)
+class _Case:
+    """One product of the self-test."""
+
+    kernel: Kernel
+    sizes: dict[str, int]
+    #: up to the bias
+    operands: tuple[Tensor, ...]
+    #: exact
+    expected: Tensor
+
+
+def _cases(device: Device) -> Iterator[_Case]:
+    for op in _OPS:
+        for kernel, sizes in _kernels(device, op):
+            yield _Case(kernel, sizes, *_product_of(op, **sizes))
+
+
+def _kernels(device: Device, op: str) -> Iterator[tuple[Kernel, dict[str, int]]]:
+    """Yield every kernel that inference may choose for a GEMM, and the sizes to test it with."""
+    if is_hopper(device):
+        for m, n, k in _HOPPER:
+            sizes = {"m": m, "n": n, "k": k}
+            yield choose_gemm(device, op, _WORDS, sizes), sizes
+        return
+    count = len(dict(device.arch.tile_speed)[op])
+    for index, tile in enumerate(tiles()[:count]):
+        for m, n in (_PARTIAL, (tile.m, tile.n)):
+            sizes = {"m": m, "n": n, "k": tile.k + 32}
+            yield Variant(find_op(op), (*_WORDS, f"t{index}")), sizes
+
+
+def _product_of(op: str, m: int, n: int, k: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return operands up to the bias, and the exact result."""
+    x, one = _pattern(m, k, 1), torch.ones(1)
+    if op == "gemm_fp8":
+        w = _pattern(n, k, 2)
+        return (x, one, w, one), _product(x, w)
+    kept = _pattern(n, k // 2, 3)
+    nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[_scatter(n, k // 4, 4) % 6]
     meta = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-    sparse = unpack_two_of_four(kept, meta)
-    return [
-        ("gemm_fp8", (x, one, w, one), _product(x, w)),
-        ("gemm_fp8_sparse", (x, one, kept, meta, one), _product(x, sparse)),
-    ]
+    return (x, one, kept, meta, one), _product(x, unpack_two_of_four(kept, meta))
 
 
 def _pattern(rows: int, columns: int, seed: int) -> Tensor:
@@ -121,12 +161,16 @@ def _pattern(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def _scatter(rows: int, columns: int, seed: int) -> Tensor:
-    """Return numbers without a pattern, the same everywhere (Knuth's multiplicative hash)."""
+    """Return numbers without a pattern, the same everywhere (Knuth's hash, mixed once more)."""
     places = torch.arange(rows * columns, dtype=torch.int64) + seed * 1000003
-    return (places * 2654435761 % 2**32 >> 12).reshape(rows, columns)
+    mixed = places * 2654435761 % 2**32
+    mixed = (mixed ^ mixed >> 16) * 73244475 % 2**32
+    return (mixed >> 12).reshape(rows, columns)
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     values = torch.zeros(256, dtype=torch.int64)
     values[list(_CODES)] = torch.tensor(_VALUES)
+    # float32 holds these sums exactly, and is faster than integers.
+    values = values.float()
     return (values[x.long()] @ values[w.long()].T).half()
