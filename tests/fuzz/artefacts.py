@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import binary, headers, places, text
 from .cases import Kind, Scene
-from .packed import files, on
+from .packed import files, nothing, on
 
 _TENSORS = ("calibration", "masks", "hessians")
 
@@ -81,14 +81,14 @@ def about(scene: Scene) -> None:
 
 
 def illegal_bits(scene: Scene) -> None:
-    """Let a mask keep three or no weights of four, the checksum redone."""
+    """Let a mask keep three weights of four, or all, the checksum redone."""
     import torch
 
     path = any_tensors(scene)
     kind, version, tensors, said = _reopened(path)
     name = scene.rng.choice(sorted(tensors))
     bits = tensors[name].clone()
-    bits.view(-1)[scene.rng.randrange(bits.numel())] = scene.rng.choice((0, 0x77, 0xFF, 0x35, 0xE3))
+    bits.view(-1)[scene.rng.randrange(bits.numel())] = scene.rng.choice((0x77, 0xFF, 0xE3, 0x3D, 0x0F))
     scene.say(f"{name}: a byte of other bits")
     assert bits.dtype == torch.uint8
     _resealed(path, kind, version, {**tensors, name: bits}, said)
@@ -103,7 +103,7 @@ def other_layer(scene: Scene) -> None:
 
 
 SAFETENSORS = (
-    Kind("nothing", lambda scene: None),
+    Kind("nothing", nothing),
     Kind("bytes", on(any_tensors, binary.any_bytes), 8),
     *(
         Kind(f"header/{name}", lambda s, n=name: headers.change_table(s, any_tensors(s), n))
@@ -132,7 +132,7 @@ HESSIANS = (
 
 #: Of files without a checksum: another number in them is another measurement, and no fault.
 MEASURED = (
-    Kind("nothing", lambda scene: None),
+    Kind("nothing", nothing),
     Kind("bytes", on(any_text, binary.any_bytes), 4),
     Kind("json", on(any_text, text.any_json), 12),
     *(Kind(f"place/{name}", placed(name)) for name in places.PLACES),
@@ -175,7 +175,7 @@ def _whole(scene: Scene) -> None:
 
 
 TEXT = (
-    Kind("nothing", lambda scene: None),
+    Kind("nothing", nothing),
     Kind("bytes", lambda s: binary.any_bytes(s, s.rng.choice(files(s))), 3),
     Kind("lines", _lines, 3),
     Kind("whole", _whole, 3),

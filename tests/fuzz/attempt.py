@@ -8,6 +8,7 @@ from pathlib import Path
 from .cases import Case, Kind, Outcome, Scene, Verdict
 from .families import FAMILIES, Family, Place
 from .judging import judge
+from .packed import nothing
 from .running import Ran, run, told
 
 #: case kind -> its family and its row
@@ -34,6 +35,8 @@ def attempt(case: Case, subjects: Path, scratch: Path) -> Outcome:
     runs, verdict, note = _commands(family, scene, place)
     if not verdict.failed:
         verdict, note = _confirmed(family, kind, scene, place, verdict, note)
+    if kind.damage is nothing and verdict is Verdict.REFUSED:
+        verdict = Verdict.FUZZER
     if scene.marker.exists():
         verdict, note = Verdict.CODE, "code of the model was run"
     return Outcome(case, verdict, " ".join(note.split()), _detail(scene, runs))
@@ -80,8 +83,9 @@ def _detail(scene: Scene, runs: list[Ran]) -> str:
     lines = [f"done: {text}" for text in scene.done]
     for ran in runs:
         lines.append(f"$ quantkit {' '.join(map(repr, ran.arguments))}\nexit code {ran.code}")
-        parts = (("stdout", ran.out), ("stderr", ran.err), ("escaped", ran.escaped))
-        lines += [f"{name}: {text[:3000]!r}" if name != "escaped" else text for name, text in parts if text]
+        parts = (("stdout", ran.out), ("stderr", ran.err))
+        lines += [f"{name}: {text[:3000]!r}" for name, text in parts if text]
+        lines += [ran.escaped] if ran.escaped else []
     return "\n".join(lines)
 
 

@@ -67,7 +67,7 @@ def load(scene: Scene, place: Place, whole: dict[str, str], refused: bool) -> tu
         return Verdict.MEMORY, f"load_pipeline: {error}"
     except Exception as error:  # noqa: BLE001  whatever a user would see
         kind = Verdict.TRACEBACK if refused else Verdict.UNLOADABLE
-        return kind, f"load_pipeline: {told(error).strip().splitlines()[-1][:300]}"
+        return kind, f"load_pipeline: {_last_line(error)}"
     if other := differences(found, whole):
         return Verdict.ANOTHER, f"load_pipeline {'(refused by verify)' if refused else ''}: {other}"
     return (Verdict.REFUSED if refused else Verdict.OK), ""
@@ -85,18 +85,30 @@ def same_bytes(
 
 
 def sound(scene: Scene, place: Place, whole: dict[str, str], refused: bool) -> tuple[Verdict, str]:
-    """Verify and load what was packed from a source that was not refused."""
+    """Verify what was packed from a source that was not refused, and load its denoiser."""
     del whole
     if refused:
         return Verdict.REFUSED, ""
     verdict, note = judge(run(["verify", str(place.output), "-q"]))
     if verdict is not Verdict.OK:
         return Verdict.UNLOADABLE, f"packed, then verify: {note}"
-    if (place.output / "model_index.json").is_file():
-        packed_scene = Scene(place.output, scene.subject, scene.rng)
-        verdict, note = load(packed_scene, place, {}, refused=False)
-        verdict = Verdict.OK if verdict is Verdict.ANOTHER else verdict
-    return verdict, note
+    return _loads(place.output)
+
+
+def _loads(output: Path) -> tuple[Verdict, str]:
+    """Load the denoiser alone: what was copied is as good as the source's."""
+    import diffusers
+
+    folder = output / "unet" if (output / "unet").is_dir() else output
+    try:
+        diffusers.UNet2DConditionModel.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001  whatever a user would see
+        return Verdict.UNLOADABLE, f"packed, then from_pretrained: {_last_line(error)}"
+    return Verdict.OK, ""
+
+
+def _last_line(error: BaseException) -> str:
+    return told(error).strip().splitlines()[-1][:300]
 
 
 def _pack(recipe: str, *more: str) -> Callable[[Scene, Place], list[Arguments]]:
@@ -120,7 +132,7 @@ def _pack_with(scene: Scene, place: Place) -> list[Arguments]:
 
 def _optimize(scene: Scene, place: Place) -> list[Arguments]:
     file, rules = scene.folder / "file.json", place.fixed / "token.yaml"
-    goal = ["--bytes", "0.9", "-o", f"{place.output}.yaml", "-q"]
+    goal = ["--bytes", "0.99", "-o", f"{place.output}.yaml", "-q"]
     return [["calibrate", "optimize", str(file), "-r", str(rules), *goal]]
 
 
@@ -139,14 +151,13 @@ def _shapes(scene: Scene, place: Place) -> list[Arguments]:
 def _argument(scene: Scene, place: Place) -> list[Arguments]:
     said = scene.rng.choice([t for t in text.HOSTILE if "\0" not in t])
     model, out = str(place.fixed / "pipeline" / "unet"), str(place.output)
-    command = scene.rng.choice((
-        ["verify", said], ["inspect", said], ["pack", said, "-o", out], ["pack", model, "-r", said, "-o", out],
+    return [scene.rng.choice((
+        ["verify", said, "-q"], ["inspect", said], ["pack", said, "-o", out], ["pack", model, "-r", said, "-o", out],
         ["pack", model, "-c", said, "-o", out], ["pack", model, "--masks", said, "-o", out, "-n"],
         ["pack", model, "--hessians", said, "-o", out], ["calibrate", "optimize", said, "-o", out],
-        ["kernels", "check", said], ["read-shapes", said], ["evaluate", said, said],
+        ["kernels", "check", said], ["read-shapes", said], ["eval", said, said],
         ["calibrate", "model", said, "-o", out], ["pack", model, "-o", f"{scene.folder}/{said or 'x'}/{said}"],
-    ))  # fmt: skip
-    return [["--" if word == "" else word for word in command]]
+    ))]  # fmt: skip
 
 
 FAMILIES = (
@@ -174,5 +185,5 @@ FAMILIES = (
     ),
     Family("prompts", artefacts.TEXT, _prompts),
     Family("recipe", recipes.KINDS, _pack_with),
-    Family("argument", (Kind("hostile", packed.nothing, 16),), _argument),
+    Family("argument", (Kind("hostile", lambda scene: None, 16),), _argument),
 )

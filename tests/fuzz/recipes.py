@@ -8,7 +8,7 @@ import yaml
 from . import binary, places, text
 from .artefacts import placed
 from .cases import Kind, Scene
-from .packed import on
+from .packed import nothing, on
 
 
 def recipe(scene: Scene) -> Path:
@@ -130,7 +130,7 @@ def hostile_string(scene: Scene) -> None:
 
 
 KINDS = (
-    Kind("nothing", lambda scene: None),
+    Kind("nothing", nothing),
     Kind("bytes", on(recipe, binary.any_bytes), 8),
     Kind("json", on(lambda s: _as_json(s), text.any_json), 2),
     Kind("meaning", meaning, 12),
