@@ -37,7 +37,7 @@ from .report import failures, table, to_json  # noqa: E402
 )
 @click.option("--subjects", type=click.Path(path_type=Path), help="Make them here, or take them.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write every case here.")
-def fuzz(
+def fuzz(  # noqa: PLR0917  click passes options as they come
     cases: int,
     seed: int,
     kinds: tuple[str, ...],
@@ -143,12 +143,10 @@ def _run(cases: list[Case], subjects: Path, scratch: Path, jobs: int) -> list[Ou
 
     gc.collect()
     gc.freeze()
-    outcomes = []
     with click.progressbar(
         run_cases(cases, subjects, scratch / "cases", jobs), length=len(cases), file=sys.stderr
     ) as bar:
-        for outcome in bar:
-            outcomes.append(outcome)
+        outcomes = list(bar)
     # Or libraries complain at exit of what was never collected.
     gc.unfreeze()
     return sorted(outcomes, key=lambda outcome: (outcome.case.kind, outcome.case.seed))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import binary, headers, places, text
 from .cases import Kind, Scene
-from .packed import files, nothing, on
+from .picking import files, nothing, on
 
 _TENSORS = ("calibration", "masks", "hessians")
 
@@ -88,7 +88,9 @@ def illegal_bits(scene: Scene) -> None:
     kind, version, tensors, said = _reopened(path)
     name = scene.rng.choice(sorted(tensors))
     bits = tensors[name].clone()
-    bits.view(-1)[scene.rng.randrange(bits.numel())] = scene.rng.choice((0x77, 0xFF, 0xE3, 0x3D, 0x0F))
+    bits.view(-1)[scene.rng.randrange(bits.numel())] = scene.rng.choice(
+        (0x77, 0xFF, 0xE3, 0x3D, 0x0F)
+    )
     scene.say(f"{name}: a byte of other bits")
     assert bits.dtype == torch.uint8
     _resealed(path, kind, version, {**tensors, name: bits}, said)

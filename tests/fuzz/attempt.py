@@ -5,10 +5,11 @@ import os
 import shutil
 from pathlib import Path
 
+from . import limits
 from .cases import Case, Kind, Outcome, Scene, Verdict
 from .families import FAMILIES, Family, Place
 from .judging import judge
-from .packed import nothing
+from .picking import nothing
 from .running import Ran, run, told
 
 #: case kind -> its family and its row
@@ -32,9 +33,10 @@ def attempt(case: Case, subjects: Path, scratch: Path) -> Outcome:
         kind.damage(scene)
     except Exception as error:  # noqa: BLE001  a fault of the fuzzer, told as one
         return Outcome(case, Verdict.FUZZER, f"{type(error).__name__}: {error}", told(error))
-    runs, verdict, note = _commands(family, scene, place)
-    if not verdict.failed:
-        verdict, note = _confirmed(family, kind, scene, place, verdict, note)
+    with limits.small_files():
+        runs, verdict, note = _commands(family, scene, place)
+        if not verdict.failed:
+            verdict, note = _confirmed(family, kind, scene, place, (verdict, note))
     if kind.damage is nothing and verdict is Verdict.REFUSED:
         verdict = Verdict.FUZZER
     if scene.marker.exists():
@@ -66,9 +68,10 @@ def _commands(family: Family, scene: Scene, place: Place) -> tuple[list[Ran], Ve
 
 
 def _confirmed(
-    family: Family, kind: Kind, scene: Scene, place: Place, verdict: Verdict, note: str
+    family: Family, kind: Kind, scene: Scene, place: Place, judged: tuple[Verdict, str]
 ) -> tuple[Verdict, str]:
     """Look at what was accepted, and at what a refused model loads as."""
+    verdict, note = judged
     if kind.refuse and verdict is Verdict.OK:
         return Verdict.ACCEPTED, "ok, and must be refused"
     if family.confirm is None or (kind.resealed and verdict is Verdict.OK):

@@ -34,8 +34,6 @@ class Family:
     commands: Callable[[Scene, Place], list[Arguments]]
     #: what a case without a checksum's protection came to; None: nothing more is looked at
     confirm: "Confirm | None" = None
-    #: for a case of this family, how many cases the others get
-    weight: int = 1
 
 
 #: (scene, place, what the undamaged subject came to, whether it was refused) -> verdict and note
@@ -151,13 +149,25 @@ def _shapes(scene: Scene, place: Place) -> list[Arguments]:
 def _argument(scene: Scene, place: Place) -> list[Arguments]:
     said = scene.rng.choice([t for t in text.HOSTILE if "\0" not in t])
     model, out = str(place.fixed / "pipeline" / "unet"), str(place.output)
-    return [scene.rng.choice((
-        ["verify", said, "-q"], ["inspect", said], ["pack", said, "-o", out], ["pack", model, "-r", said, "-o", out],
-        ["pack", model, "-c", said, "-o", out], ["pack", model, "--masks", said, "-o", out, "-n"],
-        ["pack", model, "--hessians", said, "-o", out], ["calibrate", "optimize", said, "-o", out],
-        ["kernels", "check", said], ["read-shapes", said], ["eval", said, said],
-        ["calibrate", "model", said, "-o", out], ["pack", model, "-o", f"{scene.folder}/{said or 'x'}/{said}"],
-    ))]  # fmt: skip
+    return [
+        scene.rng.choice(
+            (
+                ["verify", said, "-q"],
+                ["inspect", said],
+                ["pack", said, "-o", out],
+                ["pack", model, "-r", said, "-o", out],
+                ["pack", model, "-c", said, "-o", out],
+                ["pack", model, "--masks", said, "-o", out, "-n"],
+                ["pack", model, "--hessians", said, "-o", out],
+                ["calibrate", "optimize", said, "-o", out],
+                ["kernels", "check", said],
+                ["read-shapes", said],
+                ["sparsify", said, "-o", out],
+                ["calibrate", "model", said, "-o", out],
+                ["pack", model, "-o", f"{scene.folder}/{said or 'x'}/{said}"],
+            )
+        )
+    ]
 
 
 FAMILIES = (

@@ -145,9 +145,9 @@ def hostile_name(scene: Scene, table: dict[str, Any]) -> dict[str, str]:
     layer, _, part = name.rpartition(".")
     text = scene.rng.choice(HOSTILE)
     del table[name]
-    table[scene.rng.choice((text, f"{text}.{part}", f"{layer}.{text}", f"{layer}{text}.{part}"))] = (
-        entry
-    )
+    table[
+        scene.rng.choice((text, f"{text}.{part}", f"{layer}.{text}", f"{layer}{text}.{part}"))
+    ] = entry
     return {}
 
 
@@ -155,7 +155,18 @@ def reserved_name(scene: Scene, table: dict[str, Any]) -> dict[str, str]:
     """Give a tensor a name that the format or Python keeps for itself."""
     name, entry = _entry(scene, table)
     del table[name]
-    reserved = ("__metadata__", "", ".", "..", "weight", ".weight", "a.", "__class__", "self", "..a")
+    reserved = (
+        "__metadata__",
+        "",
+        ".",
+        "..",
+        "weight",
+        ".weight",
+        "a.",
+        "__class__",
+        "self",
+        "..a",
+    )
     table[scene.rng.choice(reserved)] = entry
     return {}
 

@@ -13,22 +13,21 @@ PREFIX = "quantkit: error: "
 #: marks among them), surrogates, line and paragraph separators.
 _OBEYED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
-#: What says that memory ran out under the limit.
-_MEMORY = (MemoryError,)
-
 
 def judge(ran: Ran) -> tuple[Verdict, str]:
     """Return what a command's end means, and why in one line."""
     if ran.escaped:
-        last = ran.escaped.strip().splitlines()[-1][:200]
-        is_memory = ran.raised is not None and issubclass(ran.raised, _MEMORY)
-        return (Verdict.MEMORY if is_memory else Verdict.TRACEBACK), last
-    if "Traceback (most recent call last)" in ran.err:
-        return Verdict.TRACEBACK, "a traceback on stderr"
+        verdict = Verdict.MEMORY if ran.raised is MemoryError else Verdict.TRACEBACK
+        return verdict, ran.escaped.strip().splitlines()[-1][:200]
     if hostile := obeyed(ran.out.replace("\n", "")) or obeyed(ran.err.replace("\n", "")):
         return Verdict.MESSAGE, f"control characters: {hostile}"
     if ran.code == 2:
         return _judge_refusal(ran)
+    return _judge_success(ran)
+
+
+def _judge_success(ran: Ran) -> tuple[Verdict, str]:
+    # 1 is a gate that failed, as of 'kernels check', which prints what it found.
     if ran.code not in {0, 1} or (ran.code == 1 and not ran.out):
         return Verdict.EXIT, f"exit code {ran.code}: {ran.err[:200]!r}"
     if ran.err:

@@ -2,12 +2,16 @@
 
 import ctypes
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 #: Address space that a case may add, in bytes: what asks for more gets MemoryError.
 SPACE = 4 << 30
 #: Memory that a case may touch, in bytes; subjects have less than 10 MB.
 MEMORY = 1 << 30
+#: Bytes of a file that a command may write: what copies /dev/zero is not to fill the disk.
+FILE = 1 << 28
 
 #: linux/capability.h: the header's version, and what lets root read what its mode forbids.
 _VERSION = 0x20080522
@@ -26,6 +30,17 @@ def confine() -> None:
     if libc.capget(header, sets) == 0:
         sets[0] &= ~_OVERRIDES
         libc.capset(header, sets)
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Let files grow no further than ``FILE``; damage may make larger ones, of holes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def reset_peak() -> int:

@@ -8,7 +8,7 @@ import yaml
 from . import binary, places, text
 from .artefacts import placed
 from .cases import Kind, Scene
-from .packed import nothing, on
+from .picking import nothing, on
 
 
 def recipe(scene: Scene) -> Path:
@@ -21,7 +21,9 @@ def _values(scene: Scene) -> dict[str, Any]:
 
 
 def _write(scene: Scene, values: Any) -> None:
-    binary.replace(recipe(scene), yaml.safe_dump(values, allow_unicode=True).encode("utf-8", "replace"))
+    binary.replace(
+        recipe(scene), yaml.safe_dump(values, allow_unicode=True).encode("utf-8", "replace")
+    )
 
 
 def meaning(scene: Scene) -> None:
@@ -35,23 +37,30 @@ def unknown_key(scene: Scene) -> None:
     """Add a key that recipes do not have."""
     values = _values(scene)
     places_ = [values, *(v for v in values.values() if isinstance(v, dict))]
-    key = scene.rng.choice(("wieght", "Keep", "overides", 3, "__class__", "\x1b[31mkeep", "a\nb"))
+    key = scene.rng.choice(("wieght", "Keep", "keeep", 3, "__class__", "\x1b[31mkeep", "a\nb"))
     scene.rng.choice(places_)[key] = scene.rng.choice((1, "x", []))
     _write(scene, values)
 
 
+#: What stands twice in the recipe, once at its top or further in.
+_TWICE = (
+    "name: again\nname: once more\n",
+    "keep: []\nkeep: []\n",
+    "smooth: 0.1\nsmooth: 0.9\n",
+    "gates: {ssim: 0.9, ssim: 0.1}\n",
+    "budget: {bytes: 0.5, bytes: 0.6}\n",
+    "calibration: {steps: 2, steps: 3}\n",
+    "weight: {format: e5m2, format: e4m3fn}\n",
+)
+
+
 def repeated_key(scene: Scene) -> None:
     """Let a key stand twice, at the top or further in."""
-    more = scene.rng.choice(
-        ("name: again\n", 'keep: []\n', "smooth: 0.1\nsmooth: 0.9\n", "gates: {ssim: 0.9, ssim: 0.1}\n",
-         "budget: {bytes: 0.5, bytes: 0.6}\n", "calibration: {steps: 2, steps: 3}\n")
-    )  # fmt: skip
-    old = recipe(scene).read_text()
-    if more.startswith(("smooth", "gates", "budget", "calibration")):
-        key = more.split(":", 1)[0]
-        old = "".join(line for line in old.splitlines(keepends=True) if not line.startswith(key))
-    scene.say(more.strip())
-    binary.replace(recipe(scene), (old + ("" if "keep:" in old or "keep" not in more else more) + more).encode())
+    twice = scene.rng.choice(_TWICE)
+    key = twice.split(":", 1)[0]
+    values = {name: value for name, value in _values(scene).items() if name != key}
+    scene.say(twice.strip())
+    binary.replace(recipe(scene), (yaml.safe_dump(values) + twice).encode())
 
 
 def no_match(scene: Scene) -> None:
@@ -69,38 +78,85 @@ def no_match(scene: Scene) -> None:
 
 
 def _bomb(levels: int, width: int) -> str:
-    lines = ["a0: &a0 [x, x]"]
-    for i in range(1, levels):
-        lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]")
-    return "\n".join(lines)
+    rows = (f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels))
+    return "\n".join(("a0: &a0 [x, x]", *rows))
 
 
 #: Texts that harm a reader: by size when written out, by depth, by digits, by tags that make
 #: objects, by form.
 TEXTS = (
-    _bomb(9, 9), _bomb(30, 2), "name: t\nkeep: " + _bomb(8, 9).replace("\n", "\n  ").replace("a0:", "\n  a0:", 1),
-    "name: &a [*a]", "&a {name: *a}", "name: t\nkeep: &k [*k]", "name: t\noverrides: &o [{layers: *o}]",
-    "[" * 100_000, "{a: " * 50_000, "- " * 100_000, "a:\n" + "".join(" " * i + "a:\n" for i in range(1, 1500)),
-    "name: t\nsmooth: " + "9" * 5000, "name: t\ncalibration: {steps: " + "9" * 4400 + "}",
-    "name: t\ncalibration: {seed: 0x" + "f" * 5000 + "}", "name: t\nsmooth: 1e999", "name: t\nsmooth: .nan",
-    "name: t\nsmooth: -.inf", "name: t\nactivation: {buckets: [.nan, 1]}", "name: t\nactivation: {buckets: [1, .inf]}",
-    "name: t\nactivation: {buckets: 1000000000}", "name: t\ncalibration: {steps: 1000000000000, buckets: 900000000000}",
-    "name: t\nweight: {granularity: 'group:99999999999999999999999'}", "name: t\nweight: {granularity: 'group:0'}",
-    "name: t\nweight: {granularity: 'group:-16'}", "name: t\nsparsity: {pattern: '1000000:2000000'}",
-    "name: t\nsparsity: {pattern: '2:-4'}", "name: t\nsparsity: {pattern: '" + "9" * 5000 + ":4'}",
-    "!!python/object/apply:os.system ['true']", "name: !!python/name:os.system", "name: !<tag:x> t",
-    "name: !!binary aGk=", "name: !!set {a, b}", "name: 2001-01-01", "name: 190:20:30", "name: 012", "? [a]\n: b",
-    "? {a: b}\n: c", "name: t\n---\nname: u", "<<: {name: t}", "<<: &a [*a]", "%YAML 9.9\n---\nname: t", "name:\tt",
-    "\tname: t", "name: 't", "name: |\n  a\x1b[31m\n  b", "name: \"\\e[31m\\a\"", "name: \"a\\nb\"",
-    "name: \"\\uD800\"", "name: \"\\0\"", "*a", "&a", "'", "", "null", "[]", "t", "name: t\n" * 50_000,
-    "name: " + "x" * 5_000_000, "name: t\ndescription: " + "y " * 500_000, "# " + "c" * 5_000_000 + "\nname: t",
+    _bomb(9, 9),
+    _bomb(30, 2),
+    "name: t\nkeep: " + _bomb(8, 9).replace("\n", "\n  ").replace("a0:", "\n  a0:", 1),
+    "name: &a [*a]",
+    "&a {name: *a}",
+    "name: t\nkeep: &k [*k]",
+    "name: t\noverrides: &o [{layers: *o}]",
+    "[" * 100_000,
+    "{a: " * 50_000,
+    "- " * 100_000,
+    "a:\n" + "".join(" " * i + "a:\n" for i in range(1, 1500)),
+    "name: t\nsmooth: " + "9" * 5000,
+    "name: t\ncalibration: {steps: " + "9" * 4400 + "}",
+    "name: t\ncalibration: {seed: 0x" + "f" * 5000 + "}",
+    "name: t\nsmooth: 1e999",
+    "name: t\nsmooth: .nan",
+    "name: t\nsmooth: -.inf",
+    "name: t\nactivation: {buckets: [.nan, 1]}",
+    "name: t\nactivation: {buckets: [1, .inf]}",
+    "name: t\nactivation: {buckets: 1000000000}",
+    "name: t\ncalibration: {steps: 1000000000000, buckets: 900000000000}",
+    "name: t\nweight: {granularity: 'group:99999999999999999999999'}",
+    "name: t\nweight: {granularity: 'group:0'}",
+    "name: t\nweight: {granularity: 'group:-16'}",
+    "name: t\nsparsity: {pattern: '1000000:2000000'}",
+    "name: t\nsparsity: {pattern: '2:-4'}",
+    "name: t\nsparsity: {pattern: '" + "9" * 5000 + ":4'}",
+    "!!python/object/apply:os.system ['true']",
+    "name: !!python/name:os.system",
+    "name: !<tag:x> t",
+    "name: !!binary aGk=",
+    "name: !!set {a, b}",
+    "name: 2001-01-01",
+    "name: 190:20:30",
+    "name: 012",
+    "? [a]\n: b",
+    "? {a: b}\n: c",
+    "name: t\n---\nname: u",
+    "<<: {name: t}",
+    "<<: &a [*a]",
+    "%YAML 9.9\n---\nname: t",
+    "name:\tt",
+    "\tname: t",
+    "name: 't",
+    "name: |\n  a\x1b[31m\n  b",
+    'name: "\\e[31m\\a"',
+    'name: "a\\nb"',
+    'name: "\\uD800"',
+    'name: "\\0"',
+    "*a",
+    "&a",
+    "'",
+    "",
+    "null",
+    "[]",
+    "t",
+    "name: t\n" * 50_000,
+    "name: " + "x" * 5_000_000,
+    "name: t\ndescription: " + "y " * 500_000,
+    "# " + "c" * 5_000_000 + "\nname: t",
     "name: t\nkeep: [" + ", ".join(f"k{i}" for i in range(50_000)) + "]",
-    "name: t\nkeep: ['" + "*a" * 40 + "b']", "name: t\nkeep: ['" + "[" * 5000 + "']",
+    "name: t\nkeep: ['" + "*a" * 40 + "b']",
+    "name: t\nkeep: ['" + "[" * 5000 + "']",
     "name: t\noverrides: [" + "{layers: ['*'], keep: true}, " * 5000 + "]",
-    "name: t\ngates: {ssim: .nan}", "name: t\nbudget: {bytes: -1}", "name: t\nbudget: {error: .inf}",
-    "name: t\nsparsity: {error_budget: .nan}", "name: t\nsparsity: {error_budget: .inf}",
-    "name: t\ncalibration: {guidance: .nan}", "name: t\nactivation: {percentile: .nan}",
-)  # fmt: skip
+    "name: t\ngates: {ssim: .nan}",
+    "name: t\nbudget: {bytes: -1}",
+    "name: t\nbudget: {error: .inf}",
+    "name: t\nsparsity: {error_budget: .nan}",
+    "name: t\nsparsity: {error_budget: .inf}",
+    "name: t\ncalibration: {guidance: .nan}",
+    "name: t\nactivation: {percentile: .nan}",
+)
 
 
 def hostile_text(scene: Scene) -> None:
@@ -129,10 +185,15 @@ def hostile_string(scene: Scene) -> None:
     binary.replace(recipe(scene), text.dumped(values, {}))
 
 
+def _as_json(scene: Scene) -> Path:
+    binary.replace(recipe(scene), text.dumped(_values(scene), {}))
+    return recipe(scene)
+
+
 KINDS = (
     Kind("nothing", nothing),
     Kind("bytes", on(recipe, binary.any_bytes), 8),
-    Kind("json", on(lambda s: _as_json(s), text.any_json), 2),
+    Kind("json", on(_as_json, text.any_json), 2),
     Kind("meaning", meaning, 12),
     Kind("unknown key", unknown_key, 2, refuse=True),
     Kind("repeated key", repeated_key, 2, refuse=True),
@@ -141,8 +202,3 @@ KINDS = (
     Kind("name", hostile_string, 4),
     *(Kind(f"place/{name}", placed(name)) for name in places.PLACES),
 )
-
-
-def _as_json(scene: Scene) -> Path:
-    binary.replace(recipe(scene), text.dumped(_values(scene), {}))
-    return recipe(scene)

@@ -51,6 +51,11 @@ def command(outcome: Outcome) -> str:
 def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return every case as JSON values."""
     return [
-        {"case": str(o.case), "verdict": o.verdict.value, "failed": o.verdict.failed, "note": o.note}
+        {
+            "case": str(o.case),
+            "verdict": o.verdict.value,
+            "failed": o.verdict.failed,
+            "note": o.note,
+        }
         for o in outcomes
     ]

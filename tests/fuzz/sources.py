@@ -3,9 +3,9 @@
 import json
 import shutil
 
-from . import binary, headers, packed, places, text
+from . import binary, contents, headers, places, text, trees
 from .cases import Kind, Scene
-from .packed import files, on, table
+from .picking import files, in_place, nothing, on, table
 
 
 def weights(scene: Scene):
@@ -34,7 +34,7 @@ def not_finite(scene: Scene) -> None:
     path = weights(scene)
     entries, _ = headers.load_header(path)
     name = scene.rng.choice(headers.tensors(entries))
-    headers.store_header(path, *packed.not_finite(scene, path, name))
+    headers.store_header(path, *contents.not_finite(scene, path, name))
 
 
 def link_out(scene: Scene) -> None:
@@ -64,9 +64,13 @@ def lost(scene: Scene) -> None:
 
 def _hostile_class(scene: Scene) -> None:
     """Give a class or a component such a name."""
-    path = scene.rng.choice([p for p in files(scene) if p.name in {"config.json", "model_index.json"}])
+    path = scene.rng.choice(
+        [p for p in files(scene) if p.name in {"config.json", "model_index.json"}]
+    )
     values = json.loads(path.read_text())
-    key = scene.rng.choice([k for k in values if k in {"_class_name", "unet", "model_type"}] or ["_class_name"])
+    key = scene.rng.choice(
+        [k for k in values if k in {"_class_name", "unet", "model_type"}] or ["_class_name"]
+    )
     string = scene.rng.choice(text.HOSTILE)
     values[key] = [string, string] if isinstance(values.get(key), list) else string
     scene.say(f"{path.name}: {key} is {string!r:.60}")
@@ -74,18 +78,18 @@ def _hostile_class(scene: Scene) -> None:
 
 
 KINDS = (
-    Kind("nothing", packed.nothing),
+    Kind("nothing", nothing),
     Kind("bytes/weights", on(weights, binary.any_bytes), 2),
     *(Kind(f"header/{name}", table(weights, name)) for name in headers.MEANINGS),
     *(Kind(f"header/{name}", on(weights, form)) for name, form in headers.FORMS.items()),
     Kind("json", on(config, text.any_json), 8),
-    *(Kind(f"place/{name}", packed.in_place(name)) for name in places.PLACES),
+    *(Kind(f"place/{name}", in_place(name)) for name in places.PLACES),
     Kind("stray weight", stray_weight, 2),
     Kind("nan", not_finite, 2, refuse=True),
     Kind("link out", link_out, 2, refuse=True),
     Kind("link round", link_round),
     Kind("lost", lost, 2),
     Kind("name/class", _hostile_class, 2),
-    Kind("name/file", packed.hostile_file, 2),
-    Kind("name/folder", packed.hostile_folder, 2),
+    Kind("name/file", trees.hostile_file, 2),
+    Kind("name/folder", trees.hostile_folder, 2),
 )

@@ -117,7 +117,9 @@ def _write_sources(root: Path, fixed: Path) -> None:
         )
 
     torch.manual_seed(0)
-    pipe = pipelines._stable_diffusion(unet, diffusers.DDIMScheduler(clip_sample=False, steps_offset=1))
+    pipe = pipelines._stable_diffusion(
+        unet, diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)
+    )
     pipe.to(torch.float16).save_pretrained(fixed / "pipeline")
     source = root / "source" / "pipeline"
     shutil.copytree(fixed / "pipeline", source)
