@@ -83,7 +83,7 @@ def refuse_odd_files(folder: Path, *, error: type[InputError] = ModelError) -> N
     for path in sorted(folder.rglob("*")):
         kind = _kind(path)
         if kind not in {stat.S_IFREG, stat.S_IFDIR}:
-            raise error(f"{path}: {_KINDS[kind]}, wanted a file")
+            raise error(f"{path}: {KINDS[kind]}, wanted a file")
 
 
 def _kind(path: Path) -> int:
