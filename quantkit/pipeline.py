@@ -9,7 +9,7 @@ from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.copying import copy_files, is_weight, list_files
 from quantkit.checkpoint.filelist import MADE
-from quantkit.checkpoint.finishing import judged, list_written
+from quantkit.checkpoint.finishing import judged, list_written, refuse_broken
 from quantkit.checkpoint.masking import masks_beforehand
 from quantkit.checkpoint.planning import ComponentPlan, plan_component
 from quantkit.checkpoint.reader import open_packed
@@ -214,7 +214,7 @@ def pack(
             _write_component(component, stage, threads, progress)
         list_written(stage, plan.copied, plan.packed)
         # The reader's own check, before the directory gets its name.
-        open_packed(stage)
+        refuse_broken(open_packed(stage))
     return summarize(plan, output)
 
 

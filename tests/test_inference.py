@@ -383,7 +383,7 @@ def _draws(model, timesteps):
     return [torch.equal(y, expected[t]) for t, found in seen.items() for y in found]
 
 
-@pytest.mark.parametrize("compiled", ["not", "whole", "blocks"])
+@pytest.mark.parametrize("compiled", ["not", "whole"])
 def test_threads_have_buckets_of_their_own(compiled):
     torch._dynamo.reset()
     model = Denoiser(EDGES, (10.0, 600.0))
@@ -392,10 +392,33 @@ def test_threads_have_buckets_of_their_own(compiled):
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(1e-4))
     if compiled == "whole":
         model = torch.compile(model, fullgraph=True, backend="aot_eager")
-    if compiled == "blocks":
-        for layer in model.layers:
-            layer.compile(fullgraph=True, backend="aot_eager")
     assert all(_draws(model, (0.0, 400.0, 999.0)))
+
+
+def test_compiled_blocks_serve_one_thread_at_a_time():
+    torch._dynamo.reset()
+    model, x = Denoiser(EDGES, (10.0,)), torch.randn(3, 32)
+    wanted = [model(x, torch.tensor(t))[0] for t in (0.0, 400.0, 999.0)]
+    model.layers[0].compile(fullgraph=True, backend="aot_eager")
+    for t, y in zip((0.0, 400.0, 999.0), wanted, strict=True):
+        assert torch.equal(model(x, torch.tensor(t))[0], y)
+    inside, done, errors = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        inside.set()
+        assert done.wait(30)
+
+    handle = model.layers[1].register_forward_pre_hook(wait)
+    other = threading.Thread(target=lambda: errors.append(model(x, torch.tensor(0.0))[0]))
+    other.start()
+    assert inside.wait(30)
+    with pytest.raises(InputError, match="two threads at the same time"):
+        model(x, torch.tensor(999.0))
+    done.set()
+    other.join()
+    handle.remove()
+    assert torch.equal(errors[0], wanted[0])
+    assert torch.equal(model(x, torch.tensor(999.0))[0], wanted[2])
 
 
 def test_a_layer_alone_has_no_bucket():

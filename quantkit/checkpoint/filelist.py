@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.checkpoint.copying import is_weight, list_files
 from quantkit.digest import Claim, is_digest, sha256_of_file
 from quantkit.errors import CheckpointError
+from quantkit.files import staged_file
 from quantkit.inputfile import open_file
 from quantkit.jsonfile import DAMAGE, read_json, short
 from quantkit.marker import MARKER
@@ -113,7 +114,7 @@ def find_file_list(folder: Path) -> FileList | None:
     return FileList(folder, mine)
 
 
-def write_file_list(folder: Path, digests: Mapping[Path, str], packed: Iterable[Path]) -> None:
+def write_file_list(folder: Path, digests: Mapping[Path, str], packed: Collection[Path]) -> None:
     """Write the list of a directory whose files are all there.
 
     Args:
@@ -121,21 +122,56 @@ def write_file_list(folder: Path, digests: Mapping[Path, str], packed: Iterable[
         digests: SHA-256 of whole files, by relative path; others are read.
         packed: the packed weight files, relative: their headers alone are hashed.
     """
-    only_header = set(packed)
+    files = [file for file in list_files(folder) if file.name not in MADE]
+    for path in folder.glob(f"*/{FILE_LIST}"):
+        # Of a component that was saved alone: this list says all that it says.
+        path.unlink()
+    _write(folder, _entries(folder, files, digests, packed))
+
+
+def update_file_list(folder: Path, files: Collection[Path], packed: Collection[Path]) -> None:
+    """Write the list of a component that was saved, or correct that of its pipeline.
+
+    Args:
+        folder: the component.
+        files: what was written, relative to it.
+        packed: those of them that are packed weights.
+    """
+    entries = _entries(folder, files, {}, packed)
+    if not (folder.parent / FILE_LIST).is_file():
+        _write(folder, entries)
+        return
+    others = {
+        name: _to_json(record)
+        for name, record in _read(folder.parent / FILE_LIST).items()
+        if not name.startswith(f"{folder.name}/")
+    }
+    mine = {f"{folder.name}/{name}": entry for name, entry in entries.items()}
+    _write(folder.parent, others | mine)
+
+
+def _entries(
+    folder: Path, files: Iterable[Path], digests: Mapping[Path, str], packed: Collection[Path]
+) -> dict[str, Any]:
     table = {}
-    for file in list_files(folder):
-        if file.name in MADE:
-            continue
+    for file in files:
         path = folder / file
-        entry: dict[str, Any] = {"size": path.stat().st_size}
-        if file in only_header:
-            entry["header_sha256"] = _header_digest(path)
-        else:
-            entry["sha256"] = digests.get(file) or sha256_of_file(path)
-        table[file.as_posix()] = entry
-    value = {"schema": SCHEMA, "schema_version": VERSION, "files": table}
-    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
-    (folder / FILE_LIST).write_text(text, encoding="utf-8")
+        only_header = file in packed
+        found = _header_digest(path) if only_header else digests.get(file) or sha256_of_file(path)
+        record = FileRecord(path.stat().st_size, found, only_header)
+        table[file.as_posix()] = _to_json(record)
+    return table
+
+
+def _to_json(record: FileRecord) -> dict[str, Any]:
+    key = "header_sha256" if record.header_only else "sha256"
+    return {"size": record.size, key: record.sha256}
+
+
+def _write(folder: Path, entries: Mapping[str, Any]) -> None:
+    value = {"schema": SCHEMA, "schema_version": VERSION, "files": entries}
+    with staged_file(folder / FILE_LIST, force=True) as stage:
+        stage.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def header_bytes(path: Path) -> int:

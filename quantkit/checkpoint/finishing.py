@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.checkpoint.directory import broken_weights
+from quantkit.checkpoint.directory import broken_pipeline, broken_weights
 from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.planning import ComponentPlan
+from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
 from quantkit.digest import sha256_of_file
 from quantkit.errors import ModelError
@@ -47,6 +48,19 @@ def list_written(folder: Path, copied: Collection[Path], packed: Collection[Path
     with ThreadPoolExecutor(2) as pool:
         digests = dict(pool.map(lambda file: (file, _digest(folder / file)), copied))
     write_file_list(folder, digests, packed)
+
+
+def refuse_broken(packed: Packed) -> None:
+    """Refuse a pipeline whose other components are not there.
+
+    Raises:
+        ModelError: the first disagreement of model_index.json and the folders.
+    """
+    if (packed.path / "model_index.json").is_file():
+        for breach in broken_pipeline(
+            packed.path, {c.name: c.class_name for c in packed.components}
+        ):
+            raise ModelError(breach)
 
 
 def _judge(plan: ComponentPlan) -> None:

@@ -165,12 +165,13 @@ def _build(text: str) -> Skeleton:
 
     config = json.loads(text)
     name = config.get("_class_name")
-    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not (inspect.isclass(cls) and issubclass(cls, diffusers.ModelMixin)):
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (inspect.isclass(found) and issubclass(found, diffusers.ModelMixin)):
         raise ValueError(
             f"_class_name {name!r:.80} is no model of diffusers {diffusers.__version__}; upgrade "
             "diffusers, or download it again"
         )
+    cls: Any = found
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it warns of keys that it does not know
     try:

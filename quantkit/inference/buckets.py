@@ -1,14 +1,16 @@
 """Static scales per timestep bucket: the root model says which bucket, packed layers read it.
 
-The bucket is a tensor on the device, found by a forward pre-hook of the root model: no value comes
-back to the host, nothing in a layer changes, and ``torch.compile`` traces it all. It belongs to one
+The bucket is a tensor on the device, found by the forward of the root model: no value comes back
+to the host, nothing in a layer changes, and ``torch.compile`` traces it all. It belongs to one
 call: threads may share a model. A buffer that hooks write would be the same for all of them.
 """
 
+import functools
 import inspect
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,16 +23,19 @@ from quantkit.errors import CheckpointError, InputError
 CHILD = "quantkit_buckets"
 
 
-class _OfThread(threading.local):
-    """What each thread has of its own; a copy of the model starts without it."""
+class _Threads:
+    """What the threads that share a model have of their own; a copy of the model starts anew."""
 
-    index: Tensor | None = None
+    def __init__(self) -> None:
+        self.own = threading.local()
+        #: held while a thread is inside of the model
+        self.busy = threading.Lock()
 
-    def __deepcopy__(self, memo: object) -> "_OfThread":
-        return _OfThread()
+    def __deepcopy__(self, memo: object) -> "_Threads":
+        return _Threads()
 
-    def __reduce__(self) -> tuple[type["_OfThread"], tuple[()]]:
-        return _OfThread, ()
+    def __reduce__(self) -> tuple[type["_Threads"], tuple[()]]:
+        return _Threads, ()
 
 
 class TimestepBuckets(nn.Module):
@@ -43,10 +48,12 @@ class TimestepBuckets(nn.Module):
         # float64 like the JSON numbers they come from; kept so by _apply
         wide = torch.tensor(edges, dtype=torch.float64)
         self.register_buffer("edges", wide, persistent=False)
-        self._of_thread = _OfThread()
-        # Inside of what torch.compile traces, which does not follow writes to the other: there it
-        # is a value of the graph, and no thread sees another's.
+        self.threads = _Threads()
+        # What torch.compile traces cannot read another thread's own values. In a whole model that
+        # is compiled this one is a value of the graph; blocks that are compiled one by one read
+        # the second, and _alone keeps it to one thread.
         self._traced: Tensor | None = None
+        self._shared: Tensor | None = None
 
     @property
     def index(self) -> Tensor:
@@ -55,10 +62,10 @@ class TimestepBuckets(nn.Module):
         Raises:
             InputError: the root model was not called in this thread.
         """
-        index = self._traced if torch.compiler.is_compiling() else None
-        if index is None:
-            # Also of a compiled block whose root is not compiled.
-            index = self._of_thread.index
+        if torch.compiler.is_compiling():
+            index = self._shared if self._traced is None else self._traced
+        else:
+            index = getattr(self.threads.own, "index", None)
         if index is None:
             raise InputError(
                 "a layer with scales per timestep bucket was called alone, and no timestep is "
@@ -79,12 +86,11 @@ class TimestepBuckets(nn.Module):
         if torch.compiler.is_compiling():
             self._traced = index
         else:
-            self._of_thread.index = index
+            self.threads.own.index = self._shared = index
 
     def forget(self) -> None:
         """Leave nothing of a traced call behind: its tensors may be a CUDA graph's."""
-        if torch.compiler.is_compiling():
-            self._traced = None
+        self._traced = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
         return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
@@ -115,7 +121,7 @@ def apply_keeping_dtype(
 
 
 def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float, ...], Any]:
-    """Give the root model its buckets and the hook that updates them.
+    """Give the root model its buckets and a forward that updates them.
 
     Args:
         model: the root, whose forward takes ``timestep``.
@@ -134,23 +140,57 @@ def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float
         raise CheckpointError(without_timestep(type(model).__name__, ", ".join(names)))
     buckets = {e: TimestepBuckets(e) for e in sorted(edges)}
     model.add_module(CHILD, nn.ModuleList(buckets.values()))
-    hook = partial(_update_all, names.index("timestep"))
-    model.register_forward_pre_hook(hook, with_kwargs=True)
-    model.register_forward_hook(_forget_all)
+    model.forward = MethodType(_with_bucket(type(model).forward), model)
     return buckets
 
 
-def _update_all(
-    position: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    timestep = args[position] if len(args) > position else kwargs["timestep"]
-    for buckets in model.get_submodule(CHILD).children():
-        assert isinstance(buckets, TimestepBuckets)
-        buckets.update(timestep)
+def _with_bucket(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that finds the buckets first.
+
+    Not a hook: torch.compile would trace that as a graph of its own, and what passes from one graph
+    to the next lies in the module, where threads meet.
+    """
+    position = list(inspect.signature(forward).parameters).index("timestep") - 1
+
+    @functools.wraps(forward)
+    def with_bucket(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        timestep = args[position] if len(args) > position else kwargs["timestep"]
+        shared: Any = self.get_submodule(CHILD)
+        if torch.compiler.is_compiling():
+            for buckets in shared:
+                buckets.update(timestep)
+            output = forward(self, *args, **kwargs)
+            for buckets in shared:
+                buckets.forget()
+            return output
+        with _alone(self, shared[0].threads.busy):
+            for buckets in shared:
+                buckets.update(timestep)
+            return forward(self, *args, **kwargs)
+
+    return with_bucket
 
 
-def _forget_all(model: nn.Module, args: object, output: object) -> None:
-    del args, output
-    for buckets in model.get_submodule(CHILD).children():
-        assert isinstance(buckets, TimestepBuckets)
-        buckets.forget()
+@contextmanager
+def _alone(model: nn.Module, busy: threading.Lock) -> Iterator[None]:
+    """Refuse a second thread in a model whose blocks are compiled one by one.
+
+    Raises:
+        InputError: there is another.
+    """
+    first = busy.acquire(blocking=False)
+    try:
+        if not first and any(map(_is_compiled, model.modules())):
+            raise InputError(
+                f"{type(model).__name__}: called by two threads at the same time, with blocks that "
+                "are compiled one by one and share the timestep's bucket; compile the whole "
+                "model, or load one for each thread"
+            )
+        yield
+    finally:
+        if first:
+            busy.release()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # noqa: SLF001  compile() tells nobody else

@@ -16,7 +16,7 @@ from torch import nn
 
 from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import InputError
-from quantkit.inference import restoring
+from quantkit.inference import restoring, saving
 from quantkit.inference.layers import modules_of
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
             _cast(module, wanted)
         if _quantizer(module) is None:
             restoring.install(module, root / name)
+    saving.install_in_pipeline(pipe)
 
 
 def register(module: ModuleType) -> None:

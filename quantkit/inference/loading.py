@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.filelist import FILE_LIST, find_file_list
 from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.digest import Hashing
 from quantkit.errors import ModelError
@@ -67,9 +68,7 @@ def _folder(path: str | Path) -> Path:
     """Return the local directory of a pipeline, downloading a hub id."""
     folder = Path(path)
     if not folder.is_dir() and str(path).count("/") == 1 and not folder.is_absolute():
-        import diffusers
-
-        folder = Path(diffusers.DiffusionPipeline.download(str(path)))
+        folder = _download(str(path))
     if not (folder / "model_index.json").is_file():
         raise ModelError(
             f"{folder}: no model_index.json, wanted a pipeline directory; load a component alone "
@@ -100,6 +99,22 @@ def _open(folder: Path) -> Packed:
             f"{folder}: nothing in it is packed; run 'quantkit pack', or load it with diffusers"
         )
     return packed
+
+
+def _download(repository: str) -> Path:
+    """Fetch all files that the repository's list names; without a list, what diffusers wants."""
+    import diffusers
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        root = Path(hf_hub_download(repository, FILE_LIST)).parent
+    except EntryNotFoundError:
+        return Path(diffusers.DiffusionPipeline.download(repository))
+    listed = find_file_list(root)
+    assert listed is not None, "it was just fetched"
+    wanted = [FILE_LIST, *listed.files]
+    return Path(snapshot_download(repository, revision=root.name, allow_patterns=wanted))
 
 
 def _dtype_key() -> str:

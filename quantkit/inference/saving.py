@@ -5,6 +5,7 @@ model still holds what they say. Writing the tensors anew could not do it: biase
 the compute dtype by now, and diffusers cuts shards by its own rule.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -18,9 +19,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from quantkit.checkpoint.filelist import update_file_list, write_file_list
+from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.checkpoint.skeleton import some
 from quantkit.errors import CheckpointError, InputError
 from quantkit.files import staged_file
+from quantkit.tensorfile import read_header
 
 #: Ways from the saved value to the present one, besides the cast to the present dtype itself:
 #: ``to`` may have been called before, and float16 and bfloat16 do not hold each other's values.
@@ -94,6 +98,30 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
     _drop_older(folder, {source.name for source in sources}, variant)
     # Last: without it nothing here loads, should the copies have failed.
     self.save_config(folder)
+    shards, others = ([Path(f.name) for f in of] for of in (files, index_of(files)))
+    update_file_list(folder, [*shards, *others, Path("config.json")], shards)
+
+
+def install_in_pipeline(pipe: Any) -> None:
+    """Let ``pipe.save_pretrained`` end with the list of what it wrote.
+
+    Args:
+        pipe: a DiffusionPipeline with packed components.
+    """
+    original = type(pipe).save_pretrained
+
+    @functools.wraps(original)
+    def save(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        original(self, save_directory, *args, **kwargs)
+        folder = Path(save_directory)
+        packed = [
+            path.relative_to(folder)
+            for path in sorted(folder.glob("*/*.safetensors"))
+            if METADATA_KEY in read_header(path).metadata
+        ]
+        write_file_list(folder, {}, packed)
+
+    pipe.save_pretrained = MethodType(save, pipe)
 
 
 def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
