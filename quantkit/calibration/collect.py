@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from quantkit.calibration.running import (
 )
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtefactError, PromptError, QuantkitError
+from quantkit.errors import ArtefactError, OutputError, PromptError, QuantkitError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import kept_reason
 from quantkit.models.source import Component, Model
@@ -45,6 +46,8 @@ __all__ = [
     "read_prompts",
     "weight_digests",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 #: SHA-256 of each layer's weight, by component and layer.
 Digests = dict[str, dict[str, str]]
@@ -221,9 +224,17 @@ def _collect(
                     parts = [join_parts([*before, observed.part(turn + 1)])]
                 if kept is not None and pace.is_due():
                     started = monotonic()
-                    kept.write(parts[0])
+                    _keep(kept, parts[0])
                     pace.wrote(started)
     return parts[0] if parts else None
+
+
+def _keep(kept: Kept, part: Part) -> None:
+    """Write what is done so far; where that fails, the run goes on without."""
+    try:
+        kept.write(part)
+    except OutputError as error:
+        _LOG.warning("%s; going on, but a killed run could not be resumed from here", error)
 
 
 class _Observed:
