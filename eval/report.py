@@ -1,8 +1,10 @@
 """Writing a report: pictures, report.json, report.md and one self-contained report.html."""
 
 import base64
+import html
 import io
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -77,7 +79,7 @@ def render(template: str, values: dict[str, Any]) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("quantkit.eval", "templates"),
-        autoescape=jinja2.select_autoescape(["html.j2"]),
+        autoescape=jinja2.select_autoescape(["html.j2"], default_for_string=True),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -91,13 +93,32 @@ def render(template: str, values: dict[str, Any]) -> str:
         "seconds": lambda seconds: f"{seconds:.1f} s",
         "remark": gate_remark,
         "product": prod,
-        # a bar would end the cell of a Markdown table
-        "cell": lambda text: str(text).replace("|", "\\|").replace("\n", " "),
+        "md": escape_markdown,
+        "code": code_span,
+        "line": lambda text: " ".join(str(text).split()),
     }
     assets = {name: _asset(environment, name) for name in ("style.css", "sort.js")}
     return environment.get_template(template).render(
         style=assets["style.css"], script=assets["sort.js"], **values
     )
+
+
+#: What Markdown, its tables and GitHub's links of bare addresses read as more than a letter.
+_MARKS = re.compile(r"[\\`*_{}\[\]|~$@]|:(?=//)|(?<=\bwww)\.")
+
+
+def escape_markdown(text: object) -> str:
+    """Return somebody else's text for one line of Markdown, which shows it as it is."""
+    plain = html.escape(" ".join(str(text).split()), quote=False)
+    return _MARKS.sub(r"\\\g<0>", plain)
+
+
+def code_span(text: object) -> str:
+    """Return somebody else's text between as many backquotes as it takes, for one line."""
+    plain = " ".join(str(text).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
+    space = " " if plain.startswith("`") or plain.endswith("`") else ""
+    return f"{fence}{space}{plain}{space}{fence}"
 
 
 def gate_remark(gate: Gate) -> str:

@@ -132,13 +132,14 @@ def _refuse_existing(output: Path, *, force: bool) -> None:
         raise already_there(output)
 
 
-def _identity(output: Path) -> tuple[int, int] | None:
+def _identity(output: Path) -> tuple[int, int, int] | None:
     """Return what tells a folder from its successor; None: there is none."""
     try:
         found = output.lstat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    # The number of a deleted folder is soon another's: the time of the last change differs.
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _try_place(output: Path) -> None:

@@ -39,7 +39,7 @@ def rename_new(source: Path, target: Path) -> None:
         else:
             source.unlink()
             return
-    with _locked(target):
+    with locked(target):
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         source.rename(target)
@@ -71,7 +71,7 @@ def rename_over(source: Path, target: Path, aside: Path) -> Path | None:
 def _exchange(source: Path, target: Path, aside: Path) -> Path:
     if _rename(source, target, _EXCHANGE):
         return source
-    with _locked(target):
+    with locked(target):
         target.rename(aside)
         try:
             source.rename(target)
@@ -104,7 +104,7 @@ def _renameat2() -> Callable[..., int] | None:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def locked(target: Path) -> Iterator[None]:
     """Hold a lock beside a path; without locks in the file system, hold nothing."""
     path = target.parent / f".{target.name[:50]}.quantkit-lock"
     lock = _lock(path)

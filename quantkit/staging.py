@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from quantkit.renaming import locked
+
 _SUFFIX = ".quantkit-stage"
 #: Letters of the output's name in the stage's: a name has 255 bytes at most.
 _NAME = 50
@@ -83,8 +85,10 @@ def _drop(stage: Path) -> None:
     with suppress(OSError):
         for waiting in (stage / _ASIDE).iterdir():
             target = stage.parent / waiting.name
-            if not os.path.lexists(target):
-                waiting.rename(target)
+            # Another one may be between its two renames, when nothing has the name.
+            with locked(target):
+                if not os.path.lexists(target):
+                    waiting.rename(target)
     shutil.rmtree(stage, ignore_errors=True)
 
 

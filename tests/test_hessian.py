@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections import namedtuple
 
 import diffusers
 import pytest
@@ -16,14 +18,22 @@ from quantkit.calibration import collect_hessians as collecting
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
 from quantkit.calibration.heldout import HELD_ROWS, HeldRows, hold_out
-from quantkit.calibration.hessian import INDEX, load_hessians
+from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
 from quantkit.calibration.moments import _Sum, group_layers, moment_bytes
 from quantkit.calibration.running import load_pipeline, run_prompts
 from quantkit.calibration.weighting import responses, step_weights
 from quantkit.cli.hessian import hessian as command
-from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, RecipeError
+from quantkit.errors import (
+    ArtefactError,
+    ModelError,
+    NonFiniteError,
+    OutputError,
+    PromptError,
+    RecipeError,
+)
 from quantkit.models.source import open_model
 from quantkit.numerics.packing import to_rows
+from quantkit.places import check_directory
 from quantkit.progress import silent
 from quantkit.recipefile import load_recipe
 
@@ -518,3 +528,57 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
     )
     again = CliRunner().invoke(command, [*base, "--force"], catch_exceptions=False)
     assert again.exit_code == 0
+
+
+def test_a_disk_that_is_full_before_is_told_before_the_run(model, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 9, 1))
+    monkeypatch.setattr("quantkit.calibration.collect_hessians.sha256_of", pytest.fail)
+    result = CliRunner().invoke(
+        command, [str(model.path), "-o", str(tmp_path / "h"), "--count", "1", "--quiet"]
+    )
+    assert isinstance(result.exception, OutputError)
+    assert re.search(r"h: 1 bytes free, wanted [\d,]+; free some", str(result.exception))
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_disk_that_becomes_full_leaves_layers_to_go_on_from(model, taken, tmp_path, monkeypatch):
+    write, done = Hessians.write, []
+
+    def full(self, component, layer, moments):
+        if len(done) == 3:
+            raise OutputError(f"{self.file_of(component, layer)}: no space left on the device")
+        write(self, component, layer, moments)
+        done.append(layer)
+
+    monkeypatch.setattr(Hessians, "write", full)
+    with pytest.raises(OutputError, match=r"no space.*; \d+ layers are left: run the same command"):
+        take(model, tmp_path / "h")
+    monkeypatch.undo()
+    found = take(model, tmp_path / "h")
+    assert not found.missing
+    assert found.index == taken.index
+
+
+def test_force_keeps_the_old_moments_until_new_ones_begin(model, tmp_path):
+    old = take(model, tmp_path / "h")
+    files = {path: path.stat().st_mtime_ns for path in old.path.rglob("*.safetensors")}
+    with pytest.raises(PromptError):
+        collect_hessians(
+            model,
+            recipe_with(),
+            (),
+            old.path,
+            memory=GIB,
+            device="cpu",
+            progress=silent,
+            force=True,
+        )
+    assert files == {path: path.stat().st_mtime_ns for path in old.path.rglob("*.safetensors")}
+    check_directory(old.path, kind=KIND, force=True)
+    (old.path / "notes").write_text("mine")
+    with pytest.raises(OutputError, match="holds notes, which quantkit did not write"):
+        collect_hessians(
+            model, recipe_with(buckets=1), PROMPTS, old.path, memory=GIB, device="cpu",
+            progress=silent, force=True,
+        )  # fmt: skip

@@ -1,6 +1,7 @@
 """Calibrating in several processes, and going on with a calibration that was killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import SafetensorError
 
-from quantkit.calibration import observing, partial
+from quantkit.calibration import artefact, observing, partial
 from quantkit.calibration.processes import ALONE, Processes, joined
 from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
-from quantkit.errors import ArtefactError, OutputError
+from quantkit.errors import ArtefactError, InputError, OutputError
 
 PROMPTS = ("a red circle", "two blue squares", "a tree", "a house", "a cat")
 #: Three batches: 2, 2 and 1 prompts.
@@ -302,3 +304,43 @@ def test_writing_takes_a_small_part_of_the_time(monkeypatch):
     assert not pace.is_due()
     now[0] = 127.0
     assert pace.is_due()
+
+
+def test_a_full_disk_loses_no_calibration(arguments, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(partial, "_PAUSE", 0.0)
+    monkeypatch.setattr(partial, "_SHARE", 0.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    save = artefact.save_file
+
+    def full(tensors, path, **more):
+        if (tmp_path / "temporary") not in Path(path).parents:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save(tensors, path, **more)
+
+    monkeypatch.setattr(artefact, "save_file", full)
+    result = CliRunner().invoke(
+        calibrate_command, [*arguments[1:], "-o", str(tmp_path / "out"), "--quiet"]
+    )
+    assert isinstance(result.exception, OutputError)
+    kept = re.search(r"no space left.*kept: move it from (.*) to where", str(result.exception))[1]
+    assert load_calibration(Path(kept)).metadata.prompts == len(PROMPTS)
+    assert "going on, but a killed run could not be resumed from here" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+
+
+def test_what_cannot_be_calibrated_is_refused_before_hashing(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr("quantkit.calibration.collect.sha256_of", pytest.fail)
+    model = Path(arguments[2])
+    (tmp_path / "file").write_text("")
+    for output, more, words in (
+        (tmp_path / "file" / "out", (), "cannot be written"),
+        (tmp_path / "out", ("--device", "cuda:99"), "cuda:99"),
+        (model / "out", (), "overlaps the input"),
+        (Path(), ("--force",), "the folder that you are in"),
+    ):
+        result = CliRunner().invoke(
+            calibrate_command, [*arguments[1:], *more, "-o", str(output), "--quiet"]
+        )
+        assert isinstance(result.exception, InputError), result.output
+        assert words in str(result.exception)

@@ -1,5 +1,6 @@
 """The report: its JSON, Markdown and HTML, and the commands that make it."""
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -14,7 +15,15 @@ from quantkit.eval.comparison import compare
 from quantkit.eval.floor import Floor, measure_gaps
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.images import Pairs, match_folders, read_image
-from quantkit.eval.report import EMBED_COUNT, gate_remark, headline, kernel_sentence, write_report
+from quantkit.eval.report import (
+    EMBED_COUNT,
+    code_span,
+    escape_markdown,
+    gate_remark,
+    headline,
+    kernel_sentence,
+    write_report,
+)
 from quantkit.eval.result import (
     KernelCalls,
     Kernels,
@@ -636,3 +645,60 @@ def test_settings_that_make_no_pictures_are_refused(prompts, steps, wanted):
 
     with pytest.raises(InputError, match=wanted):
         make_settings(prompts, steps=steps, guidance=None, seed=0, batch=1)
+
+
+HOSTILE = (
+    "a|b `x` <script>alert(1)</script> [l](javascript:x) *b* _c_ $d$ ~~e~~ @f https://g www.h.i "
+    "&amp; \\ \n# heading\n- item"
+)
+
+
+def test_markdown_shows_text_of_others_as_it_is():
+    text = escape_markdown(HOSTILE)
+    assert "\n" not in text
+    assert "<" not in text
+    # What CommonMark makes of it again: escapes and entities undone, nothing else is markup.
+    assert html.unescape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text)) == " ".join(HOSTILE.split())
+    for mark in "`*_[]|~$@":
+        assert not re.search(rf"(?<!\\){re.escape(mark)}", text.replace(r"\\\\", ""))
+
+
+@pytest.mark.parametrize("text", ["x", "`", "a`b``c", "``", "a\nb", "<b>"])
+def test_code_spans_hold_any_text(text):
+    span = code_span(text)
+    fence = re.match("`+", span)[0]
+    assert span.endswith(fence)
+    inside = span[len(fence) : -len(fence)]
+    assert fence not in re.findall("`+", inside)
+    assert inside.strip() == " ".join(text.split())
+
+
+def test_every_html_template_is_escaped():
+    import jinja2
+    from jinja2 import nodes
+
+    loader = jinja2.PackageLoader("quantkit.eval", "templates")
+    environment = jinja2.Environment(loader=loader, autoescape=True)
+    safe = []
+    for name in loader.list_templates():
+        if name.endswith(".j2"):
+            assert name.endswith((".html.j2", ".md.j2")), f"{name}: escaped how?"
+            tree = environment.parse(loader.get_source(environment, name)[0])
+            safe += [(name, f.node) for f in tree.find_all(nodes.Filter) if f.name == "safe"]
+            assert not list(tree.find_all(nodes.ScopedEvalContextModifier))
+    # Drawn by quantkit.eval.plots, whose text matplotlib escapes.
+    assert [(name, node.attr) for name, node in safe] == [("report.html.j2", "svg")]
+
+
+def test_a_hostile_prompt_and_path_are_text_in_every_page(tmp_path):
+    pairs = replace(made(), prompts=(HOSTILE, "ball", "ball"))
+    report = replace(made_report(pairs), title=HOSTILE, commands=(HOSTILE,))
+    report = replace(report, packed=replace(report.packed, path=HOSTILE))
+    write_report(report, pairs, tmp_path / "out", force=False)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<script>alert(1)" not in page
+    text = (tmp_path / "out" / "report.md").read_text()
+    outside = text.replace(code_span(HOSTILE), "").replace(" ".join(HOSTILE.split()), "")
+    assert "<script>" not in outside
+    assert "\n# heading" not in text
+    assert escape_markdown(HOSTILE) in text

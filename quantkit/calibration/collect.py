@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from quantkit.calibration.running import (
 )
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtefactError, PromptError
+from quantkit.errors import ArtefactError, OutputError, PromptError
 from quantkit.jsonfile import parsing
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.plan import kept_reason
@@ -41,6 +42,8 @@ __all__ = [
     "read_prompts",
     "weight_digests",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 #: SHA-256 of each layer's weight, by component and layer.
 Digests = dict[str, dict[str, str]]
@@ -240,10 +243,18 @@ def _collect(
                 observed.run(todo[turn])
                 if kept is not None and pace.is_due():
                     started = monotonic()
-                    kept.write(observed.taken())
+                    _keep(kept, observed.taken())
                     pace.wrote(started)
     found = before if observed is None else observed.taken()
     return None if found is None else found.part()
+
+
+def _keep(kept: Kept, found: Halfway) -> None:
+    """Write what is done so far; where that fails, the run goes on without."""
+    try:
+        kept.write(found)
+    except OutputError as error:
+        _LOG.warning("%s; going on, but a killed run could not be resumed from here", error)
 
 
 def library_versions() -> dict[str, str]:

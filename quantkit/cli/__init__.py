@@ -1,6 +1,14 @@
 """The command line: one module per command, imported here, added below. Nothing heavy at import."""
 
+import errno
+import io
+import logging
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -23,7 +31,18 @@ from quantkit.cli import (
     sparsify,
     verify,
 )
+from quantkit.cli.console import ReaderGoneError, Warnings, print_error
 from quantkit.errors import QuantkitError
+
+_STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_CURES = {
+    errno.ENOSPC: "free some space, or choose another path",
+    errno.EDQUOT: "free some space, or choose another path",
+    errno.EFBIG: "raise 'ulimit -f', or choose another path",
+    errno.EMFILE: "raise 'ulimit -n'",
+    errno.ENFILE: "close other programs",
+    errno.EACCES: "change its permissions, or choose another path",
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -51,9 +70,105 @@ quantkit.add_command(demo.demo)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exit 2 for bad input, 1 for work that failed."""
+    """Run the command line and exit.
+
+    With 0; 1 for work that failed; 2 for bad input, or a file that cannot be read or written; 130
+    after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 when nobody reads the output any more.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that lacks a letter shows its number.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    warnings = Warnings()
+    logging.getLogger("quantkit").addHandler(warnings)
     try:
-        quantkit(args=arguments, prog_name="quantkit", standalone_mode=True)
-    except QuantkitError as error:
-        click.echo(f"quantkit: error: {error}", err=True)
-        sys.exit(error.exit_code)
+        with _ended_by_signals():
+            code = _run(arguments)
+    finally:
+        logging.getLogger("quantkit").removeHandler(warnings)
+    sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    """Return the exit code; what went wrong is said on one line."""
+    try:
+        code = quantkit(args=arguments, prog_name="quantkit", standalone_mode=False)
+        sys.stdout.flush()
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("quantkit: interrupted", err=True)
+        return 128 + signal.SIGINT
+    except (ReaderGoneError, BrokenPipeError):
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except (QuantkitError, click.ClickException, OSError, RecursionError, MemoryError) as error:
+        return _explain(error)
+    return code if isinstance(code, int) else 0
+
+
+def _explain(error: BaseException) -> int:
+    """Print an error and return its exit code."""
+    context: click.Context | None = getattr(error, "ctx", None)
+    # Newer than the oldest click that serves.
+    if context and isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        click.echo(context.get_help(), err=True)
+        return 2
+    code = 2
+    if isinstance(error, QuantkitError):
+        text, code = str(error), error.exit_code
+    elif isinstance(error, click.ClickException):
+        text, code = _usage(error), error.exit_code
+    elif isinstance(error, OSError):
+        text = _of_system(error)
+        if error.errno in _STDOUT_FULL:
+            _drop_output()
+    elif isinstance(error, RecursionError):
+        text = "the input is nested too deep for Python; simplify it"
+    else:
+        text, code = "out of memory; take a smaller batch or fewer threads", 1
+    print_error(text)
+    return code
+
+
+def _usage(error: click.ClickException) -> str:
+    text, context = error.format_message(), getattr(error, "ctx", None)
+    return text if context is None else f"{text} See '{context.command_path} --help'."
+
+
+def _of_system(error: OSError) -> str:
+    """Return what the system said of which file, and the cure where there is one."""
+    if error.errno is None:
+        return " ".join(str(error).split())
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    where = f"{' -> '.join(names)}: " if names else ""
+    cure = _CURES.get(error.errno, "")
+    return f"{where}{error.strerror or error}{f'; {cure}' if cure else ''}"
+
+
+def _drop_output() -> None:
+    """Send what is still to be printed nowhere, or Python would complain at its end."""
+    with suppress(OSError, ValueError, io.UnsupportedOperation):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let signals that end the process unwind it, so that nothing half written stays."""
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        # The next one ends it at once.
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # nohup and launchers have their own wishes.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

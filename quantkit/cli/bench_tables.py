@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import click
-
-from quantkit.cli.console import print_table
+from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +42,7 @@ def print_result(result: "BenchResult") -> None:
             _print_wide(f"{operation.name}: {operation.title}", _COLUMNS, cells)
     _print_absent(result)
     if not result.complete:
-        click.echo("interrupted: operations and shapes that are missing above were not measured")
+        echo("interrupted: operations and shapes that are missing above were not measured")
 
 
 def print_comparison(comparison: "Comparison") -> None:
@@ -54,7 +52,7 @@ def print_comparison(comparison: "Comparison") -> None:
     rows = [_change(change, slower=change in regressions) for change in comparison.changes]
     _print_wide(f"against {comparison.baseline.path}", columns, rows)
     own = sum(change.row.own for change in comparison.changes)
-    click.echo(
+    echo(
         f"{len(regressions)} of {own} medians of quantkit are more than "
         f"{comparison.threshold:g} times the baseline's"
     )
@@ -74,7 +72,7 @@ def print_model_result(result: "ModelResult") -> None:
     )
     for row in result.rows:
         if row.reason:
-            click.echo(f"{row.contender}: {row.verdict.value}: {row.reason}")
+            echo(f"{row.contender}: {row.verdict.value}: {row.reason}")
     _print_profiles([row for row in result.rows if row.profile])
 
 
@@ -118,19 +116,19 @@ def _print_wide(title: str, columns: "Sequence[str]", rows: "Sequence[Sequence[o
 def _print_ceilings(result: "BenchResult") -> None:
     ceilings = result.ceilings
     copy = ceilings.copy
-    click.echo(f"copy: {copy.rate:.0f} GB/s ({copy.source})")
+    echo(f"copy: {copy.rate:.0f} GB/s ({copy.source})")
     for precision, peak in ceilings.matmul.items():
         origin = "measured" if peak.measured else "data sheet"
-        click.echo(f"{precision.value}: {peak.rate:.4g} TFLOP/s, {origin} ({peak.source})")
+        echo(f"{precision.value}: {peak.rate:.4g} TFLOP/s, {origin} ({peak.source})")
 
 
 def _print_machine(machine: "Machine", measured: "tuple[dict[str, str], dict[str, str]]") -> None:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    click.echo(f"{machine.device}, {machine.architecture}; kernels: {machine.kernels or 'none'}")
-    click.echo(f"{versions}, Python {machine.python}; commit {machine.commit or 'unknown'}")
+    echo(f"{machine.device}, {machine.architecture}; kernels: {machine.kernels or 'none'}")
+    echo(f"{versions}, Python {machine.python}; commit {machine.commit or 'unknown'}")
     for when, clocks in zip(("before", "after"), measured, strict=True):
         text = ", ".join(f"{name} {value}" for name, value in clocks.items())
-        click.echo(f"{when}: {text or 'clocks are not known'}")
+        echo(f"{when}: {text or 'clocks are not known'}")
 
 
 def _cells(row: "Row", rows: "list[Row]") -> tuple[object, ...]:
@@ -174,7 +172,7 @@ def _print_absent(result: "BenchResult") -> None:
             reasons.setdefault(key, []).append(row.shape.label)
     for (op, contender, verdict, reason), shapes in reasons.items():
         where = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes"
-        click.echo(f"{op}, {contender}: {verdict} ({where}): {reason}")
+        echo(f"{op}, {contender}: {verdict} ({where}): {reason}")
 
 
 def _change(change: "Change", *, slower: bool) -> tuple[object, ...]:

@@ -1,11 +1,64 @@
-"""What commands print: progress on stderr, tables and JSON on stdout."""
+"""What commands print: progress on stderr, tables and JSON on stdout.
 
+Names in models, paths and prompts are somebody else's text: what is not printable in it is escaped,
+so that it can neither move the cursor nor begin a line of its own.
+"""
+
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Letters of a message: where it begins says what and where, its end how to go on.
+_MOST = 500
+_BEGINNING = 300
+
+
+def printable(text: object) -> str:
+    r"""Return text on one line of printable characters; others are escaped, as \x1b and \n."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in str(text)
+    )
+
+
+def one_line(text: object) -> str:
+    """Return a message on one line of at most 500 printable characters, cut in its middle."""
+    line = printable(text)
+    if len(line) <= _MOST:
+        return line
+    return f"{line[:_BEGINNING]} ... {line[_BEGINNING + 5 - _MOST :]}"
+
+
+class ReaderGoneError(Exception):
+    """Nobody reads stdout any more; click would end with 1 for it, which means a failed gate."""
+
+
+def echo(*lines: object, err: bool = False) -> None:
+    """Print lines to stdout, or to stderr."""
+    for line in lines:
+        _write(printable(line), err=err)
+
+
+def print_error(text: object) -> None:
+    """Print what went wrong to stderr."""
+    _write(f"quantkit: error: {one_line(text)}", err=True)
+
+
+class Warnings(logging.Handler):
+    """Prints what the library logs to stderr, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        text = one_line(record.getMessage())
+        _write(f"quantkit: {record.levelname.lower()}: {text}", err=True)
 
 
 @contextmanager
@@ -14,22 +67,22 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield silent
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}"),
+        # Without markup, as tables.
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    with Bars(*columns, console=_console(stderr=True)) as bars:
         tasks = {}
 
         def report(step: str, done: int, total: int) -> None:
             if step not in tasks:
-                tasks[step] = bars.add_task(step, total=total)
+                tasks[step] = bars.add_task(printable(step), total=total)
             bars.update(tasks[step], completed=done, total=total)
 
         yield report
@@ -47,17 +100,18 @@ def print_table(
     Args:
         least_width: letters in a line of a file or a pipe, whose width nobody sees.
     """
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_edge=False)
+    table = Table(title=printable(title), title_justify="left", show_edge=False)
     for index, column in enumerate(columns):
         numeric = bool(rows) and isinstance(rows[0][index], int | float)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        justify: Any = "right" if numeric else "left"
+        table.add_column(printable(column), justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    # Without markup: names in brackets, as "LPIPS [ImageNet AlexNet]", are text and not a style.
-    console = Console(markup=False)
+        table.add_row(
+            *(f"{cell:.4g}" if isinstance(cell, float) else printable(cell) for cell in row)
+        )
+    console = _console()
     if not console.is_terminal:
         console.width = max(console.width, least_width)
     console.print(table)
@@ -67,4 +121,23 @@ def print_json(value: object) -> None:
     """Print JSON that a program can read."""
     import json
 
-    click.echo(json.dumps(value, indent=2))
+    _write(json.dumps(value, indent=2))
+
+
+def _write(text: str, *, err: bool = False) -> None:
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError as error:
+        raise ReaderGoneError from error
+
+
+def _console(*, stderr: bool = False) -> "Console":
+    """Return a console that takes names as they are."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise ReaderGoneError
+
+    # Without markup: names in brackets, as "LPIPS [ImageNet AlexNet]", are text and not a style.
+    return Plain(stderr=stderr, markup=False, emoji=False)

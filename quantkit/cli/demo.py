@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.report_tables import print_methods
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def show_demo(
 
     def say(line: str) -> None:
         if not quiet:
-            click.echo(f"{next(numbers):2}. {line}", err=True)
+            echo(f"{next(numbers):2}. {line}", err=True)
 
     chosen = plan.FULL if full else plan.SHORT
     with progress_bar(quiet=quiet) as progress:
@@ -116,9 +116,9 @@ def print_outcomes(outcomes: "tuple[Outcome, ...]", output: Path, seconds: float
 
     print_methods(f"quantkit demo: {seconds:.0f} s", methods(outcomes))
     for outcome in outcomes:
-        click.echo(outcome.report.verdict)
+        echo(outcome.report.verdict)
         for line in outcome.report.warnings:
-            click.echo(f"note: {line}")
+            echo(f"note: {line}")
     for line in remarks(outcomes):
-        click.echo(line)
-    click.echo(f"open {output / 'index.html'}")
+        echo(line)
+    echo(f"open {output / 'index.html'}")

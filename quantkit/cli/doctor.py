@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table
+from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.device.survey import Gpu, LayerChoice, OpChoice, Survey
@@ -64,13 +64,13 @@ def _layers(packed: Path, device: str) -> "tuple[LayerChoice, ...]":
 
 
 def _print_survey(found: "Survey") -> None:
-    click.echo(f"torch {found.torch_version}")
+    echo(f"torch {found.torch_version}")
     for device in found.devices:
-        click.echo(device)
+        echo(device)
     for gpu in found.gpus:
         _print_gpu(gpu)
     used, limit = found.cache_bytes / 2**20, found.cache_limit / 2**20
-    click.echo(f"kernel cache: {found.cache} ({used:.1f} of {limit:.0f} MiB)")
+    echo(f"kernel cache: {found.cache} ({used:.1f} of {limit:.0f} MiB)")
     tools = [(t.name, t.needed_for, t.found or f"missing: {t.problem}") for t in found.tools]
     print_table("Compilers", ("tool", "needed for", "found"), tools)
     rows = [(o.op, o.device, *_says(o)) for o in found.operations]
@@ -78,14 +78,14 @@ def _print_survey(found: "Survey") -> None:
 
 
 def _print_gpu(gpu: "Gpu") -> None:
-    click.echo(f"{gpu.device}: {gpu.name}, {gpu.architecture}, {gpu.memory_gib:.0f} GiB")
+    echo(f"{gpu.device}: {gpu.name}, {gpu.architecture}, {gpu.memory_gib:.0f} GiB")
     if gpu.driver:
-        click.echo(f"  kernels: {gpu.kernels}; {gpu.driver}; {gpu.compiler}")
-        click.echo(f"  objects: {gpu.cached_objects} cached in {gpu.cache or 'no folder'}")
+        echo(f"  kernels: {gpu.kernels}; {gpu.driver}; {gpu.compiler}")
+        echo(f"  objects: {gpu.cached_objects} cached in {gpu.cache or 'no folder'}")
     for folder in gpu.prebuilt:
-        click.echo(f"  prebuilt: {folder}")
+        echo(f"  prebuilt: {folder}")
     passed = f"passed in {gpu.self_test_seconds:.2f} s"
-    click.echo(f"  self-test: {gpu.problem or passed}")
+    echo(f"  self-test: {gpu.problem or passed}")
 
 
 def _says(choice: "OpChoice") -> tuple[str, str]:
@@ -100,7 +100,7 @@ def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]", *, quiet: boo
         if layer.reason or not quiet
     ]
     print_table(str(packed), ("layer", "operation", "back end", "why"), rows)
-    click.echo(f"{kernels} of {len(layers)} packed layers run on a kernel")
+    echo(f"{kernels} of {len(layers)} packed layers run on a kernel")
 
 
 def _path(layer: "LayerChoice") -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table
+from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.reader import Packed
@@ -64,7 +64,7 @@ def show(packed: Path, *, quiet: bool, as_json: bool) -> None:
     if not quiet:
         print_table(str(packed), _COLUMNS, [_row(layer) for layer in layers], least_width=120)
     before, after = totals["bytes_before"], totals["bytes_after"]
-    click.echo(
+    echo(
         f"{totals['layers']} layers: {before:,} -> {after:,} bytes ({after / before:.1%} of 16 bit)"
     )
 

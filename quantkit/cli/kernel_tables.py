@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from quantkit.cli.console import print_json, print_table
+from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.device.check import Finding, Report
@@ -35,7 +33,7 @@ def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
         if loops:
             print_table("Share of the matrix peak, per pass of a wave", _LOOP_COLUMNS, loops)
         failed = sum(bool(finding.problems) for finding in report.findings)
-        click.echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
+        echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
 
 
 def _row(finding: "Finding") -> tuple[object, ...]:

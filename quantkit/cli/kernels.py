@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.cli.kernel_tables import print_reports
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ def _print_plan(target: str, output: Path, names: list[str], *, as_json: bool) -
     if as_json:
         print_json({"target": target, "output": str(output), "kernels": names})
     else:
-        click.echo(f"would compile {len(names)} kernels for {target} into {output}:")
-        click.echo("\n".join(names))
+        echo(f"would compile {len(names)} kernels for {target} into {output}:")
+        echo(*names)
 
 
 def _print_manifest(manifest: "Manifest", output: Path, *, as_json: bool) -> None:
@@ -224,4 +224,4 @@ def _print_manifest(manifest: "Manifest", output: Path, *, as_json: bool) -> Non
         print_json(asdict(manifest))
     else:
         count = len(manifest.kernels)
-        click.echo(f"{output}: {count} kernels for {manifest.target}, {manifest.compiler}")
+        echo(f"{output}: {count} kernels for {manifest.target}, {manifest.compiler}")

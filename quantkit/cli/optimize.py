@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.eval.generation import Settings
@@ -228,4 +228,4 @@ def _print(result: dict[str, Any]) -> None:
         trials = [(t["error"], t["size"], t["ssim"]) for t in result["trials"]]
         print_table("Trials", ("predicted error", "bytes", "SSIM"), trials)
     print_table(str(result["written"]), ("treatment", "layers", "predicted error"), rows)
-    click.echo(result["summary"])
+    echo(result["summary"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.forecast import Forecast
@@ -160,8 +160,8 @@ def _tell(forecast: "Forecast", *, as_json: bool) -> None:
         print_json({"written": False, **forecast_to_json(forecast)})
         return
     _print(forecast.summary, "nothing written")
-    click.echo("\n".join(told_forecast(forecast)))
-    click.echo(f"Not given, planned as if it were: {', '.join(forecast.missing)}")
+    echo(*told_forecast(forecast))
+    echo(f"Not given, planned as if it were: {', '.join(forecast.missing)}")
 
 
 def told_forecast(forecast: "Forecast") -> list[str]:
@@ -198,15 +198,15 @@ def _print(summary: "PackSummary", where: str) -> None:
         alphas = [(a, len(names), _some(names)) for a, names in summary.by_alpha().items()]
         print_table("Smoothed", ("alpha", "layers", "which"), alphas)
     if uncorrected := summary.uncorrected():
-        click.echo(f"Without a bias to correct: {len(uncorrected)} layers, {_some(uncorrected)}")
+        echo(f"Without a bias to correct: {len(uncorrected)} layers, {_some(uncorrected)}")
     if summary.left_out:
-        click.echo(f"Left out (other weights): {', '.join(map(str, summary.left_out))}")
+        echo(f"Left out (other weights): {', '.join(map(str, summary.left_out))}")
     for component in summary.components:
         name = component.name or component.class_name
-        click.echo(f"{name}: {_sizes(component.bytes_before, component.bytes_after)}")
+        echo(f"{name}: {_sizes(component.bytes_before, component.bytes_after)}")
     if summary.copied_files:
-        click.echo(f"copied: {summary.copied_files} files, {summary.copied_bytes:,} bytes")
-    click.echo(f"total: {_sizes(summary.bytes_before, summary.bytes_after)}, {where}")
+        echo(f"copied: {summary.copied_files} files, {summary.copied_bytes:,} bytes")
+    echo(f"total: {_sizes(summary.bytes_before, summary.bytes_after)}, {where}")
 
 
 def _print_reasons(title: str, reasons: dict[str, list[str]]) -> None:

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.cli.mask_table import describe_masks, print_masks, with_rule
 from quantkit.cli.recovery_options import masks_path, refuse_alone
 from quantkit.errors import RecipeError
@@ -101,12 +99,12 @@ def choose_permuted(
         return
     _print(permutations)
     if masks is None:
-        click.echo("nothing written")
+        echo("nothing written")
         return
     print_masks(masks, str(outputs.masks))
     for path in (outputs.pipeline, outputs.calibration):
         if path is not None:
-            click.echo(f"written to {path}")
+            echo(f"written to {path}")
 
 
 def _outputs(output: Path, given: dict[str, Any], *, calibrated: bool) -> "Outputs":

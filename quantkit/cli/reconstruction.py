@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from quantkit.cli.console import progress_bar
+from quantkit.cli.console import echo, progress_bar
 from quantkit.cli.recovered import write_and_describe
 from quantkit.cli.recovery_options import SAVE_EVERY, make_settings, masks_path
 
@@ -91,7 +89,7 @@ def _print_block() -> "Callable[[Rebuilt], None]":
     """Return a watcher that prints what every block misses of its teacher's answers."""
 
     def show(block: "Rebuilt") -> None:
-        click.echo(
+        echo(
             f"{block.block}: misses {block.before:.4f} -> {block.after:.4f} of the power, "
             f"{block.steps} steps",
             err=True,

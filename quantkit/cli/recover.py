@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.reconstruction import reconstruct_and_write
 from quantkit.cli.recovered import told, write_and_describe
 from quantkit.cli.recovery_options import (
@@ -91,9 +91,9 @@ def recover(
     if as_json:
         print_json(result)
     elif dry_run:
-        click.echo(f"{result['masked']} layers masked, {result['quantized']} quantized")
+        echo(f"{result['masked']} layers masked, {result['quantized']} quantized")
     else:
-        click.echo(f"{output}: {told(result)}")
+        echo(f"{output}: {told(result)}")
 
 
 def describe(
@@ -212,6 +212,6 @@ def _print_point() -> Callable[["Point"], None]:
         due = max(due, point.fraction + 0.05)
         seen = "" if point.look is None else f", {point.look.metric} {point.look.value:.4f}"
         text = f"step {point.step}: loss {point.loss:.5f}{seen}, {point.seconds:.0f} s"
-        click.echo(text, err=True)
+        echo(text, err=True)
 
     return show

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.report_tables import print_methods, print_report
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def evaluate_packed(
         refuse_overlap(request.output, source)
     settings = request.settings(last=request.prompts is None)
     if request.dry_run:
-        click.echo(describe_run(settings, request, "both pipelines"))
+        echo(describe_run(settings, request, "both pipelines"))
         return None
     backbones = request.backbones()
     with progress_bar(quiet=request.quiet) as progress:
@@ -189,8 +189,8 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
     else:
         print_methods(f"{model}: {len(methods)} packed pipelines", methods)
         for method in methods:
-            click.echo(f"{method.name}: {method.report.verdict}")
-        click.echo(f"table: {request.output / 'index.html'}")
+            echo(f"{method.name}: {method.report.verdict}")
+        echo(f"table: {request.output / 'index.html'}")
     if not all(method.report.passed for method in methods):
         sys.exit(1)
 
@@ -217,7 +217,7 @@ def compare_packed(
         refuse_overlap(request.output, source)
     settings = request.settings(last=request.prompts is None)
     if request.dry_run:
-        click.echo(describe_run(settings, request, f"{1 + len(packed)} pipelines"))
+        echo(describe_run(settings, request, f"{1 + len(packed)} pipelines"))
         return None
     backbones, methods = request.backbones(), []
     with (

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from quantkit.cli.console import print_table
+from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +56,7 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
         if rows:
             print_table(title, ("metric", "floor", "packed - floor", "packed is"), rows)
         else:
-            click.echo(f"{title}: {gap.floor.note}")
+            echo(f"{title}: {gap.floor.note}")
 
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
@@ -80,9 +78,9 @@ def print_report(result: "Report", output: Path) -> None:
     print_metrics(result.title, result.comparison)
     print_floors(result.comparison, result.noise_floor)
     print_gates(result.gates)
-    click.echo(kernel_sentence(result))
-    click.echo(result.verdict)
-    click.echo(f"report: {output / 'report.html'}")
+    echo(kernel_sentence(result))
+    echo(result.verdict)
+    echo(f"report: {output / 'report.html'}")
 
 
 def print_methods(title: str, rows: "Sequence[Method]") -> None:

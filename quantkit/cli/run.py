@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.hessian import plan_moments
 from quantkit.cli.pack import told_forecast
 from quantkit.cli.report import Request, command_line
@@ -180,4 +180,4 @@ def _print_plan(model: "Model", recipe: "Recipe", output: Path, *, as_json: bool
     if as_json:
         print_json(values)
     else:
-        click.echo("\n".join(lines))
+        echo(*lines)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.limits import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _print(found: "Sensitivity", output: Path) -> None:
     title = f"Worst {len(rows)} of {len(found.layers)} layers: relative error (NMSE) of the output"
     print_table(title, ("layer", *COLUMNS.values(), "gain", "final FP8"), rows)
     count = sum(gain.measured for gain in gains.values())
-    click.echo(
+    echo(
         f"final FP8: gain x error of {ORDERED_BY}; {count} layers were run in the pipeline, gains "
         f"with * are medians; every layer and treatment is in {output}"
     )

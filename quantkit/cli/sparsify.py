@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.mask_table import describe_masks, print_masks, with_rule
 from quantkit.cli.permuting import choose_permuted, refuse_beside
 from quantkit.cli.reconstruction import reconstruct_and_write
@@ -216,7 +216,7 @@ def choose(
         return
     print_masks(masks, "nothing written" if dry_run else str(output))
     if trained is not None:
-        click.echo(told_of_update(trained) if how == "obs" else told(trained))
+        echo(told_of_update(trained) if how == "obs" else told(trained))
 
 
 def _recover(

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 
 
 @click.command()
@@ -43,13 +43,13 @@ def check(packed: Path, *, list_all: bool, quiet: bool, as_json: bool) -> None:
         print_json({"ok": not result.breaches, **asdict(result)})
     elif list_all:
         for breach in result.breaches:
-            click.echo(breach)
+            echo(breach)
     if len(result.breaches) > 1:
         raise CheckpointError(f"{packed}: {len(result.breaches)} rules are broken")
     if result.breaches:
         raise CheckpointError(result.breaches[0])
     if not as_json:
-        click.echo(
+        echo(
             f"{packed}: ok: {result.components} components, {result.layers} packed layers, "
             f"{result.tensors} tensors, {result.nbytes:,} bytes: checksums, shapes, dtypes, "
             f"order, scales, codes and metadata, and the models they are for; {result.files} files "
