@@ -57,6 +57,7 @@ def collect_hessians(
         PromptError: no prompts.
         RecipeError: a layer that does not fit, a scheduler whose steps cannot be weighed.
     """
+    target = choose_device(device)
     chosen = tuple(prompts[: recipe.calibration.prompts])
     if not chosen:
         raise PromptError("no prompts, wanted at least one")
@@ -72,7 +73,7 @@ def collect_hessians(
     ]
     if groups:
         with quiet_libraries():
-            pipe = load_pipeline(model, choose_device(device))
+            pipe = load_pipeline(model, target)
             run = _Run(pipe, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"

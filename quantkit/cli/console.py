@@ -50,7 +50,7 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_edge=False)
+    table = Table(show_edge=False)
     for index, column in enumerate(columns):
         numeric = bool(rows) and isinstance(rows[0][index], int | float)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
@@ -60,6 +60,8 @@ def print_table(
     console = Console(markup=False)
     if not console.is_terminal:
         console.width = max(console.width, least_width)
+    # Apart from the table, and never folded: a path in it can be found and copied.
+    console.print(title, style="table.title", soft_wrap=True, highlight=False)
     console.print(table)
 
 
