@@ -946,7 +946,7 @@ def test_command_merges_files(halves, sd_calibration, tmp_path):
     assert said["prompts"] == stored.metadata.prompts == 3
     assert said["components"]["unet"]["calls"] == sd_calibration.metadata.calls["unet"]
     assert isinstance(invoke(*paths, "-o", output).exception, OutputError)
-    assert "c.safetensors" in invoke(*paths, "-o", output, "--force").stdout
+    assert str(output) in invoke(*paths, "-o", output, "--force").stdout
     for few in (paths[:1], [paths[0], paths[0]]):
         error = invoke(*few, "-o", tmp_path / "d").exception
         assert "wanted two or more different ones" in str(error)

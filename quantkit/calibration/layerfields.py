@@ -1,6 +1,7 @@
-"""What the tensors of a layer's statistics must be, whoever wrote the file."""
+"""What the tensors of a layer's statistics and sums must be, whoever wrote the file."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,70 +13,93 @@ from quantkit.calibration.sampling import SAMPLE_ROWS
 AVERAGE = ("moving_amax", "updates")
 SAMPLES = ("mean", "samples", "sample_priority", "sample_count")
 
-_DTYPES = {
-    "amax": torch.float32,
-    "histogram": torch.float64,
-    "second_moment": torch.float32,
-    "channel_amax": torch.float32,
-    "count": torch.int64,
-    "moving_amax": torch.float64,
-    "updates": torch.int64,
-    "mean": torch.float32,
-    "samples": torch.bfloat16,
-    "sample_priority": torch.float64,
-    "sample_count": torch.int64,
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor."""
+
+    dtype: torch.dtype
+    #: a letter each: B buckets, C channels, H bins, R rows of the sample, K columns of a row
+    axes: str
+    #: it may be below 0
+    signed: bool = False
+
+
+#: Of ``LayerStatistics``.
+STATISTICS = {
+    "amax": Field(torch.float32, "B"),
+    "histogram": Field(torch.float64, "BH"),
+    "second_moment": Field(torch.float32, "BC"),
+    "channel_amax": Field(torch.float32, "BC"),
+    "count": Field(torch.int64, "B"),
+    "moving_amax": Field(torch.float64, "B"),
+    "updates": Field(torch.int64, "B"),
+    "mean": Field(torch.float32, "BC", signed=True),
+    "samples": Field(torch.bfloat16, "BRK", signed=True),
+    "sample_priority": Field(torch.float64, "BR"),
+    "sample_count": Field(torch.int64, "B"),
 }
-_SIGNED = ("mean", "samples")
+#: Of ``LayerSums``.
+SUMS = {
+    "channel_amax": Field(torch.float32, "BC"),
+    "values": Field(torch.float64, "BC", signed=True),
+    "squares": Field(torch.float64, "BC"),
+    "histogram": Field(torch.float64, "BH"),
+    "moving": Field(torch.float64, "B"),
+    "updates": Field(torch.int64, "B"),
+    "count": Field(torch.int64, "B"),
+    "samples": Field(torch.bfloat16, "BRK", signed=True),
+    "priority": Field(torch.float64, "BR"),
+}
 
 
-def check_fields(where: str, fields: Mapping[str, Tensor], buckets: int) -> None:
-    """Hold the tensors of one layer against ``LayerStatistics``.
+def check_statistics(where: str, tensors: Mapping[str, Tensor], buckets: int) -> None:
+    """Hold the tensors of one layer against ``LayerStatistics``, of whatever version.
 
     Args:
         where: what messages call the layer.
-        fields: by name.
+        tensors: by the name of the field.
         buckets: timestep buckets of the calibration.
 
     Raises:
         LookupError, ValueError: a field that is missing or unknown, or of a wrong dtype, shape or
             value.
     """
-    wanted = _shapes(fields, buckets)
-    if odd := set(fields) ^ set(wanted):
-        raise ValueError(f"{where}/{min(odd)}: {'unknown' if min(odd) in fields else 'missing'}")
-    for name, shape in wanted.items():
-        tensor = fields[name]
-        if tensor.dtype != _DTYPES[name]:
-            raise ValueError(f"{where}/{name}: {tensor.dtype}, wanted {_DTYPES[name]}")
+    absent = {
+        name for later in (AVERAGE, SAMPLES) if not set(later) & set(tensors) for name in later
+    }
+    wanted = {name: field for name, field in STATISTICS.items() if name not in absent}
+    _check(where, tensors, wanted, buckets)
+    if "sample_count" in wanted and bool((tensors["sample_count"] > SAMPLE_ROWS).any()):
+        raise ValueError(f"{where}/sample_count: above {SAMPLE_ROWS}")
+
+
+def check_sums(where: str, tensors: Mapping[str, Tensor], buckets: int) -> None:
+    """Hold the tensors of one layer against ``LayerSums``.
+
+    Raises:
+        LookupError, ValueError: as ``check_statistics``.
+    """
+    _check(where, tensors, SUMS, buckets)
+
+
+def _check(
+    where: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Field], buckets: int
+) -> None:
+    if odd := set(tensors) ^ set(wanted):
+        raise ValueError(f"{where}/{min(odd)}: {'unknown' if min(odd) in tensors else 'missing'}")
+    channels = tensors["channel_amax"].shape[-1]
+    columns = tensors["samples"].shape[-1] if "samples" in tensors else channels
+    if not channels or columns % channels:
+        raise ValueError(f"{where}: samples of {columns} columns do not fit {channels} channels")
+    sizes = {"B": buckets, "C": channels, "H": BINS, "R": SAMPLE_ROWS, "K": columns}
+    for name, field in wanted.items():
+        tensor, shape = tensors[name], tuple(sizes[axis] for axis in field.axes)
+        if tensor.dtype != field.dtype:
+            raise ValueError(f"{where}/{name}: {tensor.dtype}, wanted {field.dtype}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{where}/{name}: shape {tuple(tensor.shape)}, wanted {shape}")
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{where}/{name}: NaN or Inf")
-        if name not in _SIGNED and bool((tensor < 0).any()):
+        if not field.signed and bool((tensor < 0).any()):
             raise ValueError(f"{where}/{name}: below 0")
-    if SAMPLES[0] in fields and bool((fields["sample_count"] > SAMPLE_ROWS).any()):
-        raise ValueError(f"{where}/sample_count: above {SAMPLE_ROWS}")
-
-
-def _shapes(fields: Mapping[str, Tensor], buckets: int) -> dict[str, tuple[int, ...]]:
-    channels = fields["channel_amax"].shape[-1]
-    shapes: dict[str, tuple[int, ...]] = {
-        "amax": (buckets,),
-        "histogram": (buckets, BINS),
-        "second_moment": (buckets, channels),
-        "channel_amax": (buckets, channels),
-        "count": (buckets,),
-    }
-    if set(AVERAGE) & set(fields):
-        shapes |= dict.fromkeys(AVERAGE, (buckets,))
-    if set(SAMPLES) & set(fields):
-        columns = fields["samples"].shape[-1]
-        if not channels or columns % channels:
-            raise ValueError(f"samples of {columns} columns do not fit {channels} channels")
-        shapes |= {
-            "mean": (buckets, channels),
-            "samples": (buckets, SAMPLE_ROWS, columns),
-            "sample_priority": (buckets, SAMPLE_ROWS),
-            "sample_count": (buckets,),
-        }
-    return shapes

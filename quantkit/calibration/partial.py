@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
-from quantkit.calibration.layerfields import check_fields
+from quantkit.calibration.layerfields import check_sums
 from quantkit.calibration.merge import Part
 from quantkit.calibration.processes import Processes
 from quantkit.calibration.statistics import edges_of
@@ -76,11 +76,11 @@ class Kept:
                 component, layer, field = split_name(name)
                 sums[component][layer][field] = tensor
             calls = {name: list(map(int, found)) for name, found in about["calls"].items()}
-            found = Halfway(sums, edges_of(about["edges"]), calls, int(about["batches"]))
-            for component, layers in found.part().layers.items():
-                for layer, statistics in layers.items():
-                    check_fields(f"{component}/{layer}", vars(statistics), len(found.edges) + 1)
-            return found
+            edges = edges_of(about["edges"])
+            for component, layers in sums.items():
+                for layer, fields in layers.items():
+                    check_sums(f"{component}/{layer}", fields, len(edges) + 1)
+            return Halfway(sums, edges, calls, int(about["batches"]))
 
     def _refuse_others(self, found: Mapping[str, Any]) -> None:
         wanted = json.loads(json.dumps(dict(self.facts)))

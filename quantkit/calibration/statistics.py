@@ -19,7 +19,7 @@ from quantkit.calibration.artefact import (
     write_artefact,
 )
 from quantkit.calibration.histogram import BINS, quantiles
-from quantkit.calibration.layerfields import AVERAGE, SAMPLES, check_fields
+from quantkit.calibration.layerfields import AVERAGE, SAMPLES, check_statistics
 from quantkit.calibration.sampling import join_samples
 from quantkit.errors import ArtefactError
 from quantkit.jsonfile import as_type, parsing
@@ -285,5 +285,5 @@ def _oldest_with(stored: set[str]) -> int:
 
 
 def _statistics(where: str, parts: dict[str, Tensor], buckets: int) -> LayerStatistics:
-    check_fields(where, parts, buckets)
+    check_statistics(where, parts, buckets)
     return LayerStatistics(**parts)

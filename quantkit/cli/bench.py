@@ -52,13 +52,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="For the rounds of one operation on one shape, at most; 5 rounds at least.",
 )
-@click.option(
-    "--save-baseline", type=click.Path(path_type=Path), help="Write the figures to this file."
-)
+@click.option("--save-baseline", type=options.PATH, help="Write the figures to this file.")
 @click.option(
     "--compare",
     "baseline",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     help="Compare with such a file, of the same device.",
 )
 @click.option(

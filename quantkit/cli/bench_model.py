@@ -92,7 +92,7 @@ def bench() -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Where to keep the files that are packed and loaded, for a while.",
 )
-@click.option("--save", type=click.Path(path_type=Path), help="Write the figures to this file.")
+@click.option("--save", type=options.PATH, help="Write the figures to this file.")
 @options.force
 @options.quiet
 @options.as_json

@@ -178,7 +178,7 @@ def _made(
 
 
 @calibrate.command("merge")
-@click.argument("calibrations", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("calibrations", nargs=-1, required=True, type=options.PATH)
 @options.output
 @options.force
 @options.as_json

@@ -102,7 +102,7 @@ def print_table(
     """
     from rich.table import Table
 
-    table = Table(title=printable(title), title_justify="left", show_edge=False)
+    table = Table(show_edge=False)
     for index, column in enumerate(columns):
         numeric = bool(rows) and isinstance(rows[0][index], int | float)
         justify: Any = "right" if numeric else "left"
@@ -114,6 +114,8 @@ def print_table(
     console = _console()
     if not console.is_terminal:
         console.width = max(console.width, least_width)
+    # Apart from the table, and never folded: a path in it can be found and copied.
+    console.print(printable(title), style="table.title", soft_wrap=True, highlight=False)
     console.print(table)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     default=Path("demo-output"),
     show_default=True,
     help="Where to write; the output of an earlier demo is replaced.",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("packed", required=False, type=click.Path(path_type=Path))
+@click.argument("packed", required=False, type=options.PATH)
 @options.device
 @options.quiet
 @options.as_json

@@ -21,11 +21,11 @@ def evaluate() -> None:
 
 
 @evaluate.command("images")
-@click.argument("first", metavar="A", type=click.Path(path_type=Path))
-@click.argument("second", metavar="B", type=click.Path(path_type=Path))
+@click.argument("first", metavar="A", type=options.PATH)
+@click.argument("second", metavar="B", type=options.PATH)
 @click.option(
     "--prompts",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     help="A UTF-8 file with one prompt per picture, in the order of the names: adds CLIP score.",
 )
 @evaluation_options.lpips_weights

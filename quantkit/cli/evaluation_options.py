@@ -1,7 +1,6 @@
 """Options of the commands that run pipelines and measure: eval report, eval compare, run, demo."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,7 @@ Command = Callable[..., Any]
 
 lpips_weights = click.option(
     "--lpips-weights",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     metavar="FILE|DIR",
     help="torchvision's AlexNet weights, or a folder with a feature network like the demo's; "
     "default: torchvision's cache, or a download.",

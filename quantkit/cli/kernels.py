@@ -83,7 +83,7 @@ def build_command(
 
 
 @kernels.command("check")
-@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.argument("folder", metavar="[DIR]", required=False, type=options.PATH)
 @click.option(
     "--target",
     "targets",

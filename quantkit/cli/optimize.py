@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("optimize")
-@click.argument("sensitivity", metavar="SENSITIVITY", type=click.Path(path_type=Path))
+@click.argument("sensitivity", metavar="SENSITIVITY", type=options.PATH)
 @options.recipe
 @click.option(
     "--bytes",

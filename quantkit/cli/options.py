@@ -6,12 +6,37 @@ device, quiet, as_json: everywhere that works or prints
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
+
+
+class Place(click.Path):
+    """A path that can be asked about: not too long, no loop of links, not in a closed folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        """Return the path, there or not, or fail as click does."""
+        path = super().convert(value, param, ctx)
+        try:
+            os.stat(path)  # noqa: PTH116  of what click made of it
+        except (FileNotFoundError, NotADirectoryError):
+            return path
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self.fail(f"{str(value)!r:.100}: {reason}.", param, ctx)
+        return path
 
 
 class Finite(click.types.FloatParamType):
@@ -31,13 +56,17 @@ class FiniteRange(click.FloatRange):
 
 
 def _finite(
-    kind: click.ParamType, number: float, param: click.Parameter | None, ctx: click.Context | None
+    kind: "click.ParamType[Any]",
+    number: float,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
 ) -> float:
     if not math.isfinite(number):
         kind.fail(f"{number} is not a finite number.", param, ctx)
     return number
 
 
+PATH = Place()
 COUNT = click.IntRange(1, MAX_COUNT)
 STEPS = click.IntRange(1, MAX_STEPS)
 SEED = click.IntRange(0, MAX_SEED)
@@ -45,10 +74,8 @@ NUMBER = Finite()
 THREADS = click.IntRange(1, MAX_THREADS)
 
 model = click.argument("model", metavar="MODEL")
-packed = click.argument("packed", metavar="PACKED", type=click.Path(path_type=Path))
-output = click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Where to write."
-)
+packed = click.argument("packed", metavar="PACKED", type=PATH)
+output = click.option("-o", "--output", type=PATH, required=True, help="Where to write.")
 force = click.option("--force", is_flag=True, help="Replace an output that exists.")
 recipe = click.option(
     "-r",
@@ -61,17 +88,17 @@ recipe = click.option(
 calibration = click.option(
     "-c",
     "--calibration",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Statistics written by 'quantkit calibrate model'.",
 )
 hessians = click.option(
     "--hessians",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Second moments written by 'quantkit calibrate hessian'.",
 )
 prompts = click.option(
     "--prompts",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="A UTF-8 file with one prompt a line; default: the bundled set.",
 )
 device = click.option(

@@ -24,7 +24,7 @@ MOST_THREADS = 8
 @options.hessians
 @click.option(
     "--masks",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     help="Masks written by 'quantkit sparsify'; default: chosen here, as the recipe says.",
 )
 @options.output

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @options.recipe
 @click.option(
     "--masks",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     help="Masks of 'quantkit sparsify', which the training keeps; without them all weights stay.",
 )
 @options.output

@@ -23,7 +23,7 @@ _POSITIVE = options.FiniteRange(min=0, min_open=True)
 #: name -> what click is told besides the name; help texts gain a prefix in ``sparsify``
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--masks-output": {
-        "type": click.Path(path_type=Path),
+        "type": options.PATH,
         "help": "the mask file; default: OUTPUT.masks.safetensors.",
     },
     "--quantize/--no-quantize": {
@@ -49,7 +49,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "the highest learning rate; default: 3e-4, of reconstruct 1e-3.",
     },
     "--prompts": {
-        "type": click.Path(path_type=Path),
+        "type": options.PATH,
         "help": "a UTF-8 file with one prompt a line; default: the bundled set.",
     },
     "--sampling-steps": {

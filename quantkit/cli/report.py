@@ -160,9 +160,7 @@ def evaluate_packed(
 
 @click.command("compare")
 @options.model
-@click.argument(
-    "packed", metavar="PACKED...", type=click.Path(path_type=Path), nargs=-1, required=True
-)
+@click.argument("packed", metavar="PACKED...", type=options.PATH, nargs=-1, required=True)
 @options.output
 @evaluation_options.sampling
 @evaluation_options.gates

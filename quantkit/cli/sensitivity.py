@@ -25,14 +25,14 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
 @click.option(
     "-c",
     "--calibration",
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     required=True,
     help="Statistics and stored inputs, written by 'quantkit calibrate model'.",
 )
 @options.hessians
 @options.recipe
 @options.output
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw it too, as .svg, .png or .pdf.")
+@click.option("--plot", type=options.PATH, help="Draw it too, as .svg, .png or .pdf.")
 @click.option(
     "--measure",
     type=click.IntRange(0, MAX_COUNT),

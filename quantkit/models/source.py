@@ -53,6 +53,8 @@ def open_model(text: str) -> Model:
         ModelError: neither, not a diffusers directory, no weights, a missing shard, a text
             encoder, a denoiser of no known family, a model that is quantized already.
     """
+    if not text:
+        raise ModelError("no model: the name is empty; pass a directory or a hub id")
     path = Path(text)
     # Not Path's own, which raise for names that are too long or hold a null.
     if os.path.isdir(path):  # noqa: PTH112

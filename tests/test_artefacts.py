@@ -1,0 +1,268 @@
+"""Artefacts that are whole and say nonsense: each entry and tensor in turn, checksums redone."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.average import RATE
+from quantkit.calibration.hessian import HessianIndex, create_hessians, load_hessians
+from quantkit.calibration.histogram import BINS
+from quantkit.calibration.partial import Halfway, Kept
+from quantkit.calibration.processes import ALONE
+from quantkit.calibration.sampling import SAMPLE_ROWS
+from quantkit.calibration.statistics import (
+    Calibration,
+    LayerStatistics,
+    Provenance,
+    load_calibration,
+    save_calibration,
+)
+from quantkit.device.manifest import Manifest, read_manifest, write_manifest
+from quantkit.errors import ArtefactError, InputError
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.recipefile import load_recipe
+from quantkit.sensitivity import result
+from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, load_masks, save_masks
+
+ODD = (None, True, -1, 1.5, 10**30, 1e308, "", "x", "../x", [], {}, [[]], {"": {}}, ["\n"])
+
+
+def places(value, path=()):
+    """Yield the path of every entry of a JSON value, but of lists the first and the last."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*path, key))
+    elif isinstance(value, list):
+        for index in sorted({0, len(value) - 1}):
+            if value:
+                yield from places(value[index], (*path, index))
+
+
+def variants(value):
+    """Yield a JSON value with each entry in turn absent, renamed or something odd."""
+    for path in places(value):
+        for odd in (*ODD, "absent", "renamed"):
+            changed = copy.deepcopy(value)
+            *outer, last = path
+            inner = changed
+            for part in outer:
+                inner = inner[part]
+            if odd == "absent":
+                del inner[last]
+            elif odd == "renamed":
+                if isinstance(last, int):
+                    continue
+                inner["a/../b"] = inner.pop(last)
+            else:
+                inner[last] = odd
+            yield f"{path} {odd!r}", changed
+
+
+def read_or_refuse(read, what):
+    """Read, or get an error of ours in one line; return whether it was read."""
+    try:
+        read()
+    except InputError as error:
+        text = str(error)
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+    else:
+        return True
+    assert text.isprintable(), what
+    assert len(text) < 700, what
+    return False
+
+
+def statistics():
+    return LayerStatistics(
+        amax=torch.ones(2),
+        histogram=torch.ones(2, BINS, dtype=torch.float64),
+        second_moment=torch.ones(2, 4),
+        channel_amax=torch.ones(2, 4),
+        count=torch.tensor([4, 4]),
+        moving_amax=torch.ones(2, dtype=torch.float64),
+        updates=torch.tensor([2, 2]),
+        mean=torch.zeros(2, 4),
+        samples=torch.ones(2, SAMPLE_ROWS, 8, dtype=torch.bfloat16),
+        sample_priority=torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
+        sample_count=torch.tensor([SAMPLE_ROWS] * 2),
+    )
+
+
+def calibration(path):
+    about = Provenance({"unet": {"a": "0"}}, "r", 1, "0", 2, None, 0, {"unet": [1, 1]}, {"t": "1"})
+    found = Calibration({"unet": {"a": statistics()}}, (500.0,), about)
+    save_calibration(found, path, force=True)
+    return lambda: load_calibration(path)
+
+
+def masks(path):
+    mask = LayerMask(torch.zeros(4, 1, dtype=torch.uint8), TWO_OF_FOUR, "0", 0.5)
+    decisions = (Decision("unet", "a", 0.5, chosen=True, reason=""),)
+    found = MaskSet({"unet": {"a": mask}}, "wanda", TWO_OF_FOUR, decisions)
+    save_masks(found, path, force=True)
+    return lambda: load_masks(path)
+
+
+def sums():
+    return {
+        "channel_amax": torch.ones(2, 4),
+        "values": torch.ones(2, 4, dtype=torch.float64),
+        "squares": torch.ones(2, 4, dtype=torch.float64),
+        "histogram": torch.ones(2, BINS, dtype=torch.float64),
+        "moving": torch.full((2,), RATE, dtype=torch.float64),
+        "updates": torch.tensor([1, 1]),
+        "count": torch.tensor([4, 4]),
+        "samples": torch.ones(2, SAMPLE_ROWS, 8, dtype=torch.bfloat16),
+        "priority": torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
+    }
+
+
+def kept(path):
+    found = Kept(path.with_name("c"), ALONE, {"steps": 2, "model": "0" * 64})
+    found.write(Halfway({"unet": {"a": sums()}}, (500.0,), {"unet": [1, 1]}, 1))
+    found.path.replace(path)
+    found.path.symlink_to(path)
+    return found.read
+
+
+KINDS = {
+    "calibration": (calibration, "quantkit_calibration", 3),
+    "masks": (masks, "quantkit_masks", 1),
+    "partial": (kept, "quantkit_partial_sums", 1),
+}
+EACH_KIND = pytest.mark.parametrize(("make", "kind", "newest"), KINDS.values(), ids=KINDS)
+
+
+@EACH_KIND
+def test_every_entry_in_turn(tmp_path, make, kind, newest):
+    path = tmp_path / "x.safetensors"
+    read = make(path)
+    read()
+    tensors, about = read_artefact(path, kind, newest=newest)
+    for what, changed in variants(about):
+        write_artefact(path, kind, tensors, changed, force=True, version=newest)
+        read_or_refuse(read, what)
+
+
+@EACH_KIND
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "3", "[" * 50_000, '"\\ud800"', "9" * 5000, '{"format_version": []}']
+)
+def test_every_text_in_the_header(tmp_path, make, kind, newest, text):
+    path = tmp_path / "x.safetensors"
+    read = make(path)
+    tensors, _ = read_artefact(path, kind, newest=newest)
+    save_file(tensors, path, metadata={kind: text})
+    with pytest.raises(ArtefactError, match=r"damaged|wanted"):
+        read()
+
+
+CHANGES = {
+    "scalar": lambda t: t.reshape(-1)[0].clone(),
+    "empty": lambda t: t[:0],
+    "half": lambda t: t[:1],
+    "narrow": lambda t: t[..., :1].clone(),
+    "one-more-axis": lambda t: t.unsqueeze(0),
+    "float16": lambda t: t.to(torch.float16),
+    "bool": lambda t: t.bool(),
+    "complex": lambda t: t.to(torch.complex64),
+    "float8": lambda t: t.float().to(torch.float8_e4m3fn),
+    "nan": lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t.float(),
+    "inf": lambda t: torch.full_like(t, torch.inf) if t.is_floating_point() else t.double(),
+    "negative": lambda t: torch.full_like(t, -1) if t.dtype != torch.uint8 else t.to(torch.int8),
+}
+#: Fields in which a value below 0, or fewer samples, is nothing odd.
+LEGAL = {("mean", "negative"), ("samples", "negative"), ("values", "negative")}
+
+
+@EACH_KIND
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_tensor_in_turn(tmp_path, make, kind, newest, change):
+    path = tmp_path / "x.safetensors"
+    read = make(path)
+    tensors, about = read_artefact(path, kind, newest=newest)
+    for name in tensors:
+        field = name.rpartition("/")[2]
+        changed = {**tensors, name: CHANGES[change](tensors[name]).contiguous()}
+        if all(torch.equal(changed[n].double(), tensors[n].double()) and
+               changed[n].dtype == tensors[n].dtype for n in tensors if
+               changed[n].dtype != torch.complex64):  # fmt: skip
+            continue
+        write_artefact(path, kind, changed, about, force=True, version=newest)
+        accepted = read_or_refuse(read, f"{name} {change}")
+        # The shape of a mask is known where the layer is.
+        mask = kind == "quantkit_masks" and change in {"empty", "half", "narrow"}
+        assert not accepted or mask or (field, change) in LEGAL, f"{name}: {change} was accepted"
+
+
+@EACH_KIND
+@pytest.mark.parametrize("name", ["", "a", "//", "unet/a", "unet/a/b/amax", "x/a/amax", "unet/b/x"])
+def test_names_that_are_none(tmp_path, make, kind, newest, name):
+    path = tmp_path / "x.safetensors"
+    read = make(path)
+    tensors, about = read_artefact(path, kind, newest=newest)
+    write_artefact(path, kind, {**tensors, name: torch.ones(1)}, about, force=True, version=newest)
+    with pytest.raises(ArtefactError, match="damaged"):
+        read()
+
+
+def sensitivity(path):
+    provenance = result.Provenance("m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"})
+    outcomes = {name: result.Outcome(0.1, 8, 0.1) for name in ("16-bit", "e4m3fn-token")}
+    layer = result.LayerSensitivity(
+        "a", "linear", (16, 16), "0", 2.0, outcomes, result.Measured("e4m3fn-token", 0.1)
+    )
+    found = result.Sensitivity("unet", (layer,), (1.0,), 9, load_recipe("fp8"), provenance, ("n",))
+    result.save_sensitivity(found, path, force=True)
+    return lambda: result.load_sensitivity(path)
+
+
+def hessians(path):
+    folder = path.parent / "h"
+    index = HessianIndex(
+        {"unet": {"a": "0"}}, "r", 1, 0, "0", 2, None, 0, 1, "uniform", 1.0, {"torch": "1"}
+    )
+    create_hessians(folder, index)
+    (folder / "unet").mkdir()
+    (folder / "unet" / "a.safetensors").touch()
+    (folder / "index.json").replace(path)
+    (folder / "index.json").symlink_to(path)
+    return lambda: load_hessians(folder)
+
+
+def manifest(path):
+    folder = path.parent / "m"
+    folder.mkdir()
+    write_manifest(Manifest("gfx1201", "clang", ("-O3",), ()), folder)
+    (folder / "manifest.json").replace(path)
+    (folder / "manifest.json").symlink_to(path)
+    return lambda: read_manifest(folder)
+
+
+@pytest.mark.parametrize("make", [sensitivity, hessians, manifest])
+def test_every_entry_of_a_json_file_in_turn(tmp_path, make):
+    path = tmp_path / "x.json"
+    read = make(path)
+    read()
+    values = json.loads(path.read_text())
+    for what, changed in variants(values):
+        path.write_text(json.dumps(changed))
+        read_or_refuse(read, what)
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", "..", "/etc/passwd"])
+def test_an_index_of_hessians_leads_nowhere_else(tmp_path, name):
+    path = tmp_path / "x.json"
+    read = hessians(path)
+    values = json.loads(path.read_text())
+    for digests in ({name: {"a": "0"}}, {"unet": {name: "0"}}):
+        path.write_text(json.dumps({**values, "digests": digests}))
+        with pytest.raises(ArtefactError, match="which is a path"):
+            read()
