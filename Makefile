@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test fuzz check format clean
+# Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
+SAMPLE ?= 200
+SEED ?= 1
+GROUPS ?=
+
+.PHONY: demo test fuzz mutants check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantkit demo -o demo-output
@@ -14,6 +19,9 @@ test: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --cases 20000 --seed 1000
+
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutation $(GROUPS) --sample $(SAMPLE) --seed $(SEED)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell

@@ -249,9 +249,17 @@ def test_packing_refuses_masks_that_keep_another_number():
 
 
 def test_exactly_six_nibbles_are_legal():
-    for nibble in range(16):
-        meta = torch.tensor([[nibble | 0x40]], dtype=torch.uint8)
-        assert metadata_is_legal(meta) == (nibble in LEGAL_NIBBLES)
+    assert sorted(LEGAL_NIBBLES) == sorted(a | b << 2 for a, b in combinations(range(4), 2))
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_both_nibbles_of_every_byte_are_judged(place):
+    for byte in range(256):
+        meta = torch.full((3, 4), 0xE4, dtype=torch.uint8)
+        meta.view(-1)[place] = byte
+        low, high = byte & 0xF, byte >> 4
+        legal = all(n & 3 < n >> 2 for n in (low, high))
+        assert metadata_is_legal(meta) == legal, hex(byte)
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8])

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from quantkit.calibration.artefact import read_artefact, write_artefact
+from quantkit.calibration.checks import check_moments
 from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
@@ -29,12 +28,6 @@ KIND = "directory of second moments"
 _KIND = "quantkit_hessian"
 _FORMAT = "quantkit.hessians"
 _VERSION = 2
-_DTYPES = {
-    "second": torch.float32,
-    "mean": torch.float32,
-    "held_rows": torch.bfloat16,
-    "held_weights": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -135,10 +128,6 @@ class Hessians:
                 held = HeldRows(tensors["held_rows"], tensors["held_weights"])
                 seen = len(held.weights)
                 sizes |= {"held_rows": (seen, layer.k), "held_weights": (seen,)}
-            moments = Moments(tensors["second"], tensors["mean"], int(about["rows"]), held)
-            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-            if dtypes != {name: _DTYPES[name] for name in tensors}:
-                raise ValueError(f"dtypes {dtypes}")
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             then = str(about["source_digest"])
         if shapes != sizes or then != wanted:
@@ -146,7 +135,9 @@ class Hessians:
                 f"{file}: shapes {shapes!s:.200} for weights {then[:12]}, wanted K "
                 f"{layer.k} for {wanted[:12]}; take the hessians of this model"
             )
-        return moments
+        with parsing(file, cure="delete it and run again"):
+            rows = check_moments(tensors, about["rows"])
+        return Moments(tensors["second"], tensors["mean"], rows, held)
 
     def digests_of(self, component: Component) -> Mapping[str, str]:
         """Return the SHA-256 of the source weights that the moments belong to."""

@@ -31,6 +31,7 @@ from quantkit.numerics.scales import (
     scale_of_amax,
 )
 from quantkit.numerics.scheme import Scheme
+from quantkit.sparsity.surgery import naming
 
 #: (rows (R, K) float32 as in the source, index of the first) -> bool (R, K), True where kept
 MaskSource = Callable[[Tensor, int], Tensor]
@@ -90,7 +91,7 @@ def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Si
         what the header says of it, and what its bias should gain.
 
     Raises:
-        NonFiniteError: NaN or Inf in the weight, or after smoothing.
+        NonFiniteError: NaN or Inf in the weight, after smoothing, or asked for by its moments.
         ShapeError: a mask that does not fit.
     """
     return _Encoder(plan, source).run(sinks)
@@ -141,7 +142,8 @@ class _Encoder:
         rows = block.rows
         if self._rounding is not None:
             wide = expand_scale(scale, scheme.granularity, rows.shape[1])
-            rows = self._rounding.round(rows, block.mask, wide, scheme.weight)
+            with naming(self._plan.layer):
+                rows = self._rounding.round(rows, block.mask, wide, scheme.weight)
         quantized = _quantize_(rows, scale, scheme)
         if block.output is not None:
             self._lost.append(block.output - self._mean_output(quantized, scale))
@@ -178,7 +180,8 @@ class _Encoder:
                         f"{self._plan.layer}: smoothing overflows the weight; lower smooth"
                     )
             if mask is not None and self._rounding is not None:
-                rows = self._rounding.update(rows, mask)
+                with naming(self._plan.layer):
+                    rows = self._rounding.update(rows, mask)
             elif mask is not None:
                 rows.mul_(mask)
             yield _Block(rows, mask, output)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.hessian import Hessians
+from quantkit.errors import NonFiniteError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.formats import FloatFormat
@@ -21,6 +22,8 @@ from quantkit.sparsity.surgery import (
     DAMPING,
     REFIT_DAMPING,
     REFIT_STEPS,
+    naming,
+    refuse_non_finite,
     target_moment,
 )
 
@@ -48,11 +51,17 @@ class Rounder:
 
         Raises:
             ArtefactError: no moments, or damaged ones.
+            NonFiniteError: smoothing takes them beyond float32.
         """
         moments = self.hessians.read(self.component, self.layer)
         if factor is not None:
             moments = moments.smoothed(factor)
-        return Rounding.of(target_moment(moments, bias=self.centred))
+            if not bool(moments.second.isfinite().all()):
+                raise NonFiniteError(
+                    f"{self.layer.name}: smoothing overflows its second moments; lower smooth"
+                )
+        with naming(self.layer.name):
+            return Rounding.of(target_moment(moments, bias=self.centred))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +79,16 @@ class Rounding:
         return cls(moment, factor)
 
     def update(self, rows: Tensor, mask: Tensor) -> Tensor:
-        """Return rows (R, K) whose kept weights make up for the dropped ones."""
-        factor = factorize(self.moment, damping=DAMPING)
+        """Return rows (R, K) whose kept weights make up for the dropped ones.
+
+        Raises:
+            NonFiniteError: the moments are none of any inputs.
+        """
+        factor, moment = factorize(self.moment, damping=DAMPING), self.moment
         values, _ = settle_rows(rows, factor, mask=mask)
-        return refit_rows(rows, values, mask, self.moment, damping=REFIT_DAMPING, steps=REFIT_STEPS)
+        values = refit_rows(rows, values, mask, moment, damping=REFIT_DAMPING, steps=REFIT_STEPS)
+        refuse_non_finite(values)
+        return values
 
     def round(self, rows: Tensor, mask: Tensor | None, scale: Tensor, fmt: FloatFormat) -> Tensor:
         """Return rows (R, K) of codes times scale.
@@ -83,8 +98,12 @@ class Rounding:
             mask: bool (R, K); None: dense.
             scale: float32, broadcastable against the rows.
             fmt: of the codes.
+
+        Raises:
+            NonFiniteError: the moments are none of any inputs.
         """
         values, _ = settle_rows(rows, self.factor, mask=mask, grid=Grid(fmt, scale))
+        refuse_non_finite(values)
         return values
 
     @property

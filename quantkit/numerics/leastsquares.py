@@ -109,7 +109,8 @@ def solve_rows(
         (N, K) float32, exactly zero outside the mask.
     """
     assert ridge > 0
-    pull = ridge * equations.moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    # Not below the normal numbers, whose inverse is finite: inputs may have no power at all.
+    pull = (ridge * equations.moment.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny)
     inverse = mask / (equations.moment.diagonal() + pull)
     values = start * mask
     residual = (equations.cross - values @ equations.moment) * mask

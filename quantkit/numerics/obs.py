@@ -17,10 +17,12 @@ arXiv:2210.17323.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.masks import Pattern, choose_first_axis
 
@@ -88,6 +90,9 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
 
     Returns:
         computed in float64, stored in float32. A column of power zero stands alone.
+
+    Raises:
+        NonFiniteError: NaN or Inf.
     """
     assert damping > 0
     order = torch.arange(len(moment), device=moment.device) if order is None else order
@@ -115,14 +120,17 @@ def _square_root(moment: Tensor, damping: float) -> Tensor:
     """
     diagonal = moment.diagonal()
     limit, given = float(diagonal.max()), 0.0
-    while True:
+    # With K times its largest power added, the diagonal of any moment outweighs its rows.
+    while damping <= 10 * limit * len(moment) < inf:
         diagonal += damping - given
         square_root, failed = torch.linalg.cholesky_ex(moment)
         if not bool(failed):
             found: Tensor = square_root
             return found
-        assert damping <= limit, "no moment is indefinite by more than its own size"
         damping, given = max(10 * damping, limit * 1e-9), damping
+    raise NonFiniteError(
+        "second moments: NaN or Inf, or none of any input; take the hessians again"
+    )
 
 
 def settle_rows(

@@ -15,7 +15,7 @@ from quantkit.models.source import Component
 from quantkit.numerics.packing import from_rows
 from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
-from quantkit.sparsity.surgery import Settled, Surgeon, read_rows, settle_layer
+from quantkit.sparsity.surgery import Settled, Surgeon, naming, read_rows, settle_layer
 from quantkit.tensorfile import read_header
 
 
@@ -78,5 +78,5 @@ class UpdatedTensors(Mapping[str, Tensor]):
     def _operate(self, layer: Layer, mask: LayerMask, kept: Tensor) -> Settled:
         moments = self._surgeon.moments(self._component, layer, mask.source_digest)
         rows, kept = read_rows(layer).to(self._surgeon.device), kept.to(self._surgeon.device)
-        with surgery_threads(layer.k):
+        with surgery_threads(layer.k), naming(layer.name):
             return settle_layer(rows, moments, kept, bias=layer.bias)

@@ -19,7 +19,7 @@ from quantkit.numerics.threads import one_torch_thread, surgery_threads
 from quantkit.progress import Progress, tracked
 from quantkit.recipe import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
-from quantkit.sparsity.surgery import Surgeon, lost_share, read_rows, settle_layer
+from quantkit.sparsity.surgery import Surgeon, lost_share, naming, read_rows, settle_layer
 
 #: Weights whose mask is chosen at a time: the comparisons need a dozen bytes for each.
 #: They stay in the cache at this size, which is three times as fast as at 16 times the size.
@@ -180,7 +180,8 @@ def _operate(
         if not inputs.update:
             error = lost_share(rows, rows * ~mask, moments)
             return pack_mask(mask.cpu()), error
-    settled = settle_layer(rows, moments, mask, bias=layer.bias)
+    with naming(layer.name):
+        settled = settle_layer(rows, moments, mask, bias=layer.bias)
     surgeon.leave(inputs.component, layer, settled)
     return pack_mask(settled.mask.cpu()), settled.error
 

@@ -130,15 +130,29 @@ def load_masks(path: Path) -> MaskSet:
         for name, bits in tensors.items():
             component, layer, _ = split_name(name)
             entry = about["layers"][component][layer]
-            if bits.dtype != torch.uint8 or bits.ndim != 2:
-                raise ValueError(
-                    f"{name!r:.80}: {bits.dtype} of {bits.ndim} axes, wanted uint8 of 2"
-                )
+            _check_bits(f"{name!r:.80}", bits, pattern)
             layers[component][layer] = LayerMask(
                 bits, pattern, str(entry["source_digest"]), _share(entry["error"])
             )
         decisions = tuple(as_type(Decision, entry) for entry in about["decisions"])
         return MaskSet(layers, str(about["method"]), pattern, decisions)
+
+
+def _check_bits(name: str, bits: Tensor, pattern: Pattern) -> None:
+    """Refuse bits of another pattern. Groups that are no part of a byte are checked when packed."""
+    if bits.dtype != torch.uint8 or bits.ndim != 2:
+        raise ValueError(f"{name}: {bits.dtype} of {bits.ndim} axes, wanted uint8 of 2")
+    if 8 % pattern.m or not bits.numel():
+        return
+    groups = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    kept = groups.reshape(256, -1, pattern.m).sum(axis=2)
+    whole = (kept == pattern.n).all(axis=1)
+    # The last byte of a row may have groups beyond K: after the others, and of zeros.
+    full = (kept == pattern.n).cumprod(axis=1).sum(axis=1)
+    tail = (full > 0) & (kept.sum(axis=1) == full * pattern.n)
+    table = bits.numpy()
+    if not (whole[table[:, :-1]].all() and tail[table[:, -1]].all()):
+        raise ValueError(f"{name}: does not keep {pattern.n} of every {pattern.m}")
 
 
 def _share(value: object) -> float:

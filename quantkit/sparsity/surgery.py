@@ -1,5 +1,7 @@
 """Dropping the weights of a whole layer while the kept ones and the bias make up for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.moments import Moments
+from quantkit.errors import NonFiniteError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.masks import Pattern
@@ -54,13 +57,41 @@ def settle_layer(rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias
         moments: of the layer's input, on the same device.
         mask: bool (N, K); or a pattern, whose groups are chosen on the way.
         bias: the layer has one.
+
+    Raises:
+        NonFiniteError: the moments are none of any inputs.
     """
     moment = target_moment(moments, bias=bias)
     values, kept = settle_rows(rows, factorize(moment, damping=DAMPING), mask=mask)
     values = refit_rows(rows, values, kept, moment, damping=REFIT_DAMPING, steps=REFIT_STEPS)
+    refuse_non_finite(values)
     change = values - rows
     shift = -(change @ moments.mean) if bias else None
     return Settled(values, kept, shift, lost_share(rows, change, moments, shift))
+
+
+def refuse_non_finite(values: Tensor) -> None:
+    """Refuse weights that moments without any input behind them have blown up.
+
+    Reading checks what is cheap to check. Whether a matrix is positive definite is not: an
+    indefinite one has directions in which the error falls for ever.
+
+    Raises:
+        NonFiniteError: NaN or Inf.
+    """
+    if not bool(values.isfinite().all()):
+        raise NonFiniteError(
+            "second moments: the weights that they ask for are NaN or Inf; take the hessians again"
+        )
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Put the layer's name before what surgery on it says of its moments."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{layer}: {error}") from error
 
 
 def lost_share(
