@@ -11,9 +11,14 @@ from .picking import files, nothing, on
 _TENSORS = ("calibration", "masks", "hessians")
 
 
+def _tensor_files(scene: Scene) -> list[Path]:
+    """Return the files of tensors: one without a suffix, or those of a folder."""
+    return [p for p in files(scene) if p.name == "file" or p.suffix == ".safetensors"]
+
+
 def any_tensors(scene: Scene) -> Path:
     """Return a safetensors file, whatever it is called."""
-    return scene.rng.choice([p for p in files(scene) if p.name != "index.json"])
+    return scene.rng.choice(_tensor_files(scene))
 
 
 def any_text(scene: Scene) -> Path:
@@ -98,7 +103,7 @@ def illegal_bits(scene: Scene) -> None:
 
 def other_layer(scene: Scene) -> None:
     """Exchange the files of two layers."""
-    a, b = scene.rng.sample(sorted(p for p in files(scene) if p.name != "index.json"), 2)
+    a, b = scene.rng.sample(_tensor_files(scene), 2)
     first, second = a.read_bytes(), b.read_bytes()
     binary.replace(a, second)
     binary.replace(b, first)
@@ -143,7 +148,7 @@ MEASURED = (
 
 def any_object(scene: Scene) -> Path:
     """Return a kernel's object file."""
-    return scene.rng.choice([p for p in files(scene) if p.suffix != ".json"])
+    return scene.rng.choice([p for p in files(scene) if p.suffix == ".co"])
 
 
 KERNELS = (*MEASURED, Kind("object", on(any_object, binary.any_bytes), 6))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import binary, headers, text
-from .cases import Scene
+from .cases import Damage, Scene
 from .picking import files, shard
 
 _CONFIG = "quantization_config"
@@ -83,6 +83,44 @@ def version(scene: Scene) -> None:
 
 
 # Checksums redone, as a tool would that edits a file.
+
+
+def relist(folder: Path) -> None:
+    """Write the list of files as quantkit would for what is there now."""
+    from quantkit.checkpoint.filelist import FILE_LIST, write_file_list
+
+    path = folder / FILE_LIST
+    if not path.is_file():
+        return
+    rows = json.loads(path.read_text())["files"]
+    packed = [Path(name) for name in rows if "header_sha256" in rows[name]]
+    packed = [name for name in packed if (folder / name).is_file()]
+    path.unlink()
+    write_file_list(folder, {}, packed)
+
+
+def forged(damage: Damage) -> Damage:
+    """Return the damage with the list of files redone, so that what lies behind it is reached."""
+
+    def both(scene: Scene) -> None:
+        damage(scene)
+        relist(scene.folder)
+        scene.say("the list of files was redone")
+
+    return both
+
+
+def unlisted(damage: Damage) -> Damage:
+    """Return the damage with the list of files deleted, as older versions wrote none."""
+
+    def both(scene: Scene) -> None:
+        from quantkit.checkpoint.filelist import FILE_LIST
+
+        damage(scene)
+        (scene.folder / FILE_LIST).unlink(missing_ok=True)
+        scene.say("the list of files was deleted")
+
+    return both
 
 
 def reseal(path: Path, entries: dict[str, Any], data: bytes) -> None:

@@ -24,7 +24,7 @@ def _flip_header(scene: Scene, path: Path) -> None:
     binary.flip(scene, path, data, 0, 8 + int.from_bytes(data[:8], "little"))
 
 
-KINDS = (
+_OWN = (
     Kind("nothing", nothing),
     *(Kind(f"bytes/{d.__name__}", on(shard, d), 2) for d in dict.fromkeys(binary.ANY_BYTES)),
     Kind("bytes/header", lambda s: _flip_header(s, shard(s)), 6),
@@ -57,16 +57,28 @@ KINDS = (
     ),
     Kind("meaning/no vae", partial(trees.lost_component, name="vae"), refuse=True),
     Kind("meaning/no unet", partial(trees.lost_component, name="unet"), refuse=True),
-    Kind("nan/bias", partial(contents.packed_nan, parts=(".bias",)), refuse=True),
+    Kind(
+        "nan/bias",
+        contents.forged(partial(contents.packed_nan, parts=(".bias",))),
+        refuse=True,
+        resealed=True,
+    ),
     Kind(
         "nan/scale",
-        partial(contents.packed_nan, parts=("_scale", "_smooth", "_shift")),
+        contents.forged(partial(contents.packed_nan, parts=("_scale", "_smooth", "_shift"))),
         refuse=True,
+        resealed=True,
     ),
-    Kind("nan/any", partial(contents.packed_nan, parts=()), 2, refuse=True),
-    Kind("nan/copied", contents.copied_nan, 2, refuse=True),
-    Kind("sealed/bad scale", contents.bad_scale, refuse=True),
-    Kind("sealed/stray weight", contents.stray_weight),
+    Kind(
+        "nan/any",
+        contents.forged(partial(contents.packed_nan, parts=())),
+        2,
+        refuse=True,
+        resealed=True,
+    ),
+    Kind("nan/copied", contents.forged(contents.copied_nan), 2, refuse=True, resealed=True),
+    Kind("sealed/bad scale", contents.forged(contents.bad_scale), refuse=True, resealed=True),
+    Kind("sealed/stray weight", contents.forged(contents.stray_weight), resealed=True),
     Kind("tree/lost file", trees.lost_file, 3),
     Kind("tree/extra file", trees.extra_file, 4),
     Kind("tree/other variant", trees.other_variant, 2, refuse=True),
@@ -76,4 +88,23 @@ KINDS = (
     Kind("name/component", trees.hostile_component, 2),
     Kind("code/pickle", trees.pickled, 2),
     Kind("code/python", trees.python_code, 3),
+)
+
+#: Whose damage is done with the list of files redone or deleted, too.
+_FORGED = ("bytes", "header", "copied header", "json", "meaning", "code", "name")
+
+KINDS = (
+    *_OWN,
+    *(
+        Kind(
+            f"{how.__name__}/{kind.name}",
+            how(kind.damage),
+            1,
+            resealed=True,
+            subjects=kind.subjects,
+        )
+        for how in (contents.forged, contents.unlisted)
+        for kind in _OWN
+        if kind.name.split("/")[0] in _FORGED and kind.name != "name/folder"
+    ),
 )
