@@ -531,7 +531,7 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
 
 
 def test_a_disk_that_is_full_before_is_told_before_the_run(model, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
+    usage = namedtuple("usage", "total used free")  # noqa: PYI024  shutil has one, too
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 9, 1))
     monkeypatch.setattr("quantkit.calibration.collect_hessians.sha256_of", pytest.fail)
     result = CliRunner().invoke(

@@ -192,7 +192,10 @@ CONSISTENT = {
     "nan-norm": (put_nan(UNET, f"{FIRST}.norm1.weight"), r"norm1\.weight\[31\]: found nan"),
     "nan-vae": (put_nan(VAE, "encoder.conv_in.bias"), r"vae.*conv_in\.bias\[\d+\]: found nan"),
     "missing-key": (remove(UNET, "conv_in.bias"), r"unet: lacks conv_in\.bias"),
-    "other-shape": (add(UNET, "conv_in.bias", torch.zeros(3).half()), r"conv_in\.bias: shape \[3\]"),
+    "other-shape": (
+        add(UNET, "conv_in.bias", torch.zeros(3).half()),
+        r"conv_in\.bias: shape \[3\]",
+    ),
     "stray-layer": (scheme_of_stray, "layers that UNet2DConditionModel lacks: stray"),
     "packed-elsewhere": (
         lambda f: (shutil.copy(f / UNET, f / VAE), relist(f)), "vae.*: packed weights, but config"
