@@ -1,5 +1,6 @@
 """``quantkit kernels``: the operations, their binaries, and the gates on them."""
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -27,9 +28,18 @@ every = click.option(
     is_flag=True,
     help="Every combination of formats, scales, types and tiles, instead of e4m3fn in 16 bit.",
 )
+
+
+def _program(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value is not None and shutil.which(value) is None:
+        raise click.BadParameter(f"{value!r:.80} is no program that runs.")
+    return value
+
+
 compiler = click.option(
     "--compiler",
     metavar="PATH",
+    callback=_program,
     help="clang >= 22 for AMD targets; default: clang++-22 or newer on PATH, or ROCm's amdclang++.",
 )
 
