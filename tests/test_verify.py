@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint import skeleton
-from quantkit.checkpoint.filelist import FILE_LIST, MARKER, find_file_list, write_file_list
+from quantkit.checkpoint.filelist import FILE_LIST, find_file_list, write_file_list
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.marker import MARKER
 from quantkit.models.source import open_model
 from quantkit.pipeline import pack
 from quantkit.progress import silent
@@ -175,7 +176,7 @@ DAMAGE = {
         of_json("scheduler/scheduler_config.json", lambda c: c.update(beta_end=0.5)), "scheduler_c"
     ),
     "code": (flip(UNET), r"damaged: SHA-256"),
-    "header": (swap(UNET, b'name\\\\":\\\\"t', b'name\\\\":\\\\"u'), "its header: damaged"),
+    "header": (swap(UNET, b'name\\":\\"t', b'name\\":\\"u'), "its header: damaged"),
     "extra-weights": (
         lambda f: shutil.copy(f / VAE, f / "vae" / "diffusion_pytorch_model.fp16.safetensors"),
         r"fp16\.safetensors: not in quantkit\.files\.json",
