@@ -57,9 +57,8 @@ def refuse_broken(packed: Packed) -> None:
         ModelError: the first disagreement of model_index.json and the folders.
     """
     if (packed.path / "model_index.json").is_file():
-        for breach in broken_pipeline(
-            packed.path, {c.name: c.class_name for c in packed.components}
-        ):
+        classes = {component.name: component.class_name for component in packed.components}
+        for breach in broken_pipeline(packed.path, classes):
             raise ModelError(breach)
 
 
