@@ -21,8 +21,9 @@ from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint import rows as rows_module
 from quantkit.checkpoint.encode import WeightPlan, encode_weight
 from quantkit.checkpoint.masking import stored_mask
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.rounding import Rounding
+from quantkit.checkpoint.verification import verify
 from quantkit.digest import sha256_of
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
