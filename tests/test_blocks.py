@@ -36,6 +36,8 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
 
+pytestmark = pytest.mark.usefixtures("any_model")
+
 #: More than 131,072 weights, which is a block; and the last block is not a whole one.
 SHAPES = {"fc": (600, 512), "conv": (300, 128, 3, 3)}
 
