@@ -21,8 +21,9 @@ from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint import rows as rows_module
 from quantkit.checkpoint.encode import WeightPlan, encode_weight
 from quantkit.checkpoint.masking import stored_mask
-from quantkit.checkpoint.reader import open_packed, verify
+from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.rounding import Rounding
+from quantkit.checkpoint.verification import verify
 from quantkit.digest import sha256_of
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
@@ -34,6 +35,8 @@ from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, dequantize, quan
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
+
+pytestmark = pytest.mark.usefixtures("any_model")
 
 #: More than 131,072 weights, which is a block; and the last block is not a whole one.
 SHAPES = {"fc": (600, 512), "conv": (300, 128, 3, 3)}

@@ -5,14 +5,11 @@ import torch
 from pipelines import tiny_transformer
 
 from quantkit.calibration.artefact import read_artefact, write_artefact
-from quantkit.calibration.checks import check_edges, check_moments
+from quantkit.calibration.checks import check_moments
 from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.histogram import BINS
-from quantkit.calibration.merge import Part
 from quantkit.calibration.moments import Moments
-from quantkit.calibration.partial import Kept
-from quantkit.calibration.processes import Processes
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
     Calibration,
@@ -305,55 +302,35 @@ def test_statistics_that_are_not_finite_are_refused(reload, field, value):
 
 @pytest.mark.parametrize("field", [*REAL[:3], *WIDE, *COUNTS])
 def test_sizes_and_counts_below_zero_are_refused(reload, field):
-    refused(lambda: reload(field, changed(-1, -1)), rf"unet/a/{field}: -1, wanted nothing below")
+    refused(lambda: reload(field, changed(-1, -1)), rf"unet/a/{field}: below 0")
 
 
 @pytest.mark.parametrize("field", [*REAL, *WIDE, *COUNTS])
 def test_statistics_of_another_dtype_or_shape_are_refused(reload, field):
-    refused(lambda: reload(field, torch.Tensor.half), rf"unet/a/{field}: dtype torch.float16")
+    refused(lambda: reload(field, torch.Tensor.half), rf"unet/a/{field}: torch.float16, wanted")
     refused(lambda: reload(field, lambda t: t[:1]), r"unet/a/.*: shape \(1,.*\), wanted \(2,")
     refused(lambda: reload(field, lambda t: t[0, ..., 0] if t.ndim > 1 else t[0]), "damaged")
 
 
 def test_samples_that_do_not_go_with_the_rest_are_refused(reload):
-    refused(lambda: reload("samples", lambda t: t[..., :-1].contiguous()), "multiple of the 4 cha")
-    refused(lambda: reload("sample_count", changed(1, 4)), "sample_count: wanted how many")
-    refused(lambda: reload("sample_priority", changed((0, 9), 0.5)), "sample_count: wanted how")
+    refused(lambda: reload("samples", lambda t: t[..., :-1].contiguous()), "do not fit 4 channels")
+    refused(lambda: reload("sample_count", changed(1, SAMPLE_ROWS + 1)), "sample_count: above")
 
 
 WRONG_EDGES = {
-    "equal": ([500.0, 500.0], "ascending, distinct"),
-    "falling": ([500.0, 400.0], "ascending, distinct"),
-    "nan": ([NAN], "finite timesteps"),
-    "inf": ([INF], "finite timesteps"),
-    "minus inf": ([-INF], "finite timesteps"),
-    "text": (["500"], "wanted ascending"),
-    "missing": ([None], "wanted ascending"),
-    "no list": (5, "damaged"),
+    "equal": [500.0, 500.0],
+    "falling": [500.0, 400.0],
+    "nan": [NAN],
+    "inf": [INF],
+    "minus inf": [-INF],
+    "missing": [None],
+    "no list": 5,
 }
 
 
-@pytest.mark.parametrize(("edges", "words"), WRONG_EDGES.values(), ids=WRONG_EDGES)
-def test_edges_that_leave_a_bucket_empty_are_refused(reload, edges, words):
-    refused(lambda: reload(edges=edges), words)
-
-
-def test_edges_are_read_as_they_are():
-    assert check_edges([]) == ()
-    assert check_edges([1, 2.5, 1000]) == (1.0, 2.5, 1000.0)
-
-
-def test_a_kept_part_is_checked_as_a_calibration_is(tmp_path):
-    kept = Kept(tmp_path / "c.safetensors", Processes(0, 1, 0), {"steps": 2})
-    kept.write(Part({"unet": {"a": statistics()}}, (500.0,), {"unet": [1, 1]}, 1))
-    assert kept.read().edges == (500.0,)
-    tensors, about = read_artefact(kept.path, "quantkit_partial_calibration")
-    broken = {**tensors, "unet/a/amax": torch.tensor([1.0, NAN])}
-    write_artefact(kept.path, "quantkit_partial_calibration", broken, about, force=True)
-    refused(kept.read, "unet/a/amax: NaN or Inf.*run without --resume")
-    about["edges"] = [NAN]
-    write_artefact(kept.path, "quantkit_partial_calibration", tensors, about, force=True)
-    refused(kept.read, "finite timesteps.*run without --resume")
+@pytest.mark.parametrize("edges", WRONG_EDGES.values(), ids=WRONG_EDGES)
+def test_edges_that_leave_a_bucket_empty_are_refused(reload, edges):
+    refused(lambda: reload(edges=edges), "damaged")
 
 
 # Masks
@@ -392,8 +369,8 @@ def test_no_bit_of_a_mask_may_be_wrong(tmp_path, place, m):
 
 def test_masks_of_another_kind_are_refused(tmp_path):
     good = torch.tensor([[True, True, False, False] * 2])
-    refused(lambda: rewritten(tmp_path / "m", pack_mask(good).int()), "wanted rows of uint8")
-    refused(lambda: rewritten(tmp_path / "m", pack_mask(good)[0]), "of 1 axes, wanted rows")
+    refused(lambda: rewritten(tmp_path / "m", pack_mask(good).int()), "wanted uint8 of 2")
+    refused(lambda: rewritten(tmp_path / "m", pack_mask(good)[0]), "of 1 axes, wanted")
     for error in (NAN, INF, -0.5, "0.1", None):
         refused(lambda error=error: rewritten(tmp_path / "m", good, error=error), "wanted a share")
     refused(lambda: rewritten(tmp_path / "m", good, pattern=TWO_OF_FOUR, decisions=5), "damaged")
