@@ -111,9 +111,9 @@ def pack_model(
     from quantkit.recipefile import load_recipe
     from quantkit.sparsity.maskfile import load_masks
 
-    check_directory(output, kind=pipeline.KIND, force=force)
     chosen, source = load_recipe(recipe), open_model(model)
     refuse_overlap(output, source.path)
+    check_directory(output, kind=pipeline.KIND, force=force)
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None
