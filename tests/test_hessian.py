@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections import namedtuple
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -531,8 +531,7 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
 
 
 def test_a_disk_that_is_full_before_is_told_before_the_run(model, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")  # noqa: PYI024  shutil has one, too
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 9, 1))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1))
     monkeypatch.setattr("quantkit.calibration.collect_hessians.sha256_of", pytest.fail)
     result = CliRunner().invoke(
         command, [str(model.path), "-o", str(tmp_path / "h"), "--count", "1", "--quiet"]
@@ -566,7 +565,7 @@ def test_force_keeps_the_old_moments_until_new_ones_begin(model, tmp_path):
     with pytest.raises(PromptError):
         collect_hessians(
             model,
-            recipe_with(),
+            recipe_with(buckets=1),
             (),
             old.path,
             memory=GIB,

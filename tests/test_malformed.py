@@ -263,7 +263,7 @@ def test_output_exists(refused, source, tmp_path):
 
 
 def test_output_over_the_model(refused, source):
-    refused("pack", source, "-o", source, "--force", match="overlaps the model")
+    refused("pack", source, "-o", source, "--force", match="overlaps the input")
 
 
 def test_no_space_left(refused, source, tmp_path, monkeypatch):

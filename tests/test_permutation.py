@@ -534,7 +534,7 @@ def test_sparsegpt_cannot_be_permuted_for(unet):
 
 
 def test_outputs_that_cannot_be_are_refused(unet, calibrated, tmp_path):
-    with pytest.raises(OutputError, match="overlaps the model"):
+    with pytest.raises(OutputError, match="overlaps the input"):
         invoke(unet.path, "--permute", "-o", unet.path / "inside")
     (tmp_path / "there.calibration.safetensors").touch()
     with pytest.raises(OutputError, match="exists"):

@@ -110,9 +110,9 @@ def pack_model(
     from quantkit.places import check_directory, refuse_overlap
     from quantkit.sparsity.maskfile import load_masks
 
-    check_directory(output, kind=pipeline.KIND, force=force)
     source, chosen = open_for(model, recipe)
     refuse_overlap(output, source.path)
+    check_directory(output, kind=pipeline.KIND, force=force)
     statistics = load_calibration(calibration) if calibration else None
     moments = load_hessians(hessians) if hessians else None
     stored = load_masks(masks) if masks else None
