@@ -59,7 +59,7 @@ def load(scene: Scene, place: Place, whole: dict[str, str], refused: bool) -> tu
     del place
     try:
         found = fingerprint(scene.folder)
-    except QuantkitError as error:
+    except (QuantkitError, OSError) as error:
         return (Verdict.REFUSED if refused else Verdict.UNLOADABLE), f"load_pipeline: {error}"
     except MemoryError as error:
         return Verdict.MEMORY, f"load_pipeline: {error}"
