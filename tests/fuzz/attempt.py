@@ -77,7 +77,7 @@ def _confirmed(
     verdict, note = judged
     if kind.refuse and verdict is Verdict.OK:
         return Verdict.ACCEPTED, "ok, and must be refused"
-    if family.confirm is None:
+    if family.confirm is None or (verdict is Verdict.REFUSED and not kind.load):
         return verdict, note
     whole = json.loads((scene.subject.parent.parent / "whole.json").read_text())
     known = whole.get(f"{family.name}/{scene.subject.name}", {})

@@ -73,6 +73,8 @@ class Kind:
     refuse: bool = False
     #: whether checksums were redone, so that "ok" of another content is no fault
     resealed: bool = False
+    #: whether what was refused is loaded, too, to see that loading refuses it
+    load: bool = True
     #: the subjects it makes sense for; empty: all of the family
     subjects: tuple[str, ...] = ()
 

@@ -85,6 +85,14 @@ def version(scene: Scene) -> None:
 # Checksums redone, as a tool would that edits a file.
 
 
+def _has_header(path: Path) -> bool:
+    """Return whether a file is there and tells a length of its header that it has."""
+    if not path.is_file():
+        return False
+    data = path.read_bytes()
+    return int.from_bytes(data[:8], "little") <= len(data)
+
+
 def relist(folder: Path) -> None:
     """Write the list of files as quantkit would for what is there now."""
     from quantkit.checkpoint.filelist import FILE_LIST, write_file_list
@@ -94,7 +102,7 @@ def relist(folder: Path) -> None:
         return
     rows = json.loads(path.read_text())["files"]
     packed = [Path(name) for name in rows if "header_sha256" in rows[name]]
-    packed = [name for name in packed if (folder / name).is_file()]
+    packed = [name for name in packed if _has_header(folder / name)]
     path.unlink()
     write_file_list(folder, {}, packed)
 

@@ -59,7 +59,7 @@ def load(scene: Scene, place: Place, whole: dict[str, str], refused: bool) -> tu
     del place
     try:
         found = fingerprint(scene.folder)
-    except QuantkitError as error:
+    except (QuantkitError, OSError) as error:
         return (Verdict.REFUSED if refused else Verdict.UNLOADABLE), f"load_pipeline: {error}"
     except MemoryError as error:
         return Verdict.MEMORY, f"load_pipeline: {error}"
@@ -154,17 +154,17 @@ def _argument(scene: Scene, place: Place) -> list[Arguments]:
             (
                 ["verify", said, "-q"],
                 ["inspect", said],
-                ["pack", said, "-o", out],
-                ["pack", model, "-r", said, "-o", out],
-                ["pack", model, "-c", said, "-o", out],
-                ["pack", model, "--masks", said, "-o", out, "-n"],
-                ["pack", model, "--hessians", said, "-o", out],
-                ["calibrate", "optimize", said, "-o", out],
+                ["pack", said, "-o", out, "-q"],
+                ["pack", model, "-r", said, "-o", out, "-q"],
+                ["pack", model, "-c", said, "-o", out, "-q"],
+                ["pack", model, "--masks", said, "-o", out, "-n", "-q"],
+                ["pack", model, "--hessians", said, "-o", out, "-q"],
+                ["calibrate", "optimize", said, "-o", out, "-q"],
                 ["kernels", "check", said],
                 ["read-shapes", said],
-                ["sparsify", said, "-o", out],
-                ["calibrate", "model", said, "-o", out],
-                ["pack", model, "-o", f"{scene.folder}/{said or 'x'}/{said}"],
+                ["sparsify", said, "-o", out, "-q"],
+                ["calibrate", "model", said, "-o", out, "-q"],
+                ["pack", model, "-o", f"{scene.folder}/{said or 'x'}/{said}", "-q"],
             )
         )
     ]
