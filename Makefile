@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test sanitize check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantkit demo -o demo-output
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider tests
+
+sanitize: $(INSTALLED)
+	$(BIN)/python tests/sanitize.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell

@@ -48,6 +48,8 @@ class ManifestKernel:
     args: tuple[ManifestArgument, ...]
     #: k must be a multiple of this
     k_multiple: int
+    #: what else must hold, over the argument names; else the kernel reads out of bounds
+    requires: tuple[str, ...]
     #: static; nothing dynamic is asked for
     lds_bytes: int
     vgprs: int
@@ -86,6 +88,7 @@ def describe_kernel(variant: Variant, path: Path, resources: Resources) -> Manif
         grid=geometry.grid,
         args=tuple(_describe_argument(argument, io) for argument in variant.op.args),
         k_multiple=variant.op.k_multiple,
+        requires=variant.op.requires,
         lds_bytes=resources.lds,
         vgprs=resources.vgprs,
         sgprs=resources.sgprs,
@@ -144,9 +147,12 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
 
 
 def _parse_kernel(entry: dict[str, Any]) -> ManifestKernel:
+    # Folders that are older than this entry say nothing.
+    entry = {"requires": (), **entry}
     values = {field.name: entry[field.name] for field in fields(ManifestKernel)}
     x, y, z = values["grid"]
     values["grid"] = (x, y, z)
+    values["requires"] = tuple(entry["requires"])
     values["args"] = tuple(ManifestArgument(**argument) for argument in entry["args"])
     return ManifestKernel(**values)
 
