@@ -9,13 +9,16 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: demo test fuzz mutants check format clean
+.PHONY: demo test sanitize fuzz mutants check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantkit demo -o demo-output
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider tests
+
+sanitize: $(INSTALLED)
+	$(BIN)/python tests/sanitize.py
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --cases 20000 --seed 1000

@@ -1,6 +1,8 @@
 """Operands, guarded buffers and the error measure of the kernel tests."""
 
+import ctypes
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -18,6 +20,8 @@ from quantkit.numerics.packing import LEGAL_NIBBLES
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 SENTINEL = 0xA5
+#: Around what is read: a NaN in every type, so that a value read there is in no result unseen.
+POISON = 0xFF
 GUARD = 256
 
 
@@ -36,7 +40,8 @@ class Guarded:
 
     def __init__(self, value, *, written=False):
         size = value.numel() * value.element_size()
-        self.bytes = torch.full((size + 2 * GUARD + 64,), SENTINEL, dtype=torch.uint8)
+        self.sentinel = SENTINEL if written else POISON
+        self.bytes = torch.full((size + 2 * GUARD + 64,), self.sentinel, dtype=torch.uint8)
         # 16-byte aligned and no more, so that a kernel that assumes more is caught on 32.
         start = GUARD + (16 - self.bytes.data_ptr() - GUARD) % 32
         self.inside = slice(start, start + size)
@@ -45,11 +50,30 @@ class Guarded:
             self.view.copy_(value)
         self.before = None if written else self.bytes.clone()
 
+    @property
+    def outside(self):
+        """Addresses and lengths of what no kernel may touch."""
+        start, count = self.bytes.data_ptr(), self.bytes.numel()
+        yield start, self.inside.start
+        yield start + self.inside.stop, count - self.inside.stop
+
     def check(self, name):
         outside = torch.cat((self.bytes[: self.inside.start], self.bytes[self.inside.stop :]))
-        assert bool((outside == SENTINEL).all()), f"{name}: written outside its buffer"
+        assert bool((outside == self.sentinel).all()), f"{name}: written outside its buffer"
         if self.before is not None:
             assert torch.equal(self.bytes, self.before), f"{name}: an input was changed"
+
+
+@contextmanager
+def _forbidden(areas):
+    """Let AddressSanitizer, where it is loaded (tests/sanitize.py), stop at any access to these."""
+    process = ctypes.CDLL(None)
+    sanitized = hasattr(process, "__asan_poison_memory_region")
+    for address, length in areas if sanitized else ():
+        process.__asan_poison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(length))
+    yield
+    for address, length in areas if sanitized else ():
+        process.__asan_unpoison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(length))
 
 
 def launch(variant, layout, tensors, sizes, *, threads=2):
@@ -68,7 +92,8 @@ def launch(variant, layout, tensors, sizes, *, threads=2):
         for a in variant.op.args
         for g in [guarded.get(a.name)]
     ]
-    kernel.launch(values, sizes["m"], sizes.get("n", 0), sizes["k"], threads)
+    with _forbidden([area for g in guarded.values() if g for area in g.outside]):
+        kernel.launch(values, sizes["m"], sizes.get("n", 0), sizes["k"], threads)
     for name, buffer in guarded.items():
         if buffer is not None:
             buffer.check(f"{variant.symbol} ({layout}): {name}")

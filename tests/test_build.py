@@ -7,12 +7,13 @@ import struct
 import subprocess
 
 import pytest
+import torch
 from click.testing import CliRunner
 from kernel_cases import need
 
 from quantkit.cli.doctor import doctor
 from quantkit.cli.kernels import kernels
-from quantkit.device import compilers, nvrtc
+from quantkit.device import compilers, nvrtc, survey
 from quantkit.device.archs import ARCHS
 from quantkit.device.build import build
 from quantkit.device.check import check_folder, required_instruction
@@ -431,6 +432,43 @@ def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
     shown = invoke(out, "--device", "cpu", "--quiet", command=doctor).stdout
     kernels_run = sum(not layer["reason"] for layer in layers)
     assert f"{kernels_run} of {len(layers)} packed layers run on a kernel" in shown
+
+
+@pytest.mark.parametrize(
+    ("weight", "sparse", "op"),
+    [
+        ((8, 64), False, "gemm_fp8"),
+        ((8, 64), True, "gemm_fp8_sparse"),
+        ((8, 64, 3, 3), False, "conv_fp8"),
+        ((8, 64, 3, 3), True, "conv_fp8_sparse"),
+        # unfolded: pixels, few channels, channels that the metadata does not divide, many taps
+        ((8, 64, 1, 1), False, "gemm_fp8"),
+        ((8, 32, 3, 3), False, "gemm_fp8"),
+        ((8, 80, 3, 3), False, "conv_fp8"),
+        ((8, 80, 3, 3), True, "gemm_fp8_sparse"),
+        ((8, 64, 7, 7), False, "gemm_fp8"),
+    ],
+)
+def test_doctor_names_the_kernel_of_a_convolution(weight, sparse, op):
+    assert survey._op_of(weight, torch.device("cpu"), sparse=sparse) == op
+
+
+def test_the_manifest_says_what_a_convolution_relies_on(tmp_path):
+    need(compilers.clang)
+    words = ("e4m3fn", "e4m3fn", "tensor", "channel", "f16", "t2")
+    names = ("conv_fp8", "conv_fp8_sparse", "gemm_fp8")
+    build("gfx1201", tmp_path / "out", [Variant(OPS[name], words) for name in names])
+    dense, sparse, gemm = (k.requires for k in read_manifest(tmp_path / "out").kernels)
+    assert gemm == ()
+    assert dense[:4] == (
+        *("channels >= 64", "channels % 16 == 0", "k % channels == 0", "k // channels <= 32"),
+    )
+    shape = {"m": 16, "k": 9 * 64, "height": 4, "width": 4, "out_height": 4, "out_width": 4}
+    for channels, taken in ((64, True), (32, False), (72, False)):
+        names = {**shape, "channels": channels, "k": 9 * channels}
+        assert all(eval(rule, {}, names) for rule in dense) is taken
+    assert all(eval(rule, {}, {**shape, "channels": 80, "k": 720}) for rule in dense)
+    assert not all(eval(rule, {}, {**shape, "channels": 80, "k": 720}) for rule in sparse)
 
 
 def test_doctor_refuses_what_is_not_packed(pipeline_dir):

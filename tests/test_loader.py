@@ -729,3 +729,13 @@ def test_a_limit_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE_MB", "1G")
     with pytest.raises(KernelError, match="QUANTKIT_CACHE_MB='1G': wanted a whole number"):
         cache.cache_limit()
+
+
+@pytest.mark.parametrize("channels", [32, 72])
+def test_a_launch_that_would_read_out_of_bounds_is_refused(hip, channels):
+    kernel = Variant(OPS["conv_fp8"], ("e4m3fn", "e4m3fn", "tensor", "channel", "f16", "t1"))
+    shape = ConvShape(1, 4, 4, channels, 8, Windows((3, 3), padding=(1, 1, 1, 1)))
+    with pytest.raises(
+        KernelError, match=rf"{channels} channels, wanted 64 or more, by 16; unfold"
+    ):
+        prepare_launch(hip.device(), kernel, shape)

@@ -20,7 +20,11 @@ namespace {
 
 constexpr int kWaveLanes = 32;
 constexpr int kMaxThreads = 1024;
+#ifdef __SANITIZE_ADDRESS__
+constexpr long kStackBytes = 256 * 1024;  // its frames are many times as large
+#else
 constexpr long kStackBytes = 32 * 1024;
+#endif
 // Neighbouring stacks are an odd number of cache lines apart; a power of two would put the same local
 // variable of all lanes into one cache set.
 constexpr long kStackStride = kStackBytes + 9 * 64;

@@ -57,6 +57,9 @@ class ManifestKernel:
     scratch_bytes: int
     formula: str
     sha256: str
+    #: what else must hold, over the argument names; else the kernel reads out of bounds. Empty in
+    #: folders that are older than this entry
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def describe_kernel(variant: Variant, path: Path, resources: Resources) -> Manif
         grid=geometry.grid,
         args=tuple(_describe_argument(argument, io) for argument in variant.op.args),
         k_multiple=variant.op.k_multiple,
+        requires=variant.op.requires,
         lds_bytes=resources.lds,
         vgprs=resources.vgprs,
         sgprs=resources.sgprs,

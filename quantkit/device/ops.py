@@ -68,6 +68,8 @@ class Op:
     #: the same operation in plain PyTorch
     reference: Callable[..., object]
     budget: Budget
+    #: what else the kernels rely on, over argument names; a launcher must refuse the rest
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,9 @@ _Q = Argument("q", "u8", "[m, k]", written=True)
 _X_CODES = Argument("x", "u8", "[m, k]")
 _X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
 
+#: Of a picture, and of its windows, as kernels/include/picture.h has them.
+LEAST_CHANNELS, MOST_TAPS = 64, 32
+_INT_MAX = 2**31 - 1
 #: Integers that say what a picture is and where windows lie in it (kernels/include/picture.h).
 PICTURE = (
     *("height", "width", "channels", "out_height", "out_width", "taps_wide"),
@@ -161,6 +166,17 @@ def _conv_args(*weights: Argument) -> tuple[Argument, ...]:
     return (x, x_scale, *weights, *_scales_and_bias("n"), y, *numbers)
 
 
+def _of_pictures(multiple: int) -> tuple[str, ...]:
+    """Return what a convolution relies on; with fewer channels it reads beyond its window."""
+    return (
+        f"channels >= {LEAST_CHANNELS}",
+        f"channels % {multiple} == 0",
+        "k % channels == 0",
+        f"k // channels <= {MOST_TAPS}",
+        f"m // (out_height * out_width) * height * width * channels <= {_INT_MAX}",
+    )
+
+
 def _scales_and_bias(rows: str) -> tuple[Argument, Argument]:
     bias = Argument("bias", "io", f"[{rows}]", null="no bias")
     return Argument("w_scale", "f32", f"[1] or [{rows}]"), bias
@@ -176,14 +192,21 @@ def _twins(
     sparse_formula: str,
     references: tuple[Callable[..., object], Callable[..., object]],
     budget: Budget,
+    pictures: bool = False,
 ) -> tuple[Op, Op]:
     """Return an operation on dense weights, and on 2:4 ones."""
     sparse, (dense_reference, sparse_reference) = f"{name}_sparse", references
     w, meta = Argument("w", "u8", f"[{rows}, k]"), Argument("w_meta", "u8", f"[{rows}, k / 8]")
     given, kept = args(w), args(Argument("w", "u8", f"[{rows}, k / 2]"), meta)
     return (
-        Op(name, f"{name}.hip", formula, axes, given, 16, dense_reference, budget),
-        Op(sparse, f"{sparse}.hip", sparse_formula, axes, kept, 32, sparse_reference, budget),
+        Op(
+            *(name, f"{name}.hip", formula, axes, given, 16, dense_reference, budget),
+            requires=_of_pictures(16) if pictures else (),
+        ),
+        Op(
+            *(sparse, f"{sparse}.hip", sparse_formula, axes, kept, 32, sparse_reference, budget),
+            requires=_of_pictures(32) if pictures else (),
+        ),
     )
 
 
@@ -268,6 +291,7 @@ OPS: dict[str, Op] = {
             sparse_formula="gemm_fp8_sparse of conv_fp8's windows",
             references=(reference.conv, reference.conv_sparse),
             budget=_SUMMED,
+            pictures=True,
         ),
     )
 }

@@ -1,22 +1,25 @@
 """Convolutions by the kernels of the tile menu: what they take, and their integers."""
 
-from quantkit.device.ops import PICTURE
+from quantkit.device.ops import LEAST_CHANNELS, MOST_TAPS, PICTURE
 from quantkit.numerics.windows import ConvShape
 
-# As kernels/include/picture.h has them.
-_LEAST_CHANNELS, _MOST_TAPS = 64, 32
 _INT_MAX = 2**31 - 1
 
 
 def why_not(shape: ConvShape, *, sparse: bool) -> str:
     """Return why the kernels cannot compute a convolution, or should not; empty when they do."""
-    multiple = 32 if sparse else 16
     if shape.windows.are_pixels:
         return "its windows are the pixels: a GEMM as it is"
-    if shape.channels % multiple or shape.channels < _LEAST_CHANNELS:
-        return f"{shape.channels} channels, wanted {_LEAST_CHANNELS} or more, by {multiple}"
-    if shape.windows.taps > _MOST_TAPS:
-        return f"a window has {shape.windows.taps} taps, wanted {_MOST_TAPS} at most"
+    return why_refused(shape, sparse=sparse)
+
+
+def why_refused(shape: ConvShape, *, sparse: bool) -> str:
+    """Return why the kernels would read out of bounds; empty when they do not."""
+    multiple = 32 if sparse else 16
+    if shape.channels % multiple or shape.channels < LEAST_CHANNELS:
+        return f"{shape.channels} channels, wanted {LEAST_CHANNELS} or more, by {multiple}"
+    if shape.windows.taps > MOST_TAPS:
+        return f"a window has {shape.windows.taps} taps, wanted {MOST_TAPS} at most"
     if shape.batch * shape.height * shape.width * shape.channels > _INT_MAX:
         return "more codes than 32 bits count"
     return ""

@@ -7,7 +7,7 @@ from quantkit.device.hopper import Family, HopperKernel, HopperLaunch, arguments
 from quantkit.device.hopper_conv import plan_conv
 from quantkit.device.hopper_gated import plan_gated
 from quantkit.device.ops import Variant
-from quantkit.device.pictures import integers
+from quantkit.device.pictures import integers, why_refused
 from quantkit.device.tensormap import TensorMap
 from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape
@@ -46,16 +46,23 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
         units: compute units of the device.
 
     Raises:
-        KernelError: a size that a kernel's 32-bit integers do not hold.
+        KernelError: a size that a kernel's 32-bit integers do not hold, or a convolution that the
+            kernel does not take.
     """
     if isinstance(kernel, HopperKernel):
         plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
     else:
-        plan = _plan_variant(kernel, sizes if isinstance(sizes, dict) else integers(sizes))
+        plan = _plan_variant(kernel, sizes if isinstance(sizes, dict) else _integers(kernel, sizes))
     # Of the numbers, a convolution's padding may be 0.
     if min(plan.grid) < 1 or not all(0 <= n <= _INT_MAX for n in (*plan.numbers, *plan.grid)):
         raise KernelError(f"{kernel.symbol}: sizes {sizes} do not fit 32-bit integers")
     return plan
+
+
+def _integers(kernel: Variant, shape: ConvShape) -> dict[str, int]:
+    if reason := why_refused(shape, sparse=kernel.operation.endswith("sparse")):
+        raise KernelError(f"{kernel.symbol}: {reason}; unfold its windows for a GEMM")
+    return integers(shape)
 
 
 def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:
