@@ -33,6 +33,8 @@ from quantkit.pipeline import pack
 from quantkit.progress import silent
 from quantkit.recipe import ActivationRecipe, Recipe
 
+pytestmark = pytest.mark.usefixtures("any_model")
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 E4M3 = FORMATS["e4m3fn"]
 READER, SHORTCUT = "up_blocks.0.resnets.0.conv1", "up_blocks.0.resnets.0.conv_shortcut"

@@ -22,6 +22,8 @@ from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
 from quantkit.recipe import ActivationRecipe, Recipe
 
+pytestmark = pytest.mark.usefixtures("any_model")
+
 STATIC = {"mode": "static", "observer": "mse", "shift": True}
 
 

@@ -34,6 +34,8 @@ from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.sparsity.surgery import Surgeon, lost_share, settle_layer
 
+pytestmark = pytest.mark.usefixtures("any_model")
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
 SHAPES = {"fc": (24, 64), "conv": (16, 32, 3, 3), "odd": (8, 48)}

@@ -20,6 +20,8 @@ from quantkit.progress import silent
 from quantkit.recipe import Recipe
 from quantkit.recovery.fakequant import plan_quants
 
+pytestmark = pytest.mark.usefixtures("any_model")
+
 
 def summed(terms, fmt):
     return sum(

@@ -83,10 +83,14 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
         raise CheckpointError(
             f"{path}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
         )
-    lists, copied = file_lists(packed), _copied(packed)
-    with one_torch_thread():
-        found = _breaches(packed, lists, copied, progress)
-        breaches = tuple(islice(found, 1 if stop_at_first else None))
+    try:
+        lists, copied = file_lists(packed), _copied(packed)
+        with one_torch_thread():
+            found = _breaches(packed, lists, copied, progress)
+            breaches = tuple(islice(found, 1 if stop_at_first else None))
+    except OSError as error:
+        where = error.filename or path
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
     tensors = [info for c in packed.components for _, info in c.tensors.values()]
     return Verification(
         len(packed.components),
