@@ -90,7 +90,8 @@ def _run(tests, root, change, plugin):
         path, text = change
         sys.meta_path.insert(0, _Finder(module_name(path), str(root / path), text))
     # pytest-timeout would take the alarm.
-    options = ["-x", "-q", "-n0", "--timeout=0", "-pno:cacheprovider"]
+    options = ["-q", "-n0", "--timeout=0", "-pno:cacheprovider"]
+    options += [] if plugin else ["-x"]
     # Of plugins that the parent has loaded.
     options += ["-Wignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*options, *tests], plugins=[plugin()] if plugin else []))
@@ -124,10 +125,13 @@ class Recorder:
         self._root, self._output = root, output
         #: test -> seconds, and the fixtures that it uses
         self._seconds, self._fixtures = {}, {}
+        self._failed = []
         self._coverage.start()
 
     def pytest_runtest_logreport(self, report):
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self._failed.append(report.nodeid)
 
     def pytest_runtest_setup(self, item):
         self._fixtures[item.nodeid] = sorted(item.fixturenames)
@@ -157,6 +161,7 @@ class Recorder:
             "lines": lines,
             "seconds": self._seconds,
             "fixtures": self._fixtures,
+            "failed": self._failed,
             "loaded": loaded,
         }
         Path(self._output).write_text(json.dumps(told), encoding="utf-8")

@@ -1,0 +1,35 @@
+"""The spread of single prompts' losses, and progress that reaches its total."""
+
+import numpy as np
+import pytest
+from quantkit.eval.backbones import Backbones
+from quantkit.eval.comparison import _summarize_loss, compare
+from quantkit.eval.images import Pairs
+
+BEFORE, AFTER = (20.0, 30.0, 25.0, 10.0), (19.0, 30.3, 20.0, 9.9)
+
+
+def test_losses_of_single_prompts_are_shares_of_their_own_score():
+    found = _summarize_loss(BEFORE, AFTER)
+    single = 100 * (1 - np.array(AFTER) / np.array(BEFORE))
+    assert found.mean == pytest.approx(100 * (1 - sum(AFTER) / sum(BEFORE)))
+    assert found.std == pytest.approx(single.std(ddof=1))
+    assert (found.minimum, found.maximum) == pytest.approx((single.min(), single.max()))
+    assert found.median == pytest.approx(np.median(single))
+    assert found.interval.low < found.mean < found.interval.high
+
+
+def test_prompts_without_a_positive_score_have_no_share():
+    found = _summarize_loss((0.0, -1.0, 20.0), (5.0, 5.0, 10.0))
+    assert (found.minimum, found.maximum, found.median) == (50.0, 50.0, 50.0)
+    assert _summarize_loss((0.0, 0.0), (1.0, 1.0)).mean is None
+
+
+def test_progress_goes_up_to_its_total():
+    told = []
+    generator = np.random.default_rng(0)
+    pictures = tuple(generator.random((64, 64, 3)).astype(np.float32) for _ in "ab")
+    pairs = Pairs(("a", "b"), pictures, pictures)
+    result = compare(pairs, Backbones(), progress=lambda *about: told.append(about))
+    count = len(result.scores)
+    assert told == [("metrics", done, count + 1) for done in (*range(count), count + 1)]
