@@ -36,7 +36,7 @@ from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.ops import OPS, PICTURE, Variant
 from quantkit.errors import CompilerMissingError, KernelError
-from quantkit.numerics.windows import ConvShape
+from quantkit.numerics.windows import ConvShape, Windows
 
 GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
 SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
