@@ -732,8 +732,8 @@ def test_prompt_file_is_read_line_by_line(tmp_path):
     [
         (b"", "empty, wanted one prompt a line"),
         (b" \n\n", "empty"),
-        (b"caf\xe9\n", "not UTF-8: byte 3 is 0xe9"),
-        (None, "cannot be read"),
+        (b"caf\xe9\n", r"not UTF-8 \(byte 3\)"),
+        (None, "missing"),
     ],
     ids=["empty", "blank", "latin-1", "missing"],
 )

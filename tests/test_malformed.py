@@ -247,7 +247,7 @@ def test_masks_for_another_model(refused, source, tmp_path):
 def test_an_artefact_that_is_none(refused, source, tmp_path, option):
     file = tmp_path / "file.safetensors"
     command = ("pack", source, option, file, "-o", tmp_path / "o")
-    refused(*command, match=r"file\.safetensors: no such file")
+    refused(*command, match=r"file\.safetensors: missing")
     save_file({"x": torch.zeros(1)}, file)
     refused(*command, match=r"file\.safetensors: not a quantkit_\w+ file")
     file.write_bytes(b"garbage!")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint import skeleton
-from quantkit.checkpoint.filelist import FILE_LIST, find_file_list, write_file_list
+from quantkit.checkpoint.filelist import FILE_LIST, MADE, find_file_list, write_file_list
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
 from quantkit.checkpoint.verification import find_breaches, verify
@@ -247,7 +247,7 @@ CONSISTENT = {
 
 def test_what_pack_writes_is_whole(whole):
     result = verify(whole, progress=silent)
-    files = [path for path in whole.rglob("*") if path.is_file()]
+    files = [path for path in whole.rglob("*") if path.is_file() and path.name != MARKER]
     assert result.files == len(files) - 1
     assert result.opened == 2
     assert result.unchecked == ()
@@ -274,7 +274,7 @@ def test_verify_refuses_what_fits_its_digests(copy, name):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_flipped_bit_is_ok(copy, seed):
     generator = torch.Generator().manual_seed(seed)
-    files = sorted(p for p in copy.rglob("*") if p.is_file() and p.name != FILE_LIST)
+    files = sorted(p for p in copy.rglob("*") if p.is_file() and p.name not in MADE)
     file = files[seed % len(files)]
     data = bytearray(file.read_bytes())
     place = int(torch.randint(8 * len(data), (), generator=generator))
@@ -379,7 +379,8 @@ def test_hub_downloads_are_what_the_list_names(whole, monkeypatch):
     quantkit.load_pipeline("owner/name")
     assert asked["repository"] == "owner/name"
     assert asked["revision"] == whole.name
-    files = [p.relative_to(whole).as_posix() for p in whole.rglob("*") if p.is_file()]
+    found = [p for p in whole.rglob("*") if p.is_file() and p.name != MARKER]
+    files = [p.relative_to(whole).as_posix() for p in found]
     assert sorted(asked["patterns"]) == sorted(files)
 
 

@@ -199,6 +199,10 @@ def load_hessians(path: Path) -> Hessians:
 
 
 def _read_index(path: Path) -> HessianIndex:
+    if not (path / INDEX).exists():
+        raise ArtefactError(
+            f"{path}: no directory of hessians; make it with 'quantkit calibrate hessian'"
+        )
     entry = read_json(path / INDEX, error=ArtefactError, cure="take the hessians again")
     if entry.pop("format", None) != _FORMAT:
         raise ArtefactError(f"{path / INDEX}: not an index of hessians")

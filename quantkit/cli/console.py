@@ -49,7 +49,7 @@ def echo(*lines: object, err: bool = False) -> None:
 
 def print_error(text: object) -> None:
     """Print what went wrong to stderr."""
-    _write(f"quantkit: error: {one_line(text)}", err=True)
+    _write(one_line(f"quantkit: error: {text}"), err=True)
 
 
 class Warnings(logging.Handler):
@@ -57,8 +57,8 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        text = one_line(record.getMessage())
-        _write(f"quantkit: {record.levelname.lower()}: {text}", err=True)
+        text = f"quantkit: {record.levelname.lower()}: {record.getMessage()}"
+        _write(one_line(text), err=True)
 
 
 @contextmanager

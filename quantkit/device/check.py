@@ -27,6 +27,11 @@ from quantkit.device.loops import Loop, find_loop
 from quantkit.device.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
 from quantkit.device.masks import masked_matrix_instructions
 from quantkit.errors import ArtefactError
+from quantkit.inputfile import read_file
+from quantkit.jsonfile import short
+
+#: Bytes of an object; the largest has 0.2 MB.
+_LARGEST = 64 * 2**20
 
 _MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?)_\w+")
 
@@ -88,11 +93,11 @@ def required_instruction(arch: Arch, kernel: ManifestKernel) -> str:
 
 def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> Finding:
     try:
-        content = path.read_bytes()
+        content = read_file(path, _LARGEST, error=ArtefactError)
         resources = _read_resources(content, kernel.symbol, arch)
-    except (OSError, ValueError) as error:
+        text = _disassemble(path, tool) if tool else ""
+    except (ArtefactError, ValueError) as error:
         return Finding(kernel, 0, {}, None, (f"{kernel.file} cannot be read: {error}",))
-    text = _disassemble(path, tool) if tool else ""
     code = read_code(text, kernel.symbol)
     counts = _count(text) if tool else count_qmma(content, kernel.symbol)
     problems = (
@@ -117,9 +122,10 @@ def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
 
 
 def _disassemble(path: Path, tool: str) -> str:
-    return subprocess.run(
-        [tool, "-d", str(path)], capture_output=True, text=True, check=True
-    ).stdout
+    result = subprocess.run([tool, "-d", path], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ValueError(f"{tool} failed on it ({short(Exception(result.stderr))})")
+    return result.stdout
 
 
 def _count(text: str) -> Counter[str]:

@@ -122,7 +122,8 @@ def states_before(
         meet: what holds where two ways come together; repeated, it must come to an end.
     """
     places = {instruction.address: place for place, instruction in enumerate(code)}
-    before, todo = {0: start}, [0]
+    # Of NVIDIA's objects no code is read.
+    before, todo = ({0: start}, [0]) if code else ({}, [])
     while todo:
         place = todo.pop()
         for follower, taken in _followers(code, places, place):
