@@ -34,9 +34,10 @@ from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_conv, choose_geglu, why_no_conv
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
-from quantkit.device.ops import OPS, PICTURE, Variant
+from quantkit.device.ops import OPS, Variant
+from quantkit.device.pictures import PICTURE
 from quantkit.errors import CompilerMissingError, KernelError
-from quantkit.numerics.windows import ConvShape
+from quantkit.numerics.windows import ConvShape, Windows
 
 GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
 SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
