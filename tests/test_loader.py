@@ -34,7 +34,8 @@ from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_conv, choose_geglu, why_no_conv
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
-from quantkit.device.ops import OPS, PICTURE, Variant
+from quantkit.device.ops import OPS, Variant
+from quantkit.device.pictures import PICTURE
 from quantkit.errors import CompilerMissingError, KernelError
 from quantkit.numerics.windows import ConvShape, Windows
 

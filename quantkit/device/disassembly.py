@@ -121,6 +121,8 @@ def states_before(
         step: what holds after an instruction, the last argument saying that its branch is taken.
         meet: what holds where two ways come together; repeated, it must come to an end.
     """
+    if not code:
+        return {}
     places = {instruction.address: place for place, instruction in enumerate(code)}
     # Of NVIDIA's objects no code is read.
     before, todo = ({0: start}, [0]) if code else ({}, [])

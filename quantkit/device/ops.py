@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from quantkit.device import reference
+from quantkit.device.pictures import PICTURE, requirements
 from quantkit.errors import KernelError
 
 
@@ -138,15 +139,6 @@ _Q = Argument("q", "u8", "[m, k]", written=True)
 _X_CODES = Argument("x", "u8", "[m, k]")
 _X_SCALES = Argument("x_scale", "f32", "[1] or [m]")
 
-#: Of a picture, and of its windows, as kernels/include/picture.h has them.
-LEAST_CHANNELS, MOST_TAPS = 64, 32
-_INT_MAX = 2**31 - 1
-#: Integers that say what a picture is and where windows lie in it (kernels/include/picture.h).
-PICTURE = (
-    *("height", "width", "channels", "out_height", "out_width", "taps_wide"),
-    *("stride_y", "stride_x", "dilation_y", "dilation_x", "top", "left"),
-)
-
 
 def _gemm_args(*weights: Argument) -> tuple[Argument, ...]:
     y = Argument("y", "io", "[m, n]", written=True)
@@ -164,17 +156,6 @@ def _conv_args(*weights: Argument) -> tuple[Argument, ...]:
     numbers = (_M, _N, _K, *(Argument(name, "i32") for name in PICTURE))
     x_scale = Argument("x_scale", "f32", "[1]")
     return (x, x_scale, *weights, *_scales_and_bias("n"), y, *numbers)
-
-
-def _of_pictures(multiple: int) -> tuple[str, ...]:
-    """Return what a convolution relies on; with fewer channels it reads beyond its window."""
-    return (
-        f"channels >= {LEAST_CHANNELS}",
-        f"channels % {multiple} == 0",
-        "k % channels == 0",
-        f"k // channels <= {MOST_TAPS}",
-        f"m // (out_height * out_width) * height * width * channels <= {_INT_MAX}",
-    )
 
 
 def _scales_and_bias(rows: str) -> tuple[Argument, Argument]:
@@ -197,15 +178,12 @@ def _twins(
     """Return an operation on dense weights, and on 2:4 ones."""
     sparse, (dense_reference, sparse_reference) = f"{name}_sparse", references
     w, meta = Argument("w", "u8", f"[{rows}, k]"), Argument("w_meta", "u8", f"[{rows}, k / 8]")
+    of = [requirements(multiple) if pictures else () for multiple in (16, 32)]
     given, kept = args(w), args(Argument("w", "u8", f"[{rows}, k / 2]"), meta)
     return (
+        Op(name, f"{name}.hip", formula, axes, given, 16, dense_reference, budget, of[0]),
         Op(
-            *(name, f"{name}.hip", formula, axes, given, 16, dense_reference, budget),
-            requires=_of_pictures(16) if pictures else (),
-        ),
-        Op(
-            *(sparse, f"{sparse}.hip", sparse_formula, axes, kept, 32, sparse_reference, budget),
-            requires=_of_pictures(32) if pictures else (),
+            sparse, f"{sparse}.hip", sparse_formula, axes, kept, 32, sparse_reference, budget, of[1]
         ),
     )
 
@@ -316,8 +294,5 @@ def all_variants(op: Op) -> Iterator[Variant]:
 
 def default_variants() -> tuple[Variant, ...]:
     """Return what an inference program needs: e4m3fn codes, 16-bit input and output."""
-    return tuple(v for op in OPS.values() for v in all_variants(op) if _is_default(v))
-
-
-def _is_default(variant: Variant) -> bool:
-    return "e5m2" not in variant.words and variant.word("QK_IO") != "f32"
+    every = (v for op in OPS.values() for v in all_variants(op))
+    return tuple(v for v in every if "e5m2" not in v.words and v.word("QK_IO") != "f32")

@@ -1,9 +1,31 @@
 """Convolutions by the kernels of the tile menu: what they take, and their integers."""
 
-from quantkit.device.ops import LEAST_CHANNELS, MOST_TAPS, PICTURE
 from quantkit.numerics.windows import ConvShape
 
+# As kernels/include/picture.h has them.
+_LEAST_CHANNELS, _MOST_TAPS = 64, 32
 _INT_MAX = 2**31 - 1
+
+#: Integers among the kernels' arguments that say what a picture is and where windows lie in it.
+PICTURE = (
+    *("height", "width", "channels", "out_height", "out_width", "taps_wide"),
+    *("stride_y", "stride_x", "dilation_y", "dilation_x", "top", "left"),
+)
+
+
+def requirements(multiple: int) -> tuple[str, ...]:
+    """Return what the kernels rely on, over their arguments' names.
+
+    Args:
+        multiple: of which the channels are one.
+    """
+    return (
+        f"channels >= {_LEAST_CHANNELS}",
+        f"channels % {multiple} == 0",
+        "k % channels == 0",
+        f"k // channels <= {_MOST_TAPS}",
+        f"m // (out_height * out_width) * height * width * channels <= {_INT_MAX}",
+    )
 
 
 def why_not(shape: ConvShape, *, sparse: bool) -> str:
@@ -16,10 +38,10 @@ def why_not(shape: ConvShape, *, sparse: bool) -> str:
 def why_refused(shape: ConvShape, *, sparse: bool) -> str:
     """Return why the kernels would read out of bounds; empty when they do not."""
     multiple = 32 if sparse else 16
-    if shape.channels % multiple or shape.channels < LEAST_CHANNELS:
-        return f"{shape.channels} channels, wanted {LEAST_CHANNELS} or more, by {multiple}"
-    if shape.windows.taps > MOST_TAPS:
-        return f"a window has {shape.windows.taps} taps, wanted {MOST_TAPS} at most"
+    if shape.channels % multiple or shape.channels < _LEAST_CHANNELS:
+        return f"{shape.channels} channels, wanted {_LEAST_CHANNELS} or more, by {multiple}"
+    if shape.windows.taps > _MOST_TAPS:
+        return f"a window has {shape.windows.taps} taps, wanted {_MOST_TAPS} at most"
     if shape.batch * shape.height * shape.width * shape.channels > _INT_MAX:
         return "more codes than 32 bits count"
     return ""
