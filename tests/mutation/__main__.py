@@ -176,9 +176,9 @@ def _score(name, outcomes, equivalent, seconds):
     count = Counter(outcomes.values())
     score = (count["failed"] + count["timeout"]) / len(outcomes) if outcomes else 1.0
     print(
-        f"{name}: {100 * score:.1f} % of {len(outcomes)} noticed: {count['failed']} failed, {count['timeout']} timed "
-        f"out, {count['passed']} survived, {count['unrun']} run by no test; {equivalent} "
-        f"equivalent; {seconds:.0f} s",
+        f"{name}: {100 * score:.1f} % of {len(outcomes)} noticed: {count['failed']} failed, "
+        f"{count['timeout']} timed out, {count['passed']} survived, {count['unrun']} run by no "
+        f"test; {equivalent} equivalent; {seconds:.0f} s",
         flush=True,
     )
     return score
