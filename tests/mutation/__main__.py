@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from math import inf
 from pathlib import Path
 from time import monotonic
 
@@ -78,6 +79,7 @@ def _parse():
     parser.add_argument("--sample", type=int, default=200, help="mutants of a group; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--only", default="*", help="modules, as '*/obs.py'")
+    parser.add_argument("--seconds", type=float, default=inf, help="of a group; no trial after it")
     parser.add_argument("--processes", type=int, default=2, help="trials at the same time")
     return parser.parse_args()
 
@@ -89,7 +91,8 @@ def _try_group(name, group, options):
     paths = [path for path in paths if fnmatch(path, options.only)]
     everything = [mutant for path in paths for mutant in mutants_of(path, ROOT)]
     count = min(options.sample or len(everything), len(everything))
-    sample = sorted(random.Random(options.seed).sample(everything, count))
+    # In the order of the draw: what a limit of time leaves out is drawn at random, too.
+    sample = random.Random(options.seed).sample(everything, count)
     print(f"{name}: {count} of {len(everything)} mutants in {len(paths)} modules", flush=True)
     known = {(e["path"], *e["change"]): e["why"] for e in TABLE["equivalent"]}
     diffs = {mutant: mutant.diff(ROOT) for mutant in sample}
@@ -97,7 +100,7 @@ def _try_group(name, group, options):
     tried = [m for m in sample if m not in equivalent]
     baseline = _baseline(name, group["tests"], paths)
     started = monotonic()
-    outcomes = _outcomes(tried, baseline, options.processes, diffs)
+    outcomes = _outcomes(tried, baseline, options, diffs)
     return _score(name, outcomes, len(equivalent), monotonic() - started)
 
 
@@ -138,9 +141,9 @@ def _load(module):
             return
 
 
-def _outcomes(mutants: list[Mutant], baseline, processes, diffs):
+def _outcomes(mutants: list[Mutant], baseline, options, diffs):
     """Return mutant -> "passed", "failed", "timeout" or "unrun"; name those that survive."""
-    outcomes, running = {}, {}
+    outcomes, running, start = {}, {}, monotonic()
 
     def took(mutant, outcome):
         outcomes[mutant] = outcome
@@ -153,11 +156,13 @@ def _outcomes(mutants: list[Mutant], baseline, processes, diffs):
         took(running.pop(process), outcome)
 
     for mutant in mutants:
+        if monotonic() > start + options.seconds:
+            break
         tests = baseline.tests_of(mutant)
         if not tests:
             took(mutant, "unrun")
             continue
-        if len(running) == processes:
+        if len(running) == options.processes:
             collect()
         seconds = _MORE + _TIMES * sum(map(baseline.seconds.__getitem__, tests))
         change = (mutant.path, mutant.text(ROOT))
@@ -171,9 +176,9 @@ def _score(name, outcomes, equivalent, seconds):
     count = Counter(outcomes.values())
     score = (count["failed"] + count["timeout"]) / len(outcomes) if outcomes else 1.0
     print(
-        f"{name}: {100 * score:.1f} % noticed: {count['failed']} failed, {count['timeout']} timed "
-        f"out, {count['passed']} survived, {count['unrun']} run by no test; {equivalent} "
-        f"equivalent; {seconds:.0f} s",
+        f"{name}: {100 * score:.1f} % of {len(outcomes)} noticed: {count['failed']} failed, "
+        f"{count['timeout']} timed out, {count['passed']} survived, {count['unrun']} run by no "
+        f"test; {equivalent} equivalent; {seconds:.0f} s",
         flush=True,
     )
     return score
