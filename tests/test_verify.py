@@ -30,6 +30,11 @@ from quantkit.tensorfile import read_header
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
+def model_files(folder):
+    """The files of a directory that are the model's: neither the list nor the marker."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in MADE)
+
+
 def packed_to(source, output):
     pack(
         open_model(str(source)),
@@ -247,8 +252,7 @@ CONSISTENT = {
 
 def test_what_pack_writes_is_whole(whole):
     result = verify(whole, progress=silent)
-    files = [path for path in whole.rglob("*") if path.is_file() and path.name != MARKER]
-    assert result.files == len(files) - 1
+    assert result.files == len(model_files(whole))
     assert result.opened == 2
     assert result.unchecked == ()
 
@@ -274,7 +278,7 @@ def test_verify_refuses_what_fits_its_digests(copy, name):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_flipped_bit_is_ok(copy, seed):
     generator = torch.Generator().manual_seed(seed)
-    files = sorted(p for p in copy.rglob("*") if p.is_file() and p.name not in MADE)
+    files = model_files(copy)
     file = files[seed % len(files)]
     data = bytearray(file.read_bytes())
     place = int(torch.randint(8 * len(data), (), generator=generator))
@@ -379,9 +383,8 @@ def test_hub_downloads_are_what_the_list_names(whole, monkeypatch):
     quantkit.load_pipeline("owner/name")
     assert asked["repository"] == "owner/name"
     assert asked["revision"] == whole.name
-    found = [p for p in whole.rglob("*") if p.is_file() and p.name != MARKER]
-    files = [p.relative_to(whole).as_posix() for p in found]
-    assert sorted(asked["patterns"]) == sorted(files)
+    files = [file.relative_to(whole).as_posix() for file in model_files(whole)]
+    assert sorted(asked["patterns"]) == sorted([FILE_LIST, *files])
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 64, 3, 3)])
