@@ -537,7 +537,7 @@ def test_doctor_names_the_gpu_and_all_about_it(hip, monkeypatch, tmp_path):
         assert part in text, part
     assert {o["backend"] for o in found["operations"] if o["device"] == "cuda:0"} == {"gpu"}
     assert found["gpus"][0]["cached_objects"] == 10
-    assert "self-test: gemm_fp8: the self-test of the matrix instruction got" in broken
+    assert "self-test: gemm_fp8: the self-test of e4m3fn_e4m3fn_tensor_tensor_f16_t0 got" in broken
 
 
 # ------------------------------------------------------------------------------------- the caches

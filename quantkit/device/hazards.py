@@ -5,7 +5,7 @@ reads it next, until ``s_wait_alu`` waits for the writer: ``sa_sdst`` for scalar
 ``va_sdst`` for vector ones, ``va_vcc`` for vector ones that write ``vcc``. Scalar instructions wait
 for vector ones by themselves. Registers count in even pairs. clang has put the waits in since 20.
 
-Source: LLVM, "[AMDGPU] Mitigate GFX12 VALU read SGPR hazard" and its rewrite (pull requests 100067,
+Source: LLVM, the pass that mitigates it on GFX12 and its rewrite (pull requests 100067,
 118750).
 """
 
