@@ -103,7 +103,7 @@ def calibration(path):
 
 
 def masks(path):
-    mask = LayerMask(torch.zeros(4, 1, dtype=torch.uint8), TWO_OF_FOUR, "0", 0.5)
+    mask = LayerMask(torch.full((4, 1), 0x33, dtype=torch.uint8), TWO_OF_FOUR, "0", 0.5)
     decisions = (Decision("unet", "a", 0.5, chosen=True, reason=""),)
     found = MaskSet({"unet": {"a": mask}}, "wanda", TWO_OF_FOUR, decisions)
     save_masks(found, path, force=True)

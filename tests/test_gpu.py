@@ -28,6 +28,7 @@ from torch import nn
 import quantkit
 from quantkit.device import execute, gated, log, reference
 from quantkit.device.backends import Backend, use
+from quantkit.device.cache import read_whole
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_gemm
@@ -534,4 +535,4 @@ def test_objects_come_from_the_cache(device):
     prepare_launch(device, variant, {"m": 1, "n": 1, "k": 32})
     found = read_object(device.driver, device.target, variant)
     assert found.path.exists()
-    assert found.content == found.path.read_bytes()
+    assert found.content == read_whole(found.path)

@@ -83,7 +83,9 @@ def launch(count, arguments, output, tmp_path, *more, fail="9:9:-"):
     """Run the command in processes of torchrun, and return what they said."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
+    # Alone, on a free port: tests beside this one start processes, too.
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    start = run if count > 1 else []
     command = [sys.executable, *start, str(driver), *arguments, "-o", str(output), *more]
     environment = {**os.environ, "FAIL": fail, "OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +168,7 @@ def _made(
             processes=processes,
             resume=resume,
             progress=progress,
-            note=lambda text: click.echo(text, err=True),
+            note=lambda text: echo(text, err=True),
         )
     with processes.together():
         if calibration is not None:

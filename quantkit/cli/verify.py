@@ -56,4 +56,4 @@ def check(packed: Path, *, list_all: bool, quiet: bool, as_json: bool) -> None:
             f"by their digests; {result.opened} copied weight files hold numbers"
         )
         for line in result.unchecked:
-            click.echo(f"Not checked: {line}")
+            echo(f"Not checked: {line}")
