@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import quantkit
-from quantkit.calibration.running import (
+from quantkit.inference.packed_layer import PackedLayer
+from quantkit.models.source import open_model
+from quantkit.pipelines.running import (
     load_pipeline,
     quiet_libraries,
     read_prompts,
     run_batch,
     split_batches,
 )
-from quantkit.inference.packed_layer import PackedLayer
-from quantkit.models.source import open_model
-from quantkit.recipe import CalibrationRecipe
+from quantkit.recipe.schema import CalibrationRecipe
 
 #: Four prompts of ten steps; the seed is far from those that calibration starts from.
 RUN = CalibrationRecipe(prompts=4, steps=10, batch=4, guidance=4.0, seed=500)

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from quantkit.calibration.running import quiet_libraries
 from quantkit.errors import ModelError, ShapeError
-from quantkit.inputfile import open_file, refuse_odd_files
-from quantkit.jsonfile import DAMAGE, short
+from quantkit.pipelines.running import quiet_libraries
+from quantkit.storage.inputfile import open_file, refuse_odd_files
+from quantkit.storage.jsonfile import DAMAGE, short
 
 from .images import Pixels
 
@@ -151,7 +151,7 @@ def load_clip(text: str, *, device: torch.device) -> ClipBackbone:
 
 
 def _load_own(folder: Path, device: torch.device) -> LpipsBackbone:
-    from .world.alexnet import load_feature_network, perceptual_distance
+    from .demo.world.alexnet import load_feature_network, perceptual_distance
 
     network = load_feature_network(folder).to(device)
     return LpipsBackbone(

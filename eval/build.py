@@ -7,14 +7,13 @@ from pathlib import Path
 from quantkit.calibration.collect import calibrate
 from quantkit.calibration.collect_hessians import collect_hessians
 from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.running import choose_device
 from quantkit.calibration.statistics import Calibration, save_calibration
-from quantkit.digest import sha256_of_file
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.source import Model
-from quantkit.pipeline import PackSummary, pack
+from quantkit.packing.pack import PackSummary, pack
+from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.analyse import measure_sensitivity
 from quantkit.sensitivity.choosing import choose
 from quantkit.sensitivity.result import save_sensitivity
@@ -23,6 +22,7 @@ from quantkit.sensitivity.writing import save_recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 from quantkit.sparsity.surgery import Surgeon
+from quantkit.storage.digest import sha256_of_file
 
 CALIBRATION = "calibration.safetensors"
 SENSITIVITY = "sensitivity.json"

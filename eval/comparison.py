@@ -11,13 +11,7 @@ from quantkit.progress import Progress, silent
 from .backbones import Backbones
 from .images import Pairs
 from .metrics import METRICS, Metric, Needs
-from .statistics import (
-    Summary,
-    bootstrap_loss,
-    relative_loss,
-    summarize,
-    summarize_difference,
-)
+from .statistics import Summary, bootstrap_loss, relative_loss, summarize, summarize_difference
 
 
 @dataclass(frozen=True)

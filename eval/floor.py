@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from quantkit.calibration.running import load_pipeline
 from quantkit.errors import NonFiniteError
 from quantkit.models.source import Model
+from quantkit.pipelines.running import load_pipeline
 from quantkit.progress import Progress
 
 from .backbones import Backbones

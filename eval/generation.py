@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from quantkit.calibration.running import read_prompts
 from quantkit.errors import InputError, PromptError
+from quantkit.pipelines.running import read_prompts
 from quantkit.progress import Progress, silent
 
 from .images import Pixels, to_pixels

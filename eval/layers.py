@@ -8,13 +8,13 @@ from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
-from quantkit.digest import sha256_of
 from quantkit.inference.deviation import LayerDeviation
 from quantkit.inference.layers import LayerInfo
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import Progress, tracked
+from quantkit.storage.digest import sha256_of
 
 from .result import LayerRow
 

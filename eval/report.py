@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from quantkit.files import staged_directory
+from quantkit.storage.files import staged_directory
 
 from .gates import Gate
 from .images import GAIN, Pairs, Pixels, amplified_difference, save_png

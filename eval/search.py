@@ -6,10 +6,10 @@ from statistics import fmean
 
 import torch
 
-from quantkit.calibration.running import load_pipeline, quiet_libraries
 from quantkit.errors import QuantkitError
+from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import Progress, silent
-from quantkit.recipegoals import BudgetRecipe
+from quantkit.recipe.goals import BudgetRecipe
 from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.budget import Choice, Problem, goal_of, optimize, options_of
 from quantkit.sensitivity.knapsack import walk

@@ -37,7 +37,7 @@ def hopper():
     import torch
 
     from quantkit.device.gpu.selftest import state_of
-    from quantkit.device.hopper import ARCHITECTURE
+    from quantkit.device.hopper.gemm import ARCHITECTURE
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU (compute capability 9.0)")
@@ -93,8 +93,8 @@ def model(pipeline_dir: Path):
 def masks(model):
     """2:4 by magnitude for every layer of the tiny pipeline that can be sparse."""
     from quantkit.progress import silent
-    from quantkit.recipe import SparsityRecipe
-    from quantkit.recipefile import load_recipe
+    from quantkit.recipe.load import load_recipe
+    from quantkit.recipe.schema import SparsityRecipe
     from quantkit.sparsity.choose import choose_masks
 
     recipe = load_recipe("fp8").model_copy(update={"sparsity": SparsityRecipe()})

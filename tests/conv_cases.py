@@ -6,8 +6,8 @@ import torch
 from kernel_cases import DTYPES, codes, gemm_case, launch, magnitudes, referred
 
 from quantkit.device.geometry import tiles
-from quantkit.device.ops import OPS, Variant
-from quantkit.device.pictures import integers
+from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.windows import integers
 from quantkit.numerics.windows import ConvShape, Windows
 
 SAME = Windows((3, 3), padding=(1, 1, 1, 1))

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import GemmCase, gemm_case, launch, spacing
 from torch.nn import functional
 
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.ops.table import OPS, Variant
 from quantkit.numerics.formats import FORMATS
 
 #: Error of a sum that GEGLU's kernels grant beside GEMM's: none, they have its loop.

@@ -4,10 +4,10 @@ import struct
 
 from kernel_cases import need
 
-from quantkit.device import nvrtc
-from quantkit.device.codeobject import read_nvidia_kernels
-from quantkit.device.elf import read_sections
-from quantkit.device.hopper import ARCHITECTURE
+from quantkit.device.aot.codeobject import read_nvidia_kernels
+from quantkit.device.aot.elf import read_sections
+from quantkit.device.gpu import nvrtc
+from quantkit.device.hopper.gemm import ARCHITECTURE
 from quantkit.resources import kernel_sources
 
 #: Low bits of a QGMMA, dense and sparse; agreed with nvdisasm of CUDA 13.

@@ -9,10 +9,11 @@ from itertools import combinations
 import pytest
 import torch
 
-from quantkit.device import host, reference
 from quantkit.device.archs import ARCHS
 from quantkit.device.geometry import tiles
-from quantkit.device.ops import Variant, all_variants
+from quantkit.device.host import library as host
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import Variant, all_variants
 from quantkit.device.tiles import variants_for
 from quantkit.errors import CompilerMissingError
 from quantkit.numerics.formats import FORMATS

@@ -40,9 +40,9 @@ def main():
 def run_all():
     from kernel_cases import covering_variants
 
-    from quantkit.device import host
     from quantkit.device.archs import HOST_LAYOUTS
-    from quantkit.device.ops import OPS
+    from quantkit.device.host import library as host
+    from quantkit.device.ops.table import OPS
 
     # The compiler is no sanitized program either.
     del os.environ["LD_PRELOAD"]

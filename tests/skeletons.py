@@ -4,7 +4,7 @@ from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.skeleton import Skeleton
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.errors import InputError
-from quantkit.tensorfile import read_header
+from quantkit.storage.tensorfile import read_header
 
 
 def of_files(config):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from kernel_cases import need
 
-from quantkit.device import compilers, host
+from quantkit.device import compilers
 from quantkit.device.archs import find_arch
 from quantkit.device.gpu import driver_hip
 from quantkit.device.gpu.devices import Device
+from quantkit.device.host import library as host
 
 SOURCE = Path(__file__).parent / "standin" / "hip.c"
 STREAM = 0x57A40

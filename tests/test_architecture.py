@@ -14,24 +14,24 @@ ROOT = Path(__file__).parent.parent
 
 #: A module may import from its own layer and from those before it.
 LAYERS = (
-    (
-        "errors", "resources", "progress", "limits", "inputfile", "jsonfile", "yamlfile",
-        "tensorfile", "digest", "renaming", "staging", "marker", "places", "files",
-    ),
+    ("errors", "resources", "progress"),
+    ("storage",),
     ("numerics",),
-    ("recipe", "recipefields", "recipefile", "recipegoals", "models"),
+    ("recipe",),
+    ("models",),
+    ("pipelines",),
     ("calibration",),
     ("sparsity",),
     ("checkpoint",),
+    ("packing",),
     ("recovery",),
     ("device",),
     ("inference",),
     ("sensitivity",),
-    ("pipeline", "forecast"),
     ("bench",),
     ("eval",),
     ("cli",),
-)  # fmt: skip
+)
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MODULES = sorted([*ROOT.glob("quantkit/**/*.py"), *ROOT.glob("eval/**/*.py")])
 

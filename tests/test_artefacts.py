@@ -7,12 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.calibration.average import RATE
 from quantkit.calibration.hessian import HessianIndex, create_hessians, load_hessians
 from quantkit.calibration.histogram import BINS
 from quantkit.calibration.partial import Halfway, Kept
-from quantkit.calibration.processes import ALONE
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
     Calibration,
@@ -21,12 +19,14 @@ from quantkit.calibration.statistics import (
     load_calibration,
     save_calibration,
 )
-from quantkit.device.manifest import Manifest, read_manifest, write_manifest
+from quantkit.device.aot.manifest import Manifest, read_manifest, write_manifest
 from quantkit.errors import ArtefactError, InputError
 from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.recipefile import load_recipe
+from quantkit.pipelines.processes import ALONE
+from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity import result
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, load_masks, save_masks
+from quantkit.storage.artefact import read_artefact, write_artefact
 
 ODD = (None, True, -1, 1.5, 10**30, 1e308, "", "x", "../x", [], {}, [[]], {"": {}}, ["\n"])
 

@@ -32,8 +32,9 @@ from quantkit.bench.shapes import SHAPES, Shape, find_shapes
 from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Plan, Samples, Stopwatch, Timing
 from quantkit.cli.bench import bench as command
-from quantkit.device import compilers, reference
+from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
+from quantkit.device.ops import reference
 from quantkit.errors import ArtefactError, OutputError
 
 CPU = torch.device("cpu")

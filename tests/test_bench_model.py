@@ -22,7 +22,8 @@ from quantkit.bench.profiling import GROUPS, IDLE, group_of, profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan
 from quantkit.cli.bench_model import model_command
-from quantkit.device import backends, compilers, execute
+from quantkit.device import backends, compilers
+from quantkit.device.ops import call as execute
 from quantkit.errors import ModelError
 
 CPU = torch.device("cpu")

@@ -18,13 +18,9 @@ from test_shift import with_samples
 
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import per_column
-from quantkit.checkpoint import rows as rows_module
-from quantkit.checkpoint.encode import WeightPlan, encode_weight
-from quantkit.checkpoint.masking import stored_mask
+from quantkit.checkpoint import weight_reader as rows_module
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.rounding import Rounding
 from quantkit.checkpoint.verification import verify
-from quantkit.digest import sha256_of
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
@@ -33,8 +29,12 @@ from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows, unpack_positions
 from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.packing.encode import WeightPlan, encode_weight
+from quantkit.packing.gptq import Rounding
+from quantkit.packing.masks import stored_mask
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
+from quantkit.storage.digest import sha256_of
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 from test_moments import ABOUT, statistics
 
-from quantkit.calibration.artefact import read_artefact
 from quantkit.calibration.statistics import Calibration, save_calibration
 from quantkit.checkpoint.schemes import parse_scheme, scheme_to_json
 from quantkit.errors import ArtefactError, CheckpointError, ModelError
@@ -17,7 +16,8 @@ from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.tensorfile import read_header
+from quantkit.storage.artefact import read_artefact
+from quantkit.storage.tensorfile import read_header
 
 EDGES = (0.0, 250.5, 500.0, 999.0)
 

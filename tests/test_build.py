@@ -13,15 +13,16 @@ from kernel_cases import need
 
 from quantkit.cli.doctor import doctor
 from quantkit.cli.kernels import kernels
-from quantkit.device import compilers, nvrtc, survey
+from quantkit.device import compilers, survey
+from quantkit.device.aot.build import build
+from quantkit.device.aot.check import check_folder, required_instruction
+from quantkit.device.aot.codeobject import read_amd_kernels, read_nvidia_kernels
+from quantkit.device.aot.elf import read_sections, unpack_message
+from quantkit.device.aot.manifest import describe_kernel, read_manifest
 from quantkit.device.archs import ARCHS
-from quantkit.device.build import build
-from quantkit.device.check import check_folder, required_instruction
-from quantkit.device.codeobject import read_amd_kernels, read_nvidia_kernels
-from quantkit.device.elf import read_sections, unpack_message
 from quantkit.device.geometry import compile_expression
-from quantkit.device.manifest import describe_kernel, read_manifest
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.gpu import nvrtc
+from quantkit.device.ops.table import OPS, Variant
 from quantkit.errors import (
     ArtefactError,
     CheckpointError,
@@ -153,7 +154,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
     sources = tmp_path / "kernels"
     sources.mkdir()
     (sources / VARIANTS[0].op.source).write_text("this is no HIP\n")
-    monkeypatch.setattr("quantkit.device.build.kernel_sources", lambda: sources)
+    monkeypatch.setattr("quantkit.device.aot.build.kernel_sources", lambda: sources)
     with pytest.raises(KernelError, match=r"(?s)for gfx1201: clang failed.*-mcumode.*error:"):
         build("gfx1201", tmp_path / "out", VARIANTS[:1])
     assert [path.name for path in tmp_path.iterdir()] == ["kernels"]
@@ -271,7 +272,7 @@ def test_a_truncated_object_fails_the_gate(broken):
 
 
 def test_lds_over_the_limit_fails_the_gate(amd, monkeypatch):
-    from quantkit.device import check
+    from quantkit.device.aot import check
 
     small = {**vars(ARCHS["gfx1201"]), "lds_limit": 1024}
     monkeypatch.setattr(check, "find_arch", lambda name: type(ARCHS["gfx1201"])(**small))
@@ -418,9 +419,9 @@ def test_doctor_names_tools_and_back_ends():
 
 def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
     from quantkit.models.source import open_model
-    from quantkit.pipeline import pack
+    from quantkit.packing.pack import pack
     from quantkit.progress import silent
-    from quantkit.recipefile import load_recipe
+    from quantkit.recipe.load import load_recipe
 
     need(compilers.host_compiler)
     model, recipe, out = open_model(str(pipeline_dir)), load_recipe("fp8"), tmp_path / "packed"

@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.calibration.average import RATE, continued
 from quantkit.calibration.collect import calibrate, observed_layers
 from quantkit.calibration.histogram import (
@@ -29,15 +28,6 @@ from quantkit.calibration.histogram import (
 from quantkit.calibration.hooks import Collector, split_schedule
 from quantkit.calibration.merge import merge, merge_layer
 from quantkit.calibration.observers import CLIP_GRID, OBSERVERS, agreeing_edges, static_scale
-from quantkit.calibration.running import (
-    choose_device,
-    choose_dtype,
-    load_pipeline,
-    quiet_libraries,
-    read_prompts,
-    run_batch,
-    split_batches,
-)
 from quantkit.calibration.sampling import (
     SAMPLE_ROWS,
     draw_candidates,
@@ -67,10 +57,20 @@ from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.scales import cast
+from quantkit.pipelines.running import (
+    choose_device,
+    choose_dtype,
+    load_pipeline,
+    quiet_libraries,
+    read_prompts,
+    run_batch,
+    split_batches,
+)
 from quantkit.progress import silent
-from quantkit.recipe import ActivationRecipe
-from quantkit.recipefile import load_recipe
-from quantkit.tensorfile import TensorInfo
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import ActivationRecipe
+from quantkit.storage.artefact import read_artefact, write_artefact
+from quantkit.storage.tensorfile import TensorInfo
 
 PROMPTS = ("a red circle", "two blue squares", "a tree")
 RECIPE = load_recipe("fp8").with_calibration(

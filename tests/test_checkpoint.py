@@ -22,17 +22,17 @@ from quantkit.checkpoint.spec import (
     parse_config,
 )
 from quantkit.checkpoint.verification import find_breaches, verify
-from quantkit.digest import CHUNK_BYTES, sha256_of
 from quantkit.errors import CheckpointError
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
-from quantkit.tensorfile import read_header
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.digest import CHUNK_BYTES, sha256_of
+from quantkit.storage.tensorfile import read_header
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

@@ -152,7 +152,7 @@ from pathlib import Path
 import click
 from quantkit import cli
 from quantkit.cli.console import echo
-from quantkit.files import staged_directory
+from quantkit.storage.files import staged_directory
 
 @cli.quantkit.command("wait")
 @click.argument("output", type=click.Path(path_type=Path))

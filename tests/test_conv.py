@@ -7,11 +7,13 @@ import torch
 from conv_cases import SAME, UNEVEN, conv_case, conv_shapes
 from kernel_cases import DTYPES, covering_variants, deviation, launch, need
 
-from quantkit.device import compilers, convolve, log, pictures
+from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
-from quantkit.device.ops import OPS, Variant
-from quantkit.device.pictures import integers
+from quantkit.device.ops import conv as convolve
+from quantkit.device.ops import windows as pictures
+from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.windows import integers
 from quantkit.numerics.windows import ConvShape, Windows
 
 CONVS = [op for op in OPS.values() if op.name.startswith("conv")]
@@ -141,7 +143,7 @@ def test_sparse_weights_want_channels_by_32():
 @pytest.mark.parametrize("name", ["pixels", "few channels"])
 def test_other_windows_are_unfolded(name, caplog):
     convolve._say_why.cache_clear()
-    with caplog.at_level("INFO", logger="quantkit.device.convolve"):
+    with caplog.at_level("INFO", logger="quantkit.device.ops.conv"):
         case, y, ran = convolved(REFUSED[name][0])
     assert ran == [("gemm_fp8", Backend.HOST)]
     assert REFUSED[name][1] in caplog.text

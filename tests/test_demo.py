@@ -10,20 +10,20 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from quantkit.eval.demo import CAPTION_SEED, KIND, describe_kernels
-from quantkit.eval.plan import FULL, SHORT, Plan
-from quantkit.eval.world.scenes import captions, draw_scenes
+from quantkit.eval.demo.commands import FULL, SHORT, Plan
+from quantkit.eval.demo.run import CAPTION_SEED, KIND, describe_kernels
+from quantkit.eval.demo.world.scenes import captions, draw_scenes
 
 from quantkit.cli import quantkit
 from quantkit.cli.demo import demo
 from quantkit.errors import OutputError, PromptError
-from quantkit.files import claimed_directory
+from quantkit.storage.files import claimed_directory
 
 
 @pytest.fixture(scope="module")
 def assets(pipeline_dir, tmp_path_factory):
     """A folder like eval/assets: pipeline, clip, alexnet, prompts.txt; random weights."""
-    from quantkit.eval.world.alexnet import FeatureNetwork, save_feature_network
+    from quantkit.eval.demo.world.alexnet import FeatureNetwork, save_feature_network
     from tiny_clip import tiny_clip
 
     folder = tmp_path_factory.mktemp("demo") / "assets"
@@ -41,11 +41,11 @@ def assets(pipeline_dir, tmp_path_factory):
 
 @pytest.fixture
 def small_demo(assets, monkeypatch):
-    monkeypatch.setattr("quantkit.eval.demo.demo_assets", lambda: assets)
+    monkeypatch.setattr("quantkit.eval.demo.run.demo_assets", lambda: assets)
     monkeypatch.setattr("quantkit.resources.demo_assets", lambda: assets)
     # As many steps as the recipe has timestep buckets.
     quick = {"captions": 4, "count": 2, "steps": 10, "batch": 2}
-    monkeypatch.setattr("quantkit.eval.plan.SHORT", replace(SHORT, **quick))
+    monkeypatch.setattr("quantkit.eval.demo.commands.SHORT", replace(SHORT, **quick))
 
     def run(*arguments):
         return CliRunner().invoke(demo, ["--prompts", "2", "--steps", "2", *map(str, arguments)])

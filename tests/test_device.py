@@ -8,12 +8,15 @@ import pytest
 import torch
 from kernel_cases import need
 
-from quantkit.device import compilers, execute, host_calls, log, reference
+from quantkit.device import compilers, log
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
-from quantkit.device.ops import OPS, all_variants, default_variants, find_op
+from quantkit.device.host import calls as host_calls
+from quantkit.device.ops import call as execute
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, all_variants, default_variants, find_op
 from quantkit.device.tiles import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.resources import kernel_sources

@@ -18,6 +18,12 @@ from quantkit.eval.backbones import (
     load_lpips,
 )
 from quantkit.eval.comparison import compare
+from quantkit.eval.demo.world.alexnet import (
+    FeatureNetwork,
+    Stage,
+    perceptual_distance,
+    save_feature_network,
+)
 from quantkit.eval.gates import Compression, Limits, find_compression, judge, passed
 from quantkit.eval.images import (
     Pairs,
@@ -37,12 +43,6 @@ from quantkit.eval.statistics import (
     relative_loss,
     summarize,
     summarize_difference,
-)
-from quantkit.eval.world.alexnet import (
-    FeatureNetwork,
-    Stage,
-    perceptual_distance,
-    save_feature_network,
 )
 
 from quantkit.cli.evaluate import evaluate

@@ -9,7 +9,6 @@ from packed import packed_module
 from torch import nn
 from torch.nn import functional
 
-from quantkit.calibration.running import choose_device, load_pipeline
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ModelError, RecipeError
 from quantkit.inference.loading import load_pipeline as load_packed
@@ -20,10 +19,11 @@ from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.packing import from_rows
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
+from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
-from quantkit.recipe import ActivationRecipe, Override, Recipe, WeightRecipe
-from quantkit.recipefile import load_recipe
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import ActivationRecipe, Override, Recipe, WeightRecipe
 from quantkit.recovery import straight_through
 from quantkit.recovery.fakequant import LayerQuant, fake_quantized, install, plan_quants
 from quantkit.sparsity.choose import choose_masks

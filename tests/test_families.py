@@ -11,11 +11,11 @@ from headers import golden_keys, write_pipeline
 from quantkit.eval.build import MASKS, PACKED
 
 import quantkit
-from quantkit.calibration.running import load_pipeline, run_batch, split_batches
 from quantkit.cli import quantkit as command
 from quantkit.models.source import open_model
-from quantkit.recipe import CalibrationRecipe
-from quantkit.recipefile import load_recipe, recipe_names
+from quantkit.pipelines.running import load_pipeline, run_batch, split_batches
+from quantkit.recipe.load import load_recipe, recipe_names
+from quantkit.recipe.schema import CalibrationRecipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,8 @@ from diffusers.models.attention import FeedForward
 from packed import packed_module
 from torch import nn
 
-from quantkit.device import gated, log
+from quantkit.device import log
+from quantkit.device.ops import geglu as gated
 from quantkit.errors import KernelError, ShapeError
 from quantkit.inference import feed_forward
 from quantkit.inference.feed_forward import GatedFeedForward, install

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from quantkit.errors import ModelError, OutputError
-from quantkit.files import scratch_directory, staged_directory, staged_file
-from quantkit.tensorfile import read_bytes, read_header
+from quantkit.storage.files import scratch_directory, staged_directory, staged_file
+from quantkit.storage.tensorfile import read_bytes, read_header
 
 
 def names(folder):

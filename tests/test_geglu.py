@@ -5,10 +5,12 @@ import torch
 from gated_cases import GatedCase, check_nearest, gate, gated_case
 from kernel_cases import DTYPES, covering_variants, every_value, need, shapes_of
 
-from quantkit.device import compilers, gated, log, reference
+from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.ops import geglu as gated
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, Variant
 from quantkit.numerics.packing import pack_two_of_four
 
 GEGLU = [op for op in OPS.values() if op.name.startswith("geglu")]

@@ -26,7 +26,7 @@ from packed import pack_component, packed_module
 from torch import nn
 
 import quantkit
-from quantkit.device import execute, gated, log, reference
+from quantkit.device import log
 from quantkit.device.backends import Backend, use
 from quantkit.device.cache import read_whole
 from quantkit.device.choosing import choose
@@ -35,7 +35,10 @@ from quantkit.device.gpu.choice import choose_gemm
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import read_object
 from quantkit.device.gpu.selftest import state_of
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.ops import call as execute
+from quantkit.device.ops import geglu as gated
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, Variant
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR

@@ -20,7 +20,6 @@ from quantkit.calibration.collect_hessians import collect_hessians
 from quantkit.calibration.heldout import HELD_ROWS, HeldRows, hold_out
 from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
 from quantkit.calibration.moments import _Sum, group_layers, moment_bytes
-from quantkit.calibration.running import load_pipeline, run_prompts
 from quantkit.calibration.weighting import responses, step_weights
 from quantkit.cli.hessian import hessian as command
 from quantkit.errors import (
@@ -33,9 +32,10 @@ from quantkit.errors import (
 )
 from quantkit.models.source import open_model
 from quantkit.numerics.packing import to_rows
-from quantkit.places import check_directory
+from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
-from quantkit.recipefile import load_recipe
+from quantkit.recipe.load import load_recipe
+from quantkit.storage.places import check_directory
 
 PROMPTS = ("a red square", "a blue disc", "two rings")
 GIB = 2**30

@@ -8,18 +8,15 @@ import torch
 from hopper_cases import check_machine_code, compile_kernel, symbol
 from kernel_cases import need
 
-from quantkit.device import execute, log, nvrtc, reference
+from quantkit.device import log
 from quantkit.device.backends import Backend
+from quantkit.device.gpu import nvrtc
 from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper import (
-    SHARED_LIMIT,
-    TILES,
-    HopperKernel,
-    arguments,
-    plan_launch,
-)
-from quantkit.device.hopper_choice import COSTS, choose_tile, estimate
-from quantkit.device.tensormap import ITEM_BYTES
+from quantkit.device.hopper.choice import COSTS, choose_tile, estimate
+from quantkit.device.hopper.gemm import SHARED_LIMIT, TILES, HopperKernel, arguments, plan_launch
+from quantkit.device.hopper.tensormap import ITEM_BYTES
+from quantkit.device.ops import call as execute
+from quantkit.device.ops import reference
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES
 

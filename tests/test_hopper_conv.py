@@ -7,12 +7,11 @@ from kernel_cases import DTYPES
 from packed import packed_module
 from torch.nn import functional
 
-from quantkit.device import convolve, log, pictures, reference
+from quantkit.device import log
 from quantkit.device.backends import Backend, use
 from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper import CONV_NUMBERS, TILES, Family, HopperKernel, arguments
-from quantkit.device.hopper_choice import COSTS
-from quantkit.device.hopper_conv import (
+from quantkit.device.hopper.choice import COSTS
+from quantkit.device.hopper.conv import (
     choose_conv_tile,
     conv_numbers,
     conv_tiles,
@@ -20,7 +19,11 @@ from quantkit.device.hopper_conv import (
     plan_conv,
     why_not,
 )
-from quantkit.device.tensormap import ITEM_BYTES
+from quantkit.device.hopper.gemm import CONV_NUMBERS, TILES, Family, HopperKernel, arguments
+from quantkit.device.hopper.tensormap import ITEM_BYTES
+from quantkit.device.ops import conv as convolve
+from quantkit.device.ops import reference
+from quantkit.device.ops import windows as pictures
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor

@@ -12,11 +12,12 @@ from hopper_cases import check_machine_code, symbol
 from scipy.special import ndtr
 from test_hopper import exact, gemm_tensors
 
-from quantkit.device import gated, log
+from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper import SHARED_LIMIT, Family, HopperKernel, arguments
-from quantkit.device.hopper_gated import COSTS, TILES, choose_gated_tile, plan_gated, tiles_of
+from quantkit.device.hopper.geglu import COSTS, TILES, choose_gated_tile, plan_gated, tiles_of
+from quantkit.device.hopper.gemm import SHARED_LIMIT, Family, HopperKernel, arguments
+from quantkit.device.ops import geglu as gated
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS
 from quantkit.resources import kernel_sources

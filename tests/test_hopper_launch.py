@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.device import hopper_gated, survey
+from quantkit.device import survey
 from quantkit.device.archs import arch_of_device, find_arch
 from quantkit.device.gpu import devices, prepare
 from quantkit.device.gpu.choice import choose_geglu, choose_gemm, is_hopper, why_not_hopper
@@ -23,9 +23,10 @@ from quantkit.device.gpu.kernel import plan_of
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
-from quantkit.device.hopper import TILES, Family, HopperKernel, arguments, plan_launch
-from quantkit.device.ops import Variant, find_op
-from quantkit.device.tensormap import TensorMap
+from quantkit.device.hopper import geglu as hopper_gated
+from quantkit.device.hopper.gemm import TILES, Family, HopperKernel, arguments, plan_launch
+from quantkit.device.hopper.tensormap import TensorMap
+from quantkit.device.ops.table import Variant, find_op
 from quantkit.errors import KernelError
 
 FUNCTION, STREAM = 0xF00D, 0x57A40

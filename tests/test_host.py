@@ -11,9 +11,13 @@ import pytest
 import torch
 from kernel_cases import need
 
-from quantkit.device import cache, compilers, execute, host, host_calls, log, reference
+from quantkit.device import cache, compilers, log
 from quantkit.device.backends import Backend
-from quantkit.device.ops import OPS, Variant, all_variants
+from quantkit.device.host import calls as host_calls
+from quantkit.device.host import library as host
+from quantkit.device.ops import call as execute
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, Variant, all_variants
 from quantkit.errors import CompilerMissingError, KernelError
 from quantkit.resources import kernel_sources
 

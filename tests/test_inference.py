@@ -471,7 +471,7 @@ def test_watch_measures_against_reference_and_dense():
 
 
 def test_watch_sees_a_wrong_scale(monkeypatch):
-    from quantkit.device import execute
+    from quantkit.device.ops import call as execute
 
     right = execute.gemm
     monkeypatch.setattr(

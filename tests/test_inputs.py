@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from quantkit.errors import ArtefactError, ModelError
-from quantkit.inputfile import open_file, read_file, read_text
-from quantkit.jsonfile import MAX_DEPTH, MAX_VALUES, parse_json, read_json, read_measured
-from quantkit.tensorfile import MAX_HEADER_BYTES, read_header
+from quantkit.storage.inputfile import open_file, read_file, read_text
+from quantkit.storage.jsonfile import MAX_DEPTH, MAX_VALUES, parse_json, read_json, read_measured
+from quantkit.storage.tensorfile import MAX_HEADER_BYTES, read_header
 
 
 def folder(path):

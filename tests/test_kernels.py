@@ -18,11 +18,13 @@ from kernel_cases import (
     shapes_of,
 )
 
-from quantkit.device import compilers, nvrtc, reference
+from quantkit.device import compilers
+from quantkit.device.aot.build import build
+from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
-from quantkit.device.build import build
-from quantkit.device.check import check_folder
-from quantkit.device.ops import OPS, Variant, default_variants
+from quantkit.device.gpu import nvrtc
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, Variant, default_variants
 from quantkit.device.tiles import variants_for
 from quantkit.numerics.formats import FORMATS
 

@@ -24,18 +24,20 @@ from kernel_cases import covering_variants, deviation, gemm_case, inputs_of, sha
 from standin_hip import STREAM, VARIABLES, Standin, build_standin
 
 from quantkit.cli.doctor import doctor
-from quantkit.device import cache, host, log, reference
+from quantkit.device import cache, log
+from quantkit.device.aot.codeobject import Resources
+from quantkit.device.aot.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.backends import Backend
-from quantkit.device.codeobject import Resources
 from quantkit.device.geometry import compile_expression, geometry_of
 from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_conv, choose_geglu, why_no_conv
 from quantkit.device.gpu.launcher import prepare_launch
-from quantkit.device.manifest import Manifest, describe_kernel, write_manifest
-from quantkit.device.ops import OPS, Variant
-from quantkit.device.pictures import PICTURE
+from quantkit.device.host import library as host
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.windows import PICTURE
 from quantkit.errors import CompilerMissingError, KernelError
 from quantkit.numerics.windows import ConvShape, Windows
 

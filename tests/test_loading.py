@@ -24,7 +24,7 @@ from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.tensorfile import read_header
+from quantkit.storage.tensorfile import read_header
 
 TOKEN = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
 #: One of each, spread over the layers in turn; e5m2 and float32 scales are what loaders destroy.
@@ -628,9 +628,9 @@ def test_sd3_keeps_its_dtype_its_t5_and_its_bytes(transformer_pipeline_dir, tmp_
 
 def test_what_pack_writes_loads_and_saves(pipeline_dir, tmp_path):
     from quantkit.models.source import open_model
-    from quantkit.pipeline import pack
+    from quantkit.packing.pack import pack
     from quantkit.progress import silent
-    from quantkit.recipefile import load_recipe
+    from quantkit.recipe.load import load_recipe
 
     folder = tmp_path / "packed"
     pack(

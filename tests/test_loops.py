@@ -7,14 +7,14 @@ import pytest
 from kernel_cases import need
 
 from quantkit.device import compilers
+from quantkit.device.aot.build import build
+from quantkit.device.aot.check import check_folder
+from quantkit.device.aot.disassembly import class_of, read_code
+from quantkit.device.aot.hazards import unwaited_reads
+from quantkit.device.aot.k_loop import find_loop, lds_bytes
+from quantkit.device.aot.masks import masked_matrix_instructions
 from quantkit.device.archs import ARCHS, MatrixUnit
-from quantkit.device.build import build
-from quantkit.device.check import check_folder
-from quantkit.device.disassembly import class_of, read_code
-from quantkit.device.hazards import unwaited_reads
-from quantkit.device.loops import find_loop, lds_bytes
-from quantkit.device.masks import masked_matrix_instructions
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.ops.table import OPS, Variant
 
 GOLDEN = Path(__file__).parent / "golden" / "gemm_fp8_sparse_t2_clang19.s.gz"
 UNIT = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)

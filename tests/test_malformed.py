@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from quantkit import cli
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import CONFIG_KEY
-from quantkit.digest import sha256_of
 from quantkit.models.source import open_model
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import save_masks
-from quantkit.tensorfile import read_header
+from quantkit.storage.digest import sha256_of
+from quantkit.storage.tensorfile import read_header
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

@@ -23,9 +23,9 @@ def run(command, *arguments):
 def packed(pipeline_dir, tmp_path_factory):
     """FP8 per token, and the same with 4:2 by magnitude in every layer."""
     from quantkit.models.source import open_model
-    from quantkit.pipeline import pack
+    from quantkit.packing.pack import pack
     from quantkit.progress import silent
-    from quantkit.recipefile import load_recipe
+    from quantkit.recipe.load import load_recipe
 
     folder = tmp_path_factory.mktemp("packed")
     sparse = folder / "sparse.yaml"

@@ -11,14 +11,14 @@ from headers import golden_keys, write_component, write_header
 from quantkit.errors import ModelError, RecipeError, ShapeError
 from quantkit.models.families import FAMILIES, find_family
 from quantkit.models.layers import list_layers
-from quantkit.models.plan import choose_edges, plan_layers
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of, timestep_argument
+from quantkit.models.treatments import choose_edges, plan_layers
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation
-from quantkit.recipe import ActivationRecipe
-from quantkit.recipefile import load_recipe, parse_recipe
+from quantkit.recipe.load import load_recipe, parse_recipe
+from quantkit.recipe.schema import ActivationRecipe
 
 #: What stays in 16 bit of each published model: module names without their numbers.
 KEPT = {

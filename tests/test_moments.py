@@ -4,7 +4,6 @@ import pytest
 import torch
 from pipelines import tiny_transformer
 
-from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.calibration.checks import check_moments
 from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
@@ -18,15 +17,16 @@ from quantkit.calibration.statistics import (
     load_calibration,
     save_calibration,
 )
-from quantkit.checkpoint.rounding import Rounding
 from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern
 from quantkit.numerics.obs import factorize, falling_power, refit_rows, settle_rows
+from quantkit.packing.gptq import Rounding
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, load_masks, pack_mask, save_masks
 from quantkit.sparsity.surgery import settle_layer
+from quantkit.storage.artefact import read_artefact, write_artefact
 
 NAN, INF = torch.nan, torch.inf
 

@@ -11,9 +11,9 @@ from PIL import Image
 from quantkit import resources
 from quantkit.cli import options, quantkit
 from quantkit.errors import InputError
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
 from quantkit.progress import silent
-from quantkit.recipefile import load_recipe
+from quantkit.recipe.load import load_recipe
 
 #: Where commands write; what may lie there is the business of test_files.
 OUTPUTS = {"output", "masks_output", "plot", "save", "save_baseline", "scratch"}

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.copying import list_files
 from quantkit.errors import ModelError, OutputError
-from quantkit.files import (
+from quantkit.storage.copying import list_files
+from quantkit.storage.files import (
     claimed_directory,
     mark_directory,
     staged_directory,
     staged_file,
     write_or_keep,
 )
-from quantkit.marker import MARKER
-from quantkit.places import check_directory, check_file, check_room, refuse_overlap
+from quantkit.storage.marker import MARKER
+from quantkit.storage.places import check_directory, check_file, check_room, refuse_overlap
 
 
 def make(output, *, kind="test", force=False, files=("a", "b/c")):
@@ -254,9 +254,9 @@ import os, sys
 from pathlib import Path
 import quantkit.renaming
 from quantkit.errors import OutputError
-from quantkit.files import scratch_directory, staged_directory, staged_file
+from quantkit.storage.files import scratch_directory, staged_directory, staged_file
 if sys.argv[1] == "fallback":
-    quantkit.renaming._rename = lambda *_: False
+    quantkit.storage.renaming._rename = lambda *_: False
 folder = Path(sys.argv[2])
 
 def directory(output, text, force):

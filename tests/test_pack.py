@@ -19,25 +19,25 @@ from quantkit.calibration.histogram import BINS
 from quantkit.calibration.observers import static_scale
 from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
-from quantkit.checkpoint import rows as rows_module
-from quantkit.checkpoint.copying import copy_file
+from quantkit.checkpoint import weight_reader as rows_module
 from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
-from quantkit.marker import MARKER
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows
 from quantkit.numerics.scales import MSE_GRID, mse_scale
-from quantkit.pipeline import pack, plan_pack, summarize, to_json
+from quantkit.packing.pack import pack, plan_pack, summarize, to_json
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
-from quantkit.tensorfile import read_header
+from quantkit.storage.copying import copy_file
+from quantkit.storage.digest import sha256_of
+from quantkit.storage.marker import MARKER
+from quantkit.storage.tensorfile import read_header
 
 pytestmark = pytest.mark.usefixtures("any_model")
 
@@ -564,7 +564,7 @@ sys.path.insert(0, sys.argv[3])
 import skeletons
 from pathlib import Path
 from quantkit.models.source import open_model
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe import Recipe
 skeletons.install(pytest.MonkeyPatch())

@@ -22,7 +22,6 @@ from quantkit.calibration.statistics import (
 )
 from quantkit.cli.pack import pack as pack_command
 from quantkit.cli.sparsify import sparsify as command
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.permutable import RULES, find_couplings
@@ -30,12 +29,13 @@ from quantkit.models.source import open_model
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, choose_mask
 from quantkit.numerics.permutation import kept_share, search_permutation
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe
-from quantkit.recipefile import load_recipe
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import SparsityRecipe
 from quantkit.sparsity import permute
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks
 from quantkit.sparsity.permute import attention_heads, choose_permutations, moves_of
+from quantkit.storage.digest import sha256_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")

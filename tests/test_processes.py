@@ -13,11 +13,12 @@ import torch
 from click.testing import CliRunner
 from safetensors import SafetensorError
 
-from quantkit.calibration import artefact, observing, partial
-from quantkit.calibration.processes import ALONE, Processes, joined
+from quantkit.calibration import observing, partial
 from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, InputError, OutputError
+from quantkit.pipelines.processes import ALONE, Processes, joined
+from quantkit.storage import artefact
 
 PROMPTS = ("a red circle", "two blue squares", "a tree", "a house", "a cat")
 #: Three batches: 2, 2 and 1 prompts.

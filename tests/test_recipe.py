@@ -13,11 +13,11 @@ from quantkit import resources
 from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.chosen import open_for
-from quantkit.models.plan import plan_layers
 from quantkit.models.source import open_model
-from quantkit.recipe import ActivationRecipe, CalibrationRecipe, Override, Recipe
-from quantkit.recipefile import load_recipe, parse_recipe, recipe_names
-from quantkit.yamlfile import MAX_BYTES, parse_yaml
+from quantkit.models.treatments import plan_layers
+from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
+from quantkit.recipe.schema import ActivationRecipe, CalibrationRecipe, Override, Recipe
+from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 
 #: The recipes that are for one kind of model; the others suit all.
 MADE_FOR = {

@@ -24,17 +24,17 @@ from quantkit.models.source import open_model
 from quantkit.numerics.leastsquares import Sums, solve_rows
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe
-from quantkit.recipefile import load_recipe
-from quantkit.recovery.blocks import find_blocks
-from quantkit.recovery.course import Clock
-from quantkit.recovery.fitting import Effort, Examples, Fitting, Throughput, fit_layer
-from quantkit.recovery.pace import Pace
-from quantkit.recovery.reconstruct import _refuse_other, reconstruct
-from quantkit.recovery.recover import Keeping, Task
-from quantkit.recovery.settings import Settings
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import SparsityRecipe
+from quantkit.recovery.distill.progress import Clock
+from quantkit.recovery.distill.recover import Keeping, Task
+from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.reconstruct.blocks import find_blocks
+from quantkit.recovery.reconstruct.fitting import Effort, Examples, Fitting, Throughput, fit_layer
+from quantkit.recovery.reconstruct.reconstruct import _refuse_other, reconstruct
+from quantkit.recovery.reconstruct.schedule import Pace
 from quantkit.recovery.writing import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
@@ -185,7 +185,7 @@ def test_time_goes_by_parameters():
 
 
 def test_blocks_are_the_smallest_that_repeat(model):
-    from quantkit.calibration.running import choose_device, load_pipeline
+    from quantkit.pipelines.running import choose_device, load_pipeline
 
     unet = load_pipeline(model, choose_device("cpu")).unet
     layers = ["conv_in", "down_blocks.0.resnets.0.conv1", "down_blocks.0.resnets.0.conv2",
@@ -395,7 +395,7 @@ def test_other_layers_are_refused(module):
 
 
 def test_layers_without_a_batch_axis_are_refused(model, masks):
-    from quantkit.recovery.twin import twinned
+    from quantkit.recovery.distill.paired import twinned
 
     layer = nn.Linear(4, 2)
     with twinned(nn.ModuleDict({"fc": layer}), {"fc": nn.Linear(4, 2)}, rows=3):

@@ -14,25 +14,25 @@ import torch
 from click.testing import CliRunner
 from skimage.metrics import structural_similarity
 
-from quantkit.calibration.running import choose_device, load_pipeline
 from quantkit.cli.recover import recover as recover_command
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, OutputError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.numerics.packing import to_rows
+from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe
-from quantkit.recipefile import load_recipe
-from quantkit.recovery import training
-from quantkit.recovery.bank import Bank, Teacher
-from quantkit.recovery.course import Look, Patience
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import SparsityRecipe
+from quantkit.recovery.distill import training
+from quantkit.recovery.distill.bank import Bank, Teacher
+from quantkit.recovery.distill.optimizer import Offloaded, Resident
+from quantkit.recovery.distill.previews import compare_latents, compare_pictures, hold_out
+from quantkit.recovery.distill.progress import Look, Patience
+from quantkit.recovery.distill.ranks import Ranks
+from quantkit.recovery.distill.recover import Keeping, Task, recover
+from quantkit.recovery.distill.saving import refuse_others, refuse_unfinished
+from quantkit.recovery.distill.settings import Settings
 from quantkit.recovery.fakequant import install, plan_quants
-from quantkit.recovery.ranks import Ranks
-from quantkit.recovery.recover import Keeping, Task, recover
-from quantkit.recovery.saving import refuse_others, refuse_unfinished
-from quantkit.recovery.settings import Settings
-from quantkit.recovery.stepping import Offloaded, Resident
-from quantkit.recovery.watching import compare_latents, compare_pictures, hold_out
 from quantkit.sparsity.maskfile import save_masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

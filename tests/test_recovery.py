@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from pipelines import tiny_flux_pipeline
 from safetensors.torch import load_file, safe_open, save_file
 
-from quantkit.calibration.running import choose_device, load_pipeline
 from quantkit.cli.recovery_options import make_settings, split_options
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.cli.verify import verify as verify_command
@@ -24,22 +23,23 @@ from quantkit.errors import (
     PromptError,
     RecipeError,
 )
-from quantkit.marker import MARKER
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.packing import from_rows, unpack_positions
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
+from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe
-from quantkit.recipefile import load_recipe
-from quantkit.recovery import recover as recover_module
-from quantkit.recovery.bank import Bank, Teacher
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import SparsityRecipe
 from quantkit.recovery.calls import recording
-from quantkit.recovery.recover import Task, recover
-from quantkit.recovery.settings import Settings
+from quantkit.recovery.distill import recover as recover_module
+from quantkit.recovery.distill.bank import Bank, Teacher
+from quantkit.recovery.distill.recover import Task, recover
+from quantkit.recovery.distill.settings import Settings
 from quantkit.recovery.writing import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks
+from quantkit.storage.marker import MARKER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

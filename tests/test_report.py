@@ -552,8 +552,8 @@ def test_run_says_which_recipe_and_how_sparse(ran):
 def original_pipeline(path):
     import torch
 
-    from quantkit.calibration.running import load_pipeline
     from quantkit.models.source import open_model
+    from quantkit.pipelines.running import load_pipeline
 
     return load_pipeline(open_model(str(path)), torch.device("cpu"))
 

@@ -16,11 +16,9 @@ from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.smoothing import smooth_factor, split_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.strength import ALPHAS
 from quantkit.checkpoint.verification import verify
 from quantkit.cli.inspect import inspect as inspect_command
 from quantkit.cli.pack import pack as pack_command
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
 from quantkit.models.concatenation import concat_boundaries
 from quantkit.models.layers import list_layers
@@ -29,9 +27,11 @@ from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.scales import cast
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
+from quantkit.packing.smoothing_strength import ALPHAS
 from quantkit.progress import silent
-from quantkit.recipe import ActivationRecipe, Recipe
+from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.storage.digest import sha256_of
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

@@ -17,21 +17,21 @@ from torch import nn
 import quantkit as package
 from quantkit.calibration.hessian import load_hessians
 from quantkit.calibration.moments import Moments
-from quantkit.calibration.running import load_pipeline, quiet_libraries
 from quantkit.calibration.statistics import load_calibration
 from quantkit.cli import quantkit as command
 from quantkit.errors import ArtefactError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
-from quantkit.models.plan import dense_reason
 from quantkit.models.source import open_model
+from quantkit.models.treatments import dense_reason
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR
 from quantkit.numerics.scales import WEIGHT_SCALES, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.pipeline import plan_pack, summarize
+from quantkit.packing.pack import plan_pack, summarize
+from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import silent
-from quantkit.recipe import BudgetRecipe, CalibrationRecipe, Recipe
-from quantkit.recipefile import load_recipe, parse_recipe
+from quantkit.recipe.load import load_recipe, parse_recipe
+from quantkit.recipe.schema import BudgetRecipe, CalibrationRecipe, Recipe
 from quantkit.sensitivity import budget, choosing, cost, edge, knapsack
 from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.gains import find_gains
@@ -670,7 +670,7 @@ def test_recipe_text_says_what_the_recipe_does():
 
 
 def test_bundled_recipes_survive_being_written():
-    from quantkit.recipefile import recipe_names
+    from quantkit.recipe.load import recipe_names
 
     for name in recipe_names():
         recipe = load_recipe(name)

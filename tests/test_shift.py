@@ -20,7 +20,7 @@ from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
-from quantkit.recipe import ActivationRecipe, Recipe
+from quantkit.recipe.schema import ActivationRecipe, Recipe
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

@@ -18,18 +18,18 @@ from quantkit.calibration.statistics import (
     save_calibration,
 )
 from quantkit.cli.sparsify import sparsify as sparsify_command
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError, ShapeError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import MASKS, Pattern
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
-from quantkit.recipe import SparsityRecipe
-from quantkit.recipefile import load_recipe
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import SparsityRecipe
 from quantkit.sparsity import choose
 from quantkit.sparsity.choose import choose_mask_of, choose_masks, read_blocks
 from quantkit.sparsity.maskfile import LayerMask, load_masks, pack_mask, save_masks
+from quantkit.storage.digest import sha256_of
 
 
 def with_sparsity(**settings):

@@ -25,9 +25,9 @@ from quantkit.eval.stepwise import (
     shadowed,
 )
 
-from quantkit.calibration.running import load_pipeline
 from quantkit.errors import PromptError
 from quantkit.models.source import open_model
+from quantkit.pipelines.running import load_pipeline
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(("a ball", "a box", "a cat"), (7, 8, 9), steps=3, batch=2)

@@ -19,20 +19,20 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.cli.pack import pack as pack_command
 from quantkit.cli.sparsify import sparsify as command
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.obs import output_error
 from quantkit.numerics.packing import from_rows, to_rows
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.recovery.surgery import UpdatedTensors
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.sparsity.surgery import Surgeon, lost_share, settle_layer
+from quantkit.storage.digest import sha256_of
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

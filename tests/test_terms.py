@@ -17,7 +17,7 @@ from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.recovery.fakequant import plan_quants
 
 pytestmark = pytest.mark.usefixtures("any_model")

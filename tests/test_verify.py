@@ -20,12 +20,12 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.marker import MARKER
 from quantkit.models.source import open_model
-from quantkit.pipeline import pack
+from quantkit.packing.pack import pack
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
-from quantkit.tensorfile import read_header
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.marker import MARKER
+from quantkit.storage.tensorfile import read_header
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

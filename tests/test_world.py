@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit.eval.world import scenes as world
-from quantkit.eval.world import sheet, tokens, train_clip, train_common, train_samples, train_unet
-from quantkit.eval.world.alexnet import (
+from quantkit.eval.demo.world import scenes as world
+from quantkit.eval.demo.world import (
+    sheet,
+    tokens,
+    train_clip,
+    train_common,
+    train_samples,
+    train_unet,
+)
+from quantkit.eval.demo.world.alexnet import (
     STAGES,
     FeatureNetwork,
     load_feature_network,
@@ -17,11 +24,11 @@ from quantkit.eval.world.alexnet import (
     save_feature_network,
     tap_distances,
 )
-from quantkit.eval.world.layout import SIDE, lay_out
-from quantkit.eval.world.render import draw_pictures, render
-from quantkit.eval.world.shapes import SHAPES, signed_distance
-from quantkit.eval.world.train import main as run_training
-from quantkit.eval.world.train_vae import psnr
+from quantkit.eval.demo.world.layout import SIDE, lay_out
+from quantkit.eval.demo.world.render import draw_pictures, render
+from quantkit.eval.demo.world.shapes import SHAPES, signed_distance
+from quantkit.eval.demo.world.train import main as run_training
+from quantkit.eval.demo.world.train_vae import psnr
 from torch import Generator, nn
 
 from quantkit.errors import ModelError

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.running import quiet_libraries
 from quantkit.errors import ModelError
-from quantkit.jsonfile import read_json
+from quantkit.pipelines.running import quiet_libraries
+from quantkit.storage.jsonfile import read_json
 
 #: Tokens of a prompt: CLIP's 77, and the 512 of FLUX.1-dev's T5.
 _CLIP_TOKENS, _T5_TOKENS = 77, 512

@@ -20,7 +20,7 @@ from quantkit.bench.problem import FORMAT, Problem, gated
 from quantkit.bench.roofline import Precision
 from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Call
-from quantkit.device import reference
+from quantkit.device.ops import reference
 from quantkit.inference import gated_operators
 
 # Sums in another order, or in a matrix unit that keeps fewer bits, move a value across the boundary

@@ -17,7 +17,7 @@ from quantkit.bench.shapes import Shape
 from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Call, Plan, Stopwatch, Timing
 from quantkit.device import log
-from quantkit.device.ops import OPS
+from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.progress import Progress
 

@@ -10,7 +10,7 @@ from quantkit.bench.machine import Machine
 from quantkit.bench.profiling import KernelTime
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import Plan, Timing
-from quantkit.files import staged_file
+from quantkit.storage.files import staged_file
 
 SCHEMA, VERSION = "quantkit.model.bench", 1
 

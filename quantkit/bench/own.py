@@ -10,13 +10,13 @@ from quantkit.bench.problem import FORMAT, Problem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Call
-from quantkit.device import hopper
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call as DeviceCall
 from quantkit.device.gpu.choice import choose_geglu, choose_gemm
 from quantkit.device.gpu.devices import Device, find_device
 from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.hopper import gemm as hopper
 from quantkit.inference import operators
 
 # float16 rounds by 2^-12 of a value at most 2^-11, and values reach 6 rms: 0.003. The rest is for

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit import pipeline
 from quantkit.calibration.collect import library_versions, observed_layers, weight_digests
 from quantkit.calibration.hooks import Collector
-from quantkit.calibration.running import quiet_libraries
 from quantkit.calibration.statistics import Calibration, Provenance
 from quantkit.models.source import Model, open_model
+from quantkit.packing import pack as pipeline
+from quantkit.pipelines.running import quiet_libraries
 from quantkit.progress import Progress
-from quantkit.recipe import ActivationRecipe, Recipe, SparsityRecipe, WeightRecipe
-from quantkit.recipefile import load_recipe
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import ActivationRecipe, Recipe, SparsityRecipe, WeightRecipe
 
 #: diffusers' bound of a file, and so of what is in host memory at once.
 _SHARD = "1GB"

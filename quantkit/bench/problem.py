@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.bench.shapes import Shape
-from quantkit.device import reference
+from quantkit.device.ops import reference
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four
 

@@ -11,8 +11,8 @@ from quantkit.bench.machine import Machine
 from quantkit.bench.roofline import Ceilings
 from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Plan, Timing
-from quantkit.files import staged_file
-from quantkit.jsonfile import read_measured
+from quantkit.storage.files import staged_file
+from quantkit.storage.jsonfile import read_measured
 
 SCHEMA, VERSION = "quantkit.kernels.bench", 1
 

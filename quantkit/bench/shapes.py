@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ArtefactError
-from quantkit.inputfile import read_text
-from quantkit.jsonfile import parse_json, short
+from quantkit.storage.inputfile import read_text
+from quantkit.storage.jsonfile import parse_json, short
 
 _MAX_BYTES = 2**20
 #: Kernels index rows and columns with 32 bits.

@@ -15,23 +15,23 @@ from typing import Any
 from quantkit.calibration.merge import Part, join_parts
 from quantkit.calibration.observing import Observed
 from quantkit.calibration.partial import Halfway, Kept, Pace, others
-from quantkit.calibration.processes import ALONE, Processes
-from quantkit.calibration.running import (
+from quantkit.calibration.statistics import Calibration, Provenance
+from quantkit.errors import ArtefactError, OutputError, PromptError
+from quantkit.models.layers import Layer, list_layers
+from quantkit.models.source import Component, Model
+from quantkit.models.treatments import kept_reason
+from quantkit.pipelines.processes import ALONE, Processes
+from quantkit.pipelines.running import (
     choose_device,
     choose_dtype,
     quiet_libraries,
     read_prompts,
     split_batches,
 )
-from quantkit.calibration.statistics import Calibration, Provenance
-from quantkit.digest import sha256_of
-from quantkit.errors import ArtefactError, OutputError, PromptError
-from quantkit.jsonfile import parsing
-from quantkit.models.layers import Layer, list_layers
-from quantkit.models.plan import kept_reason
-from quantkit.models.source import Component, Model
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationRecipe, Recipe
+from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.storage.digest import sha256_of
+from quantkit.storage.jsonfile import parsing
 
 __all__ = [
     "Run",

@@ -13,19 +13,19 @@ from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.heldout import HELD_ROWS, held_count, hold_out
 from quantkit.calibration.hessian import HessianIndex, Hessians, create_hessians
 from quantkit.calibration.moments import MomentCollector, group_layers
-from quantkit.calibration.running import (
+from quantkit.errors import OutputError, PromptError, QuantkitError
+from quantkit.models.layers import Layer
+from quantkit.models.source import Model
+from quantkit.pipelines.running import (
     choose_device,
     load_pipeline,
     quiet_libraries,
     refuse_component,
     run_prompts,
 )
-from quantkit.digest import sha256_of
-from quantkit.errors import OutputError, PromptError, QuantkitError
-from quantkit.models.layers import Layer
-from quantkit.models.source import Model
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationRecipe, Recipe
+from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.storage.digest import sha256_of
 
 
 def collect_hessians(

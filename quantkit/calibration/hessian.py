@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quantkit.calibration.artefact import read_artefact, write_artefact
 from quantkit.calibration.checks import check_moments
 from quantkit.calibration.heldout import HeldRows
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
-from quantkit.files import staged_directory
-from quantkit.jsonfile import as_type, parsing, read_json
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
+from quantkit.storage.artefact import read_artefact, write_artefact
+from quantkit.storage.files import staged_directory
+from quantkit.storage.jsonfile import as_type, parsing, read_json
 
 INDEX = "index.json"
 #: What the marker calls the directory.

@@ -10,10 +10,10 @@ from quantkit.calibration.rescaled import refuse_without_samples, rescaled
 from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
-from quantkit.models.plan import choose_edges
+from quantkit.models.treatments import choose_edges
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.scales import cast, scale_of_amax
-from quantkit.recipe import ActivationRecipe
+from quantkit.recipe.schema import ActivationRecipe
 
 #: Candidates of the MSE search, as fractions of amax: an eighth of a binade apart, over two
 #: binades. A float format loses little to a large scale: the best clip of 200,000 Gaussian, Laplace

@@ -7,12 +7,12 @@ import torch
 
 from quantkit.calibration.hooks import Collector
 from quantkit.calibration.partial import Halfway
-from quantkit.calibration.running import Batch, choose_device, load_pipeline, run_batch
 from quantkit.errors import QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Model
+from quantkit.pipelines.running import Batch, choose_device, load_pipeline, run_batch
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationRecipe
+from quantkit.recipe.schema import CalibrationRecipe
 
 
 class Observed:

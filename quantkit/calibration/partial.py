@@ -7,14 +7,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
 from quantkit.calibration.layerfields import check_sums
 from quantkit.calibration.merge import Part
-from quantkit.calibration.processes import Processes
 from quantkit.calibration.statistics import edges_of
 from quantkit.calibration.sums import LayerSums, statistics_of
 from quantkit.errors import ArtefactError
-from quantkit.jsonfile import parsing
+from quantkit.pipelines.processes import Processes
+from quantkit.storage.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.storage.jsonfile import parsing
 
 _KIND = "quantkit_partial_sums"
 #: Seconds between two writes, and how many times as long as the last write took: at most a

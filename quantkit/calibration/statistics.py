@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.artefact import (
+from quantkit.calibration.histogram import BINS, quantiles
+from quantkit.calibration.layerfields import AVERAGE, SAMPLES, check_statistics
+from quantkit.calibration.sampling import join_samples
+from quantkit.errors import ArtefactError
+from quantkit.models.source import Component
+from quantkit.storage.artefact import (
     FIRST_VERSION,
     pack_name,
     read_artefact,
     split_name,
     write_artefact,
 )
-from quantkit.calibration.histogram import BINS, quantiles
-from quantkit.calibration.layerfields import AVERAGE, SAMPLES, check_statistics
-from quantkit.calibration.sampling import join_samples
-from quantkit.errors import ArtefactError
-from quantkit.jsonfile import as_type, parsing
-from quantkit.models.source import Component
+from quantkit.storage.jsonfile import as_type, parsing
 
 _KIND = "quantkit_calibration"
 #: Version 2 added the moving average, version 3 the mean and the samples; a calibration without

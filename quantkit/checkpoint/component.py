@@ -14,7 +14,7 @@ from quantkit.checkpoint.spec import PACKED_PARTS, PackedConfig, rows_of
 from quantkit.checkpoint.validate import Index, Shard
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
-from quantkit.tensorfile import Header, TensorInfo
+from quantkit.storage.tensorfile import Header, TensorInfo
 
 #: torch's dtypes of packed tensors, by their names in a safetensors header.
 _DTYPES = {

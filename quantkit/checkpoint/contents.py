@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.checkpoint.rows import NUMBER_DTYPES, SourceTensor
 from quantkit.checkpoint.spec import PACKED_PARTS
-from quantkit.digest import Claim
+from quantkit.checkpoint.weight_reader import NUMBER_DTYPES, SourceTensor
 from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
 from quantkit.numerics.scheme import Scheme
-from quantkit.tensorfile import TensorInfo
+from quantkit.storage.digest import Claim
+from quantkit.storage.tensorfile import TensorInfo
 
 _SCALES = ("weight_scale", "input_scale", "input_smooth")
 _SHIFTS = ("input_shift", "output_shift")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.contents import broken_numbers
-from quantkit.checkpoint.copying import is_weight, list_files
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.errors import CheckpointError
-from quantkit.jsonfile import DAMAGE, read_json
-from quantkit.tensorfile import Header, read_header
+from quantkit.storage.copying import is_weight, list_files
+from quantkit.storage.jsonfile import DAMAGE, read_json
+from quantkit.storage.tensorfile import Header, read_header
 
 #: What each kind of component has: a model, a scheduler, a tokenizer, a feature extractor.
 _CONFIGS = (

@@ -8,13 +8,13 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from quantkit.checkpoint.copying import is_weight, list_files
-from quantkit.digest import Claim, is_digest, sha256_of_file
 from quantkit.errors import CheckpointError
-from quantkit.files import staged_file
-from quantkit.inputfile import open_file
-from quantkit.jsonfile import DAMAGE, read_json, short
-from quantkit.marker import MARKER
+from quantkit.storage.copying import is_weight, list_files
+from quantkit.storage.digest import Claim, is_digest, sha256_of_file
+from quantkit.storage.files import staged_file
+from quantkit.storage.inputfile import open_file
+from quantkit.storage.jsonfile import DAMAGE, read_json, short
+from quantkit.storage.marker import MARKER
 
 #: At the root of what pack writes: of a pipeline, or of a component alone.
 FILE_LIST = "quantkit.files.json"

@@ -6,9 +6,9 @@ from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
 from quantkit.checkpoint.spec import Kind, check_version, kind_of
-from quantkit.digest import is_digest
 from quantkit.errors import CheckpointError
-from quantkit.jsonfile import DAMAGE, parse_json, short
+from quantkit.storage.digest import is_digest
+from quantkit.storage.jsonfile import DAMAGE, parse_json, short
 
 #: The key in the header metadata of a safetensors file.
 METADATA_KEY = "quantkit"

@@ -11,9 +11,9 @@ from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.spec import CONFIG_KEY, QUANT_METHOD, PackedConfig, parse_config
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError
-from quantkit.jsonfile import DAMAGE, read_json, short
 from quantkit.models.source import WEIGHTS
-from quantkit.tensorfile import read_header
+from quantkit.storage.jsonfile import DAMAGE, read_json, short
+from quantkit.storage.tensorfile import read_header
 
 #: For the messages about a JSON file that cannot be read.
 _CURE = "download it or pack the model again"

@@ -6,11 +6,11 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import CheckpointError, InputError
-from quantkit.jsonfile import DAMAGE, short
 from quantkit.numerics.formats import FloatFormat, find_format
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.storage.jsonfile import DAMAGE, short
 
 #: Names that FORMAT.md keeps for later: a reader of this version refuses them.
 RESERVED_WEIGHTS = ("int8", "int4")

@@ -19,7 +19,7 @@ from typing import Any
 
 from quantkit.checkpoint.spec import CONFIG_KEY
 from quantkit.errors import CheckpointError
-from quantkit.jsonfile import parse_json, read_json, short
+from quantkit.storage.jsonfile import parse_json, read_json, short
 
 #: Modules of a model; the largest published ones have 10,000. A hostile config asks for more.
 MAX_MODULES = 100_000

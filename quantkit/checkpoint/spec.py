@@ -12,7 +12,7 @@ from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.tensorfile import ITEM_BYTES
+from quantkit.storage.tensorfile import ITEM_BYTES
 
 #: The newest version; one without shifts and terms is written as the first, for older readers.
 FORMAT_VERSION = 2

@@ -11,7 +11,7 @@ from quantkit.checkpoint.layout import DTYPE_ORDER, file_order
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import PACKED_PARTS, PackedConfig, TensorSpec, layer_tensors
 from quantkit.errors import CheckpointError
-from quantkit.tensorfile import Header, TensorInfo
+from quantkit.storage.tensorfile import Header, TensorInfo
 
 #: Dtypes that a bias may have: those of source weights.
 BIAS_DTYPES = ("F16", "BF16", "F32")

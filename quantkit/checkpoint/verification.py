@@ -13,7 +13,6 @@ from quantkit.checkpoint.contents import (
     tensor_claims,
     unpacked_tensors,
 )
-from quantkit.checkpoint.copying import list_files
 from quantkit.checkpoint.directory import (
     broken_index,
     broken_pipeline,
@@ -28,6 +27,7 @@ from quantkit.checkpoint.validate import broken_rules
 from quantkit.errors import CheckpointError
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
+from quantkit.storage.copying import list_files
 
 
 @dataclass(frozen=True)

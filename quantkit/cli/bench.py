@@ -10,7 +10,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.bench_tables import print_comparison, print_result
 from quantkit.cli.console import print_json, progress_bar
-from quantkit.limits import MAX_COUNT
+from quantkit.storage.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from quantkit.bench.compare import Comparison
@@ -88,8 +88,8 @@ def bench(
     Every result is compared with float64 first; a wrong one is not timed, and the exit code is 1.
     """
     from quantkit.bench.result import save_result
-    from quantkit.files import write_or_keep
-    from quantkit.places import check_file
+    from quantkit.storage.files import write_or_keep
+    from quantkit.storage.places import check_file
 
     if save_baseline:
         check_file(save_baseline, force=force)
@@ -137,7 +137,7 @@ def bench_kernels(
     from quantkit.bench.kernels import run_bench
     from quantkit.bench.shapes import find_shapes
     from quantkit.bench.timing import Plan
-    from quantkit.calibration.running import choose_device
+    from quantkit.pipelines.running import choose_device
 
     chosen, place = _operations(ops), choose_device(device)
     if shapes == "auto":

@@ -12,7 +12,7 @@ from quantkit.cli import options
 from quantkit.cli.bench_tables import print_model_result
 from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.pack import MOST_THREADS
-from quantkit.limits import MAX_COUNT, MAX_SIDE
+from quantkit.storage.limits import MAX_COUNT, MAX_SIDE
 
 if TYPE_CHECKING:
     from quantkit.bench.model_contenders import ModelContender
@@ -121,8 +121,8 @@ def model_command(
     code 1 when one is wrong.
     """
     from quantkit.bench.model_result import Settings, save_model_result, to_json
-    from quantkit.files import write_or_keep
-    from quantkit.places import check_file
+    from quantkit.storage.files import write_or_keep
+    from quantkit.storage.places import check_file
 
     if save:
         check_file(save, force=force)
@@ -174,7 +174,7 @@ def bench_model(
     from quantkit.bench.denoisers import find_denoiser
     from quantkit.bench.model import run_model_bench
     from quantkit.bench.timing import Plan
-    from quantkit.calibration.running import choose_device
+    from quantkit.pipelines.running import choose_device
 
     chosen = _contenders(contenders)
     with progress_bar(quiet=quiet) as progress:

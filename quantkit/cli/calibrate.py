@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quantkit.calibration.collect import Run
-    from quantkit.calibration.processes import Processes
     from quantkit.calibration.statistics import Calibration
+    from quantkit.pipelines.processes import Processes
 
 
 @click.group()
@@ -109,8 +109,8 @@ def calibrate_model(
         quiet: no progress.
         as_json: print JSON.
     """
-    from quantkit.calibration.processes import joined
-    from quantkit.places import check_file, refuse_overlap
+    from quantkit.pipelines.processes import joined
+    from quantkit.storage.places import check_file, refuse_overlap
 
     result: dict[str, Any] | None = None
     with joined() as processes:
@@ -139,8 +139,8 @@ def _opened(
     device: str,
 ) -> "Run":
     from quantkit.calibration.collect import Run
-    from quantkit.calibration.running import choose_device, read_prompts, refuse_component
     from quantkit.models.chosen import open_for
+    from quantkit.pipelines.running import choose_device, read_prompts, refuse_component
 
     texts = read_prompts(prompts)
     if count or prompts:
@@ -159,7 +159,7 @@ def _made(
     """Calibrate and write; what the first process prints, None in the others."""
     from quantkit.calibration.collect import calibrate_share
     from quantkit.calibration.statistics import save_calibration
-    from quantkit.files import write_or_keep
+    from quantkit.storage.files import write_or_keep
 
     with progress_bar(quiet=quiet or not processes.is_first) as progress:
         calibration, kept = calibrate_share(
@@ -208,7 +208,7 @@ def merge_calibrations(
     from quantkit.calibration.merge import merge
     from quantkit.calibration.statistics import load_calibration, save_calibration
     from quantkit.errors import ArtefactError
-    from quantkit.places import check_file
+    from quantkit.storage.places import check_file
 
     check_file(output, force=force)
     parts = {str(path): path for path in calibrations}

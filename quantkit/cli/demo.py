@@ -16,7 +16,7 @@ from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.report_tables import print_methods
 
 if TYPE_CHECKING:
-    from quantkit.eval.demo import Outcome
+    from quantkit.eval.demo.run import Outcome
 
 
 @click.command()
@@ -75,9 +75,9 @@ def show_demo(
     Raises:
         OutputError: the output exists and is not a demo's.
     """
-    from quantkit.calibration.running import choose_device
-    from quantkit.eval import plan
-    from quantkit.eval.demo import Stage, run_demo, write_index
+    from quantkit.eval.demo import commands as plan
+    from quantkit.eval.demo.run import Stage, run_demo, write_index
+    from quantkit.pipelines.running import choose_device
 
     started, numbers = perf_counter(), count(1)
 
@@ -112,7 +112,7 @@ def run_command(arguments: list[str]) -> dict[str, Any]:
 
 def print_outcomes(outcomes: "tuple[Outcome, ...]", output: Path, seconds: float) -> None:
     """Print the comparison, what a failed gate means, and where to look."""
-    from quantkit.eval.demo import methods, remarks
+    from quantkit.eval.demo.run import methods, remarks
 
     print_methods(f"quantkit demo: {seconds:.0f} s", methods(outcomes))
     for outcome in outcomes:

@@ -50,10 +50,10 @@ def examine(packed: Path | None, *, device: str, quiet: bool, as_json: bool) -> 
 
 
 def _layers(packed: Path, device: str) -> "tuple[LayerChoice, ...]":
-    from quantkit.calibration.running import choose_device
     from quantkit.checkpoint.reader import open_packed
     from quantkit.device.survey import layer_choices
     from quantkit.errors import CheckpointError
+    from quantkit.pipelines.running import choose_device
 
     opened = open_packed(packed)
     if not opened.components:

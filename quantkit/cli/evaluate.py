@@ -92,10 +92,10 @@ def compare_folders(
     Raises:
         InputError: pictures without a partner, of other sizes, or networks that cannot be had.
     """
-    from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.eval.backbones import load_backbones
     from quantkit.eval.comparison import compare
     from quantkit.eval.images import match_folders
+    from quantkit.pipelines.running import choose_device, read_prompts
 
     pairs = match_folders(first, second, None if prompts is None else read_prompts(prompts))
     left_out = without if prompts is not None else (*without, "clip")

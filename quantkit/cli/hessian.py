@@ -10,7 +10,7 @@ from quantkit.cli.console import print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model
-    from quantkit.recipe import Recipe
+    from quantkit.recipe.schema import Recipe
 
 
 @click.command("hessian")
@@ -118,8 +118,8 @@ def take_hessians(
         quiet: no progress.
         as_json: print JSON.
     """
-    from quantkit.calibration.running import read_prompts
     from quantkit.models.chosen import open_for
+    from quantkit.pipelines.running import read_prompts
 
     texts = read_prompts(prompts)
     if count or prompts:
@@ -152,7 +152,7 @@ def take_hessians(
 def _check_output(output: Path, source: "Model", planned: dict[str, Any], *, force: bool) -> None:
     """Refuse a directory that could not be written, before anything is hashed or run."""
     from quantkit.calibration.hessian import KIND
-    from quantkit.places import check_directory, check_room, refuse_overlap
+    from quantkit.storage.places import check_directory, check_room, refuse_overlap
 
     refuse_overlap(output, source.path)
     # One that is there may be gone on with, which what it holds decides.

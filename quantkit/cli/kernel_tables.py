@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from quantkit.device.check import Finding, Report
-    from quantkit.device.loops import Loop
+    from quantkit.device.aot.check import Finding, Report
+    from quantkit.device.aot.k_loop import Loop
 
 _COLUMNS = ("kernel", "VGPRs", "waves/SIMD", "spills", "LDS", "matrix instructions", "verdict")
 _LOOP_COLUMNS = (

@@ -13,9 +13,9 @@ from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.cli.kernel_tables import print_reports
 
 if TYPE_CHECKING:
-    from quantkit.device.check import Report
-    from quantkit.device.manifest import Manifest
-    from quantkit.device.ops import Variant
+    from quantkit.device.aot.check import Report
+    from quantkit.device.aot.manifest import Manifest
+    from quantkit.device.ops.table import Variant
 
 _TARGETS = "gfx1200|gfx1201|gfx1100|sm_89"
 
@@ -137,7 +137,7 @@ def check_command(
 def list_kernels(*, as_json: bool) -> None:
     """Print OPS and ARCHS."""
     from quantkit.device.archs import ARCHS
-    from quantkit.device.ops import OPS, all_variants
+    from quantkit.device.ops.table import OPS, all_variants
 
     if as_json:
         print_json({"operations": [_op_json(op) for op in OPS.values()], "targets": list(ARCHS)})
@@ -161,7 +161,7 @@ def build_kernels(
     quiet: bool,
 ) -> "Manifest":
     """Build with a progress bar."""
-    from quantkit.device.build import build
+    from quantkit.device.aot.build import build
 
     with progress_bar(quiet=quiet) as progress:
         return build(target, output, variants, compiler=compiler, force=force, progress=progress)
@@ -169,7 +169,7 @@ def build_kernels(
 
 def check_kernels(folder: Path) -> "Report":
     """Check a folder."""
-    from quantkit.device.check import check_folder
+    from quantkit.device.aot.check import check_folder
 
     return check_folder(folder)
 
@@ -196,7 +196,7 @@ def _known_target(target: str) -> None:
 
 def _select(target: str, *, every: bool, ops: tuple[str, ...]) -> "tuple[Variant, ...]":
     from quantkit.device.archs import find_arch
-    from quantkit.device.ops import OPS, all_variants, default_variants
+    from quantkit.device.ops.table import OPS, all_variants, default_variants
     from quantkit.device.tiles import variants_for
 
     for name in ops:

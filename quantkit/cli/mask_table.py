@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from quantkit.cli.console import print_table
 
 if TYPE_CHECKING:
-    from quantkit.recipe import Recipe
+    from quantkit.recipe.schema import Recipe
     from quantkit.sparsity.maskfile import MaskSet
 
 
 def with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":
     """Return the recipe with settings of its sparsity section replaced."""
-    from quantkit.recipe import SparsityRecipe
-    from quantkit.recipefields import section_of
+    from quantkit.recipe.fields import section_of
+    from quantkit.recipe.schema import SparsityRecipe
 
     section = recipe.sparsity or SparsityRecipe()
     return recipe.model_copy(

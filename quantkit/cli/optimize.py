@@ -11,8 +11,8 @@ from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.eval.generation import Settings
-    from quantkit.recipe import Recipe
-    from quantkit.recipegoals import BudgetRecipe
+    from quantkit.recipe.goals import BudgetRecipe
+    from quantkit.recipe.schema import Recipe
     from quantkit.sensitivity.choosing import Chosen
     from quantkit.sensitivity.result import Sensitivity
 
@@ -120,12 +120,12 @@ def choose(
         ArtefactError: not a sensitivity.
         RecipeError: no budget, or one that cannot be met.
     """
-    from quantkit.files import write_or_keep
-    from quantkit.places import check_file
-    from quantkit.recipefile import load_recipe
+    from quantkit.recipe.load import load_recipe
     from quantkit.sensitivity import choosing
     from quantkit.sensitivity.result import load_sensitivity
     from quantkit.sensitivity.writing import save_recipe
+    from quantkit.storage.files import write_or_keep
+    from quantkit.storage.places import check_file
 
     check_file(output, force=force)
     base, measured = load_recipe(recipe), load_sensitivity(path)
@@ -143,8 +143,8 @@ def _budget(
     recipe: "Recipe", goals: dict[str, float], treatments: tuple[str, ...]
 ) -> "BudgetRecipe":
     from quantkit.errors import RecipeError
-    from quantkit.recipefields import section_of
-    from quantkit.recipegoals import GOALS, BudgetRecipe
+    from quantkit.recipe.fields import section_of
+    from quantkit.recipe.goals import GOALS, BudgetRecipe
 
     given = BudgetRecipe() if recipe.budget is None else recipe.budget
     values = {**given.model_dump(), **({"treatments": treatments} if treatments else {})}
@@ -164,11 +164,11 @@ def _search(
 ) -> "tuple[Chosen, list[dict[str, float]]]":
     """Return the choice whose pictures keep the SSIM, and the trials on the way."""
     from quantkit.calibration.hessian import load_hessians
-    from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
     from quantkit.errors import InputError
     from quantkit.eval.search import search_ssim
     from quantkit.models.source import open_model
+    from quantkit.pipelines.running import choose_device
     from quantkit.sensitivity.budget import make_problems
     from quantkit.sensitivity.choosing import describe
     from quantkit.sensitivity.subject import Subject
@@ -199,8 +199,8 @@ def _search(
 
 
 def _settings(measured: "Sensitivity", pictures: dict[str, Any]) -> "Settings":
-    from quantkit.calibration.running import choose_device
     from quantkit.eval.generation import choose_prompts, make_settings
+    from quantkit.pipelines.running import choose_device
 
     names = ("steps", "guidance", "seed", "batch")
     run = {name: pictures[name] for name in names if pictures[name] is not None}

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from quantkit.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
+from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
 
 
 class Place(click.Path):

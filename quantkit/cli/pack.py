@@ -10,8 +10,8 @@ from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from quantkit.forecast import Forecast
-    from quantkit.pipeline import PackSummary
+    from quantkit.packing.dry_run import Forecast
+    from quantkit.packing.pack import PackSummary
 
 #: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
 MOST_THREADS = 8
@@ -103,12 +103,13 @@ def pack_model(
         quiet: no progress.
         as_json: print JSON.
     """
-    from quantkit import forecast, pipeline
     from quantkit.calibration.hessian import load_hessians
     from quantkit.calibration.statistics import load_calibration
     from quantkit.models.chosen import open_for
-    from quantkit.places import check_directory, refuse_overlap
+    from quantkit.packing import dry_run as forecast
+    from quantkit.packing import pack as pipeline
     from quantkit.sparsity.maskfile import load_masks
+    from quantkit.storage.places import check_directory, refuse_overlap
 
     source, chosen = open_for(model, recipe)
     refuse_overlap(output, source.path)
@@ -154,7 +155,7 @@ def pack_model(
 
 def _tell(forecast: "Forecast", *, as_json: bool) -> None:
     """Print what would be packed if the artefacts that the recipe needs were there."""
-    from quantkit.forecast import forecast_to_json
+    from quantkit.packing.dry_run import forecast_to_json
 
     if as_json:
         print_json({"written": False, **forecast_to_json(forecast)})
@@ -166,7 +167,7 @@ def _tell(forecast: "Forecast", *, as_json: bool) -> None:
 
 def told_forecast(forecast: "Forecast") -> list[str]:
     """Return a forecast in lines: layers and bytes, and those with all masks of an error budget."""
-    from quantkit.forecast import masked_layers
+    from quantkit.packing.dry_run import masked_layers
 
     summary, sparsest = forecast.summary, forecast.sparsest
     packed = sum(summary.by_scheme().values())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quantkit.calibration.statistics import Calibration
     from quantkit.models.source import Model
     from quantkit.progress import Progress
-    from quantkit.recipe import Recipe
+    from quantkit.recipe.schema import Recipe
     from quantkit.recovery.permuting import Outputs
     from quantkit.sparsity.maskfile import MaskSet
     from quantkit.sparsity.permute import Permutation
@@ -117,7 +117,7 @@ def _outputs(output: Path, given: dict[str, Any], *, calibrated: bool) -> "Outpu
 def _permutations(
     task: "tuple[Model, Recipe, Calibration | None]", given: dict[str, Any], progress: "Progress"
 ) -> "tuple[Permutation, ...]":
-    from quantkit.calibration.running import choose_device
+    from quantkit.pipelines.running import choose_device
     from quantkit.sparsity.permute import choose_permutations
 
     source, chosen, statistics = task

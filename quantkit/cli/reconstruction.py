@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.models.source import Model
-    from quantkit.recipe import Recipe
-    from quantkit.recovery.blockfile import Rebuilt
+    from quantkit.recipe.schema import Recipe
+    from quantkit.recovery.reconstruct.blockfile import Rebuilt
     from quantkit.sparsity.maskfile import MaskSet
     from quantkit.sparsity.surgery import Surgeon
 
@@ -45,11 +45,11 @@ def reconstruct_and_write(
     Raises:
         InputError: a model, masks, prompts or settings that cannot be used.
     """
-    from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.errors import ArtefactError
-    from quantkit.recovery.reconstruct import SCHEDULES, ignore, reconstruct
-    from quantkit.recovery.recover import Keeping, Task
-    from quantkit.recovery.saving import refuse_unfinished
+    from quantkit.pipelines.running import choose_device, read_prompts
+    from quantkit.recovery.distill.recover import Keeping, Task
+    from quantkit.recovery.distill.saving import refuse_unfinished
+    from quantkit.recovery.reconstruct.reconstruct import SCHEDULES, ignore, reconstruct
     from quantkit.recovery.writing import refuse_outputs
 
     if masks is None:
@@ -79,7 +79,7 @@ def reconstruct_and_write(
 def _start(
     model: "Model", masks: "MaskSet", surgeon: "Surgeon | None"
 ) -> "Mapping[str, Tensor] | None":
-    from quantkit.recovery.recover import only_denoiser
+    from quantkit.recovery.distill.recover import only_denoiser
     from quantkit.recovery.surgery import UpdatedTensors
 
     return None if surgeon is None else UpdatedTensors(only_denoiser(model), masks, surgeon)

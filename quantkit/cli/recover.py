@@ -22,8 +22,8 @@ from quantkit.cli.recovery_options import (
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model
-    from quantkit.recipe import Recipe
-    from quantkit.recovery.course import Point
+    from quantkit.recipe.schema import Recipe
+    from quantkit.recovery.distill.progress import Point
     from quantkit.sparsity.maskfile import MaskSet
     from quantkit.sparsity.surgery import Surgeon
 
@@ -141,10 +141,10 @@ def recover_and_write(
     Raises:
         InputError: a model, masks, prompts or settings that cannot be used.
     """
-    from quantkit.calibration.running import choose_device, read_prompts
-    from quantkit.recovery.recover import Keeping, Task, ignore
-    from quantkit.recovery.recover import recover as train
-    from quantkit.recovery.saving import refuse_unfinished
+    from quantkit.pipelines.running import choose_device, read_prompts
+    from quantkit.recovery.distill.recover import Keeping, Task, ignore
+    from quantkit.recovery.distill.recover import recover as train
+    from quantkit.recovery.distill.saving import refuse_unfinished
     from quantkit.recovery.writing import refuse_outputs
 
     where = None if masks is None else masks_path(output, given)
@@ -189,7 +189,7 @@ def update_and_write(
     Raises:
         InputError: a model, masks or moments that cannot be used.
     """
-    from quantkit.recovery.recover import Recovered, only_denoiser
+    from quantkit.recovery.distill.recover import Recovered, only_denoiser
     from quantkit.recovery.surgery import UpdatedTensors
     from quantkit.recovery.writing import write_recovered
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model
-    from quantkit.recovery.recover import Recovered
+    from quantkit.recovery.distill.recover import Recovered
     from quantkit.sparsity.maskfile import MaskSet
 
 
@@ -31,8 +31,8 @@ def write_and_describe(
     Raises:
         InputError: an output that cannot be written, or weights that do not fit.
     """
-    from quantkit.files import write_or_keep
     from quantkit.recovery.writing import write_recovered
+    from quantkit.storage.files import write_or_keep
 
     def write(path: Path) -> None:
         beside = where if where is None or path == output else path.with_name(where.name)

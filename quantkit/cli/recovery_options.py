@@ -8,11 +8,11 @@ import click
 
 from quantkit.cli import options
 from quantkit.errors import RecipeError
-from quantkit.limits import MAX_COUNT
+from quantkit.storage.limits import MAX_COUNT
 
 if TYPE_CHECKING:
-    from quantkit.recipe import Recipe
-    from quantkit.recovery.settings import Settings
+    from quantkit.recipe.schema import Recipe
+    from quantkit.recovery.distill.settings import Settings
 
 METHODS = click.Choice(["distill", "reconstruct"])
 #: Where second moments are at hand there is one more, which trains nothing.
@@ -192,7 +192,7 @@ def make_settings(
     recipe: "Recipe", given: dict[str, Any], *, on_cpu: bool, how: str = "distill"
 ) -> "Settings":
     """Return the settings that the options and the recipe ask for."""
-    from quantkit.recovery.settings import Settings
+    from quantkit.recovery.distill.settings import Settings
 
     run = recipe.calibration
     values = dict(_DEFAULTS[how, on_cpu])

@@ -53,7 +53,7 @@ class Request:
         Raises:
             ModelError: it is not on this machine.
         """
-        from quantkit.calibration.running import choose_device
+        from quantkit.pipelines.running import choose_device
 
         return choose_device(self.device)
 
@@ -137,8 +137,8 @@ def evaluate_packed(
     """
     from quantkit.eval.evaluation import evaluate, open_pair
     from quantkit.eval.report import KIND, write_report
-    from quantkit.files import write_or_keep
-    from quantkit.places import check_directory, refuse_overlap
+    from quantkit.storage.files import write_or_keep
+    from quantkit.storage.places import check_directory, refuse_overlap
 
     check_directory(request.output, kind=KIND, force=request.force)
     pair = open_pair(model, packed)
@@ -204,8 +204,8 @@ def compare_packed(
     from quantkit.eval.evaluation import evaluate, open_pair
     from quantkit.eval.methods import KIND, Method, name_methods, write_methods
     from quantkit.eval.report import write_report
-    from quantkit.files import staged_directory
-    from quantkit.places import check_directory, refuse_overlap
+    from quantkit.storage.files import staged_directory
+    from quantkit.storage.places import check_directory, refuse_overlap
 
     check_directory(request.output, kind=KIND, force=request.force)
     names = name_methods(packed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.eval.gates import Limits
     from quantkit.eval.result import Report
     from quantkit.models.source import Model
-    from quantkit.recipe import Recipe
+    from quantkit.recipe.schema import Recipe
 
 
 @click.command()
@@ -62,13 +62,13 @@ def run_recipe(
         InputError: a recipe, model, prompts or networks that cannot be used, or an output that
             exists without ``force``.
     """
-    from quantkit.calibration.running import read_prompts
     from quantkit.eval.build import PACKED, build, refuse_search
     from quantkit.eval.evaluation import evaluate, open_pair, require_pipeline
     from quantkit.eval.report import write_report
-    from quantkit.files import write_or_keep
     from quantkit.models.chosen import refuse_unmatched
-    from quantkit.recipefile import load_recipe
+    from quantkit.pipelines.running import read_prompts
+    from quantkit.recipe.load import load_recipe
+    from quantkit.storage.files import write_or_keep
 
     output, chosen = request.output, load_recipe(recipe)
     refuse_search(chosen)
@@ -111,10 +111,10 @@ def _check_outputs(output: Path, recipe: "Recipe", model: "Model", *, force: boo
     Raises:
         OutputError: the folder exists without ``force``; or, with it, holds what is not replaced.
     """
-    from quantkit import pipeline
     from quantkit.calibration import hessian
     from quantkit.eval import report
-    from quantkit.places import check_directory, check_file, refuse_overlap
+    from quantkit.packing import pack as pipeline
+    from quantkit.storage.places import check_directory, check_file, refuse_overlap
 
     refuse_overlap(output, model.path)
     if not force:
@@ -158,7 +158,7 @@ def files_of(recipe: "Recipe") -> tuple[str, ...]:
 def _print_plan(model: "Model", recipe: "Recipe", output: Path, *, as_json: bool) -> None:
     """Print what a run would write; sizes are not known where a budget chooses the treatments."""
     from quantkit.eval.build import HESSIAN_MEMORY, PACKED
-    from quantkit.forecast import forecast_pack, forecast_to_json
+    from quantkit.packing.dry_run import forecast_pack, forecast_to_json
 
     values: dict[str, Any] = {"written": False, "files": files_of(recipe)}
     lines = [f"recipe {recipe.name}: would write {', '.join(files_of(recipe))} into {output}"]

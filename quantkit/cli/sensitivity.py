@@ -8,7 +8,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
-from quantkit.limits import MAX_COUNT
+from quantkit.storage.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
@@ -131,17 +131,17 @@ def measure_layers(
         quiet: no progress.
     """
     from quantkit.calibration.hessian import load_hessians
-    from quantkit.calibration.running import choose_device, read_prompts
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.digest import sha256_of_file
-    from quantkit.files import write_or_keep
     from quantkit.models.chosen import open_for
-    from quantkit.places import check_file
+    from quantkit.pipelines.running import choose_device, read_prompts
     from quantkit.sensitivity.analyse import measure_sensitivity
     from quantkit.sensitivity.plot import check_plot_path, save_plot
     from quantkit.sensitivity.result import save_sensitivity
     from quantkit.sensitivity.subject import Subject
     from quantkit.sparsity.surgery import Surgeon
+    from quantkit.storage.digest import sha256_of_file
+    from quantkit.storage.files import write_or_keep
+    from quantkit.storage.places import check_file
 
     check_file(output, force=force)
     if plot is not None:

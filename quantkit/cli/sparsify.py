@@ -25,7 +25,7 @@ from quantkit.cli.recovery_options import (
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model
-    from quantkit.recipe import Recipe
+    from quantkit.recipe.schema import Recipe
     from quantkit.sparsity.maskfile import MaskSet
     from quantkit.sparsity.surgery import Surgeon
 
@@ -169,15 +169,15 @@ def choose(
         as_json: print JSON.
     """
     from quantkit.calibration.hessian import load_hessians
-    from quantkit.calibration.running import choose_device
     from quantkit.calibration.statistics import load_calibration
-    from quantkit.files import scratch_directory, write_or_keep
     from quantkit.models.chosen import open_for
-    from quantkit.places import check_file, refuse_overlap
+    from quantkit.pipelines.running import choose_device
     from quantkit.recovery.writing import refuse_outputs
     from quantkit.sparsity.choose import choose_masks
     from quantkit.sparsity.maskfile import save_masks
     from quantkit.sparsity.surgery import Surgeon
+    from quantkit.storage.files import scratch_directory, write_or_keep
+    from quantkit.storage.places import check_file, refuse_overlap
 
     if recovery is None:
         check_file(output, force=force)

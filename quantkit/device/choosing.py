@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.device import host
 from quantkit.device.backends import Backend, forced
-from quantkit.device.ops import find_op
+from quantkit.device.host import library as host
+from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError
 
 

@@ -10,15 +10,17 @@ import torch
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.spec import rows_of
-from quantkit.device import cache, hopper, pictures
+from quantkit.device import cache
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
 from quantkit.device.gpu.choice import why_no_conv, why_not_hopper
 from quantkit.device.gpu.devices import Device, device_name
+from quantkit.device.gpu.nvrtc import load_nvrtc
 from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
-from quantkit.device.nvrtc import load_nvrtc
-from quantkit.device.ops import OPS
+from quantkit.device.hopper import gemm as hopper
+from quantkit.device.ops import windows as pictures
+from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme

@@ -14,8 +14,8 @@ from quantkit.checkpoint.contents import tensor_claims
 from quantkit.checkpoint.filelist import FILE_LIST, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.verification import file_lists
-from quantkit.digest import Claim, Hashing
 from quantkit.errors import CheckpointError
+from quantkit.storage.digest import Claim, Hashing
 
 #: "0" leaves checksums out of ``from_pretrained``; ``load_pipeline`` has an argument instead.
 VARIABLE = "QUANTKIT_CHECKSUMS"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.device import convolve
+from quantkit.device.ops import conv as convolve
 from quantkit.inference.operators import define
 from quantkit.numerics.windows import Windows
 

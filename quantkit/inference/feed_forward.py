@@ -13,7 +13,7 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from quantkit.device import gated
+from quantkit.device.ops import geglu as gated
 from quantkit.inference.modules import PackedLinear
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation

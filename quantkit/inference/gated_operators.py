@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.device import gated
+from quantkit.device.ops import geglu as gated
 from quantkit.inference.operators import define
 
 

@@ -9,13 +9,13 @@ import torch
 
 from quantkit.checkpoint.filelist import FILE_LIST, find_file_list
 from quantkit.checkpoint.reader import Packed, open_packed
-from quantkit.digest import Hashing
 from quantkit.errors import ModelError
 from quantkit.inference.checksums import checksums as checking
 from quantkit.inference.checksums import hash_directory
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.saving import variant_of
+from quantkit.storage.digest import Hashing
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
 

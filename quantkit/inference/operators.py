@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device import execute
+from quantkit.device.ops import call as execute
 
 
 def define(

@@ -23,8 +23,8 @@ from quantkit.checkpoint.filelist import update_file_list, write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.checkpoint.skeleton import some
 from quantkit.errors import CheckpointError, InputError
-from quantkit.files import staged_file
-from quantkit.tensorfile import read_header
+from quantkit.storage.files import staged_file
+from quantkit.storage.tensorfile import read_header
 
 #: Ways from the saved value to the present one, besides the cast to the present dtype itself:
 #: ``to`` may have been called before, and float16 and bfloat16 do not hold each other's values.

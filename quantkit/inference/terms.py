@@ -6,7 +6,7 @@ so three bits of mantissa become seven. The layer multiplies once for each.
 
 from torch import Tensor
 
-from quantkit.device import reference
+from quantkit.device.ops import reference
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.operators import quantize_static, quantize_token
 from quantkit.numerics.formats import FloatFormat

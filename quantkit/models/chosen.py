@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from quantkit.errors import RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model, open_model
-from quantkit.recipe import Recipe, matches
-from quantkit.recipefile import did_you_mean, load_recipe
+from quantkit.recipe.load import did_you_mean, load_recipe
+from quantkit.recipe.schema import Recipe, matches
 
 
 def open_for(model: str, recipe: str) -> tuple[Model, Recipe]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.models.families import Family
 from quantkit.models.layers import Layer
-from quantkit.recipe import matches
+from quantkit.recipe.schema import matches
 
 
 def concat_boundaries(family: Family, layers: Sequence[Layer]) -> Mapping[str, int]:

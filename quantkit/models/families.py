@@ -7,7 +7,7 @@ of published models, and every row is tested against them.
 from dataclasses import dataclass
 
 from quantkit.errors import ModelError
-from quantkit.recipe import matches
+from quantkit.recipe.schema import matches
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from quantkit.errors import ModelError
 from quantkit.models.source import Component
-from quantkit.recipe import matches
-from quantkit.tensorfile import TensorInfo, read_header
+from quantkit.recipe.schema import matches
+from quantkit.storage.tensorfile import TensorInfo, read_header
 
 #: Dtypes that weights are packed from.
 SOURCE_DTYPES = ("F16", "BF16", "F32")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.tensorfile import read_header
+from quantkit.storage.tensorfile import read_header
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.jsonfile import read_json
 from quantkit.models.families import FAMILIES, Family, find_family
+from quantkit.storage.jsonfile import read_json
 
 #: diffusers' name of a model's weights, before the variant and the extension
 WEIGHTS = "diffusion_pytorch_model"

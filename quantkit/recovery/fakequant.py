@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.errors import ModelError, RecipeError
-from quantkit.models.plan import plan_layers
 from quantkit.models.source import Component
+from quantkit.models.treatments import plan_layers
 from quantkit.numerics.scales import scale_of_amax
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.recovery.straight_through import (
     LayerQuant,
     QuantizedConv2d,

@@ -10,11 +10,11 @@ from torch import Tensor
 from quantkit.calibration.statistics import Calibration, save_calibration
 from quantkit.errors import ModelError, NonFiniteError, OutputError
 from quantkit.models.source import Component, Model, open_model
-from quantkit.places import check_file, refuse_overlap
-from quantkit.recovery.recover import Recovered
+from quantkit.recovery.distill.recover import Recovered
 from quantkit.recovery.writing import refuse_outputs, write_recovered
 from quantkit.sparsity.permute import Moves, Permutation, moves_of, permute_calibration
-from quantkit.tensorfile import read_header
+from quantkit.storage.places import check_file, refuse_overlap
+from quantkit.storage.tensorfile import read_header
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from quantkit.numerics.packing import from_rows
 from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 from quantkit.sparsity.surgery import Settled, Surgeon, naming, read_rows, settle_layer
-from quantkit.tensorfile import read_header
+from quantkit.storage.tensorfile import read_header
 
 
 class UpdatedTensors(Mapping[str, Tensor]):

@@ -8,16 +8,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.checkpoint.copying import copy_files, is_weight, list_files
-from quantkit.digest import sha256_of
 from quantkit.errors import ModelError, NonFiniteError, OutputError
-from quantkit.files import staged_directory
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model, open_model
 from quantkit.numerics.packing import from_rows
-from quantkit.places import check_directory, check_file, refuse_overlap
-from quantkit.recovery.recover import Recovered
+from quantkit.recovery.distill.recover import Recovered
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
+from quantkit.storage.copying import copy_files, is_weight, list_files
+from quantkit.storage.digest import sha256_of
+from quantkit.storage.files import staged_directory
+from quantkit.storage.places import check_directory, check_file, refuse_overlap
 
 #: What the marker calls the output.
 KIND = "16-bit pipeline"

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.running import choose_device, load_pipeline, quiet_libraries
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
+from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
 from quantkit.progress import Progress, tracked
-from quantkit.recipe import Recipe
-from quantkit.recipegoals import BudgetRecipe
+from quantkit.recipe.goals import BudgetRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
 from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes, strides_of
 from quantkit.sensitivity.edge import next_probe
@@ -30,7 +29,8 @@ from quantkit.sensitivity.result import (
 from quantkit.sensitivity.simulate import final_latents, relative_error, treated
 from quantkit.sensitivity.subject import Subject
 from quantkit.sensitivity.treatments import BY_NAME
-from quantkit.tensorfile import read_header
+from quantkit.storage.digest import sha256_of
+from quantkit.storage.tensorfile import read_header
 
 
 def measure_sensitivity(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import fsum
 
 from quantkit.errors import RecipeError
-from quantkit.recipe import Recipe, matches
-from quantkit.recipegoals import BudgetRecipe
+from quantkit.recipe.goals import BudgetRecipe
+from quantkit.recipe.schema import Recipe, matches
 from quantkit.sensitivity.gains import Gain, find_gains
 from quantkit.sensitivity.knapsack import Option, solve
 from quantkit.sensitivity.result import LayerSensitivity, Sensitivity

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.recipe import Recipe
-from quantkit.recipegoals import BudgetRecipe
+from quantkit.recipe.goals import BudgetRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.budget import Choice, goal_of, make_problems, optimize, reasons
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.writing import chosen_recipe

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.calibration.running import quiet_libraries
 from quantkit.checkpoint.spec import layer_tensors
-from quantkit.jsonfile import read_json
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.recipe import WeightRecipe
+from quantkit.pipelines.running import quiet_libraries
+from quantkit.recipe.schema import WeightRecipe
 from quantkit.sensitivity.treatments import Treatment, scheme_of
+from quantkit.storage.jsonfile import read_json
 
 
 @dataclass(frozen=True)

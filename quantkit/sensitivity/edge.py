@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import exp, log
 
-from quantkit.recipegoals import BudgetRecipe
+from quantkit.recipe.goals import BudgetRecipe
 from quantkit.sensitivity.budget import Choice, goal_of, options_of
 from quantkit.sensitivity.knapsack import Step, steps_of
 

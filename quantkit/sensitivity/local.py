@@ -10,7 +10,7 @@ from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
 from quantkit.models.layers import Layer
-from quantkit.recipe import LayerSettings
+from quantkit.recipe.schema import LayerSettings
 from quantkit.sensitivity.substitute import (
     InputCast,
     Operated,

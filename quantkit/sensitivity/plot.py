@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import OutputError
-from quantkit.files import staged_file
 from quantkit.sensitivity.gains import find_gains
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.treatments import SIXTEEN_BIT, TREATMENTS
+from quantkit.storage.files import staged_file
 
 #: What matplotlib writes here.
 SUFFIXES = (".svg", ".png", ".pdf")

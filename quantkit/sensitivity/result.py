@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration.statistics import edges_of
-from quantkit.files import staged_file
-from quantkit.jsonfile import as_type, read_measured
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.files import staged_file
+from quantkit.storage.jsonfile import as_type, read_measured
 
 SCHEMA, VERSION = "quantkit.sensitivity", 1
 

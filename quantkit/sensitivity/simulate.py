@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantkit.calibration.running import run_batch, split_batches
 from quantkit.errors import NonFiniteError
 from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.packing import from_rows
-from quantkit.recipe import CalibrationRecipe
+from quantkit.pipelines.running import run_batch, split_batches
+from quantkit.recipe.schema import CalibrationRecipe
 from quantkit.sensitivity.substitute import InputCast, round_input
 
 

@@ -10,7 +10,7 @@ from quantkit.calibration.statistics import Calibration
 from quantkit.errors import ArtefactError, ModelError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.local import StoredInputs, read_weight
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.simulate import Substitute

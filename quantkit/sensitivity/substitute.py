@@ -13,9 +13,8 @@ from torch import Tensor
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.observers import agreeing_edges, static_scale
 from quantkit.calibration.statistics import LayerStatistics, per_column
-from quantkit.checkpoint.rounding import Rounding
-from quantkit.models.plan import choose_edges
 from quantkit.models.timestep import bucket_of
+from quantkit.models.treatments import choose_edges
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
@@ -29,7 +28,8 @@ from quantkit.numerics.scales import (
 )
 from quantkit.numerics.scheme import Activation
 from quantkit.numerics.threads import surgery_threads
-from quantkit.recipe import ActivationRecipe, LayerSettings
+from quantkit.packing.gptq import Rounding
+from quantkit.recipe.schema import ActivationRecipe, LayerSettings
 from quantkit.sensitivity.treatments import Treatment, activation_recipe
 from quantkit.sparsity.surgery import settle_layer, target_moment
 

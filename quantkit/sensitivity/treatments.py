@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from quantkit.models.layers import Layer
-from quantkit.models.plan import dense_reason
+from quantkit.models.treatments import dense_reason
 from quantkit.numerics.formats import E4M3FN, E5M2, FloatFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.recipe import ActivationRecipe, WeightRecipe
+from quantkit.recipe.schema import ActivationRecipe, WeightRecipe
 
 _STATIC, _TOKEN, _NONE = Activation.STATIC, Activation.TOKEN, Activation.NONE
 

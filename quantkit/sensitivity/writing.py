@@ -5,8 +5,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from quantkit.files import staged_file
-from quantkit.recipe import LayerSettings, Override, Recipe, SparsityRecipe
+from quantkit.recipe.schema import LayerSettings, Override, Recipe, SparsityRecipe
 from quantkit.sensitivity.budget import Choice
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.treatments import (
@@ -16,6 +15,7 @@ from quantkit.sensitivity.treatments import (
     activation_recipe,
     weight_recipe,
 )
+from quantkit.storage.files import staged_file
 
 
 def chosen_recipe(sensitivity: Sensitivity, recipe: Recipe, choice: Choice, why: str) -> Recipe:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.calibration.artefact import pack_name, read_artefact, split_name, write_artefact
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ShapeError
-from quantkit.jsonfile import as_type, parsing
 from quantkit.models.source import Component
 from quantkit.numerics.masks import SPARSEGPT, Pattern, parse_pattern
+from quantkit.storage.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.storage.jsonfile import as_type, parsing
 
 _KIND = "quantkit_masks"
 

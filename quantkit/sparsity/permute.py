@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.running import quiet_libraries
 from quantkit.calibration.statistics import Calibration, LayerStatistics, find_component
-from quantkit.digest import sha256_of
 from quantkit.errors import NonFiniteError, RecipeError
-from quantkit.jsonfile import read_json
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.permutable import Coupling, find_couplings
-from quantkit.models.plan import dense_reason
 from quantkit.models.source import Component
+from quantkit.models.treatments import dense_reason
 from quantkit.numerics.masks import MASKS, Pattern, parse_pattern
 from quantkit.numerics.permutation import kept_share, search_permutation
 from quantkit.numerics.threads import one_torch_thread
+from quantkit.pipelines.running import quiet_libraries
 from quantkit.progress import Progress, tracked
-from quantkit.recipe import Recipe, SparsityRecipe
+from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.sparsity.choose import LayerInputs, wanted_layers
 from quantkit.sparsity.surgery import read_rows
+from quantkit.storage.digest import sha256_of
+from quantkit.storage.jsonfile import read_json
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,8 @@ def import_all() -> None:
     import transformers
     from diffusers.utils import logging as diffusers_logging
 
-    from quantkit import load_pipeline, pipeline
+    from quantkit import load_pipeline
+    from quantkit.packing import pack as pipeline
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

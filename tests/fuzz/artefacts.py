@@ -39,7 +39,7 @@ def placed(name: str) -> Callable[[Scene], None]:
 
 def _reopened(path: Path):
     """Return what an artefact holds, by quantkit's own reader: kind, version, tensors, about."""
-    from quantkit.calibration.artefact import read_artefact
+    from quantkit.storage.artefact import read_artefact
 
     entries, _ = headers.load_header(path)
     (kind,) = entries["__metadata__"]
@@ -48,7 +48,7 @@ def _reopened(path: Path):
 
 
 def _resealed(path: Path, kind: str, version: int, tensors, about) -> None:
-    from quantkit.calibration.artefact import write_artefact
+    from quantkit.storage.artefact import write_artefact
 
     path.unlink()
     write_artefact(path, kind, tensors, about, force=True, version=version)

@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
-from quantkit.device import hopper, hopper_choice, hopper_conv, hopper_gated, pictures
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.hopper import Family, HopperKernel, HopperTile
-from quantkit.device.ops import Variant, find_op
+from quantkit.device.hopper import choice as hopper_choice
+from quantkit.device.hopper import conv as hopper_conv
+from quantkit.device.hopper import geglu as hopper_gated
+from quantkit.device.hopper import gemm as hopper
+from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile
+from quantkit.device.ops import windows as pictures
+from quantkit.device.ops.table import Variant, find_op
 from quantkit.device.tiles import choose_tile
 from quantkit.numerics.windows import ConvShape
 

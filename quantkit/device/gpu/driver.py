@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quantkit.device.rtc import RuntimeCompiler
+from quantkit.device.gpu.rtc import RuntimeCompiler
 from quantkit.errors import CompilerMissingError, KernelError
 
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from quantkit.device.gpu import tensor_maps
 from quantkit.device.gpu.driver import Driver, TensorEntries
-from quantkit.device.nvrtc import load_nvrtc, nvrtc_options
-from quantkit.device.rtc import RuntimeCompiler
+from quantkit.device.gpu.nvrtc import load_nvrtc, nvrtc_options
+from quantkit.device.gpu.rtc import RuntimeCompiler
 from quantkit.errors import CompilerMissingError, KernelError
 
 # Statuses of CUresult.

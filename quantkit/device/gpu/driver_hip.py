@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from quantkit.device.gpu.driver import Driver
-from quantkit.device.rtc import RuntimeCompiler, open_compiler
+from quantkit.device.gpu.rtc import RuntimeCompiler, open_compiler
 from quantkit.errors import KernelError
 
 # Statuses of hipError_t.

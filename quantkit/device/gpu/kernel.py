@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from quantkit.device.geometry import compile_expression, geometry_of
-from quantkit.device.hopper import Family, HopperKernel, HopperLaunch, arguments, plan_launch
-from quantkit.device.hopper_conv import plan_conv
-from quantkit.device.hopper_gated import plan_gated
-from quantkit.device.ops import Variant
-from quantkit.device.pictures import integers, why_refused
-from quantkit.device.tensormap import TensorMap
+from quantkit.device.hopper.conv import plan_conv
+from quantkit.device.hopper.geglu import plan_gated
+from quantkit.device.hopper.gemm import Family, HopperKernel, HopperLaunch, arguments, plan_launch
+from quantkit.device.hopper.tensormap import TensorMap
+from quantkit.device.ops.table import Variant
+from quantkit.device.ops.windows import integers, why_refused
 from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape
 

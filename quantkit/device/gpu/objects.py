@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from quantkit.device import cache
+from quantkit.device.aot.manifest import MANIFEST_NAME, ManifestKernel, read_manifest
 from quantkit.device.gpu.driver import Driver
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.manifest import MANIFEST_NAME, ManifestKernel, read_manifest
 from quantkit.errors import ArtefactError, KernelError
 from quantkit.resources import kernel_sources
 

@@ -9,8 +9,8 @@ from quantkit.device.gpu.calls import Call, Output, Signature
 from quantkit.device.gpu.choice import choose_conv, choose_geglu, choose_gemm
 from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.kernel import Kernel, Sizes
-from quantkit.device.operands import IO_WORDS
-from quantkit.device.ops import Variant, find_op
+from quantkit.device.ops.checks import IO_WORDS
+from quantkit.device.ops.table import Variant, find_op
 from quantkit.numerics.windows import ConvShape
 
 #: What a kernel reads, in launch order.

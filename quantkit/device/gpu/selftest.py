@@ -20,7 +20,7 @@ from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_gemm, is_hopper
 from quantkit.device.gpu.devices import Device, find_device
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.ops import Variant, find_op
+from quantkit.device.ops.table import Variant, find_op
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 

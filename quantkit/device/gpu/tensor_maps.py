@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from operator import mul
 
-from quantkit.device.tensormap import TensorMap
+from quantkit.device.hopper.tensormap import TensorMap
 
 MAP_BYTES = 128
 _ALIGNMENT = 64

@@ -1,0 +1,236 @@
+"""The whole job on the bundled pipeline: one original, several ways to pack it, a report each."""
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from quantkit.eval.backbones import load_backbones
+from quantkit.eval.evaluation import Baseline, evaluate, measure_baseline, open_pair
+from quantkit.eval.gates import Limits
+from quantkit.eval.generation import Settings, make_settings
+from quantkit.eval.methods import Method, write_methods
+from quantkit.eval.report import write_report
+from quantkit.eval.result import Report
+
+from quantkit.checkpoint.verification import verify
+from quantkit.device.choosing import choose
+from quantkit.errors import PromptError
+from quantkit.models.source import open_model
+from quantkit.pipelines.running import quiet_libraries, read_prompts
+from quantkit.progress import Progress
+from quantkit.resources import demo_assets
+from quantkit.storage.files import claimed_directory, mark_directory
+from quantkit.storage.places import check_directory
+
+from .commands import Plan, Row
+from .world.scenes import captions, draw_scenes
+
+#: What the marker calls the output: a folder of this kind is the demo's own and may be replaced.
+KIND = "demo"
+#: What the bundled pipeline's own samples were drawn with (eval/assets/training.json).
+GUIDANCE = 4.0
+SEED = 100
+#: None of these captions is among the prompts that are compared: a test holds that.
+CAPTION_SEED = 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the demo works, with what, and whom it tells."""
+
+    output: Path
+    #: runs one command of quantkit and returns what it prints as JSON
+    command: Callable[[list[str]], dict[str, Any]]
+    #: told the result of every step in one line
+    say: Callable[[str], None]
+    progress: Progress
+    device: torch.device
+
+    def under(self, row: Row) -> Progress:
+        """Return a progress that names the row with every step."""
+
+        def report(step: str, done: int, total: int) -> None:
+            self.progress(f"{row.title}: {step}", done, total)
+
+        return report
+
+    @contextmanager
+    def step(self, words: str) -> Iterator[None]:
+        """Say what was done and how long it took, when it is done."""
+        started = perf_counter()
+        self.progress(words, 0, 1)
+        yield
+        self.progress(words, 1, 1)
+        self.say(f"{words} ({perf_counter() - started:.1f} s)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row's report."""
+
+    row: Row
+    report: Report
+    #: folder of the report, inside the demo's
+    folder: str
+    #: mean over the masked layers of the share of their output's power that is lost
+    local_error: float | None
+
+
+@quiet_libraries()
+def run_demo(
+    stage: Stage, plan: Plan, *, prompts: int, steps: int, noise_floor: bool
+) -> tuple[Outcome, ...]:
+    """Run the plan's commands, verify what they packed, and report on every row.
+
+    Args:
+        stage: its output is replaced if an earlier demo made it.
+        plan: what to do.
+        prompts: number of pictures to compare.
+        steps: denoising steps of each.
+        noise_floor: whether to run the original twice more, against itself.
+
+    Returns:
+        One outcome per row, in their order.
+
+    Raises:
+        OutputError: the output exists and is not a demo's.
+        PromptError: more prompts than the demo has.
+    """
+    assets = demo_assets()
+    texts = read_prompts(assets / "prompts.txt")
+    if prompts > len(texts):
+        raise PromptError(f"--prompts {prompts}: the demo has {len(texts)}")
+    settings = make_settings(
+        texts[:prompts], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
+    )
+    check_directory(stage.output, kind=KIND, force=True)
+    with claimed_directory(stage.output, kind=KIND):
+        return _run(stage, plan, settings, noise_floor=noise_floor)
+
+
+def _run(stage: Stage, plan: Plan, settings: Settings, *, noise_floor: bool) -> tuple[Outcome, ...]:
+    """Run the commands and report on every row, in a folder that is claimed."""
+    assets, prompts, steps = demo_assets(), len(settings.prompts), settings.steps
+    stage.say(f"kernels: {describe_kernels(stage.device)}")
+    errors = _make(stage, plan, assets / "pipeline")
+    with stage.step("load the networks of LPIPS and CLIP score"):
+        backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=stage.device)
+    runs = f"{3 if noise_floor else 1} x {prompts} pictures of {steps} steps"
+    with stage.step(f"original pipeline{' and its noise floor' * noise_floor}: {runs}"):
+        baseline = measure_baseline(
+            open_model(str(assets / "pipeline")),
+            settings,
+            backbones=backbones,
+            device=stage.device,
+            noise_floor=noise_floor,
+            progress=stage.progress,
+        )
+    return tuple(_evaluate(stage, plan, row, baseline, errors) for row in plan.rows)
+
+
+def describe_kernels(device: torch.device) -> str:
+    """Return what will compute packed layers on this machine, and why if it is no kernel."""
+    choice = choose("gemm_fp8", device, k=64)
+    return f"{choice.backend.value}{f', because {choice.reason}' if choice.reason else ''}"
+
+
+def remarks(outcomes: tuple[Outcome, ...]) -> tuple[str, ...]:
+    """Return one sentence per row whose gates fail, each said once."""
+    found: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.row.remark and not outcome.report.passed:
+            found.setdefault(outcome.row.remark, []).append(outcome.row.title)
+    return tuple(f"{', '.join(titles)}: {remark}" for remark, titles in found.items())
+
+
+def methods(outcomes: tuple[Outcome, ...]) -> tuple[Method, ...]:
+    """Return the outcomes as rows of the table of methods."""
+    return tuple(
+        Method(o.row.title, o.report, o.folder, o.row.remark, o.local_error) for o in outcomes
+    )
+
+
+def write_index(folder: Path, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+    """Write the page that compares the rows, links their reports and lists the commands.
+
+    Args:
+        folder: holds the reports' folders.
+        outcomes: made on the same prompts.
+        seconds: how long the demo took.
+    """
+    commands = dict.fromkeys(line for o in outcomes for line in o.report.commands)
+    write_methods(
+        methods(outcomes), folder, tuple(commands), template="index.html.j2", seconds=seconds
+    )
+    mark_directory(folder, kind=KIND)
+
+
+def _make(stage: Stage, plan: Plan, pipeline: Path) -> dict[str, float]:
+    """Run every command of the plan once; return the local errors by command."""
+    scenes = draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED))
+    (stage.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
+    errors: dict[str, float] = {}
+    for command in dict.fromkeys(c for row in plan.rows for c in _commands(stage, plan, row)):
+        arguments = shlex.split(command)
+        with stage.step(_named(arguments)):
+            found = stage.command([*arguments, "--quiet", "--json"])
+        if arguments[0] == "sparsify" and "--hessians" in arguments:
+            errors[command] = _mean_error(found)
+    for row in plan.rows:
+        folder = stage.output / row.compared
+        if open_pair(str(pipeline), folder).plain is None:
+            verify(folder, progress=stage.under(row))
+    return errors
+
+
+def _commands(stage: Stage, plan: Plan, row: Row) -> tuple[str, ...]:
+    return plan.commands(row, demo_assets() / "pipeline", stage.output, str(stage.device))
+
+
+def _named(arguments: Sequence[str]) -> str:
+    """Return a command in a few words: its name and what it writes."""
+    words = arguments[: 2 if arguments[0] == "calibrate" else 1]
+    return f"{' '.join(words)}: {Path(arguments[-1]).name}"
+
+
+def _mean_error(found: dict[str, Any]) -> float:
+    """Return the mean error of the masked layers, from what ``sparsify --json`` prints."""
+    errors = [layer["error"] for layer in found["layers"] if layer["chosen"]]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def _evaluate(
+    stage: Stage, plan: Plan, row: Row, baseline: Baseline, errors: dict[str, float]
+) -> Outcome:
+    model, folder = str(demo_assets() / "pipeline"), stage.output / f"report-{row.compared}"
+    with stage.step(f"load, run, compare: {row.title}"):
+        report, pairs = evaluate(
+            open_pair(model, stage.output / row.compared),
+            baseline,
+            limits=Limits(),
+            title=f"quantkit demo: {row.title} against the FP16 original",
+            commands=_reproduced(stage, plan, row, baseline),
+            progress=stage.under(row),
+        )
+        write_report(report, pairs, folder, force=False)
+    local = [errors[c] for c in _commands(stage, plan, row) if c in errors]
+    return Outcome(row, report, folder.name, local[-1] if local else None)
+
+
+def _reproduced(stage: Stage, plan: Plan, row: Row, baseline: Baseline) -> tuple[str, ...]:
+    """Return the single commands that make one report."""
+    settings, assets = baseline.original.settings, demo_assets()
+    compared = (
+        f"eval report {assets / 'pipeline'} {stage.output / row.compared} "
+        f"--prompts {assets / 'prompts.txt'} --count {len(settings.prompts)} "
+        f"--steps {settings.steps} --guidance {GUIDANCE:g} --seed {SEED} "
+        f"--batch {settings.batch} --lpips-weights {assets / 'alexnet'} --clip {assets / 'clip'} "
+        f"--device {stage.device} -o {stage.output / f'report-{row.compared}'}"
+        f"{'' if baseline.floors else ' --no-noise-floor'}"
+    )
+    return tuple(f"quantkit {command}" for command in (*_commands(stage, plan, row), compared))

@@ -1,0 +1,1 @@
+"""Objects built ahead of time: compiling them, describing them, and the gates on them."""

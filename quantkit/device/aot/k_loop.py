@@ -1,0 +1,130 @@
+"""The K loop of a compiled GEMM: what it issues, and the share of the matrix peak that leaves.
+
+The model, its constants and what it leaves out stand in docs/kernels.md.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.device.aot.disassembly import Instruction
+from quantkit.device.archs import MatrixUnit
+
+_LANES = 32
+_MATRIX = re.compile(r"v_s?wmmac?_\w+_\d+x\d+x(\d+)_")
+_LDS_ACCESS = re.compile(r"ds_(?:load|store)_(?P<two>2addr_(?:stride64_)?)?[ubi](?P<bits>\d+)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One pass of a wave through the K loop."""
+
+    #: class -> instructions issued; ``matrix`` among them
+    issued: dict[str, int]
+    #: bytes that the wave loads from and stores to LDS
+    lds_bytes: int
+    unit: MatrixUnit
+
+    @property
+    def matrix(self) -> int:
+        """Matrix instructions."""
+        return self.issued["matrix"]
+
+    @property
+    def others(self) -> dict[str, int]:
+        """All other instructions by class."""
+        return {name: count for name, count in self.issued.items() if name != "matrix"}
+
+    @property
+    def issue_share(self) -> float:
+        """Share of the peak if every other instruction costs the matrix unit a cycle."""
+        busy = self.matrix * self.unit.cycles
+        return busy / (busy + sum(self.others.values()))
+
+    @property
+    def lds_rate(self) -> float:
+        """LDS bytes that a compute unit would move per cycle at the peak."""
+        return self.unit.simds * self.lds_bytes / (self.matrix * self.unit.cycles)
+
+    @property
+    def lds_share(self) -> float:
+        """Share of the peak that LDS allows."""
+        return min(1.0, self.unit.lds_rate / self.lds_rate) if self.lds_bytes else 1.0
+
+    @property
+    def share(self) -> float:
+        """Share of the peak that issue and LDS allow."""
+        return min(self.issue_share, self.lds_share)
+
+
+def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop | None:
+    """Return the K loop of a kernel, None where no loop has matrix instructions.
+
+    Args:
+        code: the whole kernel.
+        work: products that a wave sums per pass, rows x columns x K.
+    """
+    spans = _loops(code)
+    if not spans:
+        return None
+    inner = _innermost(spans)
+    # Chunks of a step may be a loop of their own: its instructions count once per turn.
+    depth = next(int(m[1]) for i in inner.code if (m := _MATRIX.match(i.mnemonic)))
+    turns = max(1, work // (16 * 16 * depth * inner.matrix))
+    # The longest: a compiler that rotates a loop branches back to more than one place.
+    whole = max(inner.around(spans), key=_length, default=inner)
+    issued: Counter[str] = Counter()
+    lds = 0
+    for instruction in whole.code:
+        count = turns if instruction in inner.code else 1
+        issued[instruction.kind] += count
+        lds += count * lds_bytes(instruction.mnemonic)
+    return Loop(dict(issued), lds, unit)
+
+
+def lds_bytes(mnemonic: str) -> int:
+    """Return the bytes that an instruction of a full wave moves from or to LDS."""
+    match = _LDS_ACCESS.match(mnemonic)
+    if not match:
+        return 0
+    return _LANES * (2 if match["two"] else 1) * int(match["bits"]) // 8
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The code from the target of a backward branch to the branch."""
+
+    code: tuple[Instruction, ...]
+
+    @property
+    def matrix(self) -> int:
+        return sum(i.kind == "matrix" for i in self.code)
+
+    def around(self, spans: Sequence["_Span"]) -> list["_Span"]:
+        """Return those that hold this one."""
+        first, last = self.code[0].address, self.code[-1].address
+        return [
+            span
+            for span in spans
+            if span != self and span.code[0].address <= first and span.code[-1].address >= last
+        ]
+
+
+def _length(span: _Span) -> int:
+    return len(span.code)
+
+
+def _loops(code: Sequence[Instruction]) -> tuple[_Span, ...]:
+    """Return the spans that hold matrix instructions."""
+    ends = {(i.target, i.address) for i in code if i.target and i.target <= i.address}
+    spans = (
+        _Span(tuple(i for i in code if first <= i.address <= last)) for first, last in sorted(ends)
+    )
+    return tuple(span for span in spans if span.matrix)
+
+
+def _innermost(spans: Sequence[_Span]) -> _Span:
+    # What follows the K loop multiplies the last step, if need be in a loop of its own: one that
+    # nothing holds.
+    return max(spans, key=lambda s: (s.matrix, bool(s.around(spans)), -_length(s)))

@@ -1,0 +1,287 @@
+"""The GEMM kernels of Hopper (sm_90a): tiles, how a kernel is compiled, and how it is launched.
+
+Plain numbers: nothing here needs a GPU. A launcher compiles ``HopperKernel.source`` with
+``defines``, makes the tensor maps of ``plan_launch`` (gpu.tensor_maps), passes ``arguments`` in
+order and asks for the block's shared memory (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES). The
+cluster size is compiled in.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from quantkit.device.geometry import ceil_div
+from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
+from quantkit.errors import KernelError
+
+#: NVRTC's --gpu-architecture; wgmma and setmaxnreg exist in no other.
+ARCHITECTURE = "sm_90a"
+#: Multiprocessors of an H100 SXM or H200.
+MULTIPROCESSORS = 132
+#: Shared memory a block may have.
+SHARED_LIMIT = 227 * 1024
+
+#: K of one stage of the ring: a swizzled row of 128 token codes.
+STEP_K = 128
+#: Most stages; more are not needed to hide a copy.
+_STAGES = 16
+#: Kept free beside the ring and the staged outputs, for barriers.
+_BARRIER_ROOM = 512
+#: Token tiles that are walked together: 4, 8, 16 and 32 differ by less than 1 % on 4608x12288x3072.
+GROUP = 8
+#: The integers of a convolution, in the order of its arguments (view_sm90.h says what they are).
+CONV_NUMBERS = (
+    *("m", "n", "channels", "taps", "taps_wide", "wide_bits", "across", "down"),
+    *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
+)
+_IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")
+
+
+class Family(Enum):
+    """What a kernel does beside multiplying; its value begins the name of the operation."""
+
+    GEMM = "gemm"
+    #: tokens are read from pictures (hopper_conv)
+    CONV = "conv"
+    #: a GEMM whose second half of outputs gates the first one, quantized (hopper_gated)
+    GEGLU = "geglu"
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """One entry of the menu: what a block computes at a time, and with which warpgroups."""
+
+    name: str
+    #: outputs (rows of w) and tokens (rows of x)
+    n: int
+    m: int
+    #: groups of 64 outputs per warpgroup
+    blocks: int = 1
+    #: warpgroups take tiles in turns instead of sharing one
+    ping_pong: bool = False
+    #: blocks (a cluster) that have a tile together, each a part of K
+    team: int = 1
+    #: tokens that leave shared memory at once, a box of y
+    chunk: int = 32
+    #: chunks that wait in shared memory to be written; None: the whole tile
+    staged: int | None = None
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply; one more copies."""
+        return 2 if self.ping_pong else self.n // (64 * self.blocks)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def staged_chunks(self) -> int:
+        """Chunks in shared memory per warpgroup."""
+        chunks = self.m // self.chunk
+        return chunks if self.staged is None else min(self.staged, chunks)
+
+    def tiles(self, m: int, n: int) -> int:
+        """Return how many tiles cover M tokens and N outputs."""
+        return ceil_div(m, self.m) * ceil_div(n, self.n)
+
+
+#: Every tile that a kernel is compiled for. Which one a shape takes: ``hopper_choice``.
+TILES: dict[str, HopperTile] = {
+    tile.name: tile
+    for tile in (
+        HopperTile("c64x16", 64, 16, chunk=16),
+        HopperTile("k64x16", 64, 16, team=4, chunk=16),
+        HopperTile("c64x64", 64, 64),
+        HopperTile("c128x64", 128, 64),
+        HopperTile("c128x96", 128, 96),
+        HopperTile("c128x128", 128, 128, chunk=64),
+        HopperTile("c128x160", 128, 160, chunk=80),
+        HopperTile("c128x176", 128, 176, chunk=176),
+        HopperTile("c128x192", 128, 192, chunk=96),
+        HopperTile("c128x256", 128, 256, chunk=64, staged=2),
+        HopperTile("c192x144", 192, 144, chunk=144),
+        HopperTile("c192x192", 192, 192, chunk=64),
+        # The same with a deeper ring: dense weights need it.
+        HopperTile("c192x192r", 192, 192, chunk=64, staged=1),
+        HopperTile("c256x128", 256, 128, blocks=2, staged=2),
+        HopperTile("p128x160", 128, 160, blocks=2, ping_pong=True, staged=2),
+        HopperTile("p128x192", 128, 192, blocks=2, ping_pong=True, staged=2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class HopperKernel:
+    """One compile of a Hopper GEMM."""
+
+    tile: HopperTile
+    sparse: bool = False
+    family: Family = Family.GEMM
+    #: partial sums go to float32 registers every 128 stored products; else they stay in the matrix
+    #: unit, which adds with fewer bits
+    accurate: bool = True
+    x_format: str = "e4m3fn"
+    w_format: str = "e4m3fn"
+    x_scale: str = "token"
+    w_scale: str = "channel"
+    io: str = "f16"
+    #: of the codes that GEGLU writes
+    y_format: str = "e4m3fn"
+
+    @property
+    def gated(self) -> bool:
+        """True where half of the rows of w gate the other half."""
+        return self.family is Family.GEGLU
+
+    @property
+    def source(self) -> str:
+        """File below ``kernels``."""
+        return f"{self.operation}_sm90.hip"
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation; that of a GEMM is in ``OPS``."""
+        return f"{self.family.value}_fp8{'_sparse' if self.sparse else ''}"
+
+    @property
+    def name(self) -> str:
+        """What was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
+        mode = "accurate" if self.accurate else "fast"
+        formats = f"{self.x_format}_{self.w_format}_{self.x_scale}_{self.w_scale}_{self.io}"
+        codes = f"_{self.y_format}" if self.gated else ""
+        return f"{formats}{codes}_{mode}_{self.tile.name}"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in its object."""
+        return f"{self.operation}_sm90_{self.name}"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The macros of the command line."""
+        tile = self.tile
+        values = {
+            "TILE_N": tile.n,
+            "TILE_M": tile.m,
+            "BLOCKS": tile.blocks,
+            "PING_PONG": int(tile.ping_pong),
+            "TEAM": tile.team,
+            "CHUNK": tile.chunk,
+            "STAGED": tile.staged_chunks,
+            "ACCURATE": int(self.accurate),
+            "X_FORMAT": _FORMATS.index(self.x_format),
+            "W_FORMAT": _FORMATS.index(self.w_format),
+            "X_SCALE": int(self.x_scale == "token"),
+            "W_SCALE": int(self.w_scale == "channel"),
+            "IO": _IOS.index(self.io),
+            "Y_FORMAT": _FORMATS.index(self.y_format),
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        macros = (f"-DQK_{name}={value}" for name, value in values.items())
+        return (f"-DQK_SYMBOL={self.symbol}", *macros)
+
+    @property
+    def weight_row(self) -> int:
+        """Bytes of a weight row in a stage: codes, or the kept half of them."""
+        return STEP_K // 2 if self.sparse else STEP_K
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring: what shared memory has room for."""
+        room = SHARED_LIMIT - self._tail_bytes - _BARRIER_ROOM
+        return min(_STAGES, room // self._stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the source asserts the same number."""
+        barriers = 8 * (3 if self.tile.ping_pong else 2) * self.stages
+        return self.stages * self._stage_bytes + self._tail_bytes + barriers
+
+    @property
+    def _stage_bytes(self) -> int:
+        return self.tile.n * self.weight_row + self.tile.m * STEP_K
+
+    @property
+    def _tail_bytes(self) -> int:
+        tile = self.tile
+        outputs, item = 64 * tile.blocks, ITEM_BYTES["f32" if self.gated else self.io]
+        # A gated warpgroup stages the codes of a tile, one for two of its rows.
+        staged = (
+            tile.m * outputs // 2
+            if self.gated
+            else tile.staged_chunks * tile.chunk * outputs * item
+        )
+        # Scales of tokens and outputs in float32, biases as they are.
+        return tile.warpgroups * (staged + 4 * (tile.m + outputs) + item * outputs)
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """One launch but for its addresses."""
+
+    grid: tuple[int, int, int]
+    block: int
+    #: dynamic
+    shared_bytes: int
+    #: of x, w and, but for GEGLU, y; None for a y whose rows are no multiple of 16 bytes: pass 128
+    #: zero bytes
+    maps: tuple[TensorMap | None, ...]
+    #: m, n, k and group; of a convolution, hopper_conv.conv_numbers
+    numbers: tuple[int, ...]
+
+
+def arguments(kernel: HopperKernel) -> tuple[str, ...]:
+    """Return the kernel's arguments in order.
+
+    A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; those behind y and y_map
+    are 32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
+    """
+    w = ("w_map", "w_meta") if kernel.sparse else ("w_map",)
+    numbers = CONV_NUMBERS if kernel.family is Family.CONV else ("m", "n", "k", "group")
+    y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
+    return ("x_map", "x_scale", *w, "w_scale", "bias", *y, *numbers)
+
+
+def plan_launch(
+    kernel: HopperKernel, m: int, n: int, k: int, multiprocessors: int = MULTIPROCESSORS
+) -> HopperLaunch:
+    """Return how ``kernel`` computes M tokens x N outputs over K.
+
+    Raises:
+        KernelError: K is no multiple of 16 (sparse: 32), or too short to be split.
+    """
+    tile, multiple = kernel.tile, 32 if kernel.sparse else 16
+    if k % multiple or min(m, n, k) < 1:
+        raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
+    steps = ceil_div(k, STEP_K)
+    if steps < tile.team:
+        raise KernelError(
+            f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, wanted {tile.team}; "
+            "take a tile that does not split K"
+        )
+    return HopperLaunch(
+        grid=grid_of(tile, m, n, multiprocessors),
+        block=tile.threads,
+        shared_bytes=kernel.shared_bytes,
+        maps=_maps(kernel, m, n, k),
+        numbers=(m, n, k, GROUP),
+    )
+
+
+def grid_of(tile: HopperTile, m: int, n: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Return the blocks of a launch: a team per tile, or blocks that take tiles in turns."""
+    tiles = tile.tiles(m, n)
+    return (tiles * tile.team if tile.team > 1 else min(tiles, multiprocessors), 1, 1)
+
+
+def _maps(
+    kernel: HopperKernel, m: int, n: int, k: int
+) -> tuple[TensorMap, TensorMap, TensorMap | None]:
+    tile, item = kernel.tile, ITEM_BYTES[kernel.io]
+    w_columns = k // 2 if kernel.sparse else k
+    row = kernel.weight_row
+    x = TensorMap("x", "u8", (k, m), (STEP_K, tile.m))
+    w = TensorMap("w", "u8", (w_columns, n), (row, tile.n), swizzle=row)
+    y = TensorMap("y", kernel.io, (n, m), (128 // item, tile.chunk))
+    return x, w, (None if n * item % 16 else y)

@@ -1,0 +1,1 @@
+"""Packing: from a 16-bit model and a recipe to a packed checkpoint."""

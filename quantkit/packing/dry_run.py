@@ -1,0 +1,147 @@
+"""What packing would write, before the statistics, moments or masks that it needs are there.
+
+Only headers are read. Treatments and sizes follow from recipe and shapes, all but what statistics
+decide: which layers an error budget masks, what ``smooth: auto`` leaves alone, which buckets agree.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.statistics import Calibration
+from quantkit.models.layers import list_layers
+from quantkit.models.source import Component, Model
+from quantkit.models.treatments import plan_layers
+from quantkit.numerics.masks import SPARSEGPT
+from quantkit.packing.encode import WeightPlan
+from quantkit.packing.pack import PackSummary, complete_plan, summarize, to_json
+from quantkit.packing.plan import ComponentPlan, assemble_plan, refuse_nothing
+from quantkit.packing.writer import PackedLayer
+from quantkit.recipe.schema import Recipe
+from quantkit.sparsity.maskfile import MaskSet
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What packing would write, as far as it can be known."""
+
+    #: options of 'quantkit pack' that the recipe needs besides what was given
+    missing: tuple[str, ...]
+    #: layers that an error budget decides of are dense here
+    summary: PackSummary
+    #: the same with all of them masked; None: no budget decides
+    sparsest: PackSummary | None
+
+
+def missing_artefacts(
+    recipe: Recipe,
+    *,
+    calibration: Calibration | None,
+    masks: MaskSet | None,
+    hessians: Hessians | None,
+) -> tuple[str, ...]:
+    """Return the options of 'quantkit pack' that the recipe needs and that are not given."""
+    rule = None if masks is not None else recipe.sparsity
+    rest = recipe.model_copy(update={"sparsity": None})
+    wanda = rule is not None and rule.method == "wanda" and hessians is None
+    moments = rest.needs_hessians or (rule is not None and rule.method == SPARSEGPT)
+    needed = {
+        "--calibration": calibration is None and (wanda or rest.needs_calibration),
+        "--hessians": hessians is None and moments,
+    }
+    return tuple(option for option, lacking in needed.items() if lacking)
+
+
+def forecast_pack(
+    model: Model,
+    recipe: Recipe,
+    output: Path,
+    *,
+    missing: tuple[str, ...],
+    masks: MaskSet | None = None,
+) -> Forecast:
+    """Say what packing would write once the missing artefacts are there.
+
+    Args:
+        model: the 16-bit source, of which headers are read.
+        recipe: what is wanted.
+        output: where it would go.
+        missing: from ``missing_artefacts``.
+        masks: of the model; without them the recipe's sparsity section decides.
+
+    Raises:
+        RecipeError: the recipe packs nothing, has a budget of treatments, or scales in more buckets
+            than it calibrates.
+        ModelError: a damaged header.
+    """
+    recipe.refuse_budget()
+
+    def summary(*, budgeted: bool) -> PackSummary:
+        plans = tuple(_foresee(c, recipe, masks, budgeted=budgeted) for c in model.components)
+        return summarize(complete_plan(model, plans), output)
+
+    rule = recipe.sparsity
+    if masks is None and rule is not None and rule.error_budget is not None:
+        return Forecast(missing, summary(budgeted=False), summary(budgeted=True))
+    return Forecast(missing, summary(budgeted=True), None)
+
+
+def forecast_to_json(forecast: Forecast) -> dict[str, Any]:
+    """Return the forecast as JSON values; timestep edges are not known, and left out."""
+    values = to_json(forecast.summary)
+    for entry in values["layers"]:
+        if entry["scheme"] is not None:
+            del entry["scheme"]["buckets"]
+    sparsest = forecast.sparsest
+    most = None
+    if sparsest is not None:
+        most = {"layers": masked_layers(sparsest), "bytes_after": sparsest.bytes_after}
+    return {"missing": list(forecast.missing), "sparsest": most, **values}
+
+
+def masked_layers(summary: PackSummary) -> int:
+    """Return how many layers are sparse."""
+    return sum(layer.scheme is not None and layer.scheme.sparsity is not None
+               for layer in summary.layers)  # fmt: skip
+
+
+def _foresee(
+    component: Component, recipe: Recipe, masks: MaskSet | None, *, budgeted: bool
+) -> ComponentPlan:
+    treatments = plan_layers(
+        component,
+        recipe,
+        calibrated=True,
+        masked=_masked(component, recipe, masks, budgeted=budgeted),
+        edges=_supposed_edges(recipe),
+    )
+    refuse_nothing(component, recipe, treatments)
+    packed = {
+        t.layer.name: PackedLayer(WeightPlan(t.layer.name, t.scheme, observer="amax"))
+        for t in treatments
+        if t.scheme is not None
+    }
+    told = recipe.model_dump(mode="json")
+    return assemble_plan(component, recipe, treatments, packed, smoothing={}, told=told)
+
+
+def _masked(
+    component: Component, recipe: Recipe, masks: MaskSet | None, *, budgeted: bool
+) -> Collection[str]:
+    if masks is not None:
+        return masks.of(component)
+    if not budgeted:
+        return ()
+    return [n.name for n in list_layers(component) if recipe.settings(n.name).sparse]
+
+
+def _supposed_edges(recipe: Recipe) -> tuple[float, ...]:
+    """Return edges such as the recipe's own calibration would have: sizes want their number."""
+    activations = (recipe.activation, *(o.activation for o in recipe.overrides if o.activation))
+    named = {e for a in activations if isinstance(a.buckets, tuple) for e in a.buckets}
+    if named:
+        return tuple(sorted(named))
+    count = recipe.calibration.buckets
+    return tuple(1000.0 * place / count for place in range(1, count))

@@ -1,0 +1,140 @@
+"""What is known of a component besides its weights: the recipe, statistics, masks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.errors import ArtefactError
+from quantkit.models.concatenation import concat_boundaries
+from quantkit.models.layers import Layer
+from quantkit.models.source import Component
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
+from quantkit.numerics.scheme import Scheme
+from quantkit.packing.encode import MaskSource
+from quantkit.packing.masks import chosen_mask, stored_mask
+from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.sparsity.maskfile import LayerMask, MaskSet
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What is known of one component besides its weights."""
+
+    component: Component
+    recipe: Recipe
+    #: timestep edges of the statistics
+    edges: tuple[float, ...]
+    #: None without a calibration
+    table: Mapping[str, LayerStatistics] | None
+    #: SHA-256 of the weights that the statistics belong to
+    digests: Mapping[str, str]
+    #: None: masks are chosen while packing
+    masks: Mapping[str, LayerMask] | None
+    #: channels of the first half, of layers whose input halves the recipe brings to one range
+    boundaries: Mapping[str, int]
+    #: None without second moments
+    hessians: Hessians | None
+
+    @classmethod
+    def of(
+        cls,
+        component: Component,
+        layers: tuple[Layer, ...],
+        recipe: Recipe,
+        *,
+        calibration: Calibration | None,
+        masks: MaskSet | None,
+        hessians: Hessians | None,
+    ) -> "Inputs":
+        """Return what recipe, calibration, masks and second moments say of a component.
+
+        Raises:
+            ArtefactError: statistics or masks of no such component.
+        """
+        return cls(
+            component,
+            recipe,
+            () if calibration is None else calibration.edges,
+            None if calibration is None else calibration.of(component),
+            {} if calibration is None else calibration.digests_of(component),
+            None if masks is None else masks.of(component),
+            concat_boundaries(component.family, layers) if recipe.split_concat else {},
+            hessians,
+        )
+
+    def masked(self, layers: tuple[Layer, ...]) -> frozenset[str]:
+        """Return the layers that have a mask, or get one while packing.
+
+        Raises:
+            ArtefactError: masks of another model, or of a pattern that is not packed.
+        """
+        if self.masks is None:
+            return frozenset(n.name for n in layers if self.recipe.settings(n.name).sparse)
+        shapes = {layer.name: layer for layer in layers}
+        for name, mask in self.masks.items():
+            if name not in shapes:
+                raise ArtefactError(
+                    f"masks: layer {name}: not in this model; make the masks from this model"
+                )
+            wanted, found = (shapes[name].n, -(-shapes[name].k // 8)), tuple(mask.bits.shape)
+            if found != wanted:
+                raise ArtefactError(
+                    f"masks: layer {name}: shape {found}, wanted {wanted}; "
+                    "make the masks from this model"
+                )
+            if mask.pattern != TWO_OF_FOUR:
+                raise ArtefactError(
+                    f"masks: pattern {mask.pattern}, the packed format holds {TWO_OF_FOUR}; "
+                    "run 'quantkit sparsify' with --pattern 2:4"
+                )
+        return frozenset(self.masks)
+
+    def statistics(self, layer: Layer) -> LayerStatistics:
+        """Return the statistics of a layer's input.
+
+        Raises:
+            ArtefactError: there are none, or they are of another layer.
+        """
+        assert self.table is not None, "plan_layers refuses what needs a calibration"
+        statistics = self.table.get(layer.name)
+        if statistics is None:
+            raise ArtefactError(
+                f"calibration: no statistics of layer {layer.name}; calibrate this model with the "
+                "same recipe"
+            )
+        channels = statistics.channel_amax.shape[-1]
+        if channels != layer.channels:
+            raise ArtefactError(
+                f"calibration: layer {layer.name}: {channels} input channels, wanted "
+                f"{layer.channels}; calibrate this model"
+            )
+        return statistics
+
+    def activation(self, layer: Layer, scheme: Scheme) -> ActivationRecipe:
+        """Return how the layer's input is quantized, its buckets those of the scheme.
+
+        The scheme has the edges that were chosen, also where the recipe has a number or auto.
+        """
+        activation = self.recipe.settings(layer.name).activation
+        return activation.model_copy(update={"buckets": scheme.buckets or 1})
+
+    def mask_source(self, layer: Layer) -> MaskSource:
+        """Return where the layer's mask comes from, block by block of rows.
+
+        Raises:
+            InputError: the recipe's method misses its statistics.
+        """
+        if self.masks is not None:
+            return partial(stored_mask, self.masks[layer.name])
+        assert self.recipe.sparsity is not None, "plan_layers gives no pattern without the section"
+        scorer, moment = MASKS[self.recipe.sparsity.method], None
+        if self.table is not None:
+            pooled = self.statistics(layer).pooled()
+            moment = per_column(pooled.second_moment[0], layer.area)
+        # A method that misses its statistics says so here, before anything is written.
+        scorer(torch.ones(1, layer.k), moment)
+        return partial(chosen_mask, scorer, moment)

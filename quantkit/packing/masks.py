@@ -1,0 +1,65 @@
+"""Where a layer's mask comes from when it is packed: from a file, or chosen on the way."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.statistics import Calibration
+from quantkit.errors import RecipeError
+from quantkit.models.source import Model
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, Scorer, choose_mask
+from quantkit.progress import Progress
+from quantkit.recipe.schema import Recipe
+from quantkit.sparsity.choose import choose_masks
+from quantkit.sparsity.maskfile import LayerMask, MaskSet
+from quantkit.sparsity.surgery import Surgeon
+
+
+def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:
+    """Refuse masks whose kept weights have yet to be updated where nothing would update them.
+
+    Raises:
+        RecipeError: masks by sparsegpt, and codes rounded to the nearest.
+    """
+    if masks is not None and masks.counts_on_updates and recipe.weight.rounding != "gptq":
+        raise RecipeError(
+            "masks: by sparsegpt, which counts on updates of the kept weights; set "
+            "weight.rounding: gptq and pass --hessians, or run 'quantkit sparsify' with "
+            "--recover obs"
+        )
+
+
+def masks_beforehand(
+    model: Model,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    hessians: Hessians | None,
+    *,
+    progress: Progress,
+) -> MaskSet | None:
+    """Return the masks that are chosen before packing: within a budget, or with second moments.
+
+    Others (None) are chosen block by block while packing, and never held.
+    """
+    rule = recipe.sparsity
+    if rule is None:
+        return None
+    if hessians is None and rule.error_budget is None and rule.method in MASKS:
+        return None
+    surgeon = None if hessians is None else Surgeon(hessians, torch.device("cpu"))
+    gptq = recipe.weight.rounding == "gptq"
+    return choose_masks(model, recipe, calibration, surgeon=surgeon, update=gptq, progress=progress)
+
+
+def stored_mask(mask: LayerMask, rows: Tensor, first: int) -> Tensor:
+    """Return the stored mask of a block of rows, of which ``first`` is the index of the first."""
+    block = replace(mask, bits=mask.bits[first : first + len(rows)])
+    return block.dense(*rows.shape)
+
+
+def chosen_mask(scorer: Scorer, moment: Tensor | None, rows: Tensor, first: int) -> Tensor:
+    """Return the mask that a method chooses for a block of rows, wherever it is."""
+    del first
+    return choose_mask(scorer(rows, moment), TWO_OF_FOUR)

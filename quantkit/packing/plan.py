@@ -1,0 +1,294 @@
+"""From recipe, statistics and masks to a plan of every byte: nothing is read but headers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
+from quantkit.calibration.rescaled import refuse_without_samples
+from quantkit.calibration.shifting import input_shift
+from quantkit.calibration.smoothing import Smoothing, input_factor
+from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.checkpoint.filelist import MADE
+from quantkit.checkpoint.spec import PackedConfig, make_config
+from quantkit.errors import ArtefactError, RecipeError
+from quantkit.models.layers import Layer, list_layers
+from quantkit.models.source import Component
+from quantkit.models.treatments import Treatment, plan_layers
+from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.packing.encode import WeightPlan
+from quantkit.packing.gptq import Rounder
+from quantkit.packing.inputs import Inputs
+from quantkit.packing.masks import refuse_bare_masks
+from quantkit.packing.smoothing_strength import choose_strengths
+from quantkit.packing.writer import PackedLayer, ShardPlan, plan_shards
+from quantkit.progress import Progress
+from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.sparsity.maskfile import MaskSet
+from quantkit.storage.copying import is_weight, list_files
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """What becomes of one component."""
+
+    component: Component
+    #: of every layer, packed or kept
+    treatments: tuple[Treatment, ...]
+    #: of the layers whose input is rescaled
+    smoothing: Mapping[str, Smoothing]
+    bias_correction: bool
+    config: PackedConfig
+    shards: tuple[ShardPlan, ...]
+    #: other weights beside the packed ones, which are not copied
+    left_out: tuple[Path, ...]
+    #: files that are copied, relative to the component
+    copied: tuple[Path, ...]
+
+
+def plan_component(
+    component: Component,
+    recipe: Recipe,
+    *,
+    calibration: Calibration | None,
+    masks: MaskSet | None,
+    hessians: Hessians | None = None,
+    progress: Progress,
+) -> ComponentPlan:
+    """Decide what becomes of a component.
+
+    Args:
+        component: a denoiser.
+        recipe: what is wanted.
+        calibration: statistics of its inputs.
+        masks: which weights are kept; without them the recipe's sparsity section decides.
+        hessians: second moments of its inputs, which gptq rounding needs.
+        progress: told of layers whose smoothing is chosen.
+
+    Raises:
+        RecipeError: the recipe packs nothing, or needs statistics that are not there.
+        ArtefactError: masks or statistics that do not fit the component.
+    """
+    refuse_bare_masks(masks, recipe)
+    layers = list_layers(component)
+    inputs = Inputs.of(
+        component, layers, recipe, calibration=calibration, masks=masks, hessians=hessians
+    )
+    planned = plan_layers(
+        component,
+        recipe,
+        calibrated=calibration is not None,
+        masked=inputs.masked(layers),
+        edges=inputs.edges,
+    )
+    agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
+    smoothing = _smoothing(component, agreed, inputs, progress)
+    treatments = tuple(_if_smooth(treatment, smoothing) for treatment in agreed)
+    refuse_nothing(component, recipe, treatments)
+    packed = {
+        t.layer.name: _plan_layer(t.layer, t.scheme, inputs, smoothing.get(t.layer.name))
+        for t in treatments
+        if t.scheme is not None
+    }
+    told = _told(recipe, smoothing)
+    return assemble_plan(component, recipe, treatments, packed, smoothing=smoothing, told=told)
+
+
+def refuse_nothing(component: Component, recipe: Recipe, treatments: Sequence[Treatment]) -> None:
+    """Refuse to pack no layer at all.
+
+    Raises:
+        RecipeError: with the reason of the first layer.
+    """
+    if not any(treatment.scheme for treatment in treatments):
+        raise RecipeError(
+            f"recipe {recipe.name}: packs no layer of {component.path}; "
+            f"{treatments[0].layer.name if treatments else 'it'}: "
+            f"{treatments[0].reason if treatments else 'has no Linear or Conv2d'}"
+        )
+
+
+def assemble_plan(
+    component: Component,
+    recipe: Recipe,
+    treatments: tuple[Treatment, ...],
+    packed: Mapping[str, PackedLayer],
+    *,
+    smoothing: Mapping[str, Smoothing],
+    told: Mapping[str, Any],
+) -> ComponentPlan:
+    """Return the plan of a component, its layers decided; ``told`` is the header's JSON."""
+    mine = {shard.name for shard in component.shards} | {"config.json"}
+    if component.index is not None:
+        mine.add(component.index.name)
+    mine |= set(MADE)
+    model = component.path.parent if component.name else component.path
+    found = list_files(component.path, within=model)
+    others = [file for file in found if str(file) not in mine]
+    return ComponentPlan(
+        component,
+        treatments,
+        smoothing,
+        recipe.bias_correction,
+        make_config({name: layer.plan.scheme for name, layer in packed.items()}),
+        plan_shards(component.shards, told, packed),
+        tuple(file for file in others if is_weight(file)),
+        tuple(file for file in others if not is_weight(file)),
+    )
+
+
+def _with_agreed_buckets(treatment: Treatment, inputs: Inputs) -> Treatment:
+    """Return the treatment with the buckets of ``auto``, which the statistics decide."""
+    layer, scheme = treatment.layer, treatment.scheme
+    activation = inputs.recipe.settings(layer.name).activation
+    if scheme is None or activation.mode != "static" or activation.buckets != "auto":
+        return treatment
+    if scheme.smooth and inputs.recipe.smooth is not None:
+        raise RecipeError(
+            f"{layer.name}: activation.buckets auto with smooth: its scales are known only when "
+            "the weight is read; give a number of buckets, or drop smooth"
+        )
+    statistics, factor = inputs.statistics(layer), None
+    if scheme.smooth:
+        halves = Smoothing(None, inputs.boundaries[layer.name])
+        factor = _factor(halves, statistics, activation, scheme.weight, torch.empty(0))
+    edges = agreeing_edges(statistics, activation, scheme.weight, inputs.edges, factor)
+    return replace(treatment, scheme=replace(scheme, buckets=edges))
+
+
+def _smoothing(
+    component: Component, treatments: Sequence[Treatment], inputs: Inputs, progress: Progress
+) -> dict[str, Smoothing]:
+    """Return how inputs are rescaled, of the layers where they are."""
+    smooth = [t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth]
+    wanted = inputs.recipe.smooth
+    if wanted == "auto":
+        step = f"smoothing of {component.name or component.class_name}"
+        alphas = choose_strengths(treatments, inputs, step=step, progress=progress)
+    else:
+        alphas = dict.fromkeys(smooth, wanted)
+    chosen = {name: Smoothing(alphas[name], inputs.boundaries.get(name)) for name in smooth}
+    return {name: s for name, s in chosen.items() if s != Smoothing(None, None)}
+
+
+def _if_smooth(treatment: Treatment, smoothing: Mapping[str, Smoothing]) -> Treatment:
+    """Return the treatment without smoothing where none of it was chosen."""
+    if treatment.scheme is None or treatment.layer.name in smoothing:
+        return treatment
+    return replace(treatment, scheme=replace(treatment.scheme, smooth=False))
+
+
+def _told(recipe: Recipe, smoothing: Mapping[str, Smoothing]) -> dict[str, Any]:
+    """Return the recipe as the header tells it, with what was chosen for each layer."""
+    told = recipe.model_dump(mode="json")
+    if recipe.smooth == "auto":
+        told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
+    return told
+
+
+def _plan_layer(
+    layer: Layer, scheme: Scheme, inputs: Inputs, smoothing: Smoothing | None
+) -> PackedLayer:
+    settings, activation = inputs.recipe.settings(layer.name), inputs.activation(layer, scheme)
+    smooth, input_scale, mean, shift = None, None, None, None
+    if scheme.shift:
+        shift = input_shift(inputs.statistics(layer), inputs.edges, scheme.buckets)
+    if smoothing is not None:
+        statistics = inputs.statistics(layer)
+        if scheme.activation is Activation.STATIC and activation.observer != "amax":
+            refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
+        smooth = partial(_factor, smoothing, statistics, activation, scheme.weight)
+    if scheme.activation is Activation.STATIC:
+        statistics = inputs.statistics(layer)
+        refuse_without_average(statistics, activation.observer)
+        input_scale = partial(
+            _static, statistics, activation, scheme.weight, inputs.edges, shift=shift
+        )
+    # What is shifted has no mean, and what packing takes from it none either.
+    if inputs.recipe.bias_correction and layer.bias and not scheme.shift:
+        mean = _mean(layer, inputs)
+    mask = None if scheme.sparsity is None else inputs.mask_source(layer)
+    rounder = None
+    if settings.weight.rounding == "gptq":
+        rounder = _rounder(layer, inputs, centred=scheme.shift or mean is not None)
+    plan = WeightPlan(
+        layer.name,
+        scheme,
+        settings.weight.observer,
+        mask=mask,
+        smooth=smooth,
+        input_scale=input_scale,
+        mean=mean,
+        shift=shift,
+        rounder=rounder,
+    )
+    return PackedLayer(plan, tuple(_expected(layer, inputs)))
+
+
+def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
+    if inputs.hessians is None:
+        raise RecipeError(
+            f"{layer.name}: weight.rounding gptq needs second moments; pass --hessians (from "
+            "'quantkit calibrate hessian'), or set weight.rounding: nearest"
+        )
+    if layer.name not in inputs.hessians.digests_of(inputs.component):
+        raise ArtefactError(
+            f"hessians: no layer {layer.name}; take them of this model with the same recipe"
+        )
+    return Rounder(inputs.hessians, inputs.component, layer, centred=centred)
+
+
+def _mean(layer: Layer, inputs: Inputs) -> Tensor:
+    """Return E[x] of each column over all timesteps, (K,)."""
+    if inputs.table is None:
+        raise RecipeError(
+            f"{layer.name}: bias_correction needs statistics; pass --calibration, or drop it"
+        )
+    mean = inputs.statistics(layer).pooled().mean
+    if mean is None:
+        raise ArtefactError(
+            f"{layer.name}: bias_correction: the calibration has no means (format_version 1 or "
+            "2); calibrate again"
+        )
+    return per_column(mean[0], layer.area)
+
+
+def _factor(
+    smoothing: Smoothing,
+    statistics: LayerStatistics,
+    activation: ActivationRecipe,
+    fmt: FloatFormat,
+    columns: Tensor,
+) -> Tensor:
+    return input_factor(smoothing, statistics, columns, activation, fmt)
+
+
+def _expected(layer: Layer, inputs: Inputs) -> Iterator[tuple[str, str]]:
+    """Yield who says what the source weight must hash to."""
+    if layer.name in inputs.digests:
+        yield "calibration", inputs.digests[layer.name]
+    if inputs.masks is not None and layer.name in inputs.masks:
+        yield "masks", inputs.masks[layer.name].source_digest
+    if inputs.hessians is not None:
+        digests = inputs.hessians.digests_of(inputs.component)
+        if layer.name in digests:
+            yield "hessians", digests[layer.name]
+
+
+def _static(
+    statistics: LayerStatistics,
+    activation: ActivationRecipe,
+    fmt: FloatFormat,
+    edges: tuple[float, ...],
+    factor: Tensor | None,
+    *,
+    shift: Tensor | None,
+) -> Tensor:
+    return static_scale(statistics, activation, fmt, factor, edges=edges, shift=shift)

@@ -1,0 +1,272 @@
+"""Writing the weights of a packed component: every offset is known before the first byte."""
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.layout import Sink, Slot, encode_header, place, write_at
+from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
+from quantkit.checkpoint.spec import (
+    TensorSpec,
+    kind_of,
+    layer_tensors,
+    needed_version,
+)
+from quantkit.checkpoint.weight_reader import FLOAT_DTYPES, SourceTensor
+from quantkit.errors import ArtefactError, NonFiniteError
+from quantkit.numerics.threads import one_torch_thread
+from quantkit.packing.encode import WeightPlan, encode_weight
+from quantkit.progress import Progress
+from quantkit.storage.tensorfile import Header, TensorInfo, read_header
+
+#: Bytes of a copied tensor that are read, checked, hashed and written at once; a multiple of every
+#: item size.
+COPY_BYTES = 1 << 20
+
+#: Stands for digests that are not known yet: the header's size depends on their length alone.
+_BLANK = "0" * 64
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A layer and what ties it to the artefacts it was planned from."""
+
+    plan: WeightPlan
+    #: what the source weight must hash to, and who says so ("masks")
+    expected: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One output file: its source, its tensors, its packed layers."""
+
+    source: Header
+    recipe: Mapping[str, Any]
+    #: by module path, those whose weight lies in this shard
+    layers: Mapping[str, PackedLayer]
+
+    @property
+    def name(self) -> str:
+        """File name, as the source's."""
+        return self.source.path.name
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the output file."""
+        return max((s.stop for s in self.slots().values()), default=len(self.header({}, {})))
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return the tensors of the output file."""
+        return tuple(
+            spec for info in self.source.tensors.values() for spec in self.specs_of(info).values()
+        )
+
+    def specs_of(self, info: TensorInfo) -> dict[str, TensorSpec]:
+        """Return what a source tensor becomes, by the last part of the names."""
+        layer = self.layer_of(info)
+        if layer is None:
+            return {"": TensorSpec(info.name, info.dtype, info.shape)}
+        name, scheme = layer.plan.layer, layer.plan.scheme
+        specs = layer_tensors(name, scheme, kind_of(info.shape), info.shape, bias_dtype=None)
+        return {spec.name.removeprefix(f"{name}."): spec for spec in specs}
+
+    def layer_of(self, info: TensorInfo) -> PackedLayer | None:
+        """Return the packed layer whose weight this is."""
+        layer = info.name.removesuffix(".weight")
+        return None if layer == info.name else self.layers.get(layer)
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the place of every tensor."""
+        return place(self.specs(), len(self.header({}, {})))
+
+    def header(self, records: Mapping[str, LayerRecord], digests: Mapping[str, str]) -> bytes:
+        """Return the header; what is not given stands there as zeros of the same length."""
+        infos = {name: self.source.tensors[f"{name}.weight"] for name in self.layers}
+        layers = {n: records.get(n, LayerRecord(i.shape, _BLANK)) for n, i in infos.items()}
+        tensors = {spec.name: digests.get(spec.name, _BLANK) for spec in self.specs()}
+        version = needed_version(layer.plan.scheme for layer in self.layers.values())
+        metadata = ShardMetadata(version, dict(self.recipe), layers, tensors)
+        text = {"format": "pt", **self.source.metadata, METADATA_KEY: metadata.to_text()}
+        return encode_header(self.specs(), text)
+
+
+def plan_shards(
+    paths: Sequence[Path], recipe: Mapping[str, Any], layers: Mapping[str, PackedLayer]
+) -> tuple[ShardPlan, ...]:
+    """Return the output files of a component, cut where the source was cut.
+
+    Args:
+        paths: the source's shards.
+        recipe: JSON for the header.
+        layers: by module path.
+    """
+    plans = []
+    for path in paths:
+        header = read_header(path)
+        mine = {name: layer for name, layer in layers.items() if f"{name}.weight" in header.tensors}
+        plans.append(ShardPlan(header, recipe, mine))
+    return tuple(plans)
+
+
+def write_shards(
+    plans: Sequence[ShardPlan], folder: Path, *, threads: int, step: str, progress: Progress
+) -> None:
+    """Write the output files; the bytes do not depend on the number of threads.
+
+    Args:
+        plans: from ``plan_shards``.
+        folder: where the files go; nothing of their names is there.
+        threads: tensors in work at the same moment.
+        step: what progress calls this.
+        progress: called in this thread.
+
+    Raises:
+        NonFiniteError: NaN or Inf in a tensor of the source.
+        ArtefactError: a mask or statistics for another weight.
+        OSError: as no space left; the caller knows the output's name.
+    """
+    with ExitStack() as stack, one_torch_thread():
+        files = [_ShardFile(plan, folder, stack) for plan in plans]
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        biases = _corrected_biases(files)
+        # The largest first, so that no thread is left alone with one at the end.
+        tasks = sorted(
+            (
+                (file, info)
+                for file in files
+                for info in file.plan.source.tensors.values()
+                if info.name not in biases
+            ),
+            key=lambda task: -task[1].nbytes,
+        )
+        futures = [pool.submit(_write, file, info, biases) for file, info in tasks]
+        try:
+            _wait(futures, step, progress)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        for file in files:
+            file.finish()
+
+
+class _ShardFile:
+    """An output file while its tensors arrive, in any order and from any thread."""
+
+    def __init__(self, plan: ShardPlan, folder: Path, stack: ExitStack) -> None:
+        self.plan = plan
+        self._slots = plan.slots()
+        self._records: dict[str, LayerRecord] = {}
+        self._digests: dict[str, str] = {}
+        self._source = _opened(plan.source.path, os.O_RDONLY, stack)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._target = _opened(folder / plan.name, flags, stack)
+
+    def write(self, info: TensorInfo) -> Tensor | None:
+        """Write what one source tensor becomes; return what its bias should gain, if it should."""
+        correction = None
+        source = SourceTensor(self.plan.source.path, self._source, info)
+        specs = self.plan.specs_of(info)
+        sinks = {p: Sink(self._target, self._slots[spec.name]) for p, spec in specs.items()}
+        layer = self.plan.layer_of(info)
+        if layer is None:
+            _copy(source, sinks[""])
+        else:
+            encoded = encode_weight(layer.plan, source, sinks)
+            _check_digests(layer, encoded.record)
+            self._records[layer.plan.layer] = encoded.record
+            correction = encoded.correction
+        for part, spec in specs.items():
+            self._digests[spec.name] = sinks[part].close()
+        return correction
+
+    def write_bias(self, info: TensorInfo, correction: Tensor) -> None:
+        """Write a bias with its correction (N,) added, rounded to its dtype.
+
+        Raises:
+            NonFiniteError: the sum is beyond the dtype.
+        """
+        source = SourceTensor(self.plan.source.path, self._source, info)
+        sink = Sink(self._target, self._slots[info.name])
+        dtype, first = FLOAT_DTYPES[info.dtype], 0
+        for chunk in source.chunks(COPY_BYTES):
+            source.check_finite(chunk, first)
+            bias = torch.frombuffer(chunk, dtype=dtype)
+            gain = correction[first : first + len(bias)]
+            first += len(bias)
+            corrected = (bias.float() + gain).to(dtype)
+            if not bool(corrected.isfinite().all()):
+                raise NonFiniteError(
+                    f"{info.name}: bias_correction overflows {info.dtype}; drop it, or pack from "
+                    "wider weights"
+                )
+            sink.append(corrected.view(torch.uint8).numpy().data)
+        self._digests[info.name] = sink.close()
+
+    def finish(self) -> None:
+        """Write the header, now that every digest is known."""
+        write_at(self._target, self.plan.header(self._records, self._digests), 0)
+
+
+#: A bias by its tensor's name: the file that holds it, and where.
+_Biases = Mapping[str, tuple[_ShardFile, TensorInfo]]
+
+
+def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
+    """Return the biases that are written once their layer's weight was packed."""
+    wanted = {
+        f"{name}.bias"
+        for file in files
+        for name, layer in file.plan.layers.items()
+        if layer.plan.mean is not None
+    }
+    return {
+        name: (file, info)
+        for file in files
+        for name, info in file.plan.source.tensors.items()
+        if name in wanted
+    }
+
+
+def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> None:
+    correction = file.write(info)
+    if correction is not None:
+        # It may lie in another shard than the weight.
+        other, bias = biases[f"{info.name.removesuffix('.weight')}.bias"]
+        other.write_bias(bias, correction)
+
+
+def _copy(source: SourceTensor, sink: Sink) -> None:
+    width = FLOAT_DTYPES[source.info.dtype].itemsize if source.info.dtype in FLOAT_DTYPES else 0
+    for index, chunk in enumerate(source.chunks(COPY_BYTES)):
+        if width:
+            source.check_finite(chunk, index * COPY_BYTES // width)
+        sink.append(chunk)
+
+
+def _check_digests(layer: PackedLayer, record: LayerRecord) -> None:
+    for who, digest in layer.expected:
+        if digest != record.source_sha256:
+            raise ArtefactError(
+                f"{who}: layer {layer.plan.layer}: for a weight with SHA-256 {digest}, found "
+                f"{record.source_sha256}; make the {who} from this model"
+            )
+
+
+def _wait(futures: Sequence[Future[None]], step: str, progress: Progress) -> None:
+    progress(step, 0, len(futures))
+    for done, future in enumerate(as_completed(futures), 1):
+        future.result()
+        progress(step, done, len(futures))
+
+
+def _opened(path: Path, flags: int, stack: ExitStack) -> int:
+    descriptor = os.open(path, flags, 0o644)
+    stack.callback(os.close, descriptor)
+    return descriptor

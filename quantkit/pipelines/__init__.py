@@ -1,0 +1,1 @@
+"""Opening diffusers pipelines and running them over prompts."""

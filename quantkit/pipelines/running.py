@@ -1,0 +1,194 @@
+"""Loading a diffusers pipeline for calibration and running it over prompts, up to the latents."""
+
+import re
+import unicodedata
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from quantkit import resources
+from quantkit.errors import ModelError, PromptError
+from quantkit.models.layers import list_layers
+from quantkit.models.source import Model
+from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.storage.inputfile import read_text, refuse_odd_files
+from quantkit.storage.jsonfile import DAMAGE, read_json, short
+from quantkit.storage.limits import MAX_COUNT
+
+#: A million prompts of a few words; the largest lists of prompts have less.
+_MAX_PROMPT_BYTES = 64 * 2**20
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+
+
+def read_prompts(path: Path | None) -> tuple[str, ...]:
+    """Return the prompts of a UTF-8 file, one a line; blank lines do not count.
+
+    Args:
+        path: None for the bundled general set.
+
+    Raises:
+        PromptError: no such file, not UTF-8, or no prompt in it.
+    """
+    path = path or resources.recipes() / "prompts.txt"
+    text = read_text(path, _MAX_PROMPT_BYTES, error=PromptError)
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    prompts = [(number, line) for number, line in lines if line]
+    if not prompts:
+        raise PromptError(f"{path}: empty, wanted one prompt a line")
+    if len(prompts) > MAX_COUNT:
+        raise PromptError(f"{path}: {len(prompts)} prompts, wanted at most {MAX_COUNT}")
+    for number, line in prompts:
+        # A tab is in many lists; other control characters mean that this is no list of texts.
+        if not line.isprintable() and any(unicodedata.category(c) == "Cc" for c in line
+                                          if c != "\t"):  # fmt: skip
+            raise PromptError(f"{path}: line {number}: a control character; save it as plain text")
+    return tuple(line for _, line in prompts)
+
+
+def choose_device(text: str) -> torch.device:
+    """Return the device that ``auto``, ``cpu`` or ``cuda[:N]`` names.
+
+    Raises:
+        ModelError: torch does not know it, or it is not on this machine.
+    """
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # torch knows hip, meta and a dozen more that no pipeline runs on; AMD cards are cuda to it.
+    if not _DEVICE.fullmatch(text):
+        raise ModelError(f"device {text!r:.80}: unknown, wanted auto, cpu or cuda[:N]")
+    device = torch.device(text)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device {text!r}: torch sees {torch.cuda.device_count()} GPUs; pass --device cpu"
+        )
+    return device
+
+
+def choose_dtype(model: Model, device: torch.device) -> torch.dtype:
+    """Return float32 on the CPU, else the 16-bit dtype of the weights (float16 for float32)."""
+    if device.type == "cpu":
+        return torch.float32
+    stored = {layer.weight.dtype for layer in list_layers(model.components[0])}
+    return torch.bfloat16 if "BF16" in stored else torch.float16
+
+
+def refuse_component(model: Model) -> None:
+    """Refuse what cannot be run, before anything long begins.
+
+    Raises:
+        ModelError: MODEL is one component.
+    """
+    if not model.is_pipeline:
+        raise ModelError(
+            f"{model.path}: one component; calibration runs the whole pipeline, pass its directory"
+        )
+
+
+def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return the pipeline with one compute dtype, without a safety checker.
+
+    Args:
+        model: a pipeline.
+        device: where to put it.
+        dtype: of every component; None for ``choose_dtype``'s.
+
+    Raises:
+        ModelError: MODEL is one component, or diffusers cannot load it.
+    """
+    from diffusers import DiffusionPipeline
+
+    refuse_component(model)
+    extra: dict[str, Any] = {}
+    if "safety_checker" in read_json(model.path / "model_index.json"):
+        extra = {"safety_checker": None, "requires_safety_checker": False}
+    dtype = dtype or choose_dtype(model, device)
+    refuse_odd_files(model.path)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(
+            str(model.path), torch_dtype=dtype, variant=model.components[0].variant, **extra
+        )
+    except (*DAMAGE, OSError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"{model.path}: diffusers cannot load it: {short(error)}; download it again"
+        ) from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are denoised together."""
+
+    prompts: tuple[str, ...]
+    #: of each prompt's noise: its own, so that a batch size changes no statistics but rounding
+    seeds: range
+
+
+def split_batches(prompts: Sequence[str], settings: CalibrationRecipe) -> tuple[Batch, ...]:
+    """Return the batches; prompt i has the noise seed ``settings.seed`` + i."""
+    starts = range(0, len(prompts), settings.batch)
+    parts = [tuple(prompts[start : start + settings.batch]) for start in starts]
+    firsts = [settings.seed + start for start in starts]
+    return tuple(
+        Batch(part, range(first, first + len(part)))
+        for part, first in zip(parts, firsts, strict=True)
+    )
+
+
+def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
+    """Denoise a batch and return its final latents, a prompt along the first axis.
+
+    Raises:
+        ModelError: the pipeline does not take these settings.
+    """
+    guidance = {} if settings.guidance is None else {"guidance_scale": settings.guidance}
+    try:
+        latents: Tensor = pipe(
+            prompt=list(batch.prompts),
+            num_inference_steps=settings.steps,
+            generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
+            output_type="latent",
+            **guidance,
+        ).images
+    except ValueError as error:
+        # A scheduler that was trained on fewer steps, say.
+        raise ModelError(
+            f"{type(pipe).__name__} cannot run {settings.steps} steps: {short(error)}"
+        ) from error
+    return latents
+
+
+def run_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> None:
+    """Denoise all prompts, in batches; the latents are thrown away."""
+    for batch in split_batches(prompts, settings):
+        run_batch(pipe, batch, settings)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep the bars and remarks of diffusers and transformers off the terminal."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        with warnings.catch_warnings():
+            # Deprecations between the libraries' versions are not the user's to act on.
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for library, (verbosity, bars) in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+            if bars:
+                library.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Recipes: what to do with a model, as frozen values read from YAML."""

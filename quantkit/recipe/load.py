@@ -1,0 +1,113 @@
+"""Reading recipes: YAML text to ``Recipe``, with errors that name the key and the cure."""
+
+import difflib
+import os
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from quantkit import resources
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.recipe.goals import BudgetRecipe, Gates
+from quantkit.recipe.schema import (
+    ActivationRecipe,
+    CalibrationRecipe,
+    Override,
+    Recipe,
+    SparsityRecipe,
+    WeightRecipe,
+)
+from quantkit.storage.inputfile import read_text
+from quantkit.storage.jsonfile import short
+from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
+
+#: Letters of a message about a recipe, after its name.
+_LENGTH = 300
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Return the names of the bundled recipes, sorted."""
+    return tuple(sorted(path.stem for path in resources.recipes().glob("*.yaml")))
+
+
+def load_recipe(text: str) -> Recipe:
+    """Return the bundled recipe called ``text``, or the one in the YAML file at ``text``.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, an unknown key, a value out of range.
+    """
+    path = Path(text)
+    # Not Path.is_file, which raises for names that are too long.
+    if path.suffix in {".yaml", ".yml"} or os.path.isfile(text):  # noqa: PTH113
+        return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=text)
+    if text not in recipe_names():
+        known = recipe_names()
+        raise RecipeError(
+            f"recipe {text!r:.80}: neither a bundled recipe nor a .yaml file"
+            f"{did_you_mean(text, known)}; bundled are {', '.join(known)}"
+        )
+    path = resources.recipes() / f"{text}.yaml"
+    return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=f"recipe {text}")
+
+
+def parse_recipe(text: str, *, where: str) -> Recipe:
+    """Return the recipe written in ``text``.
+
+    Args:
+        text: YAML.
+        where: what error messages call it.
+
+    Raises:
+        RecipeError: not YAML, an unknown key, a value out of range.
+    """
+    try:
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where}: found {type(values).__name__}, wanted a table of settings")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_first(error)}") from error
+    except QuantkitError as error:
+        raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first complaint as one line."""
+    complaint = error.errors(include_url=False)[0]
+    path = [f"{part!s:.80}" for part in complaint["loc"]]
+    place = ".".join(path)
+    if complaint["type"] == "extra_forbidden":
+        known = _fields_at(complaint["loc"][:-1])
+        return f"unknown key {place!r}{did_you_mean(path[-1], known)}; known: {', '.join(known)}"
+    found = "" if complaint["type"] == "missing" else f", found {reprlib.repr(complaint['input'])}"
+    return f"{place}: {complaint['msg']:.{_LENGTH}}{found}"
+
+
+#: Sections by key, for the keys that a typing mistake may have meant.
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "weight": WeightRecipe,
+    "activation": ActivationRecipe,
+    "sparsity": SparsityRecipe,
+    "calibration": CalibrationRecipe,
+    "overrides": Override,
+    "gates": Gates,
+    "budget": BudgetRecipe,
+}
+
+
+def _fields_at(path: Sequence[str | int]) -> tuple[str, ...]:
+    names = [part for part in path if isinstance(part, str)]
+    section = _SECTIONS[names[-1]] if names else Recipe
+    return tuple(section.model_fields)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return a question about the known word that is nearest, or nothing when none is near."""
+    # The time that comparing takes is that of both lengths.
+    close = difflib.get_close_matches(word[:80], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

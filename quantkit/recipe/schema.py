@@ -1,0 +1,265 @@
+"""Recipes: frozen, strictly checked values. What to do, never how.
+
+Layer patterns are fnmatch globs on the module path inside the component, as
+``down_blocks.*.attentions.*``. Nothing here opens a model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from quantkit.errors import RecipeError
+from quantkit.recipe.fields import (
+    Buckets,
+    Format,
+    Patterns,
+    Percentile,
+    Smooth,
+    Strict,
+    alpha_or_auto,
+    ascending,
+    checked_granularity,
+    checked_pattern,
+    printable,
+    section_of,
+)
+from quantkit.recipe.goals import BudgetRecipe, Gates
+from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
+
+
+class WeightRecipe(Strict):
+    """How weights become FP8."""
+
+    format: Format = "e4m3fn"
+    #: tensor, channel or group:SIZE
+    granularity: Annotated[str, AfterValidator(checked_granularity)] = "channel"
+    observer: Literal["amax", "mse"] = "amax"
+    #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
+    rounding: Literal["nearest", "gptq"] = "nearest"
+
+
+class ActivationRecipe(Strict):
+    """How inputs of packed layers become FP8, in the format of the weight."""
+
+    mode: Literal["none", "static", "token"] = "token"
+    #: what chooses a static scale from the statistics
+    observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
+    percentile: Percentile = 99.99
+    #: subtract each channel's mean before quantizing; the output gets it back
+    shift: bool = False
+    #: 2: an input is the sum of two FP8 values, the second holding what the first leaves; the layer
+    #: multiplies twice, and its input's error falls to a sixteenth
+    terms: Literal[1, 2] = 1
+    #: timestep buckets that have a static scale and a shift of their own: how many, their edges,
+    #: or auto
+    buckets: Annotated[Buckets, AfterValidator(ascending)] = 1
+
+    @model_validator(mode="after")
+    def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
+        for name, given in (("shift", self.shift), ("terms", self.terms > 1)):
+            if given and self.mode == "none":
+                raise RecipeError(
+                    f"activation.{name} with mode none: nothing is quantized; drop {name}"
+                )
+        if self.shift and self.observer == "moving_average":
+            raise RecipeError(
+                "activation.shift with observer moving_average: it was taken before the shift; "
+                "use mse, kl, percentile or amax"
+            )
+        if self.shift and self.buckets == "auto":
+            raise RecipeError(
+                "activation.buckets auto with shift: scales that agree may have shifts that do "
+                "not; give a number of buckets"
+            )
+        return self
+
+
+class SparsityRecipe(Strict):
+    """Which layers are masked, and how."""
+
+    pattern: Annotated[str, AfterValidator(checked_pattern)] = "2:4"
+    method: Literal["magnitude", "wanda", "sparsegpt"] = "magnitude"
+    layers: Patterns = ("*",)
+    exclude: Patterns = ()
+    #: mask only layers that lose at most this share of their output's power; None: all
+    error_budget: Annotated[float, Field(gt=0)] | None = None
+
+
+class CalibrationRecipe(Strict):
+    """How the pipeline is run for statistics."""
+
+    prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
+    #: None: the pipeline's own default
+    guidance: float | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
+    #: timestep buckets kept apart in the statistics
+    buckets: Annotated[int, Field(ge=1)] = 4
+    #: prompts per run of the pipeline
+    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
+    #: what a step counts in second moments: all the same, or its effect on the final sample
+    weighting: Literal["uniform", "schedule"] = "uniform"
+    #: of the rows of each call that second moments look at, drawn at random: neighbours in a
+    #: picture are alike, so a quarter of the rows of four times the prompts says more
+    row_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
+        if self.buckets > self.steps:
+            raise RecipeError(
+                f"buckets {self.buckets}: more than the {self.steps} steps; take fewer buckets"
+            )
+        return self
+
+
+class Override(Strict):
+    """Another treatment for some layers. Of overrides that match, the last to set a field wins."""
+
+    layers: Annotated[Patterns, Field(min_length=1)]
+    #: True: stay in 16 bit; False: pack what the family would keep
+    keep: bool | None = None
+    weight: WeightRecipe | None = None
+    activation: ActivationRecipe | None = None
+    #: True or False: mask or do not mask, whatever the sparsity section says
+    sparse: bool | None = None
+    #: why, for whoever reads the recipe
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What a recipe says about one layer."""
+
+    #: None: as the family has it
+    keep: bool | None
+    weight: WeightRecipe
+    activation: ActivationRecipe
+    #: whether the recipe wants a mask, eligible or not
+    sparse: bool
+
+
+class Recipe(Strict):
+    """Everything that a run of quantkit decides."""
+
+    name: Annotated[str, AfterValidator(printable)]
+    description: str = ""
+    weight: WeightRecipe = WeightRecipe()
+    activation: ActivationRecipe = ActivationRecipe()
+    sparsity: SparsityRecipe | None = None
+    #: SmoothQuant's alpha: at 1 all of the input's range moves into the weight; auto: by layer
+    smooth: Annotated[Smooth, AfterValidator(alpha_or_auto)] | None = None
+    #: bring both halves of skip concatenations to one range
+    split_concat: bool = False
+    #: add what quantizing a weight takes from its layer's mean output to the bias
+    bias_correction: bool = False
+    #: layers that stay in 16 bit besides those of the family
+    keep: Patterns = ()
+    overrides: tuple[Override, ...] = ()
+    #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
+    unmatched: Literal["error", "ignore"] = "error"
+    calibration: CalibrationRecipe = CalibrationRecipe()
+    gates: Gates | None = None
+    #: chosen within by 'quantkit calibrate optimize'; packing wants the recipe that it writes
+    budget: BudgetRecipe | None = None
+
+    @field_validator("overrides", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return () if value is None else value
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True when something is chosen from activations."""
+        rule = self.sparsity
+        return (
+            self.budget is not None
+            or any(a.mode == "static" or a.shift for a in self._activations)
+            or self.smooth is not None
+            or self.split_concat
+            or self.bias_correction
+            or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
+        )
+
+    @property
+    def needs_hessians(self) -> bool:
+        """True when weights make up for each other's errors."""
+        weights = (self.weight, *(o.weight for o in self.overrides if o.weight))
+        rule = self.sparsity
+        sparse = rule is not None and rule.method == "sparsegpt"
+        return sparse or any(weight.rounding == "gptq" for weight in weights)
+
+    @model_validator(mode="after")
+    def _smoothing_has_a_scale(self) -> "Recipe":
+        key = "smooth" if self.smooth is not None else "split_concat"
+        if (self.smooth is not None or self.split_concat) and any(
+            a.mode == "static" and a.observer == "moving_average" for a in self._activations
+        ):
+            raise RecipeError(
+                f"{key} with activation.observer moving_average: it was taken over all channels, "
+                "before they were rescaled; choose another observer, or activation.mode: token"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shifts_are_not_rescaled_by_layer(self) -> "Recipe":
+        if any(a.shift for a in self._activations) and (self.smooth == "auto" or self.split_concat):
+            key = "split_concat" if self.split_concat else "smooth auto"
+            raise RecipeError(
+                f"{key} with activation.shift: it looks at inputs before the shift; set smooth to "
+                "a number, or drop one of both"
+            )
+        return self
+
+    @property
+    def _activations(self) -> tuple[ActivationRecipe, ...]:
+        return (self.activation, *(o.activation for o in self.overrides if o.activation))
+
+    def settings(self, layer: str) -> LayerSettings:
+        """Return what holds for the layer at this module path."""
+        keep: bool | None = True if matches(layer, self.keep) else None
+        weight, activation, sparse = self.weight, self.activation, self._sparse(layer)
+        for override in self.overrides:
+            if matches(layer, override.layers):
+                keep = keep if override.keep is None else override.keep
+                weight = override.weight or weight
+                activation = override.activation or activation
+                sparse = sparse if override.sparse is None else override.sparse
+        return LayerSettings(keep, weight, activation, sparse)
+
+    def with_calibration(self, settings: Mapping[str, Any]) -> "Recipe":
+        """Return the recipe with some settings of its calibration section replaced.
+
+        Raises:
+            RecipeError: settings that do not go together.
+        """
+        section = section_of(CalibrationRecipe, {**self.calibration.model_dump(), **settings})
+        return self.model_copy(update={"calibration": section})
+
+    def refuse_budget(self) -> None:
+        """Refuse to carry out a recipe whose treatments are still to be chosen.
+
+        Raises:
+            RecipeError: it has a budget.
+        """
+        if self.budget is not None:
+            raise RecipeError(
+                f"recipe {self.name}: has a budget, so its treatments are still to be chosen; run "
+                "'quantkit calibrate optimize', or 'quantkit run', and take the recipe it writes"
+            )
+
+    def _sparse(self, layer: str) -> bool:
+        rule = self.sparsity
+        return rule is not None and matches(layer, rule.layers) and not matches(layer, rule.exclude)
+
+
+def matches(layer: str, patterns: Sequence[str]) -> bool:
+    """Tell whether one of the globs matches the module path."""
+    return any(fnmatchcase(layer, pattern) for pattern in patterns)

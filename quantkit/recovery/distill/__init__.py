@@ -1,0 +1,1 @@
+"""Recovery by distillation: a student trained on the dense model's trajectories."""

@@ -1,0 +1,267 @@
+"""Recovery by distillation: a student of fewer bits or weights, trained on the dense answers."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import ArtefactError, ModelError, PromptError, RecipeError
+from quantkit.models.layers import Layer, list_layers
+from quantkit.models.source import Component, Model
+from quantkit.numerics.packing import from_rows
+from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
+from quantkit.progress import Progress
+from quantkit.recipe.schema import Recipe
+from quantkit.recovery.distill.bank import Teacher
+from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
+from quantkit.recovery.distill.previews import PictureWatcher, hold_out
+from quantkit.recovery.distill.progress import Point
+from quantkit.recovery.distill.ranks import Ranks, joined, own_device
+from quantkit.recovery.distill.saving import Checkpoint, identify
+from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.distill.training import Trainer
+from quantkit.recovery.fakequant import install, plan_quants
+from quantkit.recovery.straight_through import LayerQuant
+from quantkit.sparsity.maskfile import LayerMask, MaskSet
+from quantkit.storage.digest import sha256_of
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is trained, and for what."""
+
+    #: a pipeline with one denoiser
+    model: Model
+    #: which weights are kept, chosen for this model; None: all
+    masks: MaskSet | None
+    #: the recipe that the result will be packed with, to train it as packed; None: in 16 bit
+    quantize: Recipe | None
+    #: taken in turn, with a new seed each time. Any number; thousands are better
+    prompts: Sequence[str]
+    #: auto, cpu or cuda[:N]; bfloat16 autocast on a GPU, float32 on the CPU
+    device: str
+
+
+@dataclass(frozen=True, eq=False)
+class Keeping:
+    """Where a training is kept on disk."""
+
+    path: Path
+    #: seconds after which it is saved again
+    every: float
+    #: go on with the training that is there
+    resume: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Recovered:
+    """The trained weights of a model's denoiser."""
+
+    component: Component
+    #: parameter name -> float32 on the CPU; exactly zero where a mask does not keep
+    weights: Mapping[str, Tensor]
+    #: the loss on the way
+    points: tuple[Point, ...]
+    #: sampled from the teacher, by all processes
+    trajectories: int
+    #: seconds of looks, saving and refilling, which the points leave out
+    aside: float
+    #: whether this process is the one of several that writes
+    writes: bool = True
+
+
+def ignore(point: Point) -> None:
+    """Watch nothing."""
+    del point
+
+
+@quiet_libraries()
+def recover(
+    task: Task,
+    settings: Settings,
+    *,
+    progress: Progress,
+    watch: Callable[[Point], None] = ignore,
+    keeping: Keeping | None = None,
+) -> Recovered:
+    """Train the denoiser of a pipeline on the dense one's own trajectories.
+
+    The dense pipeline denoises the prompts from noise, and every call of its denoiser becomes an
+    example: what it was asked, and what it answered. With guidance half of these calls are without
+    a caption. The student starts from the masked weights; its masks stay as they are. Processes
+    that ``torchrun`` or ``accelerate launch`` started train one student together.
+
+    Args:
+        task: what is trained, and for what.
+        settings: how long and how fast.
+        progress: told of percents of the training.
+        watch: told of the loss.
+        keeping: None keeps nothing on disk.
+
+    Raises:
+        ArtefactError: neither masks nor quantization, masks of another model, a saved training that
+            does not fit.
+        ModelError: no pipeline, or more than one denoiser.
+        NonFiniteError: the loss became NaN or Inf.
+        PromptError: no prompts.
+        RecipeError: a recipe that cannot be trained, or offloading from a CPU.
+    """
+    if not task.prompts:
+        raise PromptError("no prompts, wanted at least one")
+    component = only_denoiser(task.model)
+    kept = [] if task.masks is None else masked_layers(component, task.masks)
+    quants = _quants(task, component, kept)
+    target = own_device(choose_device(task.device))
+    if settings.offload and target.type == "cpu":
+        raise RecipeError("--offload: moves states from a GPU, and this is the CPU; drop it")
+    with joined(target) as ranks:
+        recruit = _Recruit(task, component, kept, quants, settings)
+        return recruit.train(target, ranks, progress, watch, keeping)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recruit:
+    """A checked task."""
+
+    task: Task
+    component: Component
+    kept: list[tuple[Layer, LayerMask]]
+    quants: dict[str, LayerQuant]
+    settings: Settings
+
+    def train(
+        self,
+        device: torch.device,
+        ranks: Ranks,
+        progress: Progress,
+        watch: Callable[[Point], None],
+        keeping: Keeping | None,
+    ) -> Recovered:
+        prompts, watched = hold_out(self.task.prompts, self.settings.watched)
+        pipe = load_pipeline(self.task.model, device)
+        denoiser: nn.Module = getattr(pipe, self.component.name)
+        teacher = Teacher(pipe, denoiser, prompts, self.settings, ranks)
+        student, stepper = self._student(denoiser, ranks)
+        # Before the watcher copies the denoiser, so that an offloaded copy is not on the GPU.
+        teacher.rest()
+        watcher = self._watcher(teacher, watched) if ranks.writes else None
+        with closing(stepper):
+            trainer = Trainer(student, stepper, teacher, self.settings, ranks)
+            saver = self._keep(trainer, keeping, ranks)
+
+            def report(point: Point) -> None:
+                progress("recovering", round(100 * point.fraction), 100)
+                watch(point)
+
+            progress("recovering", 0, 100)
+            best = trainer.run(report if ranks.writes else ignore, watcher, saver)
+            progress("recovering", 100, 100)
+            weights = {name: value.cpu() for name, value in best.items()}
+        return Recovered(
+            self.component,
+            weights,
+            tuple(trainer.points),
+            teacher.made * ranks.world,
+            trainer.clock.paused_for,
+            ranks.writes,
+        )
+
+    def _student(self, denoiser: Any, ranks: Ranks) -> tuple[nn.Module, Stepper]:
+        """Return a copy that can be trained; dropout stays off, as where pictures are made."""
+        offload = self.settings.offload
+        copied: Any = copy.deepcopy(denoiser)
+        student: Any = copied.to(torch.bfloat16 if offload else torch.float32)
+        student.requires_grad_(True).eval()
+        if self.settings.checkpointing or offload:
+            student.enable_gradient_checkpointing()
+        install(student, self.quants)
+        _refuse_unknown(student, [layer.weight.name for layer, _ in self.kept], self.component)
+        device = torch.device("cpu") if offload else next(student.parameters()).device
+        dense = {
+            layer.weight.name: from_rows(mask.dense(layer.n, layer.k), layer.shape).to(device)
+            for layer, mask in self.kept
+        }
+        if offload:
+            return student, Offloaded(student, denoiser, dense, self.settings, ranks)
+        return student, Resident(student, dense, self.settings, ranks)
+
+    def _watcher(self, teacher: Teacher, prompts: Sequence[str]) -> PictureWatcher | None:
+        if self.settings.watch_every is None:
+            return None
+        return PictureWatcher(teacher, self.component.name, prompts, self.settings, self.quants)
+
+    def _keep(self, trainer: Trainer, keeping: Keeping | None, ranks: Ranks) -> Checkpoint | None:
+        """Return what saves the training in this process, brought to where it was saved last."""
+        if keeping is None:
+            return None
+        task = self.task
+        identity = identify(self.component, task.masks, task.quantize, self.settings, task.prompts)
+        checkpoint = Checkpoint(keeping.path, identity | {"world": ranks.world}, keeping.every)
+        if keeping.resume:
+            checkpoint.resume(trainer)
+        return checkpoint if ranks.writes else None
+
+
+def _quants(
+    task: Task, component: Component, kept: Sequence[tuple[Layer, LayerMask]]
+) -> dict[str, LayerQuant]:
+    """Return the layers that compute as packed.
+
+    Raises:
+        ArtefactError: none, and no masks either.
+    """
+    if task.quantize is None:
+        if not kept:
+            raise ArtefactError(
+                "masks: no layer is masked, and none is quantized, so there is nothing to recover"
+            )
+        return {}
+    return plan_quants(component, task.quantize, {layer.name for layer, _ in kept})
+
+
+def only_denoiser(model: Model) -> Component:
+    """Return the denoiser of a pipeline that has one.
+
+    Raises:
+        ModelError: no pipeline, or more than one denoiser.
+    """
+    if not model.is_pipeline:
+        raise ModelError(
+            f"{model.path}: one component; recovery runs the whole pipeline, pass its directory"
+        )
+    if len(model.components) != 1:
+        names = ", ".join(component.name for component in model.components)
+        raise ModelError(f"{model.path}: found the denoisers {names}; recovery trains one")
+    return model.components[0]
+
+
+def masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, LayerMask]]:
+    """Return the layers that have a mask.
+
+    Raises:
+        ArtefactError: a layer that is not there, or weights that the masks are not for.
+    """
+    chosen = masks.of(component)
+    layers = {layer.name: layer for layer in list_layers(component)}
+    for name, mask in chosen.items():
+        if name not in layers:
+            raise ArtefactError(f"masks: {name} is no layer of {component.path}; choose them again")
+        digest = sha256_of(layers[name].shard, layers[name].weight)
+        if digest != mask.source_digest:
+            raise ArtefactError(
+                f"masks: {name} had other weights (checksum {digest[:12]} now, "
+                f"{mask.source_digest[:12]} then); choose masks for this model"
+            )
+    return [(layers[name], mask) for name, mask in chosen.items()]
+
+
+def _refuse_unknown(student: nn.Module, masks: Sequence[str], component: Component) -> None:
+    names = {name for name, _ in student.named_parameters()}
+    for name in masks:
+        if name not in names:
+            raise ModelError(f"{component.path}: diffusers builds no parameter {name}")

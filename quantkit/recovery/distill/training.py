@@ -1,0 +1,268 @@
+"""Training a student on its teacher's answers."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from quantkit.errors import NonFiniteError, QuantkitError
+from quantkit.recovery.calls import Chunk, Template
+from quantkit.recovery.distill.bank import Bank, Teacher
+from quantkit.recovery.distill.optimizer import Stepper
+from quantkit.recovery.distill.progress import Clock, Look, Patience, Point
+from quantkit.recovery.distill.ranks import Ranks
+from quantkit.recovery.distill.settings import Settings
+
+#: Steps after which the loss is read, which waits for the device.
+READ_EVERY = 25
+
+
+class Watcher(Protocol):
+    """What looks at a student now and then."""
+
+    def look(self, average: dict[str, Tensor]) -> Look:
+        """Measure the denoiser of these weights."""
+
+
+class Saver(Protocol):
+    """What keeps a training, to go on with after it was ended."""
+
+    def due(self) -> bool:
+        """Tell whether it is time."""
+
+    def save(self, trainer: "Trainer") -> None:
+        """Keep it."""
+
+
+class _Call(nn.Module):
+    """The student as a function of rows."""
+
+    def __init__(self, denoiser: nn.Module, template: Template) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self._template = template
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        answer: Tensor = self.denoiser(**self._template.arguments(rows))[0]
+        return answer
+
+
+class Trainer:
+    """One student, and how far its training is."""
+
+    def __init__(
+        self,
+        student: nn.Module,
+        stepper: Stepper,
+        teacher: Teacher,
+        settings: Settings,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Prepare the training.
+
+        Args:
+            student: a copy of the teacher's denoiser; changed in place.
+            stepper: made for this student.
+            teacher: makes the trajectories.
+            settings: how long and how fast.
+            ranks: the processes that train together; None: this one alone.
+        """
+        self.stepper = stepper
+        self.teacher = teacher
+        self.clock = Clock()
+        #: steps done
+        self.step = 0
+        #: the loss on the way
+        self.points: list[Point] = []
+        #: trajectory batches that the bank was given, and the first of those that it holds
+        self.chunks = self.oldest = 0
+        self._student = student
+        self._device = next(student.parameters()).device
+        self._settings = settings
+        self._ranks = ranks or Ranks()
+        self._patience = Patience(settings.patience)
+
+    def run(
+        self,
+        watch: Callable[[Point], None],
+        watcher: Watcher | None = None,
+        saver: Saver | None = None,
+    ) -> dict[str, Tensor]:
+        """Train to the end of the steps or of the time, or until pictures stop improving.
+
+        Args:
+            watch: told of the loss.
+            watcher: looks at the pictures; None: nobody does.
+            saver: keeps the training now and then; None: nobody does.
+
+        Returns:
+            the averaged weights; those of the best look when patience ended the run.
+
+        Raises:
+            NonFiniteError: the loss is NaN or Inf.
+            QuantkitError: out of GPU memory.
+        """
+        try:
+            with warnings.catch_warnings():
+                # Graphs are captured on a stream of their own, once; the wait costs nothing.
+                warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+                self._run(watch, watcher, saver)
+        except torch.OutOfMemoryError as error:
+            raise QuantkitError(
+                f"out of GPU memory at a batch of {self._settings.batch}; take a smaller --batch, "
+                "--checkpointing or --offload"
+            ) from error
+        return self._patience.best or self.stepper.average
+
+    def _run(
+        self, watch: Callable[[Point], None], watcher: Watcher | None, saver: Saver | None
+    ) -> None:
+        bank = self._refill() if self.chunks else self._fill()
+        call = self._make_call(bank)
+        losses: list[Tensor] = []
+        while True:
+            fraction = self._ranks.agree(self._fraction())
+            # A run whose time is over before it began still takes one step.
+            if fraction >= 1 and self.step:
+                break
+            if self.step and self.step % self._settings.refresh == 0:
+                bank.put(self._sample())
+                self.oldest = max(self.oldest, self.chunks - bank.capacity)
+            losses.append(self._train(call, bank, fraction))
+            self.step += 1
+            # The same in all processes: they average what is read.
+            looking = self._look_is_due()
+            if looking or self.step % READ_EVERY == 0 or self.step in (1, self._settings.steps):
+                self._read(losses, watcher if looking else None)
+                watch(self.points[-1])
+                self._save(saver)
+        if losses:
+            self._read(losses, None)
+            watch(self.points[-1])
+
+    def _look_is_due(self) -> bool:
+        every = self._settings.watch_every
+        return every is not None and self.step % every == 0
+
+    def _save(self, saver: Saver | None) -> None:
+        if saver is not None and saver.due():
+            with self.clock.paused():
+                saver.save(self)
+
+    def _sample(self) -> Chunk:
+        chunk = self.teacher.sample(self._sampling_batch)
+        self.chunks += 1
+        return chunk
+
+    @property
+    def _sampling_batch(self) -> int:
+        return min(self._settings.sampling_batch, self._settings.trajectories)
+
+    def _fill(self) -> Bank:
+        """Sample until the bank is full, or a fifth of the time is over."""
+        limit = self._settings.seconds
+        with self.teacher.awake():
+            bank = self._new_bank(self._sample())
+            for _ in range(bank.capacity - 1):
+                late = limit is not None and self.clock.elapsed > limit / 5
+                if self._ranks.agree(float(late)):
+                    break
+                bank.put(self._sample())
+        return bank
+
+    def _refill(self) -> Bank:
+        """Sample again what the bank held when the training was saved."""
+        wanted, self.chunks = self.chunks, self.oldest
+        self.teacher.go_to(self.oldest, self._sampling_batch)
+        with self.clock.paused(), self.teacher.awake():
+            bank = self._new_bank(self._sample())
+            while self.chunks < wanted:
+                bank.put(self._sample())
+        return bank
+
+    def _new_bank(self, first: Chunk) -> Bank:
+        device = torch.device("cpu") if self._settings.offload else self._device
+        return Bank(first, self._capacity(first), device, put=self.oldest)
+
+    def _capacity(self, first: Chunk) -> int:
+        wanted = -(-self._settings.trajectories // self._sampling_batch)
+        return max(1, min(wanted, self._settings.bank_bytes // first.nbytes))
+
+    def _make_call(self, bank: Bank) -> Callable[..., Tensor]:
+        call = _Call(self._student, bank.template)
+        settings = self._settings
+        if self._device.type != "cuda" or not settings.graphs:
+            return call
+        if settings.checkpointing or settings.offload:
+            return call
+        rows = self._floats(bank.draw(settings.batch, self._generator(bank))[0])
+        with self._autocast():
+            graphed: Any = torch.cuda.make_graphed_callables(
+                call, tuple(rows), allow_unused_input=True
+            )
+        replay: Callable[..., Tensor] = graphed
+        return replay
+
+    def _generator(self, bank: Bank) -> Generator:
+        """Return the generator of this step: of the step alone, so that no state is to be kept."""
+        ranks = self._ranks
+        seed = self._settings.seed * 1_000_003 + self.step * ranks.world + ranks.rank
+        return Generator(bank.device).manual_seed(seed)
+
+    def _autocast(self) -> torch.autocast:
+        # Without its cache, because casts that are cached outside of a graph are lost to it.
+        on_gpu = self._device.type == "cuda"
+        return torch.autocast(
+            self._device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False
+        )
+
+    def _train(self, call: Callable[..., Tensor], bank: Bank, fraction: float) -> Tensor:
+        """Take one step and return its loss, without waiting for the device."""
+        rows, wanted = bank.draw(self._settings.batch, self._generator(bank))
+        # A young average forgets faster, or it would remember the weights of one shot.
+        decay = min(self._settings.average, (1 + self.step) / (10 + self.step))
+        self.stepper.begin(self._settings.rate * self._schedule(fraction), decay)
+        with self._autocast():
+            answer = call(*self._floats(rows))
+        loss = functional.mse_loss(answer.float(), wanted.to(self._device).float())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.stepper.finish()
+        return loss.detach()
+
+    def _schedule(self, fraction: float) -> float:
+        warm = min(1.0, (self.step + 1) / max(1, self._settings.warm_up))
+        return warm * 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
+
+    def _fraction(self) -> float:
+        steps, seconds = self._settings.steps, self._settings.seconds
+        return max(
+            1.0 if self._patience.over else 0.0,
+            0.0 if steps is None else self.step / steps,
+            0.0 if seconds is None else self.clock.elapsed / seconds,
+        )
+
+    def _read(self, losses: list[Tensor], watcher: Watcher | None) -> None:
+        """Add a point, with a look where a watcher is given."""
+        mean = torch.stack(losses).mean()
+        losses.clear()
+        self._ranks.average_([mean])
+        loss = float(mean)
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"recovery: the loss is {loss} at step {self.step}; take a lower --rate"
+            )
+        seconds, look = self.clock.elapsed, None
+        if watcher is not None:
+            with self.clock.paused():
+                look = watcher.look(self.stepper.average)
+                self._patience.see(look, self.stepper.average)
+        fraction = min(1.0, self._fraction())
+        self.points.append(Point(self.step, loss, seconds, fraction, look))
+
+    def _floats(self, rows: list[Tensor]) -> list[Tensor]:
+        moved = [value.to(self._device) for value in rows]
+        return [value.float() if value.is_floating_point() else value for value in moved]

@@ -1,0 +1,1 @@
+"""Recovery by reconstruction: block after block brought to its teacher's answers."""

@@ -1,0 +1,123 @@
+"""The file of an artefact: one safetensors file, JSON in its header, a checksum of both."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.errors import ArtefactError
+from quantkit.storage.files import staged_file
+from quantkit.storage.jsonfile import parse_json, parsing
+from quantkit.storage.tensorfile import read_header
+
+#: The version of a kind that never changed.
+FIRST_VERSION = 1
+
+
+def write_artefact(
+    path: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    *,
+    force: bool,
+    version: int = FIRST_VERSION,
+) -> None:
+    """Write an artefact, whole or not at all.
+
+    Args:
+        path: the file to make.
+        kind: the metadata key, as ``quantkit_calibration``.
+        tensors: by name.
+        about: JSON values that go with them.
+        force: replace an existing file.
+        version: the oldest that holds all of it, so that older programs read what they can.
+
+    Raises:
+        OutputError: the file exists without ``force``, or cannot be written.
+    """
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(about, sort_keys=True)
+    entry = {"format_version": version, "sha256": _digest(plain, text), "about": text}
+    with staged_file(path, force=force) as stage:
+        save_file(plain, stage, metadata={kind: json.dumps(entry)})
+
+
+def read_artefact(
+    path: Path, kind: str, *, newest: int = FIRST_VERSION
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and what was said about them.
+
+    Args:
+        path: the file.
+        kind: the metadata key.
+        newest: the last version that the caller understands, as it does all before it.
+
+    Raises:
+        ArtefactError: missing, damaged, of another kind, or of a newer version.
+    """
+    metadata = read_header(path, error=ArtefactError).metadata
+    if kind not in metadata:
+        raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")
+    with parsing(path, cure="write it again"):
+        entry = parse_json(metadata[kind])
+        version = entry["format_version"]
+        if type(version) is not int or not FIRST_VERSION <= version <= newest:
+            raise ArtefactError(
+                f"{path}: format_version {version!r:.40}, wanted {_range(newest)}; update quantkit "
+                "or write the file again"
+            )
+        tensors, text = _load(path), entry["about"]
+        if _digest(tensors, text) != entry["sha256"]:
+            raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
+        about = parse_json(text)
+        if not isinstance(about, dict):
+            raise ValueError(f"about is {type(about).__name__}, wanted an object")  # noqa: TRY004
+        return tensors, about
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        # The header was in order: a dtype that torch has not, or a file that changed meanwhile.
+        raise ValueError(str(error)) from error
+    return tensors
+
+
+def _range(newest: int) -> str:
+    return str(newest) if newest == FIRST_VERSION else f"{FIRST_VERSION} to {newest}"
+
+
+def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # reshape(-1) first: a scalar has no last axis to view as bytes
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def pack_name(component: str, layer: str, field: str) -> str:
+    """Return the name of a layer's tensor in an artefact; opening a model refuses names with /."""
+    return f"{component}/{layer}/{field}"
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Undo ``pack_name``: component, layer, field.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    parts = name.split("/")
+    if len(parts) != 3:
+        raise ValueError(f"tensor {name!r:.80}: wanted COMPONENT/LAYER/FIELD")
+    component, layer, field = parts
+    return component, layer, field

@@ -1,0 +1,116 @@
+"""SHA-256 of bytes as they lie in a file: what they must be, and whether they are."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+from quantkit.storage.tensorfile import TensorInfo
+
+#: Bytes that are read at once: large enough that hashing dominates, small enough to stay in cache.
+CHUNK_BYTES = 1 << 20
+
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a range of bytes of a file must hash to."""
+
+    path: Path
+    #: what messages put behind the path, with a colon and a space behind it: "conv_in.weight: "
+    what: str
+    start: int
+    #: past the last byte
+    stop: int
+    #: hex
+    sha256: str
+
+    def breach(self) -> str:
+        """Return a line that says how the bytes are others; empty when they are not."""
+        try:
+            found = _sha256(self.path, self.start, self.stop)
+        except (OSError, EOFError) as error:
+            return f"{self.path}: {self.what}cannot be read ({error})"
+        if found == self.sha256:
+            return ""
+        return (
+            f"{self.path}: {self.what}damaged: SHA-256 {found}, wanted {self.sha256}; download it "
+            "or pack the model again"
+        )
+
+
+class Hashing:
+    """Claims that are checked by threads, while whoever made them does something else."""
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        """Start; hashing gives Python's lock free, so threads run beside the caller."""
+        # The largest first, so that no thread is left alone with one at the end.
+        ordered = sorted(claims, key=lambda claim: claim.start - claim.stop)
+        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._pending: list[Future[str]] = [pool.submit(claim.breach) for claim in ordered]
+        pool.shutdown(wait=False)
+
+    def join(self) -> None:
+        """Wait for the rest.
+
+        Raises:
+            CheckpointError: the first claim that does not hold; the others are given up.
+        """
+        for future in self._pending:
+            if breach := future.result():
+                self.cancel()
+                raise CheckpointError(breach)
+
+    def cancel(self) -> None:
+        """Drop what has not been started."""
+        for future in self._pending:
+            future.cancel()
+
+
+def is_digest(text: str) -> bool:
+    """Tell whether a text is a SHA-256 in hex."""
+    return len(text) == 64 and _HEX.issuperset(text)
+
+
+def sha256_of(path: Path, info: TensorInfo) -> str:
+    """Return the SHA-256, in hex, of the raw bytes of one tensor.
+
+    Args:
+        path: the safetensors file.
+        info: the tensor's row of that file's header.
+    """
+    return _sha256(path, info.start, info.stop)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256, in hex, of a whole file."""
+    return _sha256(path, 0, path.stat().st_size)
+
+
+def sha256_of_range(descriptor: int, start: int, stop: int) -> str:
+    """Return the SHA-256, in hex, of the bytes from ``start`` up to ``stop`` of an open file.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    while start < stop:
+        count = os.preadv(descriptor, [buffer[: stop - start]], start)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {start}, wanted {stop}")
+        digest.update(buffer[:count])
+        start += count
+    return digest.hexdigest()
+
+
+def _sha256(path: Path, start: int, stop: int) -> str:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return sha256_of_range(descriptor, start, stop)
+    finally:
+        os.close(descriptor)

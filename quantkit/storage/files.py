@@ -1,0 +1,174 @@
+"""Writing so that nothing is ever half written, lost, or deleted that quantkit did not write.
+
+An output is made in a stage beside it and gets its name in one step (see ``staging`` and
+``renaming``). ``--force`` replaces a folder if its marker says that quantkit wrote all that is in
+it, and any ordinary file, as ``cp -f`` does.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quantkit.errors import OutputError
+from quantkit.storage.marker import MARKER, marker_text, refuse_foreign
+from quantkit.storage.places import already_there, refuse_directory, refuse_file, translated
+from quantkit.storage.renaming import rename_new, rename_over
+from quantkit.storage.staging import aside_of, stage_beside
+
+
+@contextmanager
+def staged_directory(
+    output: Path, *, kind: str, force: bool, later: Collection[str] = ()
+) -> Iterator[Path]:
+    """Yield an empty folder that becomes ``output`` when the body succeeds.
+
+    Args:
+        output: the directory to make; its parent is made when missing.
+        kind: what it is, as "packed model"; the marker says so.
+        force: replace an empty folder, or one of the same kind that holds nothing but what quantkit
+            wrote; it stays in place until the new one is complete.
+        later: files that will be added to it, relative to it.
+
+    Raises:
+        OutputError: ``output`` exists without ``force``, holds something else, or cannot be written
+            (no space left).
+    """
+    refuse_directory(output, kind, force=force)
+    with translated(output), stage_beside(output) as stage:
+        made = stage / "made"
+        made.mkdir()
+        yield made
+        (made / MARKER).write_text(marker_text(made, kind, later), encoding="utf-8")
+        _sync(made)
+        _publish(made, output, stage, kind if force else None)
+        _sync_file(output.parent)
+
+
+@contextmanager
+def scratch_directory(output: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``output``, on its file system, that is gone afterwards.
+
+    Raises:
+        OutputError: it cannot be written (no space left).
+    """
+    with translated(output), stage_beside(output) as stage:
+        yield stage
+
+
+@contextmanager
+def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a path of the same name that becomes ``output`` when the body succeeds.
+
+    Raises:
+        OutputError: ``output`` exists without ``force``, is no file, or cannot be written.
+    """
+    refuse_file(output, force=force)
+    with translated(output), stage_beside(output) as stage:
+        made = stage / output.name
+        yield made
+        # safetensors writes 0600; a file should be as readable as one made by open().
+        made.chmod(_plain_mode())
+        _sync_file(made)
+        if force:
+            made.replace(output)
+        else:
+            _name_new(made, output)
+        _sync_file(output.parent)
+
+
+@contextmanager
+def claimed_directory(output: Path, *, kind: str) -> Iterator[None]:
+    """Make a folder that commands fill step by step; an earlier one of this kind is emptied.
+
+    What is in it when the body ends, however that is, counts as written by quantkit.
+
+    Raises:
+        OutputError: ``output`` holds something else, or cannot be written.
+    """
+    with staged_directory(output, kind=kind, force=True):
+        pass
+    try:
+        yield
+    finally:
+        mark_directory(output, kind=kind)
+
+
+def mark_directory(folder: Path, *, kind: str) -> None:
+    """Write the marker of a folder again, for all that is in it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with staged_file(folder / MARKER, force=True) as made:
+        made.write_text(marker_text(folder, kind), encoding="utf-8")
+
+
+def write_or_keep(write: Callable[[Path], None], output: Path) -> None:
+    """Write what took long to compute; where that fails, into the folder for temporary files.
+
+    Args:
+        write: writes the whole of it to a path; called a second time when the first fails.
+        output: where it belongs.
+
+    Raises:
+        OutputError: it could not be written to ``output``; the text says where it is instead.
+    """
+    try:
+        write(output)
+    except OutputError as error:
+        raise OutputError(f"{error}; {_kept(write, output)}") from error
+
+
+def _kept(write: Callable[[Path], None], output: Path) -> str:
+    folder = Path(tempfile.mkdtemp(prefix="quantkit-kept-"))
+    try:
+        write(folder / output.name)
+    except OutputError:
+        folder.rmdir()
+        return f"nor could it be kept in {folder.parent}: set TMPDIR to a folder with room"
+    return f"the result is kept: move it from {folder / output.name} to where you want it"
+
+
+def _publish(made: Path, output: Path, stage: Path, replaced: str | None) -> None:
+    """Give a folder its name; ``replaced``: the kind that it may replace."""
+    if replaced is None:
+        _name_new(made, output)
+        return
+    former = rename_over(made, output, aside_of(stage, output))
+    if former is None:
+        return
+    try:
+        # Once more, where nobody else changes it: it is deleted next.
+        refuse_foreign(former, replaced, output=output)
+    except OutputError:
+        rename_over(former, output, stage / "refused")
+        raise
+
+
+def _name_new(made: Path, output: Path) -> None:
+    try:
+        rename_new(made, output)
+    except FileExistsError as error:
+        raise already_there(output) from error
+
+
+def _plain_mode() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        _sync_file(path)
+    _sync_file(folder)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

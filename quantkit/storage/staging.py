@@ -1,0 +1,119 @@
+"""Folders beside an output in which it is made, and what is left of those whose process died.
+
+Every stage is locked by its process (flock), so that the next one can tell the dead from the
+living. Where the file system has no such locks, as NFS for folders, the dead stay.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from quantkit.storage.renaming import locked
+
+_SUFFIX = ".quantkit-stage"
+#: Letters of the output's name in the stage's: a name has 255 bytes at most.
+_NAME = 50
+#: Inside the stage: where an output waits while its successor takes the name.
+_ASIDE = "aside"
+
+
+@contextmanager
+def stage_beside(output: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``output``, on its file system, that is gone afterwards.
+
+    Stages that killed processes left for the same output are deleted first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _clean(output)
+    stage, lock = _make(output)
+    try:
+        yield stage
+    finally:
+        _drop(stage)
+        if lock is not None:
+            os.close(lock)
+
+
+def aside_of(stage: Path, output: Path) -> Path:
+    """Return where ``output`` waits in a stage; it is given back if nothing takes its place."""
+    folder = stage / _ASIDE
+    folder.mkdir(exist_ok=True)
+    return folder / output.name
+
+
+def is_stage(path: Path) -> bool:
+    """Tell whether the path is a stage, or inside of one, by its name."""
+    return any(part.endswith(_SUFFIX) for part in path.parts)
+
+
+def _make(output: Path) -> tuple[Path, int | None]:
+    while True:
+        stage = Path(tempfile.mkdtemp(prefix=_prefix(output), suffix=_SUFFIX, dir=output.parent))
+        try:
+            lock = _lock(stage)
+        except OSError:
+            return stage, None
+        # None: somebody who cleans up took it for dead before it was locked.
+        if lock is not None:
+            return stage, lock
+
+
+def _clean(output: Path) -> None:
+    """Delete the stages of processes that are gone."""
+    name = re.compile(rf"{re.escape(_prefix(output))}\w{{8}}{re.escape(_SUFFIX)}")
+    for stage in [path for path in output.parent.iterdir() if name.fullmatch(path.name)]:
+        # One that cannot be locked or opened, or that is another user's, stays.
+        with suppress(OSError):
+            lock = _lock(stage)
+            if lock is None:
+                continue
+            if os.fstat(lock).st_uid == os.geteuid():
+                _drop(stage)
+            os.close(lock)
+
+
+def _drop(stage: Path) -> None:
+    """Delete a stage, after an output that waits in it took its place again."""
+    with suppress(OSError):
+        for waiting in (stage / _ASIDE).iterdir():
+            target = stage.parent / waiting.name
+            # Another one may be between its two renames, when nothing has the name.
+            with locked(target):
+                if not os.path.lexists(target):
+                    waiting.rename(target)
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+def _lock(stage: Path) -> int | None:
+    """Return a descriptor that holds the stage's lock; None: it is locked or gone.
+
+    Raises:
+        OSError: the file system has no such locks.
+    """
+    try:
+        descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), stage.lstat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _prefix(output: Path) -> str:
+    return f".{output.name[:_NAME]}."
