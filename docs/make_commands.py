@@ -1,4 +1,4 @@
-"""Write docs/commands.md from the commands themselves: ``python docs/make_commands.py``."""
+"""Write docs/reference/commands.md from the commands themselves: ``python docs/make_commands.py``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,4 +32,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("commands.md").write_text(page(), encoding="utf-8")
+    Path(__file__).with_name("reference").joinpath("commands.md").write_text(page(), encoding="utf-8")

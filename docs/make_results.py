@@ -1,4 +1,4 @@
-"""Write docs/results.md from the figures in docs/results: ``python docs/make_results.py``."""
+"""Write docs/notes/results.md from the figures in docs/notes/results: ``python docs/make_results.py``."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "notes"
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ MODELS = (
 def page() -> str:
     """Return the whole page."""
     head = (
-        "# Results\n\nMade by `python docs/make_results.py` from [results](results); a test holds "
-        "it to them. What the contenders are, and\nhow times are taken: [benchmarks](benchmark.md)."
-        "\n"
+        "# Results\n\nMade by `python docs/make_results.py` from `docs/notes/results`; a test holds it to "
+        "them. What the contenders are, and\nhow times are taken: "
+        "[benchmarks](../guides/benchmark.md).\n"
     )
     kernels = (_section(run, _kernel_tables) for run in KERNELS)
     models = (_section(run, _model_tables) for run in MODELS)

@@ -6,6 +6,8 @@ directory. It imports nothing heavy: torch and diffusers come with the first cal
 
 __version__ = "0.1.0"
 
+__all__ = ["fast_sums", "load_pipeline"]
+
 # After the version, which the loaders read when diffusers is imported already.
 from quantkit.inference import hook as _hook
 

@@ -323,7 +323,7 @@ def test_calibration_settings_are_checked_when_replaced():
 
 
 def test_documented_keys_are_all_there_are():
-    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "recipes.md").read_text()
     block = page.split("```yaml\n")[1].split("```")[0]
     documented = yaml.safe_load(block)
     recipe = parse(block)

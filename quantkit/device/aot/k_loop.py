@@ -1,6 +1,6 @@
 """The K loop of a compiled GEMM: what it issues, and the share of the matrix peak that leaves.
 
-The model, its constants and what it leaves out stand in docs/kernels.md.
+The model, its constants and what it leaves out stand in docs/notes/kernels.md.
 """
 
 import re

@@ -14,7 +14,7 @@ from quantkit.device.tiles import choose_tile
 from quantkit.numerics.windows import ConvShape
 
 #: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (Zen 5, g++
-#: 12, docs/kernels.md); only the ratios matter. Its tiles beyond these are made for gfx12.
+#: 12, docs/notes/kernels.md); only the ratios matter. Its tiles beyond these are made for gfx12.
 _TILE_SPEED = (75.0, 55.0, 26.0)
 
 #: What a kernel reads, in launch order.
