@@ -3,40 +3,50 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
 SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: demo test sanitize fuzz mutants check format clean
+.PHONY: help demo test fast sanitize fuzz mutants check format docs clean
 
-demo: $(INSTALLED)
+help: ## list these targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(INSTALLED) ## the whole job on the bundled pipeline; opens as demo-output/index.html
 	$(BIN)/quantkit demo -o demo-output
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider tests
+test: $(INSTALLED) ## all tests
+	$(PYTEST) tests
 
-sanitize: $(INSTALLED)
+fast: $(INSTALLED) ## the tests marked fast: under two minutes
+	$(PYTEST) -m "fast and not slow and not gpu" tests
+
+sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
 	$(BIN)/python tests/sanitize.py
 
-fuzz: $(INSTALLED)
+fuzz: $(INSTALLED) ## 20,000 damaged files
 	$(BIN)/python -m tests.fuzz --cases 20000 --seed 1000
 
-mutants: $(INSTALLED)
+mutants: $(INSTALLED) ## which small changes do the tests notice?
 	$(BIN)/python tests/mutation $(GROUPS) --sample $(SAMPLE) --seed $(SEED)
 
-check: $(INSTALLED)
+check: $(INSTALLED) ## linter, formatter, types, spelling
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
 
-format: $(INSTALLED)
+format: $(INSTALLED) ## format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-clean:
+docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist *.egg-info demo-output
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,docs]'
 	touch $@

@@ -32,4 +32,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("reference").joinpath("commands.md").write_text(page(), encoding="utf-8")
+    Path(__file__).with_name("reference").joinpath("commands.md").write_text(
+        page(), encoding="utf-8"
+    )
