@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FAST := architecture checkpoint files inputs malformed models numerics obs permutation recipe \
+	rescaling shift sparsity terms verdict
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
@@ -21,8 +23,8 @@ demo: $(INSTALLED) ## the whole job on the bundled pipeline; opens as demo-outpu
 test: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
-fast: $(INSTALLED) ## the tests marked fast: under two minutes
-	$(PYTEST) -m "fast and not slow and not gpu" tests
+fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
+	$(PYTEST) -m "not slow and not gpu" $(FAST:%=tests/test_%.py)
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
 	$(BIN)/python tests/sanitize.py

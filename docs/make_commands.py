@@ -1,4 +1,4 @@
-"""Write docs/reference/commands.md from the commands themselves: ``python docs/make_commands.py``."""
+"""Write docs/reference/commands.md from the commands: ``python docs/make_commands.py``."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Write docs/notes/results.md from the figures in docs/notes/results: ``python docs/make_results.py``."""
+"""Write docs/notes/results.md from docs/notes/results: ``python docs/make_results.py``."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -91,8 +91,8 @@ MODELS = (
 def page() -> str:
     """Return the whole page."""
     head = (
-        "# Results\n\nMade by `python docs/make_results.py` from `docs/notes/results`; a test holds it to "
-        "them. What the contenders are, and\nhow times are taken: "
+        "# Results\n\nMade by `python docs/make_results.py` from `docs/notes/results`; a test "
+        "holds it to them. What the contenders are, and\nhow times are taken: "
         "[benchmarks](../guides/benchmark.md).\n"
     )
     kernels = (_section(run, _kernel_tables) for run in KERNELS)

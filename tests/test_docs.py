@@ -227,7 +227,17 @@ def workplace(tmp_path_factory, pipeline_dir):
 def called(line):
     result = CliRunner().invoke(quantkit, shlex.split(line)[1:])
     # 1: a gate of the report fails, as it does for random weights.
-    assert result.exit_code == 0 or (" eval " in line and result.exit_code == 1), result.output
+    failed_gate = " eval " in line and isinstance(result.exception, SystemExit)
+    assert result.exit_code == 0 or (failed_gate and result.exit_code == 1), result.exception
+
+
+def smaller(line):
+    """Return a command of the tutorial as a tiny pipeline can follow it.
+
+    Two pictures of four steps; they have 16 pixels a side, too few for the network of LPIPS.
+    """
+    line = re.sub(r"--steps \d+", "--steps 4", re.sub(r"--count \d+", "--count 2", line))
+    return re.sub(r"--lpips-weights \S+", "--without lpips", line)
 
 
 def test_tutorial_runs_from_its_first_command_to_its_last(workplace):
@@ -239,7 +249,7 @@ def test_tutorial_runs_from_its_first_command_to_its_last(workplace):
         elif snippet.language == "console":
             for words in shell_lines(snippet.text):
                 if words[0] == "quantkit":
-                    called(shlex.join([*words, "--quiet"]))
+                    called(smaller(shlex.join([*words, "--quiet"])))
     for made in ("cross.png", "fp8-report/report.html", "sparse-report/report.html"):
         assert (workplace / "tutorial" / made).is_file()
 
@@ -250,13 +260,9 @@ def run(snippet):
     return scope
 
 
-RUNNABLE = [
-    s
-    for s in PYTHON
-    if s.page.name in {"load.md", "pack.md", "tour.md"}
-    and s.page.parent.parent == ROOT / "docs"
-    or s.page.name == "tour.md"
-]
+#: Pages whose Python runs as it stands on a tiny pipeline. The other blocks need what takes long to
+#: make (two folders of pictures, objects of a GPU) or a card.
+RUNNABLE = [s for s in PYTHON if s.page.name in {"load.md", "pack.md", "tour.md"}]
 
 
 @pytest.mark.parametrize("snippet", RUNNABLE, ids=str)

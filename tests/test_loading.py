@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -660,16 +658,3 @@ def test_the_pipeline_loads_from_the_hub_cache(packed_dir, monkeypatch):
         diffusers.DiffusionPipeline, "download", classmethod(lambda _, name: str(packed_dir))
     )
     assert packed_layers(quantkit.load_pipeline("someone/packed"))
-
-
-PAGE = Path(__file__).parent.parent / "docs" / "loading.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_snippets_of_the_page_run(snippet, packed_dir, tmp_path, monkeypatch):
-    shutil.copytree(packed_dir, tmp_path / "packed")
-    monkeypatch.chdir(tmp_path)
-    torch._dynamo.reset()
-    with use(Backend.REFERENCE):
-        exec(compile(snippet, PAGE.name, "exec"), {})

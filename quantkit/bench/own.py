@@ -20,8 +20,8 @@ from quantkit.device.hopper import gemm as hopper
 from quantkit.inference import operators
 
 # float16 rounds by 2^-12 of a value at most 2^-11, and values reach 6 rms: 0.003. The rest is for
-# sums in a matrix unit that keeps fewer bits than float32 (docs/notes/kernels.md). A scale that is 2 %
-# off, or one wrong product, is 0.06 and more.
+# sums in a matrix unit that keeps fewer bits than float32 (docs/notes/kernels.md). A scale that is
+# 2 % off, or one wrong product, is 0.06 and more.
 _EXACT = 0.02
 
 
