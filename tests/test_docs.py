@@ -158,6 +158,16 @@ def embedded(page):
     return ROOT / found[1] if found else page
 
 
+#: A path of the repository in a sentence.
+NAMED = re.compile(r"`((?:quantkit|kernels|eval|tests|docs|recipes)/[\w./-]+\.[a-z]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_are_named_exist(page):
+    named = [n for n in NAMED.findall(page.read_text("utf-8")) if not re.search("[A-Z]{4}", n)]
+    assert not [n for n in named if not (ROOT / n).exists()]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_table_cells_are_short(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
