@@ -93,9 +93,9 @@ def parse(words, *, whole):
     values, _, _ = command.make_parser(context).parse_args(rest)
     for parameter in command.params:
         value = values.get(parameter.name)
-        if whole and parameter.required:
-            assert value not in (None, ()), f"{parameter.name} is missing"
-        if value is not None and isinstance(parameter.type, click.Choice):
+        missing = value is None or parameter.value_is_missing(value)
+        assert not (whole and parameter.required and missing), f"{parameter.name} is missing"
+        if not missing and isinstance(parameter.type, click.Choice):
             parameter.type_cast_value(context, value)
 
 
