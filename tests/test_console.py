@@ -147,12 +147,15 @@ def test_what_the_library_warns_of_is_a_line(command):
 
 
 WORKER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import click
 from quantkit import cli
 from quantkit.cli.console import echo
 from quantkit.storage.files import staged_directory
+
+# Under nohup it is ignored, and stays so in what is started there.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 @cli.quantkit.command("wait")
 @click.argument("output", type=click.Path(path_type=Path))
