@@ -144,7 +144,8 @@ def load_clip(text: str, *, device: torch.device) -> ClipBackbone:
     except (*DAMAGE, OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{text:.200}: no CLIP model could be loaded ({short(error)}); "
-            "pass --clip DIRECTORY, or --without clip"
+            "give a directory of one, or leave clip out",
+            fields=("clip", "without"),
         ) from error
     model = model.to(device).eval().requires_grad_(requires_grad=False)
     return ClipBackbone(_clip_name(text), model, processor, device)
@@ -165,7 +166,8 @@ def _fetch_imagenet() -> Any:
     except (URLError, OSError, RuntimeError) as error:
         raise ModelError(
             f"LPIPS: torchvision's ImageNet AlexNet is not in the cache and cannot be downloaded "
-            f"({short(error)}); pass --lpips-weights FILE, or --without lpips"
+            f"({short(error)}); give its file, or leave lpips out",
+            fields=("lpips_weights", "without"),
         ) from error
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from quantkit import __version__, load_pipeline
+from quantkit._version import __version__
 from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.device import log
 from quantkit.errors import ModelError
 from quantkit.inference.deviation import LayerDeviation, watch
 from quantkit.inference.layers import LayerInfo, packed_layers
+from quantkit.inference.loading import load_pipeline
 from quantkit.models.source import Model, open_model
 from quantkit.pipelines.running import choose_dtype, quiet_libraries
 from quantkit.pipelines.running import load_pipeline as load_original

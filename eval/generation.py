@@ -113,12 +113,12 @@ def generate(
 
 
 def choose_prompts(
-    path: Path | None, count: int | None, *, device: torch.device, last: bool
+    given: Path | Sequence[str] | None, count: int | None, *, device: torch.device, last: bool
 ) -> tuple[str, ...]:
-    """Return ``count`` prompts of a file, or of the bundled set.
+    """Return ``count`` prompts of those that are given, or of the bundled set.
 
     Args:
-        path: one prompt a line; None for the bundled set.
+        given: texts, or a file with one prompt a line; None for the bundled set.
         count: None for all of a file, or DEFAULT_COUNTS of the bundled set.
         device: where the pipelines will run.
         last: take them from the end. Calibration reads prompts from the start, and a pipeline is
@@ -127,13 +127,17 @@ def choose_prompts(
     Raises:
         PromptError: an unreadable file, or fewer prompts than wanted.
     """
-    prompts = tuple(read_prompts(path))
+    if given is None or isinstance(given, Path):
+        prompts, where = read_prompts(given), str(given or "bundled prompts")
+    else:
+        prompts, where = tuple(given), "prompts"
     default = DEFAULT_COUNTS["cpu" if device.type == "cpu" else "cuda"]
-    count = count or (len(prompts) if path else default)
+    count = count or (default if given is None else len(prompts))
     if len(prompts) < count:
         raise PromptError(
-            f"{path or 'bundled prompts'}: {len(prompts)} prompts, wanted {count}; "
-            "lower --count or pass a longer --prompts FILE"
+            f"{where}: {len(prompts)} prompts, wanted {count}; lower the count or give more "
+            "prompts",
+            fields=("count", "prompts"),
         )
     return prompts[-count:] if last else prompts[:count]
 

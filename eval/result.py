@@ -1,6 +1,7 @@
 """The result of an evaluation as one value: everything that a report shows is in here."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .comparison import Comparison
 from .floor import FloorGap
@@ -147,6 +148,16 @@ class Report:
     commands: tuple[str, ...]
     #: what a reader must know before trusting the numbers
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return title and verdict: the report itself has pages."""
+        return f"{self.title}\n{self.verdict}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values; infinities become null, with a note."""
+        from .serialize import to_json
+
+        return to_json(self)
 
     @property
     def passed(self) -> bool:

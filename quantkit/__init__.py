@@ -4,29 +4,104 @@ Importing this package is enough for ``DiffusionPipeline.from_pretrained`` to lo
 directory. It imports nothing heavy: torch and diffusers come with the first call that needs them.
 """
 
-__version__ = "0.1.0"
-
-__all__ = ["fast_sums", "load_pipeline"]
-
-# After the version, which the loaders read when diffusers is imported already.
+from quantkit._version import __version__ as __version__
 from quantkit.inference import hook as _hook
 
 TYPE_CHECKING = False  # the typing module takes longer to import than all of this
 if TYPE_CHECKING:
     from quantkit.device.backends import fast_sums as fast_sums
     from quantkit.inference.loading import load_pipeline as load_pipeline
+    from quantkit.models.source import open_model as open_model
+    from quantkit.recipe.load import load_recipe as load_recipe
+    from quantkit.workflow.calibrate import calibrate as calibrate
+    from quantkit.workflow.calibrate import merge_calibrations as merge_calibrations
+    from quantkit.workflow.evaluate import EvaluationSettings as EvaluationSettings
+    from quantkit.workflow.evaluate import Limits as Limits
+    from quantkit.workflow.evaluate import compare as compare
+    from quantkit.workflow.evaluate import evaluate as evaluate
+    from quantkit.workflow.hessians import calibrate_hessians as calibrate_hessians
+    from quantkit.workflow.inputs import Sampling as Sampling
+    from quantkit.workflow.inspect import inspect as inspect
+    from quantkit.workflow.optimize import Budget as Budget
+    from quantkit.workflow.optimize import Pictures as Pictures
+    from quantkit.workflow.optimize import optimize as optimize
+    from quantkit.workflow.pack import pack as pack
+    from quantkit.workflow.permute import permute as permute
+    from quantkit.workflow.recover import recover as recover
+    from quantkit.workflow.run import run as run
+    from quantkit.workflow.sensitivity import measure_sensitivity as measure_sensitivity
+    from quantkit.workflow.sparsify import sparsify as sparsify
+    from quantkit.workflow.training import Training as Training
+    from quantkit.workflow.verify import verify as verify
+
+#: Every name of the API, and the module that it is imported from when it is first asked for.
+_HOMES = {
+    "Budget": "workflow.optimize",
+    "EvaluationSettings": "workflow.evaluate",
+    "Limits": "workflow.evaluate",
+    "Pictures": "workflow.optimize",
+    "Sampling": "workflow.inputs",
+    "Training": "workflow.training",
+    "calibrate": "workflow.calibrate",
+    "calibrate_hessians": "workflow.hessians",
+    "compare": "workflow.evaluate",
+    "evaluate": "workflow.evaluate",
+    "fast_sums": "device.backends",
+    "inspect": "workflow.inspect",
+    "load_pipeline": "inference.loading",
+    "load_recipe": "recipe.load",
+    "measure_sensitivity": "workflow.sensitivity",
+    "merge_calibrations": "workflow.calibrate",
+    "open_model": "models.source",
+    "optimize": "workflow.optimize",
+    "pack": "workflow.pack",
+    "permute": "workflow.permute",
+    "recover": "workflow.recover",
+    "run": "workflow.run",
+    "sparsify": "workflow.sparsify",
+    "verify": "workflow.verify",
+}
+
+__all__ = [
+    "Budget",
+    "EvaluationSettings",
+    "Limits",
+    "Pictures",
+    "Sampling",
+    "Training",
+    "__version__",
+    "calibrate",
+    "calibrate_hessians",
+    "compare",
+    "evaluate",
+    "fast_sums",
+    "inspect",
+    "load_pipeline",
+    "load_recipe",
+    "measure_sensitivity",
+    "merge_calibrations",
+    "open_model",
+    "optimize",
+    "pack",
+    "permute",
+    "recover",
+    "run",
+    "sparsify",
+    "verify",
+]
 
 _hook.install()
 
 
 def __getattr__(name: str) -> object:
-    """Return ``load_pipeline`` or ``fast_sums``, importing what they need only now."""
-    if name == "fast_sums":
-        from quantkit.device.backends import fast_sums
+    """Return a name of the API, importing what it needs only now."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return fast_sums
-    if name == "load_pipeline":
-        from quantkit.inference.loading import load_pipeline
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
-        return load_pipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    """Return what tab completion shows."""
+    return sorted(__all__)

@@ -1,5 +1,8 @@
 """The exceptions of quantkit. Every text is one line: where, what, found, wanted, cure.
 
+A text names arguments as Python has them, without dashes. Those that would cure the fault are in
+``fields`` too, so that the command line can say which options they are.
+
 QuantkitError
 |-- InputError            the user's input cannot be used: exit code 2, nothing written
 |   |-- ModelError            not a diffusers directory, no weights, an unknown family
@@ -14,12 +17,19 @@ QuantkitError
 `-- CompilerMissingError  no compiler for the target on this machine
 """
 
+from collections.abc import Sequence
+
 
 class QuantkitError(Exception):
     """Base of everything that quantkit raises on purpose."""
 
     #: of the command line
     exit_code = 1
+
+    def __init__(self, text: str = "", *, fields: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        #: names of the arguments to give, to change or to drop
+        self.fields = tuple(fields)
 
 
 class InputError(QuantkitError):

@@ -1,9 +1,11 @@
 """How long work tells what it is doing, without knowing who listens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 Item = TypeVar("Item")
+#: Told a line of text on the way, as about every loss of a training.
+Tell = Callable[[str], None]
 
 
 class Progress(Protocol):
@@ -16,6 +18,11 @@ class Progress(Protocol):
 def silent(step: str, done: int, total: int) -> None:
     """Report nothing."""
     del step, done, total
+
+
+def unheard(line: str) -> None:
+    """Listen to no line."""
+    del line
 
 
 def tracked(progress: Progress, step: str, items: Sequence[Item]) -> Iterator[Item]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 #: A module may import from its own layer and from those before it.
 LAYERS = (
-    ("errors", "resources", "progress"),
+    ("_version", "errors", "resources", "progress"),
     ("storage",),
     ("numerics",),
     ("recipe",),
@@ -30,6 +30,7 @@ LAYERS = (
     ("sensitivity",),
     ("bench",),
     ("eval",),
+    ("workflow",),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -87,6 +88,44 @@ def code_lines(text):
     aside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     spans = (t for t in tokens if t.type not in aside | {tokenize.ENDMARKER})
     return {n for t in spans for n in range(t.start[0], t.end[0] + 1)} - explained
+
+
+#: What the command line may import when it runs: jobs, and words and cells for its tables.
+FOR_THE_COMMAND_LINE = (
+    "quantkit.cli",
+    "quantkit.workflow",
+    "quantkit.errors",
+    "quantkit.progress",
+    "quantkit.storage.limits",
+    "quantkit._version",
+    "quantkit.bench.kernels.OPERATIONS",
+    "quantkit.bench.result.Verdict",
+    "quantkit.eval.methods",
+    "quantkit.eval.report.kernel_sentence",
+    "quantkit.eval.show",
+    "quantkit.eval.tables",
+)
+
+
+def imported_at_run_time(tree):
+    """Yield what a module imports of quantkit, but not for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("quantkit"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imported_at_run_time(node)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("quantkit/cli/*.py")), ids=lambda p: p.stem)
+def test_the_command_line_only_parses_and_prints(path):
+    names = imported_at_run_time(ast.parse(path.read_text(encoding="utf-8")))
+    deeper = [
+        name
+        for name in names
+        if not any(f"{name}.".startswith(f"{top}.") for top in FOR_THE_COMMAND_LINE)
+    ]
+    assert not deeper
 
 
 def test_every_package_is_in_the_wheel():

@@ -262,7 +262,7 @@ def test_lpips_without_cache_and_network_says_what_to_do(monkeypatch):
         raise URLError("no route")
 
     monkeypatch.setattr(backbones_module, "_build", fail)
-    with pytest.raises(ModelError, match=r"no route.*pass --lpips-weights FILE, or --without"):
+    with pytest.raises(ModelError, match=r"no route.*give its file, or leave lpips out"):
         load_lpips(None, device=CPU)
 
 
@@ -295,7 +295,7 @@ def test_clip_cuts_prompts_that_are_too_long(clip_dir):
 
 
 def test_clip_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"no CLIP model could be loaded.*--without clip"):
+    with pytest.raises(ModelError, match=r"no CLIP model could be loaded.*leave clip out"):
         load_clip(str(tmp_path / "nothing"), device=CPU)
 
 
@@ -644,8 +644,8 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("--gate-clip", "1"), "pass --prompts FILE"),
-        (("--gate-lpips", "1", "--without", "lpips"), "left out by --without"),
+        (("--gate-clip", "1"), "CLIP score wants the prompts"),
+        (("--gate-lpips", "1", "--without", "lpips"), "lpips: it is left out"),
     ],
 )
 def test_eval_images_refuses_gates_that_it_cannot_judge(tmp_path, arguments, wanted):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from headers import golden_keys, write_pipeline
-from quantkit.eval.build import MASKS, PACKED
 
 import quantkit
 from quantkit.cli import quantkit as command
@@ -16,6 +15,7 @@ from quantkit.models.source import open_model
 from quantkit.pipelines.running import load_pipeline, run_batch, split_batches
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.workflow.build import MASKS, PACKED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

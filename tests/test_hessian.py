@@ -439,7 +439,7 @@ def test_flux_is_observed_in_the_unit_of_its_calls(tmp_path):
 
 
 def test_other_settings_in_the_same_directory_are_refused(model, taken):
-    with pytest.raises(OutputError, match=r"another steps \(3 then, 4 now\).*--force"):
+    with pytest.raises(OutputError, match=r"another steps \(3 then, 4 now\).*by force"):
         take(model, taken.path, recipe_with(buckets=1, steps=4))
 
 
@@ -456,7 +456,7 @@ def test_a_directory_of_something_else_is_refused(model, tmp_path):
 
 def test_a_layer_that_does_not_fit_is_named(model, tmp_path):
     layers = observed_layers(model.components[0], recipe_with(buckets=1))
-    with pytest.raises(RecipeError, match=r"K \d+: its second moment takes .* --memory"):
+    with pytest.raises(RecipeError, match=r"K \d+: its second moment takes .* give more memory"):
         take(model, tmp_path / "h", memory=1000)
     assert not (tmp_path / "h").exists()
     groups = group_layers(layers, 3 * max(map(moment_bytes, layers)))

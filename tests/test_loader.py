@@ -585,7 +585,7 @@ import contextlib, sys, torch
 from quantkit.device.archs import find_arch
 from quantkit.device.gpu.driver_hip import load_hip
 from quantkit.device.gpu.objects import read_object
-from quantkit.device.ops import OPS, all_variants
+from quantkit.device.ops.table import OPS, all_variants
 driver = load_hip()
 for variant in list(all_variants(OPS["gemm_fp8"]))[:20]:
     found = read_object(driver, "gfx1201", variant)

@@ -90,10 +90,10 @@ def named_pipe(output):
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        (thesis, r"holds thesis\.docx, which quantkit did not write; --force would delete it"),
-        (added, r"holds b/thesis\.docx, which quantkit did not write; --force would delete it"),
+        (thesis, r"holds thesis\.docx, which quantkit did not write; force would delete it"),
+        (added, r"holds b/thesis\.docx, which quantkit did not write; force would delete it"),
         (many, r"holds s, t, u, \.\.\., which quantkit did not write"),
-        (other_kind, "holds a report, and --force replaces it by another test only"),
+        (other_kind, "holds a report, and force replaces it by another test only"),
         (damaged, r"holds \.quantkit, a, b, and no sound"),
         (of_the_future, r"holds \.quantkit, a, b, and no sound"),
         (linked_marker, r"holds \.quantkit, a, and no sound"),
@@ -252,7 +252,7 @@ def test_an_output_over_under_or_in_its_input_is_refused(tmp_path, output):
 _COMMON = """
 import os, sys
 from pathlib import Path
-import quantkit.renaming
+import quantkit.storage.renaming
 from quantkit.errors import OutputError
 from quantkit.storage.files import scratch_directory, staged_directory, staged_file
 if sys.argv[1] == "fallback":

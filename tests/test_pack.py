@@ -30,7 +30,7 @@ from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows
 from quantkit.numerics.scales import MSE_GRID, mse_scale
-from quantkit.packing.pack import pack, plan_pack, summarize, to_json
+from quantkit.packing.pack import pack, plan_pack, summarize
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
@@ -324,7 +324,7 @@ def test_an_error_budget_leaves_layers_dense(source, tmp_path):
 
 
 def test_wanda_without_a_calibration_is_refused(source, tmp_path):
-    with pytest.raises(RecipeError, match="'wanda' needs input statistics; pass --calibration"):
+    with pytest.raises(RecipeError, match="'wanda' needs input statistics; give a calibration"):
         run(source, tmp_path / "packed", {"sparsity": {"method": "wanda"}})
     assert list(tmp_path.iterdir()) == [source]
 
@@ -434,7 +434,7 @@ def test_a_plan_knows_every_size_before_writing(pipeline_dir, tmp_path):
     assert summary == run(pipeline_dir, tmp_path / "packed")
     file = tmp_path / "packed" / "unet" / WEIGHTS
     assert summary.components[0].bytes_after == file.stat().st_size
-    values = json.loads(json.dumps(to_json(summary)))
+    values = json.loads(json.dumps(summary.to_json()))
     assert values["bytes_after"] == summary.bytes_after < summary.bytes_before
     assert {"conv_in", "conv_out"} <= {n for names in summary.kept().values() for n in names}
     packed = open_packed(tmp_path / "packed").components[0]
@@ -515,7 +515,7 @@ def test_an_output_that_overlaps_the_model_is_refused(tmp_path, where):
 def test_an_existing_output_is_replaced_only_by_force(source, tmp_path):
     run(source, tmp_path / "packed")
     (tmp_path / "packed" / "note").write_text("mine")
-    with pytest.raises(OutputError, match="packed: exists already; pass --force"):
+    with pytest.raises(OutputError, match="packed: exists already; replace it by force"):
         run(source, tmp_path / "packed")
     assert (tmp_path / "packed" / "note").exists()
     with pytest.raises(OutputError, match="packed: holds note, which quantkit did not write"):
@@ -566,7 +566,7 @@ from pathlib import Path
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
-from quantkit.recipe import Recipe
+from quantkit.recipe.schema import Recipe
 skeletons.install(pytest.MonkeyPatch())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 recipe = Recipe.model_validate({"name": "t", "sparsity": {}})

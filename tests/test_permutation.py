@@ -21,7 +21,8 @@ from quantkit.calibration.statistics import (
     save_calibration,
 )
 from quantkit.cli.pack import pack as pack_command
-from quantkit.cli.sparsify import sparsify as command
+from quantkit.cli.permute import permute as command
+from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.permutable import RULES, find_couplings
@@ -338,7 +339,7 @@ def answers(path):
 
 def test_the_permuted_model_answers_the_same(model, tmp_path):
     output = tmp_path / "permuted"
-    said = json.loads(invoke(model.path, "--permute", "-o", output, "--json").output)
+    said = json.loads(invoke(model.path, "-o", output, "--json").stdout)
     before, after = answers(model.path), answers(output)
     assert torch.allclose(before, after, rtol=1e-9, atol=1e-9 * float(before.abs().max()))
     folder = model.components[0].name
@@ -354,7 +355,7 @@ def test_the_permuted_model_answers_the_same(model, tmp_path):
 
 def test_masks_of_the_permuted_model_take_less(model, tmp_path):
     output = tmp_path / "permuted"
-    said = json.loads(invoke(model.path, "--permute", "-o", output, "--json").output)
+    said = json.loads(invoke(model.path, "-o", output, "--json").stdout)
     unmoved = choose_masks(model, load_recipe("fp8"), None, progress=silent)
     masks = load_masks(tmp_path / "permuted.masks.safetensors")
     component = model.components[0].name
@@ -463,8 +464,8 @@ def calibrated(unet, tmp_path):
 def test_the_calibration_follows_its_channels(unet, calibrated, tmp_path):
     path, inputs = calibrated
     output = tmp_path / "permuted"
-    arguments = ("--method", "wanda", "-c", path, "--permute", "-o", output, "--json")
-    said = json.loads(invoke(unet.path, *arguments).output)
+    arguments = ("--method", "wanda", "-c", path, "-o", output, "--json")
+    said = json.loads(invoke(unet.path, *arguments).stdout)
     assert all(entry["lost_after"] < entry["lost_before"] for entry in said["permuted"])
     fitting = load_calibration(tmp_path / "permuted.calibration.safetensors")
     permuted = open_model(str(output))
@@ -488,7 +489,7 @@ def test_the_calibration_follows_its_channels(unet, calibrated, tmp_path):
 
 def test_what_was_permuted_is_packed_with_its_calibration(unet, calibrated, tmp_path):
     output = tmp_path / "permuted"
-    invoke(unet.path, "--method", "wanda", "-c", calibrated[0], "--permute", "-o", output)
+    invoke(unet.path, "--method", "wanda", "-c", calibrated[0], "-o", output)
     arguments = [output, "-r", "fp8-static", "-c", f"{output}.calibration.safetensors",
                  "--masks", f"{output}.masks.safetensors", "-o", tmp_path / "p", "-q"]  # fmt: skip
     result = CliRunner().invoke(pack_command, list(map(str, arguments)), catch_exceptions=False)
@@ -497,7 +498,7 @@ def test_what_was_permuted_is_packed_with_its_calibration(unet, calibrated, tmp_
 
 def test_the_calibration_of_the_model_as_it_was_is_refused(unet, calibrated, tmp_path):
     output = tmp_path / "permuted"
-    invoke(unet.path, "--method", "wanda", "-c", calibrated[0], "--permute", "-o", output)
+    invoke(unet.path, "--method", "wanda", "-c", calibrated[0], "-o", output)
     with pytest.raises(ArtefactError, match="had other weights"):
         choose_masks(
             open_model(str(output)), with_sparsity(method="wanda"),
@@ -511,9 +512,6 @@ def test_the_calibration_of_the_model_as_it_was_is_refused(unet, calibrated, tmp
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (["--recover", "distill"], RecipeError, "permute first, .* with --recover distill"),
-        (["--hessians", "h"], RecipeError, "--permute with --hessians"),
-        (["--minutes", "1"], RecipeError, "--minutes: belongs to a recovery"),
         (["--method", "sparsegpt"], RecipeError, "sparsegpt"),
         (["--method", "wanda"], RecipeError, "needs input statistics"),
         (["-r", "adaptive"], RecipeError, "budget"),
@@ -521,12 +519,44 @@ def test_the_calibration_of_the_model_as_it_was_is_refused(unet, calibrated, tmp
 )
 def test_mistakes_leave_nothing_behind(unet, tmp_path, arguments, error, words):
     with pytest.raises(error, match=words):
-        invoke(unet.path, "--permute", *arguments, "-o", tmp_path / "out")
+        invoke(unet.path, *arguments, "-o", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def invoke_as_before(*arguments):
+    arguments = [*map(str, arguments), "--permute", "-q", "--json"]
+    return CliRunner().invoke(sparsify_command, arguments, catch_exceptions=False)
+
+
+def test_sparsify_permutes_as_before_and_hints(unet, tmp_path):
+    result = invoke_as_before(unet.path, "--seed", 3, "-o", tmp_path / "old")
+    assert "'quantkit sparsify --permute' is 'quantkit permute' now" in result.stderr
+    again = invoke(unet.path, "--seed", 3, "-o", tmp_path / "new")
+    assert again.exit_code == result.exit_code == 0
+    for name in (f"unet/{WEIGHTS}", WEIGHTS):
+        old, new = (tmp_path / folder / name for folder in ("old", "new"))
+        assert old.exists() == new.exists()
+        assert not old.exists() or old.read_bytes() == new.read_bytes()
+    masks = [tmp_path / f"{folder}.masks.safetensors" for folder in ("old", "new")]
+    assert masks[0].read_bytes() == masks[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recover", "distill"], "permute first, .* with --recover distill"),
+        (["--hessians", "h"], "--permute with --hessians"),
+        (["--minutes", "1"], "minutes: belongs to a recovery"),
+    ],
+)
+def test_sparsify_permute_refuses_what_it_did(unet, tmp_path, arguments, words):
+    with pytest.raises(RecipeError, match=words):
+        invoke_as_before(unet.path, *arguments, "-o", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_sparsegpt_cannot_be_permuted_for(unet):
-    with pytest.raises(RecipeError, match="permute with --method magnitude or wanda"):
+    with pytest.raises(RecipeError, match="permute for magnitude or wanda"):
         choose_permutations(
             unet.components[0], with_sparsity(method="sparsegpt"), None,
             device=CPU, seed=0, progress=silent,
@@ -535,13 +565,13 @@ def test_sparsegpt_cannot_be_permuted_for(unet):
 
 def test_outputs_that_cannot_be_are_refused(unet, calibrated, tmp_path):
     with pytest.raises(OutputError, match="overlaps the input"):
-        invoke(unet.path, "--permute", "-o", unet.path / "inside")
+        invoke(unet.path, "-o", unet.path / "inside")
     (tmp_path / "there.calibration.safetensors").touch()
     with pytest.raises(OutputError, match="exists"):
-        invoke(unet.path, "-c", calibrated[0], "--permute", "-o", tmp_path / "there")
+        invoke(unet.path, "-c", calibrated[0], "-o", tmp_path / "there")
     with pytest.raises(OutputError, match="the calibration goes there"):
         invoke(
-            unet.path, "-c", calibrated[0], "--permute", "-o", tmp_path / "x",
+            unet.path, "-c", calibrated[0], "-o", tmp_path / "x",
             "--masks-output", tmp_path / "x.calibration.safetensors",
         )  # fmt: skip
     assert not (tmp_path / "there").exists()
@@ -549,7 +579,7 @@ def test_outputs_that_cannot_be_are_refused(unet, calibrated, tmp_path):
 
 
 def test_a_dry_run_says_what_it_would_gain_and_writes_nothing(unet, tmp_path):
-    said = json.loads(invoke(unet.path, "--permute", "-n", "-o", tmp_path / "x", "--json").output)
+    said = json.loads(invoke(unet.path, "-n", "-o", tmp_path / "x", "--json").stdout)
     assert said["written"] is None
     assert said["permuted"]
     assert not list(tmp_path.iterdir())
@@ -564,7 +594,7 @@ def test_nan_is_refused_and_named(tmp_path, end):
     tensors[name].flatten()[5] = float("nan")
     save_file(tensors, file)
     with pytest.raises(NonFiniteError, match=end):
-        invoke(path, "--permute", "-o", tmp_path / "out")
+        invoke(path, "-o", tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 

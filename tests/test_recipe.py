@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from quantkit import resources
 from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
-from quantkit.models.chosen import open_for
 from quantkit.models.source import open_model
 from quantkit.models.treatments import plan_layers
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import ActivationRecipe, CalibrationRecipe, Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
+from quantkit.workflow.inputs import opened
 
 #: The recipes that are for one kind of model; the others suit all.
 MADE_FOR = {
@@ -287,10 +287,10 @@ def test_a_glob_without_a_layer_is_an_error(published, tmp_path, section, typo, 
     path = tmp_path / "mine.yaml"
     path.write_text(f"name: t\n{SECTIONS[section].format(meant)}")
     model = str(published["sd15"].path)
-    open_for(model, str(path))
+    opened(model, str(path))
     path.write_text(f"name: t\n{SECTIONS[section].format(typo)}")
     with pytest.raises(RecipeError, match="matches none of the model's") as caught:
-        open_for(model, str(path))
+        opened(model, str(path))
     assert f"{section}: {typo!r}" in str(caught.value)
     assert f"did you mean {meant!r}?" in str(caught.value)
 
@@ -299,19 +299,19 @@ def test_a_glob_that_is_near_nothing_is_to_be_corrected(published, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"name: t\nkeep: ['', '{'x' * 9000}']")
     with pytest.raises(RecipeError, match=r"'' matches none .*; correct it, or leave it out"):
-        open_for(str(published["sd15"].path), str(path))
+        opened(str(published["sd15"].path), str(path))
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_bundled_recipes_open_with_the_models_they_are_for(name, published):
     for model in MADE_FOR.get(name, MODELS):
-        open_for(str(published[model].path), name)
+        opened(str(published[model].path), name)
 
 
 def test_a_recipe_may_say_that_it_is_for_other_models_too(published, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("name: t\nkeep: ['nothing']\nunmatched: ignore")
-    _, recipe = open_for(str(published["sd15"].path), str(path))
+    _, recipe = opened(str(published["sd15"].path), str(path))
     assert recipe.keep == ("nothing",)
 
 

@@ -165,7 +165,7 @@ def test_saved_training_is_neither_lost_nor_invented(tmp_path):
         refuse_unfinished(path, resume=True, force=False)
     refuse_unfinished(path, resume=False, force=False)
     path.touch()
-    with pytest.raises(OutputError, match="pass --resume"):
+    with pytest.raises(OutputError, match="resume it, or begin again"):
         refuse_unfinished(path, resume=False, force=False)
     refuse_unfinished(path, resume=True, force=False)
     refuse_unfinished(path, resume=False, force=True)
@@ -377,7 +377,7 @@ def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypat
     assert chosen.exit_code == 0, chosen.output
     given = (pipeline_dir, "-o", out, "--masks", file, "--save-every", 1e-9, *FEW)
     with monkeypatch.context() as broken:
-        broken.setattr("quantkit.recovery.writing.write_recovered", None)
+        broken.setattr("quantkit.workflow.recovery_job.write_recovered", None)
         assert isinstance(command(*given).exception, TypeError)
     again = command(*given)
     assert isinstance(again.exception, OutputError)

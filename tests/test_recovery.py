@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from pipelines import tiny_flux_pipeline
 from safetensors.torch import load_file, safe_open, save_file
 
-from quantkit.cli.recovery_options import make_settings, split_options
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.cli.verify import verify as verify_command
 from quantkit.errors import (
@@ -40,6 +39,7 @@ from quantkit.recovery.writing import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks
 from quantkit.storage.marker import MARKER
+from quantkit.workflow.training import Training, settings_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -369,7 +369,8 @@ def test_existing_masks_end_the_command_before_the_work(pipeline_dir, tmp_path):
 def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     result = command(pipeline_dir, "-o", tmp_path / "out", *option)
     assert isinstance(result.exception, RecipeError)
-    assert str(result.exception).startswith(option[0])
+    name = option[0].removeprefix("--").removeprefix("no-")
+    assert str(result.exception).startswith(f"{name}: belongs to a recovery")
 
 
 @pytest.mark.parametrize(
@@ -382,6 +383,5 @@ def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     ],
 )
 def test_minutes_and_steps_limit_the_run(given, steps, seconds):
-    options, _ = split_options({"device": "cpu", **given})
-    settings = make_settings(RECIPE, options, on_cpu=False)
+    settings = settings_of(Training(**given), RECIPE.calibration, method="distill", on_cpu=False)
     assert (settings.steps, settings.seconds) == (steps, seconds)

@@ -294,7 +294,7 @@ def test_report_is_never_overwritten_without_force(written, tmp_path):
     report, pairs, _ = written
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputError, match="exists already; pass --force"):
+    with pytest.raises(OutputError, match="exists already; replace it by force"):
         write_report(report, pairs, tmp_path / "out", force=False)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
     with pytest.raises(OutputError, match=r"holds mine\.txt, which quantkit did not write"):

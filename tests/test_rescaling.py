@@ -375,7 +375,7 @@ REFUSED = {
     "no calibration, bias": (
         {"bias_correction": True},
         RecipeError,
-        r"conv2: bias_correction needs statistics; pass --calibration",
+        r"conv2: bias_correction needs statistics; give a calibration",
     ),
 }
 

@@ -239,7 +239,7 @@ def test_progress_ends_at_its_total(model):
 
 
 def test_wanda_needs_a_calibration(model):
-    with pytest.raises(RecipeError, match="'wanda' needs input statistics; pass --calibration"):
+    with pytest.raises(RecipeError, match="'wanda' needs input statistics; give a calibration"):
         choose_masks(model, with_sparsity(method="wanda"), None, progress=silent)
 
 

@@ -301,5 +301,5 @@ def test_a_gpu_takes_64_prompts_of_the_bundled_set_and_a_cpu_16(tmp_path):
     file.write_text("a\nb\nc\n")
     assert choose_prompts(file, None, device=cuda, last=True) == ("a", "b", "c")
     assert choose_prompts(file, 2, device=CPU, last=False) == ("a", "b")
-    with pytest.raises(PromptError, match="3 prompts, wanted 4; lower --count"):
+    with pytest.raises(PromptError, match="3 prompts, wanted 4; lower the count"):
         choose_prompts(file, 4, device=CPU, last=True)

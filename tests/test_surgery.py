@@ -18,8 +18,9 @@ from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.cli.pack import pack as pack_command
+from quantkit.cli.recover import recover as recover_command
 from quantkit.cli.sparsify import sparsify as command
-from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
+from quantkit.errors import ArtefactError, InputError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR, choose_mask
@@ -192,7 +193,7 @@ def test_a_budget_holds_for_the_error_after_updates(model, surgeon):
 
 
 def test_sparsegpt_without_moments_is_refused(model):
-    with pytest.raises(RecipeError, match="'sparsegpt' needs second moments; pass --hessians"):
+    with pytest.raises(RecipeError, match="'sparsegpt' needs second moments; give those of"):
         choose_masks(model, recipe_with(), None, progress=silent)
     with pytest.raises(RecipeError, match="'wanda' with updates needs second moments"):
         choose_masks(model, recipe_with("wanda"), None, update=True, progress=silent)
@@ -374,7 +375,7 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, t
         model.path, "-r", some, "--hessians", hessians.path, "--recover", "obs",
         "--device", "cpu", "-o", output, "--json",
     )  # fmt: skip
-    said = json.loads(result.output)
+    said = json.loads(result.stdout)
     masks = load_masks(tmp_path / "sparse.masks.safetensors")
     written = open_model(str(output))
     layers = {layer.name: layer for layer in list_layers(written.components[0])}
@@ -404,6 +405,44 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, t
     kept = [n for n in before if n.removesuffix(".weight").removesuffix(".bias") not in chosen]
     assert kept
     assert all(torch.equal(before[n], after[n]) for n in kept)
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_path):
+    model, hessians, _ = pipeline
+    given = ("-r", some, "--hessians", hessians.path, "--device", "cpu")
+    mask_file, outputs = tmp_path / "masks", [tmp_path / "at-once", tmp_path / "by-file"]
+    old = invoke(model.path, *given, "--method", method, "--recover", "obs", "-o", outputs[0])
+    hint = "'quantkit sparsify --recover obs' is 'quantkit recover --method obs' now"
+    assert hint in old.stderr
+    chosen = invoke(model.path, *given, "--method", method, "--update", "-o", mask_file)
+    assert "hint" not in chosen.stderr
+    arguments = [model.path, *given, "--method", "obs", "--masks", mask_file, "-o", outputs[1]]
+    done = CliRunner().invoke(recover_command, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == 0
+    weights = [(output / "unet" / WEIGHTS).read_bytes() for output in outputs]
+    assert weights[0] == weights[1]
+    masks = [(tmp_path / f"{o.name}.masks.safetensors").read_bytes() for o in outputs]
+    assert masks[0] == masks[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "words"),
+    [
+        ("obs", (), "hessians: none, and obs computes with second moments"),
+        ("obs", ("--hessians", "H"), "masks: none, and obs works on masked layers"),
+        ("obs", ("--hessians", "H", "--steps", "3"), "steps: belongs to another recovery"),
+        ("obs", ("--hessians", "H", "--prompts", "p"), "prompts: belong to another recovery"),
+        ("distill", ("--hessians", "H"), "hessians: belong to another recovery"),
+    ],
+)
+def test_what_a_recovery_does_not_take_is_refused(pipeline, tmp_path, method, more, words):
+    model, hessians, _ = pipeline
+    more = [str(hessians.path) if word == "H" else word for word in more]
+    arguments = [str(model.path), "--method", method, "-o", str(tmp_path / "out"), *more]
+    with pytest.raises(InputError, match=words):
+        CliRunner().invoke(recover_command, arguments, catch_exceptions=False)
+    assert not list(tmp_path.iterdir())
 
 
 def updated_by(model, masks, surgeon):
@@ -456,7 +495,7 @@ def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (["--recover", "obs", "--minutes", "1"], RecipeError, "--minutes: belongs to"),
+        (["--recover", "obs", "--minutes", "1"], RecipeError, "minutes: belongs to"),
         (["--recover", "obs"], RecipeError, "with updates needs second moments"),
         (["--hessians", "nowhere"], ArtefactError, "no directory of hessians"),
     ],
@@ -484,7 +523,7 @@ def test_a_dry_run_with_moments_writes_nothing(pipeline, some, tmp_path):
         model.path, "-r", some, "--method", "wanda", "--hessians", hessians.path,
         "--recover", "obs", "--device", "cpu", "-o", tmp_path / "x", "-n", "--json",
     )  # fmt: skip
-    assert json.loads(result.output)["written"] is None
+    assert json.loads(result.stdout)["written"] is None
     assert list(tmp_path.iterdir()) == [some]
 
 

@@ -98,7 +98,9 @@ _SPARSEGPT = Row(
     "sparsegpt",
     """
     calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
-    sparsify {model} -r fp8-sparse --method sparsegpt --recover obs {moments} -o {out}/sparsegpt
+    sparsify {model} -r fp8-sparse --method sparsegpt {moments} -o {out}/sparsegpt.masks
+    recover {model} -r fp8-sparse --method obs --masks {out}/sparsegpt.masks {moments} \
+-o {out}/sparsegpt
     """,
     _REFITTED,
 )
@@ -154,7 +156,10 @@ FULL = Plan(
             "4:2 by Wanda, refitted, 16 bit",
             "wanda",
             """
-            sparsify {model} -r fp8-sparse --method wanda --recover obs {moments} -o {out}/wanda
+            sparsify {model} -r fp8-sparse --method wanda --update {moments} \
+-o {out}/wanda-updated.masks
+            recover {model} -r fp8-sparse --method obs --masks {out}/wanda-updated.masks \
+{moments} -o {out}/wanda
             """,
             _REFITTED,
         ),
@@ -164,7 +169,8 @@ FULL = Plan(
             "4:2 by magnitude, distilled, 16 bit",
             "distilled",
             """
-            sparsify {model} -r fp8-sparse --method magnitude --recover distill {training} \
+            sparsify {model} -r fp8-sparse --method magnitude -o {out}/one-shot.masks
+            recover {model} -r fp8-sparse --masks {out}/one-shot.masks {training} \
 -o {out}/distilled
             """,
         ),
@@ -180,8 +186,9 @@ FULL = Plan(
             "4:2 by magnitude, distilled as packed, and FP8",
             "trained-fp8",
             """
-            sparsify {model} -r fp8-sparse --method magnitude --recover distill --quantize \
-{training} -o {out}/trained
+            sparsify {model} -r fp8-sparse --method magnitude -o {out}/one-shot.masks
+            recover {model} -r fp8-sparse --masks {out}/one-shot.masks --quantize {training} \
+-o {out}/trained
             pack {out}/trained -r fp8-sparse --masks {out}/trained.masks.safetensors \
 -o {out}/trained-fp8
             """,

@@ -81,21 +81,20 @@ class ModelResult:
         """Rows whose result is wrong."""
         return tuple(row for row in self.rows if row.verdict is Verdict.WRONG)
 
-
-def to_json(result: ModelResult) -> dict[str, Any]:
-    """Return the file's JSON values."""
-    settings = asdict(result.settings)
-    del settings["scratch"]
-    return {
-        "schema": SCHEMA,
-        "schema_version": VERSION,
-        "machine": asdict(result.machine),
-        "clocks": {"before": result.clocks[0], "after": result.clocks[1]},
-        "model": asdict(result.denoiser),
-        "settings": settings,
-        "plan": asdict(result.plan),
-        "rows": [{**asdict(row), "verdict": row.verdict.value} for row in result.rows],
-    }
+    def to_json(self) -> dict[str, Any]:
+        """Return the file's JSON values."""
+        settings = asdict(self.settings)
+        del settings["scratch"]
+        return {
+            "schema": SCHEMA,
+            "schema_version": VERSION,
+            "machine": asdict(self.machine),
+            "clocks": {"before": self.clocks[0], "after": self.clocks[1]},
+            "model": asdict(self.denoiser),
+            "settings": settings,
+            "plan": asdict(self.plan),
+            "rows": [{**asdict(row), "verdict": row.verdict.value} for row in self.rows],
+        }
 
 
 def save_model_result(result: ModelResult, path: Path, *, force: bool) -> None:
@@ -105,4 +104,4 @@ def save_model_result(result: ModelResult, path: Path, *, force: bool) -> None:
         OutputError: it exists without ``force``, or cannot be written.
     """
     with staged_file(path, force=force) as stage:
-        stage.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+        stage.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -201,7 +201,8 @@ def _read_kept(kept: Kept, processes: Processes, note: Callable[[str], None]) ->
     if beside := ", ".join(path.name for path in others(kept.output)):
         raise ArtefactError(
             f"{kept.output}: nothing to resume with {processes.count} processes, partial "
-            f"calibrations beside it: {beside}; start as many as then, or drop --resume"
+            f"calibrations beside it: {beside}; start as many as then, or do not resume",
+            fields=("resume",),
         )
     if processes.is_first:
         note(f"{kept.output}: nothing was kept yet; beginning at the first prompt")
@@ -234,7 +235,7 @@ def _collect(
             )
             if observed is not None and before is not None:
                 assert kept is not None
-                with parsing(kept.path, cure="run without --resume"):
+                with parsing(kept.path, cure="do not resume"):
                     observed.put(before)
         for turn in range(turns):
             with processes.together():

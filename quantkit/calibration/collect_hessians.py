@@ -140,8 +140,9 @@ class _Run:
                     run_prompts(self.pipe, held, later)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
-                "out of GPU memory while denoising; take a smaller batch or --memory, or "
-                "--device cpu"
+                "out of GPU memory while denoising; take a smaller batch, less memory for the "
+                "matrices, or the device cpu",
+                fields=("batch", "memory", "device"),
             ) from error
         try:
             for layer in group:
@@ -152,4 +153,4 @@ class _Run:
     def how_to_go_on(self) -> str:
         """Return what to do after the disk was full."""
         left = len(Hessians(self.hessians.path, self.hessians.index).missing)
-        return f"{left} layers are left: run the same command without --force to go on"
+        return f"{left} layers are left: do the same again, without force, to go on"

@@ -177,7 +177,9 @@ def create_hessians(path: Path, index: HessianIndex, *, force: bool = False) -> 
         if before != value:
             said = "" if isinstance(value, dict) else f" ({before} then, {value} now)"
             raise OutputError(
-                f"{path}: begun with another {name}{said}; choose another path, or pass --force"
+                f"{path}: begun with another {name}{said}; choose another path, or replace it by "
+                "force",
+                fields=("force",),
             )
     return Hessians(path, begun)
 

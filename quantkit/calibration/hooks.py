@@ -151,7 +151,8 @@ class Collector:
                 raise NonFiniteError(
                     f"{self.name}.{layer}: NaN or Inf in its input at step {sum(self.calls)} "
                     f"(timestep {self._timestep:g}); if the model overflows in float16, calibrate "
-                    "with --device cpu, which computes in float32"
+                    "on the device cpu, which computes in float32",
+                    fields=("device",),
                 )
 
     def _listener(self, layer: str, module: nn.Module) -> Callable[..., None]:

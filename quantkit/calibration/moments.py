@@ -93,7 +93,8 @@ def group_layers(layers: Sequence[Layer], memory: float) -> tuple[tuple[Layer, .
         if need > memory:
             raise RecipeError(
                 f"{layer.name}: K {layer.k}: its second moment takes {need / 2**30:.3g} GiB, "
-                f"wanted at most --memory {memory / 2**30:g}; give more"
+                f"wanted at most {memory / 2**30:g}; give more memory",
+                fields=("memory",),
             )
         if need > free:
             groups.append([])
@@ -158,7 +159,8 @@ class _Sum:
         if not all(bool(x.isfinite().all()) for x in (second, *([held.rows] if held else []))):
             raise NonFiniteError(
                 f"{self._where}: NaN or Inf in its input; if the model overflows in float16, "
-                "calibrate with --device cpu, which computes in float32"
+                "calibrate on the device cpu, which computes in float32",
+                fields=("device",),
             )
         return Moments(second, mean, self._rows, held)
 

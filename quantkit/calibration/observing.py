@@ -72,7 +72,8 @@ class Observed:
             run_batch(self._pipe, batch, self._settings)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
-                "out of GPU memory while denoising; take a smaller batch, or --device cpu"
+                "out of GPU memory while denoising; take a smaller batch, or the device cpu",
+                fields=("batch", "device"),
             ) from error
         for collector in self._collectors:
             collector.check()

@@ -66,7 +66,7 @@ class Kept:
         if not self.path.exists():
             return None
         tensors, about = read_artefact(self.path, _KIND)
-        with parsing(self.path, cure="run without --resume"):
+        with parsing(self.path, cure="do not resume"):
             self._refuse_others(about["facts"])
             sums: dict[str, dict[str, LayerSums]] = {
                 component: {layer: {} for layer in layers}
@@ -88,8 +88,9 @@ class Kept:
             if found.get(name) != wanted.get(name):
                 raise ArtefactError(
                     f"{self.path}: {name} {_short(found.get(name))}, wanted "
-                    f"{_short(wanted.get(name))}; run with the same settings to go on, or without "
-                    "--resume to start again"
+                    f"{_short(wanted.get(name))}; run with the same settings to go on, or do not "
+                    "resume",
+                    fields=("resume",),
                 )
 
     def write(self, found: Halfway) -> None:

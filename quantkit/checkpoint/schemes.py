@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from quantkit import __version__
+from quantkit._version import __version__
 from quantkit.errors import CheckpointError, InputError
 from quantkit.numerics.formats import FloatFormat, find_format
 from quantkit.numerics.granularity import parse_granularity

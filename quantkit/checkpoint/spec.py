@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-from quantkit import __version__
+from quantkit._version import __version__
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.numerics.granularity import scale_shape

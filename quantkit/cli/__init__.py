@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import click
 
-from quantkit import __version__
+from quantkit._version import __version__
 from quantkit.cli import (
     bench,
     bench_model,
@@ -25,6 +25,7 @@ from quantkit.cli import (
     kernels,
     optimize,
     pack,
+    permute,
     recover,
     run,
     sensitivity,
@@ -56,6 +57,7 @@ calibrate.calibrate.add_command(optimize.optimize)
 calibrate.calibrate.add_command(hessian.hessian)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
+quantkit.add_command(permute.permute)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
 quantkit.add_command(inspect.inspect)
@@ -67,6 +69,28 @@ quantkit.add_command(kernels.kernels)
 quantkit.add_command(bench_model.bench)
 quantkit.add_command(doctor.doctor)
 quantkit.add_command(demo.demo)
+
+
+def options_of(error: QuantkitError) -> str:
+    """Return the options that would cure an error, in brackets: its text names arguments."""
+    known: dict[str | None, str] = {}
+    for command in walk(quantkit):
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                told = "/".join((parameter.opts[-1], *parameter.secondary_opts))
+                known[parameter.name] = told
+                known[parameter.opts[-1].strip("-").replace("-", "_")] = told
+    named = [known[name] for name in error.fields if name in known]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def walk(group: click.Group) -> Iterator[click.Command]:
+    """Yield every command below a group."""
+    for command in group.commands.values():
+        if isinstance(command, click.Group):
+            yield from walk(command)
+        else:
+            yield command
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,7 +137,7 @@ def _explain(error: BaseException) -> int:
         return 2
     code = 2
     if isinstance(error, QuantkitError):
-        text, code = str(error), error.exit_code
+        text, code = f"{error}{options_of(error)}", error.exit_code
     elif isinstance(error, click.ClickException):
         text, code = _usage(error), error.exit_code
     elif isinstance(error, OSError):

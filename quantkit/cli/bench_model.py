@@ -1,22 +1,14 @@
 """``quantkit bench model``: one denoising step of a whole denoiser, packed and not."""
 
-import os
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.bench_tables import print_model_result
 from quantkit.cli.console import print_json, progress_bar
-from quantkit.cli.pack import MOST_THREADS
 from quantkit.storage.limits import MAX_COUNT, MAX_SIDE
-
-if TYPE_CHECKING:
-    from quantkit.bench.model_contenders import ModelContender
-    from quantkit.bench.model_result import ModelResult, Settings
 
 
 @click.group("bench")
@@ -120,12 +112,8 @@ def model_command(
     Random weights are packed, saved and loaded as a user's are. Every output is checked first; exit
     code 1 when one is wrong.
     """
-    from quantkit.bench.model_result import Settings, save_model_result, to_json
-    from quantkit.storage.files import write_or_keep
-    from quantkit.storage.places import check_file
+    from quantkit.workflow.bench import Settings, bench_model
 
-    if save:
-        check_file(save, force=force)
     settings = Settings(
         batch,
         size,
@@ -136,67 +124,21 @@ def model_command(
         fuse_projections=fuse_projections,
         scratch=scratch,
     )
-    result = bench_model(
-        config, contenders, settings, device, rounds=(repeats, seconds), quiet=quiet
-    )
-    if save:
-        write_or_keep(partial(save_model_result, result, force=force), save)
+    with progress_bar(quiet=quiet) as progress:
+        result = bench_model(
+            config,
+            settings=settings,
+            contenders=contenders,
+            device=device,
+            repeats=repeats,
+            seconds=seconds,
+            save=save,
+            force=force,
+            progress=progress,
+        )
     if as_json:
-        print_json(to_json(result))
+        print_json(result.to_json())
     else:
         print_model_result(result)
     if result.wrong:
         sys.exit(1)
-
-
-def bench_model(
-    config: str,
-    contenders: tuple[str, ...],
-    settings: "Settings",
-    device: str,
-    *,
-    rounds: tuple[int, float],
-    quiet: bool,
-) -> "ModelResult":
-    """Measure.
-
-    Args:
-        config: a published denoiser's name, or a directory.
-        contenders: names; empty for all.
-        settings: batch, size, compilation, profile, scratch folder.
-        device: auto, cpu or cuda[:N].
-        rounds: repeats at most, and seconds at most.
-        quiet: no progress.
-
-    Raises:
-        ModelError: a config that cannot be used.
-    """
-    from quantkit.bench.denoisers import find_denoiser
-    from quantkit.bench.model import run_model_bench
-    from quantkit.bench.timing import Plan
-    from quantkit.pipelines.running import choose_device
-
-    chosen = _contenders(contenders)
-    with progress_bar(quiet=quiet) as progress:
-        return run_model_bench(
-            find_denoiser(config),
-            chosen,
-            settings,
-            choose_device(device),
-            Plan(warmup=2, repeats=rounds[0], seconds=rounds[1]),
-            threads=min(len(os.sched_getaffinity(0)), MOST_THREADS),
-            progress=progress,
-        )
-
-
-def _contenders(names: tuple[str, ...]) -> "tuple[ModelContender, ...]":
-    from quantkit.bench.model_contenders import MODEL_CONTENDERS
-
-    for name in names:
-        if name not in MODEL_CONTENDERS:
-            raise click.BadParameter(
-                f"{name!r} is unknown, wanted one of {', '.join(MODEL_CONTENDERS)}",
-                param_hint="--contenders",
-            )
-    # As they were given: after an interrupt, the first ones are ready.
-    return tuple(MODEL_CONTENDERS[name] for name in dict.fromkeys(names or MODEL_CONTENDERS))

@@ -6,7 +6,7 @@ so that it can neither move the cursor nor begin a line of its own.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -63,10 +63,31 @@ class Warnings(logging.Handler):
 
 @contextmanager
 def progress_bar(*, quiet: bool) -> Iterator[Progress]:
-    """Yield a progress callback that draws one bar per step on stderr; silent when quiet."""
+    """Yield a progress callback that draws one bar per step on stderr; silent when quiet.
+
+    Nothing is drawn before the first step, so an error at once stands alone.
+    """
     if quiet:
         yield silent
         return
+    with ExitStack() as stack:
+        drawn: Progress | None = None
+
+        def report(step: str, done: int, total: int) -> None:
+            nonlocal drawn
+            drawn = drawn or _draw(stack)
+            drawn(step, done, total)
+
+        yield report
+
+
+def say(line: str) -> None:
+    """Say something on the way, on stderr."""
+    echo(line, err=True)
+
+
+def _draw(stack: ExitStack) -> Progress:
+    """Return a progress callback whose bars are on the terminal until the stack unwinds."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
@@ -77,15 +98,15 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Bars(*columns, console=_console(stderr=True)) as bars:
-        tasks = {}
+    bars = stack.enter_context(Bars(*columns, console=_console(stderr=True)))
+    tasks = {}
 
-        def report(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(printable(step), total=total)
-            bars.update(tasks[step], completed=done, total=total)
+    def report(step: str, done: int, total: int) -> None:
+        if step not in tasks:
+            tasks[step] = bars.add_task(printable(step), total=total)
+        bars.update(tasks[step], completed=done, total=total)
 
-        yield report
+    return report
 
 
 def print_table(

@@ -1,7 +1,7 @@
 """``quantkit doctor``: what this machine has, and what would run each operation or layer."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,45 +22,15 @@ def doctor(packed: Path | None, device: str, quiet: bool, as_json: bool) -> None
 
     With PACKED, also which back end each of its packed layers would use.
     """
-    examine(packed, device=device, quiet=quiet, as_json=as_json)
+    from quantkit.workflow.doctor import examine
 
-
-def examine(packed: Path | None, *, device: str, quiet: bool, as_json: bool) -> None:
-    """Print the survey of this machine.
-
-    Args:
-        packed: a packed directory, or None.
-        device: where its layers would run; auto is cuda if there is one.
-        quiet: leave out the layers that a kernel runs.
-        as_json: print JSON.
-
-    Raises:
-        CheckpointError: ``packed`` is not packed, or breaks a rule.
-    """
-    from quantkit.device.survey import survey
-
-    layers = () if packed is None else _layers(packed, device)
-    found = survey()
+    found = examine(packed, device=device)
     if as_json:
-        print_json(_json(found, layers))
+        print_json(found.to_json())
         return
-    _print_survey(found)
+    _print_survey(found.survey)
     if packed is not None:
-        _print_layers(packed, layers, quiet=quiet)
-
-
-def _layers(packed: Path, device: str) -> "tuple[LayerChoice, ...]":
-    from quantkit.checkpoint.reader import open_packed
-    from quantkit.device.survey import layer_choices
-    from quantkit.errors import CheckpointError
-    from quantkit.pipelines.running import choose_device
-
-    opened = open_packed(packed)
-    if not opened.components:
-        raise CheckpointError(
-            f"{packed}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
-        )
-    return layer_choices(opened, choose_device(device))
+        _print_layers(packed, found.layers, quiet=quiet)
 
 
 def _print_survey(found: "Survey") -> None:
@@ -105,27 +75,3 @@ def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]", *, quiet: boo
 
 def _path(layer: "LayerChoice") -> str:
     return "/".join(filter(None, (layer.component, layer.layer)))
-
-
-def _json(found: "Survey", layers: "tuple[LayerChoice, ...]") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        "torch": found.torch_version,
-        "devices": list(found.devices),
-        "gpus": [asdict(gpu) for gpu in found.gpus],
-        "tools": [asdict(tool) for tool in found.tools],
-        "cache": str(found.cache),
-        "cache_bytes": found.cache_bytes,
-        "cache_limit": found.cache_limit,
-        "operations": [
-            {
-                "op": o.op,
-                "device": o.device,
-                "backend": o.choice.backend.value,
-                "reason": o.choice.reason,
-            }
-            for o in found.operations
-        ],
-        "layers": [asdict(layer) for layer in layers],
-    }

@@ -2,17 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import evaluation_options, options, report
 from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.report_tables import print_gates, print_metrics
-from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    from quantkit.eval.comparison import Comparison
 
 
 @click.group("eval")
@@ -39,69 +34,47 @@ def evaluate() -> None:
 @options.device
 @options.quiet
 @options.as_json
-def images(**given: Any) -> None:
+def images(
+    first: Path,
+    second: Path,
+    prompts: Path | None,
+    lpips_weights: Path | None,
+    clip: str | None,
+    without: tuple[str, ...],
+    gate_ssim: float | None,
+    gate_lpips: float | None,
+    gate_clip: float | None,
+    device: str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Run the metrics on two folders: pictures of A are the original, equal names make a pair.
 
     Exits with 1 when a gate was given and fails.
     """
-    from quantkit.eval.gates import Compression, Limits, judge, passed
-    from quantkit.eval.serialize import comparison_json, gates_json
+    from quantkit.workflow.evaluate import Limits
+    from quantkit.workflow.images import compare_images
 
-    _check_gates(given)
-    comparison = compare_folders(**{
-        key: value for key, value in given.items()
-        if not key.startswith("gate_") and key != "as_json"
-    })  # fmt: skip
-    limits = Limits(given["gate_ssim"], given["gate_lpips"], clip_fp8=given["gate_clip"])
-    gates = judge(comparison, limits, Compression.FP8)
-    if given["as_json"]:
-        values = comparison_json(comparison)
-        print_json({"schema": "quantkit.images", "schema_version": 1, **values,
-                    "gates": gates_json(gates)})  # fmt: skip
-    else:
-        print_metrics(f"{given['second']} against {given['first']}", comparison)
-        print_gates(gates)
-    if gates and not passed(gates):
-        sys.exit(1)
-
-
-def _check_gates(given: dict[str, Any]) -> None:
-    """Refuse a gate on a metric that will not be measured: it would pass unseen."""
-    for metric in ("lpips", "clip"):
-        if given[f"gate_{metric}"] is not None and metric in given["without"]:
-            raise InputError(
-                f"--gate-{metric}: {metric} is left out by --without; drop one of both"
-            )
-    if given["gate_clip"] is not None and given["prompts"] is None:
-        raise InputError("--gate-clip: CLIP score wants the prompts; pass --prompts FILE")
-
-
-def compare_folders(
-    first: Path,
-    second: Path,
-    *,
-    prompts: Path | None = None,
-    lpips_weights: Path | None = None,
-    clip: str | None = None,
-    without: tuple[str, ...] = (),
-    device: str = "auto",
-    quiet: bool = False,
-) -> "Comparison":
-    """Measure every pair of pictures with one name in two folders.
-
-    Raises:
-        InputError: pictures without a partner, of other sizes, or networks that cannot be had.
-    """
-    from quantkit.eval.backbones import load_backbones
-    from quantkit.eval.comparison import compare
-    from quantkit.eval.images import match_folders
-    from quantkit.pipelines.running import choose_device, read_prompts
-
-    pairs = match_folders(first, second, None if prompts is None else read_prompts(prompts))
-    left_out = without if prompts is not None else (*without, "clip")
+    limits = Limits(gate_ssim, gate_lpips, gate_clip, None, None)
     with progress_bar(quiet=quiet) as progress:
-        backbones = load_backbones(lpips_weights, clip, left_out, device=choose_device(device))
-        return compare(pairs, backbones, progress=progress)
+        found = compare_images(
+            first,
+            second,
+            prompts=prompts,
+            lpips_weights=lpips_weights,
+            clip=clip,
+            without=without,
+            limits=limits,
+            device=device,
+            progress=progress,
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_metrics(f"{second} against {first}", found.comparison)
+        print_gates(found.gates)
+    if not found.passed:
+        sys.exit(1)
 
 
 evaluate.add_command(report.report)

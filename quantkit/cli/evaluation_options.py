@@ -8,7 +8,7 @@ import click
 from quantkit.cli import options
 
 if TYPE_CHECKING:
-    from quantkit.eval.gates import Limits
+    from quantkit.workflow.evaluate import Limits
 
 Command = Callable[..., Any]
 
@@ -113,7 +113,7 @@ def gates(command: Command) -> Command:
 
 def pop_limits(given: dict[str, Any]) -> "Limits":
     """Take the gates' limits out of a command's options."""
-    from quantkit.eval.gates import Limits
+    from quantkit.workflow.evaluate import Limits
 
     names = ("ssim", "lpips", "clip_fp8", "clip_sparse", "clip_both")
     return Limits(**{name: given.pop(f"gate_{name}") for name in names})

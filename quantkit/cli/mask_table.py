@@ -1,35 +1,28 @@
-"""What ``sparsify`` says of masks, and the recipe it takes them from."""
+"""Masks on the command line: how they are chosen, and what is said of them."""
 
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import click
+
+from quantkit.cli import options
 from quantkit.cli.console import print_table
 
 if TYPE_CHECKING:
-    from quantkit.recipe.schema import Recipe
     from quantkit.sparsity.maskfile import MaskSet
 
-
-def with_rule(recipe: "Recipe", rule: dict[str, Any]) -> "Recipe":
-    """Return the recipe with settings of its sparsity section replaced."""
-    from quantkit.recipe.fields import section_of
-    from quantkit.recipe.schema import SparsityRecipe
-
-    section = recipe.sparsity or SparsityRecipe()
-    return recipe.model_copy(
-        update={"sparsity": section_of(SparsityRecipe, {**dict(section), **rule})}
-    )
-
-
-def describe_masks(masks: "MaskSet", written: Path | None) -> dict[str, Any]:
-    """Return JSON values that say what was decided, and where it was written if it was."""
-    return {
-        "written": None if written is None else str(written),
-        "method": masks.method,
-        "pattern": str(masks.pattern),
-        "layers": [asdict(decision) for decision in masks.decisions],
-    }
+pattern = click.option("--pattern", metavar="N:M", help="As 2:4 (or 4:2); default: the recipe's.")
+mask_method = click.option(
+    "--method",
+    type=click.Choice(["magnitude", "wanda", "sparsegpt"]),
+    help="How weights are ranked; wanda needs a calibration or second moments, sparsegpt second "
+    "moments. Default: the recipe's.",
+)
+error_budget = click.option(
+    "--budget",
+    "error_budget",
+    type=options.FiniteRange(min=0, min_open=True),
+    help="Mask only layers that lose at most this share of their output's power.",
+)
 
 
 def print_masks(masks: "MaskSet", where: str) -> None:

@@ -1,6 +1,5 @@
 """``quantkit pack``: write the packed checkpoint of a model."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +9,7 @@ from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from quantkit.packing.dry_run import Forecast
-    from quantkit.packing.pack import PackSummary
-
-#: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
-MOST_THREADS = 8
+    from quantkit.workflow.pack import Forecast, PackSummary
 
 
 @click.command()
@@ -31,8 +26,8 @@ MOST_THREADS = 8
 @click.option(
     "--threads",
     type=options.THREADS,
-    help=f"Tensors in work at once; default: the cores, at most {MOST_THREADS}. The bytes are "
-    "the same for any number.",
+    help="Tensors in work at once; default: the cores, at most 8. The bytes are the same for any "
+    "number.",
 )
 @options.force
 @options.dry_run
@@ -59,125 +54,50 @@ def pack(
 
     With --dry-run, a calibration or second moments that the recipe needs may still be missing.
     """
-    pack_model(
-        model,
-        recipe,
-        output,
-        calibration=calibration,
-        hessians=hessians,
-        masks=masks,
-        threads=threads or min(len(os.sched_getaffinity(0)), MOST_THREADS),
-        force=force,
-        dry_run=dry_run,
-        quiet=quiet,
-        as_json=as_json,
-    )
+    from quantkit.workflow.pack import Forecast, pack, plan_pack
 
-
-def pack_model(
-    model: str,
-    recipe: str,
-    output: Path,
-    *,
-    calibration: Path | None,
-    hessians: Path | None = None,
-    masks: Path | None,
-    threads: int,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
-    """Write the packed directory and print what became of every layer.
-
-    Args:
-        model: pipeline directory, component directory or hub id.
-        recipe: a bundled name or a YAML file.
-        output: the directory to make.
-        calibration: statistics of the same model.
-        hessians: second moments of the same model.
-        masks: masks of the same model.
-        threads: tensors in work at once.
-        force: replace an existing output.
-        dry_run: plan and print, but write nothing.
-        quiet: no progress.
-        as_json: print JSON.
-    """
-    from quantkit.calibration.hessian import load_hessians
-    from quantkit.calibration.statistics import load_calibration
-    from quantkit.models.chosen import open_for
-    from quantkit.packing import dry_run as forecast
-    from quantkit.packing import pack as pipeline
-    from quantkit.sparsity.maskfile import load_masks
-    from quantkit.storage.places import check_directory, refuse_overlap
-
-    source, chosen = open_for(model, recipe)
-    refuse_overlap(output, source.path)
-    check_directory(output, kind=pipeline.KIND, force=force)
-    statistics = load_calibration(calibration) if calibration else None
-    moments = load_hessians(hessians) if hessians else None
-    stored = load_masks(masks) if masks else None
-    missing = forecast.missing_artefacts(
-        chosen, calibration=statistics, masks=stored, hessians=moments
-    )
-    if dry_run and missing:
-        plan = forecast.forecast_pack(source, chosen, output, missing=missing, masks=stored)
-        _tell(plan, as_json=as_json)
-        return
     with progress_bar(quiet=quiet) as progress:
-        if dry_run:
-            planned = pipeline.plan_pack(
-                source,
-                chosen,
-                calibration=statistics,
-                masks=stored,
-                hessians=moments,
+        result = (
+            plan_pack(
+                model,
+                output=output,
+                recipe=recipe,
+                calibration=calibration,
+                masks=masks,
+                hessians=hessians,
+                force=force,
                 progress=progress,
             )
-            summary = pipeline.summarize(planned, output)
-        else:
-            summary = pipeline.pack(
-                source,
-                chosen,
-                output,
-                calibration=statistics,
-                masks=stored,
-                hessians=moments,
+            if dry_run
+            else pack(
+                model,
+                output=output,
+                recipe=recipe,
+                calibration=calibration,
+                masks=masks,
+                hessians=hessians,
                 threads=threads,
                 force=force,
                 progress=progress,
             )
-    if as_json:
-        print_json({"written": not dry_run, **pipeline.to_json(summary)})
+        )
+    if isinstance(result, Forecast):
+        _print_forecast(result, as_json=as_json)
+    elif as_json:
+        print_json({"written": not dry_run, **result.to_json()})
     else:
-        _print(summary, "nothing written" if dry_run else f"written to {output}")
+        _print(result, "nothing written" if dry_run else f"written to {output}")
 
 
-def _tell(forecast: "Forecast", *, as_json: bool) -> None:
+def _print_forecast(forecast: "Forecast", *, as_json: bool) -> None:
     """Print what would be packed if the artefacts that the recipe needs were there."""
-    from quantkit.packing.dry_run import forecast_to_json
-
+    missing = [f"--{name}" for name in forecast.missing]
     if as_json:
-        print_json({"written": False, **forecast_to_json(forecast)})
+        print_json({"written": False, **forecast.to_json(), "missing": missing})
         return
     _print(forecast.summary, "nothing written")
-    echo(*told_forecast(forecast))
-    echo(f"Not given, planned as if it were: {', '.join(forecast.missing)}")
-
-
-def told_forecast(forecast: "Forecast") -> list[str]:
-    """Return a forecast in lines: layers and bytes, and those with all masks of an error budget."""
-    from quantkit.packing.dry_run import masked_layers
-
-    summary, sparsest = forecast.summary, forecast.sparsest
-    packed = sum(summary.by_scheme().values())
-    kept = len(summary.layers) - packed
-    counts = f"{packed} layers packed, {masked_layers(summary)} of them sparse, {kept} kept"
-    lines = [f"{counts} in 16 bit: {_sizes(summary.bytes_before, summary.bytes_after)}"]
-    if sparsest is not None:
-        sizes = _sizes(sparsest.bytes_before, sparsest.bytes_after)
-        lines.append(f"with all {masked_layers(sparsest)} layers masked that may be: {sizes}")
-    return lines
+    echo(forecast.outlook)
+    echo(f"Not given, planned as if it were: {', '.join(missing)}")
 
 
 def _print(summary: "PackSummary", where: str) -> None:
@@ -203,11 +123,10 @@ def _print(summary: "PackSummary", where: str) -> None:
     if summary.left_out:
         echo(f"Left out (other weights): {', '.join(map(str, summary.left_out))}")
     for component in summary.components:
-        name = component.name or component.class_name
-        echo(f"{name}: {_sizes(component.bytes_before, component.bytes_after)}")
+        echo(f"{component.name or component.class_name}: {component.sizes}")
     if summary.copied_files:
         echo(f"copied: {summary.copied_files} files, {summary.copied_bytes:,} bytes")
-    echo(f"total: {_sizes(summary.bytes_before, summary.bytes_after)}, {where}")
+    echo(f"total: {summary.sizes}, {where}")
 
 
 def _print_reasons(title: str, reasons: dict[str, list[str]]) -> None:
@@ -220,7 +139,3 @@ def _some(names: list[str]) -> str:
     """Return the first names; a long list is in --json."""
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _sizes(before: int, after: int) -> str:
-    return f"{before:,} -> {after:,} bytes ({after / before:.1%})"

@@ -1,8 +1,7 @@
 """``quantkit calibrate sensitivity``: how much each layer loses under each treatment."""
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,7 +10,8 @@ from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.storage.limits import MAX_COUNT
 
 if TYPE_CHECKING:
-    from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
+    from quantkit.sensitivity.result import LayerSensitivity
+    from quantkit.workflow.sensitivity import MeasuredSensitivity
 
 #: Layers of the table on the terminal; the file has all.
 SHOWN = 10
@@ -60,11 +60,14 @@ def sensitivity(
     measure: int,
     prompts: Path | None,
     count: int | None,
+    steps: int | None,
+    guidance: float | None,
+    seed: int | None,
+    batch: int | None,
     device: str,
     force: bool,
     quiet: bool,
     as_json: bool,
-    **run: Any,
 ) -> None:
     """Measure what every layer of MODEL loses under every treatment.
 
@@ -74,108 +77,37 @@ def sensitivity(
 
     Masks by SparseGPT are measured with --hessians only.
     """
-    from quantkit.sensitivity.result import to_json
+    from quantkit.workflow.inputs import Sampling
+    from quantkit.workflow.sensitivity import measure_sensitivity
 
-    found = measure_layers(
-        model,
-        calibration,
-        recipe,
-        output,
-        hessians=hessians,
-        plot=plot,
-        measure=measure,
-        prompts=prompts,
-        count=count,
-        run={name: value for name, value in run.items() if value is not None},
-        device=device,
-        force=force,
-        quiet=quiet,
-    )
+    with progress_bar(quiet=quiet) as progress:
+        found = measure_sensitivity(
+            model,
+            calibration=calibration,
+            recipe=recipe,
+            output=output,
+            hessians=hessians,
+            plot=plot,
+            measure=measure,
+            prompts=prompts,
+            sampling=Sampling(count, steps, guidance, seed, batch),
+            device=device,
+            force=force,
+            progress=progress,
+        )
     if as_json:
-        print_json({"written": str(output), **to_json(found)})
+        print_json(found.to_json())
     else:
         _print(found, output)
 
 
-def measure_layers(
-    model: str,
-    calibration: Path,
-    recipe: str,
-    output: Path,
-    *,
-    hessians: Path | None,
-    plot: Path | None,
-    measure: int,
-    prompts: Path | None,
-    count: int | None,
-    run: dict[str, Any],
-    device: str,
-    force: bool,
-    quiet: bool,
-) -> "Sensitivity":
-    """Measure, write the file, and draw it.
-
-    Args:
-        model: pipeline directory or hub id.
-        calibration: of the same model, with stored inputs.
-        recipe: a bundled name or a YAML file.
-        output: the JSON file to write.
-        hessians: second moments of the same model; None: no masks by SparseGPT.
-        plot: the drawing to write, if any.
-        measure: most layers to run in the pipeline.
-        prompts: a file of prompts; None: the bundled set.
-        count: how many of them; None: one batch.
-        run: settings of the recipe's calibration section to replace.
-        device: auto, cpu or cuda[:N].
-        force: replace existing files.
-        quiet: no progress.
-    """
-    from quantkit.calibration.hessian import load_hessians
-    from quantkit.calibration.statistics import load_calibration
-    from quantkit.models.chosen import open_for
-    from quantkit.pipelines.running import choose_device, read_prompts
-    from quantkit.sensitivity.analyse import measure_sensitivity
-    from quantkit.sensitivity.plot import check_plot_path, save_plot
-    from quantkit.sensitivity.result import save_sensitivity
-    from quantkit.sensitivity.subject import Subject
-    from quantkit.sparsity.surgery import Surgeon
-    from quantkit.storage.digest import sha256_of_file
-    from quantkit.storage.files import write_or_keep
-    from quantkit.storage.places import check_file
-
-    check_file(output, force=force)
-    if plot is not None:
-        check_plot_path(plot)
-        check_file(plot, force=force)
-    source, chosen = open_for(model, recipe)
-    chosen = chosen.with_calibration(run)
-    texts = read_prompts(prompts)[: count or chosen.calibration.batch]
-    surgeon = None if hessians is None else Surgeon(load_hessians(hessians), choose_device(device))
-    subject = Subject.of(source, chosen, load_calibration(calibration), surgeon)
-    with progress_bar(quiet=quiet) as progress:
-        found = measure_sensitivity(
-            subject,
-            texts,
-            measure=measure,
-            device=device,
-            calibration_digest=sha256_of_file(calibration),
-            progress=progress,
-        )
-    write_or_keep(partial(save_sensitivity, found, force=force), output)
-    if plot is not None:
-        write_or_keep(partial(save_plot, found, force=force), plot)
-    return found
-
-
-def _print(found: "Sensitivity", output: Path) -> None:
-    from quantkit.sensitivity.gains import find_gains
-
-    gains = find_gains(found.layers)
+def _print(found: "MeasuredSensitivity", output: Path) -> None:
+    layers, gains = found.sensitivity.layers, found.gains
 
     def final(layer: "LayerSensitivity") -> float:
         return gains[layer.name].value * layer.outcomes[ORDERED_BY].error
 
-    worst = sorted(found.layers, key=lambda layer: (-final(layer), layer.name))[:SHOWN]
+    worst = sorted(layers, key=lambda layer: (-final(layer), layer.name))[:SHOWN]
     rows = [
         (
             layer.name,
@@ -185,7 +117,7 @@ def _print(found: "Sensitivity", output: Path) -> None:
         )
         for layer in worst
     ]
-    title = f"Worst {len(rows)} of {len(found.layers)} layers: relative error (NMSE) of the output"
+    title = f"Worst {len(rows)} of {len(layers)} layers: relative error (NMSE) of the output"
     print_table(title, ("layer", *COLUMNS.values(), "gain", "final FP8"), rows)
     count = sum(gain.measured for gain in gains.values())
     echo(

@@ -7,6 +7,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.errors import CheckpointError
 
 
 @click.command()
@@ -19,23 +20,7 @@ def verify(packed: Path, list_all: bool, quiet: bool, as_json: bool) -> None:
 
     Ends with exit code 2 and the first broken rule, or all of them with --all.
     """
-    check(packed, list_all=list_all, quiet=quiet, as_json=as_json)
-
-
-def check(packed: Path, *, list_all: bool, quiet: bool, as_json: bool) -> None:
-    """Check a packed directory and print what was checked.
-
-    Args:
-        packed: a packed pipeline or component.
-        list_all: go on after the first breach and print each.
-        quiet: no progress.
-        as_json: print JSON.
-
-    Raises:
-        CheckpointError: a rule is broken.
-    """
-    from quantkit.checkpoint.verification import find_breaches
-    from quantkit.errors import CheckpointError
+    from quantkit.workflow.verify import find_breaches
 
     with progress_bar(quiet=quiet) as progress:
         result = find_breaches(packed, progress=progress, stop_at_first=not list_all)

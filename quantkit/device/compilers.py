@@ -64,7 +64,8 @@ def clang(explicit: str | None = None) -> Compiler:
             seen.append(f"{candidate} does not run")
     raise CompilerMissingError(
         f"AMD targets: wanted clang >= {CLANG_MINIMUM}, but {', '.join(seen)}; install clang-22 "
-        "and lld-22 (Debian's names) or ROCm 7.2, or pass --compiler PATH"
+        "and lld-22 (Debian's names) or ROCm 7.2, or give a compiler's path",
+        fields=("compiler",),
     )
 
 

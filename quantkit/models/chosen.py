@@ -4,23 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from quantkit.errors import RecipeError
 from quantkit.models.layers import list_layers
-from quantkit.models.source import Model, open_model
-from quantkit.recipe.load import did_you_mean, load_recipe
+from quantkit.models.source import Model
+from quantkit.recipe.load import did_you_mean
 from quantkit.recipe.schema import Recipe, matches
-
-
-def open_for(model: str, recipe: str) -> tuple[Model, Recipe]:
-    """Return the model and the recipe that a command names, which fit each other.
-
-    The recipe is read first: a mistake in it should not be told after a download.
-
-    Raises:
-        ModelError: as ``open_model``.
-        RecipeError: as ``load_recipe`` and ``refuse_unmatched``.
-    """
-    chosen, source = load_recipe(recipe), open_model(model)
-    refuse_unmatched(chosen, recipe, source)
-    return source, chosen
 
 
 def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:

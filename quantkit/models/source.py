@@ -46,16 +46,22 @@ class Model:
     components: tuple[Component, ...]
 
 
-def open_model(text: str) -> Model:
+def open_model(model: str | Path) -> Model:
     """Return the model at a path, or behind a hub id (its cache first).
+
+    Args:
+        model: a pipeline's directory, a component's (as its unet), or a hub id.
+
+    Returns:
+        what other functions take as a model.
 
     Raises:
         ModelError: neither, not a diffusers directory, no weights, a missing shard, a text
             encoder, a denoiser of no known family, a model that is quantized already.
     """
+    path, text = Path(model), str(model)
     if not text:
-        raise ModelError("no model: the name is empty; pass a directory or a hub id")
-    path = Path(text)
+        raise ModelError("no model: the name is empty; give a directory or a hub id")
     # Not Path's own, which raise for names that are too long or hold a null.
     if os.path.isdir(path):  # noqa: PTH112
         return _open_directory(path)

@@ -159,8 +159,9 @@ class _Context:
         if not self.calibrated:
             what = "shift" if activation.shift else "mode static"
             raise RecipeError(
-                f"{layer.name}: activation.{what} needs statistics; pass --calibration, or "
-                "set activation.mode: token without shift"
+                f"{layer.name}: activation.{what} needs statistics; give a calibration, or "
+                "set activation.mode: token without shift",
+                fields=("calibration",),
             )
         return choose_edges(activation, self.edges)
 
@@ -171,7 +172,8 @@ class _Context:
         if not self.calibrated:
             key = "smooth" if smooth else "split_concat"
             raise RecipeError(
-                f"{layer.name}: {key} needs statistics; pass --calibration, or drop {key}"
+                f"{layer.name}: {key} needs statistics; give a calibration, or drop {key}",
+                fields=("calibration",),
             )
         return True
 

@@ -121,7 +121,10 @@ def wanda_scores(weight: Tensor, second_moment: Tensor | None) -> Tensor:
     Source: Sun et al. 2023, A Simple and Effective Pruning Approach for LLMs, arXiv:2306.11695.
     """
     if second_moment is None:
-        raise RecipeError("mask method 'wanda' needs input statistics; pass --calibration")
+        raise RecipeError(
+            "mask method 'wanda' needs input statistics; give a calibration",
+            fields=("calibration",),
+        )
     return weight.abs().float() * second_moment.float().sqrt()
 
 

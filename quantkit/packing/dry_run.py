@@ -16,8 +16,9 @@ from quantkit.models.source import Component, Model
 from quantkit.models.treatments import plan_layers
 from quantkit.numerics.masks import SPARSEGPT
 from quantkit.packing.encode import WeightPlan
-from quantkit.packing.pack import PackSummary, complete_plan, summarize, to_json
+from quantkit.packing.pack import complete_plan, summarize
 from quantkit.packing.plan import ComponentPlan, assemble_plan, refuse_nothing
+from quantkit.packing.summary import PackSummary
 from quantkit.packing.writer import PackedLayer
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import MaskSet
@@ -27,12 +28,37 @@ from quantkit.sparsity.maskfile import MaskSet
 class Forecast:
     """What packing would write, as far as it can be known."""
 
-    #: options of 'quantkit pack' that the recipe needs besides what was given
+    #: arguments of ``pack`` that the recipe needs besides what was given
     missing: tuple[str, ...]
     #: layers that an error budget decides of are dense here
     summary: PackSummary
     #: the same with all of them masked; None: no budget decides
     sparsest: PackSummary | None
+
+    @property
+    def outlook(self) -> str:
+        """Layers and bytes; and with all masks of an error budget, in a second line."""
+        if self.sparsest is None:
+            return self.summary.counts
+        most = self.sparsest
+        return (
+            f"{self.summary.counts}\nwith all {most.masked} layers masked that may be: {most.sizes}"
+        )
+
+    def __repr__(self) -> str:
+        """Return what would be packed, and what is missing for it."""
+        return f"{self.outlook}\nmissing: {', '.join(self.missing) or 'nothing'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values; timestep edges are not known, and left out."""
+        values = self.summary.to_json()
+        for entry in values["layers"]:
+            if entry["scheme"] is not None:
+                del entry["scheme"]["buckets"]
+        most = None
+        if self.sparsest is not None:
+            most = {"layers": self.sparsest.masked, "bytes_after": self.sparsest.bytes_after}
+        return {"missing": list(self.missing), "sparsest": most, **values}
 
 
 def missing_artefacts(
@@ -42,16 +68,16 @@ def missing_artefacts(
     masks: MaskSet | None,
     hessians: Hessians | None,
 ) -> tuple[str, ...]:
-    """Return the options of 'quantkit pack' that the recipe needs and that are not given."""
+    """Return the arguments of ``pack`` that the recipe needs and that are not given."""
     rule = None if masks is not None else recipe.sparsity
     rest = recipe.model_copy(update={"sparsity": None})
     wanda = rule is not None and rule.method == "wanda" and hessians is None
     moments = rest.needs_hessians or (rule is not None and rule.method == SPARSEGPT)
     needed = {
-        "--calibration": calibration is None and (wanda or rest.needs_calibration),
-        "--hessians": hessians is None and moments,
+        "calibration": calibration is None and (wanda or rest.needs_calibration),
+        "hessians": hessians is None and moments,
     }
-    return tuple(option for option, lacking in needed.items() if lacking)
+    return tuple(name for name, lacking in needed.items() if lacking)
 
 
 def forecast_pack(
@@ -86,25 +112,6 @@ def forecast_pack(
     if masks is None and rule is not None and rule.error_budget is not None:
         return Forecast(missing, summary(budgeted=False), summary(budgeted=True))
     return Forecast(missing, summary(budgeted=True), None)
-
-
-def forecast_to_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast as JSON values; timestep edges are not known, and left out."""
-    values = to_json(forecast.summary)
-    for entry in values["layers"]:
-        if entry["scheme"] is not None:
-            del entry["scheme"]["buckets"]
-    sparsest = forecast.sparsest
-    most = None
-    if sparsest is not None:
-        most = {"layers": masked_layers(sparsest), "bytes_after": sparsest.bytes_after}
-    return {"missing": list(forecast.missing), "sparsest": most, **values}
-
-
-def masked_layers(summary: PackSummary) -> int:
-    """Return how many layers are sparse."""
-    return sum(layer.scheme is not None and layer.scheme.sparsity is not None
-               for layer in summary.layers)  # fmt: skip
 
 
 def _foresee(

@@ -89,7 +89,7 @@ class Inputs:
             if mask.pattern != TWO_OF_FOUR:
                 raise ArtefactError(
                     f"masks: pattern {mask.pattern}, the packed format holds {TWO_OF_FOUR}; "
-                    "run 'quantkit sparsify' with --pattern 2:4"
+                    "choose masks of pattern 2:4"
                 )
         return frozenset(self.masks)
 

@@ -26,8 +26,8 @@ def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:
     if masks is not None and masks.counts_on_updates and recipe.weight.rounding != "gptq":
         raise RecipeError(
             "masks: by sparsegpt, which counts on updates of the kept weights; set "
-            "weight.rounding: gptq and pass --hessians, or run 'quantkit sparsify' with "
-            "--recover obs"
+            "weight.rounding: gptq and give second moments, or recover with method obs first",
+            fields=("hessians",),
         )
 
 

@@ -1,22 +1,19 @@
 """``pack``: plan, stream tensor by tensor, check, rename into place."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.schemes import scheme_to_json
 from quantkit.models.source import Model
 from quantkit.models.treatments import Treatment
-from quantkit.numerics.scheme import Scheme
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.finishing import judged, list_written, refuse_broken
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
+from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
 from quantkit.packing.writer import write_shards
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
@@ -27,90 +24,6 @@ from quantkit.storage.places import check_directory, refuse_overlap
 
 #: What the marker calls the output.
 KIND = "packed model"
-
-
-@dataclass(frozen=True)
-class LayerSummary:
-    """What became of one layer."""
-
-    component: str
-    name: str
-    kind: str
-    #: dense shape of the weight
-    shape: tuple[int, ...]
-    #: None: it stays as it was
-    scheme: Scheme | None
-    #: why it stays, or why it is dense though sparsity was wanted; else ""
-    reason: str
-    #: SmoothQuant's strength; None: none of it
-    smooth_alpha: float | None
-    #: whether the bias was corrected; None: not asked for, False: there is no bias
-    bias_corrected: bool | None
-    #: of the weight, its scales and metadata
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
-class ComponentSummary:
-    """What became of the weight files of one component."""
-
-    name: str
-    class_name: str
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
-class PackSummary:
-    """What was packed, kept, copied and left out."""
-
-    output: Path
-    components: tuple[ComponentSummary, ...]
-    layers: tuple[LayerSummary, ...]
-    #: of files that are copied as they are
-    copied_files: int
-    copied_bytes: int
-    #: weights beside those that were packed, relative to the model: not in the output
-    left_out: tuple[Path, ...]
-
-    @property
-    def bytes_before(self) -> int:
-        """Size of the packed weight files' sources and of all that is copied."""
-        return self.copied_bytes + sum(c.bytes_before for c in self.components)
-
-    @property
-    def bytes_after(self) -> int:
-        """Size of the output, config files aside."""
-        return self.copied_bytes + sum(c.bytes_after for c in self.components)
-
-    def by_scheme(self) -> dict[Scheme, int]:
-        """Return how many layers each treatment has."""
-        counts: dict[Scheme, int] = {}
-        for layer in self.layers:
-            if layer.scheme is not None:
-                counts[layer.scheme] = counts.get(layer.scheme, 0) + 1
-        return counts
-
-    def kept(self) -> dict[str, list[str]]:
-        """Return the layers that stay as they were, by reason."""
-        return _by_reason(layer for layer in self.layers if layer.scheme is None)
-
-    def by_alpha(self) -> dict[float, list[str]]:
-        """Return the layers that SmoothQuant smooths, by its strength, ascending."""
-        layers: dict[float, list[str]] = {}
-        for layer in self.layers:
-            if layer.smooth_alpha is not None:
-                layers.setdefault(layer.smooth_alpha, []).append(layer.name)
-        return dict(sorted(layers.items()))
-
-    def uncorrected(self) -> list[str]:
-        """Return the packed layers whose bias was to be corrected, and that have none."""
-        return [layer.name for layer in self.layers if layer.bias_corrected is False]
-
-    def dense(self) -> dict[str, list[str]]:
-        """Return the layers that are packed, but not sparse as the recipe wants, by reason."""
-        return _by_reason(layer for layer in self.layers if layer.scheme and layer.reason)
 
 
 @dataclass(frozen=True)
@@ -275,21 +188,3 @@ def _summarize_layer(plan: ComponentPlan, treatment: Treatment) -> LayerSummary:
         layer.weight.nbytes,
         sum(spec.nbytes for spec in shard.specs_of(layer.weight).values()),
     )
-
-
-def _by_reason(layers: Iterable[LayerSummary]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
-    for layer in layers:
-        reasons.setdefault(layer.reason, []).append(layer.name)
-    return reasons
-
-
-def to_json(summary: PackSummary) -> dict[str, Any]:
-    """Return the summary as JSON values."""
-    values = asdict(summary)
-    for entry, layer in zip(values["layers"], summary.layers, strict=True):
-        entry["scheme"] = None if layer.scheme is None else scheme_to_json(layer.scheme)
-    values["output"] = str(summary.output)
-    values["left_out"] = [str(file) for file in summary.left_out]
-    sizes = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
-    return {"output": values.pop("output"), **sizes, **values}

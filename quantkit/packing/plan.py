@@ -235,8 +235,9 @@ def _plan_layer(
 def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
     if inputs.hessians is None:
         raise RecipeError(
-            f"{layer.name}: weight.rounding gptq needs second moments; pass --hessians (from "
-            "'quantkit calibrate hessian'), or set weight.rounding: nearest"
+            f"{layer.name}: weight.rounding gptq needs second moments; give those of "
+            "'quantkit calibrate hessian', or set weight.rounding: nearest",
+            fields=("hessians",),
         )
     if layer.name not in inputs.hessians.digests_of(inputs.component):
         raise ArtefactError(
@@ -249,7 +250,8 @@ def _mean(layer: Layer, inputs: Inputs) -> Tensor:
     """Return E[x] of each column over all timesteps, (K,)."""
     if inputs.table is None:
         raise RecipeError(
-            f"{layer.name}: bias_correction needs statistics; pass --calibration, or drop it"
+            f"{layer.name}: bias_correction needs statistics; give a calibration, or drop it",
+            fields=("calibration",),
         )
     mean = inputs.statistics(layer).pooled().mean
     if mean is None:

@@ -41,7 +41,7 @@ class Processes:
         return range(start, stop)
 
     def device(self, text: str) -> str:
-        """Return the device that ``--device`` means here: GPUs are dealt out in turn."""
+        """Return the device that ``text`` means here: GPUs are dealt out in turn."""
         found = torch.cuda.device_count()
         if self.count > 1 and found and text in {"auto", "cuda"}:
             return f"cuda:{self.local_rank % found}"
@@ -131,5 +131,6 @@ def _peers_are_there() -> Iterator[None]:
         reason = " ".join(str(error).split())
         raise QuantkitError(
             f"another process of this calibration is gone ({reason}); see what it said, and start "
-            "all of them again with --resume"
+            "all of them again to resume",
+            fields=("resume",),
         ) from error

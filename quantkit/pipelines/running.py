@@ -66,7 +66,8 @@ def choose_device(text: str) -> torch.device:
     device = torch.device(text)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"device {text!r}: torch sees {torch.cuda.device_count()} GPUs; pass --device cpu"
+            f"device {text!r}: torch sees {torch.cuda.device_count()} GPUs; choose cpu",
+            fields=("device",),
         )
     return device
 

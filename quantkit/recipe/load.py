@@ -32,13 +32,19 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in resources.recipes().glob("*.yaml")))
 
 
-def load_recipe(text: str) -> Recipe:
-    """Return the bundled recipe called ``text``, or the one in the YAML file at ``text``.
+def load_recipe(recipe: str | Path) -> Recipe:
+    """Return the bundled recipe of this name, or the one in the YAML file at this path.
+
+    Args:
+        recipe: as ``fp8``, one of ``recipe_names()``; or a file.
+
+    Returns:
+        what other functions take as a recipe.
 
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key, a value out of range.
     """
-    path = Path(text)
+    path, text = Path(recipe), str(recipe)
     # Not Path.is_file, which raises for names that are too long.
     if path.suffix in {".yaml", ".yml"} or os.path.isfile(text):  # noqa: PTH113
         return parse_recipe(read_text(path, MAX_BYTES, error=RecipeError), where=text)

@@ -49,7 +49,8 @@ def plan_quants(
     if recipe.smooth is not None:
         raise RecipeError(
             f"recipe {recipe.name}: smooth depends on the weights, which training changes; drop "
-            "smooth, or pass --no-quantize"
+            "smooth, or do not quantize",
+            fields=("quantize",),
         )
     planned = plan_layers(component, _one_bucket(recipe), calibrated=True, masked=masked)
     _refuse_changed_inputs(recipe, [t.scheme for t in planned if t.scheme is not None])
@@ -64,7 +65,8 @@ def plan_quants(
     }
     if not quants:
         raise RecipeError(
-            f"recipe {recipe.name}: packs no layer of {component.path}; pass --no-quantize"
+            f"recipe {recipe.name}: packs no layer of {component.path}; do not quantize",
+            fields=("quantize",),
         )
     return quants
 
@@ -197,7 +199,8 @@ def _refuse_changed_inputs(recipe: Recipe, schemes: Collection[Scheme]) -> None:
     if any(s.shift or s.terms > 1 for s in schemes):
         raise RecipeError(
             f"recipe {recipe.name}: activation.{found} is not trained; train with a recipe without "
-            "it and pack with this one, or pass --no-quantize"
+            "it and pack with this one, or do not quantize",
+            fields=("quantize",),
         )
 
 

@@ -53,7 +53,8 @@ def refuse_permuted(model: Model, outputs: Outputs, *, force: bool) -> None:
     refuse_overlap(outputs.calibration, model.path)
     if outputs.calibration.resolve() == outputs.masks.resolve():
         raise OutputError(
-            f"{outputs.masks}: the calibration goes there; choose another --masks-output"
+            f"{outputs.masks}: the calibration goes there; choose another path for the masks",
+            fields=("masks_output",),
         )
 
 

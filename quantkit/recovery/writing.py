@@ -137,7 +137,8 @@ def _trained(before: Tensor, name: str, recovered: Recovered) -> Tensor:
     if not bool(after.isfinite().all()):
         raise NonFiniteError(
             f"recovery: {name} does not fit {before.dtype} (up to {float(value.abs().max()):g}); "
-            "take a lower --rate"
+            "take a lower rate",
+            fields=("rate",),
         )
     return after
 

@@ -122,8 +122,9 @@ def _refuse_unmeasured(sensitivity: Sensitivity, globs: Sequence[str]) -> None:
         found = [t for t in TREATMENTS if t.packs and matches(t.name, (glob,))]
         if found and all(t.updates and t.name not in measured for t in found):
             raise RecipeError(
-                f"treatments {glob}: not measured, for want of second moments; run 'quantkit "
-                "calibrate sensitivity' with --hessians"
+                f"treatments {glob}: not measured, for want of second moments; give them to "
+                "'quantkit calibrate sensitivity'",
+                fields=("hessians",),
             )
 
 

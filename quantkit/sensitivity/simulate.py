@@ -71,8 +71,9 @@ def final_latents(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe
     latents = torch.cat([part.detach().float().cpu() for part in parts])
     if not bool(latents.isfinite().all()):
         raise NonFiniteError(
-            "final latents: NaN or Inf; if the model overflows in float16, pass --device cpu, "
-            "which computes in float32"
+            "final latents: NaN or Inf; if the model overflows in float16, run it on the "
+            "device cpu, which computes in float32",
+            fields=("device",),
         )
     return latents
 

@@ -103,8 +103,9 @@ class Subject:
         if chosen.updates:
             if self.surgeon is None:
                 raise RecipeError(
-                    f"{layer}: {treatment} needs second moments; pass --hessians (from 'quantkit "
-                    "calibrate hessian')"
+                    f"{layer}: {treatment} needs second moments; give those of 'quantkit "
+                    "calibrate hessian'",
+                    fields=("hessians",),
                 )
             seen = self.surgeon.moments(self.component, found)
             rows = Operated.of(weight, seen, bias=found.bias).packed(chosen, settings)

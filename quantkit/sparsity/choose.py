@@ -63,7 +63,8 @@ def choose_masks(
     if surgeon is None and (update or rule.method == SPARSEGPT):
         raise RecipeError(
             f"mask method {rule.method!r} {'with updates ' if update else ''}needs second moments; "
-            "pass --hessians (from 'quantkit calibrate hessian')"
+            "give those of 'quantkit calibrate hessian'",
+            fields=("hessians",),
         )
     recipe = recipe.model_copy(update={"sparsity": rule})
     masks: dict[str, dict[str, LayerMask]] = {}

@@ -68,8 +68,9 @@ def choose_permutations(
     rule = recipe.sparsity or SparsityRecipe()
     if rule.method not in MASKS:
         raise RecipeError(
-            f"mask method {rule.method!r} scores no weight before others are settled; permute with "
-            "--method magnitude or wanda, then choose its masks for the permuted model"
+            f"mask method {rule.method!r} scores no weight before others are settled; permute for "
+            "magnitude or wanda, then choose its masks for the permuted model",
+            fields=("method",),
         )
     recipe = recipe.model_copy(update={"sparsity": rule})
     pattern = parse_pattern(rule.pattern)

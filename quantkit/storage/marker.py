@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quantkit import __version__
+from quantkit._version import __version__
 from quantkit.errors import OutputError
 from quantkit.storage.inputfile import KINDS
 from quantkit.storage.jsonfile import read_json
@@ -67,7 +67,7 @@ def refuse_foreign(folder: Path, kind: str, *, output: Path) -> None:
         raise OutputError(_refusal(output, first, why))
     if marker["kind"] != kind:
         raise OutputError(
-            f"{output}: holds a {marker['kind']}, and --force replaces it by another {kind} only; "
+            f"{output}: holds a {marker['kind']}, and force replaces it by another {kind} only; "
             "delete it, or choose another path"
         )
     foreign = list(islice(_unlisted(folder, "", _listed(folder, "")), _NAMED + 1))
@@ -83,8 +83,8 @@ def describe(path: Path) -> str:
 def _refusal(output: Path, names: list[str], why: str) -> str:
     more = ", ..." if len(names) > _NAMED else ""
     return (
-        f"{output}: holds {', '.join(names[:_NAMED])}{more}, {why}; --force would delete it: move "
-        "it away, or choose another path"
+        f"{output}: holds {', '.join(names[:_NAMED])}{more}, {why}; force would delete it: move it "
+        "away, or choose another path"
     )
 
 

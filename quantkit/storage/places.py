@@ -101,7 +101,9 @@ def refuse_file(output: Path, *, force: bool) -> None:
 
 def already_there(output: Path) -> OutputError:
     """Return the error of an output that exists."""
-    return OutputError(f"{output}: exists already; pass --force to replace it, or another path")
+    return OutputError(
+        f"{output}: exists already; replace it by force, or choose another path", fields=("force",)
+    )
 
 
 @contextmanager

@@ -124,8 +124,8 @@ def _resources(builder: _Builder, path: Path, symbol: str) -> Resources:
 def _builder_of(arch: Arch, compiler: str | None) -> _Builder:
     if not arch.ahead_of_time:
         raise KernelError(
-            f"target {arch.name}: is compiled at first use and cached; wanted one that 'quantkit "
-            "kernels build --help' lists"
+            f"target {arch.name}: is compiled at first use and cached; wanted one that is built "
+            "ahead of time"
         )
     if arch.toolchain is Toolchain.CLANG:
         return _clang_builder(arch, clang(compiler))

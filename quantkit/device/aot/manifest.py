@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quantkit import __version__
+from quantkit._version import __version__
 from quantkit.device.aot.codeobject import Resources
 from quantkit.device.geometry import geometry_of
 from quantkit.device.ops.table import Argument, Variant

@@ -71,7 +71,8 @@ class Teacher:
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 f"out of GPU memory while denoising {count} prompts; take a smaller "
-                "--sampling-batch, or --device cpu"
+                "sampling batch, or the device cpu",
+                fields=("sampling_batch", "device"),
             ) from error
         self._batches += 1
         self.made += count

@@ -118,7 +118,9 @@ def recover(
     quants = _quants(task, component, kept)
     target = own_device(choose_device(task.device))
     if settings.offload and target.type == "cpu":
-        raise RecipeError("--offload: moves states from a GPU, and this is the CPU; drop it")
+        raise RecipeError(
+            "offload: moves states from a GPU, and this is the CPU; drop it", fields=("offload",)
+        )
     with joined(target) as ranks:
         recruit = _Recruit(task, component, kept, quants, settings)
         return recruit.train(target, ranks, progress, watch, keeping)

@@ -102,7 +102,7 @@ class Checkpoint:
             ArtefactError: no such file, a damaged one, or one of another training.
         """
         state, about = read_artefact(self._path, _KIND)
-        with parsing(self._path, cure="begin again without --resume"):
+        with parsing(self._path, cure="do not resume, and begin again"):
             refuse_others(self._path, about["identity"], self._identity)
             trainer.step = int(about["step"])
             trainer.clock = Clock(float(about["seconds"]))
@@ -130,8 +130,9 @@ def refuse_others(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any
         then, now = saved.get(name), wanted.get(name)
         if then != now:
             raise ArtefactError(
-                f"{path}: {name} was {_short(then)} and is {_short(now)}; pass what the "
-                "training was begun with, or begin again without --resume"
+                f"{path}: {name} was {_short(then)} and is {_short(now)}; give what the "
+                "training was begun with, or do not resume",
+                fields=("resume",),
             )
 
 
@@ -143,11 +144,14 @@ def refuse_unfinished(path: Path, *, resume: bool, force: bool) -> None:
         OutputError: a saved training, and neither ``resume`` nor ``force``.
     """
     if resume and not path.is_file():
-        raise ArtefactError(f"{path}: no training was saved there; begin one without --resume")
+        raise ArtefactError(
+            f"{path}: no training was saved there; do not resume", fields=("resume",)
+        )
     if path.exists() and not (resume or force):
         raise OutputError(
-            f"{path}: a training that was ended before its time; pass --resume to go on with it, "
-            "or --force to begin again"
+            f"{path}: a training that was ended before its time; resume it, or begin again by "
+            "force",
+            fields=("resume", "force"),
         )
 
 

@@ -113,8 +113,9 @@ class Trainer:
                 self._run(watch, watcher, saver)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
-                f"out of GPU memory at a batch of {self._settings.batch}; take a smaller --batch, "
-                "--checkpointing or --offload"
+                f"out of GPU memory at a batch of {self._settings.batch}; take a smaller one, "
+                "checkpointing or offload",
+                fields=("batch", "checkpointing", "offload"),
             ) from error
         return self._patience.best or self.stepper.average
 
@@ -253,7 +254,8 @@ class Trainer:
         loss = float(mean)
         if not math.isfinite(loss):
             raise NonFiniteError(
-                f"recovery: the loss is {loss} at step {self.step}; take a lower --rate"
+                f"recovery: the loss is {loss} at step {self.step}; take a lower rate",
+                fields=("rate",),
             )
         seconds, look = self.clock.elapsed, None
         if watcher is not None:

@@ -64,7 +64,7 @@ class BlockFile:
             ArtefactError: no such file, a damaged one, or one of another reconstruction.
         """
         tensors, about = read_artefact(self._path, _KIND)
-        with parsing(self._path, cure="begin again without --resume"):
+        with parsing(self._path, cure="do not resume, and begin again"):
             refuse_others(self._path, about["identity"], self._identity)
             blocks = tuple(as_type(Rebuilt, values) for values in about["blocks"])
             return Kept(tensors, blocks, float(about["seconds"]), float(about["loss"]))

@@ -108,8 +108,9 @@ def reconstruct(
         weights, points, aside = job.run(denoiser, calls, clock, report, keeping)
     except torch.OutOfMemoryError as error:
         raise QuantkitError(
-            f"out of GPU memory at a batch of {settings.batch}; take a smaller --batch, or "
-            "--device cpu"
+            f"out of GPU memory at a batch of {settings.batch}; take a smaller one, or the "
+            "device cpu",
+            fields=("batch", "device"),
         ) from error
     return Recovered(job.component, weights, points, teacher.made, aside)
 
@@ -236,7 +237,9 @@ def _check(
     if not task.prompts:
         raise PromptError("no prompts, wanted at least one")
     if task.quantize is not None:
-        raise RecipeError("reconstruct: fits in 16 bit, not as packed; drop --quantize")
+        raise RecipeError(
+            "reconstruct: fits in 16 bit, not as packed; drop quantize", fields=("quantize",)
+        )
     if world_size() > 1:
         raise RecipeError(
             f"reconstruct: started as {world_size()} processes, but its pass has no parts to "

@@ -10,7 +10,8 @@ from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration, save_calibration
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.source import Model
-from quantkit.packing.pack import PackSummary, pack
+from quantkit.packing.pack import pack
+from quantkit.packing.summary import PackSummary
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
@@ -23,6 +24,7 @@ from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 from quantkit.sparsity.surgery import Surgeon
 from quantkit.storage.digest import sha256_of_file
+from quantkit.workflow.sensitivity import MEASURED
 
 CALIBRATION = "calibration.safetensors"
 SENSITIVITY = "sensitivity.json"
@@ -32,8 +34,6 @@ HESSIANS = "hessians"
 #: Bytes of matrices that are held at a time: a quarter of what a laptop has.
 HESSIAN_MEMORY = 4 * 2**30
 PACKED = "packed"
-#: Layers that a recipe with a budget runs in the pipeline, at most.
-MEASURED = 24
 
 
 @dataclass(frozen=True)

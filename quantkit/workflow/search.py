@@ -7,6 +7,9 @@ from statistics import fmean
 import torch
 
 from quantkit.errors import QuantkitError
+from quantkit.eval.backbones import Backbones
+from quantkit.eval.generation import Settings, generate
+from quantkit.eval.metrics import measure_ssim
 from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import Progress, silent
 from quantkit.recipe.goals import BudgetRecipe
@@ -14,10 +17,6 @@ from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.budget import Choice, Problem, goal_of, optimize, options_of
 from quantkit.sensitivity.knapsack import walk
 from quantkit.sensitivity.subject import Subject
-
-from .backbones import Backbones
-from .generation import Settings, generate
-from .metrics import measure_ssim
 
 
 @dataclass(frozen=True)

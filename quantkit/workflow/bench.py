@@ -1,0 +1,164 @@
+"""Measuring speed: kernels against libraries, and whole denoisers packed and not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench import compare as comparing
+from quantkit.bench import result as results
+from quantkit.bench.compare import Comparison
+from quantkit.bench.denoisers import find_denoiser
+from quantkit.bench.kernels import OPERATIONS, run_bench
+from quantkit.bench.machine import describe_machine
+from quantkit.bench.model import run_model_bench
+from quantkit.bench.model_contenders import MODEL_CONTENDERS
+from quantkit.bench.model_result import ModelResult, Settings, save_model_result
+from quantkit.bench.result import Baseline, BenchResult, load_baseline, save_result
+from quantkit.bench.shapes import find_shapes
+from quantkit.bench.timing import Plan
+from quantkit.pipelines.running import choose_device
+from quantkit.progress import Progress, silent
+from quantkit.storage.files import write_or_keep
+from quantkit.storage.places import check_file
+from quantkit.workflow.inputs import as_path
+from quantkit.workflow.kernels import refuse_unknown
+from quantkit.workflow.pack import usual_threads
+
+__all__ = ["KernelBench", "Settings", "bench_kernels", "bench_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelBench:
+    """The figures, and what became of a baseline."""
+
+    result: BenchResult
+    #: None: there was no baseline
+    comparison: Comparison | None
+
+    @property
+    def passed(self) -> bool:
+        """True when every output was right, all was measured, and nothing became slower."""
+        slower = self.comparison is not None and bool(self.comparison.regressions)
+        return self.result.complete and not self.result.wrong and not slower
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        comparison = self.comparison and comparing.to_json(self.comparison)
+        return {**results.to_json(self.result), "comparison": comparison}
+
+
+def bench_kernels(
+    *,
+    ops: Sequence[str] = (),
+    shapes: str = "auto",
+    against_torch: bool = False,
+    device: str = "auto",
+    repeats: int = 100,
+    seconds: float = 1.0,
+    baseline: str | Path | None = None,
+    threshold: float = 1.10,
+    save_baseline: str | Path | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> KernelBench:
+    """Check and time the kernels, and say how near they come to what the device can do.
+
+    Args:
+        ops: only these operations; empty: all.
+        shapes: a group (sdxl, flux, other, all, host), a .json or .csv file, or auto: all on a GPU,
+            host on a CPU.
+        against_torch: run what torch, cuSPARSELt and torchao have, too.
+        device: auto, cpu or cuda[:N].
+        repeats: rounds at most.
+        seconds: for the rounds of one operation on one shape, at most.
+        baseline: a file of the same device to compare with.
+        threshold: times the baseline's median above which a kernel counts as slower.
+        save_baseline: where to write the figures.
+        force: replace that file.
+        progress: told of shapes done.
+
+    Returns:
+        times, throughput and errors of every contender.
+
+    Raises:
+        InputError: an unknown operation or device, shapes or a baseline that cannot be used, or a
+            file that exists.
+    """
+    saved = as_path(save_baseline)
+    if saved is not None:
+        check_file(saved, force=force)
+    refuse_unknown("op", ops, list(OPERATIONS))
+    chosen = tuple(o for o in OPERATIONS.values() if not ops or o.name in ops)
+    place = choose_device(device)
+    if shapes == "auto":
+        shapes = "host" if place.type == "cpu" else "all"
+    table, before = find_shapes(shapes), _baseline(as_path(baseline), place)
+    plan = Plan(warmup=3, repeats=repeats, seconds=seconds)
+    result = run_bench(table, chosen, place, plan, against_torch=against_torch, progress=progress)
+    if saved is not None:
+        write_or_keep(partial(save_result, result, force=force), saved)
+    return KernelBench(result, comparing.compare(result, before, threshold) if before else None)
+
+
+def _baseline(path: Path | None, device: torch.device) -> Baseline | None:
+    """Return the baseline, refused before anything is measured when it is of another device."""
+    if path is None:
+        return None
+    found, machine = load_baseline(path), describe_machine(device)
+    comparing.check_device(found, machine.device, machine.architecture)
+    return found
+
+
+def bench_model(
+    config: str = "sdxl",
+    *,
+    settings: Settings,
+    contenders: Sequence[str] = (),
+    device: str = "auto",
+    repeats: int = 30,
+    seconds: float = 20.0,
+    save: str | Path | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> ModelResult:
+    """Time one step of a denoiser in 16 bit, by torchao, and packed, in one run.
+
+    Args:
+        config: what to build with random weights: sdxl, flux, or a directory with a config.json.
+        settings: batch, size, compilation, profile, scratch folder.
+        contenders: names, in the order to run; empty: all.
+        device: auto, cpu or cuda[:N].
+        repeats: rounds at most.
+        seconds: for all rounds, at most.
+        save: where to write the figures.
+        force: replace that file.
+        progress: told of contenders and rounds.
+
+    Returns:
+        times and memory of every contender, each checked first.
+
+    Raises:
+        InputError: a config, contender or device that cannot be used, or a file that exists.
+    """
+    saved = as_path(save)
+    if saved is not None:
+        check_file(saved, force=force)
+    refuse_unknown("contenders", contenders, list(MODEL_CONTENDERS))
+    # As they were given: after an interrupt, the first ones are ready.
+    names = dict.fromkeys(contenders or MODEL_CONTENDERS)
+    result = run_model_bench(
+        find_denoiser(config),
+        tuple(MODEL_CONTENDERS[name] for name in names),
+        settings,
+        choose_device(device),
+        Plan(warmup=2, repeats=repeats, seconds=seconds),
+        threads=usual_threads(),
+        progress=progress,
+    )
+    if saved is not None:
+        write_or_keep(partial(save_model_result, result, force=force), saved)
+    return result

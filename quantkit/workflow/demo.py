@@ -1,0 +1,94 @@
+"""The whole job on the bundled pipeline, by quantkit's own commands."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from quantkit.eval.demo import commands as plan
+from quantkit.eval.demo.run import Outcome, Stage, methods, remarks, run_demo, write_index
+from quantkit.eval.methods import Method
+from quantkit.eval.serialize import to_json
+from quantkit.pipelines.running import choose_device
+from quantkit.progress import Progress, silent
+
+
+@dataclass(frozen=True, eq=False)
+class Demo:
+    """What the demo made."""
+
+    outcomes: tuple[Outcome, ...]
+    output: Path
+    seconds: float
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The rows of the table."""
+        return tuple(methods(self.outcomes))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What failed gates mean."""
+        return tuple(remarks(self.outcomes))
+
+    @property
+    def passed(self) -> bool:
+        """True when FP8 holds its gates; one-shot 4:2 is shown as it is."""
+        return bool(self.outcomes[0].report.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "schema": "quantkit.demo",
+            "schema_version": 3,
+            "output": str(self.output),
+            "seconds": self.seconds,
+            "reports": {o.row.compared: to_json(o.report) for o in self.outcomes},
+        }
+
+
+def make_demo(
+    output: str | Path,
+    *,
+    command: Callable[[list[str]], dict[str, Any]],
+    full: bool = False,
+    prompts: int | None = None,
+    steps: int = 20,
+    noise_floor: bool = True,
+    device: str = "auto",
+    tell: Callable[[str], None],
+    progress: Progress = silent,
+) -> Demo:
+    """Calibrate, choose masks, pack, verify, load, generate and compare the bundled pipeline.
+
+    Args:
+        output: where to write; the output of an earlier demo is replaced.
+        command: runs one command of quantkit and returns what it prints as JSON.
+        full: every method, recovery by distillation included.
+        prompts: pictures to compare; None: 6, with ``full`` 64.
+        steps: denoising steps.
+        noise_floor: run the original twice more, against itself.
+        device: auto, cpu or cuda[:N].
+        tell: told a line about every step.
+        progress: told of steps in work.
+
+    Returns:
+        a report for every way to pack.
+
+    Raises:
+        OutputError: the output exists and is not a demo's.
+        PromptError: more prompts than the demo has.
+    """
+    started = perf_counter()
+    chosen = plan.FULL if full else plan.SHORT
+    outcomes = run_demo(
+        Stage(Path(output), command, tell, progress, choose_device(device)),
+        chosen,
+        prompts=prompts or chosen.prompts,
+        steps=steps,
+        noise_floor=noise_floor,
+    )
+    seconds = perf_counter() - started
+    write_index(Path(output), outcomes, seconds)
+    return Demo(outcomes, Path(output), seconds)

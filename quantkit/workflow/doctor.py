@@ -1,0 +1,69 @@
+"""What this machine has, and what would run each operation or layer."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.device.survey import LayerChoice, Survey, layer_choices, survey
+from quantkit.pipelines.running import choose_device
+from quantkit.workflow.inspect import require_packed
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The survey of this machine, and of a packed directory's layers on it."""
+
+    survey: Survey
+    #: empty: no directory was given
+    layers: tuple[LayerChoice, ...]
+
+    def __repr__(self) -> str:
+        """Return the devices, and how many layers run on a kernel."""
+        kernels = sum(not layer.reason for layer in self.layers)
+        lines = [f"torch {self.survey.torch_version}", *self.survey.devices]
+        if self.layers:
+            lines.append(f"{kernels} of {len(self.layers)} packed layers run on a kernel")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        found = self.survey
+        return {
+            "torch": found.torch_version,
+            "devices": list(found.devices),
+            "gpus": [asdict(gpu) for gpu in found.gpus],
+            "tools": [asdict(tool) for tool in found.tools],
+            "cache": str(found.cache),
+            "cache_bytes": found.cache_bytes,
+            "cache_limit": found.cache_limit,
+            "operations": [
+                {
+                    "op": o.op,
+                    "device": o.device,
+                    "backend": o.choice.backend.value,
+                    "reason": o.choice.reason,
+                }
+                for o in found.operations
+            ],
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+def examine(packed: str | Path | None = None, *, device: str = "auto") -> Examination:
+    """Survey devices, compilers and caches, and which back end would run each operation and why.
+
+    Args:
+        packed: a packed directory, to say the same of each of its layers; None: of none.
+        device: where its layers would run; auto is cuda if there is one.
+
+    Returns:
+        what was found.
+
+    Raises:
+        CheckpointError: ``packed`` is not packed, or breaks a rule.
+        ModelError: the device is not on this machine.
+    """
+    layers: tuple[LayerChoice, ...] = ()
+    if packed is not None:
+        layers = layer_choices(require_packed(packed), choose_device(device))
+    return Examination(survey(), layers)

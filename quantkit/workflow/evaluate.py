@@ -1,0 +1,306 @@
+"""Measuring what packing cost: pictures and numbers of packed pipelines against their original."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from quantkit.eval import evaluation, methods
+from quantkit.eval import report as reports
+from quantkit.eval.backbones import Backbones, load_backbones
+from quantkit.eval.evaluation import Baseline, measure_baseline, open_pair
+from quantkit.eval.gates import Limits
+from quantkit.eval.generation import Settings, choose_prompts, make_settings
+from quantkit.eval.methods import Method, name_methods, write_methods
+from quantkit.eval.report import write_report
+from quantkit.eval.result import Report
+from quantkit.models.source import Model
+from quantkit.pipelines.running import choose_device
+from quantkit.progress import Progress, silent
+from quantkit.storage.files import staged_directory, write_or_keep
+from quantkit.storage.places import check_directory, refuse_overlap
+from quantkit.workflow.inputs import ModelLike, PromptsLike, as_path
+
+__all__ = ["Compared", "EvaluationSettings", "Limits", "Report", "compare", "evaluate"]
+
+PackedLike: TypeAlias = str | Path
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Which pictures are made, and what they are measured with."""
+
+    #: texts, or a file with one a line; None: the bundled set
+    prompts: PromptsLike | None = None
+    #: None: all of those given, or 64 of the bundled set on a GPU and 16 on a CPU
+    count: int | None = None
+    #: denoising steps
+    steps: int = 20
+    #: None: the pipeline's own default
+    guidance: float | None = None
+    #: of the first prompt's noise; the next has the next
+    seed: int = 0
+    #: prompts at a time
+    batch: int = 4
+    #: torchvision's AlexNet weights, or a folder with a feature network; None: torchvision's cache
+    lpips_weights: str | Path | None = None
+    #: directory or hub id of the CLIP score's model; None: openai/clip-vit-base-patch32
+    clip: str | None = None
+    #: metrics to leave out: lpips, clip; their gates are then not judged
+    without: tuple[str, ...] = ()
+    #: run the original twice more, in another 16-bit dtype and in other batches
+    noise_floor: bool = True
+
+    def pictures(self, device: torch.device, *, last: bool) -> Settings:
+        """Return prompts, seeds and steps; see ``choose_prompts`` for ``last``.
+
+        Raises:
+            InputError: prompts that cannot be used.
+        """
+        given = self.prompts if not isinstance(self.prompts, str) else Path(self.prompts)
+        return make_settings(
+            choose_prompts(given, self.count, device=device, last=last),
+            steps=self.steps,
+            guidance=self.guidance,
+            seed=self.seed,
+            batch=self.batch,
+        )
+
+    def backbones(self, device: torch.device) -> Backbones:
+        """Return the networks of LPIPS and CLIP score.
+
+        Raises:
+            ModelError: one that cannot be had.
+        """
+        weights = as_path(self.lpips_weights)
+        return load_backbones(weights, self.clip, self.without, device=device)
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What an evaluation would do."""
+
+    prompts: int
+    steps: int
+    #: packed ones and their original
+    pipelines: int
+    noise_floor: bool
+    output: Path | None
+
+    def __repr__(self) -> str:
+        """Return it in a line."""
+        which = "both pipelines" if self.pipelines == 2 else f"{self.pipelines} pipelines"
+        floor = ", the original twice more for its noise floor," * self.noise_floor
+        return (
+            f"would run {self.prompts} prompts of {self.steps} steps through {which}{floor} "
+            f"and write {self.output or 'nothing'}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Several packed pipelines against one run of their original."""
+
+    methods: tuple[Method, ...]
+    #: the folder with the table; None: nothing was written
+    output: Path | None
+
+    @property
+    def passed(self) -> bool:
+        """True when the gates of all hold."""
+        return all(method.report.passed for method in self.methods)
+
+    def __repr__(self) -> str:
+        """Return a verdict for each."""
+        lines = [f"{method.name}: {method.report.verdict}" for method in self.methods]
+        return "\n".join([*lines, f"written: {self.output or 'nothing'}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as JSON values."""
+        values: dict[str, Any] = methods.to_json(self.methods)
+        return values
+
+
+def evaluate(
+    model: ModelLike,
+    packed: PackedLike,
+    *,
+    output: str | Path | None = None,
+    settings: EvaluationSettings = EvaluationSettings(),
+    limits: Limits = Limits(),  # noqa: B008  frozen
+    device: str = "auto",
+    force: bool = False,
+    commands: Sequence[str] = (),
+    progress: Progress = silent,
+) -> Report:
+    """Run a packed pipeline and its original on the same prompts and noise, and measure.
+
+    Args:
+        model: the original: its directory, a hub id, or opened.
+        packed: the packed directory, or another 16-bit pipeline of the model, as a recovered one.
+        output: the folder for report.html, report.md, report.json and the pictures; None: nothing
+            is written.
+        settings: which pictures are made, and what they are measured with.
+        limits: of the gates.
+        device: auto, cpu or cuda[:N]: where all pipelines run.
+        force: replace an existing output.
+        commands: what a reader types to make the report again.
+        progress: told of every denoising step.
+
+    Returns:
+        every metric with its interval, the noise floor, gates and verdict.
+
+    Raises:
+        InputError: directories that do not belong together, prompts or networks that cannot be
+            used, or an output that exists.
+        NonFiniteError: a picture holds NaN or Inf.
+    """
+    path, place = as_path(output), choose_device(device)
+    if path is not None:
+        check_directory(path, kind=reports.KIND, force=force)
+    pair = open_pair(_name(model), Path(packed))
+    if path is not None:
+        _refuse_overlaps(path, pair.model, [packed])
+    pictures = settings.pictures(place, last=settings.prompts is None)
+    backbones = settings.backbones(place)
+    baseline = baseline_of(pair.model, pictures, settings, backbones, place, progress=progress)
+    report, pairs = evaluation.evaluate(
+        pair, baseline, limits=limits, commands=tuple(commands), progress=progress
+    )
+    if path is not None:
+        write_or_keep(partial(write_report, report, pairs, force=force), path)
+    return report
+
+
+def compare(
+    model: ModelLike,
+    packed: Sequence[PackedLike],
+    *,
+    output: str | Path,
+    settings: EvaluationSettings = EvaluationSettings(),
+    limits: Limits = Limits(),  # noqa: B008  frozen
+    device: str = "auto",
+    force: bool = False,
+    commands: Sequence[str] = (),
+    progress: Progress = silent,
+) -> Compared:
+    """Run the original once and several packed pipelines, and write one table of methods.
+
+    Args:
+        model: the original: its directory, a hub id, or opened.
+        packed: packed directories, or other 16-bit pipelines of the model.
+        output: the folder for index.html, methods.md, methods.json, and a report of each.
+        settings: which pictures are made, and what they are measured with.
+        limits: of the gates.
+        device: auto, cpu or cuda[:N]: where all pipelines run.
+        force: replace an existing output.
+        commands: what a reader types to make the table again.
+        progress: told of every denoising step.
+
+    Returns:
+        a report of each packed directory, in their order.
+
+    Raises:
+        InputError: directories that do not belong together, prompts or networks that cannot be
+            used, or an output that exists.
+        NonFiniteError: a picture holds NaN or Inf.
+    """
+    path, place = Path(output), choose_device(device)
+    check_directory(path, kind=methods.KIND, force=force)
+    names = name_methods([Path(folder) for folder in packed])
+    # Every directory is opened before the long work: a broken one should not be found out last.
+    opened = [open_pair(_name(model), Path(folder)) for folder in packed]
+    _refuse_overlaps(path, opened[0].model, packed)
+    pictures = settings.pictures(place, last=settings.prompts is None)
+    backbones = settings.backbones(place)
+    rows = []
+    with staged_directory(path, kind=methods.KIND, force=force) as stage:
+        first = opened[0].model
+        baseline = baseline_of(first, pictures, settings, backbones, place, progress=progress)
+        for name, pair in zip(names, opened, strict=True):
+            report, pairs = evaluation.evaluate(
+                pair,
+                baseline,
+                limits=limits,
+                commands=tuple(commands),
+                progress=_named(name, progress),
+            )
+            write_report(report, pairs, stage / name, force=False)
+            rows.append(Method(name, report, name))
+        write_methods(rows, stage, tuple(commands))
+    return Compared(tuple(rows), path)
+
+
+def plan_evaluation(
+    model: ModelLike,
+    packed: Sequence[PackedLike],
+    *,
+    output: str | Path | None = None,
+    settings: EvaluationSettings = EvaluationSettings(),
+    device: str = "auto",
+    force: bool = False,
+) -> EvaluationPlan:
+    """Say what ``evaluate`` or ``compare`` would do; they take the same arguments.
+
+    Args:
+        model: the original: its directory, a hub id, or opened.
+        packed: packed directories.
+        output: the folder that would be written.
+        settings: which pictures would be made.
+        device: auto, cpu or cuda[:N].
+        force: an existing output would be replaced.
+
+    Returns:
+        how many pictures of how many pipelines.
+
+    Raises:
+        InputError: directories or prompts that cannot be used, or an output that exists.
+    """
+    path, place = as_path(output), choose_device(device)
+    if path is not None:
+        kind = reports.KIND if len(packed) == 1 else methods.KIND
+        check_directory(path, kind=kind, force=force)
+    name_methods([Path(folder) for folder in packed])
+    opened = [open_pair(_name(model), Path(folder)) for folder in packed]
+    if path is not None:
+        _refuse_overlaps(path, opened[0].model, packed)
+    pictures = settings.pictures(place, last=settings.prompts is None)
+    count = 1 + len(packed)
+    return EvaluationPlan(len(pictures.prompts), pictures.steps, count, settings.noise_floor, path)
+
+
+def baseline_of(
+    model: Model,
+    pictures: Settings,
+    settings: EvaluationSettings,
+    backbones: Backbones,
+    device: torch.device,
+    *,
+    progress: Progress,
+) -> Baseline:
+    """Run the original, and its noise floor where that is asked for."""
+    return measure_baseline(
+        model,
+        pictures,
+        backbones=backbones,
+        device=device,
+        noise_floor=settings.noise_floor,
+        progress=progress,
+    )
+
+
+def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -> None:
+    for source in (model.path, *packed):
+        refuse_overlap(output, Path(source))
+
+
+def _name(model: ModelLike) -> str:
+    """Return what reports call the original."""
+    return str(model.path if isinstance(model, Model) else model)
+
+
+def _named(name: str, progress: Progress) -> Progress:
+    return lambda step, done, total: progress(f"{name}: {step}", done, total)

@@ -1,0 +1,223 @@
+"""Taking second moments: what SparseGPT masks and GPTQ rounding are computed from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.collect_hessians import collect_hessians
+from quantkit.calibration.heldout import held_bytes, held_count
+from quantkit.calibration.hessian import KIND, Hessians
+from quantkit.calibration.moments import group_layers, moment_bytes
+from quantkit.models.source import Model
+from quantkit.progress import Progress, silent
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.places import check_directory, check_room, refuse_overlap
+from quantkit.workflow.inputs import (
+    ModelLike,
+    PromptsLike,
+    RecipeLike,
+    Sampling,
+    as_prompts,
+    opened,
+)
+
+
+@dataclass(frozen=True)
+class ComponentMoments:
+    """What is taken of one denoiser."""
+
+    layers: tuple[str, ...]
+    #: how often the prompts run
+    groups: int
+    #: of all files
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MomentPlan:
+    """What would be observed, its bytes, and how often the prompts would run."""
+
+    weighting: str
+    components: dict[str, ComponentMoments]
+
+    def __repr__(self) -> str:
+        """Return a line for each denoiser."""
+        return "\n".join(
+            f"second moments: {len(found.layers)} layers, {found.nbytes:,} bytes, "
+            f"{found.groups} runs of the prompts"
+            for found in self.components.values()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "written": None,
+            "weighting": self.weighting,
+            "components": {
+                name: {"layers": list(x.layers), "groups": x.groups, "bytes": x.nbytes}
+                for name, x in self.components.items()
+            },
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class TakenMoments:
+    """Second moments on disk."""
+
+    hessians: Hessians
+    plan: MomentPlan
+
+    @property
+    def output(self) -> Path:
+        """The directory."""
+        return self.hessians.path
+
+    def __repr__(self) -> str:
+        """Return what was taken and where it was written."""
+        return f"{self.plan}\nwritten: {self.output}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return self.plan.to_json() | {"written": str(self.output)}
+
+
+def calibrate_hessians(
+    model: ModelLike,
+    *,
+    recipe: RecipeLike = "fp8",
+    output: str | Path,
+    prompts: PromptsLike | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    weighting: str | None = None,
+    row_share: float | None = None,
+    memory: float = 4.0,
+    device: str = "auto",
+    force: bool = False,
+    progress: Progress = silent,
+) -> TakenMoments:
+    """Run a pipeline on prompts, and store E[x x^T] and E[x] of what its layers read.
+
+    A run that was killed goes on where it stopped when it is started again.
+
+    Args:
+        model: a pipeline: its directory, a hub id, or opened.
+        recipe: whose calibration section says how to run; what it keeps in 16 bit is not observed.
+        output: the directory to make, or to go on with.
+        prompts: texts, or a file with one a line; None: the bundled set.
+        sampling: in place of the recipe's.
+        weighting: uniform or schedule: what a timestep counts; None: the recipe's.
+        row_share: of the rows of each call, drawn at random; None: the recipe's.
+        memory: GiB that the matrices of one run may take; the prompts run as often as needed.
+        device: auto, cpu or cuda[:N].
+        force: begin again where a directory of second moments exists.
+        progress: told of denoiser calls, by group of layers.
+
+    Returns:
+        the second moments, opened.
+
+    Raises:
+        InputError: a model, recipe or prompts that cannot be used, an output that is something
+            else, a layer that does not fit in ``memory``.
+        NonFiniteError: NaN or Inf in an activation; the text names the layer.
+    """
+    source, chosen, texts = _opened(
+        model, recipe, prompts, sampling, weighting=weighting, row_share=row_share
+    )
+    plan = moments_of(source, chosen, memory=memory * 2**30)
+    _check_output(Path(output), source, plan, force=force)
+    found = collect_hessians(
+        source,
+        chosen,
+        texts,
+        Path(output),
+        memory=memory * 2**30,
+        device=device,
+        progress=progress,
+        force=force,
+    )
+    return TakenMoments(found, plan)
+
+
+def plan_hessians(
+    model: ModelLike,
+    *,
+    recipe: RecipeLike = "fp8",
+    prompts: PromptsLike | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    weighting: str | None = None,
+    row_share: float | None = None,
+    memory: float = 4.0,
+) -> MomentPlan:
+    """Say what ``calibrate_hessians`` would observe; it takes the same arguments.
+
+    Args:
+        model: a pipeline: its directory, a hub id, or opened.
+        recipe: whose calibration section says how to run.
+        prompts: texts, or a file with one a line; None: the bundled set.
+        sampling: in place of the recipe's.
+        weighting: uniform or schedule: what a timestep counts; None: the recipe's.
+        row_share: of the rows of each call; None: the recipe's.
+        memory: GiB that the matrices of one run may take.
+
+    Returns:
+        layers, bytes, and how often the prompts would run.
+
+    Raises:
+        InputError: a model, recipe or prompts that cannot be used, or a layer that does not fit.
+    """
+    source, chosen, _ = _opened(
+        model, recipe, prompts, sampling, weighting=weighting, row_share=row_share
+    )
+    return moments_of(source, chosen, memory=memory * 2**30)
+
+
+def moments_of(model: Model, recipe: Recipe, *, memory: float) -> MomentPlan:
+    """Return what would be observed of an opened model; only headers are read.
+
+    Args:
+        model: a pipeline.
+        recipe: what is packed, and how the pipeline is run.
+        memory: bytes that the matrices of one run may take.
+
+    Raises:
+        RecipeError: one layer alone does not fit.
+    """
+    held = held_count(recipe.calibration.prompts) > 0
+    observed = {c.name: observed_layers(c, recipe) for c in model.components}
+    return MomentPlan(
+        recipe.calibration.weighting,
+        {
+            name: ComponentMoments(
+                tuple(layer.name for layer in layers),
+                len(group_layers(layers, memory)),
+                sum(moment_bytes(x) + held * held_bytes(x.k) for x in layers),
+            )
+            for name, layers in observed.items()
+        },
+    )
+
+
+def _check_output(output: Path, source: Model, plan: MomentPlan, *, force: bool) -> None:
+    """Refuse a directory that could not be written, before anything is hashed or run."""
+    refuse_overlap(output, source.path)
+    # One that is there may be gone on with, which what it holds decides.
+    if force or not output.exists():
+        check_directory(output, kind=KIND, force=force)
+        check_room(output, sum(found.nbytes for found in plan.components.values()))
+
+
+def _opened(
+    model: ModelLike,
+    recipe: RecipeLike,
+    prompts: PromptsLike | None,
+    sampling: Sampling,
+    *,
+    weighting: str | None,
+    row_share: float | None,
+) -> tuple[Model, Recipe, tuple[str, ...]]:
+    texts = as_prompts(prompts)
+    count = sampling.wanted(texts, given=prompts is not None)
+    source, chosen = opened(model, recipe)
+    chosen = sampling.apply(chosen, prompts=count, weighting=weighting, row_share=row_share)
+    return source, chosen, texts

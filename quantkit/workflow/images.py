@@ -1,0 +1,103 @@
+"""Measuring two folders of pictures against each other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.eval.backbones import load_backbones
+from quantkit.eval.comparison import Comparison
+from quantkit.eval.comparison import compare as measure
+from quantkit.eval.gates import Compression, Gate, Limits, judge, passed
+from quantkit.eval.images import match_folders
+from quantkit.eval.serialize import comparison_json, gates_json
+from quantkit.pipelines.running import choose_device
+from quantkit.progress import Progress, silent
+from quantkit.workflow.inputs import PromptsLike, as_path, as_prompts
+
+#: No gates: none is judged unless it is asked for.
+NO_LIMITS = Limits(None, None, None, None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedImages:
+    """The metrics of every pair of pictures, and the gates."""
+
+    comparison: Comparison
+    #: those that were asked for
+    gates: tuple[Gate, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True when every gate that was asked for holds."""
+        return not self.gates or bool(passed(self.gates))
+
+    def __repr__(self) -> str:
+        """Return the mean of every metric in a line."""
+        means = ", ".join(
+            f"{name} {score.summary.mean:.4g}" for name, score in self.comparison.scores.items()
+        )
+        return f"{len(self.comparison.names)} pairs: {means}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values = comparison_json(self.comparison)
+        about = {"schema": "quantkit.images", "schema_version": 1}
+        return {**about, **values, "gates": gates_json(self.gates)}
+
+
+def compare_images(
+    first: str | Path,
+    second: str | Path,
+    *,
+    prompts: PromptsLike | None = None,
+    lpips_weights: str | Path | None = None,
+    clip: str | None = None,
+    without: tuple[str, ...] = (),
+    limits: Limits = NO_LIMITS,
+    device: str = "auto",
+    progress: Progress = silent,
+) -> ComparedImages:
+    """Measure every pair of pictures with one name in two folders.
+
+    Args:
+        first: the folder of the original's pictures.
+        second: the folder of the others.
+        prompts: one per picture, in the order of the names: adds CLIP score.
+        lpips_weights: torchvision's AlexNet weights, or a folder with a feature network; None:
+            torchvision's cache.
+        clip: directory or hub id of the CLIP score's model.
+        without: metrics to leave out: lpips, clip.
+        limits: of the gates; the limit of the CLIP score is ``clip_fp8``.
+        device: auto, cpu or cuda[:N].
+        progress: told of pairs done.
+
+    Returns:
+        every metric of every pair, and the gates that were asked for.
+
+    Raises:
+        InputError: pictures without a partner, of other sizes, networks that cannot be had, or a
+            gate on a metric that is not measured.
+    """
+    _refuse_unmeasured(limits, without, prompts=prompts is not None)
+    texts = None if prompts is None else as_prompts(prompts)
+    pairs = match_folders(Path(first), Path(second), texts)
+    left_out = without if prompts is not None else (*without, "clip")
+    place = choose_device(device)
+    backbones = load_backbones(as_path(lpips_weights), clip, left_out, device=place)
+    comparison = measure(pairs, backbones, progress=progress)
+    return ComparedImages(comparison, judge(comparison, limits, Compression.FP8))
+
+
+def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: bool) -> None:
+    """Refuse a gate on a metric that will not be measured: it would pass unseen."""
+    for metric, limit in (("lpips", limits.lpips), ("clip", limits.clip_fp8)):
+        if limit is not None and metric in without:
+            raise InputError(
+                f"the gate on {metric}: it is left out; drop one of both",
+                fields=(f"gate_{metric}", "without"),
+            )
+    if limits.clip_fp8 is not None and not prompts:
+        raise InputError(
+            "the gate on clip: CLIP score wants the prompts; give them", fields=("prompts",)
+        )

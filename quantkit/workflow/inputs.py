@@ -1,0 +1,164 @@
+"""Arguments as users have them: paths, names, or what they opened already."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from quantkit.calibration.hessian import Hessians, load_hessians
+from quantkit.calibration.statistics import Calibration, load_calibration
+from quantkit.models.chosen import refuse_unmatched
+from quantkit.models.source import Model, open_model
+from quantkit.pipelines.running import choose_device, read_prompts
+from quantkit.recipe.fields import section_of
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import Recipe, SparsityRecipe
+from quantkit.sparsity.maskfile import MaskSet, load_masks
+from quantkit.sparsity.surgery import Surgeon
+
+ModelLike: TypeAlias = str | Path | Model
+RecipeLike: TypeAlias = str | Path | Recipe
+CalibrationLike: TypeAlias = str | Path | Calibration
+HessiansLike: TypeAlias = str | Path | Hessians
+MasksLike: TypeAlias = str | Path | MaskSet
+#: a file with one prompt a line, or the prompts themselves
+PromptsLike: TypeAlias = str | Path | Sequence[str]
+
+
+def as_model(model: ModelLike) -> Model:
+    """Return the model, opened if it is not."""
+    return model if isinstance(model, Model) else open_model(model)
+
+
+def as_recipe(recipe: RecipeLike) -> Recipe:
+    """Return the recipe, read if it is a name or a file."""
+    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+
+
+def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
+    """Return both, opened, which fit each other.
+
+    The recipe is read first: a mistake in it should not show after a download.
+
+    Raises:
+        ModelError: as ``open_model``.
+        RecipeError: as ``load_recipe`` and ``refuse_unmatched``.
+    """
+    chosen = as_recipe(recipe)
+    source = as_model(model)
+    refuse_unmatched(chosen, name_of(recipe), source)
+    return source, chosen
+
+
+def name_of(recipe: RecipeLike) -> str:
+    """Return what messages call a recipe."""
+    return f"recipe {recipe.name}" if isinstance(recipe, Recipe) else str(recipe)
+
+
+def as_calibration(calibration: CalibrationLike | None) -> Calibration | None:
+    """Return the calibration, read if it is a path."""
+    if calibration is None or isinstance(calibration, Calibration):
+        return calibration
+    return load_calibration(Path(calibration))
+
+
+def as_hessians(hessians: HessiansLike | None) -> Hessians | None:
+    """Return the second moments, opened if they are a path."""
+    if hessians is None or isinstance(hessians, Hessians):
+        return hessians
+    return load_hessians(Path(hessians))
+
+
+def as_masks(masks: MasksLike | None) -> MaskSet | None:
+    """Return the masks, read if they are a path."""
+    if masks is None or isinstance(masks, MaskSet):
+        return masks
+    return load_masks(Path(masks))
+
+
+def as_path(path: str | Path | None) -> Path | None:
+    """Return the path, if there is one."""
+    return None if path is None else Path(path)
+
+
+def as_prompts(prompts: PromptsLike | None) -> tuple[str, ...]:
+    """Return the prompts, read if they are a path; None: the bundled set."""
+    if prompts is None or isinstance(prompts, str | Path):
+        return read_prompts(as_path(prompts))
+    return tuple(prompts)
+
+
+def surgeon_of(
+    hessians: HessiansLike | None, device: str, scratch: Path | None = None
+) -> Surgeon | None:
+    """Return what computes with the second moments, if there are any."""
+    found = as_hessians(hessians)
+    return None if found is None else Surgeon(found, choose_device(device), scratch)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a pipeline is run on prompts; None: as the recipe's calibration section says."""
+
+    #: use the first so many prompts; None: all of those given, the recipe's number of the bundled
+    count: int | None = None
+    #: denoising steps
+    steps: int | None = None
+    guidance: float | None = None
+    #: of the first prompt's noise
+    seed: int | None = None
+    #: prompts denoised at a time
+    batch: int | None = None
+
+    def apply(
+        self,
+        recipe: Recipe,
+        *,
+        prompts: int | None = None,
+        weighting: str | None = None,
+        row_share: float | None = None,
+    ) -> Recipe:
+        """Return the recipe with what is set here in its calibration section.
+
+        Args:
+            recipe: whose calibration section says the rest.
+            prompts: how many are used; None: the recipe's number.
+            weighting: of timesteps, for second moments; None: the recipe's.
+            row_share: of the rows that second moments look at; None: the recipe's.
+
+        Raises:
+            RecipeError: a value out of range, or settings that do not go together.
+        """
+        given = {
+            "prompts": prompts, "steps": self.steps, "guidance": self.guidance, "seed": self.seed,
+            "batch": self.batch, "weighting": weighting, "row_share": row_share,
+        }  # fmt: skip
+        return recipe.with_calibration({n: v for n, v in given.items() if v is not None})
+
+    def wanted(self, texts: Sequence[str], *, given: bool) -> int | None:
+        """Return how many prompts are used; None: as many as the recipe says.
+
+        Args:
+            texts: the prompts that are there.
+            given: the user named them, so all are used.
+        """
+        return (self.count or len(texts)) if self.count or given else None
+
+
+def with_rule(
+    recipe: Recipe,
+    *,
+    pattern: str | None = None,
+    method: str | None = None,
+    error_budget: float | None = None,
+) -> Recipe:
+    """Return the recipe with settings of its sparsity section replaced; None: the recipe's.
+
+    Raises:
+        RecipeError: a value out of range.
+    """
+    rule = {"pattern": pattern, "method": method, "error_budget": error_budget}
+    section = recipe.sparsity or SparsityRecipe()
+    values = {name: getattr(section, name) for name in SparsityRecipe.model_fields}
+    new = section_of(SparsityRecipe, values | {n: v for n, v in rule.items() if v is not None})
+    return recipe.model_copy(update={"sparsity": new})

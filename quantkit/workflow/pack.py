@@ -1,0 +1,170 @@
+"""Packing a model, and saying beforehand what packing would write."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.statistics import Calibration
+from quantkit.models.source import Model
+from quantkit.packing import dry_run
+from quantkit.packing import pack as packing
+from quantkit.packing.dry_run import Forecast
+from quantkit.packing.summary import PackSummary
+from quantkit.progress import Progress, silent
+from quantkit.recipe.schema import Recipe
+from quantkit.sparsity.maskfile import MaskSet
+from quantkit.storage.places import check_directory, refuse_overlap
+from quantkit.workflow.inputs import (
+    CalibrationLike,
+    HessiansLike,
+    MasksLike,
+    ModelLike,
+    RecipeLike,
+    as_calibration,
+    as_hessians,
+    as_masks,
+    opened,
+)
+
+__all__ = ["Forecast", "PackSummary", "pack", "plan_pack", "usual_threads"]
+
+#: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
+MOST_THREADS = 8
+
+
+def pack(
+    model: ModelLike,
+    *,
+    output: str | Path,
+    recipe: RecipeLike = "fp8",
+    calibration: CalibrationLike | None = None,
+    masks: MasksLike | None = None,
+    hessians: HessiansLike | None = None,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> PackSummary:
+    """Write the packed checkpoint of a model: all of it, or nothing.
+
+    Linear and Conv2d weights of the denoiser become FP8 codes, 2:4 sparse where the recipe says so;
+    everything else is copied byte for byte.
+
+    Args:
+        model: a pipeline's or component's directory, a hub id, or opened.
+        output: the directory to make.
+        recipe: what is wanted: a bundled name, a YAML file, or opened.
+        calibration: statistics of the model; None: weights are scaled from the weights alone.
+        masks: of the model; None: the recipe's sparsity section decides.
+        hessians: second moments of the model, for GPTQ rounding and SparseGPT masks.
+        threads: tensors in work at once; None: the cores, at most 8. The bytes do not depend on it.
+        force: replace an existing output once the new one is complete.
+        progress: told of tensors done.
+
+    Returns:
+        what became of every layer.
+
+    Raises:
+        InputError: anything that is wrong with the input; ``output`` is as it was.
+    """
+    source, chosen = _opened(model, recipe, Path(output), force=force)
+    task = _Task.of(source, chosen, calibration, masks, hessians)
+    return packing.pack(
+        task.model,
+        task.recipe,
+        Path(output),
+        calibration=task.calibration,
+        masks=task.masks,
+        hessians=task.hessians,
+        threads=usual_threads() if threads is None else threads,
+        force=force,
+        progress=progress,
+    )
+
+
+def plan_pack(
+    model: ModelLike,
+    *,
+    output: str | Path,
+    recipe: RecipeLike = "fp8",
+    calibration: CalibrationLike | None = None,
+    masks: MasksLike | None = None,
+    hessians: HessiansLike | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> PackSummary | Forecast:
+    """Say what ``pack`` would write; a calibration or second moments may still be missing.
+
+    Args:
+        model: a pipeline's or component's directory, a hub id, or opened.
+        output: the directory that would be made.
+        recipe: what is wanted: a bundled name, a YAML file, or opened.
+        calibration: statistics of the model.
+        masks: of the model; None: the recipe's sparsity section decides.
+        hessians: second moments of the model.
+        force: an existing output would be replaced.
+        progress: told of masks that must be known first.
+
+    Returns:
+        what ``pack`` would return; or, where something that the recipe needs is missing, a forecast
+        of all that does not depend on it.
+
+    Raises:
+        InputError: anything that is wrong with the input.
+    """
+    source, chosen = _opened(model, recipe, Path(output), force=force)
+    task = _Task.of(source, chosen, calibration, masks, hessians)
+    missing = dry_run.missing_artefacts(
+        task.recipe, calibration=task.calibration, masks=task.masks, hessians=task.hessians
+    )
+    if missing:
+        return dry_run.forecast_pack(
+            task.model, task.recipe, Path(output), missing=missing, masks=task.masks
+        )
+    plan = packing.plan_pack(
+        task.model,
+        task.recipe,
+        calibration=task.calibration,
+        masks=task.masks,
+        hessians=task.hessians,
+        progress=progress,
+    )
+    return packing.summarize(plan, Path(output))
+
+
+def _opened(
+    model: ModelLike, recipe: RecipeLike, output: Path, *, force: bool
+) -> tuple[Model, Recipe]:
+    """Return model and recipe; refuse an output that could not be written."""
+    source, chosen = opened(model, recipe)
+    refuse_overlap(output, source.path)
+    check_directory(output, kind=packing.KIND, force=force)
+    return source, chosen
+
+
+def usual_threads() -> int:
+    """Return how many tensors are in work at once when nobody says."""
+    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """Everything opened."""
+
+    model: Model
+    recipe: Recipe
+    calibration: Calibration | None
+    masks: MaskSet | None
+    hessians: Hessians | None
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        recipe: Recipe,
+        calibration: CalibrationLike | None,
+        masks: MasksLike | None,
+        hessians: HessiansLike | None,
+    ) -> "_Task":
+        statistics, moments = as_calibration(calibration), as_hessians(hessians)
+        return cls(model, recipe, statistics, as_masks(masks), moments)

@@ -1,0 +1,147 @@
+"""Recovering: a denoiser of fewer bits or weights is brought back to the dense one's answers."""
+
+from pathlib import Path
+
+from quantkit.errors import ArtefactError
+from quantkit.progress import Progress, Tell, silent, unheard
+from quantkit.recovery.fakequant import plan_quants
+from quantkit.workflow.inputs import (
+    HessiansLike,
+    MasksLike,
+    ModelLike,
+    PromptsLike,
+    RecipeLike,
+    as_masks,
+    as_path,
+    opened,
+    surgeon_of,
+)
+from quantkit.workflow.recovery_job import RUN, Job
+from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
+from quantkit.workflow.training import Training, as_packed, refuse_foreign
+
+__all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "plan_recovery", "recover", "unheard"]
+
+
+def recover(
+    model: ModelLike,
+    *,
+    output: str | Path,
+    method: str = "distill",
+    recipe: RecipeLike = "fp8",
+    masks: MasksLike | None = None,
+    hessians: HessiansLike | None = None,
+    prompts: PromptsLike | None = None,
+    training: Training = Training(),  # noqa: B008  frozen
+    masks_output: str | Path | None = None,
+    device: str = "auto",
+    force: bool = False,
+    progress: Progress = silent,
+    tell: Tell = unheard,
+) -> Recovery | None:
+    """Make up for what masks, or packing with the recipe, cost the pictures of a pipeline.
+
+    distill trains the denoiser on what the dense one answers along its own trajectories, masked,
+    computing as packed, or both. reconstruct fits masked layers block by block, for a CPU too. obs
+    trains nothing: kept weights and biases make up for the dropped ones. No data set is needed.
+
+    Args:
+        model: the dense pipeline: its directory, a hub id, or opened.
+        output: the directory to make: an ordinary 16-bit pipeline.
+        method: distill, obs or reconstruct.
+        recipe: what the result will be packed with; its calibration section says how pictures are
+            sampled.
+        masks: which weights are kept; None: all, for distill alone.
+        hessians: second moments of the model: obs computes with them, reconstruct starts from where
+            obs ends.
+        prompts: texts, or a file with one a line; None: the bundled set.
+        training: how long, how fast and on what.
+        masks_output: where the masks for the output go; None: ``OUTPUT.masks.safetensors``.
+        device: auto, cpu or cuda[:N].
+        force: replace existing outputs, and a saved training.
+        progress: told of percents of the training, or of blocks.
+        tell: told a line about every loss, look or block.
+
+    Returns:
+        how it went; None in all but the first of several processes.
+
+    Raises:
+        InputError: a model, masks, second moments, prompts or settings that cannot be used, or an
+            output that exists.
+        NonFiniteError: the loss became NaN or Inf.
+        QuantkitError: out of GPU memory.
+    """
+    source, chosen = opened(model, recipe)
+    mask_set = as_masks(masks)
+    refuse_foreign(method, training)
+    _refuse_moments(method, hessians, prompts)
+    job = Job(
+        source,
+        chosen,
+        mask_set,
+        surgeon_of(hessians, device),
+        prompts,
+        training,
+        Path(output),
+        as_path(masks_output),
+        device,
+        force,
+        progress,
+        tell,
+    )
+    return RUN[method](job)
+
+
+def plan_recovery(
+    model: ModelLike,
+    *,
+    method: str = "distill",
+    recipe: RecipeLike = "fp8",
+    masks: MasksLike | None = None,
+    training: Training = Training(),  # noqa: B008  frozen
+) -> RecoveryPlan:
+    """Say what ``recover`` would work on.
+
+    Args:
+        model: the dense pipeline: its directory, a hub id, or opened.
+        method: distill, obs or reconstruct.
+        recipe: what the result will be packed with.
+        masks: which weights are kept; None: all.
+        training: of which ``quantize`` counts.
+
+    Returns:
+        how many layers are masked, and how many compute as packed.
+
+    Raises:
+        InputError: masks or a recipe that do not fit the model.
+    """
+    source, chosen = opened(model, recipe)
+    component = source.components[0]
+    found = as_masks(masks)
+    refuse_foreign(method, training)
+    kept = {} if found is None else found.of(component)
+    quantize = method == "distill" and as_packed(training, masked=found is not None)
+    quants = plan_quants(component, chosen, set(kept)) if quantize else {}
+    return RecoveryPlan(len(kept), len(quants))
+
+
+def _refuse_moments(
+    method: str, hessians: HessiansLike | None, prompts: PromptsLike | None
+) -> None:
+    """Refuse what a method does not read, and ask for what it does."""
+    if method == "obs" and hessians is None:
+        raise ArtefactError(
+            "hessians: none, and obs computes with second moments; give those of 'quantkit "
+            "calibrate hessian'",
+            fields=("hessians",),
+        )
+    if method == "obs" and prompts is not None:
+        raise ArtefactError(
+            "prompts: belong to another recovery and mean nothing to obs; drop them",
+            fields=("prompts",),
+        )
+    if method == "distill" and hessians is not None:
+        raise ArtefactError(
+            "hessians: belong to another recovery and mean nothing to distill; drop them",
+            fields=("hessians",),
+        )

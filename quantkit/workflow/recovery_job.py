@@ -1,0 +1,183 @@
+"""The methods of a recovery, on what was opened for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.errors import ArtefactError
+from quantkit.models.source import Model
+from quantkit.pipelines.running import choose_device
+from quantkit.progress import Progress, Tell
+from quantkit.recipe.schema import Recipe
+from quantkit.recovery.distill import recover as distilling
+from quantkit.recovery.distill.progress import Point
+from quantkit.recovery.distill.saving import refuse_unfinished
+from quantkit.recovery.reconstruct import reconstruct as reconstructing
+from quantkit.recovery.reconstruct.blockfile import Rebuilt
+from quantkit.recovery.surgery import UpdatedTensors
+from quantkit.recovery.writing import refuse_outputs, write_recovered
+from quantkit.sparsity.maskfile import MaskSet
+from quantkit.sparsity.surgery import Surgeon
+from quantkit.storage.files import write_or_keep
+from quantkit.workflow.inputs import PromptsLike, as_prompts
+from quantkit.workflow.recovery_result import Recovery
+from quantkit.workflow.training import Training, as_packed, settings_of
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything opened, and everything that was asked for."""
+
+    model: Model
+    recipe: Recipe
+    masks: MaskSet | None
+    surgeon: Surgeon | None
+    prompts: PromptsLike | None
+    training: Training
+    output: Path
+    masks_output: Path | None
+    device: str
+    force: bool
+    progress: Progress
+    tell: Tell
+
+    @property
+    def where(self) -> Path | None:
+        """Where the masks go: beside the pipeline by default; None: there are none."""
+        if self.masks is None:
+            return None
+        return self.masks_output or self.output.with_name(f"{self.output.name}.masks.safetensors")
+
+    @property
+    def file(self) -> Path:
+        """Where the training is saved."""
+        return self.output.with_name(f"{self.output.name}.recovery.safetensors")
+
+    @property
+    def keeping(self) -> distilling.Keeping:
+        """How often the training is saved there."""
+        return distilling.Keeping(self.file, self.training.save_every, self.training.resume)
+
+    def refuse(self) -> None:
+        """Refuse outputs that cannot be, before anything long begins."""
+        refuse_outputs(self.model, self.output, self.where, force=self.force)
+
+    def write(self, method: str, recovered: distilling.Recovered) -> Recovery:
+        """Write the pipeline and its masks, and say how it went."""
+
+        def write(path: Path) -> None:
+            where = self.where
+            beside = where if where is None or path == self.output else path.with_name(where.name)
+            write_recovered(self.model, self.masks, recovered, path, beside, force=self.force)
+
+        write_or_keep(write, self.output)
+        return Recovery(
+            method,
+            self.output,
+            self.where,
+            len(recovered.weights),
+            recovered.points,
+            recovered.trajectories,
+            recovered.aside,
+        )
+
+
+def _needed(job: Job, method: str) -> MaskSet:
+    if job.masks is None:
+        raise ArtefactError(
+            f"masks: none, and {method} works on masked layers; give those of 'quantkit sparsify'",
+            fields=("masks",),
+        )
+    return job.masks
+
+
+def _distill(job: Job) -> Recovery | None:
+    job.refuse()
+    refuse_unfinished(job.file, resume=job.training.resume, force=job.force)
+    on_cpu = choose_device(job.device).type == "cpu"
+    settings = settings_of(job.training, job.recipe.calibration, method="distill", on_cpu=on_cpu)
+    quantize = job.recipe if as_packed(job.training, masked=job.masks is not None) else None
+    task = distilling.Task(job.model, job.masks, quantize, as_prompts(job.prompts), job.device)
+    recovered = distilling.recover(
+        task, settings, progress=job.progress, watch=_points_to(job.tell), keeping=job.keeping
+    )
+    return _finished(job, "distill", recovered) if recovered.writes else None
+
+
+def _reconstruct(job: Job) -> Recovery | None:
+    masks = _needed(job, "reconstruct")
+    job.refuse()
+    refuse_unfinished(job.file, resume=job.training.resume, force=job.force)
+    on_cpu = choose_device(job.device).type == "cpu"
+    steps = job.training.sampling_steps
+    recovered = reconstructing.reconstruct(
+        distilling.Task(job.model, masks, None, as_prompts(job.prompts), job.device),
+        settings_of(job.training, job.recipe.calibration, method="reconstruct", on_cpu=on_cpu),
+        progress=job.progress,
+        schedules=reconstructing.SCHEDULES if steps is None else (steps,),
+        start=_start(job, masks),
+        watch=_blocks_to(job.tell),
+        keeping=job.keeping,
+    )
+    return _finished(job, "reconstruct", recovered)
+
+
+def _obs(job: Job) -> Recovery | None:
+    masks = _needed(job, "obs")
+    job.refuse()
+    component = distilling.only_denoiser(job.model)
+    assert job.surgeon is not None, "refused before"
+    updated = UpdatedTensors(component, masks, job.surgeon)
+    recovered = distilling.Recovered(component, updated, (), trajectories=0, aside=0.0)
+    return job.write("obs", recovered)
+
+
+def _finished(job: Job, method: str, recovered: distilling.Recovered) -> Recovery:
+    """Write, and drop the saved training, which nobody can go on with any more."""
+    result = job.write(method, recovered)
+    job.file.unlink(missing_ok=True)
+    return result
+
+
+#: What a process of several that has nothing to write returns is None.
+RUN: dict[str, Callable[[Job], Recovery | None]] = {
+    "distill": _distill,
+    "obs": _obs,
+    "reconstruct": _reconstruct,
+}
+
+
+def _start(job: Job, masks: MaskSet) -> Mapping[str, Tensor] | None:
+    """Return the second moments' update, which is where to start; None: the masked weights are."""
+    if job.surgeon is None:
+        return None
+    return UpdatedTensors(distilling.only_denoiser(job.model), masks, job.surgeon)
+
+
+def _points_to(tell: Tell) -> Callable[[Point], None]:
+    """Return a watcher that tells of looks, and of the loss at every twentieth of the training."""
+    due = 0.0
+
+    def show(point: Point) -> None:
+        nonlocal due
+        if point.fraction < due and point.look is None:
+            return
+        due = max(due, point.fraction + 0.05)
+        seen = "" if point.look is None else f", {point.look.metric} {point.look.value:.4f}"
+        tell(f"step {point.step}: loss {point.loss:.5f}{seen}, {point.seconds:.0f} s")
+
+    return show
+
+
+def _blocks_to(tell: Tell) -> Callable[[Rebuilt], None]:
+    """Return a watcher that tells what every block misses of its teacher's answers."""
+
+    def show(block: Rebuilt) -> None:
+        tell(
+            f"{block.block}: misses {block.before:.4f} -> {block.after:.4f} of the power, "
+            f"{block.steps} steps"
+        )
+
+    return show

@@ -1,0 +1,238 @@
+"""Everything in one go: calibrate, sparsify, pack and evaluate with one recipe."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibration import hessian
+from quantkit.eval import evaluation
+from quantkit.eval import report as reports
+from quantkit.eval.evaluation import open_pair, require_pipeline
+from quantkit.eval.gates import Limits
+from quantkit.eval.report import write_report
+from quantkit.eval.result import Report
+from quantkit.models.chosen import refuse_unmatched
+from quantkit.models.source import Model
+from quantkit.packing import pack as packing
+from quantkit.packing.dry_run import Forecast, forecast_pack
+from quantkit.pipelines.running import choose_device
+from quantkit.progress import Progress, silent
+from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.storage.files import write_or_keep
+from quantkit.storage.places import check_directory, check_file, refuse_overlap
+from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
+from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
+from quantkit.workflow.hessians import MomentPlan, moments_of
+from quantkit.workflow.inputs import ModelLike, RecipeLike, as_prompts, as_recipe, name_of
+
+#: The folder with the report, inside the output.
+REPORT = "report"
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlan:
+    """What a run would write; sizes are not known where a budget chooses the treatments."""
+
+    recipe: Recipe
+    output: Path
+    files: tuple[str, ...]
+    #: None: the recipe needs none
+    calibration: CalibrationRecipe | None
+    moments: MomentPlan | None
+    #: None: a budget chooses
+    forecast: Forecast | None
+
+    def __repr__(self) -> str:
+        """Return it in a few lines."""
+        lines = [f"recipe {self.recipe.name}: would write {', '.join(self.files)}"]
+        lines[0] += f" into {self.output}"
+        if self.calibration is not None:
+            settings = self.calibration
+            lines.append(f"calibration: {settings.prompts} prompts, {settings.steps} steps")
+        if self.moments is not None:
+            lines.append(repr(self.moments))
+        if self.forecast is not None:
+            lines.append(self.forecast.outlook)
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values: dict[str, Any] = {"written": False, "files": self.files}
+        if self.calibration is not None:
+            values["calibration"] = self.calibration.model_dump(mode="json")
+        if self.moments is not None:
+            values["hessians"] = self.moments.to_json()["components"]
+        if self.forecast is not None:
+            values["packed"] = self.forecast.to_json()
+        return values
+
+
+def run(
+    model: ModelLike,
+    *,
+    recipe: RecipeLike,
+    output: str | Path,
+    settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
+    device: str = "auto",
+    force: bool = False,
+    commands: Sequence[str] = (),
+    progress: Progress = silent,
+) -> Report:
+    """Calibrate, sparsify, pack and evaluate a pipeline with one recipe.
+
+    Args:
+        model: a pipeline: its directory, a hub id, or opened.
+        recipe: what to do; its gates are judged.
+        output: the folder to make: calibration.safetensors, hessians/ and masks.safetensors where
+            the recipe asks for them, sensitivity.json and chosen.yaml where it has a budget,
+            packed/ and report/.
+        settings: which pictures are made, and what they are measured with; calibration takes its
+            prompts too.
+        device: auto, cpu or cuda[:N].
+        force: replace an existing output.
+        commands: what a reader types to make the report again.
+        progress: told of every step.
+
+    Returns:
+        the report; ``passed`` says whether the gates hold.
+
+    Raises:
+        InputError: a recipe, model, prompts or networks that cannot be used, or an output that
+            exists.
+        NonFiniteError: NaN or Inf in an activation or a picture.
+    """
+    task = _Task.of(model, recipe, output, force=force)
+    place = choose_device(device)
+    pictures = settings.pictures(place, last=True)
+    # Before the long work: a missing network should not be found out after packing.
+    backbones = settings.backbones(place)
+    build(
+        task.model,
+        task.recipe,
+        task.output,
+        prompts=as_prompts(settings.prompts),
+        device=device,
+        threads=os.cpu_count() or 1,
+        force=force,
+        progress=progress,
+    )
+    baseline = baseline_of(task.model, pictures, settings, backbones, place, progress=progress)
+    report, pairs = evaluation.evaluate(
+        open_pair(task.name, task.output / PACKED),
+        baseline,
+        limits=limits_of(task.recipe),
+        title=f"{Path(task.name).name} with recipe {task.recipe.name}",
+        commands=tuple(commands),
+        progress=progress,
+    )
+    write_or_keep(partial(write_report, report, pairs, force=force), task.output / REPORT)
+    return report
+
+
+def plan_run(
+    model: ModelLike,
+    *,
+    recipe: RecipeLike,
+    output: str | Path,
+    settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
+    device: str = "auto",
+    force: bool = False,
+) -> RunPlan:
+    """Say what ``run`` would write; it takes the same arguments.
+
+    Args:
+        model: a pipeline: its directory, a hub id, or opened.
+        recipe: what would be done.
+        output: the folder that would be made.
+        settings: which pictures would be made.
+        device: auto, cpu or cuda[:N].
+        force: an existing output would be replaced.
+
+    Returns:
+        files, prompts, and the layers and bytes of what would be packed.
+
+    Raises:
+        InputError: a recipe, model or prompts that cannot be used, or an output that exists.
+    """
+    task = _Task.of(model, recipe, output, force=force)
+    settings.pictures(choose_device(device), last=True)
+    chosen, source = task.recipe, task.model
+    calibrated = chosen.needs_calibration or chosen.needs_hessians
+    return RunPlan(
+        chosen,
+        task.output,
+        files_of(chosen),
+        chosen.calibration if calibrated else None,
+        moments_of(source, chosen, memory=HESSIAN_MEMORY) if chosen.needs_hessians else None,
+        None
+        if chosen.budget is not None
+        else forecast_pack(source, chosen, task.output / PACKED, missing=()),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    #: the original as the user wrote it
+    name: str
+    model: Model
+    recipe: Recipe
+    output: Path
+
+    @classmethod
+    def of(
+        cls, model: ModelLike, recipe: RecipeLike, output: str | Path, *, force: bool
+    ) -> "_Task":
+        """Open what was given, and refuse what cannot be done."""
+        chosen = as_recipe(recipe)
+        refuse_search(chosen)
+        name = str(model.path if isinstance(model, Model) else model)
+        source = require_pipeline(name)
+        refuse_unmatched(chosen, name_of(recipe), source)
+        _check_outputs(Path(output), chosen, source, force=force)
+        return cls(name, source, chosen, Path(output))
+
+
+def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -> None:
+    """Refuse what could not be written, before the long work.
+
+    Raises:
+        OutputError: the folder exists without ``force``; or, with it, holds what is not replaced.
+    """
+    refuse_overlap(output, model.path)
+    if not force:
+        check_directory(output, kind="run", force=False)
+    kinds = {"packed/": packing.KIND, "report/": reports.KIND, "hessians/": hessian.KIND}
+    for name in files_of(recipe):
+        if name in kinds:
+            # Second moments that are there are gone on with.
+            if name != "hessians/" or not (output / name).exists():
+                check_directory(output / name, kind=kinds[name], force=force)
+        else:
+            check_file(output / name, force=force)
+
+
+def limits_of(recipe: Recipe) -> Limits:
+    """Return the recipe's gates, with the defaults where it has none."""
+    default, gates = Limits(), recipe.gates
+    if gates is None:
+        return default
+    loss = gates.clip_loss
+    return Limits(
+        default.ssim if gates.ssim is None else gates.ssim,
+        default.lpips if gates.lpips is None else gates.lpips,
+        default.clip_fp8 if loss is None else loss,
+        default.clip_sparse if loss is None else loss,
+        default.clip_both if loss is None else loss,
+    )
+
+
+def files_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return what a run writes."""
+    files = ["calibration.safetensors"] * recipe.needs_calibration
+    files += ["hessians/"] * recipe.needs_hessians
+    files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
+    files += ["masks.safetensors"] * (recipe.sparsity is not None)
+    return (*files, "packed/", "report/")

@@ -1,0 +1,135 @@
+"""How a recovery runs, as users say it: what they leave open depends on method and device."""
+
+from dataclasses import dataclass, fields, replace
+
+from quantkit.errors import RecipeError
+from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recovery.distill.settings import Settings
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, how fast and on what a denoiser is recovered; None: the method's default."""
+
+    #: train as packed with the recipe, or in 16 bit; None: as packed where nothing is masked
+    quantize: bool | None = None
+    #: how long to train, trajectories included; None: 2, or no limit where steps are set
+    minutes: float | None = None
+    #: training steps; of reconstruct, the gradient steps of a block
+    steps: int | None = None
+    #: calls of the denoiser a step: 256, on a CPU 16. Of reconstruct, calls in all: 256, or what
+    #: the time allows
+    batch: int | None = None
+    #: the highest learning rate: 3e-4, of reconstruct 1e-3
+    rate: float | None = None
+    #: denoising steps of a trajectory: the recipe's, of reconstruct 3, 4 and 7 in turn
+    sampling_steps: int | None = None
+    #: prompts denoised at a time: 256, on a CPU 16; of reconstruct 16 and 4
+    sampling_batch: int | None = None
+    #: how many are kept at a time: 4096, on a CPU 64; of reconstruct 64
+    trajectories: int | None = None
+    #: guidance scale: the recipe's
+    guidance: float | None = None
+    #: steps after which pictures are compared with the teacher's: 500; 0: never
+    watch_every: int | None = None
+    #: stop when so many comparisons in a row brought nothing better, and keep the best; None: train
+    #: to the end
+    patience: int | None = None
+    #: seconds after which the training is saved, beside the output
+    save_every: float = 600.0
+    #: go on with the saved training
+    resume: bool = False
+    #: recompute activations, for less memory
+    checkpointing: bool = False
+    #: keep optimizer and average in the CPU's memory; implies checkpointing
+    offload: bool = False
+    #: CUDA graphs, which make training a quarter faster
+    graphs: bool = True
+    #: of the first noise: the recipe's
+    seed: int | None = None
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of what is not as it is by default."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
+
+
+METHODS = ("distill", "obs", "reconstruct")
+
+_DEFAULTS = {
+    ("distill", False): Settings(),
+    # What a CPU takes in minutes rather than days.
+    ("distill", True): Settings(batch=16, sampling_batch=16, trajectories=64),
+    ("reconstruct", False): Settings(rate=1e-3, sampling_batch=16, trajectories=64),
+    # Few prompts at a time, so that sampling can stop when its share of a minute is over.
+    ("reconstruct", True): Settings(rate=1e-3, sampling_batch=4, trajectories=64),
+}
+
+#: method -> what means nothing to it
+_FOREIGN = {
+    "distill": frozenset[str](),
+    "obs": frozenset(field.name for field in fields(Training)),
+    "reconstruct": frozenset({
+        "quantize", "watch_every", "patience", "checkpointing", "offload", "graphs",
+    }),
+}  # fmt: skip
+
+#: Settings that have one name, and no other meaning, for users and for the training.
+_SAME = ("steps", "batch", "rate", "sampling_batch", "trajectories", "patience", "checkpointing",
+         "offload", "graphs")  # fmt: skip
+
+
+def refuse_foreign(method: str, training: Training) -> None:
+    """Refuse settings that mean nothing to a method.
+
+    Raises:
+        RecipeError: no such method; or naming the first setting.
+    """
+    if method not in METHODS:
+        raise RecipeError(
+            f"method {method!r}: unknown, wanted one of {', '.join(METHODS)}", fields=("method",)
+        )
+    for name in sorted(set(training.changed) & _FOREIGN[method]):
+        raise RecipeError(
+            f"{name}: belongs to another recovery and means nothing to {method}; drop it",
+            fields=(name,),
+        )
+
+
+def as_packed(training: Training, *, masked: bool) -> bool:
+    """Tell whether layers compute as packed while they are trained."""
+    return not masked if training.quantize is None else training.quantize
+
+
+def settings_of(
+    training: Training, run: CalibrationRecipe, *, method: str, on_cpu: bool
+) -> Settings:
+    """Return the settings that the user and the recipe ask for.
+
+    Args:
+        training: what the user set.
+        run: the recipe's calibration section: how pictures are sampled.
+        method: distill or reconstruct.
+        on_cpu: where it runs.
+
+    Raises:
+        RecipeError: a value out of range, or settings that do not go together.
+    """
+    base = _DEFAULTS[method, on_cpu]
+    same = {name: getattr(training, name) for name in _SAME if name in training.changed}
+    watch = training.watch_every
+    return replace(
+        base,
+        seconds=_seconds(training, base.seconds),
+        sampling_steps=training.sampling_steps or run.steps,
+        guidance=run.guidance if training.guidance is None else training.guidance,
+        seed=run.seed if training.seed is None else training.seed,
+        watch_every=(base.watch_every if watch is None else watch) or None,
+        **same,
+    )
+
+
+def _seconds(training: Training, default: float | None) -> float | None:
+    if training.minutes is not None:
+        return 60 * training.minutes
+    return None if training.steps is not None else default
