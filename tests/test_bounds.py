@@ -18,8 +18,8 @@ CHILD = """
 import ctypes, mmap, sys
 import torch
 from kernel_cases import gemm_case
-from quantkit.device import host
-from quantkit.device.ops import OPS, Variant
+from quantkit.device.host import library as host
+from quantkit.device.ops.table import OPS, Variant
 
 libc = ctypes.CDLL(None, use_errno=True)
 kept = []

@@ -24,7 +24,7 @@ from quantkit.resources import kernel_sources
 SMALL = Variant(OPS["quantize_fp8_static"], ("f32", "e4m3fn", ""))
 LAUNCH = """
 import torch
-from quantkit.device import execute
+from quantkit.device.ops import call as execute
 q = execute.quantize_static(torch.ones(4, 16), torch.tensor([0.5]), None, "e4m3fn")
 print(int(q.sum()))
 """

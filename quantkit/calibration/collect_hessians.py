@@ -153,4 +153,4 @@ class _Run:
     def how_to_go_on(self) -> str:
         """Return what to do after the disk was full."""
         left = len(Hessians(self.hessians.path, self.hessians.index).missing)
-        return f"{left} layers are left: do the same again, without force, to go on"
+        return f"{left} layers are left: run the same command without force to go on"

@@ -78,6 +78,8 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
     Raises:
         CheckpointError: a file that cannot be read at all, or nothing is packed.
     """
+    if not _is_text(path):
+        raise CheckpointError(f"{path}: its name is not UTF-8, so no loader opens it; rename it")
     packed = read_packed(path)
     if not packed.components:
         raise CheckpointError(
@@ -126,6 +128,15 @@ def contents_of(component: PackedComponent) -> Contents:
         tensors[f"{layer}.weight"] = component.records[layer].shape
     packed = {layer: bool(scheme.buckets) for layer, scheme in component.config.layers.items()}
     return Contents(component.path, packed, tensors)
+
+
+def _is_text(path: Path) -> bool:
+    """Tell whether a name can be written: Python keeps other bytes as halves of surrogates."""
+    try:
+        str(path.absolute()).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _breaches(

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from quantkit.cli.console import printable
+
 from .cases import Outcome, Verdict
 
 #: Failures of one kind that are told; all are in the JSON.
@@ -39,7 +41,7 @@ def failures(outcomes: Sequence[Outcome]) -> str:
     for (kind, verdict), some in sorted(found.items(), key=lambda item: item[0][0]):
         lines.append(f"{kind}: {len(some)} x {verdict.value}")
         for outcome in some[:SHOWN]:
-            lines += [f"    {outcome.note[:300]}", f"    {command(outcome)}"]
+            lines += [f"    {printable(outcome.note[:300])}", f"    {command(outcome)}"]
     return "\n".join(lines)
 
 
