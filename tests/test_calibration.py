@@ -1177,6 +1177,15 @@ def test_neighbours_that_agree_share_a_bucket(loud, wanted):
     assert agreeing_edges(statistics, recipe, fmt, edges) == wanted
 
 
+@pytest.mark.parametrize(("second", "wanted"), [(8.75, ()), (8.8, (10.0,))])
+def test_scales_at_the_tolerance_agree(monkeypatch, second, wanted):
+    """The scales of 7 and 8.75 are 1 / 64 and 1.25 / 64, without rounding."""
+    monkeypatch.setattr("quantkit.calibration.observers.AUTO_TOLERANCE", 1.25)
+    statistics = statistics_of(torch.full((3, 8), 7.0), torch.full((3, 8), second))
+    recipe = ActivationRecipe(mode="static", observer="amax", buckets="auto")
+    assert agreeing_edges(statistics, recipe, FORMATS["e4m3fn"], (10.0,)) == wanted
+
+
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_one_distribution_needs_one_bucket_and_another_scale_its_own(observer):
     same = [torch.randn(4000, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)]

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from quantkit.eval.backbones import Backbones
+import torch
+from quantkit.eval.backbones import Backbones, ClipBackbone
 from quantkit.eval.comparison import _summarize_loss, compare
 from quantkit.eval.images import Pairs
 
@@ -23,6 +24,30 @@ def test_prompts_without_a_positive_score_have_no_share():
     found = _summarize_loss((0.0, -1.0, 20.0), (5.0, 5.0, 10.0))
     assert (found.minimum, found.maximum, found.median) == (50.0, 50.0, 50.0)
     assert _summarize_loss((0.0, 0.0), (1.0, 1.0)).mean is None
+
+
+class Length(ClipBackbone):
+    def score(self, picture, prompt):
+        return float(len(prompt))
+
+
+PICTURES = tuple(np.zeros((16, 16, 3), np.float32) for _ in "ab")
+CLIP = Backbones(clip=Length("length", None, None, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("backbones", "prompts", "scored"),
+    [
+        (CLIP, ("a", "bb"), True),
+        (CLIP, None, False),
+        (Backbones(), ("a", "bb"), False),
+        (Backbones(), None, False),
+    ],
+    ids=["both", "no-prompts", "no-clip", "neither"],
+)
+def test_clip_wants_a_network_and_prompts(backbones, prompts, scored):
+    found = compare(Pairs(("a", "b"), PICTURES, PICTURES, prompts), backbones)
+    assert (found.clip is not None) == scored
 
 
 def test_progress_goes_up_to_its_total():

@@ -35,8 +35,6 @@ from quantkit.eval.images import (
 )
 from quantkit.eval.metrics import METRICS, Better, Needs
 from quantkit.eval.statistics import (
-    RESAMPLES,
-    SEED,
     Interval,
     bootstrap_loss,
     bootstrap_mean,
@@ -340,7 +338,7 @@ def test_paired_difference_equals_scipy_on_pairs():
     after = before - rng.gamma(2, 0.01, 24)
     wanted = stats.bootstrap(
         (after, before), lambda a, b, axis: (a - b).mean(axis=axis), paired=True, method="BCa",
-        n_resamples=RESAMPLES, random_state=np.random.default_rng(SEED),
+        n_resamples=9999, random_state=np.random.default_rng(20_240_501),
     ).confidence_interval  # fmt: skip
     found = summarize_difference(after.tolist(), before.tolist())
     assert found.mean == pytest.approx(after.mean() - before.mean())
@@ -348,7 +346,7 @@ def test_paired_difference_equals_scipy_on_pairs():
     # Twice as wide and more without the pairs: what they are for.
     apart = stats.bootstrap(
         (after, before), lambda a, b, axis: a.mean(axis=axis) - b.mean(axis=axis),
-        method="percentile", n_resamples=RESAMPLES, random_state=np.random.default_rng(SEED),
+        method="percentile", n_resamples=9999, random_state=np.random.default_rng(20_240_501),
     ).confidence_interval  # fmt: skip
     assert apart.high - apart.low > 2 * (found.interval.high - found.interval.low)
 
@@ -376,8 +374,9 @@ def test_degenerate_samples_have_honest_summaries():
     assert equal.interval.method == "all values equal"
     none = summarize([])
     assert (none.count, none.mean, none.interval) == (0, None, None)
-    two = summarize([1.0, 2.0]).interval
-    assert 1.0 <= two.low <= two.high <= 2.0
+    two = summarize([1.0, 2.0])
+    assert two.std == pytest.approx(0.5**0.5)
+    assert 1.0 <= two.interval.low <= two.interval.high <= 2.0
 
 
 def test_infinite_values_are_left_out_and_counted():

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import diffusers
@@ -17,9 +18,9 @@ from torch.nn import functional
 from quantkit.calibration import collect_hessians as collecting
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
-from quantkit.calibration.heldout import HELD_ROWS, HeldRows, hold_out
+from quantkit.calibration.heldout import HELD_ROWS, HeldRows, held_bytes, hold_out
 from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
-from quantkit.calibration.moments import _Sum, group_layers, moment_bytes
+from quantkit.calibration.moments import MomentCollector, _Sum, group_layers, moment_bytes
 from quantkit.calibration.weighting import responses, step_weights
 from quantkit.cli.hessian import hessian as command
 from quantkit.errors import (
@@ -169,6 +170,17 @@ def test_a_scheduler_that_is_not_linear_is_refused():
         step_weights(ready(Squaring()), "schedule")
 
 
+class Noisy(diffusers.DDIMScheduler):
+    def step(self, model_output, timestep, sample, return_dict=True):
+        noise = torch.linspace(0, 1e-6, len(sample)).reshape(-1, 1, 1, 1)
+        return (sample + model_output + noise,)
+
+
+def test_noise_that_differs_by_row_is_refused_however_small():
+    with pytest.raises(RecipeError, match="Noisy hides the denoiser's answer"):
+        step_weights(ready(Noisy()), "schedule")
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -255,6 +267,51 @@ def test_rows_that_are_held_are_not_summed(module):
     for given in (None, bias):
         wanted = everything.moments().power(weight, given)
         assert whole.power(weight, given) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("k", [1, 320])
+def test_held_rows_take_what_guidance_makes_of_512_in_16_bit(k):
+    assert held_bytes(k) == 512 * 2 * torch.bfloat16.itemsize * k
+
+
+def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
+    """Of 7 prompts 2 are held out: three batches of at most 2, and one, of 3 steps each."""
+
+    class Collector:
+        hold_out = moments = print
+
+        def __init__(self, *_):
+            self.attached = attached
+
+    @contextmanager
+    def attached(_, report):
+        for calls in (1, 2, 12, 13):
+            report(calls)
+        yield
+
+    monkeypatch.setattr(collecting, "MomentCollector", Collector)
+    monkeypatch.setattr(collecting, "run_prompts", lambda *_: None)
+    pipe = SimpleNamespace(scheduler=SimpleNamespace(timesteps=[3, 2, 1]), unet=None)
+    told = []
+    run = collecting._Run(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
+    run.observe("unet", (), "step", lambda *about: told.append(about))
+    assert told == [("step", calls, 12) for calls in (1, 2, 12, 12)]
+
+
+def test_every_call_of_the_denoiser_is_counted_once():
+    class Denoiser(nn.Module):
+        def forward(self, sample, timestep):
+            return sample
+
+    denoiser, told = Denoiser(), []
+    scheduler = ready(diffusers.DDIMScheduler(), 4)
+    settings = recipe_with(buckets=1).calibration
+    collector = MomentCollector("unet", denoiser, (), settings)
+    with collector.attached(scheduler, told.append):
+        for step in scheduler.timesteps:
+            denoiser(torch.zeros(1), step)
+    denoiser(torch.zeros(1), scheduler.timesteps[0])
+    assert told == [1, 2, 3, 4]
 
 
 def test_held_rows_weigh_as_their_timesteps_do():

@@ -149,6 +149,27 @@ def test_moments_of_odd_inputs_pass(x):
     assert check_moments(tensors, len(x)) == len(x)
 
 
+@pytest.mark.parametrize(
+    ("product", "is_moment"), [(1.001, True), (1.0011, False), (1.5, False), (-1.5, False)]
+)
+def test_products_are_no_larger_than_their_powers_but_for_rounding(product, is_moment):
+    second = torch.eye(3)
+    second[0, 2] = second[2, 0] = torch.tensor(1.0) * product
+    tensors = {"second": second, "mean": torch.zeros(3)}
+    if is_moment:
+        assert check_moments(tensors, 1) == 1
+        return
+    with pytest.raises(ValueError, match="a product larger"):
+        check_moments(tensors, 1)
+
+
+def test_scaled_inputs_have_the_scaled_moments():
+    x, factor = seeded(300, 8) + 0.5, torch.tensor([0.25, 0.5, 1, 2, 4, 3, 0.1, 7])
+    found, wanted = moments_of(x).smoothed(factor), moments_of(x * factor)
+    torch.testing.assert_close(found.second, wanted.second)
+    torch.testing.assert_close(found.mean, wanted.mean)
+
+
 def test_large_matrices_are_checked_to_their_last_row(monkeypatch):
     monkeypatch.setattr("quantkit.calibration.checks._ELEMENTS", 3 * 20)
     moments = moments_of(seeded(100, 20))

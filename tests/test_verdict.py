@@ -111,6 +111,13 @@ def test_closer_than_the_floor_is_said():
     assert found.startswith("It is closer than the original with BF16 instead of FP16: SSIM 0.99")
 
 
+def test_one_better_metric_is_not_enough_to_be_closer():
+    packed = comparison([v + 0.01 for v in BASE], lpips=SOFT)
+    floor = comparison(BASE, lpips=SOFT[::-1])
+    found = describe_floor(packed, gap(packed, floor), ("ssim", "lpips"))
+    assert found.startswith("Over 8 prompts it cannot be told apart")
+
+
 def test_one_prompt_is_too_few():
     packed = comparison([0.9])
     found = describe_floor(packed, gap(packed, comparison([0.95])), ("ssim",))
@@ -138,6 +145,7 @@ SCORES = [27.0, 28.0, 26.5, 30.0, 29.0, 27.5, 28.5, 31.0]
         (0.0, "the interval holds zero: 8 prompts show no change."),
         (-2.0, "the interval excludes zero: the pictures follow their prompts less."),
         (+2.0, "the interval excludes zero: the pictures follow their prompts more."),
+        (+0.5, "the interval excludes zero: the pictures follow their prompts more."),
     ],
 )
 def test_clip_sentence_says_whether_the_change_is_more_than_chance(shift, wanted):
@@ -194,6 +202,18 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
         "FP8 passes: SSIM 0.96 (> 0.95). More prompts could turn SSIM: the interval holds the "
         "limit."
     )
+
+
+@pytest.mark.parametrize(
+    ("ssim", "lpips", "wanted"),
+    [(0.9, 0.05, (False, True)), (0.99, 0.2, (True, False)), (0.95, 0.1, (False, False))],
+)
+def test_gates_hold_on_the_better_side_of_their_limits_alone(ssim, lpips, wanted):
+    limits = Limits(ssim=0.95, lpips=0.1, clip_fp8=None)
+    gates = judge(comparison([ssim] * 3, lpips=[lpips] * 3), limits, Compression.FP8)
+    assert tuple(gate.passed for gate in gates) == wanted
+    # An interval of one value holds the limit only where it is the limit.
+    assert tuple(gate.settled for gate in gates) == (ssim != 0.95, lpips != 0.1)
 
 
 def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
