@@ -415,7 +415,8 @@ DEEP = {
     "code-nan": (swap("fc.weight", put(5, 0xFF)), r"fc\.weight: a code is NaN"),
     "nibble": (swap("conv.weight_meta", put(7, 0x45)), "names no two ascending positions"),
     "zero-group-scale": (
-        swap("zero.weight_scale", lambda t: t * 2), r"found 2\.0 for an all-zero group, wanted 1"
+        swap("zero.weight_scale", lambda t: t + 1 + torch.arange(t.numel()).view_as(t)),
+        r"found 2\.0 for an all-zero group, wanted 1"
     ),
     "sparse-zero-group": (
         swap("conv.weight", torch.Tensor.zero_), r"conv\.weight_scale: found .* all-zero group"

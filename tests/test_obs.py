@@ -12,6 +12,7 @@ from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import MASKS, Pattern, choose_mask
 from quantkit.numerics.obs import (
     Grid,
+    _square_root,
     factorize,
     falling_power,
     output_error,
@@ -115,6 +116,15 @@ def test_rounding_that_makes_a_covariance_indefinite_is_damped_away():
     # What is made up for stays of the size of what was dropped.
     assert float(values.norm()) < 2 * float(rows.norm())
     assert bool((mask.reshape(8, 16, 4).sum(dim=2) == 2).all())
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_damping_begins_at_a_billionth_of_the_largest_power(size):
+    """Where nothing was asked for and the moment is not positive, as little as helps is added."""
+    moment = size * torch.tensor([[1.0, 1.0], [1.0, 1.0 - 1e-12]], dtype=torch.float64)
+    root = _square_root(moment.clone(), 0.0)
+    added = (root @ root.T - moment).diagonal() / size
+    torch.testing.assert_close(added, torch.full_like(added, 1e-9), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("k", [4, 8, 36])

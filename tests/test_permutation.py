@@ -25,15 +25,15 @@ from quantkit.cli.permute import permute as command
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.layers import list_layers
-from quantkit.models.permutable import RULES, find_couplings
+from quantkit.models.permutable import RULES, Coupling, find_couplings
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, choose_mask
-from quantkit.numerics.permutation import kept_share, search_permutation
+from quantkit.numerics.permutation import _Search, kept_share, search_permutation
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
 from quantkit.sparsity import permute
-from quantkit.sparsity.choose import choose_masks
+from quantkit.sparsity.choose import LayerInputs, choose_masks
 from quantkit.sparsity.maskfile import load_masks
 from quantkit.sparsity.permute import attention_heads, choose_permutations, moves_of
 from quantkit.storage.digest import sha256_of
@@ -159,6 +159,52 @@ def test_more_work_keeps_no_less():
 def test_where_nothing_is_gained_nothing_moves(power):
     order = search_permutation(power, TWO_OF_FOUR, block=16)
     assert order.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize(("drawn", "least", "most"), [(0.0, 2, 4), (0.5, 15, 22), (1.0, 32, 40)])
+def test_a_disturbance_moves_from_a_tenth_of_the_columns_to_all(monkeypatch, drawn, least, most):
+    search = _Search(torch.ones(40, 1), TWO_OF_FOUR, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(drawn))
+    order = torch.arange(40).reshape(1, 10, 4)
+    found = search.disturbed(order)
+    assert sorted(found.flatten().tolist()) == list(range(40))
+    assert least <= int((found != order).sum()) <= most
+
+
+@pytest.mark.parametrize(
+    ("powers", "before", "after"),
+    [
+        (((1, 1, 1, 1), (1, 1, 0, 0)), 0.25, 0.25),
+        (((1, 1, 1, 1), (1, 1, 1, 1)), 0.5, 0.5),
+        (((1, 1, 1, 1, 0, 0, 0, 0),) * 3, 0.5, 0.0),
+    ],
+    ids=["one-loses", "both-lose", "three-gain"],
+)
+def test_the_loss_of_a_coupling_is_the_mean_over_its_consumers(powers, before, after):
+    size = len(powers[0])
+    coupling = Coupling((), (), channels=size, block=size, start=0)
+    shares = [torch.tensor([power]) / sum(power) for power in powers]
+    found = permute._search(coupling, shares, TWO_OF_FOUR, seed=0)
+    assert (found.lost_before, found.lost_after) == pytest.approx((before, after))
+
+
+@pytest.mark.parametrize(("start", "channels"), [(0, 64), (32, 32), (32, 96), (96, 32)])
+def test_the_power_of_what_moves_sums_to_one(tmp_path, start, channels):
+    weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    folder = write_component(tmp_path / "m", "UNet2DConditionModel", {})
+    save_file({"fc.weight": weight}, folder / WEIGHTS)
+    (component,) = open_model(str(folder)).components
+    (layer,) = list_layers(component)
+    coupling = Coupling((), (layer,), channels, block=channels, start=start)
+    inputs = LayerInputs.of(component, None, None, update=False)
+    found = permute._power(layer, coupling, "magnitude", inputs)
+    part = weight[:, start : start + channels].square()
+    torch.testing.assert_close(found, part / part.sum())
+
+
+def test_of_no_power_all_is_kept():
+    assert kept_share(torch.zeros(3, 8), TWO_OF_FOUR) == 1.0
+    assert kept_share(torch.zeros(0, 8), TWO_OF_FOUR) == 1.0
 
 
 def test_kept_share_is_that_of_the_mask():

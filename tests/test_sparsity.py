@@ -185,6 +185,17 @@ def test_rows_are_read_as_they_lie_in_the_file(tmp_path, dtype):
         assert torch.equal(rows, to_rows(LAYERS[layer.name].to(dtype)))
 
 
+@pytest.mark.parametrize(
+    ("block", "counts"), [(320, [5, 5, 2]), (383, [5, 5, 2]), (64, [1] * 12), (1, [1] * 12)]
+)
+def test_blocks_are_as_many_rows_as_fit(model, monkeypatch, block, counts):
+    monkeypatch.setattr(choose, "BLOCK", block)
+    layers = {layer.name: layer for layer in list_layers(model.components[0])}
+    rows = list(read_blocks(layers["linear"]))
+    assert [len(part) for part in rows] == counts
+    assert torch.equal(torch.cat(rows), LAYERS["linear"].half())
+
+
 # Which layers
 
 

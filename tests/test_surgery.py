@@ -24,8 +24,9 @@ from quantkit.errors import ArtefactError, InputError, NonFiniteError, OutputErr
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR, choose_mask
-from quantkit.numerics.obs import output_error
+from quantkit.numerics.obs import factorize, falling_power, output_error
 from quantkit.numerics.packing import from_rows, to_rows
+from quantkit.packing.gptq import Rounding
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
@@ -151,6 +152,27 @@ def test_the_error_is_that_on_rows_that_were_held_out(bias):
 def test_lost_share_of_nothing_is_zero():
     moments = moments_of(inputs_of(8, 1))
     assert lost_share(torch.zeros(2, 8), torch.zeros(2, 8), moments, torch.zeros(2)) == 0
+
+
+def test_lost_share_is_a_share_however_small_the_power():
+    moments = Moments(0.01 * torch.eye(2), torch.zeros(2), 1)
+    rows, change = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    assert lost_share(rows, change, moments) == pytest.approx(0.25)
+
+
+def test_a_loss_that_rounding_takes_below_zero_is_none():
+    moments = Moments(torch.diag(torch.tensor([1.0, -0.5])), torch.zeros(2), 1)
+    assert lost_share(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), moments) == 0.0
+
+
+def test_gptq_factors_the_moment_with_a_thousandth_of_its_mean_power():
+    """A decision: from 1e-4 to 1e-3 the demo's pictures are the same."""
+    x = inputs_of(8, 1)
+    moment = moments_of(x).second
+    wanted = factorize(moment, damping=1e-3, order=falling_power(moment))
+    found = Rounding.of(moment).factor
+    assert torch.equal(found.lower, wanted.lower)
+    assert torch.equal(found.order, wanted.order)
 
 
 def test_sparsegpt_loses_less_than_wanda_less_than_magnitude(model, known, surgeon):

@@ -1,0 +1,92 @@
+"""What a model asks of its files: which modules can be packed, which shapes, how many modules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quantkit.checkpoint import skeleton
+from quantkit.checkpoint.contents import _zero_groups
+from quantkit.checkpoint.skeleton import Contents, Skeleton, misfits, some, why_not_packed
+from quantkit.numerics.formats import E4M3FN
+from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
+from quantkit.numerics.scheme import Activation, Scheme
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Linear(4, 4), ""),
+        (nn.Conv2d(4, 4, 3), ""),
+        (nn.Conv2d(4, 4, 3, groups=2), "Conv2d with padding_mode 'zeros' and groups 2"),
+        (
+            nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+            "Conv2d with padding_mode 'reflect' and groups 1",
+        ),
+        (nn.LayerNorm(4), "the model has a LayerNorm here, wanted Linear or Conv2d"),
+        (nn.Conv1d(4, 4, 3), "the model has a Conv1d here, wanted Linear or Conv2d"),
+    ],
+    ids=["linear", "conv", "groups", "reflect", "norm", "conv1d"],
+)
+def test_which_modules_can_be_packed(module, reason):
+    found = why_not_packed(module)
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ((4, 4), None),
+        ((2, 4), "a: packed from [2, 4], the model has [4, 4]"),
+        ((8, 4), "a: packed from [8, 4], the model has [4, 4]"),
+        ((4, 4, 1, 1), "a: packed from [4, 4, 1, 1], the model has [4, 4]"),
+    ],
+)
+def test_packed_layers_have_the_shape_of_the_model(found, line):
+    model = Skeleton("M", {"a": ""}, {"a.weight": (4, 4)}, ("sample",))
+    lines = list(misfits(Contents(Path("f"), {"a": False}, {"a.weight": found}), model))
+    assert len(lines) == (line is not None)
+    assert all(line in found for found in lines)
+
+
+@pytest.mark.parametrize(
+    ("count", "tail"),
+    [(1, "00"), (8, ", 07"), (9, ", 07 and 1 more"), (10, ", 07 and 2 more"), (30, " and 22 more")],
+)
+def test_some_names_stand_for_many(count, tail):
+    text = some(f"{i:02d}" for i in reversed(range(count)))
+    assert text.endswith(tail)
+    assert text.count(",") == min(count, 8) - 1
+
+
+def test_a_model_has_no_more_modules_than_the_limit(monkeypatch):
+    monkeypatch.setattr(skeleton, "MAX_MODULES", 2)
+    with skeleton._on_meta():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert model[0].weight.is_meta
+    with pytest.raises(ValueError, match="more than 2 modules"), skeleton._on_meta():
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    # The limit went with the hook.
+    nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "wanted"),
+    [
+        (PerTensor(), False),
+        (PerChannel(), [False, True, False, False]),
+        (PerGroup(4), [[True, False], [True, True], [False, False], [False, False]]),
+    ],
+    ids=str,
+)
+def test_groups_of_zeros_of_either_sign_are_found(granularity, wanted):
+    codes = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0] + [0x80, 0] * 4 + [0x7E] * 8 + [0x81, 0] * 4)
+    scheme = Scheme(E4M3FN, granularity, None, Activation.TOKEN)
+    assert _zero_groups(codes.to(torch.uint8).reshape(4, 8), None, scheme).tolist() == wanted
+
+
+def test_a_tensor_of_zeros_of_either_sign_is_found():
+    scheme = Scheme(E4M3FN, PerTensor(), None, Activation.TOKEN)
+    assert _zero_groups(torch.tensor([[0, 0x80]], dtype=torch.uint8), None, scheme).item()
