@@ -17,7 +17,12 @@ from quantkit.models.treatments import plan_layers
 from quantkit.numerics.masks import SPARSEGPT
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.pack import complete_plan, summarize
-from quantkit.packing.plan import ComponentPlan, assemble_plan, refuse_nothing
+from quantkit.packing.plan import (
+    ComponentPlan,
+    assemble_plan,
+    recipe_for_header,
+    refuse_nothing,
+)
 from quantkit.packing.summary import PackSummary
 from quantkit.packing.writer import PackedLayer
 from quantkit.recipe.schema import Recipe
@@ -130,7 +135,7 @@ def _foresee(
         for t in treatments
         if t.scheme is not None
     }
-    told = recipe.model_dump(mode="json")
+    told = recipe_for_header(recipe)
     return assemble_plan(component, recipe, treatments, packed, smoothing={}, told=told)
 
 

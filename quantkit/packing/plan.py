@@ -185,9 +185,15 @@ def _if_smooth(treatment: Treatment, smoothing: Mapping[str, Smoothing]) -> Trea
     return replace(treatment, scheme=replace(treatment.scheme, smooth=False))
 
 
+def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as the header tells it."""
+    # How globs are read says nothing of what was packed.
+    return recipe.model_dump(mode="json", exclude={"unmatched"})
+
+
 def _told(recipe: Recipe, smoothing: Mapping[str, Smoothing]) -> dict[str, Any]:
-    """Return the recipe as the header tells it, with what was chosen for each layer."""
-    told = recipe.model_dump(mode="json")
+    """Return the recipe for the header, with what was chosen for each layer."""
+    told = recipe_for_header(recipe)
     if recipe.smooth == "auto":
         told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
     return told
