@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from quantkit.errors import ModelError
-from quantkit.models.source import read_pipeline_index
+from quantkit.models.pipeline_index import read_pipeline_index
 
 _INDEX = ["model_index.json", "config.json"]
 

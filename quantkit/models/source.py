@@ -10,6 +10,7 @@ from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.models.families import FAMILIES, Family, find_family
+from quantkit.models.pipeline_index import read_pipeline_index
 from quantkit.storage.jsonfile import read_json
 
 #: diffusers' name of a model's weights, before the variant and the extension
@@ -106,28 +107,6 @@ def _open_pipeline(path: Path) -> tuple[Component, ...]:
     if not names:
         _refuse_pipeline(path, classes)
     return tuple(_open_component(path / name, name) for name in names)
-
-
-def read_pipeline_index(path: Path) -> dict[str, str]:
-    """Return the class of each component that a pipeline's model_index.json names.
-
-    Raises:
-        ModelError: no JSON, or a name that is no folder's.
-    """
-    index = read_json(path / "model_index.json")
-    classes = {
-        name: entry[1]
-        for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
-    }
-    for name in classes:
-        # It becomes a part of paths: ../x or /etc would lead out of the pipeline.
-        if not (name.isidentifier() and name.isascii()):
-            raise ModelError(
-                f"{path / 'model_index.json'}: component {name!r:.80}, wanted the plain name of a "
-                "folder; download it again"
-            )
-    return classes
 
 
 def _refuse_pipeline(path: Path, classes: Mapping[str, str]) -> None:

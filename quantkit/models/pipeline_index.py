@@ -1,0 +1,28 @@
+"""model_index.json: what a pipeline is made of."""
+
+from pathlib import Path
+
+from quantkit.errors import ModelError
+from quantkit.storage.jsonfile import read_json
+
+
+def read_pipeline_index(path: Path) -> dict[str, str]:
+    """Return the class of each component that a pipeline's model_index.json names.
+
+    Raises:
+        ModelError: no JSON, or a name that is no folder's.
+    """
+    index = read_json(path / "model_index.json")
+    classes = {
+        name: entry[1]
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+    }
+    for name in classes:
+        # It becomes a part of paths: ../x or /etc would lead out of the pipeline.
+        if not (name.isidentifier() and name.isascii()):
+            raise ModelError(
+                f"{path / 'model_index.json'}: component {name!r:.80}, wanted the plain name of a "
+                "folder; download it again"
+            )
+    return classes
