@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-FAST := architecture checkpoint files inputs malformed models numerics obs permutation recipe \
-	rescaling shift sparsity terms verdict
+FAST := project/test_architecture storage/test_files storage/test_inputfile numerics recipe/test_recipe models \
+	calibration/test_rescaling calibration/test_shifting sparsity/test_sparsity sparsity/test_permutation \
+	checkpoint inference/test_terms eval/test_verdict
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
@@ -24,16 +25,16 @@ test: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
 fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
-	$(PYTEST) -m "not slow and not gpu" $(FAST:%=tests/test_%.py)
+	$(PYTEST) -m "not slow and not gpu" $(FAST:%=tests/%)
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python -m tests.device.sanitize
 
 fuzz: $(INSTALLED) ## 20,000 damaged files
 	$(BIN)/python -m tests.fuzz --cases 20000 --seed 1000
 
 mutants: $(INSTALLED) ## which small changes do the tests notice?
-	$(BIN)/python tests/mutation $(GROUPS) --sample $(SAMPLE) --seed $(SEED)
+	$(BIN)/python -m tests.mutation $(GROUPS) --sample $(SAMPLE) --seed $(SEED)
 
 check: $(INSTALLED) ## linter, formatter, types, spelling
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell

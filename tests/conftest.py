@@ -1,7 +1,6 @@
 """Shared by all tests: no network, few threads, and tiny pipelines built once."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 # Set before any test module imports a hub client: tests never reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
-# importlib mode leaves sys.path alone, so helper modules beside the tests are added by name.
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,7 +47,7 @@ def hopper():
 @pytest.fixture(scope="module")
 def any_model():
     """Take the files for a model, whatever tensors they hold: no class is built."""
-    import skeletons
+    from tests.support import skeletons
 
     with pytest.MonkeyPatch.context() as patch:
         skeletons.install(patch)
@@ -60,7 +57,7 @@ def any_model():
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny StableDiffusionPipeline in fp16; read-only for tests (copy it to break it)."""
-    from pipelines import tiny_pipeline
+    from tests.support.pipelines import tiny_pipeline
 
     return tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline")
 
@@ -68,7 +65,7 @@ def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def transformer_pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny StableDiffusion3Pipeline in fp16; read-only for tests."""
-    from pipelines import tiny_transformer_pipeline
+    from tests.support.pipelines import tiny_transformer_pipeline
 
     return tiny_transformer_pipeline(tmp_path_factory.mktemp("tiny") / "transformer")
 
@@ -76,7 +73,7 @@ def transformer_pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def transformer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny PixArt transformer alone in fp16; read-only for tests."""
-    from pipelines import tiny_transformer
+    from tests.support.pipelines import tiny_transformer
 
     return tiny_transformer(tmp_path_factory.mktemp("tiny") / "pixart")
 

@@ -99,7 +99,7 @@ def _write_sources(root: Path, fixed: Path) -> None:
     import diffusers
     import torch
 
-    from tests import pipelines
+    from tests.support import pipelines
 
     def unet() -> torch.nn.Module:
         return diffusers.UNet2DConditionModel(

@@ -19,10 +19,8 @@ from time import monotonic
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import trial
-from mutants import Mutant, mutants_of
+from tests.mutation import trial
+from tests.mutation.mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = yaml.safe_load((Path(__file__).parent / "table.yaml").read_text(encoding="utf-8"))
@@ -74,7 +72,7 @@ def main():
 
 
 def _parse():
-    parser = argparse.ArgumentParser(prog="python tests/mutation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("group", nargs="*", choices=[[], *TABLE["groups"]], help="all without one")
     parser.add_argument("--sample", type=int, default=200, help="mutants of a group; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")

@@ -1,0 +1,514 @@
+"""The kernel benchmark: statistics, correctness before time, baselines, files, the command."""
+
+import json
+import os
+import signal
+import statistics
+import threading
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quantkit.bench import kernels, timing
+from quantkit.bench.compare import compare
+from quantkit.bench.contender import Contender, UnavailableError, worst_of
+from quantkit.bench.kernels import OPERATIONS, Operation, run_bench
+from quantkit.bench.machine import Machine
+from quantkit.bench.problem import Problem
+from quantkit.bench.result import (
+    BenchResult,
+    Row,
+    Verdict,
+    load_baseline,
+    save_result,
+)
+from quantkit.bench.roofline import Ceiling, Ceilings, Precision, Work, gemm_work
+from quantkit.bench.shapes import SHAPES, Shape, find_shapes
+from quantkit.bench.stopping import stopping_early
+from quantkit.bench.timing import Plan, Samples, Stopwatch, Timing
+from quantkit.cli.bench import bench as command
+from quantkit.device import compilers
+from quantkit.device.backends import Backend, use
+from quantkit.device.ops import reference
+from quantkit.errors import ArtefactError, OutputError
+from tests.support.kernel_cases import need
+
+CPU = torch.device("cpu")
+SHORT = Plan(warmup=0, repeats=5, seconds=0)
+SMALL = Shape(33, 40, 64)
+PEAK = Ceiling(100.0, measured=True, source="")
+CEILINGS = Ceilings(Ceiling(1000.0, measured=True, source=""), dict.fromkeys(Precision, PEAK))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Leave out what takes long and is not under test: large products, large flushes."""
+    monkeypatch.setattr(kernels, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(timing, "_flush_bytes", lambda device: 1024)
+
+
+@pytest.fixture
+def _host():
+    need(compilers.host_compiler)
+
+
+def quiet(step, done, total):
+    pass
+
+
+def bench(operation, shape=SMALL, *, against_torch=False):
+    return run_bench([shape], [operation], CPU, SHORT, against_torch=against_torch, progress=quiet)
+
+
+# ------------------------------------------------------------------------------------ statistics
+
+
+def test_percentiles_are_linear_between_neighbours():
+    generator = torch.Generator().manual_seed(1)
+    times = (torch.rand(101, generator=generator) * 100).tolist()
+    found = Samples(times, times[::-1]).summary()
+    # The standard library's inclusive method is the same definition, by other code.
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    assert (found.p50_us, found.p95_us, found.p99_us) == pytest.approx(
+        (cuts[49], cuts[94], cuts[98])
+    )
+    assert found.host_us == pytest.approx(statistics.median(times))
+    assert found.rounds == 101
+
+
+def test_contenders_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    samples = Stopwatch(CPU).rounds(calls, Plan(0, 6, 100))
+    assert order == list("abcbcacababcbcacab")
+    assert {name: len(s.device) for name, s in samples.items()} == dict.fromkeys("abc", 6)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0, timing.LEAST_ROUNDS), (100, 9)])
+def test_rounds_end_by_time_or_by_number(seconds, rounds):
+    samples = Stopwatch(CPU).rounds({"a": lambda: None}, Plan(0, 9, seconds))
+    assert len(samples["a"].device) == rounds
+
+
+def test_warm_up_runs_do_not_count():
+    seen = []
+    watch = Stopwatch(CPU)
+    watch.warm_up({"a": lambda: seen.append(1)}, 4)
+    assert len(seen) == 4
+    assert watch.rounds({}, SHORT) == {}
+
+
+# ---------------------------------------------------------------------------------------- shapes
+
+
+def test_all_has_the_ten_shapes_of_sdxl_flux_and_beyond():
+    labels = [shape.label for shape in find_shapes("all")]
+    assert len(labels) == len(set(labels)) == 10
+    assert {"8192x640x640", "4608x3072x15360", "8192x8192x8192", "16x1280x1280"} <= set(labels)
+    assert find_shapes("flux") == SHAPES["flux"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "[[1, 2, 32], [4, 5, 64]]"),
+        ("a.json", '[{"m": 1, "n": 2, "k": 32}, {"k": 64, "n": 5, "m": 4}]'),
+        ("a.csv", "m,n,k\n1,2,32\n\n4, 5, 64\n"),
+        ("a.csv", "1,2,32\n4,5,64"),
+    ],
+)
+def test_shapes_come_from_files(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert find_shapes(str(tmp_path / name)) == (Shape(1, 2, 32), Shape(4, 5, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("a.json", "[[1, 2", "not a table of shapes"),
+        ("a.json", "[]", "no shapes"),
+        ("a.json", '{"m": 1}', "no shapes"),
+        ("a.json", "[[1, 2]]", "shape 1: found .* wanted three whole numbers"),
+        ("a.json", "[[1, 2, 32], [1, 2, 3.5]]", "shape 2: found"),
+        ("a.json", '[{"m": 1, "n": 2}]', "shape 1: found"),
+        ("a.json", "[7]", "shape 1: found"),
+        ("a.csv", "m,n,k\n1,x,3\n", "shape 1: found"),
+        ("a.csv", "m,n,k\n1,0,3\n", "shape 1: 1x0x3, wanted each to be 1 to 2147483647"),
+        ("a.csv", "m,n,k\n", "no shapes"),
+    ],
+)
+def test_damaged_shapes_are_named(tmp_path, name, text, match):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ArtefactError, match=match):
+        find_shapes(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("text", ["sd15", "absent.json", "absent.csv"])
+def test_unknown_shapes_are_refused(text):
+    with pytest.raises(ArtefactError, match=text):
+        find_shapes(text)
+
+
+# --------------------------------------------------------------------------- exact results, rates
+
+
+def decoded(codes, scale):
+    values = codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return values * scale.double().numpy()[:, None]
+
+
+def test_exact_results_are_those_of_numpy():
+    problem = Problem(SMALL, CPU)
+    x, w = decoded(*problem.x), decoded(*problem.w)
+    assert np.allclose(problem.exact_codes.numpy(), x @ w.T, rtol=1e-12, atol=1e-12)
+    sparse = decoded(*problem.w_sparse)
+    assert np.allclose(problem.exact_codes_sparse.numpy(), x @ sparse.T, rtol=1e-12, atol=1e-12)
+    assert ((sparse.reshape(40, 16, 4) != 0).sum(-1) <= 2).all()
+    plain = problem.x16.double().numpy() @ problem.w16.double().numpy().T
+    assert np.allclose(problem.exact.numpy(), plain, rtol=1e-12, atol=1e-12)
+    codes, scale = problem.x_static
+    static = decoded(codes, scale.expand(33)) @ w.T
+    assert np.allclose(problem.exact_static.numpy(), static, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_weights_are_the_sparse_ones():
+    problem = Problem(SMALL, CPU)
+    kept, meta, scale = problem.w_packed
+    y = reference.gemm_sparse(
+        *problem.x, kept, meta, scale, None, "e4m3fn", "e4m3fn", torch.float64
+    )
+    assert worst_of("exact_codes_sparse")(problem, y) < 1e-5
+
+
+def test_rooflines_are_the_slower_of_bytes_and_products():
+    # 1000 GB/s and 100 TFLOP/s: a microsecond moves 1e6 bytes, or multiplies 1e8.
+    assert CEILINGS.floor_us(Work(3e8, 1e6), Precision.FP8) == pytest.approx(3)
+    assert CEILINGS.floor_us(Work(1e8, 5e6), Precision.FP8) == pytest.approx(5)
+    assert CEILINGS.floor_us(Work(0, 5e6), None) == pytest.approx(5)
+    assert Ceilings(CEILINGS.copy, {}).floor_us(Work(1, 1), Precision.FP8) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "x_bytes", "nbytes"),
+    [
+        (Precision.F16, 2, 2 * (8 * 64 + 16 * 64 + 8 * 16)),
+        (Precision.FP8, 1, 8 * 64 + 16 * 64 + 2 * 8 * 16),
+        (Precision.FP8_SPARSE, 1, 8 * 64 + 16 * (32 + 8) + 2 * 8 * 16),
+    ],
+)
+def test_work_counts_operands_once(precision, x_bytes, nbytes):
+    work = gemm_work(Shape(8, 16, 64), precision, x_bytes=x_bytes)
+    assert work == Work(2.0 * 8 * 16 * 64, nbytes)
+
+
+# ------------------------------------------------------------------------------- right, then fast
+
+
+def made_by(change, *, own=True):
+    """Return an operation whose only contender multiplies exactly, then ``change``s the result."""
+
+    def prepare(problem):
+        y = change(problem.exact_codes.clone())
+        return lambda: y
+
+    one = Contender("it", own, Precision.FP8, prepare, worst_of("exact_codes"), 0.02)
+    return Operation("gemm_fp8", "", (one,) if own else (), () if own else (one,), 16, False)
+
+
+def one_channel(y):
+    y[:, 7] *= 1.03
+    return y
+
+
+def one_element(y):
+    y[5, 7] += y.square().mean().sqrt() / 10
+    return y
+
+
+def unwritten(y):
+    y[-1, -1] = torch.nan
+    return y
+
+
+def zeros(y):
+    return torch.zeros_like(y)
+
+
+def transposed(y):
+    return y.T
+
+
+@pytest.mark.parametrize("change", [one_channel, one_element, unwritten, zeros, transposed])
+@pytest.mark.parametrize("own", [True, False])
+def test_wrong_results_are_not_timed(change, own):
+    (row,) = (result := bench(made_by(change, own=own), against_torch=True)).rows
+    assert row.verdict is Verdict.WRONG
+    assert row.timing is None
+    assert "allowed 0.02" in row.reason
+    assert result.wrong == (row,)
+
+
+def test_fast_sums_may_be_further_off_the_more_they_add():
+    exact = Contender("it", True, None, lambda _: int, worst_of("exact_codes"), 0.02)
+    fast = replace(exact, fast=True)
+    assert exact.allowed(16) == exact.allowed(16384) == 0.02
+    assert 0.02 < fast.allowed(16) < fast.allowed(4096) < 0.1 < fast.allowed(16384) < 0.2
+
+
+def test_right_results_are_timed():
+    (row,) = (result := bench(made_by(lambda y: y.half()))).rows
+    assert row.verdict is Verdict.TIMED
+    assert 0 < row.error < 2e-3
+    assert row.timing.rounds == timing.LEAST_ROUNDS
+    assert row.rates.tflops == pytest.approx(2 * 33 * 40 * 64 / row.timing.p50_us / 1e6)
+    assert row.rates.gbs == pytest.approx(
+        (33 * 64 + 40 * 64 + 2 * 33 * 40) / row.timing.p50_us / 1e3
+    )
+    assert row.rates.of_copy == pytest.approx(row.rates.gbs / 1000)
+    assert result.complete
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UnavailableError("needs a GPU"), "needs a GPU"),
+        (RuntimeError("no\n  such thing"), "RuntimeError: no such thing"),
+        (ImportError("gone"), "ImportError: gone"),
+    ],
+)
+def test_contenders_that_cannot_run_say_why(error, reason):
+    def refuse(y):
+        raise error
+
+    (row,) = bench(made_by(refuse, own=False), against_torch=True).rows
+    assert (row.verdict, row.reason) == (Verdict.CANNOT, reason)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a library's")])
+def test_what_one_contender_sets_for_the_compiler_reaches_no_other(error):
+    from torch._inductor import config
+
+    before = config.get_config_copy()
+
+    def tune(y):
+        config.coordinate_descent_tuning = not before["coordinate_descent_tuning"]
+        config.triton.unique_kernel_names = not before["triton.unique_kernel_names"]
+        if error:
+            raise error
+        return y.half()
+
+    (row,) = bench(made_by(tune, own=False), against_torch=True).rows
+    assert row.verdict is (Verdict.CANNOT if error else Verdict.TIMED)
+    assert config.get_config_copy() == before
+
+
+def test_crashes_of_our_own_are_not_hidden():
+    def crash(y):
+        raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        bench(made_by(crash))
+
+
+def test_interrupted_runs_keep_what_is_done():
+    def interrupt(y):
+        raise KeyboardInterrupt
+
+    operations = [made_by(lambda y: y), made_by(interrupt)]
+    result = run_bench([SMALL], operations, CPU, SHORT, against_torch=False, progress=quiet)
+    assert len(result.rows) == 1
+    assert not result.complete
+
+
+def test_a_request_to_end_keeps_what_is_done_too():
+    def ask(y):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return y
+
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("only the main thread handles signals")
+    before = signal.getsignal(signal.SIGTERM)
+    operations = [made_by(lambda y: y), made_by(ask)]
+    result = run_bench([SMALL], operations, CPU, SHORT, against_torch=False, progress=quiet)
+    assert len(result.rows) == 1
+    assert not result.complete
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with stopping_early():
+            seen.append(signal.getsignal(signal.SIGTERM))
+            raise KeyboardInterrupt
+        seen.append("went on")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before, "went on"]
+
+
+@pytest.mark.usefixtures("_host")
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
+def test_every_operation_is_right_and_timed_on_the_host(operation):
+    rows = bench(operation, against_torch=True).rows
+    assert [row.contender for row in rows] == [c.name for c in operation.own + operation.libraries]
+    for row in rows:
+        ours = row.own and "fast" not in row.contender
+        assert row.reason if row.verdict is Verdict.CANNOT else row.timing
+        assert row.verdict is Verdict.TIMED if ours else row.verdict is not Verdict.WRONG
+        assert not ours or {name.split()[-1] for name in row.kernels} == {"host"}
+
+
+def test_the_fallback_is_not_timed_as_a_kernel():
+    with use(Backend.REFERENCE):
+        rows = bench(OPERATIONS["gemm_fp8"]).rows
+    assert {(row.verdict, row.reason) for row in rows} == {(Verdict.CANNOT, "no kernel: asked for")}
+
+
+def test_shapes_that_an_operation_does_not_take_are_named():
+    (row, *_) = bench(OPERATIONS["gemm_fp8_sparse"], Shape(4, 4, 48)).rows
+    assert row.reason == "K 48 is not a multiple of 32"
+
+
+# -------------------------------------------------------------------------------------- baselines
+
+MACHINE = Machine("Card", "gfx1201", "", "", "", "", "3.12", {}, "", "")
+
+
+def timed(op, contender, us, *, own=True):
+    return Row(op, contender, own, SMALL, Verdict.TIMED, timing=Timing(5, us, us, us, us))
+
+
+def run_of(*rows):
+    return BenchResult(MACHINE, ({}, {}), CEILINGS, SHORT, rows)
+
+
+@pytest.fixture
+def baseline(tmp_path):
+    path = tmp_path / "baseline.json"
+    rows = (timed("gemm_fp8", "it", 10.0), timed("gemm_fp8", "lib", 10.0, own=False))
+    save_result(run_of(*rows), path, force=False)
+    return path
+
+
+@pytest.mark.parametrize(("us", "slower"), [(5.0, 0), (10.9, 0), (11.1, 1), (100.0, 1)])
+def test_ratios_past_the_threshold_are_regressions(baseline, us, slower):
+    found = compare(run_of(timed("gemm_fp8", "it", us)), load_baseline(baseline), 1.10)
+    assert [change.ratio for change in found.changes] == pytest.approx([us / 10])
+    assert len(found.regressions) == slower
+
+
+def test_kernels_that_are_not_timed_any_more_are_regressions(baseline):
+    wrong = Row("gemm_fp8", "it", True, SMALL, Verdict.WRONG, reason="error")
+    found = compare(run_of(wrong), load_baseline(baseline), 2.0)
+    assert [change.after_us for change in found.regressions] == [None]
+
+
+def test_libraries_are_shown_and_not_judged(baseline):
+    rows = (timed("gemm_fp8", "it", 10.0), timed("gemm_fp8", "lib", 99.0, own=False))
+    found = compare(run_of(*rows), load_baseline(baseline), 1.10)
+    assert [change.row.contender for change in found.changes] == ["lib", "it"]
+    assert not found.regressions
+
+
+def test_baselines_of_other_devices_are_refused(baseline):
+    other = replace(run_of(timed("gemm_fp8", "it", 1.0)), machine=replace(MACHINE, device="Other"))
+    with pytest.raises(ArtefactError, match=r"measured on Card \(gfx1201\), this is Other"):
+        compare(other, load_baseline(baseline), 1.1)
+    with pytest.raises(ArtefactError, match="none of the operations"):
+        compare(run_of(timed("quantize", "it", 1.0)), load_baseline(baseline), 1.1)
+
+
+def spoiled(path, change):
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda v: v.update(schema="other"), "not a quantkit.kernels.bench file"),
+        (lambda v: v.update(schema_version=9), "schema_version 9, wanted 1"),
+        (lambda v: v.pop("machine"), "damaged"),
+        (lambda v: v["rows"][0].pop("shape"), "damaged"),
+        (lambda v: v["rows"][0].update(timing=[1]), "damaged"),
+        (lambda v: v["rows"][0]["timing"].update(p50_us=-1), "damaged .*wanted a time"),
+        (lambda v: v["rows"][0]["timing"].update(p50_us="fast"), "damaged"),
+    ],
+)
+def test_damaged_baselines_are_named(baseline, change, match):
+    spoiled(baseline, change)
+    with pytest.raises(ArtefactError, match=match):
+        load_baseline(baseline)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_files_that_are_no_baseline_are_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ArtefactError, match=r"a\.json: (not|found)"):
+        load_baseline(tmp_path / "a.json")
+    with pytest.raises(ArtefactError, match="missing"):
+        load_baseline(tmp_path / "absent.json")
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, ["--device", "cpu", "-q", *arguments])
+
+
+@pytest.mark.usefixtures("_host")
+def test_the_command_saves_compares_and_fails_past_the_threshold(tmp_path):
+    shapes, saved = tmp_path / "s.csv", tmp_path / "b.json"
+    shapes.write_text("16,16,32\n")
+    common = ("--op", "gemm_fp8", "--shapes", str(shapes), "--repeats", "5")
+    done = run(*common, "--against", "torch", "--save-baseline", str(saved))
+    assert done.exit_code == 0, done.output
+    assert "F.linear, f16" in done.output
+    assert "_scaled_mm, per row: cannot run (16x16x32): needs a GPU" in done.output
+    values = json.loads(saved.read_text())
+    assert (values["schema"], values["schema_version"]) == ("quantkit.kernels.bench", 1)
+    assert values["machine"]["versions"]["torch"] == torch.__version__
+    assert len(values["machine"]["kernel_sources"]) == 64
+    assert isinstance(run(*common, "--save-baseline", str(saved)).exception, OutputError)
+    same = run(*common, "--compare", str(saved), "--threshold", "1000")
+    assert same.exit_code == 0, same.output
+    spoiled(saved, lambda v: v["rows"][0]["timing"].update(p50_us=1e-3))
+    slower = run(*common, "--compare", str(saved), "--json")
+    assert slower.exit_code == 1
+    (change,) = json.loads(slower.output)["comparison"]["changes"]
+    assert change["regression"]
+    spoiled(saved, lambda v: v["machine"].update(device="Other"))
+    refused = run(*common, "--compare", str(saved))
+    assert isinstance(refused.exception, ArtefactError)
+
+
+def test_the_command_fails_on_wrong_kernels(monkeypatch, tmp_path):
+    monkeypatch.setitem(OPERATIONS, "gemm_fp8", made_by(zeros))
+    (tmp_path / "s.json").write_text("[[16, 16, 32]]")
+    done = run("--op", "gemm_fp8", "--shapes", str(tmp_path / "s.json"))
+    assert done.exit_code == 1
+    assert "wrong (16x16x32): error" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--op", "attention"), "wanted one of gemm_fp8"),
+        (("--repeats", "2"), "not in the range"),
+        (("--threshold", "0.5"), "not in the range"),
+    ],
+)
+def test_bad_options_are_refused(arguments, text):
+    done = run(*arguments)
+    assert getattr(done.exception, "exit_code", done.exit_code) == 2
+    assert text in f"{done.output} {done.exception}"

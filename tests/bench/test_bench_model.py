@@ -1,0 +1,351 @@
+"""The model benchmark: configs, inputs, packing and loading on the way, judging, the profile."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quantkit.bench import judging, timing
+from quantkit.bench import model as bench_model
+from quantkit.bench.compiling import with_shared_weights
+from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
+from quantkit.bench.model import run_model_bench
+from quantkit.bench.model_contenders import MODEL_CONTENDERS
+from quantkit.bench.model_result import Settings
+from quantkit.bench.packing import Variant, convolutions
+from quantkit.bench.profiling import GROUPS, IDLE, group_of, profile_step
+from quantkit.bench.result import Verdict
+from quantkit.bench.timing import Plan
+from quantkit.cli.bench_model import model_command
+from quantkit.device import backends, compilers
+from quantkit.device.ops import call as execute
+from quantkit.errors import InputError, ModelError
+from tests.support.kernel_cases import need
+from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
+
+CPU = torch.device("cpu")
+#: Name -> keys_*.json.gz, whose config was checked against the published number of parameters.
+PUBLISHED = {"sdxl": "sdxl", "flux": "flux1_dev"}
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch):
+    """Measure one round: times are not under test."""
+    monkeypatch.setattr(timing, "LEAST_ROUNDS", 1)
+
+
+def quiet(step, done, total):
+    pass
+
+
+@pytest.fixture(scope="module")
+def unet_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "unet"
+    tiny_unet().save_config(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flux_dir(tmp_path_factory):
+    return tiny_flux_pipeline(tmp_path_factory.mktemp("bench") / "flux")
+
+
+@pytest.fixture
+def _host():
+    need(compilers.host_compiler)
+
+
+def run(folder, *names, **options):
+    settings = Settings(batch=1, size=4, **options)
+    contenders = [MODEL_CONTENDERS[name] for name in names]
+    plan = Plan(0, 5, 0)
+    return run_model_bench(
+        find_denoiser(str(folder)), contenders, settings, CPU, plan, threads=1, progress=quiet
+    )
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_configs_are_the_published_ones(name):
+    path = Path(__file__).parents[1] / "golden" / f"keys_{PUBLISHED[name]}.json.gz"
+    published = json.loads(gzip.decompress(path.read_bytes()))
+    assert DENOISERS[name].config == published["config"]
+    assert DENOISERS[name].class_name == published["class_name"]
+
+
+@pytest.mark.usefixtures("_host")
+def test_packed_models_are_right_and_smaller(unet_dir):
+    result = run(unet_dir, "f16", "fp8", "sparse", "fp8-linear", "fp8-static")
+    rows = {row.contender: row for row in result.rows}
+    assert not result.wrong
+    assert all(row.timing.p50_us > 0 for row in rows.values())
+    size = {name: row.of_f16 for name, row in rows.items()}
+    assert size["f16"] == 1
+    assert size["sparse"] < size["fp8"] < size["fp8-linear"] < 1
+    linear, everything = (rows[name].calls["gemm_fp8 host"] for name in ("fp8-linear", "fp8"))
+    assert 0 < linear < everything
+    assert set(rows["sparse"].calls) == {"gemm_fp8_sparse host", "quantize_fp8_token host"}
+    static, products = rows["fp8-static"].calls, {"gemm_fp8 host", "conv_fp8 host"}
+    assert set(static) == {*products, "quantize_fp8_static host"}
+    # Per token, 3x3 convolutions keep 16-bit inputs.
+    assert everything < sum(static[name] for name in products)
+    assert rows["f16"].calls == {}
+
+
+@pytest.mark.usefixtures("_host")
+def test_fused_projections_are_one_product(unet_dir):
+    (apart,) = run(unet_dir, "fp8-static").rows
+    dense, joined = (result := run(unet_dir, "f16", "fp8-static", fuse_projections=True)).rows
+    assert not result.wrong
+    # Three products become one in self-attention, two in cross-attention; memory stays.
+    products = "gemm_fp8 host"
+    blocks = sum(n.endswith("attn1") for n, _ in tiny_unet().named_modules())
+    assert joined.calls[products] == apart.calls[products] - 3 * blocks
+    assert joined.weight_bytes == pytest.approx(apart.weight_bytes, rel=0.02)
+    # diffusers keeps what it joined, too.
+    assert dense.of_f16 > 1
+
+
+def test_models_without_convolutions_say_so(flux_dir):
+    result = run(flux_dir, "f16", "fp8-linear")
+    dense, packed = result.rows
+    assert dense.timing
+    assert packed.verdict is Verdict.CANNOT
+    assert packed.reason == "no convolutions in this model: the same as fp8"
+
+
+def test_missing_libraries_say_so(unet_dir, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    (row,) = run(unet_dir, "torchao-compiled").rows
+    assert row.verdict is Verdict.CANNOT
+    assert "torchao" in row.reason
+
+
+@pytest.mark.parametrize("spoil", [torch.zeros_like, lambda y: y * torch.nan])
+def test_wrong_models_are_not_timed(unet_dir, monkeypatch, spoil):
+    original = bench_model._compiled
+    monkeypatch.setattr(
+        bench_model,
+        "_compiled",
+        lambda model, *rest: lambda **kw: (spoil(original(model, *rest)(**kw)[0]),),
+    )
+    (row,) = (result := run(unet_dir, "f16")).rows
+    assert row.verdict is Verdict.WRONG
+    assert row.timing is None
+    assert result.wrong == (row,)
+
+
+@pytest.mark.usefixtures("_host")
+def test_fast_contenders_run_under_fast_sums(unet_dir, monkeypatch):
+    seen = []
+
+    def uncompiled(model, *_):
+        def call(**inputs):
+            seen.append(backends.sums_are_fast())
+            return model(**inputs)
+
+        return call
+
+    monkeypatch.setattr(bench_model, "_compiled", uncompiled)
+    fast, usual = run(unet_dir, "fp8-static-fast-compiled", "fp8-static-compiled").rows
+    assert fast.timing
+    assert usual.timing
+    assert set(seen) == {True, False}
+    assert seen[0]
+    assert not backends.sums_are_fast()
+
+
+def test_interrupts_leave_what_is_ready(unet_dir, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_model, "quantize", interrupt)
+    first, second, third = run(unet_dir, "f16", "torchao-compiled", "fp8").rows
+    assert first.timing
+    assert (second.reason, third.reason) == ("interrupted before it was ready",) * 2
+
+
+def test_copies_share_their_weights(unet_dir):
+    model = build_denoiser(find_denoiser(str(unet_dir)), CPU)
+    copied = with_shared_weights(model)
+    assert copied is not model
+    assert {p.data_ptr() for p in copied.parameters()} == {p.data_ptr() for p in model.parameters()}
+
+
+def test_recipes_keep_convolutions_where_asked(unet_dir):
+    from quantkit.bench.packing import Source
+
+    model = build_denoiser(find_denoiser(str(unet_dir)), CPU)
+    source = Source(unet_dir, model, lambda: None, quiet)
+    recipe = source.recipe(Variant(sparse=True, linear_only=True))
+    assert set(convolutions(model)) <= set(recipe.keep)
+    assert recipe.sparsity.method == "magnitude"
+
+
+def test_weights_and_inputs_are_the_same_every_time(unet_dir):
+    first, second = (build_denoiser(find_denoiser(str(unet_dir)), CPU) for _ in range(2))
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert {p.dtype for p in first.parameters()} == {torch.float16}
+    a, b = (make_inputs(first, 1, 8, CPU) for _ in range(2))
+    assert torch.equal(a["sample"], b["sample"])
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, "no config.json"),
+        ("{", "not JSON"),
+        ('{"_class_name": "AutoencoderKL"}', "class AutoencoderKL, wanted one of UNet2D"),
+        ("{}", "class None"),
+        ('{"_class_name": "UNet2DConditionModel", "down_block_types": ["No"]}', "config.json"),
+    ],
+)
+def test_damaged_configs_are_named(tmp_path, content, match):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=match):
+        build_denoiser(find_denoiser(str(tmp_path)), CPU)
+
+
+def test_unknown_configs_are_refused():
+    with pytest.raises(ModelError, match="sd15: unknown, wanted sdxl, flux or a directory"):
+        find_denoiser("sd15")
+
+
+# ------------------------------------------------------------------------------------ the profile
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("gemm_fp8_e4m3fn_e4m3fn_token_channel_f16_t0", "quantkit products"),
+        ("gemm_fp8_sparse_sm90_e4m3fn_e4m3fn_token_channel_f16_fast_c128x192", "quantkit products"),
+        ("quantkit::gemm_sparse", "quantkit products"),
+        ("conv_fp8_sm90_e4m3fn_e4m3fn_tensor_channel_f16_accurate_c128x160", "quantkit products"),
+        (
+            "geglu_fp8_sm90_e4m3fn_e4m3fn_tensor_channel_f16_e4m3fn_fast_p128x160",
+            "quantkit products",
+        ),
+        ("quantkit::conv", "quantkit products"),
+        ("quantize_fp8_token_f16_e4m3fn", "quantize"),
+        ("quantkit::quantize_static", "quantize"),
+        ("sm90_xmma_fprop_implicit_gemm_f16f16_f16f32", "convolutions"),
+        ("void cudnn::ops::nchwToNhwcKernel<__half>", "convolutions"),
+        ("aten::mkldnn_convolution", "convolutions"),
+        ("triton_poi_fused_convolution_silu_3", "elementwise and copies"),
+        ("triton_red_fused_native_group_norm_0", "norms"),
+        ("void at::native::RowwiseMomentsCUDAKernel<c10::Half>", "norms"),
+        ("void at::native::vectorized_layer_norm_kernel", "norms"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "attention"),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "library products"),
+        ("aten::addmm", "library products"),
+        ("Memcpy DtoD (Device -> Device)", "elementwise and copies"),
+        ("void at::native::elementwise_kernel<128, 4>", "elementwise and copies"),
+        ("aten::copy_", "elementwise and copies"),
+    ],
+)
+def test_kernels_are_put_in_their_group(kernel, group):
+    assert group_of(kernel) == group
+    assert group in {name for name, _ in GROUPS}
+
+
+def test_profiles_add_up_and_find_products():
+    x = torch.randn(512, 512)
+    profile = profile_step(lambda: x @ x, CPU)
+    found = profile.groups
+    assert next(iter(found)) == "library products"
+    assert all(ms >= 0 for ms in found.values())
+    assert "mm" in profile.kernels[0].name
+    assert sum(kernel.ms for kernel in profile.kernels) == pytest.approx(
+        sum(found.values()) - found[IDLE]
+    )
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.usefixtures("_host")
+def test_the_command_writes_its_figures(unet_dir, tmp_path):
+    saved = tmp_path / "m.json"
+    arguments = [
+        "--config",
+        str(unet_dir),
+        "--size",
+        "4",
+        "--device",
+        "cpu",
+        "-q",
+    ]
+    arguments += ["--seconds", "0", "--contenders", "f16", "--contenders", "fp8-linear"]
+    arguments += ["--batch", "1", "--profile", "--channels-last"]
+    done = CliRunner().invoke(model_command, [*arguments, "--save", str(saved)])
+    assert done.exit_code == 0, done.output
+    assert "milliseconds of one step" in done.output
+    values = json.loads(saved.read_text())
+    assert (values["schema"], values["schema_version"]) == ("quantkit.model.bench", 1)
+    assert [row["contender"] for row in values["rows"]] == ["f16", "fp8-linear"]
+    assert values["settings"] == {
+        "batch": 1,
+        "size": 4,
+        "compile_blocks": False,
+        "graph": False,
+        "profile": True,
+        "channels_last": True,
+        "fuse_projections": False,
+    }
+    dense, packed = (row["profile"] for row in values["rows"])
+    assert {"name", "calls", "ms"} == set(values["rows"][0]["kernels"][0])
+    assert packed["quantkit products"] > 0
+    assert "quantkit products" not in dense
+    assert dense["library products"] > 0
+
+
+def test_unknown_contenders_are_refused():
+    done = CliRunner().invoke(model_command, ["--contenders", "int4"])
+    assert isinstance(done.exception, InputError)
+    assert "wanted one of f16" in str(done.exception)
+
+
+# ---------------------------------------------------------------------------------------- judging
+
+
+def eager(output, worst=0.0):
+    return judging.Eager(torch.tensor(output), worst)
+
+
+@pytest.mark.parametrize(
+    ("output", "worst", "right"),
+    [
+        ([1.0, 0.1], 0.01, True),
+        # FP8 is 0.1 away from float16: as far again is noise, further is not.
+        ([1.0, 0.2], 0.01, True),
+        ([1.0, 0.3], 0.01, False),
+        ([1.0, 0.1], 0.06, False),
+        ([1.0, 0.1], float("nan"), False),
+        ([1.0, float("nan")], 0.01, False),
+        ([float("inf"), 0.1], 0.01, False),
+        ([1.0, 0.1, 0.0], 0.01, False),
+    ],
+)
+def test_packed_models_are_judged_by_layer_and_by_noise(output, worst, right):
+    found = judging.judge_packed(torch.tensor(output), eager([1.0, 0.1], worst), eager([1.0, 0.0]))
+    assert found.right is right
+
+
+@pytest.mark.usefixtures("_host")
+def test_a_wrong_layer_is_found_in_a_whole_model(unet_dir, monkeypatch):
+    original = execute.gemm
+
+    def off(*operands):
+        y = original(*operands)
+        return y * 1.03 if y.shape[1] == 64 and backends.is_free() else y
+
+    monkeypatch.setattr(execute, "gemm", off)
+    (row,) = run(unet_dir, "fp8-linear").rows
+    assert row.verdict is Verdict.WRONG
+    assert "allowed 0.05" in row.reason

@@ -1,0 +1,640 @@
+"""Second moments: the weights of steps, what layers read, the directory, resuming, the command."""
+
+import json
+import math
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+
+from quantkit.calibration import collect_hessians as collecting
+from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.collect_hessians import collect_hessians
+from quantkit.calibration.heldout import HELD_ROWS, HeldRows, held_bytes, hold_out
+from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
+from quantkit.calibration.moments import MomentCollector, _Sum, group_layers, moment_bytes
+from quantkit.calibration.weighting import responses, step_weights
+from quantkit.cli.hessian import hessian as command
+from quantkit.errors import (
+    ArtefactError,
+    ModelError,
+    NonFiniteError,
+    OutputError,
+    PromptError,
+    RecipeError,
+)
+from quantkit.models.source import open_model
+from quantkit.numerics.packing import to_rows
+from quantkit.pipelines.running import load_pipeline, run_prompts
+from quantkit.progress import silent
+from quantkit.recipe.load import load_recipe
+from quantkit.storage.places import check_directory
+from tests.support.pipelines import tiny_flux_pipeline, tiny_pipeline, tiny_transformer
+
+PROMPTS = ("a red square", "a blue disc", "two rings")
+GIB = 2**30
+
+
+def ready(scheduler, steps=10):
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def ddim(**config):
+    return diffusers.DDIMScheduler(
+        beta_schedule="scaled_linear", clip_sample=False, timestep_spacing="trailing", **config
+    )
+
+
+def angles(scheduler):
+    """Return the angle of each step's noise level, and where each step ends."""
+    steps = [int(t) for t in scheduler.timesteps]
+    last = scheduler.final_alpha_cumprod
+    alphas = [float(scheduler.alphas_cumprod[t]) for t in steps]
+    ends = [*alphas[1:], float(last)]
+    return [(math.acos(a**0.5), math.acos(b**0.5)) for a, b in zip(alphas, ends, strict=True)]
+
+
+def test_responses_of_ddim_are_the_closed_form_for_v():
+    scheduler = ready(ddim(prediction_type="v_prediction", rescale_betas_zero_snr=True), 20)
+    # x_next = cos(a - b) x - sin(a - b) v: a rotation by the step's angle.
+    turns = [a - b for a, b in angles(scheduler)]
+    wanted = [
+        -math.sin(turn) * math.prod(math.cos(later) for later in turns[i + 1 :])
+        for i, turn in enumerate(turns)
+    ]
+    torch.testing.assert_close(
+        responses(scheduler), torch.tensor(wanted, dtype=torch.float64), rtol=2e-3, atol=1e-4
+    )
+
+
+def test_responses_of_ddim_are_the_closed_form_for_epsilon():
+    scheduler = ready(ddim(prediction_type="epsilon"), 20)
+    grows = [math.cos(b) / math.cos(a) for a, b in angles(scheduler)]
+    adds = [math.sin(b) - math.cos(b) * math.tan(a) for a, b in angles(scheduler)]
+    wanted = [add * math.prod(grows[i + 1 :]) for i, add in enumerate(adds)]
+    torch.testing.assert_close(
+        responses(scheduler), torch.tensor(wanted, dtype=torch.float64), rtol=2e-3, atol=1e-4
+    )
+
+
+def test_responses_of_euler_flow_are_the_steps_of_sigma():
+    scheduler = ready(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
+    wanted = scheduler.sigmas.diff().double()
+    torch.testing.assert_close(responses(scheduler), wanted, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.DPMSolverMultistepScheduler(),
+        diffusers.UniPCMultistepScheduler(),
+        diffusers.PNDMScheduler(skip_prk_steps=True),
+        diffusers.HeunDiscreteScheduler(),
+        diffusers.EulerAncestralDiscreteScheduler(),
+        diffusers.DDPMScheduler(clip_sample=False),
+        diffusers.LCMScheduler(),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_state_and_noise_do_not_matter(scheduler):
+    """The responses, superposed, are the sample that any answers end in."""
+    found = responses(ready(scheduler))
+    count = len(scheduler.timesteps)
+    answers = torch.randn(count, generator=torch.Generator().manual_seed(5)) * 1e-3
+
+    def final(values):
+        fresh = ready(type(scheduler).from_config(scheduler.config))
+        noise = {"generator": torch.Generator().manual_seed(7)}
+        if type(scheduler).__name__ in {"UniPCMultistepScheduler", "PNDMScheduler"}:
+            noise = {}
+        if type(scheduler).__name__ == "HeunDiscreteScheduler":
+            noise = {}
+        x = torch.zeros(1, 1, 1, 1)
+        for t, value in zip(fresh.timesteps, values, strict=True):
+            if hasattr(fresh, "scale_model_input"):
+                fresh.scale_model_input(x, t)
+            x = fresh.step(value.reshape(1, 1, 1, 1), t, x, return_dict=False, **noise)[0]
+        return float(x)
+
+    moved = final(answers) - final(torch.zeros(count))
+    wanted = float((found * answers.double()).sum())
+    assert moved == pytest.approx(wanted, abs=2e-2 * float((found * answers).abs().max()))
+    assert sum(step_weights(scheduler, "schedule").values()) > 0
+
+
+def test_weights_leave_the_scheduler_as_it_was():
+    scheduler = ready(diffusers.DPMSolverMultistepScheduler())
+    step_weights(scheduler, "schedule")
+    assert scheduler.step_index is None
+    assert scheduler.lower_order_nums == 0
+
+
+def test_uniform_weights_are_one_and_scheduled_ones_have_mean_one():
+    scheduler = ready(ddim(prediction_type="v_prediction"))
+    assert set(step_weights(scheduler, "uniform").values()) == {1.0}
+    weights = step_weights(scheduler, "schedule")
+    assert list(weights) == [float(t) for t in scheduler.timesteps]
+    assert sum(weights.values()) / len(weights) == pytest.approx(1)
+    assert min(weights.values()) < 0.5
+    assert max(weights.values()) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (diffusers.DDPMScheduler(clip_sample=True), "hides the denoiser's answer"),
+        (diffusers.RePaintScheduler(), "cannot be run on scalars"),
+    ],
+    ids=["clips", "other-signature"],
+)
+def test_schedulers_without_such_weights_are_refused(scheduler, words):
+    with pytest.raises(RecipeError, match=rf"{words}.*set it to uniform"):
+        step_weights(ready(scheduler, 20), "schedule")
+
+
+class Squaring(diffusers.DDIMScheduler):
+    def step(self, model_output, timestep, sample, return_dict=True):
+        return (sample + model_output**2,)
+
+
+def test_a_scheduler_that_is_not_linear_is_refused():
+    with pytest.raises(RecipeError, match=r"Squaring is not linear .* set it to uniform"):
+        step_weights(ready(Squaring()), "schedule")
+
+
+class Noisy(diffusers.DDIMScheduler):
+    def step(self, model_output, timestep, sample, return_dict=True):
+        noise = torch.linspace(0, 1e-6, len(sample)).reshape(-1, 1, 1, 1)
+        return (sample + model_output + noise,)
+
+
+def test_noise_that_differs_by_row_is_refused_however_small():
+    with pytest.raises(RecipeError, match="Noisy hides the denoiser's answer"):
+        step_weights(ready(Noisy()), "schedule")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(6, 4),
+        nn.Conv2d(6, 4, 1),
+        nn.Conv2d(6, 4, 3, padding=1),
+        nn.Conv2d(6, 4, 3, stride=2, padding=(1, 0), dilation=(1, 2)),
+    ],
+    ids=["linear", "1x1", "3x3", "strided"],
+)
+def test_moments_are_those_of_the_rows_that_make_the_output(module):
+    """The power of the output by the moments is the power of the output."""
+    total = _Sum(module, "layer", 1.0, 0)
+    shape = (3, 6, 9, 8) if isinstance(module, nn.Conv2d) else (3, 5, 6)
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) + 0.5 for i in (1, 2)]
+    for x, weight in zip(inputs, (1.0, 3.0), strict=True):
+        total.add(x, weight)
+    moments = total.moments()
+    rows = to_rows(module.weight.detach())
+    outputs = [
+        functional.conv2d(
+            x, module.weight, None, module.stride, module.padding, module.dilation
+        ).movedim(1, -1)
+        if isinstance(module, nn.Conv2d)
+        else functional.linear(x, module.weight)
+        for x in inputs
+    ]
+    flat = [y.detach().reshape(-1, 4) for y in outputs]
+    count = len(flat[0])
+    assert moments.rows == 2 * count
+    power = (flat[0].T @ flat[0] + 3 * flat[1].T @ flat[1]) / (4 * count)
+    torch.testing.assert_close(rows @ moments.second @ rows.T, power, rtol=1e-4, atol=1e-5)
+    mean = (flat[0].sum(0) + 3 * flat[1].sum(0)) / (4 * count)
+    torch.testing.assert_close(rows @ moments.mean, mean, rtol=1e-4, atol=1e-5)
+    centred = rows @ moments.covariance @ rows.T
+    torch.testing.assert_close(centred, power - torch.outer(mean, mean), rtol=1e-4, atol=1e-5)
+
+
+def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
+    module = nn.Conv2d(4, 4, 3, padding=1)
+    x = torch.randn(5, 4, 6, 6)
+    whole, parts = _Sum(module, "layer", 1.0, 0), _Sum(module, "layer", 1.0, 0)
+    whole.add(x, 1.0)
+    monkeypatch.setattr("quantkit.calibration.windows._WINDOW_ELEMENTS", 10)
+    parts.add(x, 1.0)
+    torch.testing.assert_close(parts.moments().second, whole.moments().second)
+
+
+def test_a_share_of_the_rows_estimates_all_of_them():
+    module = nn.Linear(8, 4)
+    x = torch.randn(1, 20_000, 8, generator=torch.Generator().manual_seed(1))
+    some, again, everything = (_Sum(module, "layer", share, 3) for share in (0.2, 0.2, 1.0))
+    for total in (some, again, everything):
+        total.add(x, 1.0)
+    assert some.moments().rows == 4000
+    assert torch.equal(some.moments().second, again.moments().second)
+    torch.testing.assert_close(some.moments().second, everything.moments().second, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(9, 9 * 3), (40, 16 * 3), (400, 100 * 3)])
+def test_a_share_leaves_small_pictures_enough_rows(tokens, rows):
+    total = _Sum(nn.Linear(8, 4), "layer", 0.25, 0)
+    total.add(torch.randn(3, tokens, 8), 1.0)
+    assert total.moments().rows == rows
+
+
+@pytest.mark.parametrize("module", [nn.Linear(6, 4), nn.Conv2d(6, 4, 3)], ids=["linear", "conv"])
+def test_rows_that_are_held_are_not_summed(module):
+    total = _Sum(module, "layer", 1.0, 0)
+    shape = (3, 6, 5, 5) if isinstance(module, nn.Conv2d) else (3, 9, 6)
+    seen, held = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)).unbind()
+    total.add(seen, 1.0)
+    total.hold(held, 2.0, 4)
+    total.hold(held, 0.5, 100)
+    moments = total.moments()
+    assert moments.rows == 27
+    assert moments.held.rows.dtype == torch.bfloat16
+    assert moments.held.weights.tolist() == [2.0] * 12 + [0.5] * 27
+    everything = _Sum(module, "layer", 1.0, 0)
+    everything.add(held, 1.0)
+    # All rows of a call, so their power is that of its moments, but for bfloat16.
+    weight, bias = torch.randn(4, moments.held.rows.shape[1]), torch.randn(4)
+    whole = HeldRows(moments.held.rows[12:], moments.held.weights[12:])
+    for given in (None, bias):
+        wanted = everything.moments().power(weight, given)
+        assert whole.power(weight, given) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("k", [1, 320])
+def test_held_rows_take_what_guidance_makes_of_512_in_16_bit(k):
+    assert held_bytes(k) == 512 * 2 * torch.bfloat16.itemsize * k
+
+
+def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
+    """Of 7 prompts 2 are held out: three batches of at most 2, and one, of 3 steps each."""
+
+    class Collector:
+        hold_out = moments = print
+
+        def __init__(self, *_):
+            self.attached = attached
+
+    @contextmanager
+    def attached(_, report):
+        for calls in (1, 2, 12, 13):
+            report(calls)
+        yield
+
+    monkeypatch.setattr(collecting, "MomentCollector", Collector)
+    monkeypatch.setattr(collecting, "run_prompts", lambda *_: None)
+    pipe = SimpleNamespace(scheduler=SimpleNamespace(timesteps=[3, 2, 1]), unet=None)
+    told = []
+    run = collecting._Run(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
+    run.observe("unet", (), "step", lambda *about: told.append(about))
+    assert told == [("step", calls, 12) for calls in (1, 2, 12, 12)]
+
+
+def test_every_call_of_the_denoiser_is_counted_once():
+    class Denoiser(nn.Module):
+        def forward(self, sample, timestep):
+            return sample
+
+    denoiser, told = Denoiser(), []
+    scheduler = ready(diffusers.DDIMScheduler(), 4)
+    settings = recipe_with(buckets=1).calibration
+    collector = MomentCollector("unet", denoiser, (), settings)
+    with collector.attached(scheduler, told.append):
+        for step in scheduler.timesteps:
+            denoiser(torch.zeros(1), step)
+    denoiser(torch.zeros(1), scheduler.timesteps[0])
+    assert told == [1, 2, 3, 4]
+
+
+def test_held_rows_weigh_as_their_timesteps_do():
+    rows = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).bfloat16()
+    held = HeldRows(rows, torch.tensor([3.0, 1.0]))
+    weight = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    # |W x|^2 is 1 and 8
+    assert held.power(weight, None) == pytest.approx((3 * 1 + 8) / 4)
+    assert held.power(weight, torch.tensor([1.0, 0.0])) == pytest.approx((3 * 4 + 13) / 4)
+    factor = torch.tensor([2.0, 0.5])
+    smoothed = held.smoothed(factor)
+    assert smoothed.power(weight / factor, None) == pytest.approx((3 * 1 + 8) / 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "held"), [(1, 0), (3, 0), (4, 2), (8, 2), (16, 2), (24, 3), (64, 8)]
+)
+def test_the_last_prompts_are_held_out(count, held):
+    prompts = tuple(map(str, range(count)))
+    fitted, rest = hold_out(prompts)
+    assert (*fitted, *rest) == prompts
+    assert len(rest) == held
+
+
+def test_padding_that_is_not_of_zeros_is_refused():
+    total = _Sum(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "unet.odd", 1.0, 0)
+    with pytest.raises(ModelError, match=r"unet\.odd: padding .* mode reflect"):
+        total.add(torch.randn(1, 4, 5, 5), 1.0)
+
+
+def test_nan_is_named():
+    total = _Sum(nn.Linear(4, 4), "unet.bad", 1.0, 0)
+    total.add(torch.tensor([[1.0, float("nan"), 0, 0]]), 1.0)
+    with pytest.raises(NonFiniteError, match=r"unet\.bad: NaN or Inf"):
+        total.moments()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return open_model(str(tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model")))
+
+
+def recipe_with(**settings):
+    return load_recipe("fp8").with_calibration({"prompts": 3, "steps": 3, "batch": 2, **settings})
+
+
+def take(model, output, recipe=None, memory=GIB):
+    recipe = recipe or recipe_with(buckets=1)
+    return collect_hessians(
+        model, recipe, PROMPTS, output, memory=memory, device="cpu", progress=silent
+    )
+
+
+@pytest.fixture(scope="module")
+def taken(model, tmp_path_factory):
+    return take(model, tmp_path_factory.mktemp("hessians") / "all")
+
+
+def two_groups(model):
+    """Return the memory that cuts the layers into two groups."""
+    return 0.6 * sum(
+        map(moment_bytes, observed_layers(model.components[0], recipe_with(buckets=1)))
+    )
+
+
+def raw_inputs(model, names, settings):
+    """Return what layers read, by a hook of this test's own."""
+    pipe = load_pipeline(model, torch.device("cpu"))
+    seen = {name: [] for name in names}
+    for name in names:
+        module = pipe.unet.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, args, n=name: seen[n].append(args[0].clone()))
+    run_prompts(pipe, PROMPTS, settings)
+    return seen
+
+
+def test_stored_moments_are_those_of_the_raw_inputs(model, taken):
+    component = model.components[0]
+    layers = {layer.name: layer for layer in observed_layers(component, recipe_with(buckets=1))}
+    linear = "mid_block.attentions.0.transformer_blocks.0.ff.net.2"
+    conv = "down_blocks.0.resnets.0.conv1"
+    seen = raw_inputs(model, (linear, conv), recipe_with(buckets=1).calibration)
+    x = torch.cat([v.reshape(-1, v.shape[-1]) for v in seen[linear]])
+    moments = taken.read(component, layers[linear])
+    assert moments.rows == len(x)
+    torch.testing.assert_close(moments.second, x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moments.mean, x.mean(0), rtol=1e-4, atol=1e-5)
+    first = torch.cat(seen[conv])
+    windows = functional.pad(first, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)
+    rows = windows.permute(0, 2, 3, 4, 5, 1).reshape(-1, layers[conv].k)
+    moments = taken.read(component, layers[conv])
+    torch.testing.assert_close(moments.second, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_the_last_prompts_are_stored_and_not_summed(model, taken, tmp_path):
+    more = (*PROMPTS, "a green cross", "dots")
+    settings = recipe_with(buckets=1, prompts=5)
+    found = collect_hessians(
+        model, settings, more, tmp_path / "h", memory=GIB, device="cpu", progress=silent
+    )
+    assert (taken.index.held_out, found.index.held_out) == (0, 2)
+    component = model.components[0]
+    pipe, seen = load_pipeline(model, torch.device("cpu")), []
+    name = "mid_block.attentions.0.transformer_blocks.0.ff.net.2"
+    pipe.unet.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    later = settings.calibration.model_copy(update={"seed": settings.calibration.seed + 3})
+    run_prompts(pipe, more[3:], later)
+    read = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen]).bfloat16()
+    for layer in observed_layers(component, settings):
+        alone, both = taken.read(component, layer), found.read(component, layer)
+        assert alone.held is None
+        torch.testing.assert_close(both.second, alone.second, rtol=1e-5, atol=1e-6)
+        assert 0 < len(both.held.rows) <= 2 * HELD_ROWS + 3 * 4
+        if layer.name == name:
+            assert len(both.held.rows) == len(read)
+            stored, wanted = (x.float().T @ x.float() for x in (both.held.rows, read))
+            torch.testing.assert_close(stored, wanted, rtol=1e-2, atol=1e-1)
+
+
+def test_every_layer_that_is_packed_has_a_file(model, taken):
+    wanted = {layer.name for layer in observed_layers(model.components[0], recipe_with(buckets=1))}
+    assert set(taken.digests_of(model.components[0])) == wanted
+    assert load_hessians(taken.path).missing == ()
+    index = json.loads((taken.path / INDEX).read_text())
+    assert (index["prompts"], index["steps"], index["weighting"]) == (3, 3, "uniform")
+
+
+def test_groups_and_batches_change_nothing_but_rounding(model, taken, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(
+        collecting, "run_prompts", lambda *args: (runs.append(1), run_prompts(*args))
+    )
+    parts = take(model, tmp_path / "parts", memory=two_groups(model))
+    assert len(runs) == 2
+    for layer in observed_layers(model.components[0], recipe_with(buckets=1)):
+        a, b = (h.read(model.components[0], layer) for h in (taken, parts))
+        torch.testing.assert_close(a.second, b.second, rtol=1e-5, atol=1e-6)
+
+
+def test_a_killed_run_goes_on(model, taken, tmp_path, monkeypatch):
+    output = tmp_path / "killed"
+    count = [0]
+
+    def killed(*args):
+        count[0] += 1
+        if count[0] == 2:
+            raise KeyboardInterrupt
+        run_prompts(*args)
+
+    monkeypatch.setattr(collecting, "run_prompts", killed)
+    with pytest.raises(KeyboardInterrupt):
+        take(model, output, memory=two_groups(model))
+    done = {path: path.stat().st_mtime_ns for path in output.rglob("*.safetensors")}
+    assert done
+    with pytest.raises(ArtefactError, match=r"unfinished: .* calibrate hessian"):
+        load_hessians(output)
+    monkeypatch.undo()
+    finished = take(model, output)
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
+    layer = observed_layers(model.components[0], recipe_with(buckets=1))[-1]
+    a, b = (h.read(model.components[0], layer) for h in (taken, finished))
+    torch.testing.assert_close(a.second, b.second, rtol=1e-5, atol=1e-6)
+
+
+def test_a_finished_run_does_not_run_again(model, taken, monkeypatch):
+    monkeypatch.setattr(collecting, "run_prompts", lambda *args: pytest.fail("ran again"))
+    assert take(model, taken.path).missing == ()
+
+
+def test_schedule_weighting_changes_the_moments(model, taken, tmp_path):
+    scheduled = take(model, tmp_path / "s", recipe_with(buckets=1, weighting="schedule"))
+    layer = observed_layers(model.components[0], recipe_with(buckets=1))[0]
+    a, b = (h.read(model.components[0], layer) for h in (taken, scheduled))
+    assert a.rows == b.rows
+    assert not torch.allclose(a.second, b.second, rtol=1e-3)
+
+
+def test_flux_is_observed_in_the_unit_of_its_calls(tmp_path):
+    model = open_model(str(tiny_flux_pipeline(tmp_path / "flux")))
+    hessians = take(model, tmp_path / "h", recipe_with(buckets=1, weighting="schedule", steps=2))
+    assert hessians.missing == ()
+
+
+def test_other_settings_in_the_same_directory_are_refused(model, taken):
+    with pytest.raises(OutputError, match=r"another steps \(3 then, 4 now\).*by force"):
+        take(model, taken.path, recipe_with(buckets=1, steps=4))
+
+
+def test_a_directory_of_something_else_is_refused(model, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="no directory of hessians"):
+        take(model, tmp_path)
+    result = CliRunner().invoke(
+        command, [str(model.path), "-o", str(tmp_path), "--force", "-q", "--device", "cpu"]
+    )
+    assert isinstance(result.exception, OutputError)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_layer_that_does_not_fit_is_named(model, tmp_path):
+    layers = observed_layers(model.components[0], recipe_with(buckets=1))
+    with pytest.raises(RecipeError, match=r"K \d+: its second moment takes .* give more memory"):
+        take(model, tmp_path / "h", memory=1000)
+    assert not (tmp_path / "h").exists()
+    groups = group_layers(layers, 3 * max(map(moment_bytes, layers)))
+    assert [layer for group in groups for layer in group] == list(layers)
+    assert all(sum(map(moment_bytes, g)) <= 3 * max(map(moment_bytes, layers)) for g in groups)
+
+
+def test_moments_of_another_model_or_layer_are_refused(model, taken, tmp_path):
+    component = model.components[0]
+    layer = observed_layers(component, recipe_with(buckets=1))[0]
+    with pytest.raises(ArtefactError, match="had other weights"):
+        taken.read(component, layer, "0" * 64)
+    other = open_model(str(tiny_transformer(tmp_path / "pixart"))).components[0]
+    with pytest.raises(ArtefactError, match="no layer"):
+        taken.read(other, observed_layers(other, recipe_with(buckets=1))[0])
+
+
+def test_a_damaged_file_is_refused(model, taken, tmp_path):
+    component = model.components[0]
+    layer = observed_layers(component, recipe_with(buckets=1))[0]
+    copy = load_hessians(taken.path)
+    file = copy.file_of(component.name, layer.name)
+    whole = file.read_bytes()
+    try:
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(ArtefactError, match="checksum"):
+            copy.read(component, layer)
+        tensors = load_file(file)
+        save_file({"second": tensors["second"]}, file)
+        with pytest.raises(ArtefactError, match="not a quantkit_hessian file"):
+            copy.read(component, layer)
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ('{"format": "other"}', "not an index of hessians"),
+        ('{"format": "quantkit.hessians", "format_version": 3}', "format_version 3, wanted 2"),
+        ('{"format": "quantkit.hessians", "format_version": 2}', "damaged"),
+    ],
+)
+def test_a_malformed_index_is_refused(tmp_path, text, words):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ArtefactError, match=words):
+        load_hessians(tmp_path)
+
+
+def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    output = tmp_path / "h"
+    base = [str(model.path), "--prompts", str(prompts), "--count", "1", "--steps", "2", "-q"]
+    base += ["-o", str(output), "--device", "cpu", "--json", "-r", "fp8-two"]
+    recipe = tmp_path / "fp8-two.yaml"
+    recipe.write_text("name: two\ncalibration: {steps: 2, buckets: 1}\n")
+    base[-1] = str(recipe)
+    planned = json.loads(CliRunner().invoke(command, [*base, "-n"]).output)
+    assert planned["written"] is None
+    assert not output.exists()
+    done = json.loads(CliRunner().invoke(command, base, catch_exceptions=False).output)
+    assert done == planned | {"written": str(output)}
+    entry = done["components"]["unet"]
+    assert entry["bytes"] == sum(
+        moment_bytes(layer)
+        for layer in observed_layers(model.components[0], recipe_with(buckets=1))
+    )
+    again = CliRunner().invoke(command, [*base, "--force"], catch_exceptions=False)
+    assert again.exit_code == 0
+
+
+def test_a_disk_that_is_full_before_is_told_before_the_run(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1))
+    monkeypatch.setattr("quantkit.calibration.collect_hessians.sha256_of", pytest.fail)
+    result = CliRunner().invoke(
+        command, [str(model.path), "-o", str(tmp_path / "h"), "--count", "1", "--quiet"]
+    )
+    assert isinstance(result.exception, OutputError)
+    assert re.search(r"h: 1 bytes free, wanted [\d,]+; free some", str(result.exception))
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_disk_that_becomes_full_leaves_layers_to_go_on_from(model, taken, tmp_path, monkeypatch):
+    write, done = Hessians.write, []
+
+    def full(self, component, layer, moments):
+        if len(done) == 3:
+            raise OutputError(f"{self.file_of(component, layer)}: no space left on the device")
+        write(self, component, layer, moments)
+        done.append(layer)
+
+    monkeypatch.setattr(Hessians, "write", full)
+    with pytest.raises(OutputError, match=r"no space.*; \d+ layers are left: run the same command"):
+        take(model, tmp_path / "h")
+    monkeypatch.undo()
+    found = take(model, tmp_path / "h")
+    assert not found.missing
+    assert found.index == taken.index
+
+
+def test_force_keeps_the_old_moments_until_new_ones_begin(model, tmp_path):
+    old = take(model, tmp_path / "h")
+    files = {path: path.stat().st_mtime_ns for path in old.path.rglob("*.safetensors")}
+    with pytest.raises(PromptError):
+        collect_hessians(
+            model,
+            recipe_with(buckets=1),
+            (),
+            old.path,
+            memory=GIB,
+            device="cpu",
+            progress=silent,
+            force=True,
+        )
+    assert files == {path: path.stat().st_mtime_ns for path in old.path.rglob("*.safetensors")}
+    check_directory(old.path, kind=KIND, force=True)
+    (old.path / "notes").write_text("mine")
+    with pytest.raises(OutputError, match="holds notes, which quantkit did not write"):
+        collect_hessians(
+            model, recipe_with(buckets=1), PROMPTS, old.path, memory=GIB, device="cpu",
+            progress=silent, force=True,
+        )  # fmt: skip

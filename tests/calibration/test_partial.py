@@ -1,0 +1,63 @@
+"""What is kept of a calibration while it runs: whose it is, and when it is written."""
+
+import pytest
+import torch
+
+from quantkit.calibration import partial
+from quantkit.calibration.partial import Halfway, Kept, Pace
+from quantkit.errors import ArtefactError
+from quantkit.pipelines.processes import ALONE
+from tests.storage.test_artefacts import sums
+
+#: Longer texts than an interpreter keeps one copy of, a list, and nothing.
+FACTS = {"model": "a digest, " * 9, "sizes": [1, 2, 3_000_000], "guidance": None}
+
+
+@pytest.fixture
+def written(tmp_path):
+    kept = Kept(tmp_path / "c", ALONE, FACTS)
+    kept.write(Halfway({"unet": {"a": sums()}}, (500.0,), {"unet": [3, 1]}, 2))
+    return kept
+
+
+def test_a_run_with_the_same_settings_goes_on(written):
+    found = Kept(written.output, ALONE, {**FACTS, "sizes": (1, 2, 3_000_000)}).read()
+    assert (found.edges, found.calls, found.batches) == ((500.0,), {"unet": [3, 1]}, 2)
+    for name, tensor in sums().items():
+        assert torch.equal(found.sums["unet"]["a"][name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({**FACTS, "model": "other"}, "model a digest, a ..., wanted other"),
+        ({**FACTS, "sizes": [1, 2]}, r"sizes \[1, 2, 3000000\], wanted \[1, 2\]"),
+        ({**FACTS, "guidance": 7.5}, "guidance nothing, wanted 7.5"),
+        ({**FACTS, "seed": 1}, "seed nothing, wanted 1"),
+        ({k: v for k, v in FACTS.items() if k != "sizes"}, "sizes .*, wanted nothing"),
+    ],
+    ids=["text", "list", "was-none", "new", "gone"],
+)
+def test_a_run_with_other_settings_does_not(written, facts, words):
+    with pytest.raises(ArtefactError, match=words):
+        Kept(written.output, ALONE, facts).read()
+
+
+def test_nothing_is_read_where_nothing_was_kept_or_all_was_discarded(written):
+    assert Kept(written.output.with_name("d"), ALONE, FACTS).read() is None
+    written.discard()
+    assert written.read() is None
+
+
+def test_writing_takes_a_twentieth_of_the_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(partial, "monotonic", lambda: now[0])
+    pace = Pace()
+    for began, ended, due in ((None, 100.0, 105.0), (110.0, 110.125, 115.125), (120.0, 123.0, 183)):
+        now[0] = ended
+        if began is not None:
+            pace.wrote(began)
+        now[0] = due - 0.01
+        assert not pace.is_due()
+        now[0] = due
+        assert pace.is_due()

@@ -1,0 +1,636 @@
+"""The packed format: layout against the library, the specification, one test per broken rule."""
+
+import json
+import shutil
+from hashlib import sha256
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from quantkit.checkpoint.filelist import FILE_LIST
+from quantkit.checkpoint.layout import DTYPE_ORDER, encode_header, place
+from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.spec import (
+    CONFIG_KEY,
+    FIRST_VERSION,
+    TensorSpec,
+    layer_tensors,
+    make_config,
+    parse_config,
+)
+from quantkit.checkpoint.verification import find_breaches, verify
+from quantkit.errors import CheckpointError
+from quantkit.models.source import open_model
+from quantkit.numerics.formats import E4M3FN, E5M2
+from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.packing.pack import pack
+from quantkit.progress import silent
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.digest import CHUNK_BYTES, sha256_of
+from quantkit.storage.tensorfile import read_header
+from tests.support.headers import write_header
+
+pytestmark = pytest.mark.usefixtures("any_model")
+
+DENSE = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
+SPARSE = Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, Activation.TOKEN)
+
+#: Dtypes of torch in the library's names; FNUZ and E8M0 are only ever copied.
+TORCH_DTYPES = {
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32,
+    "U32": torch.uint32, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "U16": torch.uint16, "I16": torch.int16, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def library_header(tensors, metadata):
+    data = save(tensors, metadata=metadata)
+    return data[: 8 + int.from_bytes(data[:8], "little")]
+
+
+def test_header_is_the_librarys_for_every_dtype():
+    tensors = {
+        f"{letter}.{name}": torch.zeros(2, 3, dtype=torch.uint8).to(dtype)
+        for letter in "bzaB"
+        for name, dtype in TORCH_DTYPES.items()
+    }
+    specs = [TensorSpec(n, n.partition(".")[2], tuple(t.shape)) for n, t in tensors.items()]
+    metadata = {"format": "pt"}
+    assert encode_header(specs, metadata) == library_header(tensors, metadata)
+    assert set(DTYPE_ORDER) == set(TORCH_DTYPES)
+
+
+@pytest.mark.parametrize(
+    "name", ["a", 'quo"te', "back\\slash", "tab\t", "\x01", "\x7f", "é中", "\U0001f600", ""]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 3, 4, 5)])
+def test_header_is_the_librarys_for_odd_names_and_shapes(name, shape):
+    tensors = {name: torch.zeros(shape), "\uffee": torch.zeros(1), "plain": torch.zeros(2)}
+    specs = [TensorSpec(n, "F32", tuple(t.shape)) for n, t in tensors.items()]
+    metadata = {METADATA_KEY: json.dumps({"é": '"\\'})}
+    assert encode_header(specs, metadata) == library_header(tensors, metadata)
+
+
+def test_header_metadata_ascends():
+    text = encode_header([], {"quantkit": "1", "format": "pt"})[8:].decode()
+    assert list(json.loads(text)["__metadata__"]) == ["format", "quantkit"]
+    assert len(text) % 8 == 0
+
+
+def test_slots_are_where_the_header_says(tmp_path):
+    specs = [TensorSpec("b", "U8", (5,)), TensorSpec("a", "U8", (3,)), TensorSpec("s", "F32", ())]
+    header = encode_header(specs, {})
+    slots = place(specs, len(header))
+    data = bytearray(header) + bytes(max(s.stop for s in slots.values()) - len(header))
+    (tmp_path / "x.safetensors").write_bytes(data)
+    found = read_header(tmp_path / "x.safetensors").tensors
+    assert {n: (i.start, i.stop) for n, i in found.items()} == {
+        n: (s.start, s.stop) for n, s in slots.items()
+    }
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 7])
+def test_digest_is_that_of_the_bytes(tmp_path, size):
+    tensor = torch.arange(size).to(torch.uint8)
+    save_file({"a": torch.zeros(3), "x": tensor}, tmp_path / "x.safetensors")
+    info = read_header(tmp_path / "x.safetensors").tensors["x"]
+    digest = sha256_of(tmp_path / "x.safetensors", info)
+    assert digest == sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def test_digest_of_a_file_that_ends_early_raises(tmp_path):
+    save_file({"x": torch.zeros(64)}, tmp_path / "x.safetensors")
+    info = read_header(tmp_path / "x.safetensors").tensors["x"]
+    with (tmp_path / "x.safetensors").open("r+b") as file:
+        file.truncate(info.stop - 8)
+    with pytest.raises(EOFError, match="the file ends at"):
+        sha256_of(tmp_path / "x.safetensors", info)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "wanted"),
+    [
+        (DENSE, (32, 64), {"weight": ("F8_E4M3", (32, 64)), "weight_scale": ("F32", (32,))}),
+        (
+            DENSE,
+            (32, 16, 3, 1),
+            {"weight": ("F8_E4M3", (32, 3, 1, 16)), "weight_scale": ("F32", (32,))},
+        ),
+        (
+            Scheme(E5M2, PerTensor(), TWO_OF_FOUR, Activation.STATIC),
+            (32, 16, 3, 3),
+            {
+                "weight": ("F8_E5M2", (32, 72)),
+                "weight_meta": ("U8", (32, 18)),
+                "weight_scale": ("F32", ()),
+                "input_scale": ("F32", ()),
+            },
+        ),
+        (
+            Scheme(E4M3FN, PerGroup(8), None, Activation.STATIC, (250.0, 500.0), smooth=True),
+            (32, 16, 3, 3),
+            {
+                "weight": ("F8_E4M3", (32, 3, 3, 16)),
+                "weight_scale": ("F32", (32, 18)),
+                "input_scale": ("F32", (3,)),
+                "input_smooth": ("F32", (16,)),
+            },
+        ),
+    ],
+    ids=["linear", "conv", "sparse-static", "group-buckets-smooth"],
+)
+def test_layer_tensors_are_those_of_the_table(scheme, shape, wanted):
+    kind = "conv2d" if len(shape) == 4 else "linear"
+    specs = layer_tensors("a.b", scheme, kind, shape, bias_dtype="BF16")
+    wanted = {**wanted, "bias": ("BF16", (shape[0],))}
+    assert {s.name: (s.dtype, s.shape) for s in specs} == {
+        f"a.b.{part}": value for part, value in wanted.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "shape", "match"),
+    [
+        (SPARSE, "conv2d", (8, 6, 4, 4), "l: C 6 is not a multiple of 4"),
+        (SPARSE, "linear", (8, 12), "l: K 12 is not a multiple of 8"),
+        (Scheme(E4M3FN, PerGroup(24), None, Activation.NONE), "conv2d", (8, 16, 3, 3), "size 24"),
+        (DENSE, "conv2d", (8, 16), "no weight of a conv2d"),
+        (DENSE, "linear", (0, 16), "no weight of a linear"),
+    ],
+)
+def test_layer_tensors_refuse_shapes_that_do_not_divide(scheme, kind, shape, match):
+    with pytest.raises(CheckpointError, match=match):
+        layer_tensors("l", scheme, kind, shape, bias_dtype=None)
+
+
+def test_config_round_trips_and_gathers_equal_schemes():
+    buckets = Scheme(E5M2, PerGroup(32), None, Activation.STATIC, (1.0, 2.5), smooth=True)
+    config = make_config({"b": SPARSE, "a": DENSE, "c": SPARSE, "d": buckets})
+    again = parse_config(json.loads(json.dumps(config.to_json())))
+    assert again == config
+    assert [entry.layers for entry in config.schemes] == [("a",), ("b", "c"), ("d",)]
+    assert again.scheme_of("c") == SPARSE
+    assert again.scheme_of("e") is None
+
+
+# One packed component, whole in one shard and cut in two, to break rule by rule.
+
+
+def source_tensors():
+    torch.manual_seed(7)
+    return {
+        "conv.weight": torch.randn(16, 32, 3, 3).half(),
+        "conv.bias": torch.randn(16).half(),
+        "fc.weight": torch.randn(32, 64).half(),
+        "fc.bias": torch.randn(32).half(),
+        "norm.weight": torch.ones(32).half(),
+        "zero.weight": torch.zeros(16, 64).half(),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-file", "two-shards"])
+def packed(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rules")
+    source = folder / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"}))
+    write_shards(source, source_tensors(), request.param, {"format": "pt"})
+    recipe = Recipe.model_validate(
+        {"name": "t", "sparsity": {"layers": ["conv"]}, "weight": {"granularity": "group:16"}}
+    )
+    pack(
+        open_model(str(source)),
+        recipe,
+        folder / "packed",
+        calibration=None,
+        masks=None,
+        threads=1,
+        force=False,
+        progress=silent,
+    )
+    return folder / "packed"
+
+
+def write_shards(folder, tensors, count, metadata):
+    names = sorted(tensors)
+    if count == 1:
+        save_file(tensors, folder / "diffusion_pytorch_model.safetensors", metadata=metadata)
+        return
+    weight_map = {}
+    for i in range(2):
+        mine = {n: tensors[n] for n in names if (n.startswith("conv.w")) == (i == 0)}
+        file = f"diffusion_pytorch_model-0000{i + 1}-of-00002.safetensors"
+        save_file(mine, folder / file, metadata=metadata)
+        weight_map |= dict.fromkeys(mine, file)
+    size = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+class Edit:
+    """A packed component taken apart; ``save`` puts it together with the library."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.config = json.loads((folder / "config.json").read_text())
+        self.files = sorted(folder.glob("*.safetensors"))
+        self.tensors = {file: load_file(file) for file in self.files}
+        self.metadata = {
+            file: json.loads(read_header(file).metadata[METADATA_KEY]) for file in self.files
+        }
+        self.index = next(iter(folder.glob("*.index.json")), None)
+        self.redigest = True
+
+    @property
+    def schemes(self):
+        return self.config[CONFIG_KEY]["schemes"]
+
+    def home(self, name):
+        return next(f for f in self.files if name in self.tensors[f])
+
+    def record(self, layer):
+        return next(m["layers"] for m in self.metadata.values() if layer in m["layers"])
+
+    def tensor(self, name):
+        return self.tensors[self.home(name)][name]
+
+    def replace(self, name, tensor):
+        self.tensors[self.home(name)][name] = tensor
+
+    def save(self):
+        # Somebody who makes the checksums fit leaves no list behind.
+        (self.folder / FILE_LIST).unlink(missing_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        for file in self.files:
+            if self.redigest:
+                self.metadata[file]["tensors"] = {
+                    n: sha256(bytes(t.reshape(-1).view(torch.uint8).tolist())).hexdigest()
+                    for n, t in self.tensors[file].items()
+                }
+            metadata = {METADATA_KEY: json.dumps(self.metadata[file])}
+            save_file(self.tensors[file], file, metadata=metadata)
+        if self.index and self.redigest:
+            table = {
+                "metadata": {"total_size": sum(
+                    t.nbytes for m in self.tensors.values() for t in m.values()
+                )},
+                "weight_map": {n: f.name for f, m in self.tensors.items() for n in m},
+            }  # fmt: skip
+            self.index.write_text(json.dumps(table))
+
+
+def of_config(change):
+    return lambda edit: change(edit.config[CONFIG_KEY])
+
+
+def of_metadata(change):
+    return lambda edit: change(edit.metadata[edit.files[0]])
+
+
+def drop(name):
+    return lambda edit: edit.tensors[edit.home(name)].pop(name)
+
+
+def swap(name, change):
+    return lambda edit: edit.replace(name, change(edit.tensor(name).clone()))
+
+
+def add(name, tensor):
+    return lambda edit: edit.tensors[edit.files[0]].update({name: tensor})
+
+
+def put(index, value):
+    def change(tensor):
+        tensor.view(torch.uint8).view(-1)[index] = value
+        return tensor
+
+    return change
+
+
+def first_scheme(key, value):
+    return of_config(lambda c: c["schemes"][0].update({key: value}))
+
+
+def undigest(change):
+    def apply(edit):
+        edit.redigest = False
+        change(edit)
+
+    return apply
+
+
+ZERO = "0" * 64
+
+#: name -> (how to break the rule, what the reader says); found without reading all bytes
+CHEAP = {
+    "config-newer": (of_config(lambda c: c.update(format_version=3)), "3 is newer than 2.*upgrade"),
+    "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
+    "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
+    "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
+    "config-version-text": (of_config(lambda c: c.update(quantkit_version=1)), "as text"),
+    "config-no-schemes": (of_config(lambda c: c.update(schemes=[])), "at least one"),
+    "scheme-type": (of_config(lambda c: c.update(schemes=["x"])), "found str"),
+    "scheme-unknown-key": (first_scheme("bits", 8), "scheme 0: unknown key 'bits'"),
+    "scheme-missing-key": (of_config(lambda c: c["schemes"][0].pop("smooth")), "'smooth' is miss"),
+    "scheme-weight": (first_scheme("weight", "e3m4"), "format 'e3m4': unknown"),
+    "scheme-weight-type": (first_scheme("weight", 8), "found 8, wanted text"),
+    "scheme-fnuz": (first_scheme("weight", "e4m3fnuz"), "FNUZ is the FP8 of MI300"),
+    "scheme-reserved": (first_scheme("weight", "int4"), "'int4' is reserved"),
+    "scheme-granularity": (first_scheme("granularity", "row"), "granularity 'row'"),
+    "scheme-sparsity": (first_scheme("sparsity", "1:4"), "sparsity '1:4', wanted null or '2:4'"),
+    "scheme-activation": (first_scheme("activation", "dynamic"), "'dynamic'"),
+    "scheme-buckets": (first_scheme("buckets", [5.0]), "buckets with activation 'token'"),
+    "scheme-buckets-type": (first_scheme("buckets", []), r"buckets \[\], wanted null"),
+    "scheme-buckets-order": (first_scheme("buckets", [5.0, 1.0]), "wanted ascending"),
+    "scheme-smooth": (first_scheme("smooth", 1), "smooth 1, wanted true or false"),
+    "scheme-layers": (first_scheme("layers", "conv"), "no list of module paths"),
+    "scheme-no-layers": (first_scheme("layers", []), "no layers"),
+    "layer-twice": (
+        of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
+        "stands in the schemes 2x",
+    ),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 2"),
+    "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
+    "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
+    "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),
+    "record-unknown-key": (lambda e: e.record("fc")["fc"].update(n=1), "unknown key 'n'"),
+    "record-shape": (lambda e: e.record("fc")["fc"].update(shape=[3]), r"layer fc: shape \[3\]"),
+    "record-digest": (
+        lambda e: e.record("fc")["fc"].update(source_sha256="0"), "'0' is no SHA-256"
+    ),
+    "record-shape-differs": (
+        lambda e: e.record("fc")["fc"].update(shape=[64, 32]), r"fc\.weight: found .*wanted F8"
+    ),
+    "record-does-not-divide": (
+        lambda e: e.record("conv")["conv"].update(shape=[16, 6, 3, 3]), "conv: C 6 is not a mult"
+    ),
+    "record-missing": (lambda e: e.record("fc").pop("fc"), "layer fc: has a scheme, but no desc"),
+    "record-without-scheme": (
+        lambda e: e.record("fc").update(other=e.record("fc")["fc"]), "layer other: described"
+    ),
+    "scheme-of-no-layer": (
+        of_config(lambda c: c["schemes"][0]["layers"].append("ghost")), "layer ghost: has a scheme"
+    ),
+    "tensor-missing-weight": (drop("fc.weight"), r"fc\.weight: missing, wanted F8_E4M3"),
+    "tensor-missing-scale": (drop("fc.weight_scale"), r"fc\.weight_scale: missing"),
+    "tensor-missing-meta": (drop("conv.weight_meta"), r"conv\.weight_meta: missing"),
+    "tensor-shape": (swap("fc.weight", lambda t: t[:16]), r"fc\.weight: found F8_E4M3 \[16, 64\]"),
+    "tensor-dtype": (
+        swap("fc.weight", lambda t: t.float().to(torch.float8_e5m2)), "found F8_E5M2 .*wanted F8_E4"
+    ),
+    "scale-dtype": (swap("fc.weight_scale", torch.Tensor.half), "found F16 .*wanted F32"),
+    "scale-shape": (swap("fc.weight_scale", torch.Tensor.flatten), r"found F32 \[128\]"),
+    "bias-shape": (swap("fc.bias", lambda t: t[:3]), r"fc\.bias: found F16 \[3\]"),
+    "bias-dtype": (swap("fc.bias", torch.Tensor.long), r"fc\.bias: I64, wanted one of F16"),
+    "extra-part": (
+        lambda e: e.tensors[e.home("fc.weight")].update({"fc.input_scale": torch.ones(())}),
+        r"fc\.input_scale: not asked for",
+    ),
+    "orphan-part": (add("norm.weight_scale", torch.ones(3)), r"no scheme has layer 'norm'"),
+    "orphan-fp8": (
+        add("x.weight", torch.ones(8).to(torch.float8_e4m3fn)), r"x\.weight: packed, but no scheme"
+    ),
+    "checksum-missing": (
+        undigest(of_metadata(lambda m: m["tensors"].popitem())), "has no checksum"
+    ),
+    "checksum-extra": (
+        undigest(of_metadata(lambda m: m["tensors"].update(ghost=ZERO))), "a checksum, but no data"
+    ),
+    "scale-zero": (swap("fc.weight_scale", lambda t: t * 0), r"weight_scale: found 0\.0, wanted f"),
+    "scale-negative": (swap("fc.weight_scale", torch.neg), "wanted finite and positive"),
+    "scale-nan": (swap("fc.weight_scale", lambda t: t * torch.nan), "found nan, wanted finite"),
+    "scale-infinite": (swap("fc.weight_scale", lambda t: t / 0), "found inf, wanted finite"),
+}  # fmt: skip
+
+#: name -> (how to break the rule, what verify says); found only by reading all bytes
+DEEP = {
+    "checksum": (undigest(swap("norm.weight", put(3, 1))), r"norm\.weight: damaged: SHA-256"),
+    "code-nan": (swap("fc.weight", put(5, 0xFF)), r"fc\.weight: a code is NaN"),
+    "nibble": (swap("conv.weight_meta", put(7, 0x45)), "names no two ascending positions"),
+    "zero-group-scale": (
+        swap("zero.weight_scale", lambda t: t + 1 + torch.arange(t.numel()).view_as(t)),
+        r"found 2\.0 for an all-zero group, wanted 1"
+    ),
+    "sparse-zero-group": (
+        swap("conv.weight", torch.Tensor.zero_), r"conv\.weight_scale: found .* all-zero group"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def edit(packed, tmp_path):
+    shutil.copytree(packed, tmp_path / "packed")
+    return Edit(tmp_path / "packed")
+
+
+def test_what_pack_writes_keeps_every_rule(packed):
+    result = verify(packed, progress=silent)
+    assert result.breaches == ()
+    assert (result.components, result.layers) == (1, 3)
+
+
+def test_taking_apart_and_putting_together_breaks_nothing(edit):
+    edit.save()
+    assert find_breaches(edit.folder, progress=silent).breaches == ()
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_opening_refuses_a_broken_rule(edit, name):
+    change, match = CHEAP[name]
+    change(edit)
+    edit.save()
+    with pytest.raises(CheckpointError, match=match):
+        open_packed(edit.folder)
+    with pytest.raises(CheckpointError, match=match):
+        verify(edit.folder, progress=silent)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_verify_refuses_a_broken_rule(edit, name):
+    change, match = DEEP[name]
+    change(edit)
+    edit.save()
+    open_packed(edit.folder)
+    with pytest.raises(CheckpointError, match=match):
+        verify(edit.folder, progress=silent)
+
+
+@pytest.mark.parametrize("code", [0x7C, 0x7D, 0xFF])
+def test_verify_refuses_infinite_and_nan_codes_of_e5m2(tmp_path, code):
+    write_source(tmp_path / "source", {"fc.weight": torch.randn(16, 32)})
+    pack_to(tmp_path, {"weight": {"format": "e5m2"}})
+    edit = Edit(tmp_path / "packed")
+    swap("fc.weight", put(0, code))(edit)
+    edit.save()
+    with pytest.raises(CheckpointError, match="a code is NaN or infinite"):
+        verify(edit.folder, progress=silent)
+
+
+def write_source(folder, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"}))
+    write_shards(folder, tensors, 1, {"format": "pt"})
+
+
+def pack_to(folder, recipe):
+    pack(
+        open_model(str(folder / "source")),
+        Recipe.model_validate({"name": "t", **recipe}),
+        folder / "packed",
+        calibration=None,
+        masks=None,
+        threads=1,
+        force=False,
+        progress=silent,
+    )
+
+
+@pytest.mark.parametrize(
+    ("redigest", "match"), [(True, ["code is NaN", "a nibble"]), (False, ["damaged", "damaged"])]
+)
+def test_find_breaches_lists_all_of_them(edit, redigest, match):
+    swap("fc.weight", put(5, 0x7F))(edit)
+    swap("conv.weight_meta", put(7, 0))(edit)
+    edit.redigest = redigest
+    edit.save()
+    breaches = find_breaches(edit.folder, progress=silent).breaches
+    assert len(breaches) == 2
+    assert all(any(text in line for line in breaches) for text in match)
+    assert len(find_breaches(edit.folder, progress=silent, stop_at_first=True).breaches) == 1
+
+
+def test_tensors_out_of_order_are_refused(packed, tmp_path):
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    file = max(folder.glob("*.safetensors"))
+    header = read_header(file)
+    names = list(header.tensors)
+    a, b = header.tensors[names[-1]], header.tensors[names[-2]]
+    data = file.read_bytes()
+    table = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    base = 8 + int.from_bytes(data[:8], "little")
+    start = min(a.start, b.start) - base
+    table[a.name]["data_offsets"] = [start, start + a.nbytes]
+    table[b.name]["data_offsets"] = [start + a.nbytes, start + a.nbytes + b.nbytes]
+    text = json.dumps(table, separators=(",", ":")).encode()
+    swapped = data[a.start : a.stop] + data[b.start : b.stop]
+    body = data[base : base + start] + swapped
+    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    with pytest.raises(CheckpointError, match="belongs; tensors are ordered by dtype"):
+        open_packed(folder)
+
+
+def test_a_shard_without_our_metadata_is_refused(edit):
+    file = edit.files[-1]
+    save_file(edit.tensors[file], file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="not written by quantkit"):
+        open_packed(edit.folder)
+
+
+def test_metadata_that_is_not_json_is_refused(edit):
+    file = edit.files[-1]
+    save_file(edit.tensors[file], file, metadata={METADATA_KEY: "{"})
+    with pytest.raises(CheckpointError, match="header metadata: not JSON"):
+        open_packed(edit.folder)
+    with pytest.raises(CheckpointError, match="found list, wanted a JSON object"):
+        parse_metadata("[]")
+
+
+@pytest.mark.parametrize("cut", [0, 7, 100, -1])
+def test_a_truncated_shard_is_refused(edit, cut):
+    data = edit.files[0].read_bytes()
+    edit.files[0].write_bytes(data[:cut])
+    with pytest.raises(CheckpointError, match=r"safetensors: (truncated|damaged)"):
+        open_packed(edit.folder)
+
+
+def test_an_index_that_disagrees_is_refused(edit):
+    if edit.index is None:
+        pytest.skip("one file has no index")
+    table = json.loads(edit.index.read_text())
+    moved = {**table["weight_map"], "norm.weight": edit.files[0].name}
+    edit.index.write_text(json.dumps({**table, "weight_map": moved}))
+    with pytest.raises(CheckpointError, match=r"norm\.weight: index says .*00001"):
+        open_packed(edit.folder)
+    edit.index.write_text(json.dumps({**table, "metadata": {"total_size": 5}}))
+    with pytest.raises(CheckpointError, match="total_size 5, found"):
+        open_packed(edit.folder)
+    edit.index.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(CheckpointError, match="damaged index"):
+        open_packed(edit.folder)
+
+
+def test_shards_and_index_name_the_same_files(edit):
+    if edit.index is None:
+        shutil.copy(edit.files[0], edit.folder / "diffusion_pytorch_model.fp16.safetensors")
+        match = "found 2 weight files"
+    else:
+        shutil.copy(edit.files[0], edit.folder / "diffusion_pytorch_model-3.safetensors")
+        match = r"model-3\.safetensors: not in"
+    with pytest.raises(CheckpointError, match=match):
+        open_packed(edit.folder)
+
+
+def test_a_missing_shard_is_named(edit):
+    edit.files[0].unlink()
+    match = "found 0 weight files" if edit.index is None else r"00001-of-00002.* missing shard"
+    with pytest.raises(CheckpointError, match=match):
+        open_packed(edit.folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(edit):
+    if edit.index is None:
+        pytest.skip("one file holds no name twice")
+    edit.tensors[edit.files[0]]["norm.weight"] = edit.tensor("norm.weight")
+    edit.save()
+    with pytest.raises(CheckpointError, match=r"norm\.weight: stands in .* too"):
+        open_packed(edit.folder)
+
+
+def test_an_unpacked_directory_opens_empty_and_does_not_verify(tmp_path):
+    write_source(tmp_path / "source", {"fc.weight": torch.randn(16, 32)})
+    assert open_packed(tmp_path / "source").components == ()
+    with pytest.raises(CheckpointError, match="nothing in it is packed"):
+        verify(tmp_path / "source", progress=silent)
+    with pytest.raises(CheckpointError, match="not a diffusers directory"):
+        open_packed(tmp_path)
+
+
+def test_dequantized_is_near_the_source(packed):
+    component = open_packed(packed).components[0]
+    source = source_tensors()
+    for layer in ("conv", "fc", "zero"):
+        weight = source[f"{layer}.weight"].float()
+        found = component.dequantized(layer)
+        assert found.shape == weight.shape
+        kept = found != 0
+        # e4m3 has 3 mantissa bits: half a step is 1/16 of the value.
+        assert torch.allclose(found[kept], weight[kept], rtol=1 / 16, atol=1e-2)
+        before, after = component.layer_bytes(layer)
+        assert before == 2 * weight.numel()
+        assert after == sum(
+            i.nbytes for n, (_, i) in component.tensors.items()
+            if n.startswith(f"{layer}.weight")
+        )  # fmt: skip
+    share = (component.dequantized("conv") != 0).float().mean()
+    assert 0.45 < float(share) <= 0.5
+
+
+def test_version_is_in_both_places(packed):
+    edit = Edit(packed)
+    # Without a shift, older readers can read it.
+    assert edit.config[CONFIG_KEY]["format_version"] == FIRST_VERSION
+    assert all(m["format_version"] == FIRST_VERSION for m in edit.metadata.values())
+
+
+def test_an_unknown_dtype_is_refused(edit):
+    file = edit.files[-1]
+    write_header(file, {"norm.weight": [3]}, dtype="F4")
+    with pytest.raises(CheckpointError, match=r"'norm\.weight': damaged header entry"):
+        open_packed(edit.folder)

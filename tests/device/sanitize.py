@@ -1,0 +1,104 @@
+"""Run the host kernels under AddressSanitizer and UndefinedBehaviorSanitizer: ``make sanitize``.
+
+Every operation, tile and layout, at the shapes of the conformance tests, with the bytes around each
+operand forbidden. What is computed is not judged here. The interpreter is no sanitized program, so
+the library is loaded before it; kernels are compiled with $CXX into a cache of their own.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1"
+CHILD = "QUANTKIT_SANITIZED"
+
+
+def main():
+    if os.environ.get(CHILD) == "1":
+        run_all()
+        return 0
+    compiler = os.environ.get("CXX", "g++")
+    command = [*shlex.split(compiler), "-print-file-name=libasan.so"]
+    library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(library).is_absolute(), f"{compiler} has no libasan; install g++"
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as cache:
+        environment = {
+            **os.environ,
+            CHILD: "1",
+            "CXX": f"{compiler} {SANITIZERS}",
+            "LD_PRELOAD": library,
+            # Kernels are threads of their own stacks, and Python keeps its memory to the end.
+            "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+            "XDG_CACHE_HOME": cache,
+        }
+        command = [sys.executable, "-m", "tests.device.sanitize"]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+def run_all():
+    from quantkit.device.archs import HOST_LAYOUTS
+    from quantkit.device.host import library as host
+    from quantkit.device.ops.table import OPS
+    from tests.support.kernel_cases import covering_variants
+
+    # The compiler is no sanitized program either.
+    del os.environ["LD_PRELOAD"]
+    launches = 0
+    for layout in HOST_LAYOUTS:
+        # Gates, pictures and quantizing know no fragments: one layout is enough.
+        kind = "" if layout == "gfx12" else "gemm"
+        for op in (op for op in OPS.values() if op.name.startswith(kind)):
+            variants = covering_variants(op, pairs=False, layout=layout)
+            host.prebuild(variants, layout)
+            launches += sum(launch_all(variant, layout) for variant in variants)
+    sys.stdout.write(f"sanitizers: {launches} launches of host kernels, nothing found\n")
+
+
+def launch_all(variant, layout):
+    """Launch a variant at all its shapes; return how many."""
+    import torch
+
+    from tests.support.conv_cases import conv_case, conv_shapes
+    from tests.support.gated_cases import gated_case
+    from tests.support.kernel_cases import gemm_case, shapes_of
+
+    generator = torch.Generator().manual_seed(1)
+    kind = variant.op.name.partition("_")[0]
+    if kind == "quantize":
+        shapes = [(1, 1), (7, 17), (9, 1025), (3, 520), (2, 2056), (1, 16400)]
+        for m, k in shapes:
+            quantize(variant, layout, m, k)
+        return len(shapes)
+    if kind == "conv":
+        cases = [conv_case(variant, shape, generator) for shape in conv_shapes(variant)[:6]]
+    else:
+        make = gated_case if kind == "geglu" else gemm_case
+        # The largest grids have no edge that the others lack.
+        shapes = [shape for shape in shapes_of(variant) if shape[0] * shape[1] < 2**16]
+        cases = [make(variant, m, n, k, generator, bias=m % 2 == 0) for m, n, k in shapes]
+    for case in cases:
+        case.run(layout)
+    return len(cases)
+
+
+def quantize(variant, layout, m, k):
+    import torch
+
+    from tests.support.kernel_cases import DTYPES, launch
+
+    words = variant.word("QK_INPUT").split("_")
+    tensors = {
+        "x": torch.randn(m, k).to(DTYPES[variant.word("QK_IO")]),
+        "smooth": torch.rand(k) if "smooth" in words else None,
+        "shift": torch.rand(k) if "shift" in words else None,
+        "scale": torch.ones(1) if variant.op.name.endswith("static") else torch.empty(m),
+        "q": torch.empty(m, k, dtype=torch.uint8),
+    }
+    launch(variant, layout, tensors, {"m": m, "k": k})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Compiling for the host: the cache, its races and its damage, and machines without a compiler."""
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quantkit.device import cache, compilers, log
+from quantkit.device.backends import Backend
+from quantkit.device.host import calls as host_calls
+from quantkit.device.host import library as host
+from quantkit.device.ops import call as execute
+from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS, Variant, all_variants
+from quantkit.errors import CompilerMissingError, KernelError
+from quantkit.resources import kernel_sources
+from tests.support.kernel_cases import need
+
+SMALL = Variant(OPS["quantize_fp8_static"], ("f32", "e4m3fn", ""))
+LAUNCH = """
+import torch
+from quantkit.device.ops import call as execute
+q = execute.quantize_static(torch.ones(4, 16), torch.tensor([0.5]), None, "e4m3fn")
+print(int(q.sum()))
+"""
+
+
+@pytest.fixture(scope="module")
+def _host():
+    need(compilers.host_compiler)
+
+
+@pytest.fixture
+def fresh_host(tmp_path, monkeypatch):
+    """An empty cache, and nothing remembered of compilers and libraries."""
+    functions = (
+        compilers.host_compiler,
+        cache.sources_digest,
+        host.why_unavailable,
+        host._load,
+        host._runtime_object,
+        host._folder,
+        host_calls._kernel,
+        execute._say_why,
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for function in functions:
+        function.cache_clear()
+    yield tmp_path / "cache"
+    for function in functions:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("_host")
+def test_processes_that_start_together_share_one_build(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", LAUNCH]
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = {process.communicate(timeout=120)[0].strip() for process in started}
+    assert outputs == {str(64 * 0x40)}  # 2.0 in e4m3fn is 0x40
+    assert sum(1 for _ in tmp_path.rglob("*.so")) == 1
+
+
+@pytest.mark.usefixtures("_host")
+def test_a_damaged_library_is_built_again(fresh_host):
+    # Not loaded before it is damaged: the loader would answer from memory.
+    path = host._library(SMALL, "gfx12")
+    assert path.is_relative_to(fresh_host)
+    path.write_bytes(b"not a library")
+    assert host.load(SMALL).variant == SMALL
+    assert path.read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.usefixtures("_host")
+def test_prebuild_compiles_once(fresh_host):
+    variants = [v for v in all_variants(OPS["quantize_fp8_static"]) if v.word("QK_IO") == "f32"]
+    host.prebuild(variants)
+    built = {path: path.stat().st_mtime_ns for path in fresh_host.rglob("*.so")}
+    host.prebuild(variants)
+    assert len(built) == len(variants)
+    assert all(path.stat().st_mtime_ns == time for path, time in built.items())
+
+
+@pytest.mark.usefixtures("_host")
+def test_a_compile_error_shows_the_command_and_the_log(fresh_host, monkeypatch, tmp_path):
+    broken = shutil.copytree(kernel_sources(), tmp_path / "kernels")
+    with (broken / SMALL.op.source).open("a") as source:
+        source.write("this is no C++\n")
+    monkeypatch.setattr(host, "kernel_sources", lambda: broken)
+    with pytest.raises(KernelError, match=r"host compiler failed with status 1\n.*-O3") as info:
+        host.load(SMALL)
+    assert re.search(r"quantize_fp8_static\.hip:\d+:\d+: error", str(info.value))
+    assert not list(fresh_host.rglob("*.so"))
+    assert not list(fresh_host.rglob(".*.so"))
+
+
+def test_the_key_depends_on_what_is_compiled_and_how(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = {cache.build_folder(*parts) for parts in (("a",), ("b",), ("a", "b"), ("ab",))}
+    assert len(folders) == 4
+
+
+def test_the_key_changes_with_a_source(tmp_path, monkeypatch):
+    sources = shutil.copytree(kernel_sources(), tmp_path / "kernels")
+    monkeypatch.setattr(cache, "kernel_sources", lambda: sources)
+    before = cache.sources_digest.__wrapped__()
+    assert cache.sources_digest.__wrapped__() == before
+    with (sources / "include" / "fp8.h").open("a") as header:
+        header.write("\n")
+    assert cache.sources_digest.__wrapped__() != before
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with pytest.raises(KernelError, match=r"cannot be made.*set XDG_CACHE_HOME"):
+        cache.build_folder("a")
+
+
+def test_the_cache_is_open_to_its_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache.build_folder("a")
+    for path in (folder, folder.parent, cache.cache_directory()):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+def linked(path, elsewhere):
+    elsewhere.mkdir()
+    path.symlink_to(elsewhere)
+
+
+def open_to_all(path, _):
+    path.mkdir(parents=True)
+    path.chmod(0o777)
+
+
+def of_another_user(path, _):
+    path.mkdir(parents=True)
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (linked, "is a link or a file"),
+        (open_to_all, "can be written by others"),
+        pytest.param(
+            of_another_user,
+            "belongs to another user",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away"),
+        ),
+    ],
+)
+def test_a_cache_that_others_may_have_filled_is_refused(tmp_path, monkeypatch, make, reason, depth):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache.build_folder("a")
+    shutil.rmtree(cache.cache_directory())
+    path = (cache.cache_directory(), folder.parent, folder)[depth]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path, tmp_path / "elsewhere")
+    with pytest.raises(KernelError, match=f"{reason}.*set XDG_CACHE_HOME"):
+        cache.build_folder("a")
+
+
+def test_no_link_in_the_cache_is_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, thesis = cache.build_folder("a") / "x.so", tmp_path / "thesis"
+    thesis.write_text("mine")
+    lock = target.with_name("x.so.lock")
+    lock.symlink_to(thesis)
+    with pytest.raises(KernelError, match="cannot be locked"), cache.building(target):
+        pass
+    lock.unlink()
+    target.symlink_to(thesis)
+    with cache.building(target) as stage:
+        stage.write_bytes(b"code")
+    assert thesis.read_text() == "mine"
+    assert not target.is_symlink()
+    assert cache.read_whole(target) == b"code"
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 4000])
+def test_a_file_cut_short_is_built_again(tmp_path, monkeypatch, length):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = cache.build_folder("a") / "x.so"
+    for content in (bytes(range(256)) * 20, b"again"):
+        with cache.building(target) as stage:
+            stage.write_bytes(content)
+        assert cache.read_whole(target) == content
+        os.truncate(target, min(length, target.stat().st_size - 1))
+        assert cache.read_whole(target) is None
+
+
+def test_a_library_cut_short_does_not_crash_the_next_process(fresh_host):
+    """The loader maps a file without asking for its length: SIGBUS, at every start."""
+    path = host._library(SMALL, "gfx12")
+    os.truncate(path, path.stat().st_size // 2)
+    host._load.cache_clear()
+    assert host.load(SMALL).variant == SMALL
+
+
+def test_a_kernel_error_becomes_an_exception():
+    def broken(grid, args, threads, error, size):
+        error.value = b"gemm: block (0, 0, 0): divergent barrier"
+        return 1
+
+    kernel = host.HostKernel(SMALL, broken, lambda m, n, k: None)
+    with pytest.raises(KernelError, match="divergent barrier"):
+        kernel.launch([None, 1], 1, 1, 1, 1)
+
+
+def test_without_a_compiler_the_reference_runs_and_says_so(fresh_host, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
+    x = torch.randn(3, 16)
+    with caplog.at_level(logging.INFO), log.record() as seen:
+        q, _ = execute.quantize_token(x, None, "e4m3fn")
+    assert torch.equal(q, reference.quantize_token(x, None, "e4m3fn")[0])
+    assert list(seen.calls) == [("quantize_fp8_token", "f32_e4m3fn", Backend.REFERENCE)]
+    assert "runs on the reference: host kernels: CXX='/nowhere/c++ -O2' does not run" in caplog.text
+    assert not fresh_host.exists()
+    with pytest.raises(CompilerMissingError, match=r"install one \(Debian: g\+\+\)"):
+        host.load(SMALL)
+
+
+@pytest.mark.usefixtures("fresh_host")
+def test_cxx_may_hold_options(monkeypatch):
+    found = need(compilers.host_compiler)
+    compilers.host_compiler.cache_clear()
+    monkeypatch.setenv("CXX", f"{found.command[0]} -DNOTHING")
+    assert compilers.host_compiler().command == (found.command[0], "-DNOTHING")
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ("Debian clang version 18.1.8", "is 'Debian clang version 18.1.8'"),
+        ("gcc 14", "is 'gcc 14'"),
+    ],
+)
+def test_an_old_clang_is_refused_with_what_it_is(tmp_path, version, text):
+    program = tmp_path / "clang++"
+    program.write_text(f"#!/bin/sh\necho {version}\n")
+    program.chmod(0o755)
+    with pytest.raises(CompilerMissingError, match=r"wanted clang >= 22.*install clang-22") as info:
+        compilers.clang(str(program))
+    assert text in str(info.value)

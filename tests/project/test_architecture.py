@@ -1,0 +1,173 @@
+"""The shape of the code: imports go one way, the package list is whole, modules stay small."""
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: A module may import from its own layer and from those before it.
+LAYERS = (
+    ("_version", "errors", "resources", "progress"),
+    ("storage",),
+    ("numerics",),
+    ("recipe",),
+    ("models",),
+    ("pipelines",),
+    ("calibration",),
+    ("sparsity",),
+    ("checkpoint",),
+    ("packing",),
+    ("recovery",),
+    ("device",),
+    ("inference",),
+    ("sensitivity",),
+    ("bench",),
+    ("eval",),
+    ("workflow",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+MODULES = sorted([*ROOT.glob("quantkit/**/*.py"), *ROOT.glob("eval/**/*.py")])
+
+
+def layer_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "eval" if parts[0] == "eval" else parts[1] if len(parts) > 1 else ""
+
+
+def imported_layers(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "quantkit" and len(parts) > 1 and parts[1] in RANK:
+                yield parts[1], node.lineno
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    layer = layer_of(path)
+    if layer not in RANK:
+        assert layer in {"__init__", "__main__"}, f"{layer}: give it a place in LAYERS"
+        return
+    late = [
+        f"line {line}: {layer} imports {other}"
+        for other, line in imported_layers(path)
+        if RANK[other] > RANK[layer]
+    ]
+    assert not late
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_modules_stay_under_300_lines_of_code(path):
+    """Docstrings, comments and blank lines do not count: to explain costs nothing."""
+    assert len(code_lines(path.read_text(encoding="utf-8"))) <= 300
+
+
+def code_lines(text):
+    """Return the numbers of the lines that hold code."""
+    tree = ast.parse(text)
+    explained = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    aside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    spans = (t for t in tokens if t.type not in aside | {tokenize.ENDMARKER})
+    return {n for t in spans for n in range(t.start[0], t.end[0] + 1)} - explained
+
+
+#: What the command line may import when it runs: jobs, and words and cells for its tables.
+FOR_THE_COMMAND_LINE = (
+    "quantkit.cli",
+    "quantkit.workflow",
+    "quantkit.errors",
+    "quantkit.progress",
+    "quantkit.storage.limits",
+    "quantkit._version",
+    "quantkit.bench.kernels.OPERATIONS",
+    "quantkit.bench.result.Verdict",
+    "quantkit.eval.methods",
+    "quantkit.eval.report.kernel_sentence",
+    "quantkit.eval.show",
+    "quantkit.eval.tables",
+)
+
+
+def imported_at_run_time(tree):
+    """Yield what a module imports of quantkit, but not for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("quantkit"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imported_at_run_time(node)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("quantkit/cli/*.py")), ids=lambda p: p.stem)
+def test_the_command_line_only_parses_and_prints(path):
+    names = imported_at_run_time(ast.parse(path.read_text(encoding="utf-8")))
+    deeper = [
+        name
+        for name in names
+        if not any(f"{name}.".startswith(f"{top}.") for top in FOR_THE_COMMAND_LINE)
+    ]
+    assert not deeper
+
+
+def test_every_package_is_in_the_wheel():
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib comes with Python 3.11")
+    import tomllib
+
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    found = {
+        ".".join(p.parent.relative_to(ROOT).parts)
+        for top in ("quantkit", "kernels", "recipes", "eval")
+        for p in (ROOT / top).glob("**/__init__.py")
+    }
+    assert {n if n.startswith("quantkit") else f"quantkit.{n}" for n in found} == listed
+
+
+def test_the_mapped_folders_do_not_stand_twice():
+    assert not [d for d in ("kernels", "recipes", "eval") if (ROOT / "quantkit" / d).exists()]
+
+
+def test_importing_the_command_line_loads_nothing_heavy():
+    heavy = {"torch", "numpy", "diffusers", "transformers", "rich", "pydantic"}
+    code = f"import sys, quantkit.cli; print(*{heavy} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""
+
+
+def test_help_answers_at_once():
+    # 0.2 s is the promise on an idle machine. One that is busy takes longer for everything: click
+    # alone is what it is measured by there.
+    assert cpu_seconds("-m", "quantkit", "--help") < max(0.2, 3 * cpu_seconds("-c", "import click"))
+
+
+def cpu_seconds(*arguments):
+    """CPU time of a Python process, the best of five."""
+    seconds = []
+    for _ in range(5):
+        before = os.times()
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = os.times()
+        spent = after.children_user + after.children_system
+        seconds.append(spent - before.children_user - before.children_system)
+    return min(seconds)

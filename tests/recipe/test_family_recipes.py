@@ -1,0 +1,235 @@
+"""The recipes made for families: dry on the published models, and for real on narrow ones."""
+
+import functools
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import quantkit
+from quantkit.cli import quantkit as command
+from quantkit.models.source import open_model
+from quantkit.pipelines.running import load_pipeline, run_batch, split_batches
+from quantkit.recipe.load import load_recipe, recipe_names
+from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.workflow.build import MASKS, PACKED
+from tests.support import pipelines
+from tests.support.headers import golden_keys, write_pipeline
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: family -> (published model, its pipeline, narrow pipeline, layers, of them packed by its recipes)
+FAMILIES = {
+    "sd15": ("sd15", "StableDiffusionPipeline", pipelines.tiny_sd15_pipeline, 282, 256),
+    "sdxl": ("sdxl", "StableDiffusionXLPipeline", pipelines.tiny_sdxl_pipeline, 794, 771),
+    "sd3": (
+        "sd3_medium",
+        "StableDiffusion3Pipeline",
+        pipelines.tiny_transformer_pipeline,
+        341,
+        333,
+    ),
+    "flux": ("flux1_dev", "FluxPipeline", pipelines.tiny_flux_pipeline, 504, 494),
+}
+RECIPES = [name for name in recipe_names() if name.partition("-")[0] in FAMILIES]
+#: The others need no calibration.
+CALIBRATED = [name for name in RECIPES if load_recipe(name).needs_hessians]
+PROMPTS = ("a cat", "a red dog")
+#: Random weights say little: what is wrong, as a shift that is not put back, is of the order of 1.
+LATENTS_NMSE = 0.1
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Published models: whole headers, no weights."""
+    root = tmp_path_factory.mktemp("published")
+    return {
+        family: write_pipeline(root / family, name, pipeline)
+        for family, (name, pipeline, *_) in FAMILIES.items()
+    }
+
+
+def called(*arguments):
+    """Return the JSON that a command prints."""
+    words = [*map(str, arguments), "--json", "-q"]
+    result = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def weight_bytes(family):
+    """Return the bytes that half the weights of the packed layers would take, and all of them."""
+    keys = golden_keys(FAMILIES[family][0])
+    return sum(2 * torch.Size(shape).numel() for shape in keys["tensors"].values())
+
+
+def test_every_family_has_a_recipe_of_each_kind():
+    kinds = ("fp8", "fp8-gptq", "fp8-sparse-budget")
+    assert sorted(RECIPES) == sorted(f"{family}-{kind}" for family in FAMILIES for kind in kinds)
+
+
+def test_published_models_take_no_disk(published):
+    for family, path in published.items():
+        (file,) = path.rglob("*.safetensors")
+        assert file.stat().st_size > weight_bytes(family)
+        assert file.stat().st_blocks * 512 < 1 << 20
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_pack_runs_dry_on_the_published_model(published, tmp_path, name):
+    family = name.partition("-")[0]
+    *_, layers, packed = FAMILIES[family]
+    plan = called("pack", published[family], "-r", name, "-o", tmp_path / "o", "-n")
+    assert plan["written"] is False
+    assert len(plan["layers"]) == layers
+    assert sum(layer["scheme"] is not None for layer in plan["layers"]) == packed
+    assert weight_bytes(family) < plan["bytes_before"] < 1.01 * weight_bytes(family)
+    # FP8 is half; scales, shifts and what stays in 16 bit are the rest.
+    assert 0.5 < plan["bytes_after"] / plan["bytes_before"] < 0.53
+    most = plan.get("sparsest")
+    assert (most is not None) == name.endswith("-budget")
+    if most is not None:
+        # 2:4 takes half the codes and an eighth of a byte for each: 3/8 of 16 bits in all.
+        assert 0.3 < most["bytes_after"] / plan["bytes_before"] < 0.4
+    assert plan.get("missing", []) == ["--calibration", "--hessians"] * (name in CALIBRATED)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibrations_run_dry_on_the_published_model(published, tmp_path, name):
+    family = name.partition("-")[0]
+    recipe, packed = load_recipe(name), FAMILIES[family][-1]
+    arguments = (published[family], "-r", name, "-o", tmp_path / "o", "-n")
+    plan = called("calibrate", "model", *arguments)
+    (entry,) = plan["components"].values()
+    assert (plan["written"], len(entry["layers"])) == (None, packed)
+    assert plan["buckets"] == recipe.calibration.buckets
+    plan = called("calibrate", "hessian", *arguments)
+    (entry,) = plan["components"].values()
+    assert (plan["written"], len(entry["layers"])) == (None, packed)
+    assert entry["groups"] * 4 * 2**30 >= entry["bytes"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_run_runs_dry_on_the_published_model(published, tmp_path, name):
+    family = name.partition("-")[0]
+    plan = called("run", name, published[family], "-o", tmp_path / "o", "-n")
+    assert ("hessians/" in plan["files"]) == (name in CALIBRATED)
+    assert ("masks.safetensors" in plan["files"]) == name.endswith("-budget")
+    dry = called("pack", published[family], "-r", name, "-o", tmp_path / "o", "-n")
+    assert plan["packed"]["bytes_after"] == dry["bytes_after"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_runs_are_told_in_words(published, tmp_path):
+    name, path, output = "flux-fp8-sparse-budget", published["flux"], tmp_path / "o"
+    text = CliRunner().invoke(command, ["run", name, str(path), "-o", str(output), "-n"]).output
+    assert "494 layers packed, 0 of them sparse, 10 kept in 16 bit: 23,80" in text
+    assert "with all 418 layers masked that may be: " in text
+    assert "79,373,008,896 bytes, 21 runs of the prompts" in text
+    text = CliRunner().invoke(command, ["pack", str(path), "-r", name, "-o", "o", "-n"]).output
+    assert "Not given, planned as if it were: --calibration, --hessians" in text
+
+
+def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):
+    for name in ("flux-fp8-sparse-budget", "sd3-fp8-gptq"):
+        path = published[name.partition("-")[0]]
+        plan = called("pack", path, "-r", name, "-o", tmp_path / "o", "-n")
+        schemes = {
+            layer["name"]: layer["scheme"]
+            for layer in plan["layers"]
+            if ".norm1" in layer["name"] and layer["scheme"]
+        }
+        assert schemes
+        assert {(s["activation"], s["smooth"], "shift" in s) for s in schemes.values()} == {
+            ("none", False, False)
+        }
+
+
+# For real, on the same blocks, narrow
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """The narrow pipelines, made when asked for."""
+    import diffusers
+
+    root, made = tmp_path_factory.mktemp("narrow"), {}
+
+    # FLUX's pipeline takes 4096 tokens for any model; 64 are enough here.
+    whole = diffusers.FluxPipeline.__init__
+
+    @functools.wraps(whole)
+    def small(self, *args, **kwargs):
+        whole(self, *args, **kwargs)
+        self.default_sample_size = 16
+
+    def get(family):
+        if family not in made:
+            made[family] = FAMILIES[family][2](root / family)
+        return made[family]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diffusers.FluxPipeline, "__init__", small)
+        yield get
+
+
+@pytest.fixture(scope="module")
+def taken(narrow, tmp_path_factory):
+    """Statistics and second moments, which the recipes of a family share."""
+    root, made = tmp_path_factory.mktemp("taken"), {}
+    prompts = root / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+
+    def get(family):
+        if family not in made:
+            name = f"{family}-fp8-gptq"
+            run = (narrow(family), "-r", name, "--prompts", prompts, "--batch", 2)
+            run += ("--steps", load_recipe(name).calibration.buckets, "--device", "cpu", "-o")
+            statistics, moments = root / f"{family}.safetensors", root / family
+            called("calibrate", "model", *run, statistics)
+            called("calibrate", "hessian", *run, moments)
+            made[family] = ("-c", statistics, "--hessians", moments)
+        return made[family]
+
+    return get
+
+
+def latents(pipe):
+    """Return what two steps make of the prompts."""
+    pipe.set_progress_bar_config(disable=True)
+    settings = CalibrationRecipe(prompts=2, steps=2, buckets=1, batch=2)
+    (batch,) = split_batches(PROMPTS, settings)
+    return run_batch(pipe, batch, settings).float()
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, name):
+    """Calibrate, take moments, choose masks, pack, verify, load, run."""
+    family, recipe = name.partition("-")[0], load_recipe(name)
+    model, given, masked = narrow(family), taken(family), []
+    dry = called("pack", model, "-r", name, "-o", tmp_path / PACKED, "-n")
+    if recipe.sparsity is not None:
+        masks = called("sparsify", model, "-r", name, *given, "-o", tmp_path / MASKS)
+        masked = [entry["layer"] for entry in masks["layers"] if entry["chosen"]]
+        given += ("--masks", tmp_path / MASKS)
+    done = called("pack", model, "-r", name, *given, "--threads", 1, "-o", tmp_path / PACKED)
+    sparse = [x["name"] for x in done["layers"] if x["scheme"] and x["scheme"]["sparsity"]]
+    assert sorted(sparse) == sorted(masked)
+    if recipe.sparsity is None:
+        # What was planned without statistics is what was written with them.
+        assert dry["bytes_after"] == done["bytes_after"]
+        assert not dry["sparsest"]
+    else:
+        assert sparse
+        # 'smooth: auto' leaves layers without a factor, and the header lists what it chose.
+        room = 8192 if recipe.smooth == "auto" else 0
+        least, most = dry["sparsest"]["bytes_after"] - room, dry["bytes_after"] + room
+        assert least <= done["bytes_after"] <= most
+    called("verify", tmp_path / PACKED)
+    before = latents(load_pipeline(open_model(str(model)), torch.device("cpu")))
+    after = latents(quantkit.load_pipeline(tmp_path / PACKED))
+    error = float((after - before).square().sum() / before.square().sum())
+    assert 0 < error < LATENTS_NMSE, error

@@ -1,0 +1,406 @@
+"""A recovery beyond its loss: as packed, watched, resumed, offloaded, by several processes."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from skimage.metrics import structural_similarity
+
+from quantkit.cli.recover import recover as recover_command
+from quantkit.cli.sparsify import sparsify as sparsify_command
+from quantkit.errors import ArtefactError, OutputError, RecipeError
+from quantkit.models.source import open_model
+from quantkit.numerics.packing import to_rows
+from quantkit.pipelines.running import choose_device, load_pipeline
+from quantkit.progress import silent
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import SparsityRecipe
+from quantkit.recovery.distill import training
+from quantkit.recovery.distill.bank import Bank, Teacher
+from quantkit.recovery.distill.optimizer import Offloaded, Resident
+from quantkit.recovery.distill.previews import compare_latents, compare_pictures, hold_out
+from quantkit.recovery.distill.progress import Look, Patience
+from quantkit.recovery.distill.ranks import Ranks
+from quantkit.recovery.distill.recover import Keeping, Task, recover
+from quantkit.recovery.distill.saving import refuse_others, refuse_unfinished
+from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.fakequant import install, plan_quants
+from quantkit.sparsity.maskfile import save_masks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FP8 = load_recipe("fp8")
+SPARSE = FP8.model_copy(update={"sparsity": SparsityRecipe()})
+PROMPTS = ("a red cat", "two dogs", "a house")
+SHORT = Settings(
+    steps=8,
+    seconds=None,
+    batch=2,
+    rate=1e-3,
+    warm_up=2,
+    average=0.9,
+    sampling_steps=2,
+    sampling_batch=1,
+    trajectories=2,
+    refresh=3,
+    watch_every=None,
+)
+
+
+@pytest.fixture(autouse=True)
+def _points_are_many(monkeypatch):
+    monkeypatch.setattr(training, "READ_EVERY", 2)
+
+
+def run(model, masks, settings, *, quantize=None, keeping=None, watch=lambda _: None):
+    task = Task(model, masks, quantize, PROMPTS, "cpu")
+    return recover(task, settings, progress=silent, keeping=keeping, watch=watch)
+
+
+def test_loss_of_dense_fp8_is_what_packing_costs(model):
+    few = replace(SHORT, steps=1, rate=1e-30, trajectories=2)
+    found = run(model, None, few, quantize=FP8).points[0].loss
+    pipe = load_pipeline(model, choose_device("cpu"))
+    bank = Bank(Teacher(pipe, pipe.unet, PROMPTS, few).sample(2), 1)
+    rows, answers = bank.draw(few.batch, torch.Generator().manual_seed(few.seed * 1_000_003))
+    install(pipe.unet, plan_quants(model.components[0], FP8, ()))
+    with torch.no_grad():
+        packed = pipe.unet(**bank.template.arguments(rows))[0]
+    wanted = float((packed - answers).square().mean())
+    assert wanted > 1e-4
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_masked_and_packed_is_what_is_trained(model, masks):
+    result = run(model, masks, replace(SHORT, steps=20, batch=4, average=0.8), quantize=FP8)
+    assert result.points[-1].loss < 0.8 * result.points[0].loss
+    for name, mask in masks.of(model.components[0]).items():
+        weight = result.weights[f"{name}.weight"]
+        kept = mask.dense(len(weight), weight[0].numel())
+        assert not torch.any(to_rows(weight)[~kept])
+
+
+@pytest.mark.parametrize("killed", [2, 8], ids=["young", "after the bank turned over"])
+def test_resumed_training_goes_on_as_if_it_had_not_ended(model, masks, tmp_path, killed):
+    whole = run(model, masks, SHORT)
+    keeping = Keeping(tmp_path / "training.safetensors", every=1e-9)
+
+    def kill(point):
+        # Before this point is saved: the one before it is what is left.
+        if point.step == killed:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, masks, SHORT, keeping=keeping, watch=kill)
+    resumed = run(model, masks, SHORT, keeping=replace(keeping, resume=True))
+    assert [p.step for p in resumed.points] == [1, 2, 4, 6, 8]
+    assert [p.loss for p in resumed.points] == [p.loss for p in whole.points]
+    assert resumed.aside > 0
+    assert all(torch.equal(resumed.weights[n], whole.weights[n]) for n in whole.weights)
+
+
+def test_time_goes_on_where_it_was(model, masks, tmp_path):
+    keeping = Keeping(tmp_path / "training.safetensors", every=1e-9)
+    before = []
+
+    def kill(point):
+        before.append(point.seconds)
+        if point.step == 4:
+            raise KeyboardInterrupt
+
+    timed = replace(SHORT, steps=6, seconds=1e4)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, masks, timed, keeping=keeping, watch=kill)
+    resumed = run(model, masks, timed, keeping=replace(keeping, resume=True))
+    seconds = [p.seconds for p in resumed.points]
+    assert seconds[:2] == before[:2]
+    assert seconds == sorted(seconds)
+    # Sampling again is left out, or the third point would come later than it did before.
+    assert seconds[2] - seconds[1] < 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"settings": replace(SHORT, rate=2e-3)}, "rate was 0.001 and is 0.002"),
+        ({"masks": None, "quantize": FP8}, "masks was checksum"),
+        ({"quantize": FP8}, "quantize was checksum"),
+    ],
+    ids=["settings", "masks", "quantize"],
+)
+def test_other_training_is_not_resumed(model, masks, tmp_path, changes, text):
+    keeping = Keeping(tmp_path / "training.safetensors", every=1e-9)
+    few = replace(SHORT, steps=1, trajectories=2)
+    run(model, masks, replace(few, rate=1e-3), keeping=keeping)
+    given = {"settings": few, "masks": masks, "quantize": None} | changes
+    given["settings"] = replace(given["settings"], steps=1, trajectories=2)
+    with pytest.raises(ArtefactError, match=text):
+        run(model, given["masks"], given["settings"], quantize=given["quantize"],
+            keeping=replace(keeping, resume=True))  # fmt: skip
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ArtefactError, match=r"model was checksum b+ and is checksum a"):
+        refuse_others(tmp_path / "file", {"model": "b" * 64}, {"model": "a" * 64})
+
+
+def test_damaged_checkpoint_is_refused(model, masks, tmp_path):
+    keeping = Keeping(tmp_path / "training.safetensors", every=1.0, resume=True)
+    keeping.path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    with pytest.raises(ArtefactError, match="not a quantkit_recovery file"):
+        run(model, masks, replace(SHORT, steps=1, trajectories=2), keeping=keeping)
+
+
+def test_saved_training_is_neither_lost_nor_invented(tmp_path):
+    path = tmp_path / "training.safetensors"
+    with pytest.raises(ArtefactError, match="no training was saved"):
+        refuse_unfinished(path, resume=True, force=False)
+    refuse_unfinished(path, resume=False, force=False)
+    path.touch()
+    with pytest.raises(OutputError, match="resume it, or begin again"):
+        refuse_unfinished(path, resume=False, force=False)
+    refuse_unfinished(path, resume=True, force=False)
+    refuse_unfinished(path, resume=False, force=True)
+
+
+def test_pictures_are_looked_at_and_change_nothing(model, masks):
+    plain = run(model, masks, SHORT)
+    seen = []
+    watched = run(model, masks, replace(SHORT, watch_every=4, watched=2), watch=seen.append)
+    looks = {p.step: p.look for p in seen if p.look}
+    assert sorted(looks) == [4, 8]
+    assert {look.metric for look in looks.values()} == {"SSIM"}
+    assert all(-1 <= look.value < 1 for look in looks.values())
+    assert all(torch.equal(plain.weights[n], watched.weights[n]) for n in plain.weights)
+    assert watched.aside > 0
+    assert plain.aside == 0
+
+
+def test_perfect_student_looks_perfect(model):
+    # Rates that move nothing, and no masks: what is packed is what the look must show.
+    still = replace(SHORT, steps=1, rate=1e-30, watch_every=1, watched=2, trajectories=2)
+    look = run(model, None, still, quantize=FP8).points[0].look
+    assert 0.5 < look.value < 0.99999
+
+
+def test_patience_ends_the_run_with_the_best_weights():
+    patience = Patience(2)
+    for step, value in enumerate((0.1, 0.5, 0.4, 0.3)):
+        assert not patience.over
+        patience.see(Look("SSIM", value), {"w": torch.tensor(step)})
+    assert patience.over
+    assert patience.best == {"w": torch.tensor(1)}
+    endless = Patience(None)
+    for _ in range(9):
+        endless.see(Look("SSIM", 0.0), {})
+    assert not endless.over
+    assert endless.best is None
+
+
+def test_run_stops_when_pictures_get_no_better(model, masks):
+    still = replace(SHORT, steps=500, rate=1e-30, watch_every=2, watched=1, patience=2)
+    result = run(model, masks, still)
+    assert result.points[-1].step == 6
+    assert result.points[-1].fraction == 1
+
+
+def test_prompts_are_held_out_where_there_are_many():
+    many = [str(i) for i in range(64)]
+    assert hold_out(many, 4) == (many[:60], many[60:])
+    few = many[:63]
+    assert hold_out(few, 4) == (few, few[:4])
+
+
+def test_looks_measure_as_the_report_does():
+    rng = np.random.default_rng(0)
+    pictures = rng.random((2, 16, 24, 3), dtype=np.float32)
+    other = np.clip(pictures + 0.1 * rng.standard_normal(pictures.shape), 0, 1)
+    bytes_of = [np.round(255 * p).astype(np.uint8) for p in (pictures, other)]
+    wanted = [structural_similarity(a, b, channel_axis=2) for a, b in zip(*bytes_of, strict=True)]
+    assert compare_pictures(pictures, other).value == pytest.approx(np.mean(wanted), abs=1e-6)
+    assert compare_pictures(pictures, pictures).value == pytest.approx(1)
+    # A tenth of the amplitude is 20 dB.
+    latents = rng.standard_normal((2, 4, 8, 8)).astype(np.float32)
+    assert compare_latents(1.1 * latents, latents).value == pytest.approx(20, abs=1e-3)
+    assert compare_latents(latents, latents).value == np.inf
+
+
+def test_offloaded_steps_are_those_of_the_resident_optimizer():
+    torch.manual_seed(0)
+    source = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.Linear(8, 4))
+    masks = {"0.weight": torch.rand(8, 8) > 0.5}
+    settings = replace(SHORT, weight_decay=0.1, average=0.5)
+    first, second = copy.deepcopy(source), copy.deepcopy(source)
+    steppers = (
+        Resident(first, masks, settings, Ranks()),
+        Offloaded(second, source, masks, settings, Ranks()),
+    )
+    x, wanted = torch.randn(16, 8), 0.1 * torch.randn(16, 4)
+    for step in range(8):
+        for student, stepper in zip((first, second), steppers, strict=True):
+            # Young averages follow every step, in both.
+            stepper.begin(1e-2 / (step + 1), 0.4)
+            (student(x) - wanted).square().mean().backward()
+            stepper.finish()
+    assert not torch.any(second[0].weight[~masks["0.weight"]])
+    for name, value in first.named_parameters():
+        found = dict(second.named_parameters())[name]
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(steppers[1].average[name], steppers[0].average[name])
+        assert found.grad is None
+    state = steppers[0].state()
+    for name, value in steppers[1].state().items():
+        if name != "clip":
+            torch.testing.assert_close(value, state[name], rtol=1e-4, atol=1e-6)
+    steppers[1].close()
+
+
+def test_offloaded_states_are_restored():
+    torch.manual_seed(0)
+    source, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
+
+    def train(stepper, student, steps):
+        for _ in range(steps):
+            stepper.begin(1e-2, 0.5)
+            student(x).square().mean().backward()
+            stepper.finish()
+
+    students = [copy.deepcopy(source).bfloat16().float() for _ in range(2)]
+    first, second = (Offloaded(s, source, {}, SHORT, Ranks()) for s in students)
+    train(first, students[0], 3)
+    kept = {name: value.clone() for name, value in first.state().items()}
+    train(first, students[0], 2)
+    second.restore(kept, 3)
+    train(second, students[1], 2)
+    assert torch.equal(students[0].weight, students[1].weight)
+    assert torch.equal(first.average["weight"], second.average["weight"])
+
+
+def test_offloaded_teacher_is_on_the_device_only_while_it_samples(model):
+    pipe = load_pipeline(model, choose_device("cpu"))
+    moved = []
+    pipe.to = lambda device: moved.append(str(device))
+    teacher = Teacher(pipe, pipe.unet, PROMPTS, replace(SHORT, offload=True))
+    teacher.rest()
+    with teacher.awake():
+        teacher.sample(1)
+        assert moved == ["cpu", "cpu"]  # asleep; awake on its device, which is this CPU
+    assert moved == ["cpu"] * 3
+    Teacher(pipe, pipe.unet, PROMPTS, SHORT).sample(1)
+    assert len(moved) == 3
+
+
+def test_offloading_from_a_cpu_is_refused(model, masks):
+    with pytest.raises(RecipeError, match="this is the CPU"):
+        run(model, masks, replace(SHORT, offload=True))
+
+
+def test_patience_without_looks_is_refused():
+    with pytest.raises(RecipeError, match="patience without watch_every"):
+        replace(SHORT, patience=1)
+
+
+RANK = """
+import sys, torch, hashlib
+sys.path[:0] = {paths}
+from tests.recovery.test_recovering import *
+torch.set_num_threads(1)
+model = open_model({model!r})
+result = run(model, None, replace(SHORT, steps=3, watch_every=2, watched=1), quantize=FP8)
+digest = hashlib.sha256()
+for name in sorted(result.weights):
+    digest.update(result.weights[name].numpy().tobytes())
+print(result.writes, result.trajectories, digest.hexdigest(), result.points[-1].loss)
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(pipeline_dir):
+    """What each of two processes over gloo says of its training."""
+    root = Path(__file__).parents[2]
+    code = RANK.format(paths=[str(root)], model=str(pipeline_dir))
+    about = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+             "MASTER_PORT": str(20000 + os.getpid() % 20000)}  # fmt: skip
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**about, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    answers = [process.communicate(timeout=200) for process in running]
+    assert [p.returncode for p in running] == [0, 0], answers
+    return [out.splitlines()[-1].split() for out, _ in answers]
+
+
+def test_two_processes_end_with_the_same_weights(two_ranks, model):
+    (writes, made, digest, loss), other = two_ranks
+    assert (writes, other[0]) == ("True", "False")
+    assert other[1:] == [made, digest, loss]
+    # Two trajectories fill a bank, and both processes have one of their own.
+    assert made == "4"
+    alone = run(model, None, replace(SHORT, steps=3), quantize=FP8)
+    assert float(loss) != alone.points[-1].loss
+
+
+def command(*arguments):
+    return CliRunner().invoke(recover_command, [str(a) for a in arguments])
+
+
+FEW = ("--steps", 2, "--batch", 2, "--sampling-steps", 2, "--sampling-batch", 1,
+       "--trajectories", 1, "--device", "cpu", "-q", "--json")  # fmt: skip
+
+
+def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
+    result = command(pipeline_dir, "-o", tmp_path / "out", "--watch-every", 1, *FEW)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["steps"] == 2
+    assert report["masks"] is None
+    assert [look["metric"] for look in report["looks"]] == ["SSIM", "SSIM"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    load_pipeline(open_model(str(tmp_path / "out")), choose_device("cpu"))
+
+
+def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypatch):
+    file, out = tmp_path / "masks", tmp_path / "out"
+    chosen = CliRunner().invoke(sparsify_command, [str(pipeline_dir), "-r", "fp8-sparse",
+                                "--method", "magnitude", "-o", str(file), "-q"])  # fmt: skip
+    assert chosen.exit_code == 0, chosen.output
+    given = (pipeline_dir, "-o", out, "--masks", file, "--save-every", 1e-9, *FEW)
+    with monkeypatch.context() as broken:
+        broken.setattr("quantkit.workflow.recovery_job.write_recovered", None)
+        assert isinstance(command(*given).exception, TypeError)
+    again = command(*given)
+    assert isinstance(again.exception, OutputError)
+    result = command(*given, "--resume")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["masks"] == str(tmp_path / "out.masks.safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["masks", "out", "out.masks.safetensors"]
+
+
+def test_dry_run_says_what_would_be_trained(pipeline_dir, tmp_path):
+    result = command(pipeline_dir, "-o", tmp_path / "out", "-n", "--json")
+    assert json.loads(result.stdout) == {"written": None, "masked": 0, "quantized": 71}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_train_is_refused(pipeline_dir, tmp_path):
+    result = command(pipeline_dir, "-o", tmp_path / "out", "--no-quantize", *FEW)
+    assert isinstance(result.exception, ArtefactError)
+
+
+@pytest.mark.parametrize(("flags", "quantized"), [((), 0), (("--quantize",), 71)])
+def test_masks_alone_are_trained_in_sixteen_bit(pipeline_dir, masks, tmp_path, flags, quantized):
+    save_masks(masks, tmp_path / "masks", force=False)
+    given = ("-o", tmp_path / "out", "--masks", tmp_path / "masks", "-n", "--json", *flags)
+    found = json.loads(command(pipeline_dir, *given).stdout)
+    assert found == {"written": None, "masked": 71, "quantized": quantized}
