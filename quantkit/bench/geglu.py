@@ -20,8 +20,8 @@ from quantkit.bench.problem import FORMAT, Problem, gated
 from quantkit.bench.roofline import Precision
 from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Call
-from quantkit.device.ops import reference
-from quantkit.inference import gated_operators
+from quantkit.device.ops.geglu import gate_static
+from quantkit.inference.operators import OPERATORS
 
 # Sums in another order, or in a matrix unit that keeps fewer bits, move a value across the boundary
 # between two codes: 0.013 of them on an H200, fast sums 0.04; rounding to bfloat16 in between 0.06.
@@ -29,17 +29,19 @@ _MOVED, _MOVED_BFLOAT = 0.03, 0.12
 # float16 rounds by 2^-12 of a value, and gated values reach 30 rms.
 _ROUNDED = 0.04
 
+_GATE, _GATE_SPARSE = OPERATORS["geglu_fp8"], OPERATORS["geglu_fp8_sparse"]
+
 
 def _fused(problem: Problem) -> Call:
     x, x_scale, w, w_scale, scale = _operands(problem)
-    how = (scale, FORMAT, FORMAT, torch.float16)
-    return lambda: gated_operators.geglu(x, x_scale, w, w_scale, None, *how)
+    how = (scale, FORMAT, FORMAT, FORMAT, torch.float16)
+    return lambda: _GATE(x, x_scale, w, w_scale, None, *how)
 
 
 def _fused_sparse(problem: Problem) -> Call:
     x, x_scale, w, meta, w_scale, scale = _packed_operands(problem)
-    how = (scale, FORMAT, FORMAT, torch.float16)
-    return lambda: gated_operators.geglu_sparse(x, x_scale, w, meta, w_scale, None, *how)
+    how = (scale, FORMAT, FORMAT, FORMAT, torch.float16)
+    return lambda: _GATE_SPARSE(x, x_scale, w, meta, w_scale, None, *how)
 
 
 def _fused_fast(problem: Problem) -> Call:
@@ -84,7 +86,7 @@ def _linear_and_gate(x: Tensor, w: Tensor) -> Tensor:
 def _multiply_and_gate(
     a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], scale: Tensor
 ) -> Tensor:
-    return reference.gate_static(libraries.scaled_product(a, b, scales, fast=True), scale, FORMAT)
+    return gate_static(libraries.scaled_product(a, b, scales, fast=True), scale, FORMAT)
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

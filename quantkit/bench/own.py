@@ -13,30 +13,36 @@ from quantkit.bench.timing import Call
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call as DeviceCall
-from quantkit.device.gpu.choice import choose_geglu, choose_gemm
-from quantkit.device.gpu.devices import Device, find_device
-from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.gpu.choice import choose_kernel
+from quantkit.device.gpu.devices import find_device
 from quantkit.device.hopper import gemm as hopper
-from quantkit.inference import operators
+from quantkit.device.ops.table import find_op
+from quantkit.inference.operators import OPERATORS
 
 # float16 rounds by 2^-12 of a value at most 2^-11, and values reach 6 rms: 0.003. The rest is for
 # sums in a matrix unit that keeps fewer bits than float32 (docs/notes/kernels.md). A scale that is
 # 2 % off, or one wrong product, is 0.06 and more.
 _EXACT = 0.02
 
+_MULTIPLY, _MULTIPLY_SPARSE = OPERATORS["gemm_fp8"], OPERATORS["gemm_fp8_sparse"]
+_QUANTIZE_TOKEN = OPERATORS["quantize_fp8_token"]
+_QUANTIZE_STATIC = OPERATORS["quantize_fp8_static"]
+#: formats of inputs and weights, and the type of outputs
+_HOW = (FORMAT, FORMAT, torch.float16)
+
 
 def _gemm(problem: Problem) -> Call:
     need_kernel("gemm_fp8", problem)
     x, x_scale = problem.x
     w, w_scale = problem.w
-    return lambda: operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
+    return lambda: _MULTIPLY(x, x_scale, w, w_scale, None, *_HOW)
 
 
 def _gemm_sparse(problem: Problem) -> Call:
     need_kernel("gemm_fp8_sparse", problem)
     x, x_scale = problem.x
     w, meta, w_scale = problem.w_packed
-    return lambda: operators.gemm_sparse(x, x_scale, w, meta, w_scale, None, FORMAT, torch.float16)
+    return lambda: _MULTIPLY_SPARSE(x, x_scale, w, meta, w_scale, None, *_HOW)
 
 
 def _gemm_fast(problem: Problem) -> Call:
@@ -74,36 +80,33 @@ def prepared_fast(
     device = find_device(problem.device.index or torch.cuda.current_device())
     if device.arch.name != hopper.ARCHITECTURE:
         raise UnavailableError(f"the kernels of {device.arch.name} sum in one mode")
-    sizes, words = asdict(shape), (FORMAT, FORMAT, x_scale, "channel", "f16")
-    kernel = _fast_kernel(device, op, words, sizes)
+    row = find_op(op)
+    # GEGLU's result has a format, too.
+    last = (FORMAT,) if row.words("QK_Y_FORMAT") else ()
+    words = (FORMAT, FORMAT, x_scale, "channel", "f16", *last)
+    kernel = choose_kernel(device, row, words, asdict(shape), accurate=False)
     outputs = (((shape.m, shape.n), dtype),)
-    no_bias = [5 if op.endswith("sparse") else 4]
-    return DeviceCall(device, kernel, sizes, outputs, nulls=no_bias)
-
-
-def _fast_kernel(device: Device, op: str, words: tuple[str, ...], sizes: dict[str, int]) -> Kernel:
-    if op.startswith("geglu"):
-        return choose_geglu(device, op, (*words, FORMAT), sizes, accurate=False)
-    return choose_gemm(device, op, words, sizes, accurate=False)
+    no_bias = [[a.name for a in row.args].index("bias")]
+    return DeviceCall(device, kernel, asdict(shape), outputs, nulls=no_bias)
 
 
 def _gemm_of_sparse(problem: Problem) -> Call:
     need_kernel("gemm_fp8", problem)
     x, x_scale = problem.x
     w, w_scale = problem.w_sparse
-    return lambda: operators.gemm(x, x_scale, w, w_scale, None, FORMAT, torch.float16)
+    return lambda: _MULTIPLY(x, x_scale, w, w_scale, None, *_HOW)
 
 
 def _quantize_token(problem: Problem) -> Call:
     need_kernel("quantize_fp8_token", problem)
     x = problem.x16
-    return lambda: operators.quantize_token(x, None, FORMAT)
+    return lambda: _QUANTIZE_TOKEN(x, None, None, FORMAT)
 
 
 def _quantize_static(problem: Problem) -> Call:
     need_kernel("quantize_fp8_static", problem)
     x, scale = problem.x16, problem.static_scale
-    return lambda: operators.quantize_static(x, scale, None, FORMAT)
+    return lambda: _QUANTIZE_STATIC(x, None, None, scale, FORMAT)
 
 
 def _linear(problem: Problem) -> Call:
@@ -111,8 +114,8 @@ def _linear(problem: Problem) -> Call:
     x, (w, w_scale) = problem.x16, problem.w
 
     def call() -> object:
-        codes, scale = operators.quantize_token(x, None, FORMAT)
-        return operators.gemm(codes, scale, w, w_scale, None, FORMAT, torch.float16)
+        scale, codes = _QUANTIZE_TOKEN(x, None, None, FORMAT)
+        return _MULTIPLY(codes, scale, w, w_scale, None, *_HOW)
 
     return call
 
@@ -122,8 +125,8 @@ def _linear_static(problem: Problem) -> Call:
     x, (w, w_scale), scale = problem.x16, problem.w, problem.static_scale
 
     def call() -> object:
-        codes = operators.quantize_static(x, scale, None, FORMAT)
-        return operators.gemm(codes, scale, w, w_scale, None, FORMAT, torch.float16)
+        codes = _QUANTIZE_STATIC(x, None, None, scale, FORMAT)
+        return _MULTIPLY(codes, scale, w, w_scale, None, *_HOW)
 
     return call
 
@@ -133,15 +136,15 @@ def _linear_sparse(problem: Problem) -> Call:
     x, (w, meta, w_scale) = problem.x16, problem.w_packed
 
     def call() -> object:
-        codes, scale = operators.quantize_token(x, None, FORMAT)
-        return operators.gemm_sparse(codes, scale, w, meta, w_scale, None, FORMAT, torch.float16)
+        scale, codes = _QUANTIZE_TOKEN(x, None, None, FORMAT)
+        return _MULTIPLY_SPARSE(codes, scale, w, meta, w_scale, None, *_HOW)
 
     return call
 
 
 def _judge_token(problem: Problem, output: object) -> float:
     assert isinstance(output, tuple)
-    codes, scale = output
+    scale, codes = output
     right, right_scale = problem.x
     if not torch.equal(scale, right_scale):
         return float("nan")

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.bench.shapes import Shape
-from quantkit.device.ops import reference
+from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four
+from quantkit.numerics.scales import decode
 
 #: Of weights, inputs and products in all contenders.
 FORMAT = "e4m3fn"
@@ -53,7 +54,7 @@ class Problem:
     @cached_property
     def x(self) -> tuple[Tensor, Tensor]:
         """(M, K) uint8 codes and (M,) float32 scales of the inputs."""
-        return reference.quantize_token(self.x16, None, FORMAT)
+        return _coded(self.x16)
 
     @cached_property
     def static_scale(self) -> Tensor:
@@ -64,17 +65,17 @@ class Problem:
     def x_static(self) -> tuple[Tensor, Tensor]:
         """(M, K) uint8 codes of the inputs with one scale, and that."""
         scale = self.static_scale
-        return reference.quantize_static(self.x16, scale, None, FORMAT), scale
+        return quantize_static(self.x16, None, None, scale, FORMAT), scale
 
     @cached_property
     def w(self) -> tuple[Tensor, Tensor]:
         """(N, K) uint8 codes and (N,) float32 scales of the weights."""
-        return reference.quantize_token(self.w16, None, FORMAT)
+        return _coded(self.w16)
 
     @cached_property
     def w_sparse(self) -> tuple[Tensor, Tensor]:
         """(N, K) uint8 codes, half of them zero, and (N,) float32 scales."""
-        return reference.quantize_token(self.w16_sparse, None, FORMAT)
+        return _coded(self.w16_sparse)
 
     @cached_property
     def w_packed(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,13 +152,19 @@ class Problem:
     @staticmethod
     def _decoded(coded: tuple[Tensor, Tensor]) -> Tensor:
         codes, scale = coded
-        return reference.decode(codes, FORMAT, torch.float64) * scale.double().unsqueeze(1)
+        return decode(codes, FORMAT, torch.float64) * scale.double().unsqueeze(1)
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
         y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.device)
         for start in range(0, self.shape.m, _ROWS):
             torch.mm(x[start : start + _ROWS], w.T, out=y[start : start + _ROWS])
         return y
+
+
+def _coded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uint8 codes and a float32 scale per row."""
+    scale, codes = quantize_token(rows, None, None, FORMAT)
+    return codes, scale
 
 
 def gated(y: Tensor) -> Tensor:

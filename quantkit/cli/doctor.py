@@ -9,7 +9,8 @@ from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from quantkit.device.survey import Gpu, LayerChoice, OpChoice, Survey
+    from quantkit.device.survey import Gpu, OpChoice, Survey
+    from quantkit.inference.layer_choices import LayerChoice
 
 
 @click.command()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from quantkit.device.ops.table import Variant
+from quantkit.device.ops.op import Variant
 from quantkit.resources import kernel_sources
 
 Names = Mapping[str, int]

@@ -7,27 +7,17 @@ from pathlib import Path
 
 import torch
 
-from quantkit.checkpoint.component import PackedComponent
-from quantkit.checkpoint.reader import Packed
-from quantkit.checkpoint.spec import rows_of
 from quantkit.device import cache
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
-from quantkit.device.gpu.choice import why_no_conv, why_not_hopper
+from quantkit.device.gpu.choice import why_not_hopper
 from quantkit.device.gpu.devices import Device, device_name
 from quantkit.device.gpu.nvrtc import load_nvrtc
 from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.hopper import gemm as hopper
-from quantkit.device.ops import windows as pictures
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
-from quantkit.numerics.granularity import PerGroup
-from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.numerics.windows import ConvShape, Windows
-
-#: Axes of a convolution's weight.
-_CONV_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -200,56 +190,3 @@ def _find(name: str, needed_for: str, find: Callable[[], str]) -> Tool:
         return Tool(name, needed_for, find(), "")
     except KernelError as error:
         return Tool(name, needed_for, "", str(error))
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """What would compute a packed layer here."""
-
-    component: str
-    layer: str
-    op: str
-    #: gpu, host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
-    backend: str
-    #: why no kernel runs; empty when one does
-    reason: str
-
-
-def layer_choices(packed: Packed, device: torch.device) -> tuple[LayerChoice, ...]:
-    """Return what would compute every packed layer of a checkpoint on ``device``."""
-    return tuple(
-        _choose_layer(component, layer, scheme, device)
-        for component in packed.components
-        for layer, scheme in component.config.layers.items()
-    )
-
-
-def _choose_layer(
-    component: PackedComponent, layer: str, scheme: Scheme, device: torch.device
-) -> LayerChoice:
-    shape = component.records[layer].shape
-    op = _op_of(shape, device, sparse=bool(scheme.sparsity))
-    if scheme.activation is Activation.NONE:
-        reason = "activations stay in 16 bit; kernels multiply fp8 by fp8"
-        return LayerChoice(component.name, layer, op, "dequantized", reason)
-    _, k = rows_of(shape)
-    grouped = isinstance(scheme.granularity, PerGroup)
-    choice = choose(op, device, k=k, group_scales=grouped)
-    return LayerChoice(component.name, layer, op, choice.backend.value, choice.reason)
-
-
-def _op_of(weight: tuple[int, ...], device: torch.device, *, sparse: bool) -> str:
-    """Return the operation of a layer's weight; a convolution that is unfolded is a GEMM.
-
-    Its picture and stride are not in the checkpoint: a single window stands for all, and one of a
-    single pixel for the pixels.
-    """
-    suffix = "_sparse" if sparse else ""
-    gemm, conv = f"gemm_fp8{suffix}", f"conv_fp8{suffix}"
-    if len(weight) != _CONV_RANK:
-        return gemm
-    n, channels, *kernel = weight
-    shape = ConvShape(1, kernel[0], kernel[1], channels, n, Windows((kernel[0], kernel[1])))
-    if device.type == "cuda" and (gpu := state_of(device.index or 0).device):
-        return gemm if why_no_conv(gpu, conv, "f16", shape) else conv
-    return gemm if pictures.why_not(shape, sparse=sparse) else conv

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from quantkit.device.archs import Arch
 from quantkit.device.geometry import ceil_div, tiles
-from quantkit.device.ops.table import Variant
+from quantkit.device.ops.op import Variant
 
 
 def variants_for(arch: Arch, variants: Sequence[Variant]) -> tuple[Variant, ...]:

@@ -2,8 +2,8 @@
 
 diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads both to
 multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the codes are
-all that leaves the first product (``device.gated``). On the CPU, and wherever somebody looks at a
-layer or moves it (hooks, offloading), the modules are called one by one.
+all that leaves the first product (``device.ops.geglu``). On the CPU, and wherever somebody looks at
+a layer or moves it (hooks, offloading), the modules are called one by one.
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from quantkit.device.ops import geglu as gated
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
+from quantkit.device.ops.table import NAMES
 from quantkit.inference.modules import PackedLinear
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
@@ -53,7 +55,8 @@ def _fits(module: FeedForward) -> bool:
 def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
     if not (_is_plain(up) and _is_plain(down)):
         return False
-    fused: bool = _has_kernel(str(device), up.k, up.weight_meta is not None)
+    name = NAMES["geglu", up.scheme.weight.name, up.weight_meta is not None]
+    fused: bool = _has_kernel(name, str(device), up.k)
     return fused
 
 
@@ -67,5 +70,6 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernel(device: str, k: int, sparse: bool) -> bool:  # noqa: FBT001
-    return gated.has_kernel(torch.device(device), k, sparse=sparse)
+def _has_kernel(op: str, device: str, k: int) -> bool:
+    where = torch.device(device)
+    return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU

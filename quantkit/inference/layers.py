@@ -7,13 +7,9 @@ from typing import Any
 from torch import nn
 
 from quantkit.checkpoint.spec import Kind
-from quantkit.device.choosing import choose
+from quantkit.inference.layer_choices import choose_layer
 from quantkit.inference.packed_layer import PackedLayer
-from quantkit.numerics.granularity import PerGroup
-from quantkit.numerics.scheme import Activation, Scheme
-
-#: What computes a layer whose activations stay in 16 bit; no operator runs, so no back end does.
-DEQUANTIZED = "dequantized"
+from quantkit.numerics.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -38,10 +34,7 @@ def packed_layers(model: Any) -> tuple[LayerInfo, ...]:
     Args:
         model: a DiffusionPipeline, or a module.
     """
-    return tuple(
-        LayerInfo(component, name, layer.kind, layer.scheme, *_backend(layer))
-        for component, name, layer in iterate_packed(model)
-    )
+    return tuple(_describe(*found) for found in iterate_packed(model))
 
 
 def iterate_packed(model: Any) -> Iterator[tuple[str, str, PackedLayer]]:
@@ -62,10 +55,6 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
     return {name: value for name, value in vars(pipe).items() if isinstance(value, nn.Module)}
 
 
-def _backend(layer: PackedLayer) -> tuple[str, str]:
-    if layer.scheme.activation is Activation.NONE:
-        return DEQUANTIZED, "activations stay in 16 bit; kernels multiply fp8 by fp8"
-    op = "gemm_fp8_sparse" if layer.scheme.sparsity else "gemm_fp8"
-    grouped = isinstance(layer.scheme.granularity, PerGroup)
-    choice = choose(op, layer.weight.device, k=layer.k, group_scales=grouped)
-    return choice.backend.value, choice.reason
+def _describe(component: str, name: str, layer: PackedLayer) -> LayerInfo:
+    _, backend, reason = choose_layer(layer.dense_shape, layer.scheme, layer.weight.device)
+    return LayerInfo(component, name, layer.kind, layer.scheme, backend, reason)

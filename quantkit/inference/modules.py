@@ -13,7 +13,7 @@ from quantkit.checkpoint.skeleton import why_not_packed
 from quantkit.checkpoint.spec import Kind
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
-from quantkit.inference.gated_operators import geglu, geglu_sparse
+from quantkit.inference.operators import operator_for
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
@@ -58,9 +58,10 @@ class PackedLinear(PackedLayer):
         ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
         stored = self._stored()
         weights = (*stored, self._part("weight_scale"), self._bias(x.dtype))
-        formats = (self.scheme.weight.name, target.scheme.weight.name)
-        operation = geglu_sparse if len(stored) > 1 else geglu
-        gated: Tensor = operation(codes, x_scale, *weights, target.static_scale, *formats, x.dtype)
+        fmt, scale = self.scheme.weight.name, target.static_scale
+        gate = operator_for("geglu", fmt, sparse=len(stored) > 1)
+        formats = (fmt, fmt, target.scheme.weight.name)
+        gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
         return gated
 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:

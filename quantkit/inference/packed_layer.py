@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
-from quantkit.inference.conv_operators import conv, conv_sparse
-from quantkit.inference.operators import gemm, gemm_sparse
+from quantkit.inference.operators import operator_for
 from quantkit.inference.terms import Term, split
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
@@ -155,14 +154,11 @@ class PackedLayer(nn.Module):
     def _product(
         self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
     ) -> Tensor:
-        stored = self._stored()
-        sparse, weights = len(stored) > 1, (*stored, self._part("weight_scale"), bias)
-        y: Tensor
-        if windows is None:
-            y = (gemm_sparse if sparse else gemm)(*term, *weights, self.scheme.weight.name, dtype)
-        else:
-            how = (windows.numbers, self.scheme.weight.name, dtype)
-            y = (conv_sparse if sparse else conv)(*term, *weights, *how)
+        stored, fmt = self._stored(), self.scheme.weight.name
+        family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
+        multiply = operator_for(family, fmt, sparse=len(stored) > 1)
+        weights = (*stored, self._part("weight_scale"), bias)
+        y: Tensor = multiply(*term, *weights, *how, fmt, fmt, dtype)
         return y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature

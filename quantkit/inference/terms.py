@@ -6,9 +6,9 @@ so three bits of mantissa become seven. The layer multiplies once for each.
 
 from torch import Tensor
 
-from quantkit.device.ops import reference
+from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.inference.fusing import is_fused
-from quantkit.inference.operators import quantize_static, quantize_token
+from quantkit.inference.operators import operator_for
 from quantkit.numerics.formats import FloatFormat
 
 #: (M, K) uint8 codes of an input, and their float32 scale: (), (1,) or (M,)
@@ -48,10 +48,10 @@ def _quantize(
 ) -> Term:
     fused = is_fused(x)
     if scale is not None:
-        static = reference.quantize_static if fused else quantize_static
-        return static(x, scale, smooth, fmt.name, shift), scale
-    per_token = reference.quantize_token if fused else quantize_token
-    codes, rows_scale = per_token(x, smooth, fmt.name, shift)
+        static = quantize_static if fused else operator_for("quantize_static", fmt.name)
+        return static(x, smooth, shift, scale, fmt.name), scale
+    per_token = quantize_token if fused else operator_for("quantize_token", fmt.name)
+    rows_scale, codes = per_token(x, smooth, shift, fmt.name)
     return codes, rows_scale
 
 

@@ -6,7 +6,7 @@ Weights here are rows (N, K) in float32; see ``packing.to_rows``.
 import torch
 from torch import Tensor
 
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import FloatFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerChannel, PerGroup, PerTensor, scale_shape
 
 #: Candidates of the MSE search, as fractions of the amax scale. Clipping deeper than half of amax
@@ -24,6 +24,11 @@ def cast(values: Tensor, fmt: FloatFormat) -> Tensor:
         the same shape in ``fmt.torch_dtype``.
     """
     return values.clamp(-fmt.max, fmt.max).to(fmt.torch_dtype)
+
+
+def decode(codes: Tensor, fmt: str, precision: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of uint8 ``codes`` of a format, exactly, in ``precision``."""
+    return codes.contiguous().view(find_format(fmt).torch_dtype).to(precision)
 
 
 def expand_scale(scale: Tensor, granularity: Granularity, k: int) -> Tensor:

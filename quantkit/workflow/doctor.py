@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.device.survey import LayerChoice, Survey, layer_choices, survey
+from quantkit.device.survey import Survey, survey
+from quantkit.inference.layer_choices import LayerChoice, layer_choices
 from quantkit.pipelines.running import choose_device
 from quantkit.workflow.inspect import require_packed
 

@@ -10,7 +10,8 @@ from quantkit.device.aot.build import build
 from quantkit.device.aot.check import Report, check_folder
 from quantkit.device.aot.manifest import Manifest
 from quantkit.device.archs import ARCHS, Arch, find_arch
-from quantkit.device.ops.table import OPS, Op, Variant, all_variants, default_variants
+from quantkit.device.ops.op import Op, Variant, all_variants
+from quantkit.device.ops.table import OPS, default_variants
 from quantkit.device.tiles import variants_for
 from quantkit.errors import InputError
 from quantkit.progress import Progress, silent

@@ -33,7 +33,7 @@ from quantkit.bench.timing import Plan, Samples, Stopwatch, Timing
 from quantkit.cli.bench import bench as command
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
-from quantkit.device.ops import reference
+from quantkit.device.ops.table import OPS
 from quantkit.errors import ArtefactError, OutputError
 from tests.support.kernel_cases import need
 
@@ -178,7 +178,7 @@ def test_exact_results_are_those_of_numpy():
 def test_packed_weights_are_the_sparse_ones():
     problem = Problem(SMALL, CPU)
     kept, meta, scale = problem.w_packed
-    y = reference.gemm_sparse(
+    y = OPS["gemm_fp8_sparse"].reference(
         *problem.x, kept, meta, scale, None, "e4m3fn", "e4m3fn", torch.float64
     )
     assert worst_of("exact_codes_sparse")(problem, y) < 1e-5

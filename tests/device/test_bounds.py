@@ -19,7 +19,8 @@ import ctypes, mmap, sys
 import torch
 from tests.support.kernel_cases import gemm_case
 from quantkit.device.host import library as host
-from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 
 libc = ctypes.CDLL(None, use_errno=True)
 kept = []
@@ -71,6 +72,6 @@ def test_nothing_beyond_an_operand_is_touched(variant, request):
     need(compilers.host_compiler)
     command = [sys.executable, "-c", CHILD, *variant]
     result = subprocess.run(
-        command, capture_output=True, text=True, cwd=request.path.parent, check=False
+        command, capture_output=True, text=True, cwd=request.config.rootpath, check=False
     )
     assert result.returncode == 0, f"status {result.returncode} {result.stderr[-800:]}"

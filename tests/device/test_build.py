@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from quantkit.cli.doctor import doctor
 from quantkit.cli.kernels import kernels
-from quantkit.device import compilers, survey
+from quantkit.device import compilers
 from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder, required_instruction
 from quantkit.device.aot.codeobject import read_amd_kernels, read_nvidia_kernels
@@ -21,7 +21,8 @@ from quantkit.device.aot.manifest import describe_kernel, read_manifest
 from quantkit.device.archs import ARCHS
 from quantkit.device.geometry import compile_expression
 from quantkit.device.gpu import nvrtc
-from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 from quantkit.errors import (
     ArtefactError,
     CheckpointError,
@@ -29,6 +30,11 @@ from quantkit.errors import (
     KernelError,
     OutputError,
 )
+from quantkit.inference.layer_choices import op_of
+from quantkit.numerics.formats import E4M3FN
+from quantkit.numerics.granularity import PerChannel
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.kernel_cases import need
 
 WORDS = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t1")
@@ -453,7 +459,8 @@ def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
     ],
 )
 def test_doctor_names_the_kernel_of_a_convolution(weight, sparse, op):
-    assert survey._op_of(weight, torch.device("cpu"), sparse=sparse) == op
+    scheme = Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR if sparse else None, Activation.STATIC)
+    assert op_of(weight, scheme, torch.device("cpu")) == op
 
 
 def test_the_manifest_says_what_a_convolution_relies_on(tmp_path):

@@ -8,13 +8,13 @@ import torch
 from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
-from quantkit.device.ops import conv as convolve
-from quantkit.device.ops import windows as pictures
-from quantkit.device.ops.table import OPS, Variant
-from quantkit.device.ops.windows import integers
+from quantkit.device.ops import call as execute
+from quantkit.device.ops.conv import integers, why_not
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 from quantkit.numerics.windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, UNEVEN, conv_case, conv_shapes
-from tests.support.kernel_cases import DTYPES, covering_variants, deviation, launch, need
+from tests.support.kernel_cases import DTYPES, covering_variants, deviation, launch, need, operate
 
 CONVS = [op for op in OPS.values() if op.name.startswith("conv")]
 FP8 = ("e4m3fn", "e4m3fn")
@@ -106,9 +106,8 @@ def convolved(shape, io="f16", op=CONVS[0]):
     case = conv_case(telling(op, io=io), shape, torch.Generator().manual_seed(4))
     names = ("x", "x_scale", "w", "w_meta", "w_scale", "bias")
     given = [case.tensors[name] for name in names if name in case.tensors]
-    operation = convolve.conv_sparse if op.name.endswith("sparse") else convolve.conv
     with log.record() as seen:
-        y = operation(*given, shape.windows, *FP8, DTYPES[io])
+        y = operate(op.name, *given, shape.windows.numbers, *FP8, DTYPES[io])
     return case, y, [(name, where) for name, _, where in seen.calls]
 
 
@@ -131,19 +130,19 @@ REFUSED = {
 
 @pytest.mark.parametrize(("shape", "reason"), REFUSED.values(), ids=list(REFUSED))
 def test_what_the_kernels_do_not_take_is_said(shape, reason):
-    assert reason in pictures.why_not(shape, sparse=False)
+    assert reason in why_not(OPS["conv_fp8"], shape)
 
 
 def test_sparse_weights_want_channels_by_32():
     shape = ConvShape(1, 4, 4, 80, 8, SAME)
-    assert not pictures.why_not(shape, sparse=False)
-    assert pictures.why_not(shape, sparse=True) == "80 channels, wanted 64 or more, by 32"
+    assert not why_not(OPS["conv_fp8"], shape)
+    assert why_not(OPS["conv_fp8_sparse"], shape) == "80 channels, wanted 64 or more, by 32"
 
 
 @pytest.mark.parametrize("name", ["pixels", "few channels"])
 def test_other_windows_are_unfolded(name, caplog):
-    convolve._say_why.cache_clear()
-    with caplog.at_level("INFO", logger="quantkit.device.ops.conv"):
+    execute._say.cache_clear()
+    with caplog.at_level("INFO", logger="quantkit.device.ops.call"):
         case, y, ran = convolved(REFUSED[name][0])
     assert ran == [("gemm_fp8", Backend.HOST)]
     assert REFUSED[name][1] in caplog.text

@@ -13,13 +13,14 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
 from quantkit.device.host import calls as host_calls
-from quantkit.device.ops import call as execute
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import OPS, all_variants, default_variants, find_op
+from quantkit.device.ops.op import all_variants
+from quantkit.device.ops.quantize import quantize_token
+from quantkit.device.ops.table import OPS, default_variants, find_op
 from quantkit.device.tiles import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.scales import decode
 from quantkit.resources import kernel_sources
-from tests.support.kernel_cases import need
+from tests.support.kernel_cases import need, operate
 
 CPU = torch.device("cpu")
 E4M3 = ("e4m3fn", "e4m3fn")
@@ -237,19 +238,20 @@ def test_a_forced_kernel_that_cannot_run_is_an_error():
 
 def operands(m, n, k, *, sparse=False, seed=0):
     torch.manual_seed(seed)
-    x, x_scale = reference.quantize_token(torch.randn(m, k), None, "e4m3fn")
-    w, w_scale = reference.quantize_token(torch.randn(n, k // 2 if sparse else k), None, "e4m3fn")
+    x_scale, x = quantize_token(torch.randn(m, k), None, None, "e4m3fn")
+    rows = torch.randn(n, k // 2 if sparse else k)
+    w_scale, w = quantize_token(rows, None, None, "e4m3fn")
     meta = (torch.full((n, k // 8), 0x9C, dtype=torch.uint8),) if sparse else ()
     return x, x_scale, (w, *meta), w_scale, torch.randn(n)
 
 
 def run(x, x_scale, w, w_scale, bias, dtype=torch.float32):  # noqa: PLR0917
-    function = execute.gemm_sparse if len(w) == 2 else execute.gemm
-    return function(x, x_scale, *w, w_scale, bias, *E4M3, dtype)
+    name = "gemm_fp8_sparse" if len(w) == 2 else "gemm_fp8"
+    return operate(name, x, x_scale, *w, w_scale, bias, *E4M3, dtype)
 
 
 def expected(x, x_scale, w, w_scale, bias, dtype=torch.float32):  # noqa: PLR0917
-    function = reference.gemm_sparse if len(w) == 2 else reference.gemm
+    function = OPS["gemm_fp8_sparse" if len(w) == 2 else "gemm_fp8"].reference
     return function(x, x_scale, *w, w_scale, bias, *E4M3, dtype)
 
 
@@ -276,8 +278,10 @@ def test_operands_that_are_not_plain_memory_are_not_misread(m, sparse):
         assert torch.allclose(found, right, rtol=1e-5, atol=1e-5), change.__name__
     for change in (strided, misaligned):
         values = torch.randn(m, 64)
-        q, s = execute.quantize_token(change(values), strided(torch.ones(64)), "e4m3fn")
-        q_right, s_right = reference.quantize_token(values, None, "e4m3fn")
+        s, q = operate(
+            "quantize_fp8_token", change(values), strided(torch.ones(64)), None, "e4m3fn"
+        )
+        s_right, q_right = quantize_token(values, None, None, "e4m3fn")
         assert torch.equal(q, q_right)
         assert torch.equal(s, s_right)
 
@@ -304,15 +308,15 @@ def test_nothing_to_do_gives_nothing(m, n):
     x, x_scale, w, w_scale, _ = operands(max(m, 1), max(n, 1), 32)
     y = run(x[:m], x_scale[:m] if m else torch.ones(1), (w[0][:n],), w_scale[:n], None)
     assert y.shape == (m, n)
-    q, scale = execute.quantize_token(torch.empty(0, 32), None, "e5m2")
+    scale, q = operate("quantize_fp8_token", torch.empty(0, 32), None, None, "e5m2")
     assert (q.shape, scale.shape) == ((0, 32), (0,))
 
 
 def test_group_scales_and_odd_k_run_on_the_reference():
     x, x_scale, w, _, _ = operands(4, 6, 24)
     groups = torch.rand(6, 3)
-    dense = reference.decode(w[0], "e4m3fn") * groups.repeat_interleave(8, dim=1)
-    right = (reference.decode(x, "e4m3fn") * x_scale.reshape(-1, 1)) @ dense.T
+    dense = decode(w[0], "e4m3fn") * groups.repeat_interleave(8, dim=1)
+    right = (decode(x, "e4m3fn") * x_scale.reshape(-1, 1)) @ dense.T
     with log.record() as seen:
         found = run(x, x_scale, w, groups, None)
     assert torch.allclose(found, right, rtol=1e-4, atol=1e-5)
@@ -360,13 +364,13 @@ def test_operands_that_do_not_fit_are_refused(error, text, change):
 
 def test_quantize_refuses_what_it_cannot_read():
     with pytest.raises(ShapeError, match=r"x has shape \(2, 3, 4\), wanted \(M, K\)"):
-        execute.quantize_token(torch.ones(2, 3, 4), None, "e4m3fn")
+        operate("quantize_fp8_token", torch.ones(2, 3, 4), None, None, "e4m3fn")
     with pytest.raises(ShapeError, match=r"smooth has shape \(3,\), wanted \(4,\)"):
-        execute.quantize_token(torch.ones(2, 4), torch.ones(3), "e4m3fn")
+        operate("quantize_fp8_token", torch.ones(2, 4), torch.ones(3), None, "e4m3fn")
     with pytest.raises(ShapeError, match=r"scale has shape \(2,\), wanted one element"):
-        execute.quantize_static(torch.ones(2, 4), torch.ones(2), None, "e4m3fn")
+        operate("quantize_fp8_static", torch.ones(2, 4), None, None, torch.ones(2), "e4m3fn")
     with pytest.raises(KernelError, match=r"torch\.int32, wanted float16"):
-        execute.quantize_token(torch.ones(2, 4, dtype=torch.int32), None, "e4m3fn")
+        operate("quantize_fp8_token", torch.ones(2, 4, dtype=torch.int32), None, None, "e4m3fn")
 
 
 @pytest.mark.usefixtures("_host")

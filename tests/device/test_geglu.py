@@ -6,12 +6,19 @@ import torch
 from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend
-from quantkit.device.ops import geglu as gated
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 from quantkit.numerics.packing import pack_two_of_four
+from quantkit.numerics.scales import decode
 from tests.support.gated_cases import GatedCase, check_nearest, gate, gated_case
-from tests.support.kernel_cases import DTYPES, covering_variants, every_value, need, shapes_of
+from tests.support.kernel_cases import (
+    DTYPES,
+    covering_variants,
+    every_value,
+    need,
+    operate,
+    shapes_of,
+)
 
 GEGLU = [op for op in OPS.values() if op.name.startswith("geglu")]
 
@@ -77,7 +84,7 @@ def test_nan_stays_in_its_row_and_column(op, tile, generator):
     x[5, 9] = w[7, 3] = w[45 + 11, 3] = 0x7F
     spoiled = GatedCase(case.variant, case.product.changed(x=x, w=w), case.y_scale)
     codes = spoiled.run("gfx12")
-    nan = reference.decode(codes, "e4m3fn").isnan()
+    nan = decode(codes, "e4m3fn").isnan()
     expected = torch.zeros_like(nan)
     expected[5] = expected[:, [7, 11]] = True
     assert torch.equal(nan, expected)
@@ -139,10 +146,10 @@ def operands():
 def test_the_cpu_runs_the_kernel():
     case, given = operands()
     with log.record() as seen:
-        codes = gated.geglu(*given, ("e4m3fn",) * 3, torch.float32)
+        codes = operate("geglu_fp8", *given, *("e4m3fn",) * 3, torch.float32)
     assert [(op, where) for op, _, where in seen.calls] == [("geglu_fp8", Backend.HOST)]
     case.check(codes)
-    assert torch.equal(gated.geglu(*given, ("e4m3fn",) * 3, torch.float32), codes)
+    assert torch.equal(operate("geglu_fp8", *given, *("e4m3fn",) * 3, torch.float32), codes)
 
 
 def test_sparse_weights_are_the_dense_ones_without_zeros():
@@ -150,10 +157,10 @@ def test_sparse_weights_are_the_dense_ones_without_zeros():
     mask = torch.zeros(w.shape, dtype=torch.bool)
     mask[:, 1::4] = mask[:, 2::4] = True
     formats = ("e4m3fn", "e4m3fn", "e5m2")
-    found = gated.geglu_sparse(
-        x, x_scale, *pack_two_of_four(w, mask), *rest, formats, torch.float32
+    found = operate(
+        "geglu_fp8_sparse", x, x_scale, *pack_two_of_four(w, mask), *rest, *formats, torch.float32
     )
-    dense = gated.geglu(x, x_scale, w * mask, *rest, formats, torch.float32)
+    dense = operate("geglu_fp8", x, x_scale, w * mask, *rest, *formats, torch.float32)
     assert float((found != dense).float().mean()) < 0.01
 
 
@@ -161,14 +168,14 @@ def test_sparse_weights_are_the_dense_ones_without_zeros():
 def test_scales_per_group_are_the_references(sparse):
     case, (x, x_scale, w, w_scale, *rest) = operands()
     groups = torch.stack((w_scale, w_scale), dim=1)
-    weights, operation = (w,), gated.geglu
+    weights, name = (w,), "geglu_fp8"
     if sparse:
         mask = torch.zeros(w.shape, dtype=torch.bool)
         mask[:, ::2] = True
-        weights, operation = pack_two_of_four(w, mask), gated.geglu_sparse
+        weights, name = pack_two_of_four(w, mask), "geglu_fp8_sparse"
     with log.record() as seen:
-        found = operation(x, x_scale, *weights, groups, *rest, ("e4m3fn",) * 3, torch.float32)
+        found = operate(name, x, x_scale, *weights, groups, *rest, *("e4m3fn",) * 3, torch.float32)
     assert [where for *_, where in seen.calls] == [Backend.REFERENCE]
-    whole = operation(x, x_scale, *weights, w_scale, *rest, ("e4m3fn",) * 3, torch.float32)
+    whole = operate(name, x, x_scale, *weights, w_scale, *rest, *("e4m3fn",) * 3, torch.float32)
     assert found.shape == case.shape
     assert float((found != whole).float().mean()) < 0.03

@@ -15,14 +15,13 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.cache import read_whole
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_gemm
+from quantkit.device.gpu.choice import choose_kernel
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import read_object
 from quantkit.device.gpu.selftest import state_of
-from quantkit.device.ops import call as execute
-from quantkit.device.ops import geglu as gated
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.quantize import quantize_static, quantize_token
+from quantkit.device.ops.table import OPS
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -38,6 +37,7 @@ from tests.support.kernel_cases import (
     every_value,
     gemm_case,
     inputs_of,
+    operate,
     points_and_midpoints,
     same_codes,
     shapes_of,
@@ -163,7 +163,9 @@ def test_columns_that_no_tensor_map_has_are_gated_too(generator):
     case = gated_case(variant, 70, 45, 96, generator)
     names = ("x", "x_scale", "w", "w_scale", "bias", "y_scale")
     with log.record() as seen:
-        y = gated.geglu(*(case.tensors[n].cuda() for n in names), ("e4m3fn",) * 3, torch.float16)
+        y = operate(
+            "geglu_fp8", *(case.tensors[n].cuda() for n in names), *("e4m3fn",) * 3, torch.float16
+        )
     assert [(op, where) for op, _, where in seen.calls] == [("geglu_fp8", Backend.GPU)]
     case.check(y.cpu())
 
@@ -173,12 +175,13 @@ def check_quantize(x, scale, smooth, shift, fmt):
     smooth_there, shift_there = (None if t is None else t.cuda() for t in (smooth, shift))
     given = torch.tensor([scale])
     with log.record() as seen:
-        q, s = execute.quantize_token(x.cuda(), smooth_there, fmt, shift_there)
-        static = execute.quantize_static(x.cuda(), given.cuda(), smooth_there, fmt, shift_there)
-    right, right_scale = reference.quantize_token(x, smooth, fmt, shift)
+        changed = (x.cuda(), smooth_there, shift_there)
+        s, q = operate("quantize_fp8_token", *changed, fmt)
+        static = operate("quantize_fp8_static", *changed, given.cuda(), fmt)
+    right_scale, right = quantize_token(x, smooth, shift, fmt)
     same_codes(q.cpu(), right, fmt)
     assert torch.equal(s.cpu().nan_to_num(-1), right_scale.nan_to_num(-1))
-    same_codes(static.cpu(), reference.quantize_static(x, given, smooth, fmt, shift), fmt)
+    same_codes(static.cpu(), quantize_static(x, smooth, shift, given, fmt), fmt)
     assert {backend for _, _, backend in seen.calls} == {Backend.GPU}
 
 
@@ -223,22 +226,22 @@ def test_quotients_at_and_around_ties_are_rounded_as_torch_does(fmt, io, generat
 
 
 def operands(m, n, k, *, sparse=False, dtype=torch.float16, seed=0):
-    """Return the arguments of execute.gemm or gemm_sparse, on the GPU."""
+    """Return the arguments of a GEMM, dense or sparse, on the GPU."""
     g = torch.Generator().manual_seed(seed)
-    x, x_scale = reference.quantize_token(torch.randn(m, k, generator=g), None, "e4m3fn")
+    x_scale, x = quantize_token(torch.randn(m, k, generator=g), None, None, "e4m3fn")
     kept = torch.randn(n, k // 2 if sparse else k, generator=g)
-    w, w_scale = reference.quantize_token(kept, None, "e4m3fn")
+    w_scale, w = quantize_token(kept, None, None, "e4m3fn")
     meta = (torch.full((n, k // 8), 0x9C, dtype=torch.uint8),) if sparse else ()
     tensors = (x, x_scale, w, *meta, w_scale, torch.randn(n, generator=g).to(dtype))
     return (*(t.cuda() for t in tensors), "e4m3fn", "e4m3fn", dtype)
 
 
 def multiply(given):
-    return (execute.gemm_sparse if len(given) == 9 else execute.gemm)(*given)
+    return operate("gemm_fp8_sparse" if len(given) == 9 else "gemm_fp8", *given)
 
 
 def expected(given):
-    return (reference.gemm_sparse if len(given) == 9 else reference.gemm)(*given)
+    return OPS["gemm_fp8_sparse" if len(given) == 9 else "gemm_fp8"].reference(*given)
 
 
 def close(found, right):
@@ -287,11 +290,14 @@ def test_what_no_kernel_computes_runs_on_the_reference():
     x, x_scale, w, _, bias, *rest = operands(4, 8, 64)
     groups = torch.rand(8, 4, device="cuda")
     with log.record() as seen:
-        execute.gemm(x, x_scale, w, groups, bias, *rest)
-        execute.gemm(x[:, :40].contiguous(), x_scale, w[:, :40].contiguous(), x_scale.new_ones(8),
-                     bias, *rest)  # fmt: skip
+        operate("gemm_fp8", x, x_scale, w, groups, bias, *rest)
+        short, ones = (x[:, :40].contiguous(), w[:, :40].contiguous()), x_scale.new_ones(8)
+        operate("gemm_fp8", short[0], x_scale, short[1], ones, bias, *rest)
     assert {backend for _, _, backend in seen.calls} == {Backend.REFERENCE}
-    assert execute.gemm(x[:0], x_scale[:1], w, x_scale.new_ones(8), bias, *rest).shape == (0, 8)
+    assert operate("gemm_fp8", x[:0], x_scale[:1], w, x_scale.new_ones(8), bias, *rest).shape == (
+        0,
+        8,
+    )
 
 
 @pytest.mark.usefixtures("device")
@@ -369,7 +375,7 @@ def test_a_captured_graph_replays_with_new_values(sparse):
     _, _, *weights = operands(32, 48, 64, sparse=sparse)
 
     def step():
-        codes, scale = execute.quantize_token(x, None, "e4m3fn")
+        scale, codes = operate("quantize_fp8_token", x, None, None, "e4m3fn")
         return multiply((codes, scale, *weights))
 
     step()
@@ -499,10 +505,10 @@ def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path, mo
 
 @pytest.mark.parametrize("op", GEMMS, ids=lambda op: op.name)
 def test_a_launch_takes_the_host_four_microseconds_at_most(device, op):
-    given = operands(16, 64, 64, sparse=op.name.endswith("sparse"))
+    given = operands(16, 64, 64, sparse=op.sparse)
     tensors = [a for a in given if isinstance(a, torch.Tensor)]
     sizes, words = {"m": 16, "n": 64, "k": 64}, ("e4m3fn", "e4m3fn", "token", "channel", "f16")
-    kernel = choose_gemm(device, op.name, words, sizes)
+    kernel = choose_kernel(device, op, words, sizes)
     call = Call(device, kernel, sizes, [((16, 64), torch.float16)])
     y = torch.empty(16, 64, dtype=torch.float16, device="cuda")
 

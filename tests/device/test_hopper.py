@@ -13,12 +13,11 @@ from quantkit.device.gpu.calls import Call
 from quantkit.device.hopper.choice import COSTS, choose_tile, estimate
 from quantkit.device.hopper.gemm import SHARED_LIMIT, TILES, HopperKernel, arguments, plan_launch
 from quantkit.device.hopper.tensormap import ITEM_BYTES
-from quantkit.device.ops import call as execute
-from quantkit.device.ops import reference
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES
+from quantkit.numerics.scales import decode
 from tests.support.hopper_cases import check_machine_code, compile_kernel, symbol
-from tests.support.kernel_cases import need
+from tests.support.kernel_cases import need, operate
 
 TIMES = json.loads((Path(__file__).parents[1] / "golden/hopper_times.json").read_text())["times"]
 MODES = {
@@ -173,14 +172,14 @@ def gemm_tensors(kernel, m, n, k, generator):
 
 def exact(kernel, tensors):
     """Return the float64 result and the sum of sizes, before rounding."""
-    w = reference.decode(tensors["w"], kernel.w_format)
+    w = decode(tensors["w"], kernel.w_format)
     if kernel.sparse:
         meta = tensors["w_meta"]
         nibbles = torch.stack((meta & 0xF, meta >> 4), dim=-1).flatten(1).long()
         places = torch.stack((nibbles & 3, nibbles >> 2), dim=-1)
         groups = torch.zeros(*nibbles.shape, 4, dtype=w.dtype)
         w = groups.scatter_(2, places, w.unflatten(1, (-1, 2))).flatten(1)
-    x, w = reference.decode(tensors["x"], kernel.x_format).double(), w.double()
+    x, w = decode(tensors["x"], kernel.x_format).double(), w.double()
     scale = tensors["x_scale"].double().reshape(-1, 1) * tensors["w_scale"].double()
     bias = 0 if tensors["bias"] is None else tensors["bias"].double()
     return x @ w.T * scale + bias, x.abs() @ w.abs().T * scale
@@ -265,9 +264,10 @@ def test_operations_take_hopper_kernels(hopper, shape, sparse, io):
     kernel = HopperKernel(tile, sparse=sparse, io=io, x_scale=x_scale)
     tensors, dtype = gemm_tensors(kernel, m, n, k, torch.Generator().manual_seed(7))
     order = [name for name in ("x", "x_scale", "w", "w_meta", "w_scale", "bias") if name in tensors]
-    operation = execute.gemm_sparse if sparse else execute.gemm
     with log.record() as seen:
-        y = operation(*(tensors[name].cuda() for name in order), "e4m3fn", "e4m3fn", dtype)
+        y = operate(
+            kernel.operation, *(tensors[name].cuda() for name in order), "e4m3fn", "e4m3fn", dtype
+        )
     assert dict(seen.calls) == {(kernel.operation, kernel.name, Backend.GPU): 1}
     result, size = exact(kernel, tensors)
     error = (y.cpu().double() - result).abs()
@@ -279,13 +279,13 @@ def test_operations_take_hopper_kernels(hopper, shape, sparse, io):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_tensor_maps_follow_operands_to_other_addresses(sparse):
     kernel = HopperKernel(TILES["c64x64"], sparse=sparse)
-    operation, kept = execute.gemm_sparse if sparse else execute.gemm, []
+    kept = []
     for seed in range(6):
         tensors, dtype = gemm_tensors(kernel, 50, 72, 320, torch.Generator().manual_seed(seed))
         on_gpu = [t.cuda() for name, t in tensors.items() if name != "w_meta"]
         if sparse:
             on_gpu.insert(3, tensors["w_meta"].cuda())
-        y = operation(*on_gpu, "e4m3fn", "e4m3fn", dtype)
+        y = operate(kernel.operation, *on_gpu, "e4m3fn", "e4m3fn", dtype)
         kept.append((on_gpu, y, exact(kernel, tensors)[0]))
     assert len({operands[0].data_ptr() for operands, *_ in kept}) == len(kept)
     for _, y, result in kept:

@@ -18,18 +18,18 @@ from quantkit.device.hopper.conv import (
 )
 from quantkit.device.hopper.gemm import CONV_NUMBERS, TILES, Family, HopperKernel, arguments
 from quantkit.device.hopper.tensormap import ITEM_BYTES
-from quantkit.device.ops import conv as convolve
-from quantkit.device.ops import reference
-from quantkit.device.ops import windows as pictures
+from quantkit.device.ops.conv import why_not as why_not_on_the_host
+from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
+from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import ConvShape, Windows
 from tests.support.hopper_cases import check_machine_code, symbol
-from tests.support.kernel_cases import DTYPES
+from tests.support.kernel_cases import DTYPES, operate
 from tests.support.packed import packed_module
 
 #: Every kernel that a convolution may take.
@@ -265,9 +265,9 @@ def exact(kernel, shape, tensors):
     codes = tensors["w"]
     if kernel.sparse:
         codes = unpack_two_of_four(codes.cpu(), tensors["w_meta"].cpu()).to(codes.device)
-    w = reference.decode(codes, kernel.w_format, torch.float64)
+    w = decode(codes, kernel.w_format, torch.float64)
     w = w.reshape(shape.n, *shape.windows.kernel, -1).permute(0, 3, 1, 2)
-    x = reference.decode(tensors["x"], kernel.x_format, torch.float64)
+    x = decode(tensors["x"], kernel.x_format, torch.float64)
     scale = tensors["x_scale"].double() * tensors["w_scale"].double()
     bias = 0 if tensors["bias"] is None else tensors["bias"].double()
     y = convolved(x, w, shape.windows) * scale + bias
@@ -290,10 +290,16 @@ def names_and_shapes(kernel):
 def test_the_host_computes_what_torch_does(name, sparse):
     shape, kernel = SHAPES[name], HopperKernel(TILES["c64x64"], sparse=sparse, family=Family.CONV)
     tensors = conv_tensors(kernel, shape, torch.Generator().manual_seed(4), torch.float32)
-    operation = convolve.conv_sparse if sparse else convolve.conv
     with log.record() as seen:
-        y = operation(*tensors.values(), shape.windows, "e4m3fn", "e4m3fn", torch.float32)
-    unfolded = bool(pictures.why_not(shape, sparse=sparse))
+        y = operate(
+            kernel.operation,
+            *tensors.values(),
+            shape.windows.numbers,
+            "e4m3fn",
+            "e4m3fn",
+            torch.float32,
+        )
+    unfolded = bool(why_not_on_the_host(OPS[kernel.operation], shape))
     name = kernel.operation.replace("conv", "gemm") if unfolded else kernel.operation
     assert {op for op, *_ in seen.calls} <= {name}
     near(y, *exact(kernel, shape, tensors), torch.float32, 2.0**-22)
@@ -309,7 +315,9 @@ def test_operands_that_do_not_fit_are_refused():
         ((x, one, w), Windows((5, 5)), r"no window fits into x of shape \(1, 4, 4, 16\)"),
     ):
         with pytest.raises(ShapeError, match=text):
-            convolve.conv(*operands, one, None, windows, "e4m3fn", "e4m3fn", torch.float32)
+            operate(
+                "conv_fp8", *operands, one, None, windows.numbers, "e4m3fn", "e4m3fn", torch.float32
+            )
 
 
 # --------------------------------------------------------------------------------- on a GPU, sums
@@ -346,13 +354,12 @@ def test_operations_take_the_direct_kernel(hopper, name, sparse):
     kernel = HopperKernel(tile, sparse=sparse, family=Family.CONV, x_scale="tensor")
     made = conv_tensors(kernel, shape, torch.Generator().manual_seed(7), torch.float16)
     tensors = {name: tensor.cuda() for name, tensor in made.items()}
-    operation = convolve.conv_sparse if sparse else convolve.conv
-    arguments_ = (*tensors.values(), shape.windows, "e4m3fn", "e4m3fn", torch.float16)
+    arguments_ = (*tensors.values(), shape.windows.numbers, "e4m3fn", "e4m3fn", torch.float16)
     with log.record() as seen:
-        y = operation(*arguments_)
-        again = operation(*arguments_)
+        y = operate(kernel.operation, *arguments_)
+        again = operate(kernel.operation, *arguments_)
         with use(Backend.REFERENCE):
-            right = operation(*arguments_)
+            right = operate(kernel.operation, *arguments_)
     calls = {key: count for key, count in seen.calls.items() if key[2] is Backend.GPU}
     assert calls == {(kernel.operation, kernel.name, Backend.GPU): 2}
     assert torch.equal(y, again)
@@ -404,6 +411,6 @@ def test_windows_that_the_kernels_cannot_read_are_unfolded():
     made = conv_tensors(kernel, shape, torch.Generator().manual_seed(8), torch.float16)
     tensors = {name: tensor.cuda() for name, tensor in made.items()}
     with log.record() as seen:
-        y = convolve.conv(*tensors.values(), SAME, "e4m3fn", "e4m3fn", torch.float16)
+        y = operate("conv_fp8", *tensors.values(), SAME.numbers, "e4m3fn", "e4m3fn", torch.float16)
     assert [op for op, *_ in seen.calls] == ["gemm_fp8"]
     near(y, *exact(kernel, shape, tensors), torch.float16, 2.0**-12)

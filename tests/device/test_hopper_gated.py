@@ -14,13 +14,13 @@ from quantkit.device.backends import Backend
 from quantkit.device.gpu.calls import Call
 from quantkit.device.hopper.geglu import COSTS, TILES, choose_gated_tile, plan_gated, tiles_of
 from quantkit.device.hopper.gemm import SHARED_LIMIT, Family, HopperKernel, arguments
-from quantkit.device.ops import geglu as gated
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS
 from quantkit.resources import kernel_sources
 from tests.device.test_hopper import exact, gemm_tensors
 from tests.support.gated_cases import check_nearest, gate
 from tests.support.hopper_cases import check_machine_code, symbol
+from tests.support.kernel_cases import operate
 
 #: Every kernel that a shape may take.
 KERNELS = [
@@ -201,10 +201,9 @@ def test_operations_take_the_kernel(hopper, shape, sparse):
     kernel = HopperKernel(tile, sparse=sparse, family=Family.GEGLU, x_scale=x_scale)
     tensors, dtype = gated_tensors(kernel, m, n, k, torch.Generator().manual_seed(7))
     given = [t.cuda() for t in in_order(tensors)]
-    operation = gated.geglu_sparse if sparse else gated.geglu
     with log.record() as seen:
-        y = operation(*given, ("e4m3fn",) * 3, dtype)
-        again = operation(*given, ("e4m3fn",) * 3, dtype)
+        y = operate(kernel.operation, *given, *("e4m3fn",) * 3, dtype)
+        again = operate(kernel.operation, *given, *("e4m3fn",) * 3, dtype)
     assert dict(seen.calls) == {(kernel.operation, kernel.name, Backend.GPU): 2}
     assert torch.equal(y, again)
     value, moved = gated_exactly(kernel, tensors, 2.0**-12)
@@ -225,7 +224,7 @@ def test_what_is_not_finite_or_too_large_is_coded_as_quantizing_does():
     bias = torch.zeros(32, dtype=torch.float32)
     bias[:16] = torch.linspace(-2e4, 2e4, 16)
     given = [t.cuda() for t in (x, x_scale, w, w_scale, bias, torch.tensor([0.5]))]
-    y = decoded(gated.geglu(*given, ("e4m3fn",) * 3, torch.float32), "e4m3fn")
+    y = decoded(operate("geglu_fp8", *given, *("e4m3fn",) * 3, torch.float32), "e4m3fn")
     assert bool(y[0].isnan().all())
     signs = torch.sign(1e4 + bias[:16].double())
     assert torch.equal(y[1], 448 * signs)

@@ -16,7 +16,7 @@ import quantkit
 from quantkit.device import survey
 from quantkit.device.archs import arch_of_device, find_arch
 from quantkit.device.gpu import devices, prepare
-from quantkit.device.gpu.choice import choose_geglu, choose_gemm, is_hopper, why_not_hopper
+from quantkit.device.gpu.choice import choose_kernel, is_hopper, why_not_hopper
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.driver import Driver, TensorEntries
 from quantkit.device.gpu.kernel import plan_of
@@ -26,7 +26,8 @@ from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper.gemm import TILES, Family, HopperKernel, arguments, plan_launch
 from quantkit.device.hopper.tensormap import TensorMap
-from quantkit.device.ops.table import Variant, find_op
+from quantkit.device.ops.op import Problem, Variant
+from quantkit.device.ops.table import OPS, find_op
 from quantkit.errors import KernelError
 
 FUNCTION, STREAM = 0xF00D, 0x57A40
@@ -259,12 +260,12 @@ def test_kept_maps_are_bounded(cuda, monkeypatch):
 @pytest.mark.parametrize("op", ["gemm_fp8", "gemm_fp8_sparse"])
 def test_gemms_of_hopper_run_its_kernels(cuda, op):
     device = h200(cuda)
-    kernel = choose_gemm(device, op, WORDS, {"m": 2048, "n": 1280, "k": 1280})
+    kernel = choose_kernel(device, OPS[op], WORDS, {"m": 2048, "n": 1280, "k": 1280})
     assert isinstance(kernel, HopperKernel)
     assert kernel.operation == op
     assert kernel.accurate
     assert kernel.name == f"e4m3fn_e5m2_token_tensor_bf16_accurate_{kernel.tile.name}"
-    few = choose_gemm(device, op, WORDS, {"m": 3, "n": 1280, "k": 5120})
+    few = choose_kernel(device, OPS[op], WORDS, {"m": 3, "n": 1280, "k": 5120})
     assert few.tile.m == 16
     assert few.tile.team > 1
 
@@ -272,12 +273,12 @@ def test_gemms_of_hopper_run_its_kernels(cuda, op):
 @pytest.mark.parametrize("op", ["gemm_fp8", "gemm_fp8_sparse"])
 def test_fast_sums_are_taken_where_they_are_asked_for_and_faster(cuda, op):
     device = h200(cuda)
-    fast = choose_gemm(device, op, WORDS, {"m": 8192, "n": 8192, "k": 8192}, accurate=False)
+    fast = choose_kernel(device, OPS[op], WORDS, {"m": 8192, "n": 8192, "k": 8192}, accurate=False)
     assert not fast.accurate
     assert "_fast_" in fast.name
     few = {"m": 3, "n": 1280, "k": 5120}
-    assert choose_gemm(device, op, WORDS, few, accurate=False) == choose_gemm(
-        device, op, WORDS, few
+    assert choose_kernel(device, OPS[op], WORDS, few, accurate=False) == choose_kernel(
+        device, OPS[op], WORDS, few
     )
 
 
@@ -286,16 +287,19 @@ def test_fast_sums_hold_inside_their_block(cuda, monkeypatch):
 
     def choose(*arguments, accurate):
         asked.append(accurate)
-        return choose_gemm(*arguments, accurate=accurate)
+        return choose_kernel(*arguments, accurate=accurate)
 
-    monkeypatch.setattr(prepare, "choose_gemm", choose)
+    monkeypatch.setattr(prepare, "choose_kernel", choose)
     monkeypatch.setattr(prepare, "find_device", lambda _: h200(cuda))
     x, x_scale, w, w_scale, _, _ = operands(DENSE, 8, 16, 64)
     words = ("e4m3fn", "e4m3fn", "token", "channel", "f16")
+    given = (x, x_scale, w, w_scale, None)
+    problem = Problem(words, {"m": 8, "n": 16, "k": 64})
+    prepared = (OPS["gemm_fp8"], problem, given, (((8, 16), torch.float16),), ())
     for block in (contextlib.nullcontext, quantkit.fast_sums):
         with block():
-            prepare.prepare_gemm("gemm_fp8", words, (x, x_scale, w, w_scale, None), ())
-    prepare.prepare_gemm("gemm_fp8", words, (x, x_scale, w, w_scale, None), ())
+            prepare.prepare(*prepared)
+    prepare.prepare(*prepared)
     assert asked == [True, False, True]
 
 
@@ -304,7 +308,7 @@ def test_geglu_is_one_kernel(cuda, op, monkeypatch):
     device, sizes = h200(cuda), {"m": 2048, "n": 5120, "k": 1280}
     assert is_hopper(device)
     words = (*WORDS, "e5m2")
-    kernel, fast = (choose_geglu(device, op, words, sizes, accurate=a) for a in (True, False))
+    kernel, fast = (choose_kernel(device, OPS[op], words, sizes, accurate=a) for a in (True, False))
     assert kernel.operation == fast.operation == op
     assert kernel.name == f"e4m3fn_e5m2_token_tensor_bf16_e5m2_accurate_{kernel.tile.name}"
     assert "_fast_" in fast.name
@@ -312,7 +316,9 @@ def test_geglu_is_one_kernel(cuda, op, monkeypatch):
     x, x_scale, *weights, y_scale, _ = operands(gated, 8, 16, 64)
     monkeypatch.setattr(prepare, "find_device", lambda _: device)
     words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "e4m3fn")
-    call = prepare.prepare_geglu(op, words, (x, x_scale, *weights, y_scale), ())
+    problem = Problem(words, {"m": 8, "n": 16, "k": 64})
+    outputs = (((8, 16), torch.uint8),)
+    call = prepare.prepare(OPS[op], problem, (x, x_scale, *weights, y_scale), outputs, ())
     cuda.count = len(arguments(gated))
     (codes,) = call(x, x_scale, *weights, y_scale)
     assert (codes.shape, codes.dtype) == ((8, 16), torch.uint8)
@@ -323,19 +329,19 @@ def test_other_devices_and_old_drivers_take_a_tile_of_the_menu(cuda):
     sizes = {"m": 2048, "n": 1280, "k": 1280}
     old = h200(cuda, tensors=None, version="11.8")
     assert "driver 11.8 has no tensor maps" in why_not_hopper(old)
-    assert isinstance(choose_gemm(old, "gemm_fp8", WORDS, sizes), Variant)
+    assert isinstance(choose_kernel(old, OPS["gemm_fp8"], WORDS, sizes), Variant)
     assert "sm_89 policy (mma.sync), compiled for sm_90a: driver 11.8" in survey._kernels_of(old)
     assert survey._kernels_of(h200(cuda)) == "wgmma and wgmma.sp, compiled for sm_90a"
     ada = Device(**{**vars(h200(cuda)), "name": "sm_89", "arch": find_arch("sm_89")})
-    assert isinstance(choose_gemm(ada, "gemm_fp8", WORDS, sizes), Variant)
+    assert isinstance(choose_kernel(ada, OPS["gemm_fp8"], WORDS, sizes), Variant)
 
 
 @pytest.mark.parametrize("op", ["geglu_fp8", "geglu_fp8_sparse"])
 def test_columns_that_no_piece_of_16_codes_holds_are_gated_by_the_menu(cuda, op):
     words, sizes = (*WORDS, "e4m3fn"), {"m": 300, "n": 45, "k": 64}
-    kernel = choose_geglu(h200(cuda), op, words, sizes)
+    kernel = choose_kernel(h200(cuda), OPS[op], words, sizes)
     assert kernel == Variant(find_op(op), (*words, "t1"))
-    assert isinstance(choose_geglu(h200(cuda), op, words, {**sizes, "n": 48}), HopperKernel)
+    assert isinstance(choose_kernel(h200(cuda), OPS[op], words, {**sizes, "n": 48}), HopperKernel)
 
 
 @pytest.mark.parametrize("k", [16, 32, 48, 128, 384, 512, 5120])
@@ -345,7 +351,7 @@ def test_every_k_that_the_operations_take_has_a_hopper_kernel(cuda, m, k):
     for op, multiple in (("gemm_fp8", 16), ("gemm_fp8_sparse", 32)):
         if k % multiple == 0:
             sizes = {"m": m, "n": 75, "k": k}
-            plan = plan_of(choose_gemm(device, op, WORDS, sizes), sizes, device.units)
+            plan = plan_of(choose_kernel(device, OPS[op], WORDS, sizes), sizes, device.units)
             assert all(spec is None or spec.pitches[0] % 16 == 0 for _, spec in plan.maps)
 
 

@@ -12,20 +12,22 @@ import torch
 
 from quantkit.device import cache, compilers, log
 from quantkit.device.backends import Backend
-from quantkit.device.host import calls as host_calls
 from quantkit.device.host import library as host
 from quantkit.device.ops import call as execute
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import OPS, Variant, all_variants
+from quantkit.device.ops.op import Variant, all_variants
+from quantkit.device.ops.quantize import quantize_token
+from quantkit.device.ops.table import OPS
 from quantkit.errors import CompilerMissingError, KernelError
 from quantkit.resources import kernel_sources
-from tests.support.kernel_cases import need
+from tests.support.kernel_cases import need, operate
 
 SMALL = Variant(OPS["quantize_fp8_static"], ("f32", "e4m3fn", ""))
 LAUNCH = """
 import torch
 from quantkit.device.ops import call as execute
-q = execute.quantize_static(torch.ones(4, 16), torch.tensor([0.5]), None, "e4m3fn")
+from quantkit.device.ops.table import OPS
+given = (torch.ones(4, 16), None, None, torch.tensor([0.5]), "e4m3fn")
+q = execute.call(OPS["quantize_fp8_static"], *given)
 print(int(q.sum()))
 """
 
@@ -45,8 +47,7 @@ def fresh_host(tmp_path, monkeypatch):
         host._load,
         host._runtime_object,
         host._folder,
-        host_calls._kernel,
-        execute._say_why,
+        execute._say,
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for function in functions:
@@ -223,8 +224,8 @@ def test_without_a_compiler_the_reference_runs_and_says_so(fresh_host, monkeypat
     monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
     x = torch.randn(3, 16)
     with caplog.at_level(logging.INFO), log.record() as seen:
-        q, _ = execute.quantize_token(x, None, "e4m3fn")
-    assert torch.equal(q, reference.quantize_token(x, None, "e4m3fn")[0])
+        _, q = operate("quantize_fp8_token", x, None, None, "e4m3fn")
+    assert torch.equal(q, quantize_token(x, None, None, "e4m3fn")[1])
     assert list(seen.calls) == [("quantize_fp8_token", "f32_e4m3fn", Backend.REFERENCE)]
     assert "runs on the reference: host kernels: CXX='/nowhere/c++ -O2' does not run" in caplog.text
     assert not fresh_host.exists()

@@ -12,8 +12,9 @@ from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
 from quantkit.device.gpu import nvrtc
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import OPS, Variant, default_variants
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.quantize import quantize_static, quantize_token
+from quantkit.device.ops.table import OPS, default_variants
 from quantkit.device.tiles import variants_for
 from quantkit.numerics.formats import FORMATS
 from tests.support.kernel_cases import (
@@ -277,9 +278,9 @@ def check_quantize(variant, x, scale, fmt, layout="gfx12"):
     }
     out = launch(variant, layout, tensors, {"m": m, "k": k})
     if static:
-        same_codes(out["q"], reference.quantize_static(x, given, smooth, fmt, shift), fmt)
+        same_codes(out["q"], quantize_static(x, smooth, shift, given, fmt), fmt)
     else:
-        q, scales = reference.quantize_token(x, smooth, fmt, shift)
+        scales, q = quantize_token(x, smooth, shift, fmt)
         assert torch.equal(out["scale"].nan_to_num(-1), scales.nan_to_num(-1))
         same_codes(out["q"], q, fmt)
 

@@ -28,12 +28,13 @@ from quantkit.device.backends import Backend
 from quantkit.device.geometry import compile_expression, geometry_of
 from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_conv, choose_geglu, why_no_conv
+from quantkit.device.gpu.choice import choose_kernel, why_detour
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.host import library as host
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import OPS, Variant
-from quantkit.device.ops.windows import PICTURE
+from quantkit.device.ops.conv import PICTURE
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.quantize import quantize_token
+from quantkit.device.ops.table import OPS
 from quantkit.errors import CompilerMissingError, KernelError
 from quantkit.numerics.windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, STRIDED, conv_case
@@ -125,7 +126,7 @@ def test_gemms_through_the_loader_are_exact_up_to_one_rounding(hip, op):
 def test_gated_products_through_the_loader_have_the_nearest_codes(hip, op, shape, tile):
     m, n, k = shape
     device, words = hip.device(), ("e4m3fn", "e4m3fn", "token", "channel", "f16", "e4m3fn")
-    variant = choose_geglu(device, op, words, {"m": m, "n": n, "k": k})
+    variant = choose_kernel(device, OPS[op], words, {"m": m, "n": n, "k": k})
     assert variant == Variant(OPS[op], (*words, tile))
     hip.provide(variant)
     case = gated_case(variant, m, n, k, torch.Generator().manual_seed(5))
@@ -139,9 +140,9 @@ def test_gated_products_through_the_loader_have_the_nearest_codes(hip, op, shape
 )
 def test_convolutions_through_the_loader_are_exact_up_to_one_rounding(hip, op, size, tile):
     device, shape = hip.device(), ConvShape(1, size, size, 64, 80, STRIDED if size < 9 else SAME)
-    assert not why_no_conv(device, op, "f16", shape)
     words = ("e4m3fn", "e4m3fn", "tensor", "channel", "f16")
-    variant = choose_conv(device, op, words, shape)
+    assert not why_detour(device, OPS[op], words, shape)
+    variant = choose_kernel(device, OPS[op], words, shape)
     assert variant == Variant(OPS[op], (*words, tile))
     hip.provide(variant)
     case = conv_case(variant, shape, torch.Generator().manual_seed(6))
@@ -197,14 +198,14 @@ def test_a_kernel_is_loaded_once_per_device_and_logged(hip):
 def test_operands_that_are_not_plain_memory_are_copied(hip):
     hip.provide(SMALL)
     x = torch.randn(6, 40)
-    right = reference.quantize_token(x, None, "e4m3fn")
+    right = quantize_token(x, None, None, "e4m3fn")
     padded = torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
     strided = torch.stack((x, -x), dim=-1)[..., 0]
     assert padded.data_ptr() % 16
     for changed in (padded, strided, x.T.contiguous().T):
         scale, q = quantize(hip.device(), changed)
-        assert torch.equal(q, right[0])
-        assert torch.equal(scale, right[1])
+        assert torch.equal(scale, right[0])
+        assert torch.equal(q, right[1])
 
 
 def test_another_device_is_made_current_for_the_launch(hip):
@@ -242,7 +243,7 @@ def test_threads_do_not_mix_their_arguments(hip):
 
     def work(seed):
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
-        q, scale = reference.quantize_token(x, None, "e4m3fn")
+        scale, q = quantize_token(x, None, None, "e4m3fn")
         for _ in range(150):
             found = call(x, None, None)
             if not (torch.equal(found[1], q) and torch.equal(found[0], scale)):
@@ -585,7 +586,8 @@ import contextlib, sys, torch
 from quantkit.device.archs import find_arch
 from quantkit.device.gpu.driver_hip import load_hip
 from quantkit.device.gpu.objects import read_object
-from quantkit.device.ops.table import OPS, all_variants
+from quantkit.device.ops.op import all_variants
+from quantkit.device.ops.table import OPS
 driver = load_hip()
 for variant in list(all_variants(OPS["gemm_fp8"]))[:20]:
     found = read_object(driver, "gfx1201", variant)

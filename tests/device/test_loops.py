@@ -13,7 +13,8 @@ from quantkit.device.aot.hazards import unwaited_reads
 from quantkit.device.aot.k_loop import find_loop, lds_bytes
 from quantkit.device.aot.masks import masked_matrix_instructions
 from quantkit.device.archs import ARCHS, MatrixUnit
-from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 from tests.support.kernel_cases import need
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gemm_fp8_sparse_t2_clang19.s.gz"

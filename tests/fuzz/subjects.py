@@ -185,7 +185,8 @@ def _write_measured(root: Path) -> None:
 def _write_kernel(folder: Path) -> None:
     """Compile one kernel, where there is a compiler."""
     from quantkit.device.aot.build import build
-    from quantkit.device.ops.table import OPS, all_variants
+    from quantkit.device.ops.op import all_variants
+    from quantkit.device.ops.table import OPS
     from quantkit.errors import CompilerMissingError
     from quantkit.progress import silent
 

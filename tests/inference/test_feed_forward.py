@@ -8,15 +8,14 @@ from diffusers.models.attention import FeedForward
 from torch import nn
 
 from quantkit.device import log
-from quantkit.device.ops import geglu as gated
 from quantkit.errors import KernelError, ShapeError
 from quantkit.inference import feed_forward
 from quantkit.inference.feed_forward import GatedFeedForward, install
-from quantkit.inference.gated_operators import geglu
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
+from tests.support.kernel_cases import operate
 from tests.support.packed import packed_module
 
 TOKEN, STATIC, NONE = Activation.TOKEN, Activation.STATIC, Activation.NONE
@@ -84,9 +83,9 @@ def test_a_fused_network_gives_the_bits_of_its_kernels(name, bias, dtype):
     assert torch.equal(found, one)
     # A few codes are a place off, up to 1/8 of their value: gelu is, and bfloat16 rounds it.
     assert float((found - apart).float().norm() / apart.float().norm()) < 0.03
-    operator = "geglu_sparse" if FUSED[name].sparsity else "geglu"
-    quantize = "quantize_token" if FUSED[name].activation is TOKEN else "quantize_static"
-    assert called == {quantize: 1, operator: 1, "gemm": 1}
+    operator = "geglu_fp8_sparse" if FUSED[name].sparsity else "geglu_fp8"
+    kind = "token" if FUSED[name].activation is TOKEN else "static"
+    assert called == {f"quantize_fp8_{kind}": 1, operator: 1, "gemm_fp8": 1}
 
 
 @torch.no_grad()
@@ -129,8 +128,8 @@ def test_who_looks_at_a_layer_sees_it_called(disturb):
     install(model)
     disturb(model[0])
     found, called = operators(lambda: model(x))
-    assert "geglu" not in called
-    assert called["gemm"] == 2
+    assert "geglu_fp8" not in called
+    assert called["gemm_fp8"] == 2
     assert torch.equal(found, apart)
 
 
@@ -139,8 +138,8 @@ def test_a_cpu_has_no_kernel_for_it():
     model = network(PLAIN, PLAIN)
     install(model)
     _, called = operators(lambda: model(torch.randn(3, 32)))
-    assert "geglu" not in called
-    assert not gated.has_kernel(torch.device("cpu"), 32, sparse=False)
+    assert "geglu_fp8" not in called
+    assert not feed_forward._has_kernel("geglu_fp8", "cpu", 32)
 
 
 @torch.no_grad()
@@ -167,7 +166,7 @@ def test_it_compiles_without_a_graph_break():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), model(x))
     _, called = operators(lambda: compiled(x))
-    assert called["geglu"] == 1
+    assert called["geglu_fp8"] == 1
 
 
 # ------------------------------------------------------------------------------------ the operation
@@ -187,7 +186,7 @@ def operands(m=5, n=48, k=64, seed=0):
 
 def test_no_tokens_have_no_codes():
     x, x_scale, *rest = operands()
-    found = geglu(x[:0], x_scale[:0], *rest, "e4m3fn", "e4m3fn", torch.float32)
+    found = operate("geglu_fp8", x[:0], x_scale[:0], *rest, *("e4m3fn",) * 3, torch.float32)
     assert (found.shape, found.dtype) == ((0, 48), torch.uint8)
 
 
@@ -204,14 +203,15 @@ def test_operands_that_do_not_fit_are_refused(index, value, error, text):
     given = operands()
     given[index] = value
     with pytest.raises(error, match=text):
-        gated.geglu(*given, ("e4m3fn",) * 3, torch.float32)
+        operate("geglu_fp8", *given, *("e4m3fn",) * 3, torch.float32)
 
 
 def test_an_output_without_a_gate_is_refused():
     x, x_scale, w, w_scale, bias, y_scale = operands()
     with pytest.raises(ShapeError, match="w has 95 rows, wanted as many gates as outputs"):
-        gated.geglu(
-            *(x, x_scale, w[:-1], w_scale[:-1], bias[:-1], y_scale, ("e4m3fn",) * 3),
+        operate(
+            *("geglu_fp8", x, x_scale, w[:-1], w_scale[:-1], bias[:-1], y_scale),
+            *("e4m3fn",) * 3,
             torch.float32,
         )
 

@@ -14,11 +14,13 @@ from torch.nn import functional
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
+from quantkit.device.ops.table import OPS
 from quantkit.errors import CheckpointError, InputError, ShapeError
-from quantkit.inference import buckets, conv_operators, operators
+from quantkit.inference import buckets
 from quantkit.inference.deviation import watch
 from quantkit.inference.loading import packed_layers
 from quantkit.inference.modules import pack_module
+from quantkit.inference.operators import OPERATORS
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -247,42 +249,36 @@ def operator_samples():
     image = torch.randint(0, 120, (2, 5, 4, 8), dtype=torch.uint8)
     pad_one = [2, 2, 1, 1, 1, 1, 0, 1, 1, 0]
     by_two = [2, 2, 2, 1, 1, 2, 0, 0, 0, 0]
-    ops = torch.ops.quantkit
+    e4m3, e5m2, kept = ("e4m3fn",) * 2, ("e5m2",) * 2, w[:, :16].contiguous()
     return {
-        "quantize_static": (ops.quantize_static, (x, one, None, "e4m3fn")),
-        "quantize_static-smooth": (ops.quantize_static, (x.half(), one, smooth, "e5m2")),
-        "quantize_static-shift": (ops.quantize_static, (x, one, smooth, "e4m3fn", -smooth)),
-        "quantize_token-shift": (ops.quantize_token, (x.half(), None, "e4m3fn", -smooth)),
-        "quantize_static-empty": (ops.quantize_static, (x[:0], one, None, "e4m3fn")),
-        "quantize_token": (ops.quantize_token, (x, smooth, "e4m3fn")),
-        "quantize_token-empty": (ops.quantize_token, (x[:0], None, "e4m3fn")),
-        "gemm": (ops.gemm, (codes, rows, w, one.reshape(()), None, "e4m3fn", torch.float32)),
-        "gemm-bias": (ops.gemm, (codes, one, w, bias.abs(), bias.half(), "e4m3fn", half)),
-        "gemm-empty": (ops.gemm, (codes[:0], rows[:0], w, one.reshape(()), None, "e4m3fn", half)),
-        "conv": (ops.conv, (image, one, w, bias.abs(), bias, pad_one, "e4m3fn", torch.float32)),
-        "conv-strided": (ops.conv, (image, one, w, one, None, by_two, "e5m2", half)),
-        "conv-empty": (ops.conv, (image[:0], one, w, one, bias, pad_one, "e4m3fn", torch.float32)),
-        "conv_sparse": (
-            ops.conv_sparse,
-            (image, one, w[:, :16].contiguous(), meta, one, bias, pad_one, "e4m3fn", torch.float32),
-        ),
-        "gemm_sparse": (
-            ops.gemm_sparse,
-            (codes, rows, w[:, :16].contiguous(), meta, bias.abs(), bias, "e5m2", torch.float32),
-        ),
+        "quantize_fp8_static": (x, None, None, one, "e4m3fn"),
+        "quantize_fp8_static-smooth": (x.half(), smooth, None, one, "e5m2"),
+        "quantize_fp8_static-shift": (x, smooth, -smooth, one, "e4m3fn"),
+        "quantize_fp8_token-shift": (x.half(), None, -smooth, "e4m3fn"),
+        "quantize_fp8_static-empty": (x[:0], None, None, one, "e4m3fn"),
+        "quantize_fp8_token": (x, smooth, None, "e4m3fn"),
+        "quantize_fp8_token-empty": (x[:0], None, None, "e4m3fn"),
+        "gemm_fp8": (codes, rows, w, one.reshape(()), None, *e4m3, torch.float32),
+        "gemm_fp8-bias": (codes, one, w, bias.abs(), bias.half(), *e4m3, half),
+        "gemm_fp8-empty": (codes[:0], rows[:0], w, one.reshape(()), None, *e4m3, half),
+        "geglu_fp8": (codes, rows, w, bias.abs(), bias, one, *e4m3, "e5m2", torch.float32),
+        "geglu_fp8-empty": (codes[:0], one, w, one, None, one, *e4m3, "e4m3fn", half),
+        "geglu_fp8_sparse": (codes, one, kept, meta, one, None, one, *e4m3, "e4m3fn", half),
+        "conv_fp8": (image, one, w, bias.abs(), bias, pad_one, *e4m3, torch.float32),
+        "conv_fp8-strided": (image, one, w, one, None, by_two, *e5m2, half),
+        "conv_fp8-empty": (image[:0], one, w, one, bias, pad_one, *e4m3, torch.float32),
+        "conv_fp8_sparse": (image, one, kept, meta, one, bias, pad_one, *e4m3, torch.float32),
+        "gemm_fp8_sparse": (codes, rows, kept, meta, bias.abs(), bias, *e5m2, torch.float32),
     }
 
 
 @pytest.mark.parametrize("name", operator_samples().keys())
 def test_operator_keeps_its_contract(name):
-    operator, args = operator_samples()[name]
-    torch.library.opcheck(operator, args)
+    torch.library.opcheck(OPERATORS[name.split("-")[0]], operator_samples()[name])
 
 
 def test_every_operator_is_sampled():
-    named = {*vars(operators), *vars(conv_operators)}
-    defined = {n for n in named if n[0] != "_" and n in dir(torch.ops.quantkit)}
-    assert {name.split("-")[0] for name in operator_samples()} == defined
+    assert {name.split("-")[0] for name in operator_samples()} == set(OPS)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(32, 8), lambda: nn.Conv2d(32, 8, 3, 2, 1)])
@@ -473,10 +469,13 @@ def test_watch_measures_against_reference_and_dense():
 def test_watch_sees_a_wrong_scale(monkeypatch):
     from quantkit.device.ops import call as execute
 
-    right = execute.gemm
-    monkeypatch.setattr(
-        execute, "gemm", lambda x, s, *rest: right(x, s * (1 if forced() else 1.01), *rest)
-    )
+    right = execute.call
+
+    def wrong(op, x, scale, *rest):
+        off = 1.01 if op.family == "gemm" and not forced() else 1
+        return right(op, x, scale if scale is None else scale * off, *rest)
+
+    monkeypatch.setattr(execute, "call", wrong)
     layer = nn.Sequential(packed_module(nn.Linear(32, 8, bias=False), SCHEMES["token"]))
     with watch(layer) as seen:
         layer(torch.ones(2, 32))

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.device.geometry import tiles
-from quantkit.device.ops.table import OPS, Variant
-from quantkit.device.ops.windows import integers
+from quantkit.device.ops.conv import integers
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 from quantkit.numerics.windows import ConvShape, Windows
 from tests.support.kernel_cases import DTYPES, codes, gemm_case, launch, magnitudes, referred
 
@@ -55,7 +56,7 @@ class ConvCase:
         return self._reference(magnitudes(self.tensors))
 
     def _reference(self, tensors):
-        return referred(self.variant, tensors, self.shape.windows)
+        return referred(self.variant, tensors, self.shape.windows.numbers)
 
 
 def conv_case(variant, shape, generator, *, bias=True):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from quantkit.device.ops.table import OPS, Variant
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
 from quantkit.numerics.formats import FORMATS
 from tests.support.kernel_cases import GemmCase, gemm_case, launch, spacing
 

@@ -12,12 +12,14 @@ import torch
 from quantkit.device.archs import ARCHS
 from quantkit.device.geometry import tiles
 from quantkit.device.host import library as host
-from quantkit.device.ops import reference
-from quantkit.device.ops.table import Variant, all_variants
+from quantkit.device.ops import call as execute
+from quantkit.device.ops.op import Variant, all_variants
+from quantkit.device.ops.table import OPS
 from quantkit.device.tiles import variants_for
 from quantkit.errors import CompilerMissingError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packing import LEGAL_NIBBLES
+from quantkit.numerics.scales import decode
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 SENTINEL = 0xA5
@@ -101,10 +103,15 @@ def launch(variant, layout, tensors, sizes, *, threads=2):
     return {a.name: guarded[a.name].view for a in variant.op.args if a.written}
 
 
+def operate(name, *arguments):
+    """Run an operation: operands in launch order, then options."""
+    return execute.call(OPS[name], *arguments)
+
+
 def codes(shape, fmt, generator):
     """Return uniform random codes without NaN and infinity: every sign, exponent and subnormal."""
     legal = torch.arange(256, dtype=torch.uint8)
-    legal = legal[reference.decode(legal, fmt).isfinite()]
+    legal = legal[decode(legal, fmt).isfinite()]
     return legal[torch.randint(len(legal), shape, generator=generator)]
 
 
@@ -189,7 +196,7 @@ def gemm_case(variant, m, n, k, generator, *, bias=True):
         "w_scale": size * (0.5 + torch.rand(channels, generator=generator)),
         "bias": None,
     }
-    if variant.op.name.endswith("sparse"):
+    if variant.op.sparse:
         tensors["w"], tensors["w_meta"] = sparse_weight(n, k, w_format, generator)
     if bias:
         noise = torch.randn(n, generator=generator)
@@ -270,7 +277,7 @@ def shapes_of(variant):
 
 def points_and_midpoints(fmt):
     """Return the finite values of a format, and the float32 numbers halfway between them."""
-    points = reference.decode(torch.arange(256, dtype=torch.uint8), fmt)
+    points = decode(torch.arange(256, dtype=torch.uint8), fmt)
     points = points[points.isfinite()].sort().values.unique()
     return points, (points[1:] + points[:-1]) / 2
 
@@ -299,6 +306,6 @@ def every_value(io, fmt):
 
 def same_codes(found, expected, fmt):
     """Compare bytes; NaN may have any sign and payload."""
-    nan = reference.decode(expected, fmt).isnan()
-    assert torch.equal(reference.decode(found, fmt).isnan(), nan)
+    nan = decode(expected, fmt).isnan()
+    assert torch.equal(decode(found, fmt).isnan(), nan)
     assert torch.equal(found[~nan], expected[~nan])

@@ -13,7 +13,7 @@ from quantkit.device.archs import Arch, Toolchain, find_arch
 from quantkit.device.cache import device_sources_digest
 from quantkit.device.compilers import Compiler, clang
 from quantkit.device.gpu import nvrtc
-from quantkit.device.ops.table import Variant
+from quantkit.device.ops.op import Variant
 from quantkit.errors import KernelError
 from quantkit.progress import Progress, silent
 from quantkit.resources import kernel_sources

@@ -9,7 +9,7 @@ from pathlib import Path
 from quantkit._version import __version__
 from quantkit.device.aot.codeobject import Resources
 from quantkit.device.geometry import geometry_of
-from quantkit.device.ops.table import Argument, Variant
+from quantkit.device.ops.op import Argument, Variant
 from quantkit.errors import ArtefactError
 from quantkit.storage.jsonfile import as_type, parsing, read_json
 

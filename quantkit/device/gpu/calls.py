@@ -13,13 +13,12 @@ from torch import Tensor
 from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.gpu.devices import Device
-from quantkit.device.gpu.kernel import Kernel, Sizes
+from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.gpu.launcher import prepare_launch
+from quantkit.device.ops.op import Output, Sizes
 
 #: Operands that differ in nothing but their addresses.
 Signature = tuple[object, ...]
-#: Shape and dtype of a result.
-Output = tuple[tuple[int, ...], torch.dtype]
 
 #: Far more than a pipeline at one resolution needs, and small in memory.
 _MOST_CALLS = 4096

@@ -1,6 +1,7 @@
-"""Which kernel computes a GEMM, gated or not, or a convolution: Hopper's own, or a menu's tile."""
+"""Which kernel computes an operation: Hopper's own, or a tile of the menu."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
@@ -9,90 +10,42 @@ from quantkit.device.hopper import conv as hopper_conv
 from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper import gemm as hopper
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile
-from quantkit.device.ops import windows as pictures
-from quantkit.device.ops.table import Variant, find_op
+from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.device.tiles import choose_tile
 from quantkit.numerics.windows import ConvShape
 
 
-def choose_gemm(
-    device: Device,
-    op: str,
-    words: tuple[str, ...],
-    sizes: dict[str, int],
-    *,
-    accurate: bool = True,
+def choose_kernel(
+    device: Device, op: Op, words: tuple[str, ...], sizes: Sizes, *, accurate: bool = True
 ) -> Kernel:
-    """Return the kernel of one GEMM.
+    """Return the kernel of one call.
 
     Args:
+        device: where the operands lie.
+        op: what is computed; ``why_detour`` has nothing against it.
         words: of the variant, but for the tile's.
-        sizes: m, n and k; k a multiple of what the operation takes, which is also what tensor maps
-            need of the rows of x and w.
+        sizes: k is a multiple of what the operation takes, which is also what tensor maps need of
+            the rows of x and w.
         accurate: sums leave the matrix unit for float32 every 128 products; Hopper alone can do
             without.
     """
-    m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    if not is_hopper(device):
-        return _of_menu(device, op, words, m, n)
-    sparse = op == "gemm_fp8_sparse"
-    best, mode = hopper_choice.choose_sums(
-        m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
-    )
-    return _hopper_kernel(best, words, sparse=sparse, accurate=mode)
+    choose = _HOPPER.get(op.name) if is_hopper(device) else None
+    own = choose(op, words, sizes, _Sums(accurate, device.units)) if choose else None
+    return own or _of_menu(device, op, words, op.integers(sizes))
 
 
-def choose_conv(
-    device: Device, op: str, words: tuple[str, ...], shape: ConvShape, *, accurate: bool = True
-) -> Kernel:
-    """Return the kernel of one convolution, which ``why_no_conv`` has nothing against.
+def why_detour(device: Device | None, op: Op, words: tuple[str, ...], sizes: Sizes) -> str:
+    """Return why the kernels of a device do not take these sizes; empty when they do.
 
     Args:
+        device: None for the host.
+        op: what is to be computed.
         words: of the variant, but for the tile's.
-        accurate: as in ``choose_gemm``.
+        sizes: of the call.
     """
-    if not is_hopper(device):
-        return _of_menu(device, op, words, pictures.integers(shape)["m"], shape.n)
-    sparse = op == "conv_fp8_sparse"
-    best, mode = hopper_conv.choose_conv_tile(
-        shape, sparse=sparse, accurate=accurate, multiprocessors=device.units
-    )
-    return _hopper_kernel(best, words, Family.CONV, sparse=sparse, accurate=mode)
-
-
-def choose_geglu(
-    device: Device,
-    op: str,
-    words: tuple[str, ...],
-    sizes: dict[str, int],
-    *,
-    accurate: bool = True,
-) -> Kernel:
-    """Return the kernel of one gated GEMM.
-
-    Args:
-        words: of the kernel, but for the tile's; the format of the result stands last.
-        sizes: m, n and k, n the columns of the result.
-        accurate: as in ``choose_gemm``.
-    """
-    m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    if not is_hopper(device) or n % hopper_gated.COLUMNS:
-        return _of_menu(device, op, words, m, 2 * n)
-    sparse = op == "geglu_fp8_sparse"
-    best, mode = hopper_gated.choose_gated_tile(
-        m, n, k, sparse=sparse, accurate=accurate, multiprocessors=device.units
-    )
-    *shared, y_format = words
-    kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=sparse, accurate=mode)
-    return replace(kernel, y_format=y_format)
-
-
-def why_no_conv(device: Device, op: str, io: str, shape: ConvShape) -> str:
-    """Return why a convolution is unfolded for a GEMM on this device; empty when it is not."""
-    sparse = op == "conv_fp8_sparse"
-    if is_hopper(device):
-        return hopper_conv.why_not(shape, io, sparse=sparse)
-    return pictures.why_not(shape, sparse=sparse)
+    if device and is_hopper(device) and op.name in _HOPPER and isinstance(sizes, ConvShape):
+        return hopper_conv.why_not(sizes, words[-1], sparse=op.sparse)
+    return op.why_not(op, sizes) if op.why_not else ""
 
 
 def is_hopper(device: Device) -> bool:
@@ -107,19 +60,68 @@ def why_not_hopper(device: Device) -> str:
     return ""
 
 
-def _of_menu(device: Device, op: str, words: tuple[str, ...], m: int, rows: int) -> Variant:
-    """Return the tile for m tokens and so many rows of w."""
-    tile = choose_tile(m, rows, device.units, dict(device.arch.tile_speed)[op])
-    return Variant(find_op(op), (*words, tile))
+@dataclass(frozen=True)
+class _Sums:
+    """How exact they have to be, and on how many multiprocessors."""
+
+    accurate: bool
+    units: int
+
+
+def _gemm(op: Op, words: tuple[str, ...], sizes: Sizes, sums: _Sums) -> HopperKernel | None:
+    assert isinstance(sizes, dict)
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    best, mode = hopper_choice.choose_sums(
+        m, n, k, sparse=op.sparse, accurate=sums.accurate, multiprocessors=sums.units
+    )
+    return _hopper_kernel(best, words, Family.GEMM, sparse=op.sparse, accurate=mode)
+
+
+def _conv(op: Op, words: tuple[str, ...], sizes: Sizes, sums: _Sums) -> HopperKernel | None:
+    assert isinstance(sizes, ConvShape)
+    best, mode = hopper_conv.choose_conv_tile(
+        sizes, sparse=op.sparse, accurate=sums.accurate, multiprocessors=sums.units
+    )
+    return _hopper_kernel(best, words, Family.CONV, sparse=op.sparse, accurate=mode)
+
+
+def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, sums: _Sums) -> HopperKernel | None:
+    """Return Hopper's kernel; None where a row of the result is not made of its pieces."""
+    assert isinstance(sizes, dict)
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    if n % hopper_gated.COLUMNS:
+        return None
+    best, mode = hopper_gated.choose_gated_tile(
+        m, n, k, sparse=op.sparse, accurate=sums.accurate, multiprocessors=sums.units
+    )
+    *shared, y_format = words
+    kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=op.sparse, accurate=mode)
+    return replace(kernel, y_format=y_format)
+
+
+_Choose = Callable[[Op, tuple[str, ...], Sizes, _Sums], HopperKernel | None]
+
+#: Operations that Hopper has kernels of its own for.
+_HOPPER: dict[str, _Choose] = {
+    "gemm_fp8": _gemm,
+    "gemm_fp8_sparse": _gemm,
+    "conv_fp8": _conv,
+    "conv_fp8_sparse": _conv,
+    "geglu_fp8": _geglu,
+    "geglu_fp8_sparse": _geglu,
+}
+
+
+def _of_menu(device: Device, op: Op, words: tuple[str, ...], numbers: dict[str, int]) -> Variant:
+    """Return the variant, with the best tile of the menu where there are several."""
+    if not op.tiled:
+        return Variant(op, words)
+    rows, speed = op.rows_per_column * numbers["n"], dict(device.arch.tile_speed)[op.name]
+    return Variant(op, (*words, choose_tile(numbers["m"], rows, device.units, speed)))
 
 
 def _hopper_kernel(
-    tile: HopperTile,
-    words: tuple[str, ...],
-    family: Family = Family.GEMM,
-    *,
-    sparse: bool,
-    accurate: bool,
+    tile: HopperTile, words: tuple[str, ...], family: Family, *, sparse: bool, accurate: bool
 ) -> HopperKernel:
     x_format, w_format, x_scale, w_scale, io = words
     return HopperKernel(

@@ -7,15 +7,13 @@ from quantkit.device.hopper.conv import plan_conv
 from quantkit.device.hopper.geglu import plan_gated
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperLaunch, arguments, plan_launch
 from quantkit.device.hopper.tensormap import TensorMap
-from quantkit.device.ops.table import Variant
-from quantkit.device.ops.windows import integers, why_refused
+from quantkit.device.ops.conv import why_refused
+from quantkit.device.ops.op import Sizes, Variant
 from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape
 
 #: One compile of one source: symbol, source, defines, operation and name say which.
 Kernel = Variant | HopperKernel
-#: m, n and k, or those that the operation has; of a convolution all that it is.
-Sizes = dict[str, int] | ConvShape
 
 _INT_MAX = 2**31 - 1
 
@@ -52,17 +50,17 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
     if isinstance(kernel, HopperKernel):
         plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
     else:
-        plan = _plan_variant(kernel, sizes if isinstance(sizes, dict) else _integers(kernel, sizes))
+        plan = _plan_variant(kernel, _integers(kernel, sizes))
     # Of the numbers, a convolution's padding may be 0.
     if min(plan.grid) < 1 or not all(0 <= n <= _INT_MAX for n in (*plan.numbers, *plan.grid)):
         raise KernelError(f"{kernel.symbol}: sizes {sizes} do not fit 32-bit integers")
     return plan
 
 
-def _integers(kernel: Variant, shape: ConvShape) -> dict[str, int]:
-    if reason := why_refused(shape, sparse=kernel.operation.endswith("sparse")):
+def _integers(kernel: Variant, sizes: Sizes) -> dict[str, int]:
+    if isinstance(sizes, ConvShape) and (reason := why_refused(kernel.op, sizes)):
         raise KernelError(f"{kernel.symbol}: {reason}; unfold its windows for a GEMM")
-    return integers(shape)
+    return kernel.op.integers(sizes)
 
 
 def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from quantkit.device.gpu.devices import Device
-from quantkit.device.gpu.kernel import Kernel, Plan, Sizes, plan_of
+from quantkit.device.gpu.kernel import Kernel, Plan, plan_of
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.hopper.tensormap import TensorMap
+from quantkit.device.ops.op import Sizes
 
 _SLOT = 8
 #: Kernels move 16 bytes at a time.

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from quantkit.device.geometry import tiles
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_gemm, is_hopper
+from quantkit.device.gpu.choice import choose_kernel, is_hopper
 from quantkit.device.gpu.devices import Device, find_device
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.ops.table import Variant, find_op
+from quantkit.device.ops.op import Op, Variant
+from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 
@@ -125,29 +126,29 @@ class _Case:
 
 
 def _cases(device: Device) -> Iterator[_Case]:
-    for op in _OPS:
+    for op in map(find_op, _OPS):
         for kernel, sizes in _kernels(device, op):
             yield _Case(kernel, sizes, *_product_of(op, **sizes))
 
 
-def _kernels(device: Device, op: str) -> Iterator[tuple[Kernel, dict[str, int]]]:
+def _kernels(device: Device, op: Op) -> Iterator[tuple[Kernel, dict[str, int]]]:
     """Yield every kernel that inference may choose for a GEMM, and the sizes to test it with."""
     if is_hopper(device):
         for m, n, k in _HOPPER:
             sizes = {"m": m, "n": n, "k": k}
-            yield choose_gemm(device, op, _WORDS, sizes), sizes
+            yield choose_kernel(device, op, _WORDS, sizes), sizes
         return
-    count = len(dict(device.arch.tile_speed)[op])
+    count = len(dict(device.arch.tile_speed)[op.name])
     for index, tile in enumerate(tiles()[:count]):
         for m, n in (_PARTIAL, (tile.m, tile.n)):
             sizes = {"m": m, "n": n, "k": tile.k + 32}
-            yield Variant(find_op(op), (*_WORDS, f"t{index}")), sizes
+            yield Variant(op, (*_WORDS, f"t{index}")), sizes
 
 
-def _product_of(op: str, m: int, n: int, k: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def _product_of(op: Op, m: int, n: int, k: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return operands up to the bias, and the exact result."""
     x, one = _pattern(m, k, 1), torch.ones(1)
-    if op == "gemm_fp8":
+    if not op.sparse:
         w = _pattern(n, k, 2)
         return (x, one, w, one), _product(x, w)
     kept = _pattern(n, k // 2, 3)

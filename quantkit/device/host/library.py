@@ -14,7 +14,7 @@ from quantkit.device import cache
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.compilers import Compiler, cpu_identity, host_compiler
 from quantkit.device.geometry import compile_expression, geometry_of
-from quantkit.device.ops.table import Variant
+from quantkit.device.ops.op import Variant
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
 

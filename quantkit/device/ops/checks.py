@@ -8,8 +8,18 @@ from torch import Tensor
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.windows import ConvShape, Windows
 
-#: What the kernels read and write beside codes, and the word for it in a variant's name.
-IO_WORDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+#: What the kernels read and write beside codes, by the word for it in a variant's name.
+IO_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+_IO_WORDS = {dtype: word for word, dtype in IO_DTYPES.items()}
+
+#: argument name, tensor, values of K per byte of a row
+Weights = tuple[tuple[str, Tensor, int], ...]
+
+
+def given(operand: Tensor | None) -> Tensor:
+    """Return an operand that the schema does not allow to be None."""
+    assert operand is not None
+    return operand
 
 
 def check_quantize(op: str, x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> None:
@@ -37,19 +47,22 @@ def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:
         raise ShapeError(f"{op}: {name} has shape {_shape(scale)}, wanted {wanted}")
 
 
+def check_scalar(op: str, name: str, scale: Tensor, x: Tensor) -> None:
+    """Refuse a scale that is not one float32 where ``x`` is."""
+    check_scale(op, name, scale, None)
+    check_device(op, name, scale, x)
+
+
 def check_gemm(
     op: str,
     x: Tensor,
     x_scale: Tensor,
-    weights: tuple[tuple[str, Tensor, int], ...],
+    weights: Weights,
     w_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> None:
     """Refuse operands of a GEMM that do not fit together.
-
-    Args:
-        weights: (argument name, tensor, values of K per byte of a row).
 
     Raises:
         ShapeError: shapes that do not agree.
@@ -68,16 +81,13 @@ def check_gated(
     op: str,
     x: Tensor,
     x_scale: Tensor,
-    weights: tuple[tuple[str, Tensor, int], ...],
+    weights: Weights,
     w_scale: Tensor,
     bias: Tensor | None,
     y_scale: Tensor,
     dtype: torch.dtype,
 ) -> None:
     """Refuse operands of a gated GEMM that do not fit together.
-
-    Args:
-        weights: (argument name, tensor, values of K per byte of a row).
 
     Raises:
         ShapeError: shapes that do not agree, or a row of w without one that gates it.
@@ -87,24 +97,20 @@ def check_gated(
     rows = weights[0][1].shape[0]
     if rows % 2:
         raise ShapeError(f"{op}: w has {rows} rows, wanted as many gates as outputs")
-    check_scale(op, "y_scale", y_scale, None)
-    check_device(op, "y_scale", y_scale, x)
+    check_scalar(op, "y_scale", y_scale, x)
 
 
 def check_conv(
     op: str,
     x: Tensor,
     x_scale: Tensor,
-    weights: tuple[tuple[str, Tensor, int], ...],
+    weights: Weights,
     w_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
     windows: Windows,
 ) -> ConvShape:
     """Return the shape of a convolution; refuse operands that do not fit together.
-
-    Args:
-        weights: (argument name, tensor, values of K per byte of a row).
 
     Raises:
         ShapeError: shapes that do not agree, or no window fits into a picture.
@@ -118,8 +124,7 @@ def check_conv(
     shape = ConvShape(batch, height, width, channels, weights[0][1].shape[0], windows)
     if min(shape.outputs) < 1:
         raise ShapeError(f"{op}: no window fits into x of shape {_shape(x)}: {windows}")
-    check_scale(op, "x_scale", x_scale, None)
-    check_device(op, "x_scale", x_scale, x)
+    check_scalar(op, "x_scale", x_scale, x)
     _check_weights(op, x, shape.k, weights, w_scale, bias, dtype)
     return shape
 
@@ -136,7 +141,7 @@ def _check_weights(
     op: str,
     x: Tensor,
     k: int,
-    weights: tuple[tuple[str, Tensor, int], ...],
+    weights: Weights,
     w_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -170,9 +175,9 @@ def io_word(op: str, dtype: torch.dtype) -> str:
     Raises:
         KernelError: another dtype.
     """
-    if dtype not in IO_WORDS:
+    if dtype not in _IO_WORDS:
         raise KernelError(f"{op}: dtype {dtype}, wanted float16, bfloat16 or float32")
-    return IO_WORDS[dtype]
+    return _IO_WORDS[dtype]
 
 
 def _check_group_scale(op: str, scale: Tensor, n: int, k: int) -> None:

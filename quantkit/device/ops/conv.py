@@ -1,31 +1,51 @@
-"""Convolutions on codes: the kernel that reads windows where they lie, or unfolded for a GEMM.
-
-Which of the two is decided here (``_direct``) and nowhere else; the log names the kernel that
-ran, gemm_fp8 where windows were unfolded.
-"""
+"""Convolutions on codes: kernels that read windows where they lie; else unfolded for a GEMM."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
-
-import logging
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.device.backends import Backend, sums_are_fast
-from quantkit.device.choosing import choose
-from quantkit.device.gpu import calls
-from quantkit.device.gpu.choice import why_no_conv
-from quantkit.device.gpu.devices import find_device
-from quantkit.device.gpu.prepare import prepare_conv, signature
-from quantkit.device.host.calls import run_conv
-from quantkit.device.ops import call as execute
-from quantkit.device.ops import windows as pictures
-from quantkit.device.ops.checks import check_conv, io_word, scale_words
+from quantkit.device.ops import gemm as products_of_rows
+from quantkit.device.ops.checks import IO_DTYPES, check_conv, given, io_word, scale_words
+from quantkit.device.ops.gemm import gemm
+from quantkit.device.ops.op import (
+    Argument,
+    Axis,
+    Detour,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Sizes,
+    Variant,
+)
+from quantkit.device.ops.products import (
+    IO,
+    SUMMED,
+    TILE,
+    W_SCALE_AXIS,
+    K,
+    M,
+    N,
+    formats,
+    named_weights,
+    sample_codes,
+    sample_product,
+    scales_and_bias,
+    with_sparse,
+)
 from quantkit.numerics.windows import ConvShape, Windows
 
-_logger = logging.getLogger(__name__)
+# As kernels/include/picture.h has them.
+_LEAST_CHANNELS, _MOST_TAPS = 64, 32
+_INT_MAX = 2**31 - 1
+
+#: Integers among the kernels' arguments that say what a picture is and where windows lie in it.
+PICTURE = (
+    *("height", "width", "channels", "out_height", "out_width", "taps_wide"),
+    *("stride_y", "stride_x", "dilation_y", "dilation_x", "top", "left"),
+)
 
 
 def conv(
@@ -34,113 +54,163 @@ def conv(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    windows: Windows,
+    windows: tuple[int, ...],
     x_format: str,
     w_format: str,
     dtype: torch.dtype,
+    *,
+    precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the convolution of pictures, as ``execute.gemm`` computes it from their windows.
+    """Return ``gemm`` of the windows of pictures.
 
     Args:
         x: (B, H, W, C) uint8 codes; padding is the code 0.
         x_scale: float32, one element.
         w: (N, kh * kw * C) uint8 codes, channels last in a row.
-        w_scale: float32, one element, (N,), or (N, groups), which only the reference computes.
-        bias: (N,) of ``dtype``, or None.
-        windows: kernel, stride, dilation and padding.
-        x_format: format of x, e4m3fn or e5m2.
-        w_format: format of w.
-        dtype: float16, bfloat16 or float32.
+        w_scale: float32, one element, (N,), or (N, groups) with a scale per group along a row.
+        bias: (N,) any float dtype, or None.
+        windows: kernel, stride, dilation and padding, as ``Windows.numbers``.
+        x_format: of x.
+        w_format: of w.
+        dtype: of the result.
+        precision: of products and sums.
 
     Returns:
-        (B, OH, OW, N).
-
-    Raises:
-        ShapeError, KernelError: operands that do not fit together.
+        (B, OH, OW, N) in ``dtype``.
     """
-    formats = (x_format, w_format)
-    return _convolve("conv_fp8", x, x_scale, (("w", w, 1),), w_scale, bias, windows, formats, dtype)
+    rows = Windows.of(windows).unfold(x)
+    kinds, flat = (x_format, w_format), rows.reshape(-1, w.shape[1])
+    y = gemm(flat, x_scale, w, w_scale, bias, *kinds, dtype, precision=precision)
+    return y.reshape(*rows.shape[:3], w.shape[0])
 
 
-def conv_sparse(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_meta: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    windows: Windows,
-    x_format: str,
-    w_format: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return ``conv`` of the 2:4 weight whose kept codes are ``w`` at the positions ``w_meta``.
-
-    Args:
-        x: (B, H, W, C) uint8 codes; padding is the code 0.
-        x_scale: float32, one element.
-        w: (N, kh * kw * C / 2) uint8 codes.
-        w_meta: (N, kh * kw * C / 8) uint8, a legal nibble per group of four.
-        w_scale: float32, one element, (N,), or (N, groups), which only the reference computes.
-        bias: (N,) of ``dtype``, or None.
-        windows: kernel, stride, dilation and padding.
-        x_format: format of x, e4m3fn or e5m2.
-        w_format: format of w.
-        dtype: float16, bfloat16 or float32.
-
-    Returns:
-        (B, OH, OW, N).
-
-    Raises:
-        ShapeError, KernelError: operands that do not fit together.
-    """
-    weights, formats = (("w", w, 2), ("w_meta", w_meta, 8)), (x_format, w_format)
-    return _convolve("conv_fp8_sparse", x, x_scale, weights, w_scale, bias, windows, formats, dtype)
+def why_not(op: Op, sizes: Sizes) -> str:
+    """Return why the kernels cannot compute a convolution, or should not; empty when they do."""
+    assert isinstance(sizes, ConvShape)
+    if sizes.windows.are_pixels:
+        return "its windows are the pixels: a GEMM as it is"
+    return why_refused(op, sizes)
 
 
-def _convolve(
-    op: str,
-    x: Tensor,
-    x_scale: Tensor,
-    weights: tuple[tuple[str, Tensor, int], ...],
-    w_scale: Tensor,
-    bias: Tensor | None,
-    windows: Windows,
-    formats: tuple[str, str],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return what ``op`` gives; weights as ``check_conv`` takes them."""
-    tensors = [tensor for _, tensor, _ in weights]
-    operands = (x, x_scale, *tensors, w_scale, bias)
-    key = signature(op, operands, (*formats, dtype, windows, sums_are_fast()))
-    if key and (call := calls.find(key)):
-        return call(*operands)[0]
-    shape = check_conv(op, x, x_scale, weights, w_scale, bias, dtype, windows)
-    words = (*formats, *scale_words(x_scale, w_scale), io_word(op, dtype))
-    if x.numel() and shape.n and (backend := _direct(op, x, words, shape)):
-        if backend is Backend.GPU:
-            return prepare_conv(op, words, shape, operands, key)(*operands)[0]
-        return run_conv(op, words, shape, operands, dtype)
-    rows = windows.unfold(x).reshape(-1, shape.k)
-    multiply: Any = execute.gemm if len(weights) == 1 else execute.gemm_sparse
-    y: Tensor = multiply(rows, *operands[1:], *formats, dtype)
-    return y.reshape(shape.batch, *shape.outputs, shape.n)
+def why_refused(op: Op, shape: ConvShape) -> str:
+    """Return why the kernels would read out of bounds; empty when they do not."""
+    multiple = op.k_multiple
+    if shape.channels % multiple or shape.channels < _LEAST_CHANNELS:
+        return f"{shape.channels} channels, wanted {_LEAST_CHANNELS} or more, by {multiple}"
+    if shape.windows.taps > _MOST_TAPS:
+        return f"a window has {shape.windows.taps} taps, wanted {_MOST_TAPS} at most"
+    if shape.batch * shape.height * shape.width * shape.channels > _INT_MAX:
+        return "more codes than 32 bits count"
+    return ""
 
 
-def _direct(op: str, x: Tensor, words: tuple[str, ...], shape: ConvShape) -> Backend | None:
-    """Return whose kernel reads windows where they lie; None where they are unfolded."""
-    backend = choose(op, x.device, k=shape.k, group_scales=words[3] == "group").backend
-    if backend is Backend.REFERENCE:
-        return None
-    if backend is Backend.HOST:
-        reason = pictures.why_not(shape, sparse=op.endswith("sparse"))
-    else:
-        reason = why_no_conv(find_device(x.get_device()), op, words[-1], shape)
-    if reason:
-        _say_why(op, reason)
-    return None if reason else backend
+def integers(shape: ConvShape) -> dict[str, int]:
+    """Return the integers among the kernels' arguments, in order."""
+    windows, (tall, wide) = shape.windows, shape.outputs
+    left, _, top, _ = windows.padding
+    picture = (
+        *(shape.height, shape.width, shape.channels, tall, wide, windows.kernel[1]),
+        *(*windows.stride, *windows.dilation, top, left),
+    )
+    rows = {"m": shape.batch * tall * wide, "n": shape.n, "k": shape.k}
+    return {**rows, **dict(zip(PICTURE, picture, strict=True))}
 
 
-@lru_cache(maxsize=1024)
-def _say_why(op: str, reason: str) -> None:
-    _logger.info("%s unfolds its windows: %s", op, reason)
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    x, x_scale, *weights, w_scale, bias = operands
+    windows, x_format, w_format, dtype = options
+    x, x_scale, w_scale = given(x), given(x_scale), given(w_scale)
+    named, how = named_weights(op, weights), Windows.of(windows)
+    shape = check_conv(op.name, x, x_scale, named, w_scale, bias, dtype, how)
+    words = (x_format, w_format, *scale_words(x_scale, w_scale), io_word(op.name, dtype))
+    return Problem(words, shape, group_scales=w_scale.ndim == 2)
+
+
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    (x, _, w, *_), (windows, *_, dtype) = operands, options
+    batch, height, width, _ = given(x).shape
+    tall, wide = Windows.of(tuple(windows)).outputs(height, width)
+    return (((batch, tall, wide, given(w).shape[0]), dtype),)
+
+
+def _unfold(op: Op, operands: Operands, options: Options) -> Detour:
+    (x, *others), (windows, *how) = operands, options
+    rows = Windows.of(windows).unfold(given(x))
+    ((shape, _),) = _outputs(operands, options)
+    flat = rows.reshape(-1, rows.shape[3:].numel())
+    multiply = next(
+        row
+        for row in products_of_rows.OPS
+        if row.sparse is op.sparse and row.words("QK_X_FORMAT") == op.words("QK_X_FORMAT")
+    )
+    return Detour(multiply, (flat, *others), tuple(how), shape)
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    m, n, k = sizes
+    x_format, dtype = variant.word("QK_X_FORMAT"), IO_DTYPES[variant.word("QK_IO")]
+    windows = Windows((3, 3), padding=(1, 1, 1, 1))
+    channels = max(_LEAST_CHANNELS, k // 9 // 32 * 32)
+    drawn = sample_product(variant, 1, n, 9 * channels, generator)
+    # A row of m pixels, and one more picture than one.
+    x = sample_codes((2, 1, -(-m // 2), channels), x_format, generator)
+    operands = (x, drawn.x_scale, *drawn.weights, drawn.w_scale, drawn.bias.to(dtype))
+    return operands, (windows.numbers, x_format, variant.word("QK_W_FORMAT"), dtype)
+
+
+def _requirements(multiple: int) -> tuple[str, ...]:
+    return (
+        f"channels >= {_LEAST_CHANNELS}",
+        f"channels % {multiple} == 0",
+        "k % channels == 0",
+        f"k // channels <= {_MOST_TAPS}",
+        f"m // (out_height * out_width) * height * width * channels <= {_INT_MAX}",
+    )
+
+
+_PICTURES = "m / (out_height * out_width)"
+
+OPS = with_sparse(
+    Op(
+        name="conv_fp8",
+        family="conv",
+        source="conv_fp8.hip",
+        formula=(
+            "gemm_fp8 of windows of x: row (b, v, u), column (r, s, c) is x[b, v stride_y + "
+            "r dilation_y - top, u stride_x + s dilation_x - left, c], or 0 outside of x"
+        ),
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, int[] windows, "
+            "str x_format, str w_format, ScalarType dtype) -> Tensor"
+        ),
+        axes=(
+            *(formats("X"), formats("W")),
+            # A pixel is part of many outputs, which share its scale.
+            Axis("QK_X_SCALE", ("tensor",)),
+            *(W_SCALE_AXIS, IO),
+            # Operands always go through LDS, and the fifth tile's do not.
+            Axis(TILE.macro, TILE.words[:4]),
+        ),
+        args=(
+            Argument("x", "u8", f"[{_PICTURES}, height, width, channels]"),
+            Argument("x_scale", "f32", "[1]"),
+            *(Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
+            Argument("y", "io", f"[{_PICTURES}, out_height, out_width, n]", written=True),
+            *(M, N, K, *(Argument(name, "i32") for name in PICTURE)),
+        ),
+        k_multiple=16,
+        check=_check,
+        outputs=_outputs,
+        reference=conv,
+        budget=SUMMED,
+        sample=_sample,
+        numbers=integers,
+        why_not=why_not,
+        detour=_unfold,
+        requires=_requirements(16),
+    ),
+    formula="gemm_fp8_sparse of conv_fp8's windows",
+    requires=_requirements(32),
+)

@@ -2,22 +2,41 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from quantkit.device.backends import Backend, sums_are_fast
-from quantkit.device.choosing import choose
-from quantkit.device.gpu import calls
-from quantkit.device.gpu.prepare import prepare_geglu, signature
-from quantkit.device.host.calls import run_geglu
-from quantkit.device.ops.call import backend_of
-from quantkit.device.ops.checks import check_gated, io_word, scale_words
-from quantkit.device.ops.table import find_op
-
-#: of x, w and y
-Formats = tuple[str, str, str]
+from quantkit.device.ops.checks import IO_DTYPES, check_gated, given, io_word, scale_words
+from quantkit.device.ops.gemm import gemm
+from quantkit.device.ops.op import (
+    Argument,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
+from quantkit.device.ops.products import (
+    IO,
+    TILE,
+    W_SCALE_AXIS,
+    X_CODES,
+    X_SCALE,
+    X_SCALE_AXIS,
+    K,
+    M,
+    N,
+    formats,
+    named_weights,
+    sample_codes,
+    sample_product,
+    scales_and_bias,
+    with_sparse,
+)
+from quantkit.numerics.formats import find_format
+from quantkit.numerics.scales import cast
 
 
 def geglu(
@@ -27,96 +46,116 @@ def geglu(
     w_scale: Tensor,
     bias: Tensor | None,
     y_scale: Tensor,
-    formats: Formats,
+    x_format: str,
+    w_format: str,
+    y_format: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return codes of ``h * gelu(g) / y_scale``, h and g the halves of a product.
+    """Return the codes of ``h * gelu(g) / y_scale``, h and g the halves of ``gemm`` in float32.
 
-    That is ``execute.gemm``'s in float32: nothing is rounded before it is gated.
+    Nothing is rounded before it is gated.
 
     Args:
         x: (M, K) uint8 codes.
         x_scale: float32, one element or (M,).
         w: (2 N, K) uint8 codes; the second half gates the first one.
-        w_scale: float32, one element, (2 N,), or (2 N, K / G), which only the reference computes.
-        bias: (2 N,) of ``dtype``, or None.
-        y_scale: float32, one element.
-        formats: of x, w and the result.
-        dtype: float16, bfloat16 or float32, of the bias.
+        w_scale: float32, one element, (2 N,), or (2 N, K / G) with a scale per group along K.
+        bias: (2 N,) any float dtype, or None.
+        y_scale: float32 with one element.
+        x_format: of x.
+        w_format: of w.
+        y_format: of the result.
+        dtype: of the bias.
 
     Returns:
         (M, N) uint8, saturated; NaN stays NaN.
-
-    Raises:
-        ShapeError, KernelError: operands that do not fit together.
     """
-    return _gate("geglu_fp8", x, x_scale, (("w", w, 1),), w_scale, bias, y_scale, formats, dtype)
+    del dtype
+    y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, torch.float32)
+    return gate_static(y, y_scale, y_format)
 
 
-def geglu_sparse(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_meta: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    y_scale: Tensor,
-    formats: Formats,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return ``geglu`` of the 2:4 weight whose kept codes are ``w`` at the positions ``w_meta``.
+def gate_static(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """Return the codes of ``h * gelu(g) / scale``, saturated; NaN stays NaN.
 
     Args:
-        x: (M, K) uint8 codes.
-        x_scale: float32, one element or (M,).
-        w: (2 N, K / 2) uint8 codes.
-        w_meta: (2 N, K / 8) uint8, a legal nibble per group of four.
-        w_scale: float32, one element, (2 N,), or (2 N, K / G), which only the reference computes.
-        bias: (2 N,) of ``dtype``, or None.
-        y_scale: float32, one element.
-        formats: of x, w and the result.
-        dtype: float16, bfloat16 or float32, of the bias.
+        x: (M, 2 K) float16, bfloat16 or float32: h, then g.
+        scale: float32 with one element.
+        fmt: of the codes.
 
     Returns:
-        (M, N) uint8, saturated; NaN stays NaN.
-
-    Raises:
-        ShapeError, KernelError: operands that do not fit together.
+        (M, K) uint8.
     """
-    weights = (("w", w, 2), ("w_meta", w_meta, 8))
-    return _gate("geglu_fp8_sparse", x, x_scale, weights, w_scale, bias, y_scale, formats, dtype)
+    h, g = x.float().chunk(2, dim=1)
+    values = h * functional.gelu(g) / scale.reshape(())
+    return cast(values, find_format(fmt)).view(torch.uint8)
 
 
-def has_kernel(device: torch.device, k: int, *, sparse: bool) -> bool:
-    """Return whether a kernel of this GPU computes GEGLU of (M, K) codes."""
-    op = "geglu_fp8_sparse" if sparse else "geglu_fp8"
-    return device.type == "cuda" and choose(op, device, k=k).backend is Backend.GPU
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    x, x_scale, *weights, w_scale, bias, y_scale = operands
+    x_format, w_format, y_format, dtype = options
+    x, x_scale, w_scale = given(x), given(x_scale), given(w_scale)
+    named = named_weights(op, weights)
+    check_gated(op.name, x, x_scale, named, w_scale, bias, given(y_scale), dtype)
+    scales = scale_words(x_scale, w_scale)
+    words = (x_format, w_format, *scales, io_word(op.name, dtype), y_format)
+    sizes = {"m": x.shape[0], "n": given(weights[0]).shape[0] // 2, "k": x.shape[1]}
+    return Problem(words, sizes, group_scales=w_scale.ndim == 2)
 
 
-def _gate(
-    op: str,
-    x: Tensor,
-    x_scale: Tensor,
-    weights: tuple[tuple[str, Tensor, int], ...],
-    w_scale: Tensor,
-    bias: Tensor | None,
-    y_scale: Tensor,
-    formats: Formats,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return what ``op`` gives; weights as ``check_gated`` takes them."""
-    tensors = tuple(tensor for _, tensor, _ in weights)
-    operands = (x, x_scale, *tensors, w_scale, bias, y_scale)
-    key = signature(op, operands, (formats, dtype, sums_are_fast()))
-    if key and (call := calls.find(key)):
-        return call(*operands)[0]
-    check_gated(op, x, x_scale, weights, w_scale, bias, y_scale, dtype)
-    words = (*formats[:2], *scale_words(x_scale, w_scale), io_word(op, dtype), formats[2])
-    backend = backend_of(op, x, words, group_scales=w_scale.ndim == 2)
-    if backend is Backend.REFERENCE:
-        compute: Any = find_op(op).reference
-        y: Tensor = compute(*operands, *formats)
-        return y
-    if backend is Backend.GPU and x.shape[0] and tensors[0].shape[0]:
-        return prepare_geglu(op, words, operands, key)(*operands)[0]
-    return run_geglu(op, words, operands)
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    del options
+    x, _, w, *_ = operands
+    return (((given(x).shape[0], given(w).shape[0] // 2), torch.uint8),)
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    m, n, k = sizes
+    named = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
+    x_format, w_format, y_format = named
+    drawn, dtype = sample_product(variant, m, 2 * n, k, generator), IO_DTYPES[variant.word("QK_IO")]
+    x, y_scale = sample_codes((m, k), x_format, generator), torch.tensor([0.05])
+    products = (x, drawn.x_scale, *drawn.weights, drawn.w_scale, drawn.bias.to(dtype))
+    return (*products, y_scale), (x_format, w_format, y_format, dtype)
+
+
+OPS = with_sparse(
+    Op(
+        name="geglu_fp8",
+        family="geglu",
+        source="geglu_fp8.hip",
+        formula=(
+            "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
+            "p gemm_fp8's y of 2 n columns"
+        ),
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor y_scale, "
+            "str x_format, str w_format, str y_format, ScalarType dtype) -> Tensor"
+        ),
+        axes=(
+            *(formats("X"), formats("W"), X_SCALE_AXIS, W_SCALE_AXIS, IO),
+            *(formats("Y"), TILE),
+        ),
+        args=(
+            *(X_CODES, X_SCALE, Argument("w", "u8", "[2 n, k]"), *scales_and_bias("2 n")),
+            Argument("y_scale", "f32", "[1]"),
+            *(Argument("y", "u8", "[m, n]", written=True), M, N, K),
+        ),
+        k_multiple=16,
+        check=_check,
+        outputs=_outputs,
+        reference=geglu,
+        budget=Budget(
+            0.0,
+            0.0,
+            (0.0, 0.0),
+            "gelu is within 1.8e-4 of its value, 1.2e-7 where that is smaller: a code is the "
+            "nearest of a number so near",
+        ),
+        sample=_sample,
+        rows_per_column=2,
+    ),
+    formula="geglu_fp8 of gemm_fp8_sparse's y",
+)

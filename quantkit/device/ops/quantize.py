@@ -1,0 +1,170 @@
+"""Quantizing: codes of 16-bit values, with one given scale or a scale for each row."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.device.ops.checks import IO_DTYPES, check_quantize, check_scalar, given, io_word
+from quantkit.device.ops.op import (
+    Argument,
+    Axis,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
+from quantkit.numerics.formats import find_format
+from quantkit.numerics.scales import cast
+
+
+def quantize_static(
+    x: Tensor, smooth: Tensor | None, shift: Tensor | None, scale: Tensor, fmt: str
+) -> Tensor:
+    """Return the codes of ``(x - shift) * smooth / scale``, saturated; NaN stays NaN.
+
+    Args:
+        x: (M, K) float16, bfloat16 or float32.
+        smooth: (K,) float32, or None for ones.
+        shift: (K,) float32, or None for zeros.
+        scale: float32 with one element.
+        fmt: of the codes.
+
+    Returns:
+        (M, K) uint8.
+    """
+    return cast(_changed(x, smooth, shift) / scale.reshape(()), find_format(fmt)).view(torch.uint8)
+
+
+def quantize_token(
+    x: Tensor, smooth: Tensor | None, shift: Tensor | None, fmt: str
+) -> tuple[Tensor, Tensor]:
+    """Return a scale per row, amax(|(x - shift) * smooth|) / max or 1.0 where that is 0, and codes.
+
+    Args:
+        x: (M, K) float16, bfloat16 or float32. NaN makes its row's scale NaN, and all its codes.
+        smooth: (K,) float32, or None for ones.
+        shift: (K,) float32, or None for zeros.
+        fmt: of the codes.
+
+    Returns:
+        (M,) float32 and (M, K) uint8.
+    """
+    values, target = _changed(x, smooth, shift), find_format(fmt)
+    amax = values.abs().amax(dim=1)
+    # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
+    scale = amax / torch.full_like(amax, target.max)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return scale, cast(values / scale.unsqueeze(1), target).view(torch.uint8)
+
+
+def _changed(x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> Tensor:
+    x = x.float() if shift is None else x.float() - shift
+    return x if smooth is None else x * smooth
+
+
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    (x, smooth, shift, *scale), (fmt,) = operands, options
+    x = given(x)
+    check_quantize(op.name, x, smooth, shift)
+    for tensor in scale:
+        check_scalar(op.name, "scale", given(tensor), x)
+    changes = (word for word, t in (("shift", shift), ("smooth", smooth)) if t is not None)
+    words = (io_word(op.name, x.dtype), fmt, "_".join(changes))
+    return Problem(words, {"m": x.shape[0], "k": x.shape[1]})
+
+
+def _codes(operands: Operands, options: Options) -> tuple[Output, ...]:
+    del options
+    m, k = given(operands[0]).shape
+    return (((m, k), torch.uint8),)
+
+
+def _scales_and_codes(operands: Operands, options: Options) -> tuple[Output, ...]:
+    (codes,) = _codes(operands, options)
+    return (codes[0][:1], torch.float32), codes
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    (m, _, k), changes = sizes, variant.word("QK_INPUT").split("_")
+    x = torch.randn(m, k, generator=generator).to(IO_DTYPES[variant.word("QK_IO")])
+    smooth = torch.rand(k, generator=generator) + 0.5 if "smooth" in changes else None
+    shift = torch.randn(k, generator=generator) if "shift" in changes else None
+    scale = (torch.tensor([0.013]),) if variant.op.family == "quantize_static" else ()
+    return (x, smooth, shift, *scale), (variant.word("QK_X_FORMAT"),)
+
+
+_EXACT = Budget(
+    0.0, 0.0, (0.0, 0.0), "divide, clamp and round are exact operations: bytes equal torch's"
+)
+_X = Argument("x", "io", "[m, k]")
+_SMOOTH = Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)")
+_SHIFT = Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)")
+_Q = Argument("q", "u8", "[m, k]", written=True)
+_M, _K = Argument("m", "i32"), Argument("k", "i32")
+
+
+def _op(
+    *,
+    family: str,
+    kind: str,
+    formats: tuple[str, ...],
+    scale: Argument,
+    schema: str,
+    formula: str,
+    outputs: Callable[[Operands, Options], tuple[Output, ...]],
+    reference: Callable[..., object],
+) -> Op:
+    name = family.replace("quantize", f"quantize_{kind}")
+    return Op(
+        name=name,
+        family=family,
+        source=f"{name}.hip",
+        formula=formula,
+        schema=schema,
+        axes=(
+            Axis("QK_IO", ("f16", "bf16", "f32")),
+            Axis("QK_X_FORMAT", formats),
+            # What is done to x before: bit 0 of the index smooths, bit 1 shifts.
+            Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth")),
+        ),
+        args=(_X, _SMOOTH, _SHIFT, scale, _Q, _M, _K),
+        k_multiple=1,
+        check=_check,
+        outputs=outputs,
+        reference=reference,
+        budget=_EXACT,
+        sample=_sample,
+    )
+
+
+OPS = (
+    _op(
+        family="quantize_static",
+        kind="fp8",
+        formats=("e4m3fn", "e5m2"),
+        scale=Argument("scale", "f32", "[1]"),
+        schema="(Tensor x, Tensor? smooth, Tensor? shift, Tensor scale, str x_format) -> Tensor",
+        formula="q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[0], -max, max))",
+        outputs=_codes,
+        reference=quantize_static,
+    ),
+    _op(
+        family="quantize_token",
+        kind="fp8",
+        formats=("e4m3fn", "e5m2"),
+        scale=Argument("scale", "f32", "[m]", written=True),
+        schema="(Tensor x, Tensor? smooth, Tensor? shift, str x_format) -> (Tensor, Tensor)",
+        formula=(
+            "scale[i] = amax_j(|(x[i, j] - shift[j]) * smooth[j]|) / max, or 1 if that is 0; "
+            "q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[i], -max, max))"
+        ),
+        outputs=_scales_and_codes,
+        reference=quantize_token,
+    ),
+)

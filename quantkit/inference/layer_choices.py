@@ -1,0 +1,90 @@
+"""What computes a packed layer on a device: one of a loaded model, or of files."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.reader import Packed
+from quantkit.checkpoint.spec import rows_of
+from quantkit.device.choosing import choose
+from quantkit.device.gpu.choice import why_detour
+from quantkit.device.gpu.devices import Device
+from quantkit.device.gpu.selftest import state_of
+from quantkit.device.ops.table import NAMES, find_op
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.windows import ConvShape, Windows
+
+#: What computes a layer whose activations stay in 16 bit; no operator runs, so no back end does.
+DEQUANTIZED = "dequantized"
+
+#: Axes of a convolution's weight.
+_CONV_RANK = 4
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What would compute a packed layer here."""
+
+    component: str
+    layer: str
+    op: str
+    #: gpu, host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
+    backend: str
+    #: why no kernel runs; empty when one does
+    reason: str
+
+
+def layer_choices(packed: Packed, device: torch.device) -> tuple[LayerChoice, ...]:
+    """Return what would compute every packed layer of a checkpoint on ``device``."""
+    return tuple(
+        _of_file(component, layer, scheme, device)
+        for component in packed.components
+        for layer, scheme in component.config.layers.items()
+    )
+
+
+def choose_layer(
+    weight: tuple[int, ...], scheme: Scheme, device: torch.device
+) -> tuple[str, str, str]:
+    """Return operation, back end and reason of a layer, as ``LayerChoice`` says them.
+
+    Args:
+        weight: shape of the dense weight.
+        scheme: of the layer.
+        device: where it lies, or would.
+    """
+    op = op_of(weight, scheme, device)
+    if scheme.activation is Activation.NONE:
+        return op, DEQUANTIZED, "activations stay in 16 bit; kernels multiply fp8 by fp8"
+    grouped = isinstance(scheme.granularity, PerGroup)
+    choice = choose(op, device, k=rows_of(weight)[1], group_scales=grouped)
+    return op, choice.backend.value, choice.reason
+
+
+def op_of(weight: tuple[int, ...], scheme: Scheme, device: torch.device) -> str:
+    """Return the operation of a layer's weight; a convolution that is unfolded is a GEMM.
+
+    Its picture and stride are not in the checkpoint: a single window stands for all, and one of a
+    single pixel for the pixels.
+    """
+    sparse, fmt = bool(scheme.sparsity), scheme.weight.name
+    gemm, conv = NAMES["gemm", fmt, sparse], NAMES["conv", fmt, sparse]
+    if len(weight) != _CONV_RANK:
+        return gemm
+    n, channels, *kernel = weight
+    shape = ConvShape(1, kernel[0], kernel[1], channels, n, Windows((kernel[0], kernel[1])))
+    words = (fmt, fmt, "tensor", "channel", "f16")
+    return gemm if why_detour(_gpu_of(device), find_op(conv), words, shape) else conv
+
+
+def _gpu_of(device: torch.device) -> Device | None:
+    return state_of(device.index or 0).device if device.type == "cuda" else None
+
+
+def _of_file(
+    component: PackedComponent, layer: str, scheme: Scheme, device: torch.device
+) -> LayerChoice:
+    found = choose_layer(component.records[layer].shape, scheme, device)
+    return LayerChoice(component.name, layer, *found)
