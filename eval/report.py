@@ -16,15 +16,15 @@ from quantkit.storage.files import staged_directory
 
 from .gates import Gate
 from .images import GAIN, Pairs, Pixels, amplified_difference, save_png
+from .number_format import show, show_bytes, show_difference, show_interval, show_mean
 from .plots import plot_bytes, plot_layer_errors, plot_scores, plot_steps
 from .result import Report
 from .serialize import to_json
-from .show import show, show_bytes, show_difference, show_interval, show_mean
 from .statistics import RESAMPLES
 from .tables import metric_rows, step_rows
 
 if TYPE_CHECKING:
-    from .stepwise import StepErrors
+    from .step_errors import StepErrors
 
 #: What the marker calls the output.
 KIND = "report"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .comparison import Comparison
-from .floor import FloorGap
 from .gates import Compression, Gate, passed
-from .stepwise import StepErrors
+from .noise_floor import FloorGap
+from .step_errors import StepErrors
 from .verdict import write_verdict
 
 
@@ -95,7 +95,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Run:
+class GenerationFacts:
     """How the pictures were made."""
 
     prompts: tuple[str, ...]
@@ -135,7 +135,7 @@ class Report:
     original: ModelFacts
     packed: ModelFacts
     packing: Packing
-    run: Run
+    run: GenerationFacts
     comparison: Comparison
     #: empty when it was not asked for
     noise_floor: tuple[FloorGap, ...]

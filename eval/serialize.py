@@ -6,10 +6,10 @@ from math import isfinite
 from typing import Any
 
 from .comparison import Comparison, Score
-from .floor import FloorGap
 from .gates import Gate
+from .noise_floor import FloorGap
 from .result import Report
-from .stepwise import StepErrors
+from .step_errors import StepErrors
 
 #: Raised when a key changes its meaning or goes away; new keys do not raise it.
 #: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.

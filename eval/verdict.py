@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 from .comparison import ClipScores, Comparison
-from .floor import FloorGap
 from .gates import Compression, Gate, passed
 from .metrics import METRICS, Better
-from .show import show, show_difference, show_signed
+from .noise_floor import FloorGap
+from .number_format import show, show_difference, show_signed
 from .statistics import Summary
 
 #: The metrics that decide whether packed pictures can be told from the floor's, of the first floor

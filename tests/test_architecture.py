@@ -102,7 +102,7 @@ FOR_THE_COMMAND_LINE = (
     "quantkit.bench.result.Verdict",
     "quantkit.eval.methods",
     "quantkit.eval.report.kernel_sentence",
-    "quantkit.eval.show",
+    "quantkit.eval.number_format",
     "quantkit.eval.tables",
 )
 

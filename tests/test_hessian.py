@@ -18,10 +18,10 @@ from torch.nn import functional
 from quantkit.calibration import collect_hessians as collecting
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
-from quantkit.calibration.heldout import HELD_ROWS, HeldRows, held_bytes, hold_out
+from quantkit.calibration.held_out_rows import HELD_ROWS, HeldRows, held_bytes, hold_out
 from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
 from quantkit.calibration.moments import MomentCollector, _Sum, group_layers, moment_bytes
-from quantkit.calibration.weighting import responses, step_weights
+from quantkit.calibration.timestep_weights import responses, step_weights
 from quantkit.cli.hessian import hessian as command
 from quantkit.errors import (
     ArtefactError,
@@ -293,7 +293,7 @@ def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
     monkeypatch.setattr(collecting, "run_prompts", lambda *_: None)
     pipe = SimpleNamespace(scheduler=SimpleNamespace(timesteps=[3, 2, 1]), unet=None)
     told = []
-    run = collecting._Run(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
+    run = collecting._MomentRun(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
     run.observe("unet", (), "step", lambda *about: told.append(about))
     assert told == [("step", calls, 12) for calls in (1, 2, 12, 12)]
 

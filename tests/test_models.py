@@ -10,10 +10,10 @@ from headers import golden_keys, write_component, write_header
 
 from quantkit.errors import ModelError, RecipeError, ShapeError
 from quantkit.models.families import FAMILIES, find_family
+from quantkit.models.layer_plan import choose_edges, plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of, timestep_argument
-from quantkit.models.treatments import choose_edges, plan_layers
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation

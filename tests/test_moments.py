@@ -5,15 +5,15 @@ import torch
 from pipelines import tiny_transformer
 
 from quantkit.calibration.checks import check_moments
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.histogram import BINS
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayerStatistics,
-    Provenance,
     load_calibration,
     save_calibration,
 )
@@ -25,7 +25,7 @@ from quantkit.numerics.masks import TWO_OF_FOUR, Pattern
 from quantkit.numerics.obs import factorize, falling_power, refit_rows, settle_rows
 from quantkit.packing.gptq import Rounding
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, load_masks, pack_mask, save_masks
-from quantkit.sparsity.surgery import settle_layer
+from quantkit.sparsity.sparsegpt import settle_layer
 from quantkit.storage.artefact import read_artefact, write_artefact
 
 NAN, INF = torch.nan, torch.inf
@@ -280,7 +280,9 @@ def statistics(channels=4, buckets=2):
     )
 
 
-ABOUT = Provenance({"unet": {"a": "0" * 64}}, "r", 1, "0" * 64, 2, None, 0, {"unet": [1, 1]}, {})
+ABOUT = CalibrationProvenance(
+    {"unet": {"a": "0" * 64}}, "r", 1, "0" * 64, 2, None, 0, {"unet": [1, 1]}, {}
+)
 REAL = ("amax", "second_moment", "channel_amax", "mean", "samples")
 WIDE = ("histogram", "moving_amax", "sample_priority")
 COUNTS = ("count", "updates", "sample_count")

@@ -18,7 +18,12 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibration.histogram import BINS
 from quantkit.calibration.observers import static_scale
 from quantkit.calibration.smoothing import smooth_factor
-from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
+from quantkit.calibration.statistics import (
+    Calibration,
+    CalibrationProvenance,
+    LayerStatistics,
+    per_column,
+)
 from quantkit.checkpoint import weight_reader as rows_module
 from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.reader import open_packed
@@ -81,7 +86,7 @@ def calibration_of(folder):
             count=torch.tensor([10, 30]),
         )
         digests[layer.name] = sha256_of(layer.shard, layer.weight)
-    provenance = Provenance(
+    provenance = CalibrationProvenance(
         {"": digests}, "t", 1, "", 2, None, 0, {"": [1, 1]}, {"torch": torch.__version__}
     )
     return Calibration({"": layers}, (500.0,), provenance)

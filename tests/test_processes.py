@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors import SafetensorError
 
-from quantkit.calibration import observing, partial
+from quantkit.calibration import observed_pipeline, resume
 from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, InputError, OutputError
@@ -198,7 +198,7 @@ def interrupted(arguments, tmp_path_factory):
 
 
 def interrupt(arguments, output, batches, *more):
-    run, seen = observing.run_batch, []
+    run, seen = observed_pipeline.run_batch, []
 
     def stopping(*given):
         if len(seen) == batches:
@@ -207,9 +207,9 @@ def interrupt(arguments, output, batches, *more):
         seen.append(given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observing, "run_batch", stopping)
-        patch.setattr(partial, "_PAUSE", 0.0)
-        patch.setattr(partial, "_SHARE", 0.0)
+        patch.setattr(observed_pipeline, "run_batch", stopping)
+        patch.setattr(resume, "_PAUSE", 0.0)
+        patch.setattr(resume, "_SHARE", 0.0)
         assert invoke(arguments, output, *more).exit_code != 0
 
 
@@ -217,9 +217,9 @@ def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_pa
     output = tmp_path / "c.safetensors"
     kept = interrupted.parent / ".c.safetensors.part-1-of-1"
     (tmp_path / kept.name).write_bytes(kept.read_bytes())
-    run, seeds = observing.run_batch, []
+    run, seeds = observed_pipeline.run_batch, []
     monkeypatch.setattr(
-        observing,
+        observed_pipeline,
         "run_batch",
         lambda pipe, batch, s: (seeds.append(batch.seeds), run(pipe, batch, s)),
     )
@@ -296,8 +296,8 @@ def test_what_other_processes_kept_is_not_lost(arguments, tmp_path):
 
 def test_writing_takes_a_small_part_of_the_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(partial, "monotonic", lambda: now[0])
-    pace = partial.Pace(_due=105.0)
+    monkeypatch.setattr(resume, "monotonic", lambda: now[0])
+    pace = resume.WriteInterval(_due=105.0)
     assert not pace.is_due()
     now[0] = 106.0
     assert pace.is_due()
@@ -310,8 +310,8 @@ def test_writing_takes_a_small_part_of_the_time(monkeypatch):
 
 
 def test_a_full_disk_loses_no_calibration(arguments, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(partial, "_PAUSE", 0.0)
-    monkeypatch.setattr(partial, "_SHARE", 0.0)
+    monkeypatch.setattr(resume, "_PAUSE", 0.0)
+    monkeypatch.setattr(resume, "_SHARE", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     save = artefact.save_file

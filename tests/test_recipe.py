@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from quantkit import resources
 from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
+from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
-from quantkit.models.treatments import plan_layers
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import ActivationRecipe, CalibrationRecipe, Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml

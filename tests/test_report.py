@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
-from quantkit.eval.floor import Floor, measure_gaps
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.images import Pairs, match_folders, read_image
+from quantkit.eval.noise_floor import Floor, measure_gaps
+from quantkit.eval.number_format import show, show_difference, show_interval, show_mean
 from quantkit.eval.report import (
     EMBED_COUNT,
     code_span,
@@ -25,19 +26,18 @@ from quantkit.eval.report import (
     write_report,
 )
 from quantkit.eval.result import (
+    GenerationFacts,
     KernelCalls,
     Kernels,
     LayerRow,
     ModelFacts,
     Packing,
     Report,
-    Run,
     Timesteps,
 )
 from quantkit.eval.serialize import SCHEMA_VERSION, to_json
-from quantkit.eval.show import show, show_difference, show_interval, show_mean
 from quantkit.eval.statistics import Interval, summarize
-from quantkit.eval.stepwise import StepErrors
+from quantkit.eval.step_errors import StepErrors
 
 from quantkit.errors import InputError, NonFiniteError, OutputError
 
@@ -108,7 +108,7 @@ def made_report(pairs, limits=None):
         original=ModelFacts("pipeline", "ab" * 32, 4_000_000),
         packed=ModelFacts("packed", "cd" * 32, 2_100_000),
         packing=Packing("fp8-static", 5, 4, 0, 0.0),
-        run=Run(pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"),
+        run=GenerationFacts(pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"),
         comparison=comparison,
         noise_floor=measure_gaps(comparison, made_floors(pairs)),
         timesteps=STEPS,

@@ -10,7 +10,7 @@ from pipelines import tiny_pipeline
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.smoothing import smooth_factor
@@ -30,10 +30,10 @@ from quantkit.packing.gptq import Rounding
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.surgery import UpdatedTensors
+from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
-from quantkit.sparsity.surgery import Surgeon, lost_share, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, lost_share, settle_layer
 from quantkit.storage.digest import sha256_of
 
 pytestmark = pytest.mark.usefixtures("any_model")
@@ -480,7 +480,7 @@ def test_what_choosing_left_is_what_would_be_computed_again(
         model, recipe_with(method), None, surgeon=leaving, update=True, progress=silent
     )
     again = updated_by(model, masks, Surgeon(known[0], CPU))
-    monkeypatch.setattr("quantkit.recovery.surgery.settle_layer", None)
+    monkeypatch.setattr("quantkit.recovery.obs_update.settle_layer", None)
     left = updated_by(model, masks, leaving)
     assert left.keys() == again.keys()
     assert all(torch.equal(left[name], again[name]) for name in again)

@@ -18,7 +18,7 @@ from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.fakequant import plan_quants
+from quantkit.recovery.fake_quant import plan_quants
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

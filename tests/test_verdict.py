@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from quantkit.eval.comparison import ClipScores, Comparison, Score
-from quantkit.eval.floor import Floor, measure_gaps
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.metrics import METRICS
+from quantkit.eval.noise_floor import Floor, measure_gaps
 from quantkit.eval.statistics import (
     bootstrap_loss,
     relative_loss,

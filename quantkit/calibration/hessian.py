@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from quantkit.calibration.checks import check_moments
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError

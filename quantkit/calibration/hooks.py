@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibration.accumulators import Accumulators, LayerSums, statistics_of
 from quantkit.calibration.sampling import draw_candidates, row_count
 from quantkit.calibration.statistics import LayerStatistics
-from quantkit.calibration.sums import LayerSums, Sums, statistics_of
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
@@ -42,7 +42,7 @@ class Collector:
         self.calls = [0] * buckets
         self.edges: tuple[float, ...] | None = None
         self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
-        self._sums: dict[str, Sums] = {}
+        self._sums: dict[str, Accumulators] = {}
         self._seeds = range(1)
         #: how often each layer was called in this batch
         self._layer_calls: Counter[str] = Counter()
@@ -169,12 +169,12 @@ class Collector:
 
         return listen
 
-    def _sums_of(self, layer: str, device: torch.device) -> Sums:
+    def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
         if self._bad is None:
             self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=device)
         if layer not in self._sums:
             module, flag = self._modules[layer], self._bad[len(self._sums)]
-            self._sums[layer] = Sums(module, len(self.calls), device, flag)
+            self._sums[layer] = Accumulators(module, len(self.calls), device, flag)
         return self._sums[layer]
 
 

@@ -8,13 +8,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from quantkit.calibration.average import continued
+from quantkit.calibration.moving_average import continued
 from quantkit.calibration.sampling import join_samples
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayersByComponent,
     LayerStatistics,
-    Provenance,
 )
 from quantkit.errors import ArtefactError
 
@@ -170,7 +170,7 @@ def _refuse_twins(parts: Mapping[str, Calibration]) -> None:
         seen[run] = name
 
 
-def _provenance(parts: Sequence[Provenance]) -> Provenance:
+def _provenance(parts: Sequence[CalibrationProvenance]) -> CalibrationProvenance:
     digests = "\n".join(part.prompts_digest for part in parts)
     return replace(
         parts[0],

@@ -154,14 +154,14 @@ def settle_rows(
         (R, K) float32 values, zero where nothing is kept; and the bool (R, K) mask.
     """
     order = factor.order
-    run = _Run(factor, rows, mask, grid)
+    run = _RowState(factor, rows, mask, grid)
     run.settle(0, rows.shape[1])
     values, kept = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     values[:, order], kept[:, order] = run.values.t(), run.kept.t()
     return values, kept
 
 
-class _Run:
+class _RowState:
     """The state of one call of ``settle_rows``.
 
     Everything is (K, R), columns in the order of the factor, so that a column is contiguous.

@@ -14,7 +14,7 @@ from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
-from quantkit.sparsity.surgery import Surgeon
+from quantkit.sparsity.sparsegpt import Surgeon
 
 
 def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Step:
+class HullStep:
     """A walk along one item's hull: more cost, less loss."""
 
     item: int
@@ -57,13 +57,13 @@ def lower_hull(options: Sequence[Option]) -> tuple[int, ...]:
     return tuple(hull)
 
 
-def steps_of(items: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
+def steps_of(items: Sequence[Sequence[Option]]) -> tuple[HullStep, ...]:
     """Return the steps of all hulls by falling gain per cost; ties go to the earlier item.
 
     Along one item's hull gain per cost falls, so its steps stand in their order.
     """
     steps = [
-        Step(
+        HullStep(
             item,
             before,
             after,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import OutputError
-from quantkit.sensitivity.gains import find_gains
+from quantkit.sensitivity.error_propagation import find_gains
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.treatments import SIXTEEN_BIT, TREATMENTS
 from quantkit.storage.files import staged_file

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from quantkit.errors import ArtefactError
 from quantkit.progress import Progress, Tell, silent, unheard
-from quantkit.recovery.fakequant import plan_quants
+from quantkit.recovery.fake_quant import plan_quants
 from quantkit.workflow.inputs import (
     HessiansLike,
     MasksLike,

@@ -20,7 +20,7 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class DistillSettings:
     """How long, how fast, and on which trajectories of the teacher the student is trained."""
 
     #: training steps; None: the time decides
