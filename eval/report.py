@@ -19,7 +19,6 @@ from .images import GAIN, Pairs, Pixels, amplified_difference, save_png
 from .number_format import show, show_bytes, show_difference, show_interval, show_mean
 from .plots import plot_bytes, plot_layer_errors, plot_scores, plot_steps
 from .result import Report
-from .serialize import to_json
 from .statistics import RESAMPLES
 from .tables import metric_rows, step_rows
 
@@ -66,7 +65,7 @@ def write_report(report: Report, pairs: Pairs, output: Path, *, force: bool) -> 
             for name, picture in zip(pairs.names, pictures, strict=True):
                 save_png(picture, stage / "images" / side / f"{name}.png")
         values = _template_values(report, pairs)
-        text = json.dumps(to_json(report), indent=1, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(report.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
         (stage / "report.json").write_text(text + "\n", encoding="utf-8")
         for name in ("report.md", "report.html"):
             page = render(f"{name}.j2", {"report": report, **values})

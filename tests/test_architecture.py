@@ -1,6 +1,7 @@
 """The shape of the code: imports go one way, the package list is whole, modules stay small."""
 
 import ast
+import graphlib
 import io
 import os
 import subprocess
@@ -88,6 +89,43 @@ def code_lines(text):
     aside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     spans = (t for t in tokens if t.type not in aside | {tokenize.ENDMARKER})
     return {n for t in spans for n in range(t.start[0], t.end[0] + 1)} - explained
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(("quantkit", *parts) if parts[0] == "eval" else parts)
+    return name.removesuffix(".__init__")
+
+
+NAMES = {name_of(path): path for path in MODULES}
+#: The demo runs the other commands: no import at its top could.
+LATE = {("quantkit.cli.demo", "quantkit.cli")}
+
+
+def imported_modules(name):
+    """Yield the modules that one imports, in its functions too, but not for type checkers alone."""
+    todo = [ast.parse(NAMES[name].read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom):
+            is_package = NAMES[name].stem == "__init__"
+            above = name.split(".")[: 1 - node.level or None] if is_package else name.split(".")
+            above = above if is_package else above[: -node.level]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in NAMES else base
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {
+        name: {m for m in imported_modules(name) if m in NAMES and (name, m) not in LATE} - {name}
+        for name in NAMES
+    }
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 #: What the command line may import when it runs: jobs, and words and cells for its tables.

@@ -26,6 +26,7 @@ from quantkit.eval.report import (
     write_report,
 )
 from quantkit.eval.result import (
+    SCHEMA_VERSION,
     GenerationFacts,
     KernelCalls,
     Kernels,
@@ -35,7 +36,6 @@ from quantkit.eval.result import (
     Report,
     Timesteps,
 )
-from quantkit.eval.serialize import SCHEMA_VERSION, to_json
 from quantkit.eval.statistics import Interval, summarize
 from quantkit.eval.step_errors import StepErrors
 
@@ -108,7 +108,9 @@ def made_report(pairs, limits=None):
         original=ModelFacts("pipeline", "ab" * 32, 4_000_000),
         packed=ModelFacts("packed", "cd" * 32, 2_100_000),
         packing=Packing("fp8-static", 5, 4, 0, 0.0),
-        run=GenerationFacts(pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"),
+        run=GenerationFacts(
+            pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"
+        ),
         comparison=comparison,
         noise_floor=measure_gaps(comparison, made_floors(pairs)),
         timesteps=STEPS,
@@ -406,7 +408,7 @@ def test_intervals_and_differences_are_shown_in_brackets():
 
 def test_to_json_of_every_state_is_valid():
     for count in (1, 2):
-        json.dumps(to_json(made_report(made(count))), allow_nan=False)
+        json.dumps(made_report(made(count)).to_json(), allow_nan=False)
 
 
 # --- both pipelines, from the command line

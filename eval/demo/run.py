@@ -234,7 +234,7 @@ def _reproduced(
         f"--prompts {assets / 'prompts.txt'} --count {len(settings.prompts)} "
         f"--steps {settings.steps} --guidance {GUIDANCE:g} --seed {SEED} "
         f"--batch {settings.batch} --lpips-weights {assets / 'alexnet'} --clip {assets / 'clip'} "
-        f"--device {context.device} -o {stage.output / f'report-{row.compared}'}"
+        f"--device {context.device} -o {context.output / f'report-{row.compared}'}"
         f"{'' if baseline.floors else ' --no-noise-floor'}"
     )
     return tuple(f"quantkit {command}" for command in (*_commands(context, plan, row), compared))

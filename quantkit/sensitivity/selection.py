@@ -51,8 +51,9 @@ def describe(
     """
     goal = budget.goals[0]
     summary = (
-        f"{goal} {getattr(budget, goal):g}: {assignment.size:.1%} of the bytes, predicted NMSE of the "
-        f"final latents {assignment.error:.3g}, modelled speed-up {assignment.speed:.2f}{remark}"
+        f"{goal} {getattr(budget, goal):g}: {assignment.size:.1%} of the bytes, "
+        f"predicted NMSE of the final latents {assignment.error:.3g}, "
+        f"modelled speed-up {assignment.speed:.2f}{remark}"
     )
     words = reasons(assignment, goal_of(assignment.problem, budget))
     remarks = dict(zip((layer.name for layer in sensitivity.layers), words, strict=True))

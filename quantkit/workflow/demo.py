@@ -9,7 +9,6 @@ from typing import Any
 from quantkit.eval.demo import commands as plan
 from quantkit.eval.demo.run import DemoContext, DemoResult, methods, remarks, run_demo, write_index
 from quantkit.eval.methods import Method
-from quantkit.eval.serialize import to_json
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 
@@ -44,7 +43,7 @@ class Demo:
             "schema_version": 3,
             "output": str(self.output),
             "seconds": self.seconds,
-            "reports": {o.row.compared: to_json(o.report) for o in self.outcomes},
+            "reports": {o.row.compared: o.report.to_json() for o in self.outcomes},
         }
 
 
