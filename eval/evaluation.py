@@ -74,7 +74,7 @@ def require_pipeline(model: str) -> Model:
     opened = open_model(model)
     if not opened.is_pipeline:
         raise ModelError(
-            f"{model}: a component alone makes no pictures; wanted the directory of the pipeline"
+            f"{model}: a component alone cannot make pictures; pass the directory of its pipeline"
         )
     return opened
 
@@ -96,7 +96,8 @@ def open_pair(model: str, packed: Path) -> Pair:
         if component.name not in names:
             raise ModelError(
                 f"{packed}: packed {component.name or 'component alone'}, but {model} has "
-                f"{', '.join(sorted(names))}; pass the two directories of one pipeline"
+                f"{', '.join(sorted(names))}; pass the original and the packed directory of the "
+                "same pipeline"
             )
     return Pair(model, opened, found)
 

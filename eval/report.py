@@ -122,7 +122,9 @@ def code_span(text: object) -> str:
 
 def gate_remark(gate: Gate) -> str:
     """Return what else there is to know about a gate."""
-    unsure = "the interval holds the limit: more prompts could turn it" if not gate.settled else ""
+    unsure = (
+        "more prompts could change it: the interval includes the limit" if not gate.settled else ""
+    )
     if gate.passed is None or gate.settled is None:
         unsure = ""
     return "; ".join(part for part in (gate.note, unsure) if part)

@@ -26,14 +26,14 @@ def open_unpacked(path: Path, model: Model) -> Model:
     if not other.is_pipeline or kinds != wanted:
         raise ModelError(
             f"{path}: not packed, and its denoisers are {', '.join(kinds)}, wanted "
-            f"{', '.join(wanted)} as in {model.path}; pass the two directories of one pipeline"
+            f"{', '.join(wanted)} as in {model.path}; pass two directories of the same pipeline"
         )
     for mine, theirs in zip(model.components, other.components, strict=True):
         odd = _shapes(mine).items() ^ _shapes(theirs).items()
         if odd:
             raise ModelError(
                 f"{theirs.path}: {len(odd)} layers differ in name or shape from {mine.path}, as "
-                f"{min(odd)[0]}; pass the two directories of one pipeline"
+                f"{min(odd)[0]}; pass two directories of the same pipeline"
             )
     return other
 

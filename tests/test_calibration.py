@@ -677,7 +677,7 @@ def test_nan_weight_is_found_where_it_is_read(pipeline_dir, tmp_path):
 
 def test_component_alone_cannot_be_calibrated(transformer_dir):
     model = open_model(str(transformer_dir))
-    with pytest.raises(ModelError, match="runs the whole pipeline, pass its directory"):
+    with pytest.raises(ModelError, match="runs the whole pipeline; pass the pipeline's directory"):
         calibrate(model, RECIPE, PROMPTS, device="cpu", progress=silent)
 
 

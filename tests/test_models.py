@@ -423,7 +423,7 @@ def test_path_that_is_nothing(tmp_path):
     with pytest.raises(ModelError, match="no such directory, and not a hub id"):
         open_model(str(tmp_path / "none"))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match="no folder, wanted a diffusers directory"):
+    with pytest.raises(ModelError, match="a file, wanted a diffusers directory"):
         open_model(str(tmp_path / "model.safetensors"))
 
 

@@ -598,7 +598,7 @@ def test_sparsify_permutes_as_before_and_hints(unet, tmp_path):
     [
         (["--recover", "distill"], "permute first, .* with --recover distill"),
         (["--hessians", "h"], "--permute with --hessians"),
-        (["--minutes", "1"], "minutes: belongs to a recovery"),
+        (["--minutes", "1"], "minutes: a setting of recovery"),
     ],
 )
 def test_sparsify_permute_refuses_what_it_did(unet, tmp_path, arguments, words):
@@ -608,7 +608,7 @@ def test_sparsify_permute_refuses_what_it_did(unet, tmp_path, arguments, words):
 
 
 def test_sparsegpt_cannot_be_permuted_for(unet):
-    with pytest.raises(RecipeError, match="permute for magnitude or wanda"):
+    with pytest.raises(RecipeError, match="permute with magnitude or wanda"):
         choose_permutations(
             unet.components[0], with_sparsity(method="sparsegpt"), None,
             device=CPU, seed=0, progress=silent,
@@ -621,7 +621,7 @@ def test_outputs_that_cannot_be_are_refused(unet, calibrated, tmp_path):
     (tmp_path / "there.calibration.safetensors").touch()
     with pytest.raises(OutputError, match="exists"):
         invoke(unet.path, "-c", calibrated[0], "-o", tmp_path / "there")
-    with pytest.raises(OutputError, match="the calibration goes there"):
+    with pytest.raises(OutputError, match="the calibration is written there"):
         invoke(
             unet.path, "-c", calibrated[0], "-o", tmp_path / "x",
             "--masks-output", tmp_path / "x.calibration.safetensors",
@@ -655,5 +655,5 @@ def test_a_model_of_two_denoisers_is_refused(unet, tmp_path):
 
     from quantkit.recovery.permuted_model import only_component
 
-    with pytest.raises(ModelError, match="pass one's directory"):
+    with pytest.raises(ModelError, match="pass the directory of one"):
         only_component(replace(unet, components=unet.components * 2))

@@ -27,13 +27,13 @@ OPTIONS = ("-r", "fp8-static", "--steps", "4", "--batch", "2", "--seed", "7", "-
 #: Runs the command, but ends or fails where the test says: RANK:BATCH:WHAT.
 DRIVER = """
 import os, signal, sys
-from quantkit.calibration import observing, partial
+from quantkit.calibration import observed_pipeline, resume
 from quantkit.cli import main
 from quantkit.errors import NonFiniteError
 
-partial._PAUSE = partial._SHARE = 0.0
+resume._PAUSE = resume._SHARE = 0.0
 rank, last, what = os.environ.get("FAIL", "9:9:-").split(":")
-run, done = observing.run_batch, []
+run, done = observed_pipeline.run_batch, []
 
 def stopping(*arguments):
     if os.environ.get("RANK", "0") == rank and len(done) == int(last):
@@ -43,7 +43,7 @@ def stopping(*arguments):
     run(*arguments)
     done.append(arguments)
 
-observing.run_batch = stopping
+observed_pipeline.run_batch = stopping
 main(sys.argv[1:])
 """
 
@@ -241,12 +241,12 @@ def test_going_on_gives_the_same_bytes(arguments, whole_file, tmp_path, ends):
 
 
 CHANGES = {
-    "steps": (("--steps", "5"), "steps 4, wanted 5; run with the same settings"),
-    "seed": (("--seed", "8"), "seed 7, wanted 8;"),
-    "batch": (("--batch", "1"), "batch 2, wanted 1;"),
-    "guidance": (("--guidance", "1.5"), r"guidance nothing, wanted 1\.5;"),
-    "prompts": (("--count", "4"), r"prompts [0-9a-f]{12}\.\.\., wanted [0-9a-f]{12}\.\.\.;"),
-    "layers": (("-r", "sd3-fp8"), r"model [0-9a-f]{12}\.\.\., wanted"),
+    "steps": (("--steps", "5"), "steps was 4 and is 5; resume with the same settings"),
+    "seed": (("--seed", "8"), "seed was 7 and is 8;"),
+    "batch": (("--batch", "1"), "batch was 2 and is 1;"),
+    "guidance": (("--guidance", "1.5"), r"guidance was nothing and is 1\.5;"),
+    "prompts": (("--count", "4"), r"prompts was [0-9a-f]{12}\.\.\. and is [0-9a-f]{12}\.\.\.;"),
+    "layers": (("-r", "sd3-fp8"), r"model was [0-9a-f]{12}\.\.\. and is"),
 }
 
 
@@ -282,7 +282,7 @@ def test_nothing_to_resume_is_said_and_all_is_run(arguments, whole_file, tmp_pat
     result = invoke(arguments, output, "--resume")
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines() == [
-        f"{output}: nothing was kept yet; beginning at the first prompt"
+        f"{output}: no partial calibration yet; starting at the first prompt"
     ]
     assert output.read_bytes() == whole_file.read_bytes()
 

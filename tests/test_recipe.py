@@ -175,7 +175,7 @@ BAD = {
     "smooth": ("{name: t, smooth: 1.5}", "smooth 1.5: wanted 0 to 1, or auto"),
     "smooth and average": (
         "{name: t, smooth: 0.5, activation: {mode: static, observer: moving_average}}",
-        "smooth with activation.observer moving_average: .* choose another observer",
+        "smooth: cannot be used with activation.observer moving_average.* choose another observer",
     ),
     "split and average": (
         "{name: t, split_concat: true, activation: {mode: static, observer: moving_average}}",

@@ -165,7 +165,7 @@ def test_saved_training_is_neither_lost_nor_invented(tmp_path):
         refuse_unfinished(path, resume=True, force=False)
     refuse_unfinished(path, resume=False, force=False)
     path.touch()
-    with pytest.raises(OutputError, match="resume it, or begin again"):
+    with pytest.raises(OutputError, match="resume it, or set force"):
         refuse_unfinished(path, resume=False, force=False)
     refuse_unfinished(path, resume=True, force=False)
     refuse_unfinished(path, resume=False, force=True)
@@ -304,7 +304,9 @@ def test_offloading_from_a_cpu_is_refused(model, masks):
 
 
 def test_patience_without_looks_is_refused():
-    with pytest.raises(RecipeError, match="patience without watch_every"):
+    with pytest.raises(
+        RecipeError, match="patience counts comparisons of pictures, and watch_every"
+    ):
         replace(SHORT, patience=1)
 
 

@@ -256,12 +256,12 @@ def test_masks_of_an_unknown_layer_are_refused(model, masks):
     strange = replace(
         masks, layers={"unet": {"nowhere": next(iter(masks.layers["unet"].values()))}}
     )
-    with pytest.raises(ArtefactError, match="nowhere is no layer"):
+    with pytest.raises(ArtefactError, match="nowhere is not a layer"):
         run(model, strange, SHORT)
 
 
 def test_component_alone_is_refused(pipeline_dir, masks):
-    with pytest.raises(ModelError, match="pass its directory"):
+    with pytest.raises(ModelError, match="pass the pipeline.s directory"):
         run(open_model(str(pipeline_dir / "unet")), masks, SHORT)
 
 
@@ -370,7 +370,7 @@ def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     result = command(pipeline_dir, "-o", tmp_path / "out", *option)
     assert isinstance(result.exception, RecipeError)
     name = option[0].removeprefix("--").removeprefix("no-")
-    assert str(result.exception).startswith(f"{name}: belongs to a recovery")
+    assert str(result.exception).startswith(f"{name}: a setting of recovery")
 
 
 @pytest.mark.parametrize(

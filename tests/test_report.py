@@ -296,7 +296,7 @@ def test_report_is_never_overwritten_without_force(written, tmp_path):
     report, pairs, _ = written
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputError, match="exists already; replace it by force"):
+    with pytest.raises(OutputError, match="exists already; set force to replace it"):
         write_report(report, pairs, tmp_path / "out", force=False)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
     with pytest.raises(OutputError, match=r"holds mine\.txt, which quantkit did not write"):
@@ -362,7 +362,7 @@ def test_gate_remark_warns_when_more_prompts_could_turn_it():
     mean = made_report(pairs).comparison.scores["ssim"].summary.mean
     close = made_report(pairs, Limits(ssim=mean - 1e-3)).gates[0]
     far = made_report(pairs, Limits(ssim=-0.9)).gates[0]
-    assert gate_remark(close) == "the interval holds the limit: more prompts could turn it"
+    assert gate_remark(close) == "more prompts could change it: the interval includes the limit"
     assert gate_remark(far) == ""
 
 
@@ -392,7 +392,7 @@ def test_terminal_shows_every_noise_floor(capsys, monkeypatch):
     print_report(made_report(made(sigma=20.0)), Path("out"))
     text = capsys.readouterr().out
     assert "Noise floor: the original with BF16 instead of float32" in text
-    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|not told apart)", text)
+    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|no clear difference)", text)
     assert "Noise floor: the original with batches of 1 instead of 2: the original" in text
 
 
@@ -619,7 +619,7 @@ def test_eval_report_names_the_reference_when_no_kernel_runs(
 def test_eval_report_refuses_what_makes_no_pictures(ran, pipeline_dir, prompt_file, tmp_path):
     common = ("-o", tmp_path / "r", "--prompts", prompt_file)
     alone = eval_report(pipeline_dir / "unet", ran[0] / "packed", *common)
-    assert re.search("component alone makes no pictures", str(alone.exception))
+    assert re.search("component alone cannot make pictures", str(alone.exception))
     few = eval_report(pipeline_dir, ran[0] / "packed", *common, "--count", 9)
     assert re.search("3 prompts, wanted 9", str(few.exception))
     component = eval_report(pipeline_dir, ran[0] / "packed" / "unet", *common)

@@ -77,7 +77,7 @@ def test_solution_is_within_a_step_of_the_best(seed):
     rng = random.Random(seed)
     items = [
         [
-            Option(rng.assignment([rng.random(), rng.randrange(4) / 4]), rng.random() ** 4)
+            Option(rng.choice([rng.random(), rng.randrange(4) / 4]), rng.random() ** 4)
             for _ in range(rng.randint(1, 5))
         ]
         for _ in range(rng.randint(1, 5))
@@ -891,7 +891,10 @@ def test_search_keeps_the_ssim(work, pipeline_dir, tmp_path):
 
 REFUSED = {
     "no budget": (["-r", "fp8"], "recipe fp8: no budget; give bytes"),
-    "search without a model": (["--ssim", 0.9], "budget ssim: makes pictures; give a model"),
+    "search without a model": (
+        ["--ssim", 0.9],
+        "budget ssim: pictures have to be made for it; give a model",
+    ),
     "out of reach": (["--bytes", 0.01], "budget bytes 0.01: the treatments reach"),
     "two goals": (["--bytes", 0.5, "--error", 1], "budget: found bytes and error"),
     "no such treatment": (["--bytes", 0.9, "--treatments", "int4"], "treatments int4: match none"),
@@ -926,7 +929,7 @@ def test_calibration_of_other_weights_is_refused(work, tmp_path):
 
 def test_smoothing_is_refused(work, pipeline_dir):
     smooth = Recipe(name="t", smooth=0.5)
-    with pytest.raises(RecipeError, match="smooth: sensitivity measures layers without it"):
+    with pytest.raises(RecipeError, match="smooth: sensitivity cannot measure it"):
         MeasuredModel.of(
             open_model(str(pipeline_dir)), smooth, load_calibration(work / "c.safetensors")
         )

@@ -367,7 +367,7 @@ def test_gptq_of_a_layer_without_moments_is_refused(model, known, tmp_path):
 
 def test_sparsegpt_masks_alone_are_refused(model, surgeon, tmp_path):
     masks = choose_masks(model, recipe_with(), None, surgeon=surgeon, progress=silent)
-    with pytest.raises(RecipeError, match="counts on updates of the kept weights"):
+    with pytest.raises(RecipeError, match="updates the kept weights too"):
         packed_with(model, tmp_path / "p", Recipe(name="t"), masks=masks)
 
 
@@ -451,11 +451,11 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
 @pytest.mark.parametrize(
     ("method", "more", "words"),
     [
-        ("obs", (), "hessians: none, and obs computes with second moments"),
-        ("obs", ("--hessians", "H"), "masks: none, and obs works on masked layers"),
-        ("obs", ("--hessians", "H", "--steps", "3"), "steps: belongs to another recovery"),
-        ("obs", ("--hessians", "H", "--prompts", "p"), "prompts: belong to another recovery"),
-        ("distill", ("--hessians", "H"), "hessians: belong to another recovery"),
+        ("obs", (), "hessians: missing, and method obs needs second moments"),
+        ("obs", ("--hessians", "H"), "masks: missing, and method obs needs them"),
+        ("obs", ("--hessians", "H", "--steps", "3"), "steps: method obs does not use it"),
+        ("obs", ("--hessians", "H", "--prompts", "p"), "prompts: method obs does not use them"),
+        ("distill", ("--hessians", "H"), "hessians: method distill does not use them"),
     ],
 )
 def test_what_a_recovery_does_not_take_is_refused(pipeline, tmp_path, method, more, words):
@@ -517,9 +517,13 @@ def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (["--recover", "obs", "--minutes", "1"], RecipeError, "minutes: belongs to"),
+        (
+            ["--recover", "obs", "--minutes", "1"],
+            RecipeError,
+            "minutes: method obs does not use it",
+        ),
         (["--recover", "obs"], RecipeError, "with updates needs second moments"),
-        (["--hessians", "nowhere"], ArtefactError, "no directory of hessians"),
+        (["--hessians", "nowhere"], ArtefactError, "not a directory of hessians"),
     ],
     ids=["option", "no-moments", "no-directory"],
 )

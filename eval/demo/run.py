@@ -104,7 +104,9 @@ def run_demo(
     assets = demo_assets()
     texts = read_prompts(assets / "prompts.txt")
     if prompts > len(texts):
-        raise PromptError(f"prompts {prompts}: the demo has {len(texts)}", fields=("prompts",))
+        raise PromptError(
+            f"prompts {prompts}: the demo has only {len(texts)}; ask for fewer", fields=("prompts",)
+        )
     settings = make_settings(
         texts[:prompts], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
     )

@@ -66,7 +66,9 @@ def compare(result: BenchResult, baseline: EarlierRun, threshold: float) -> RunC
         if (before := baseline.p50_us.get(row.key)) is not None
     ]
     if not changes:
-        raise ArtefactError(f"{baseline.path}: has none of the operations and shapes of this run")
+        raise ArtefactError(
+            f"{baseline.path}: shares no operation and shape with this run; measure the same ones"
+        )
     changes.sort(key=lambda change: -change.ratio)
     return RunComparison(baseline, threshold, tuple(changes))
 

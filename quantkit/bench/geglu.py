@@ -103,7 +103,7 @@ def _packed_operands(
 
 def _need_gates(problem: BenchProblem) -> None:
     if problem.shape.n % 2:
-        raise UnavailableError(f"N {problem.shape.n} is odd: an output has no gate")
+        raise UnavailableError(f"N {problem.shape.n} is odd, and GEGLU needs an even N")
 
 
 def _judge(problem: BenchProblem, output: object) -> float:

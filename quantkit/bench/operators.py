@@ -70,10 +70,10 @@ def prepared_fast(
     """
     need_kernel(op, problem)
     if problem.device.type != "cuda":
-        raise UnavailableError("the host's sums have one mode")
+        raise UnavailableError("the host kernels have no fast sums")
     device = find_device(problem.device.index or torch.cuda.current_device())
     if device.arch.name != hopper.ARCHITECTURE:
-        raise UnavailableError(f"the kernels of {device.arch.name} sum in one mode")
+        raise UnavailableError(f"the kernels of {device.arch.name} have no fast sums")
     sizes, words = asdict(shape), (FORMAT, FORMAT, x_scale, "channel", "f16")
     kernel = _fast_kernel(device, op, words, sizes)
     outputs = (((shape.m, shape.n), dtype),)

@@ -202,12 +202,12 @@ def _read_kept(
         return found
     if beside := ", ".join(path.name for path in others(kept.output)):
         raise ArtefactError(
-            f"{kept.output}: nothing to resume with {processes.count} processes, partial "
-            f"calibrations beside it: {beside}; start as many as then, or do not resume",
+            f"{kept.output}: no partial calibration of {processes.count} processes to resume, "
+            f"found {beside}; start as many processes as before, or do not resume",
             fields=("resume",),
         )
     if processes.is_first:
-        note(f"{kept.output}: nothing was kept yet; beginning at the first prompt")
+        note(f"{kept.output}: no partial calibration yet; starting at the first prompt")
     return None
 
 

@@ -108,7 +108,7 @@ class Collector:
         """
         if 0 in self.calls:
             raise ModelError(
-                f"{self.name}: timestep bucket {self.calls.index(0)} saw no call (calls "
+                f"{self.name}: no call fell into timestep bucket {self.calls.index(0)} (calls "
                 f"{self.calls}, edges {self.edges}); calibrate with buckets 1"
             )
 
@@ -198,8 +198,9 @@ def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, .
     unit = first / steps[0] if steps[0] else 0.0
     if unit <= 0:
         raise ModelError(
-            f"the denoiser is called with timestep {first:g} where the scheduler has {steps[0]:g}; "
-            "timestep buckets cannot be told apart"
+            f"the denoiser is called with timestep {first:g}, but the scheduler says "
+            f"{steps[0]:g}, so calls cannot be sorted into timestep buckets; set "
+            "calibration.buckets to 1"
         )
     distinct = sorted(set(steps))
     if len(distinct) < buckets:
@@ -215,12 +216,15 @@ def _find_module(denoiser: nn.Module, layer: Layer, component: str) -> nn.Module
     try:
         module = denoiser.get_submodule(layer.name)
     except AttributeError as error:
-        raise ModelError(f"{component}: diffusers builds no module {layer.name}") from error
+        raise ModelError(
+            f"{component}: the model that diffusers builds has no module {layer.name}"
+        ) from error
     wanted = nn.Linear if layer.kind == "linear" else nn.Conv2d
     weight = getattr(module, "weight", None)
     if not isinstance(module, wanted) or weight is None or tuple(weight.shape) != layer.shape:
         raise ModelError(
             f"{component}.{layer.name}: found {type(module).__name__}, wanted {wanted.__name__} "
-            f"with a weight of {layer.shape}; the family's description does not fit"
+            f"with a weight of {layer.shape}; the weight files do not fit the config, download "
+            "the model again"
         )
     return module

@@ -124,8 +124,8 @@ def _refuse_others(name: str, first: Calibration, other: str, part: Calibration)
     for what, wanted, found in _facts(first, part):
         if found != wanted:
             raise ArtefactError(
-                f"{other}: {what} {found}, wanted {wanted} as in {name}; "
-                "merge calibrations of one model, run alike"
+                f"{other}: {what} {found}, wanted {wanted} as in {name}; merge calibrations of "
+                "one model with the same settings"
             )
     for component, layers in first.layers.items():
         if missing := set(layers) ^ set(part.layers[component]):

@@ -87,9 +87,8 @@ class PartialFile:
         for name in {**wanted, **found}:
             if found.get(name) != wanted.get(name):
                 raise ArtefactError(
-                    f"{self.path}: {name} {_short(found.get(name))}, wanted "
-                    f"{_short(wanted.get(name))}; run with the same settings to go on, or do not "
-                    "resume",
+                    f"{self.path}: {name} was {_short(found.get(name))} and is "
+                    f"{_short(wanted.get(name))}; resume with the same settings, or do not resume",
                     fields=("resume",),
                 )
 

@@ -62,16 +62,16 @@ def responses(scheduler: Any) -> Tensor:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(
-            f"calibration.weighting schedule: {name} cannot be run on scalars ({reason}); "
-            "set it to uniform"
+            f"calibration.weighting schedule: {name} cannot be measured ({reason}); set it to "
+            "uniform"
         ) from error
     once, twice, still = final[:count], final[count:-2], final[-2:]
     once, twice = once - still[0], (twice - still[0]) / 2
     size = once.abs().max()
     if not bool(final.isfinite().all()) or bool(still[0] != still[1]) or not size > 0:
         raise RecipeError(
-            f"calibration.weighting schedule: {name} hides the denoiser's answer: it clips its "
-            "samples, or adds noise that cannot be repeated; set it to uniform"
+            f"calibration.weighting schedule: {name} clips its samples or adds noise that cannot "
+            "be repeated, so the effect of a step cannot be measured; set it to uniform"
         )
     if bool((once - twice).abs().max() > _TOLERANCE * size):
         raise RecipeError(

@@ -104,8 +104,8 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
     stored = len(edges) + 1
     if stored % wanted:
         raise RecipeError(
-            f"activation.buckets {wanted}: the calibration has {stored} buckets, which do not "
-            f"pool into {wanted}; calibrate with calibration.buckets {wanted}"
+            f"activation.buckets {wanted}: the calibration has {stored} buckets, which cannot be "
+            f"merged into {wanted}; calibrate with calibration.buckets {wanted}"
         )
     step = stored // wanted
     return edges[step - 1 :: step]
@@ -150,7 +150,10 @@ class _Context:
         if refusal:
             return None, f"dense: {refusal}"
         if pattern != TWO_OF_FOUR:
-            raise RecipeError(f"sparsity.pattern {pattern}: the packed format holds {TWO_OF_FOUR}")
+            raise RecipeError(
+                f"sparsity.pattern {pattern}: the packed format only has {TWO_OF_FOUR}; set it to "
+                "2:4"
+            )
         return pattern, ""
 
     def _buckets(self, layer: Layer, activation: ActivationRecipe) -> tuple[float, ...]:

@@ -128,9 +128,7 @@ def _square_root(moment: Tensor, damping: float) -> Tensor:
             found: Tensor = square_root
             return found
         damping, given = max(10 * damping, limit * 1e-9), damping
-    raise NonFiniteError(
-        "second moments: NaN or Inf, or none of any input; take the hessians again"
-    )
+    raise NonFiniteError("second moments: NaN, Inf or all zero; collect the hessians again")
 
 
 def settle_rows(

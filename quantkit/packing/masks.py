@@ -25,7 +25,7 @@ def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:
     """
     if masks is not None and masks.counts_on_updates and recipe.weight.rounding != "gptq":
         raise RecipeError(
-            "masks: by sparsegpt, which counts on updates of the kept weights; set "
+            "masks: chosen by sparsegpt, which updates the kept weights too; set "
             "weight.rounding: gptq and give second moments, or recover with method obs first",
             fields=("hessians",),
         )

@@ -152,8 +152,8 @@ def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
         return treatment
     if scheme.smooth and inputs.recipe.smooth is not None:
         raise RecipeError(
-            f"{layer.name}: activation.buckets auto with smooth: its scales are known only when "
-            "the weight is read; give a number of buckets, or drop smooth"
+            f"{layer.name}: activation.buckets auto cannot be used with smooth, which changes the "
+            "scales; give a number of buckets, or drop smooth"
         )
     statistics, factor = inputs.statistics(layer), None
     if scheme.smooth:

@@ -254,8 +254,8 @@ def _check_digests(layer: PlannedLayer, record: LayerRecord) -> None:
     for who, digest in layer.expected:
         if digest != record.source_sha256:
             raise ArtefactError(
-                f"{who}: layer {layer.plan.layer}: for a weight with SHA-256 {digest}, found "
-                f"{record.source_sha256}; make the {who} from this model"
+                f"{who}: layer {layer.plan.layer}: made from a weight with SHA-256 {digest}, but "
+                f"the model's has {record.source_sha256}; make the {who} from this model"
             )
 
 

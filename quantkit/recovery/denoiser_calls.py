@@ -83,7 +83,10 @@ class Recording:
             ModelError: the pipeline never called the denoiser, or not always alike.
         """
         if not self.calls:
-            raise ModelError("recovery: the pipeline did not call its denoiser; wanted a denoiser")
+            raise ModelError(
+                "recovery: the pipeline did not call its denoiser, so there is nothing to learn "
+                "from; use another pipeline"
+            )
         first = self.calls[0]
         rows = len(first.answer)
         moving, still = [], []
@@ -104,7 +107,8 @@ class Recording:
             )
         except RuntimeError as error:
             raise ModelError(
-                f"recovery: the pipeline calls its denoiser with changing shapes ({error})"
+                "recovery: the pipeline calls its denoiser with changing shapes, which cannot be "
+                f"put into batches ({error})"
             ) from error
 
     def _kind(self, place: int, leaf: Any, rows: int) -> str:

@@ -86,7 +86,9 @@ def install(model: nn.Module, quants: Mapping[str, LayerQuant]) -> None:
         try:
             dense = model.get_submodule(name)
         except AttributeError as error:
-            raise ModelError(f"{name}: diffusers builds no such module") from error
+            raise ModelError(
+                f"{name}: the model that diffusers builds has no such module"
+            ) from error
         setattr(model.get_submodule(parent), child, fake_quantized(name, dense, quant))
 
 
@@ -198,8 +200,8 @@ def _refuse_changed_inputs(recipe: Recipe, schemes: Collection[Scheme]) -> None:
     found = "shift" if any(s.shift for s in schemes) else "terms: 2"
     if any(s.shift or s.terms > 1 for s in schemes):
         raise RecipeError(
-            f"recipe {recipe.name}: activation.{found} is not trained; train with a recipe without "
-            "it and pack with this one, or do not quantize",
+            f"recipe {recipe.name}: training cannot imitate activation.{found}; train with a "
+            "recipe without it and pack with this one, or do not quantize",
             fields=("quantize",),
         )
 

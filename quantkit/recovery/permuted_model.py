@@ -36,7 +36,9 @@ def only_component(model: Model) -> Component:
     """
     if len(model.components) != 1:
         names = ", ".join(component.name for component in model.components)
-        raise ModelError(f"{model.path}: found the denoisers {names}; pass one's directory")
+        raise ModelError(
+            f"{model.path}: found the denoisers {names}; pass the directory of one of them"
+        )
     return model.components[0]
 
 
@@ -53,7 +55,7 @@ def refuse_permuted(model: Model, outputs: Outputs, *, force: bool) -> None:
     refuse_overlap(outputs.calibration, model.path)
     if outputs.calibration.resolve() == outputs.masks.resolve():
         raise OutputError(
-            f"{outputs.masks}: the calibration goes there; choose another path for the masks",
+            f"{outputs.masks}: the calibration is written there; choose another path for the masks",
             fields=("masks_output",),
         )
 

@@ -122,8 +122,8 @@ def _refuse_unmeasured(sensitivity: Sensitivity, globs: Sequence[str]) -> None:
         found = [t for t in TREATMENTS if t.packs and matches(t.name, (glob,))]
         if found and all(t.updates and t.name not in measured for t in found):
             raise RecipeError(
-                f"treatments {glob}: not measured, for want of second moments; give them to "
-                "'quantkit calibrate sensitivity'",
+                f"treatments {glob}: not measured, because there were no second moments; give "
+                "them to 'quantkit calibrate sensitivity'",
                 fields=("hessians",),
             )
 
@@ -215,8 +215,8 @@ def _out_of_reach(problems: Sequence[AssignmentProblem], budget: BudgetRecipe) -
         return f"budget speed {budget.speed:g}: at most {most:.3g} is modelled; ask for less"
     size = min(least(problem, _bytes).size for problem in problems)
     return (
-        f"budget bytes {budget.bytes:g}: the treatments reach {size:.4g} of the source's size at "
-        "least; allow more bytes, or more treatments"
+        f"budget bytes {budget.bytes:g}: the smallest that the treatments allow is {size:.4g} of "
+        "the source's size; allow more bytes, or more treatments"
     )
 
 

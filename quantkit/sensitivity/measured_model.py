@@ -54,10 +54,13 @@ class MeasuredModel:
             RecipeError: smoothing, which no treatment has.
         """
         if recipe.smooth is not None:
-            raise RecipeError("smooth: sensitivity measures layers without it; drop smooth")
+            raise RecipeError("smooth: sensitivity cannot measure it; drop smooth")
         if len(model.components) != 1:
             names = ", ".join(component.name for component in model.components)
-            raise ModelError(f"{model.path}: found the denoisers {names}; sensitivity takes one")
+            raise ModelError(
+                f"{model.path}: found the denoisers {names}, and sensitivity can only measure a "
+                "pipeline with one"
+            )
         component = model.components[0]
         layers = {layer.name: layer for layer in observed_layers(component, recipe)}
         stored = calibration.of(component)

@@ -23,7 +23,7 @@ def check_plot_path(path: Path) -> None:
         OutputError: another suffix.
     """
     if path.suffix not in SUFFIXES:
-        raise OutputError(f"{path}: plots are written as {', '.join(SUFFIXES)}; name one of these")
+        raise OutputError(f"{path}: unknown kind of plot; end the name in {', '.join(SUFFIXES)}")
 
 
 def save_plot(sensitivity: Sensitivity, path: Path, *, force: bool) -> None:

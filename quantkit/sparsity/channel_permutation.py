@@ -68,8 +68,9 @@ def choose_permutations(
     rule = recipe.sparsity or SparsityRecipe()
     if rule.method not in MASKS:
         raise RecipeError(
-            f"mask method {rule.method!r} scores no weight before others are settled; permute for "
-            "magnitude or wanda, then choose its masks for the permuted model",
+            f"mask method {rule.method!r}: cannot guide a permutation, because its scores change "
+            "while it prunes; permute with magnitude or wanda, then choose its masks for the "
+            "permuted model",
             fields=("method",),
         )
     recipe = recipe.model_copy(update={"sparsity": rule})

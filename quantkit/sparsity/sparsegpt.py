@@ -81,7 +81,8 @@ def refuse_non_finite(values: Tensor) -> None:
     """
     if not bool(values.isfinite().all()):
         raise NonFiniteError(
-            "second moments: the weights that they ask for are NaN or Inf; take the hessians again"
+            "second moments: the weights computed from them are NaN or Inf; collect the hessians "
+            "again"
         )
 
 

@@ -185,7 +185,7 @@ def _search(
     """Return the choice whose pictures keep the SSIM, and the trials on the way."""
     if pictures is None:
         raise RecipeError(
-            "budget ssim: makes pictures; give a model and a calibration too",
+            "budget ssim: pictures have to be made for it; give a model and a calibration too",
             fields=("model", "calibration"),
         )
     calibration = as_calibration(pictures.calibration)

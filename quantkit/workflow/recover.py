@@ -131,17 +131,17 @@ def _refuse_moments(
     """Refuse what a method does not read, and ask for what it does."""
     if method == "obs" and hessians is None:
         raise ArtefactError(
-            "hessians: none, and obs computes with second moments; give those of 'quantkit "
+            "hessians: missing, and method obs needs second moments; give those of 'quantkit "
             "calibrate hessian'",
             fields=("hessians",),
         )
     if method == "obs" and prompts is not None:
         raise ArtefactError(
-            "prompts: belong to another recovery and mean nothing to obs; drop them",
+            "prompts: method obs does not use them; drop them",
             fields=("prompts",),
         )
     if method == "distill" and hessians is not None:
         raise ArtefactError(
-            "hessians: belong to another recovery and mean nothing to distill; drop them",
+            "hessians: method distill does not use them; drop them",
             fields=("hessians",),
         )

@@ -87,7 +87,7 @@ class Job:
 def _needed(job: Job, method: str) -> MaskSet:
     if job.masks is None:
         raise ArtefactError(
-            f"masks: none, and {method} works on masked layers; give those of 'quantkit sparsify'",
+            f"masks: missing, and method {method} needs them; give those of 'quantkit sparsify'",
             fields=("masks",),
         )
     return job.masks

@@ -89,8 +89,7 @@ def search_ssim(
                 failed = middle
     if best is None:
         raise QuantkitError(
-            f"ssim {least:g}: the least that any choice changes leaves {trials[-1].ssim:.4f}; ask "
-            "for less"
+            f"ssim {least:g}: the gentlest treatments reach {trials[-1].ssim:.4f}; ask for less"
         )
     return Found(best, tuple(trials))
 

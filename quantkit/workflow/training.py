@@ -91,7 +91,7 @@ def refuse_foreign(method: str, training: Training) -> None:
         )
     for name in sorted(set(training.changed) & _FOREIGN[method]):
         raise RecipeError(
-            f"{name}: belongs to another recovery and means nothing to {method}; drop it",
+            f"{name}: method {method} does not use it; drop it",
             fields=(name,),
         )
 

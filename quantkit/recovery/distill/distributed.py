@@ -81,8 +81,8 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as error:
         raise ModelError(
-            f"WORLD_SIZE is {world}, but no process group came about ({error}); start with "
-            "torchrun, or unset it"
+            f"WORLD_SIZE is {world}, but the processes could not be connected ({error}); start "
+            "with torchrun, or unset it"
         ) from error
     try:
         yield Ranks(distributed.get_rank(), world, distributed.new_group(backend="gloo"))

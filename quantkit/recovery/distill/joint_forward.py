@@ -48,8 +48,8 @@ class LayerPair:
             return answer
         if len(x) % (2 * self._rows):
             raise ModelError(
-                f"{self.name}: reads {tuple(x.shape)}, whose first axis is not the batch; keep "
-                "this layer dense"
+                f"{self.name}: the first axis of its input {tuple(x.shape)} is not the batch; "
+                "keep this layer dense"
             )
         mine, others = x.chunk(2)
         target: Tensor = self._answer(others)

@@ -118,9 +118,7 @@ def recover(
     quants = _quants(task, component, kept)
     target = own_device(choose_device(task.device))
     if settings.offload and target.type == "cpu":
-        raise RecipeError(
-            "offload: moves states from a GPU, and this is the CPU; drop it", fields=("offload",)
-        )
+        raise RecipeError("offload: needs a GPU, and this is the CPU; drop it", fields=("offload",))
     with joined(target) as ranks:
         recruit = _Recruit(task, component, kept, quants, settings)
         return recruit.train(target, ranks, progress, watch, keeping)
@@ -220,7 +218,8 @@ def _quants(
     if task.quantize is None:
         if not kept:
             raise ArtefactError(
-                "masks: no layer is masked, and none is quantized, so there is nothing to recover"
+                "masks: no layer is masked, and none is quantized, so there is nothing to "
+                "recover; give masks, or quantize"
             )
         return {}
     return plan_quants(component, task.quantize, {layer.name for layer, _ in kept})
@@ -234,11 +233,15 @@ def only_denoiser(model: Model) -> Component:
     """
     if not model.is_pipeline:
         raise ModelError(
-            f"{model.path}: one component; recovery runs the whole pipeline, pass its directory"
+            f"{model.path}: a component alone, and recovery runs the whole pipeline; pass the "
+            "pipeline's directory"
         )
     if len(model.components) != 1:
         names = ", ".join(component.name for component in model.components)
-        raise ModelError(f"{model.path}: found the denoisers {names}; recovery trains one")
+        raise ModelError(
+            f"{model.path}: found the denoisers {names}, and recovery can only train a pipeline "
+            "with one"
+        )
     return model.components[0]
 
 
@@ -252,7 +255,9 @@ def masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, Lay
     layers = {layer.name: layer for layer in list_layers(component)}
     for name, mask in chosen.items():
         if name not in layers:
-            raise ArtefactError(f"masks: {name} is no layer of {component.path}; choose them again")
+            raise ArtefactError(
+                f"masks: {name} is not a layer of {component.path}; choose masks for this model"
+            )
         digest = sha256_of(layers[name].shard, layers[name].weight)
         if digest != mask.source_digest:
             raise ArtefactError(
@@ -266,4 +271,6 @@ def _refuse_unknown(student: nn.Module, masks: Sequence[str], component: Compone
     names = {name for name, _ in student.named_parameters()}
     for name in masks:
         if name not in names:
-            raise ModelError(f"{component.path}: diffusers builds no parameter {name}")
+            raise ModelError(
+                f"{component.path}: the model that diffusers builds has no parameter {name}"
+            )

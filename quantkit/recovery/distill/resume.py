@@ -130,8 +130,8 @@ def refuse_others(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any
         then, now = saved.get(name), wanted.get(name)
         if then != now:
             raise ArtefactError(
-                f"{path}: {name} was {_short(then)} and is {_short(now)}; give what the "
-                "training was begun with, or do not resume",
+                f"{path}: {name} was {_short(then)} and is {_short(now)}; resume with the same "
+                "settings, or do not resume",
                 fields=("resume",),
             )
 
@@ -149,8 +149,7 @@ def refuse_unfinished(path: Path, *, resume: bool, force: bool) -> None:
         )
     if path.exists() and not (resume or force):
         raise OutputError(
-            f"{path}: a training that was ended before its time; resume it, or begin again by "
-            "force",
+            f"{path}: holds an unfinished training; resume it, or set force to start again",
             fields=("resume", "force"),
         )
 

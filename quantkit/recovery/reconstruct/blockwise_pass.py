@@ -175,7 +175,9 @@ class Pass:
     def _leave(self, block: Block, call: BlockCall) -> Any:
         """Refine a block whose layers are fitted, keep the best that it was, and answer again."""
         if not call.target:
-            raise ModelError(f"{block.name}: answers without a row a sample; keep it dense")
+            raise ModelError(
+                f"{block.name}: its output does not have one row per sample; keep it dense"
+            )
         state = self._open[block.name]
         students = [self._students[name] for name in block.layers]
         candidates = [self._candidate(call, students)]

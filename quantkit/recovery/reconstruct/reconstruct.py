@@ -215,7 +215,9 @@ def _student(
     try:
         teacher = denoiser.get_submodule(layer.name)
     except AttributeError as error:
-        raise ModelError(f"{layer.name}: diffusers builds no such module") from error
+        raise ModelError(
+            f"{layer.name}: the model that diffusers builds has no such module"
+        ) from error
     _refuse_other(layer.name, teacher)
     copied = copy.deepcopy(teacher).requires_grad_(False)
     for part, value in copied.named_parameters():
@@ -249,12 +251,12 @@ def _check(
         raise PromptError("no prompts, wanted at least one")
     if task.quantize is not None:
         raise RecipeError(
-            "reconstruct: fits in 16 bit, not as packed; drop quantize", fields=("quantize",)
+            "quantize: reconstruct fits layers in 16 bit only; drop it", fields=("quantize",)
         )
     if world_size() > 1:
         raise RecipeError(
-            f"reconstruct: started as {world_size()} processes, but its pass has no parts to "
-            "share; start one, without torchrun"
+            f"reconstruct: runs in one process, and {world_size()} were started; start it without "
+            "torchrun"
         )
     component = only_denoiser(task.model)
     kept = [] if task.masks is None else masked_layers(component, task.masks)
