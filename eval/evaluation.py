@@ -26,24 +26,24 @@ from quantkit.progress import Progress, silent
 
 from .backbones import Backbones
 from .comparison import compare
-from .facts import (
+from .gates import Compression, Limits, find_compression, judge
+from .generation import GenerationSettings, generate
+from .images import Pairs
+from .layers import Place, layer_rows
+from .noise_floor import Floor, Original, measure_floors, measure_gaps, picture_names
+from .report_facts import (
     describe_environment,
     kernel_facts,
     original_facts,
     packed_facts,
     packing_facts,
-    plain_facts,
     run_facts,
+    unpacked_facts,
     warn,
 )
-from .floor import Floor, Original, measure_floors, measure_gaps, picture_names
-from .gates import Compression, Limits, find_compression, judge
-from .generation import Settings, generate
-from .images import Pairs
-from .layers import Place, layer_rows
-from .plain import open_plain, plain_layers
 from .result import LayerRow, Packing, Report, Timesteps
-from .stepwise import Divergence, StepErrors, Trajectory, shadowed
+from .step_errors import Divergence, StepErrors, Trajectory, shadowed
+from .unpacked_pipeline import open_unpacked, unpacked_layers
 
 #: Steps and prompts that are computed again on reference: every layer, early and late noise.
 WATCHED_STEPS = 2
@@ -74,7 +74,7 @@ def require_pipeline(model: str) -> Model:
     opened = open_model(model)
     if not opened.is_pipeline:
         raise ModelError(
-            f"{model}: a component alone makes no pictures; wanted the directory of the pipeline"
+            f"{model}: a component alone cannot make pictures; pass the directory of its pipeline"
         )
     return opened
 
@@ -90,13 +90,14 @@ def open_pair(model: str, packed: Path) -> Pair:
     opened = require_pipeline(model)
     found = open_packed(packed)
     if not found.components:
-        return Pair(model, opened, found, open_plain(packed, opened))
+        return Pair(model, opened, found, open_unpacked(packed, opened))
     names = {component.name for component in opened.components}
     for component in found.components:
         if component.name not in names:
             raise ModelError(
                 f"{packed}: packed {component.name or 'component alone'}, but {model} has "
-                f"{', '.join(sorted(names))}; pass the two directories of one pipeline"
+                f"{', '.join(sorted(names))}; pass the original and the packed directory of the "
+                "same pipeline"
             )
     return Pair(model, opened, found)
 
@@ -114,7 +115,7 @@ class Baseline:
 @quiet_libraries()
 def measure_baseline(
     model: Model,
-    settings: Settings,
+    settings: GenerationSettings,
     *,
     backbones: Backbones,
     device: torch.device,
@@ -192,7 +193,7 @@ def evaluate(
         quantkit_version=__version__,
         compression=compression,
         original=original_facts(pair.name, pair.model, pair.packed),
-        packed=plain_facts(pair.plain) if pair.plain else packed_facts(pair.packed),
+        packed=unpacked_facts(pair.plain) if pair.plain else packed_facts(pair.packed),
         packing=packing,
         run=run_facts(original, packed=packed, calls=calls),
         comparison=comparison,
@@ -220,14 +221,14 @@ def _describe(
     progress: Progress,
 ) -> tuple[tuple[LayerRow, ...], Packing, Compression]:
     if pair.plain:
-        layers, packing = plain_layers(pair.model, pair.plain, progress)
+        layers, packing = unpacked_layers(pair.model, pair.plain, progress)
         return layers, packing, Compression.SPARSE if packing.sparse else Compression.NONE
     layers = layer_rows(pair.model, pair.packed, infos, deviations, progress)
     schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}
     return layers, packing_facts(pair.packed, layers), find_compression(schemes)
 
 
-def _first(settings: Settings, count: int) -> Settings:
+def _first(settings: GenerationSettings, count: int) -> GenerationSettings:
     """Return the settings of the first ``count`` prompts, at one time."""
     return replace(
         settings, prompts=settings.prompts[:count], seeds=settings.seeds[:count], batch=count
@@ -235,7 +236,7 @@ def _first(settings: Settings, count: int) -> Settings:
 
 
 def _watch(
-    pipe: Any, dense: Any, settings: Settings, progress: Progress
+    pipe: Any, dense: Any, settings: GenerationSettings, progress: Progress
 ) -> dict[Place, LayerDeviation]:
     few = replace(_first(settings, WATCHED_PROMPTS), steps=min(WATCHED_STEPS, settings.steps))
     with watch(pipe, dense=dense) as deviations:

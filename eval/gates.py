@@ -54,7 +54,7 @@ class Gate:
     unit: str
     found: float | None
     passed: bool | None
-    #: False when the interval holds the limit: more prompts could turn the result
+    #: False when the interval includes the limit: more prompts could change the result
     settled: bool | None
     note: str = ""
 

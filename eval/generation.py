@@ -14,18 +14,18 @@ from quantkit.pipelines.running import read_prompts
 from quantkit.progress import Progress, silent
 
 from .images import Pixels, to_pixels
-from .noise import one_noise
-from .stepwise import Step
+from .initial_noise import one_noise
+from .step_errors import StepLatents
 
 #: Prompts of the bundled set that are compared when nobody says how many, by kind of device.
 DEFAULT_COUNTS = {"cpu": 16, "cuda": 64}
 
 #: Told the latents after every step.
-Listener = Callable[[Step], None]
+Listener = Callable[[StepLatents], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """What both pipelines are given."""
 
     prompts: tuple[str, ...]
@@ -51,7 +51,7 @@ class Generated:
 
 def make_settings(
     prompts: Sequence[str], *, steps: int, guidance: float | None, seed: int, batch: int
-) -> Settings:
+) -> GenerationSettings:
     """Return settings in which prompt i has seed ``seed + i``.
 
     Raises:
@@ -66,17 +66,17 @@ def make_settings(
     if steps < 1 or batch < 1:
         raise InputError(f"steps {steps}, batch {batch}: wanted at least 1 of both")
     seeds = tuple(seed + index for index in range(len(prompts)))
-    return Settings(tuple(prompts), seeds, steps, guidance, batch)
+    return GenerationSettings(tuple(prompts), seeds, steps, guidance, batch)
 
 
-def unheard(step: Step) -> None:
+def unheard(step: StepLatents) -> None:
     """Listen to nothing."""
     del step
 
 
 def generate(
     pipe: Any,
-    settings: Settings,
+    settings: GenerationSettings,
     *,
     label: str,
     progress: Progress = silent,
@@ -146,7 +146,7 @@ def choose_prompts(
 class _Batch:
     """One call of a pipeline, for the prompts from ``start`` on."""
 
-    settings: Settings
+    settings: GenerationSettings
     start: int
     label: str
     progress: Progress
@@ -193,4 +193,4 @@ class _Batch:
         count, steps = len(self.prompts), self.settings.steps
         done = min(self.start * steps + (index + 1) * count, (self.start + count) * steps)
         self.progress(self.label, done, len(self.settings.prompts) * steps)
-        self.listener(Step(self.start, index, float(timestep), latents))
+        self.listener(StepLatents(self.start, index, float(timestep), latents))

@@ -61,8 +61,8 @@ def to_pixels(values: NDArray[np.floating], *, name: str) -> Pixels:
     bad = values.size - int(np.isfinite(values).sum())
     if bad:
         raise NonFiniteError(
-            f"{name}: {bad} of {values.size} values are NaN or Inf; "
-            "a scale or an activation overflows: compute in float32, or keep more layers in 16 bit"
+            f"{name}: {bad} of {values.size} values are NaN or Inf, so something overflowed; "
+            "compute in float32, or keep more layers in 16 bit"
         )
     rounded: Pixels = np.round(np.clip(values, 0.0, 1.0) * 255.0).astype(np.uint8)
     return rounded
@@ -80,10 +80,12 @@ def read_image(path: Path) -> Pixels:
     except (UnidentifiedImageError, OSError) as error:
         raise InputError(f"{path}: not a picture that Pillow can read ({error})") from error
     if image.mode not in ("RGB", "RGBA", "L", "LA", "P", "1"):
-        raise InputError(f"{path}: mode {image.mode}; wanted 8 bits a channel, RGB or grey")
+        raise InputError(f"{path}: mode {image.mode}, wanted an 8-bit RGB or grey picture")
     rgba = np.asarray(image.convert("RGBA"))
     if (rgba[..., 3] != 255).any():
-        raise InputError(f"{path}: transparent pixels have no colour to compare; flatten it first")
+        raise InputError(
+            f"{path}: has transparent pixels, which cannot be compared; flatten it first"
+        )
     return np.ascontiguousarray(rgba[..., :3])
 
 
@@ -104,8 +106,8 @@ def match_folders(first: Path, second: Path, prompts: tuple[str, ...] | None = N
         alone = sorted(set(have) - set(other))
         if alone:
             raise InputError(
-                f"{there}: no partner for {len(alone)} of {len(have)} pictures of {here}, "
-                f"as {have[alone[0]].name}; equal names make a pair"
+                f"{there}: {len(alone)} of {len(have)} pictures of {here} have no file of the "
+                f"same name here, as {have[alone[0]].name}; give both folders the same file names"
             )
     names = tuple(sorted(left))
     if prompts is not None and len(prompts) != len(names):
@@ -143,7 +145,9 @@ def _list(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in files:
         if path.stem in found:
-            raise InputError(f"{folder}: {found[path.stem].name} and {path.name} share one name")
+            raise InputError(
+                f"{folder}: {found[path.stem].name} and {path.name} have the same name; keep one"
+            )
         found[path.stem] = path
     return found
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from quantkit.errors import InputError
 
+from .number_format import show, show_bytes, show_difference, show_mean
 from .report import picture_class, render
 from .result import Packing, Report
 from .serialize import gates_json, plain
-from .show import show, show_bytes, show_difference, show_mean
 from .statistics import Summary
 
 SCHEMA_VERSION = 1
@@ -239,7 +239,7 @@ def _picture_side(report: Path) -> int:
 
 
 @dataclass(frozen=True)
-class PictureRow:
+class MethodPictures:
     """One prompt, its pictures side by side."""
 
     name: str
@@ -248,9 +248,11 @@ class PictureRow:
     ssim: tuple[str, ...]
 
 
-def _pictures(methods: Sequence[Method]) -> list[PictureRow]:
+def _pictures(methods: Sequence[Method]) -> list[MethodPictures]:
     """Return the prompts, the one with the lowest SSIM of any method first."""
     values = [method.report.comparison.scores["ssim"].values for method in methods]
     names, prompts = methods[0].report.comparison.names, methods[0].report.run.prompts
     order = sorted(range(len(names)), key=lambda index: min(row[index] for row in values))
-    return [PictureRow(names[i], prompts[i], tuple(show(row[i]) for row in values)) for i in order]
+    return [
+        MethodPictures(names[i], prompts[i], tuple(show(row[i]) for row in values)) for i in order
+    ]

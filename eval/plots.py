@@ -7,11 +7,11 @@ from math import isfinite
 from typing import Any
 
 from .comparison import Score
-from .floor import Floor
 from .gates import Gate
+from .noise_floor import Floor
 from .result import LayerRow, Report
 from .statistics import Interval
-from .stepwise import StepErrors
+from .step_errors import StepErrors
 
 #: Drawn in place of the page's text colour, which only the page knows.
 _INK = "#010203"

@@ -16,15 +16,14 @@ from quantkit.storage.files import staged_directory
 
 from .gates import Gate
 from .images import GAIN, Pairs, Pixels, amplified_difference, save_png
+from .number_format import show, show_bytes, show_difference, show_interval, show_mean
 from .plots import plot_bytes, plot_layer_errors, plot_scores, plot_steps
 from .result import Report
-from .serialize import to_json
-from .show import show, show_bytes, show_difference, show_interval, show_mean
 from .statistics import RESAMPLES
 from .tables import metric_rows, step_rows
 
 if TYPE_CHECKING:
-    from .stepwise import StepErrors
+    from .step_errors import StepErrors
 
 #: What the marker calls the output.
 KIND = "report"
@@ -66,7 +65,7 @@ def write_report(report: Report, pairs: Pairs, output: Path, *, force: bool) -> 
             for name, picture in zip(pairs.names, pictures, strict=True):
                 save_png(picture, stage / "images" / side / f"{name}.png")
         values = _template_values(report, pairs)
-        text = json.dumps(to_json(report), indent=1, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(report.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
         (stage / "report.json").write_text(text + "\n", encoding="utf-8")
         for name in ("report.md", "report.html"):
             page = render(f"{name}.j2", {"report": report, **values})
@@ -123,7 +122,9 @@ def code_span(text: object) -> str:
 
 def gate_remark(gate: Gate) -> str:
     """Return what else there is to know about a gate."""
-    unsure = "the interval holds the limit: more prompts could turn it" if not gate.settled else ""
+    unsure = (
+        "more prompts could change it: the interval includes the limit" if not gate.settled else ""
+    )
     if gate.passed is None or gate.settled is None:
         unsure = ""
     return "; ".join(part for part in (gate.note, unsure) if part)

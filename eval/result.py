@@ -1,13 +1,18 @@
 """The result of an evaluation as one value: everything that a report shows is in here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .comparison import Comparison
-from .floor import FloorGap
 from .gates import Compression, Gate, passed
-from .stepwise import StepErrors
+from .noise_floor import FloorGap
+from .serialize import comparison_json, gap_json, plain, steps_json
+from .step_errors import StepErrors
 from .verdict import write_verdict
+
+#: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
+#: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Run:
+class GenerationFacts:
     """How the pictures were made."""
 
     prompts: tuple[str, ...]
@@ -135,7 +140,7 @@ class Report:
     original: ModelFacts
     packed: ModelFacts
     packing: Packing
-    run: Run
+    run: GenerationFacts
     comparison: Comparison
     #: empty when it was not asked for
     noise_floor: tuple[FloorGap, ...]
@@ -155,9 +160,31 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values; infinities become null, with a note."""
-        from .serialize import to_json
-
-        return to_json(self)
+        body = {
+            field.name: plain(getattr(self, field.name))
+            for field in fields(self)
+            if field.name not in {"comparison", "noise_floor", "timesteps"}
+        }
+        kernels = {
+            **body["kernels"],
+            "total_calls": self.kernels.total,
+            "calls_by_backend": self.kernels.by_backend,
+        }
+        return {
+            "schema": "quantkit.report",
+            "schema_version": SCHEMA_VERSION,
+            "verdict": {"passed": self.passed, "text": self.verdict},
+            **body,
+            "comparison": comparison_json(self.comparison),
+            "kernels": kernels,
+            "noise_floor": [gap_json(gap) for gap in self.noise_floor],
+            "timesteps": {
+                "unit": "NMSE",
+                "divergence": steps_json(self.timesteps.divergence),
+                "local": steps_json(self.timesteps.local),
+                "note": self.timesteps.note,
+            },
+        }
 
     @property
     def passed(self) -> bool:

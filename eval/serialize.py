@@ -1,4 +1,4 @@
-"""A report as JSON values: strict JSON, infinities as null with a note."""
+"""The parts of a report as JSON values: strict JSON, infinities as null with a note."""
 
 import dataclasses
 from enum import Enum
@@ -6,39 +6,9 @@ from math import isfinite
 from typing import Any
 
 from .comparison import Comparison, Score
-from .floor import FloorGap
 from .gates import Gate
-from .result import Report
-from .stepwise import StepErrors
-
-#: Raised when a key changes its meaning or goes away; new keys do not raise it.
-#: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.
-SCHEMA_VERSION = 2
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values; infinities become null, with the summary's note."""
-    special = ("comparison", "noise_floor", "timesteps")
-    names = [field.name for field in dataclasses.fields(report) if field.name not in special]
-    body = {name: plain(getattr(report, name)) for name in names}
-    kernels = {
-        **body["kernels"], "total_calls": report.kernels.total,
-        "calls_by_backend": report.kernels.by_backend,
-    }  # fmt: skip
-    verdict = {"passed": report.passed, "text": report.verdict}
-    body |= {
-        "comparison": comparison_json(report.comparison), "kernels": kernels,
-        "noise_floor": [_gap_json(gap) for gap in report.noise_floor],
-        "timesteps": {
-            "unit": "NMSE", "divergence": _steps_json(report.timesteps.divergence),
-            "local": _steps_json(report.timesteps.local), "note": report.timesteps.note,
-        },
-    }  # fmt: skip
-    return {
-        "schema": "quantkit.report",
-        "schema_version": SCHEMA_VERSION,
-        "verdict": verdict,
-    } | body
+from .noise_floor import FloorGap
+from .step_errors import StepErrors
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -64,19 +34,21 @@ def gates_json(gates: tuple[Gate, ...]) -> list[dict[str, Any]]:
     return [plain(gate) | {"wanted": gate.wanted} for gate in gates]
 
 
-def _gap_json(gap: FloorGap) -> dict[str, Any]:
+def gap_json(gap: FloorGap) -> dict[str, Any]:
+    """Return a noise floor, and what packing costs beyond it."""
     floor = gap.floor
     return {
         "name": floor.name,
         "title": floor.title,
         "note": floor.note or None,
         "comparison": floor.comparison and comparison_json(floor.comparison),
-        "divergence": _steps_json(floor.divergence),
+        "divergence": steps_json(floor.divergence),
         "packed_minus_floor": plain(gap.differences),
     }
 
 
-def _steps_json(errors: StepErrors | None) -> dict[str, Any] | None:
+def steps_json(errors: StepErrors | None) -> dict[str, Any] | None:
+    """Return errors over the denoising steps; None: not measured."""
     if errors is None:
         return None
     return {

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from .comparison import ClipScores, Comparison
-from .floor import FloorGap
 from .metrics import METRICS
+from .noise_floor import FloorGap
 from .result import Timesteps
 from .statistics import Summary
 from .verdict import Standing, standing

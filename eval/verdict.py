@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 from .comparison import ClipScores, Comparison
-from .floor import FloorGap
 from .gates import Compression, Gate, passed
 from .metrics import METRICS, Better
-from .show import show, show_difference, show_signed
+from .noise_floor import FloorGap
+from .number_format import show, show_difference, show_signed
 from .statistics import Summary
 
 #: The metrics that decide whether packed pictures can be told from the floor's, of the first floor
@@ -21,7 +21,7 @@ class Standing(Enum):
     WORSE = "worse"
     BETTER = "better"
     #: the interval of the difference holds zero
-    OPEN = "not told apart"
+    OPEN = "no clear difference"
     #: fewer than two pairs, or no finite value
     UNKNOWN = "no interval"
 
@@ -65,9 +65,10 @@ def judge_gates(gates: tuple[Gate, ...], compression: Compression) -> str:
               for gate in gates if gate.passed is False]  # fmt: skip
     missing = [gate.title for gate in gates if gate.passed is None]
     close = [gate.title for gate in gates if gate.settled is False]
-    tail = f" More prompts could turn {' and '.join(close)}: the interval holds the limit." * bool(
-        close
-    )
+    tail = (
+        f" More prompts could change the result of {' and '.join(close)}: "
+        "the interval includes the limit."
+    ) * bool(close)
     tail += f" Not measured: {', '.join(missing)}." if missing else ""
     if failed:
         return f"{compression.value} fails: {'; '.join(failed)}.{tail}"
@@ -89,11 +90,11 @@ def describe_clip(clip: ClipScores | None, count: int) -> str:
     )
     interval = clip.change.interval
     if interval is None:
-        return f"{start}; one prompt gives no interval."
+        return f"{start}; one prompt is too few for an interval."
     if interval.holds(0.0):
-        return f"{start}; the interval holds zero: {count} prompts show no change."
-    direction = "less" if clip.change.mean < 0 else "more"
-    return f"{start}; the interval excludes zero: the pictures follow their prompts {direction}."
+        return f"{start}; the interval includes zero: {count} prompts show no clear change."
+    direction = "worse" if clip.change.mean < 0 else "better"
+    return f"{start}; the interval excludes zero: the pictures match their prompts {direction}."
 
 
 def describe_worst(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> str:
@@ -102,11 +103,11 @@ def describe_worst(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> str:
     if _identical(comparison):
         return "Every picture is identical to the original's."
     floors = [
-        f"{show(gap.floor.comparison.scores['ssim'].values[worst])} with {gap.floor.title}"
+        f"{show(gap.floor.comparison.scores['ssim'].values[worst])} ({gap.floor.title})"
         for gap in gaps
         if gap.floor.comparison is not None and not _identical(gap.floor.comparison)
     ]
-    beside = f", where the original has {' and '.join(floors)}" if floors else ""
+    beside = f", and the noise floor there {' and '.join(floors)}" if floors else ""
     prompt = f" ({comparison.prompts[worst]!r})" if comparison.prompts else ""
     return (
         f"The worst picture is {comparison.names[worst]}{prompt}: "
@@ -115,7 +116,7 @@ def describe_worst(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> str:
 
 
 def describe_floor(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]) -> str:
-    """Return whether the packed pictures can be told from the original's under one floor.
+    """Return whether packing moves the pictures more than one noise floor does.
 
     Args:
         comparison: of the packed pipeline.
@@ -124,27 +125,27 @@ def describe_floor(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]
     """
     floor, count = gap.floor, len(comparison.names)
     if floor.comparison is None:
-        return f"The noise floor of {floor.title} is missing: {floor.note}."
+        return f"The noise floor ({floor.title}) was not measured: {floor.note}."
     if _identical(floor.comparison):
-        return f"With {floor.title} the original gives the very same 8-bit pictures."
+        return f"The noise floor ({floor.title}) is zero: all 8-bit pictures stay the same."
     found = {
         name: standing(name, gap.differences[name]) for name in metrics if name in gap.differences
     }
     worse = [name for name, place in found.items() if place is Standing.WORSE]
     if worse:
         numbers = _numbers(comparison, gap, worse)
-        return f"It can be told apart from the original with {floor.title}: {numbers}."
+        return f"Packing moves the pictures more than the noise floor ({floor.title}): {numbers}."
     numbers = _numbers(comparison, gap, list(found))
     if Standing.UNKNOWN in found.values():
         return (
-            f"{count} pictures are too few to say whether it can be told apart from the "
-            f"original with {floor.title}: {numbers}."
+            f"{count} prompt{'s are' if count > 1 else ' is'} too few for a comparison with the "
+            f"noise floor ({floor.title}): {numbers}."
         )
     if set(found.values()) == {Standing.BETTER}:
-        return f"It is closer than the original with {floor.title}: {numbers}."
+        return f"Packing moves the pictures less than the noise floor ({floor.title}): {numbers}."
     return (
-        f"Over {count} prompts it cannot be told apart from the original with {floor.title}: "
-        f"{numbers}."
+        f"Over {count} prompts there is no clear difference from the noise floor "
+        f"({floor.title}): {numbers}."
     )
 
 

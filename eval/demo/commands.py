@@ -19,7 +19,7 @@ _SHARED = {
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One configuration of the table of methods."""
 
     title: str
@@ -32,10 +32,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """One demo: its rows, and how much is calibrated on and compared."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[DemoRow, ...]
     #: captions drawn, for calibration and training; none of them is compared
     captions: int
     #: of calibration: prompts, steps, prompts at a time
@@ -45,7 +45,7 @@ class Plan:
     #: pictures when nobody says how many
     prompts: int
 
-    def commands(self, row: Row, model: Path, out: Path, device: str) -> tuple[str, ...]:
+    def commands(self, row: DemoRow, model: Path, out: Path, device: str) -> tuple[str, ...]:
         """Return the commands of a row as a shell reads them, without "quantkit"."""
         places = {
             "model": shlex.quote(str(model)), "out": shlex.quote(str(out)), "device": device,
@@ -65,7 +65,7 @@ _REFITTED = (
     "'quantkit sparsify --recover distill' makes up for the rest."
 )
 
-_STATIC = Row(
+_STATIC = DemoRow(
     "FP8, static",
     "fp8-static",
     """
@@ -74,7 +74,7 @@ _STATIC = Row(
     """,
     "FP8 alone should hold its gates: please report this.",
 )
-_GPTQ = Row(
+_GPTQ = DemoRow(
     "FP8, static by timestep, shifted, GPTQ",
     "fp8-gptq",
     """
@@ -83,7 +83,7 @@ _GPTQ = Row(
     pack {model} -r fp8-gptq -c {out}/calibration --hessians {out}/hessians -o {out}/fp8-gptq
     """,
 )
-_WANDA = Row(
+_WANDA = DemoRow(
     "4:2 by Wanda, and FP8",
     "wanda-fp8",
     """
@@ -93,7 +93,7 @@ _WANDA = Row(
     """,
     _ONE_SHOT,
 )
-_SPARSEGPT = Row(
+_SPARSEGPT = DemoRow(
     "4:2 by SparseGPT, refitted, 16 bit",
     "sparsegpt",
     """
@@ -104,7 +104,7 @@ _SPARSEGPT = Row(
     """,
     _REFITTED,
 )
-_BUDGET = Row(
+_BUDGET = DemoRow(
     "4:2 by SparseGPT where it costs little, and FP8",
     "budget-fp8",
     """
@@ -117,7 +117,7 @@ _BUDGET = Row(
 )
 
 #: Minutes on two cores.
-SHORT = Plan(
+SHORT = DemoPlan(
     rows=(_STATIC, _WANDA, _SPARSEGPT, _BUDGET),
     captions=64,
     count=8,
@@ -127,10 +127,10 @@ SHORT = Plan(
 )
 
 #: Every method, for a GPU.
-FULL = Plan(
+FULL = DemoPlan(
     rows=(
-        Row("FP8, per token", "fp8", "pack {model} -r fp8 -o {out}/fp8"),
-        Row(
+        DemoRow("FP8, per token", "fp8", "pack {model} -r fp8 -o {out}/fp8"),
+        DemoRow(
             "FP8, per token, shifted by timestep, GPTQ",
             "fp8-token-gptq",
             """
@@ -142,7 +142,7 @@ FULL = Plan(
         ),
         _STATIC,
         _GPTQ,
-        Row(
+        DemoRow(
             "4:2 by magnitude, and FP8",
             "magnitude-fp8",
             """
@@ -152,7 +152,7 @@ FULL = Plan(
             _ONE_SHOT,
         ),
         _WANDA,
-        Row(
+        DemoRow(
             "4:2 by Wanda, refitted, 16 bit",
             "wanda",
             """
@@ -165,7 +165,7 @@ FULL = Plan(
         ),
         _SPARSEGPT,
         _BUDGET,
-        Row(
+        DemoRow(
             "4:2 by magnitude, distilled, 16 bit",
             "distilled",
             """
@@ -174,7 +174,7 @@ FULL = Plan(
 -o {out}/distilled
             """,
         ),
-        Row(
+        DemoRow(
             "4:2 by magnitude, distilled, and FP8",
             "distilled-fp8",
             """
@@ -182,7 +182,7 @@ FULL = Plan(
 -o {out}/distilled-fp8
             """,
         ),
-        Row(
+        DemoRow(
             "4:2 by magnitude, distilled as packed, and FP8",
             "trained-fp8",
             """

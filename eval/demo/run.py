@@ -12,7 +12,7 @@ import torch
 from quantkit.eval.backbones import load_backbones
 from quantkit.eval.evaluation import Baseline, evaluate, measure_baseline, open_pair
 from quantkit.eval.gates import Limits
-from quantkit.eval.generation import Settings, make_settings
+from quantkit.eval.generation import GenerationSettings, make_settings
 from quantkit.eval.methods import Method, write_methods
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
@@ -27,7 +27,7 @@ from quantkit.resources import demo_assets
 from quantkit.storage.files import claimed_directory, mark_directory
 from quantkit.storage.places import check_directory
 
-from .commands import Plan, Row
+from .commands import DemoPlan, DemoRow
 from .world.scenes import captions, draw_scenes
 
 #: What the marker calls the output: a folder of this kind is the demo's own and may be replaced.
@@ -40,7 +40,7 @@ CAPTION_SEED = 20
 
 
 @dataclass(frozen=True)
-class Stage:
+class DemoContext:
     """Where the demo works, with what, and whom it tells."""
 
     output: Path
@@ -51,7 +51,7 @@ class Stage:
     progress: Progress
     device: torch.device
 
-    def under(self, row: Row) -> Progress:
+    def under(self, row: DemoRow) -> Progress:
         """Return a progress that names the row with every step."""
 
         def report(step: str, done: int, total: int) -> None:
@@ -70,10 +70,10 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoResult:
     """One row's report."""
 
-    row: Row
+    row: DemoRow
     report: Report
     #: folder of the report, inside the demo's
     folder: str
@@ -83,12 +83,12 @@ class Outcome:
 
 @quiet_libraries()
 def run_demo(
-    stage: Stage, plan: Plan, *, prompts: int, steps: int, noise_floor: bool
-) -> tuple[Outcome, ...]:
+    context: DemoContext, plan: DemoPlan, *, prompts: int, steps: int, noise_floor: bool
+) -> tuple[DemoResult, ...]:
     """Run the plan's commands, verify what they packed, and report on every row.
 
     Args:
-        stage: its output is replaced if an earlier demo made it.
+        context: its output is replaced if an earlier demo made it.
         plan: what to do.
         prompts: number of pictures to compare.
         steps: denoising steps of each.
@@ -104,33 +104,37 @@ def run_demo(
     assets = demo_assets()
     texts = read_prompts(assets / "prompts.txt")
     if prompts > len(texts):
-        raise PromptError(f"prompts {prompts}: the demo has {len(texts)}", fields=("prompts",))
+        raise PromptError(
+            f"prompts {prompts}: the demo has only {len(texts)}; ask for fewer", fields=("prompts",)
+        )
     settings = make_settings(
         texts[:prompts], steps=steps, guidance=GUIDANCE, seed=SEED, batch=prompts
     )
-    check_directory(stage.output, kind=KIND, force=True)
-    with claimed_directory(stage.output, kind=KIND):
-        return _run(stage, plan, settings, noise_floor=noise_floor)
+    check_directory(context.output, kind=KIND, force=True)
+    with claimed_directory(context.output, kind=KIND):
+        return _run(context, plan, settings, noise_floor=noise_floor)
 
 
-def _run(stage: Stage, plan: Plan, settings: Settings, *, noise_floor: bool) -> tuple[Outcome, ...]:
+def _run(
+    context: DemoContext, plan: DemoPlan, settings: GenerationSettings, *, noise_floor: bool
+) -> tuple[DemoResult, ...]:
     """Run the commands and report on every row, in a folder that is claimed."""
     assets, prompts, steps = demo_assets(), len(settings.prompts), settings.steps
-    stage.say(f"kernels: {describe_kernels(stage.device)}")
-    errors = _make(stage, plan, assets / "pipeline")
-    with stage.step("load the networks of LPIPS and CLIP score"):
-        backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=stage.device)
+    context.say(f"kernels: {describe_kernels(context.device)}")
+    errors = _make(context, plan, assets / "pipeline")
+    with context.step("load the networks of LPIPS and CLIP score"):
+        backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=context.device)
     runs = f"{3 if noise_floor else 1} x {prompts} pictures of {steps} steps"
-    with stage.step(f"original pipeline{' and its noise floor' * noise_floor}: {runs}"):
+    with context.step(f"original pipeline{' and its noise floor' * noise_floor}: {runs}"):
         baseline = measure_baseline(
             open_model(str(assets / "pipeline")),
             settings,
             backbones=backbones,
-            device=stage.device,
+            device=context.device,
             noise_floor=noise_floor,
-            progress=stage.progress,
+            progress=context.progress,
         )
-    return tuple(_evaluate(stage, plan, row, baseline, errors) for row in plan.rows)
+    return tuple(_evaluate(context, plan, row, baseline, errors) for row in plan.rows)
 
 
 def describe_kernels(device: torch.device) -> str:
@@ -139,7 +143,7 @@ def describe_kernels(device: torch.device) -> str:
     return f"{choice.backend.value}{f', because {choice.reason}' if choice.reason else ''}"
 
 
-def remarks(outcomes: tuple[Outcome, ...]) -> tuple[str, ...]:
+def remarks(outcomes: tuple[DemoResult, ...]) -> tuple[str, ...]:
     """Return one sentence per row whose gates fail, each said once."""
     found: dict[str, list[str]] = {}
     for outcome in outcomes:
@@ -148,14 +152,14 @@ def remarks(outcomes: tuple[Outcome, ...]) -> tuple[str, ...]:
     return tuple(f"{', '.join(titles)}: {remark}" for remark, titles in found.items())
 
 
-def methods(outcomes: tuple[Outcome, ...]) -> tuple[Method, ...]:
+def methods(outcomes: tuple[DemoResult, ...]) -> tuple[Method, ...]:
     """Return the outcomes as rows of the table of methods."""
     return tuple(
         Method(o.row.title, o.report, o.folder, o.row.remark, o.local_error) for o in outcomes
     )
 
 
-def write_index(folder: Path, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+def write_index(folder: Path, outcomes: tuple[DemoResult, ...], seconds: float) -> None:
     """Write the page that compares the rows, links their reports and lists the commands.
 
     Args:
@@ -170,26 +174,26 @@ def write_index(folder: Path, outcomes: tuple[Outcome, ...], seconds: float) -> 
     mark_directory(folder, kind=KIND)
 
 
-def _make(stage: Stage, plan: Plan, pipeline: Path) -> dict[str, float]:
+def _make(context: DemoContext, plan: DemoPlan, pipeline: Path) -> dict[str, float]:
     """Run every command of the plan once; return the local errors by command."""
     scenes = draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED))
-    (stage.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
+    (context.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
     errors: dict[str, float] = {}
-    for command in dict.fromkeys(c for row in plan.rows for c in _commands(stage, plan, row)):
+    for command in dict.fromkeys(c for row in plan.rows for c in _commands(context, plan, row)):
         arguments = shlex.split(command)
-        with stage.step(_named(arguments)):
-            found = stage.command([*arguments, "--quiet", "--json"])
+        with context.step(_named(arguments)):
+            found = context.command([*arguments, "--quiet", "--json"])
         if arguments[0] == "sparsify" and "--hessians" in arguments:
             errors[command] = _mean_error(found)
     for row in plan.rows:
-        folder = stage.output / row.compared
+        folder = context.output / row.compared
         if open_pair(str(pipeline), folder).plain is None:
-            verify(folder, progress=stage.under(row))
+            verify(folder, progress=context.under(row))
     return errors
 
 
-def _commands(stage: Stage, plan: Plan, row: Row) -> tuple[str, ...]:
-    return plan.commands(row, demo_assets() / "pipeline", stage.output, str(stage.device))
+def _commands(context: DemoContext, plan: DemoPlan, row: DemoRow) -> tuple[str, ...]:
+    return plan.commands(row, demo_assets() / "pipeline", context.output, str(context.device))
 
 
 def _named(arguments: Sequence[str]) -> str:
@@ -205,32 +209,34 @@ def _mean_error(found: dict[str, Any]) -> float:
 
 
 def _evaluate(
-    stage: Stage, plan: Plan, row: Row, baseline: Baseline, errors: dict[str, float]
-) -> Outcome:
-    model, folder = str(demo_assets() / "pipeline"), stage.output / f"report-{row.compared}"
-    with stage.step(f"load, run, compare: {row.title}"):
+    context: DemoContext, plan: DemoPlan, row: DemoRow, baseline: Baseline, errors: dict[str, float]
+) -> DemoResult:
+    model, folder = str(demo_assets() / "pipeline"), context.output / f"report-{row.compared}"
+    with context.step(f"load, run, compare: {row.title}"):
         report, pairs = evaluate(
-            open_pair(model, stage.output / row.compared),
+            open_pair(model, context.output / row.compared),
             baseline,
             limits=Limits(),
             title=f"quantkit demo: {row.title} against the FP16 original",
-            commands=_reproduced(stage, plan, row, baseline),
-            progress=stage.under(row),
+            commands=_reproduced(context, plan, row, baseline),
+            progress=context.under(row),
         )
         write_report(report, pairs, folder, force=False)
-    local = [errors[c] for c in _commands(stage, plan, row) if c in errors]
-    return Outcome(row, report, folder.name, local[-1] if local else None)
+    local = [errors[c] for c in _commands(context, plan, row) if c in errors]
+    return DemoResult(row, report, folder.name, local[-1] if local else None)
 
 
-def _reproduced(stage: Stage, plan: Plan, row: Row, baseline: Baseline) -> tuple[str, ...]:
+def _reproduced(
+    context: DemoContext, plan: DemoPlan, row: DemoRow, baseline: Baseline
+) -> tuple[str, ...]:
     """Return the single commands that make one report."""
     settings, assets = baseline.original.settings, demo_assets()
     compared = (
-        f"eval report {assets / 'pipeline'} {stage.output / row.compared} "
+        f"eval report {assets / 'pipeline'} {context.output / row.compared} "
         f"--prompts {assets / 'prompts.txt'} --count {len(settings.prompts)} "
         f"--steps {settings.steps} --guidance {GUIDANCE:g} --seed {SEED} "
         f"--batch {settings.batch} --lpips-weights {assets / 'alexnet'} --clip {assets / 'clip'} "
-        f"--device {stage.device} -o {stage.output / f'report-{row.compared}'}"
+        f"--device {context.device} -o {context.output / f'report-{row.compared}'}"
         f"{'' if baseline.floors else ' --no-noise-floor'}"
     )
-    return tuple(f"quantkit {command}" for command in (*_commands(stage, plan, row), compared))
+    return tuple(f"quantkit {command}" for command in (*_commands(context, plan, row), compared))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.bench.result import Baseline, BenchResult, Row, Verdict
+from quantkit.bench.result import BenchResult, BenchRow, EarlierRun, Verdict
 from quantkit.errors import ArtefactError
 
 
@@ -11,7 +11,7 @@ from quantkit.errors import ArtefactError
 class Change:
     """One row against its baseline."""
 
-    row: Row
+    row: BenchRow
     before_us: float
     #: None: it was timed then and is not now
     after_us: float | None
@@ -23,10 +23,10 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """All rows that both runs have."""
 
-    baseline: Baseline
+    baseline: EarlierRun
     #: largest ratio that passes
     threshold: float
     #: slowest first
@@ -38,7 +38,7 @@ class Comparison:
         return tuple(c for c in self.changes if c.row.own and c.ratio > self.threshold)
 
 
-def check_device(baseline: Baseline, device: str, architecture: str) -> None:
+def check_device(baseline: EarlierRun, device: str, architecture: str) -> None:
     """Refuse a baseline of another device, before anything is measured.
 
     Raises:
@@ -51,7 +51,7 @@ def check_device(baseline: Baseline, device: str, architecture: str) -> None:
         )
 
 
-def compare(result: BenchResult, baseline: Baseline, threshold: float) -> Comparison:
+def compare(result: BenchResult, baseline: EarlierRun, threshold: float) -> RunComparison:
     """Match the rows of a run with those of its baseline.
 
     Rows that the baseline has and this run was not asked for do not count; nor do new ones.
@@ -66,16 +66,18 @@ def compare(result: BenchResult, baseline: Baseline, threshold: float) -> Compar
         if (before := baseline.p50_us.get(row.key)) is not None
     ]
     if not changes:
-        raise ArtefactError(f"{baseline.path}: has none of the operations and shapes of this run")
+        raise ArtefactError(
+            f"{baseline.path}: shares no operation and shape with this run; measure the same ones"
+        )
     changes.sort(key=lambda change: -change.ratio)
-    return Comparison(baseline, threshold, tuple(changes))
+    return RunComparison(baseline, threshold, tuple(changes))
 
 
-def _p50(row: Row) -> float | None:
+def _p50(row: BenchRow) -> float | None:
     return row.timing.p50_us if row.verdict is Verdict.TIMED and row.timing else None
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: RunComparison) -> dict[str, Any]:
     """Return the comparison as JSON values; ``after_us`` is null where none was timed now."""
     regressions = {change.row.key for change in comparison.regressions}
     return {

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.bench.problem import Problem
+from quantkit.bench.problem import BenchProblem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
 
 #: The error of a result on a problem.
-Judge = Callable[[Problem, object], float]
+Judge = Callable[[BenchProblem, object], float]
 
 
 class UnavailableError(Exception):
@@ -33,7 +33,7 @@ class Contender:
     #: what it multiplies; None: nothing
     precision: Precision | None
     #: makes a call of a problem's operands; may raise UnavailableError, or what torch raises
-    prepare: Callable[[Problem], Call]
+    prepare: Callable[[BenchProblem], Call]
     judge: Judge
     #: largest error that counts as right
     limit: float
@@ -45,7 +45,7 @@ class Contender:
         return self.limit + (_FAST * k**0.5 if self.fast else 0.0)
 
 
-def worst_of(exact: str, finish: Callable[[Problem, Tensor], Tensor] | None = None) -> Judge:
+def worst_of(exact: str, finish: Callable[[BenchProblem, Tensor], Tensor] | None = None) -> Judge:
     """Return a judge: largest error over the rms of the exact result; NaN where one is NaN.
 
     Args:
@@ -53,7 +53,7 @@ def worst_of(exact: str, finish: Callable[[Problem, Tensor], Tensor] | None = No
         finish: brings an output to (M, N), where the contender leaves something undone.
     """
 
-    def judge(problem: Problem, output: object) -> float:
+    def judge(problem: BenchProblem, output: object) -> float:
         assert isinstance(output, Tensor)
         right: Tensor = getattr(problem, exact)
         found = (finish(problem, output) if finish else output).double()

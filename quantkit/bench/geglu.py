@@ -15,8 +15,8 @@ from quantkit.bench.contender import (
     differing_codes,
     worst_of,
 )
-from quantkit.bench.own import need_kernel, prepared_fast
-from quantkit.bench.problem import FORMAT, Problem, gated
+from quantkit.bench.operators import need_kernel, prepared_fast
+from quantkit.bench.problem import FORMAT, BenchProblem, gated
 from quantkit.bench.roofline import Precision
 from quantkit.bench.shapes import Shape
 from quantkit.bench.timing import Call
@@ -32,25 +32,25 @@ _ROUNDED = 0.04
 _GATE, _GATE_SPARSE = OPERATORS["geglu_fp8"], OPERATORS["geglu_fp8_sparse"]
 
 
-def _fused(problem: Problem) -> Call:
+def _fused(problem: BenchProblem) -> Call:
     x, x_scale, w, w_scale, scale = _operands(problem)
     how = (scale, FORMAT, FORMAT, FORMAT, torch.float16)
     return lambda: _GATE(x, x_scale, w, w_scale, None, *how)
 
 
-def _fused_sparse(problem: Problem) -> Call:
+def _fused_sparse(problem: BenchProblem) -> Call:
     x, x_scale, w, meta, w_scale, scale = _packed_operands(problem)
     how = (scale, FORMAT, FORMAT, FORMAT, torch.float16)
     return lambda: _GATE_SPARSE(x, x_scale, w, meta, w_scale, None, *how)
 
 
-def _fused_fast(problem: Problem) -> Call:
+def _fused_fast(problem: BenchProblem) -> Call:
     x, x_scale, w, w_scale, scale = _operands(problem)
     launch = prepared_fast("geglu_fp8", problem, _halved(problem.shape), torch.uint8, "tensor")
     return lambda: launch(x, x_scale, w, w_scale, None, scale)[0]
 
 
-def _fused_sparse_fast(problem: Problem) -> Call:
+def _fused_sparse_fast(problem: BenchProblem) -> Call:
     x, x_scale, w, meta, w_scale, scale = _packed_operands(problem)
     shape = _halved(problem.shape)
     launch = prepared_fast("geglu_fp8_sparse", problem, shape, torch.uint8, "tensor")
@@ -61,14 +61,14 @@ def _halved(shape: Shape) -> Shape:
     return replace(shape, n=shape.n // 2)
 
 
-def _compiled_f16(problem: Problem, *, sparse: bool = False) -> Call:
+def _compiled_f16(problem: BenchProblem, *, sparse: bool = False) -> Call:
     libraries.need_compiler(problem)
     _need_gates(problem)
     compiled = torch.compile(_linear_and_gate, dynamic=False)
     return partial(compiled, problem.x16, problem.w16_sparse if sparse else problem.w16)
 
 
-def _compiled_fp8(problem: Problem, *, sparse: bool = False) -> Call:
+def _compiled_fp8(problem: BenchProblem, *, sparse: bool = False) -> Call:
     libraries.need_compiler(problem)
     _need_gates(problem)
     (x, x_scale), (w, w_scale) = problem.x_static, problem.w_sparse if sparse else problem.w
@@ -89,30 +89,30 @@ def _multiply_and_gate(
     return gate_static(libraries.scaled_product(a, b, scales, fast=True), scale, FORMAT)
 
 
-def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _operands(problem: BenchProblem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     need_kernel("geglu_fp8", problem)
     _need_gates(problem)
     return (*problem.x_static, *problem.w, problem.gated_scale)
 
 
 def _packed_operands(
-    problem: Problem,
+    problem: BenchProblem,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     need_kernel("geglu_fp8_sparse", problem)
     _need_gates(problem)
     return (*problem.x_static, *problem.w_packed, problem.gated_scale_sparse)
 
 
-def _need_gates(problem: Problem) -> None:
+def _need_gates(problem: BenchProblem) -> None:
     if problem.shape.n % 2:
-        raise UnavailableError(f"N {problem.shape.n} is odd: an output has no gate")
+        raise UnavailableError(f"N {problem.shape.n} is odd, and GEGLU needs an even N")
 
 
-def _judge(problem: Problem, output: object) -> float:
+def _judge(problem: BenchProblem, output: object) -> float:
     return _moved(output, problem.exact_gated / problem.gated_scale.double())
 
 
-def _judge_sparse(problem: Problem, output: object) -> float:
+def _judge_sparse(problem: BenchProblem, output: object) -> float:
     return _moved(output, problem.exact_gated_sparse / problem.gated_scale_sparse.double())
 
 

@@ -6,16 +6,16 @@ from itertools import product
 
 import torch
 
-from quantkit.bench import geglu, libraries, own
+from quantkit.bench import geglu, libraries, operators
 from quantkit.bench.compiling import compiler_settings_kept
 from quantkit.bench.contender import Contender, UnavailableError
 from quantkit.bench.machine import describe_machine, read_clocks
-from quantkit.bench.problem import Problem
-from quantkit.bench.result import BenchResult, Rates, Row, Verdict
+from quantkit.bench.problem import BenchProblem
+from quantkit.bench.result import BenchResult, BenchRow, Rates, Verdict
 from quantkit.bench.roofline import Ceilings, Work, gemm_work, measure_ceilings
 from quantkit.bench.shapes import Shape
 from quantkit.bench.stopping import stopping_early
-from quantkit.bench.timing import Call, Plan, Stopwatch, Timing
+from quantkit.bench.timing import Call, Stopwatch, Timing, TimingPlan
 from quantkit.device import log
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, QuantkitError
@@ -46,29 +46,33 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        Operation("gemm_fp8", "FP8 product of codes", own.GEMM, libraries.GEMM, 16, False),
+        Operation("gemm_fp8", "FP8 product of codes", operators.GEMM, libraries.GEMM, 16, False),
         Operation(
             "gemm_fp8_sparse",
             "FP8 product with 2:4 weights",
-            own.GEMM_SPARSE,
+            operators.GEMM_SPARSE,
             libraries.GEMM_SPARSE,
             32,
             False,
         ),
-        Operation("quantize_fp8_static", "quantize, one scale", own.QUANTIZE_STATIC, (), 1, True),
+        Operation(
+            "quantize_fp8_static", "quantize, one scale", operators.QUANTIZE_STATIC, (), 1, True
+        ),
         Operation(
             "quantize_fp8_token",
             "quantize, a scale per token",
-            own.QUANTIZE_TOKEN,
+            operators.QUANTIZE_TOKEN,
             libraries.QUANTIZE_TOKEN,
             1,
             True,
         ),
-        Operation("linear_fp8", "quantize and multiply", own.LINEAR, libraries.LINEAR, 16, True),
+        Operation(
+            "linear_fp8", "quantize and multiply", operators.LINEAR, libraries.LINEAR, 16, True
+        ),
         Operation(
             "linear_fp8_sparse",
             "quantize and multiply, 2:4 weights",
-            own.LINEAR_SPARSE,
+            operators.LINEAR_SPARSE,
             libraries.LINEAR_SPARSE,
             32,
             True,
@@ -102,7 +106,7 @@ def run_bench(
     shapes: Sequence[Shape],
     operations: Sequence[Operation],
     device: torch.device,
-    plan: Plan,
+    plan: TimingPlan,
     *,
     against_torch: bool,
     progress: Progress,
@@ -119,7 +123,7 @@ def run_bench(
     """
     before, machine = read_clocks(device), describe_machine(device)
     ceilings, watch = measure_ceilings(device), Stopwatch(device)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     done, total = 0, len(shapes) * len(operations)
     # A full run takes minutes, most of them in torch.compile: what was measured is not lost, and
     # the operations that need no compiling come first.
@@ -130,7 +134,7 @@ def run_bench(
                 libraries.forget_compiled()
                 contenders += operation.libraries
             rows += _run_operation(
-                operation, contenders, Problem(shape, device), (watch, plan, ceilings)
+                operation, contenders, BenchProblem(shape, device), (watch, plan, ceilings)
             )
             done += 1
             progress("bench kernels", done, total)
@@ -141,9 +145,9 @@ def run_bench(
 def _run_operation(
     operation: Operation,
     contenders: Sequence[Contender],
-    problem: Problem,
-    tools: tuple[Stopwatch, Plan, Ceilings],
-) -> list[Row]:
+    problem: BenchProblem,
+    tools: tuple[Stopwatch, TimingPlan, Ceilings],
+) -> list[BenchRow]:
     watch, plan, ceilings = tools
     checked = {c.name: _check(operation, c, problem) for c in contenders}
     problem.forget_exact()
@@ -161,12 +165,14 @@ def _run_operation(
     return rows
 
 
-def _check(operation: Operation, contender: Contender, problem: Problem) -> tuple[Row, Call | None]:
+def _check(
+    operation: Operation, contender: Contender, problem: BenchProblem
+) -> tuple[BenchRow, Call | None]:
     """Run a contender once and judge the result; return no call where it must not be timed."""
     op, shape = operation.name, problem.shape
 
-    def row(verdict: Verdict, **found: object) -> Row:
-        return Row(op, contender.name, contender.own, shape, verdict, **found)  # type: ignore[arg-type]
+    def row(verdict: Verdict, **found: object) -> BenchRow:
+        return BenchRow(op, contender.name, contender.own, shape, verdict, **found)  # type: ignore[arg-type]
 
     if shape.k % operation.k_multiple:
         reason = f"K {shape.k} is not a multiple of {operation.k_multiple}"
@@ -190,7 +196,7 @@ def _check(operation: Operation, contender: Contender, problem: Problem) -> tupl
     return row(Verdict.TIMED, error=error, kernels=ran), call
 
 
-def _poison(problem: Problem) -> None:
+def _poison(problem: BenchProblem) -> None:
     """Leave NaN in the memory that the next result is likely to get: what is not written shows."""
     size = (problem.shape.m, max(problem.shape.n, problem.shape.k))
     torch.full(size, torch.nan, dtype=torch.float16, device=problem.device)

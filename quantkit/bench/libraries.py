@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.bench.contender import Contender, UnavailableError, worst_of
-from quantkit.bench.problem import Problem
+from quantkit.bench.problem import BenchProblem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
 from quantkit.bench.torchao_fp8 import quantize
@@ -31,17 +31,17 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-def _f16(problem: Problem) -> Call:
+def _f16(problem: BenchProblem) -> Call:
     x, w = problem.x16, problem.w16
     return lambda: functional.linear(x, w)
 
 
-def _f16_of_sparse(problem: Problem) -> Call:
+def _f16_of_sparse(problem: BenchProblem) -> Call:
     x, w = problem.x16, problem.w16_sparse
     return lambda: functional.linear(x, w)
 
 
-def _scaled_mm(problem: Problem, *, fast: bool, per_row: bool, sparse: bool = False) -> Call:
+def _scaled_mm(problem: BenchProblem, *, fast: bool, per_row: bool, sparse: bool = False) -> Call:
     _need_gpu(problem)
     (x, x_scale), (w, w_scale) = problem.x, problem.w_sparse if sparse else problem.w
     one = torch.ones((), device=problem.device)
@@ -76,7 +76,7 @@ def _dynamic(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
     return scaled_product(codes, w, (scale, w_scale), fast=True)
 
 
-def _compiled_dynamic(problem: Problem, *, sparse: bool = False) -> Call:
+def _compiled_dynamic(problem: BenchProblem, *, sparse: bool = False) -> Call:
     need_compiler(problem)
     codes, scale = problem.w_sparse if sparse else problem.w
     x, w, w_scale = problem.x16, codes.view(_E4M3).t(), scale.unsqueeze(0)
@@ -84,7 +84,7 @@ def _compiled_dynamic(problem: Problem, *, sparse: bool = False) -> Call:
     return partial(compiled, x, w, w_scale)
 
 
-def _torchao(problem: Problem) -> Call:
+def _torchao(problem: BenchProblem) -> Call:
     need_compiler(problem)
     n, k = problem.w16.shape
     layer = torch.nn.Linear(k, n, bias=False, device=problem.device, dtype=torch.bfloat16)
@@ -97,21 +97,21 @@ def _torchao(problem: Problem) -> Call:
     return partial(torch.compile(layer, dynamic=False), problem.x16.bfloat16())
 
 
-def _cusparselt(problem: Problem) -> Call:
+def _cusparselt(problem: BenchProblem) -> Call:
     _need_gpu(problem)
     x, w = problem.x16, problem.w16_sparse
     sparse = torch.sparse.to_sparse_semi_structured(w)
     return lambda: functional.linear(x, sparse)
 
 
-def _cusparselt_fp8(problem: Problem) -> Call:
+def _cusparselt_fp8(problem: BenchProblem) -> Call:
     _need_gpu(problem)
     w = torch._cslt_compress(problem.w_sparse[0].view(_E4M3))
     x = problem.x[0].view(_E4M3).t()
     return lambda: torch._cslt_sparse_mm(w, x, out_dtype=torch.bfloat16)
 
 
-def _compiled_quantize(problem: Problem) -> Call:
+def _compiled_quantize(problem: BenchProblem) -> Call:
     need_compiler(problem)
     return partial(torch.compile(_quantize, dynamic=False), problem.x16)
 
@@ -121,7 +121,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).clamp(-448, 448).to(_E4M3), scale
 
 
-def _judge_quantize(problem: Problem, output: object) -> float:
+def _judge_quantize(problem: BenchProblem, output: object) -> float:
     """Return the largest error over the rms of the input: codes may round elsewhere."""
     assert isinstance(output, tuple)
     codes, scale = output
@@ -129,10 +129,10 @@ def _judge_quantize(problem: Problem, output: object) -> float:
     return float(error.abs().max() / problem.x16.float().square().mean().sqrt())
 
 
-def _unscaled(exact: str, *, transposed: bool = False) -> Callable[[Problem, object], float]:
+def _unscaled(exact: str, *, transposed: bool = False) -> Callable[[BenchProblem, object], float]:
     """Return a judge of a product of bare codes, whose scales are still to be applied."""
 
-    def finish(problem: Problem, y: Tensor) -> Tensor:
+    def finish(problem: BenchProblem, y: Tensor) -> Tensor:
         scale = (problem.w_sparse if exact.endswith("sparse") else problem.w)[1]
         rows = y.t() if transposed else y
         return rows.double() * problem.x[1].unsqueeze(1) * scale
@@ -140,12 +140,12 @@ def _unscaled(exact: str, *, transposed: bool = False) -> Callable[[Problem, obj
     return worst_of(exact, finish)
 
 
-def _need_gpu(problem: Problem) -> None:
+def _need_gpu(problem: BenchProblem) -> None:
     if problem.device.type != "cuda":
         raise UnavailableError("needs a GPU")
 
 
-def need_compiler(problem: Problem) -> None:
+def need_compiler(problem: BenchProblem) -> None:
     """Refuse where torch.compile makes no GPU code.
 
     Raises:

@@ -17,10 +17,10 @@ from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
 from quantkit.bench.memory import peak_bytes, weight_bytes
 from quantkit.bench.model_contenders import ModelContender
-from quantkit.bench.model_result import ModelResult, ModelRow, Settings
+from quantkit.bench.model_result import ModelBenchSettings, ModelResult, ModelRow
 from quantkit.bench.packing import (
+    PackedVariant,
     Source,
-    Variant,
     convolutions,
     load_packed,
     saved,
@@ -28,7 +28,7 @@ from quantkit.bench.packing import (
 from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.stopping import stopping_early
-from quantkit.bench.timing import Plan, Stopwatch
+from quantkit.bench.timing import Stopwatch, TimingPlan
 from quantkit.bench.torchao_fp8 import quantize
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
@@ -42,7 +42,7 @@ Step = Callable[[], Tensor]
 class _Bench:
     """What the contenders share; models and reference outputs are made once and kept."""
 
-    settings: Settings
+    settings: ModelBenchSettings
     device: torch.device
     #: what is packed, and what outputs are compared with
     original: nn.Module
@@ -51,8 +51,8 @@ class _Bench:
     inputs: dict[str, Any]
     source: Source | None
     threads: int
-    packed: dict[Variant, nn.Module] = field(default_factory=dict)
-    outputs: dict[Variant | None, Eager] = field(default_factory=dict)
+    packed: dict[PackedVariant, nn.Module] = field(default_factory=dict)
+    outputs: dict[PackedVariant | None, Eager] = field(default_factory=dict)
 
     def model(self, contender: ModelContender) -> nn.Module:
         """Return the contender's model, not compiled yet."""
@@ -75,7 +75,7 @@ class _Bench:
             return judge_dense(output, original, contender.limit)
         return judge_packed(output, self.eager(variant), original)
 
-    def eager(self, variant: Variant | None) -> Eager:
+    def eager(self, variant: PackedVariant | None) -> Eager:
         """Return what a model gives that is made already, watched when it is run first."""
         if variant not in self.outputs:
             model = self.original if variant is None else self.packed[variant]
@@ -94,9 +94,9 @@ class _Ready:
 def run_model_bench(
     denoiser: Denoiser,
     contenders: Sequence[ModelContender],
-    settings: Settings,
+    settings: ModelBenchSettings,
     device: torch.device,
-    plan: Plan,
+    plan: TimingPlan,
     *,
     threads: int,
     progress: Progress,
@@ -186,7 +186,9 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
     return _Ready(row, step)
 
 
-def _time(found: Sequence[_Ready | ModelRow], device: torch.device, plan: Plan) -> list[ModelRow]:
+def _time(
+    found: Sequence[_Ready | ModelRow], device: torch.device, plan: TimingPlan
+) -> list[ModelRow]:
     # Weights alone are many times the cache: no flush.
     watch = Stopwatch(device, cold=False)
     calls = {f.row.contender: f.step for f in found if isinstance(f, _Ready)}
@@ -203,7 +205,7 @@ def _profiled(row: ModelRow, step: Step, device: torch.device) -> ModelRow:
     return replace(row, profile=found.groups, kernels=found.kernels)
 
 
-def _laid_out(model: nn.Module, settings: Settings) -> nn.Module:
+def _laid_out(model: nn.Module, settings: ModelBenchSettings) -> nn.Module:
     """Return the model with its convolutions in the layout that was asked for, in place.
 
     A convolution gives pictures in the layout of its weight, so the inputs need none.
@@ -213,7 +215,7 @@ def _laid_out(model: nn.Module, settings: Settings) -> nn.Module:
     return model
 
 
-def _fused(model: nn.Module, settings: Settings) -> nn.Module:
+def _fused(model: nn.Module, settings: ModelBenchSettings) -> nn.Module:
     """Return the model with its projections fused if that was asked for, in place."""
     if settings.fuse_projections:
         model.fuse_qkv_projections()  # type: ignore[operator]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quantkit.bench.packing import Variant
+from quantkit.bench.packing import PackedVariant
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class ModelContender:
     name: str
     compiled: bool
     #: None: as it is, or as torchao makes it
-    variant: Variant | None = None
+    variant: PackedVariant | None = None
     torchao: bool = False
     #: under ``fast_sums``
     fast: bool = False
@@ -32,20 +32,20 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
         *(
             ModelContender(f"{name}{suffix}", compiled, variant)
             for name, variant in (
-                ("fp8", Variant()),
-                ("sparse", Variant(sparse=True)),
-                ("fp8-static", Variant(static=True)),
-                ("sparse-static", Variant(sparse=True, static=True)),
-                ("fp8-linear", Variant(linear_only=True)),
-                ("sparse-linear", Variant(sparse=True, linear_only=True)),
+                ("fp8", PackedVariant()),
+                ("sparse", PackedVariant(sparse=True)),
+                ("fp8-static", PackedVariant(static=True)),
+                ("sparse-static", PackedVariant(sparse=True, static=True)),
+                ("fp8-linear", PackedVariant(linear_only=True)),
+                ("sparse-linear", PackedVariant(sparse=True, linear_only=True)),
             )
             for suffix, compiled in (("", False), ("-compiled", True))
         ),
         *(
             ModelContender(f"{name}-fast-compiled", compiled=True, variant=variant, fast=True)
             for name, variant in (
-                ("fp8-static", Variant(static=True)),
-                ("sparse-static", Variant(sparse=True, static=True)),
+                ("fp8-static", PackedVariant(static=True)),
+                ("sparse-static", PackedVariant(sparse=True, static=True)),
             )
         ),
     )

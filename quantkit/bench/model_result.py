@@ -9,14 +9,14 @@ from quantkit.bench.denoisers import Denoiser
 from quantkit.bench.machine import Machine
 from quantkit.bench.profiling import KernelTime
 from quantkit.bench.result import Verdict
-from quantkit.bench.timing import Plan, Timing
+from quantkit.bench.timing import Timing, TimingPlan
 from quantkit.storage.files import staged_file
 
 SCHEMA, VERSION = "quantkit.model.bench", 1
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelBenchSettings:
     """How the denoiser is run."""
 
     #: latents at once
@@ -72,8 +72,8 @@ class ModelResult:
     #: before and after, as nvidia-smi names them
     clocks: tuple[dict[str, str], dict[str, str]]
     denoiser: Denoiser
-    settings: Settings
-    plan: Plan
+    settings: ModelBenchSettings
+    plan: TimingPlan
     rows: tuple[ModelRow, ...]
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 
 from quantkit.calibration.collect import library_versions, observed_layers, weight_digests
 from quantkit.calibration.hooks import Collector
-from quantkit.calibration.statistics import Calibration, Provenance
+from quantkit.calibration.statistics import Calibration, CalibrationProvenance
 from quantkit.models.source import Model, open_model
 from quantkit.packing import pack as pipeline
 from quantkit.pipelines.running import quiet_libraries
@@ -34,7 +34,7 @@ _OTHERS = ("fp8", "fp8-static")
 
 
 @dataclass(frozen=True)
-class Variant:
+class PackedVariant:
     """What is made of a denoiser."""
 
     #: 2:4 by magnitude in every layer that can be
@@ -64,7 +64,7 @@ class Source:
     def calibration(self) -> Calibration:
         """The statistics of one step, which is all that a scale of amax needs."""
         (component,) = self.opened.components
-        recipe = self.recipe(Variant(static=True))
+        recipe = self.recipe(PackedVariant(static=True))
         layers = observed_layers(component, recipe)
         collector = Collector(component.name, self.model, layers, buckets=1)
         with collector.attached(SimpleNamespace(timesteps=[1.0]), lambda _: None):
@@ -72,7 +72,7 @@ class Source:
         return Calibration(
             {component.name: collector.statistics()},
             (),
-            Provenance(
+            CalibrationProvenance(
                 digests=weight_digests({component.name: layers}, self.progress),
                 recipe=recipe.name,
                 prompts=0,
@@ -85,7 +85,7 @@ class Source:
             ),
         )
 
-    def recipe(self, variant: Variant) -> Recipe:
+    def recipe(self, variant: PackedVariant) -> Recipe:
         """Return the bundled recipe of the model's class, changed to the variant."""
         per_token, static = _RECIPES.get(type(self.model).__name__, _OTHERS)
         recipe = load_recipe(static if variant.static else per_token)
@@ -119,7 +119,9 @@ def saved(
         yield Source(path, model, step, progress)
 
 
-def load_packed(source: Source, variant: Variant, device: torch.device, threads: int) -> nn.Module:
+def load_packed(
+    source: Source, variant: PackedVariant, device: torch.device, threads: int
+) -> nn.Module:
     """Pack a source, load it onto the device, and delete the packed files.
 
     Raises:

@@ -18,7 +18,7 @@ FORMAT = "e4m3fn"
 _ROWS = 2048
 
 
-class Problem:
+class BenchProblem:
     """Random operands of one shape; each is made when it is first asked for.
 
     Inputs are normal, weights normal over sqrt(K), so that outputs are about 1. No bias: libraries

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.bench.machine import Machine
 from quantkit.bench.roofline import Ceilings
 from quantkit.bench.shapes import Shape
-from quantkit.bench.timing import Plan, Timing
+from quantkit.bench.timing import Timing, TimingPlan
 from quantkit.storage.files import staged_file
 from quantkit.storage.jsonfile import read_measured
 
@@ -42,7 +42,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contender on one operation and shape."""
 
     op: str
@@ -74,19 +74,19 @@ class BenchResult:
     #: before and after, as nvidia-smi names them
     clocks: tuple[dict[str, str], dict[str, str]]
     ceilings: Ceilings
-    plan: Plan
-    rows: tuple[Row, ...]
+    plan: TimingPlan
+    rows: tuple[BenchRow, ...]
     #: False when it was interrupted
     complete: bool = True
 
     @property
-    def wrong(self) -> tuple[Row, ...]:
+    def wrong(self) -> tuple[BenchRow, ...]:
         """Rows whose result is wrong."""
         return tuple(row for row in self.rows if row.verdict is Verdict.WRONG)
 
 
 @dataclass(frozen=True)
-class Baseline:
+class EarlierRun:
     """What a comparison needs of an earlier run."""
 
     path: Path
@@ -124,7 +124,7 @@ def save_result(result: BenchResult, path: Path, *, force: bool) -> None:
         stage.write_text(_text(to_json(result)), encoding="utf-8")
 
 
-def load_baseline(path: Path) -> Baseline:
+def load_baseline(path: Path) -> EarlierRun:
     """Read what ``save_result`` wrote, as far as a comparison needs it.
 
     Raises:
@@ -135,10 +135,10 @@ def load_baseline(path: Path) -> Baseline:
     )
 
 
-def _baseline(path: Path, values: dict[str, Any]) -> Baseline:
+def _baseline(path: Path, values: dict[str, Any]) -> EarlierRun:
     machine = values["machine"]
     times = dict(_timed(row) for row in values["rows"] if row["timing"] is not None)
-    return Baseline(path, str(machine["device"]), str(machine["architecture"]), times)
+    return EarlierRun(path, str(machine["device"]), str(machine["architecture"]), times)
 
 
 def _timed(row: dict[str, Any]) -> tuple[tuple[str, str, str], float]:

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 
 from quantkit.bench.shapes import Shape
-from quantkit.bench.timing import Call, Plan, Stopwatch
+from quantkit.bench.timing import Call, Stopwatch, TimingPlan
 
 
 class Precision(Enum):
@@ -93,7 +93,7 @@ _SHEETS = {
     "NVIDIA H200": _Sheet(989, 1979, "NVIDIA's H200 data sheet"),
 }
 
-_PLAN = Plan(warmup=2, repeats=15, seconds=1.0)
+_PLAN = TimingPlan(warmup=2, repeats=15, seconds=1.0)
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

@@ -28,7 +28,7 @@ LEAST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimingPlan:
     """How long to measure."""
 
     #: runs of each contender that do not count
@@ -99,7 +99,7 @@ class Stopwatch:
             # Twice what the host needs: it must stay ahead also when it is disturbed.
             self._flushes = min(16, max(1, ceil(2 * slowest / self._flush_seconds())))
 
-    def rounds(self, calls: Mapping[str, Call], plan: Plan) -> dict[str, Samples]:
+    def rounds(self, calls: Mapping[str, Call], plan: TimingPlan) -> dict[str, Samples]:
         """Return the times of every call, taken in turns; each round starts with another one."""
         found = {name: Samples([], []) for name in calls}
         names, end = list(calls), time.perf_counter() + plan.seconds

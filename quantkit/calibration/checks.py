@@ -39,7 +39,7 @@ def check_moments(tensors: Mapping[str, Tensor], rows: object) -> int:
     for field, tensor in tensors.items():
         _check_tensor(field, tensor, _DTYPES[field])
     if type(rows) is not int or rows < 1:
-        raise ValueError(f"rows {rows!r:.40}, wanted how many were seen, at least 1")
+        raise ValueError(f"rows {rows!r:.40}, wanted the number of rows seen, at least 1")
     _check_second(tensors["second"], tensors["mean"])
     if "held_weights" in tensors and not float(tensors["held_weights"].sum()) > 0:
         raise ValueError("held_weights: all zero, wanted the weights of timesteps")
@@ -62,16 +62,20 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 def _check_second(second: Tensor, mean: Tensor) -> None:
     power = second.diagonal()
     if bool((power < 0).any()):
-        raise ValueError(f"second: {float(power.min()):g} on its diagonal, wanted powers")
+        raise ValueError(
+            f"second: {float(power.min()):g} on its diagonal, wanted nothing below zero"
+        )
     # Sums of squares that underflowed are zero where their products with others are not.
     size = (power + torch.finfo(power.dtype).tiny).sqrt_()
     if bool((mean.abs() > size * (1 + _SUM_ERROR)).any()):
-        raise ValueError("mean: larger than the root of the power, which no input is")
+        raise ValueError("mean: larger than the root mean square, which is impossible")
     for rows, columns, sizes in _blocks(second, size):
         # Every block takes the tolerance as its one piece of fresh memory of its size.
         bound = sizes.unsqueeze(1) * size
         if bool((rows.abs() > bound * (1 + _SUM_ERROR)).any()):
-            raise ValueError("second: a product larger than its powers, which no inputs have")
+            raise ValueError(
+                "second: an entry larger than its diagonal allows, which is impossible"
+            )
         if bool(((rows - columns).abs_() > bound.mul_(_SUM_ERROR)).any()):
             raise ValueError("second: not symmetric")
 

@@ -13,13 +13,13 @@ from time import monotonic
 from typing import Any
 
 from quantkit.calibration.merge import Part, join_parts
-from quantkit.calibration.observing import Observed
-from quantkit.calibration.partial import Halfway, Kept, Pace, others
-from quantkit.calibration.statistics import Calibration, Provenance
+from quantkit.calibration.observed_pipeline import ObservedPipeline
+from quantkit.calibration.resume import PartialFile, PartialSums, WriteInterval, others
+from quantkit.calibration.statistics import Calibration, CalibrationProvenance
 from quantkit.errors import ArtefactError, OutputError, PromptError
+from quantkit.models.layer_plan import kept_reason
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
-from quantkit.models.treatments import kept_reason
 from quantkit.pipelines.processes import ALONE, Processes
 from quantkit.pipelines.running import (
     choose_device,
@@ -34,7 +34,7 @@ from quantkit.storage.digest import sha256_of
 from quantkit.storage.jsonfile import parsing
 
 __all__ = [
-    "Run",
+    "CalibrationRun",
     "calibrate",
     "calibrate_share",
     "library_versions",
@@ -67,7 +67,7 @@ def calibrate(
         PromptError: no prompts.
         RecipeError: more buckets than steps.
     """
-    run = Run(model, recipe, tuple(prompts), device)
+    run = CalibrationRun(model, recipe, tuple(prompts), device)
     digests = weight_digests(run.layers, progress)
     part = _collect(run, ALONE, None, None, progress)
     assert part is not None, "one process takes all batches, of which there is one at least"
@@ -75,14 +75,14 @@ def calibrate(
 
 
 def calibrate_share(
-    run: "Run",
+    run: "CalibrationRun",
     output: Path,
     *,
     processes: Processes,
     resume: bool,
     progress: Progress,
     note: Callable[[str], None],
-) -> tuple[Calibration | None, Kept]:
+) -> tuple[Calibration | None, PartialFile]:
     """Calibrate in one of several processes, keeping what is done beside the output.
 
     Args:
@@ -104,7 +104,7 @@ def calibrate_share(
     with processes.together():
         mine = weight_digests(run.layers, progress) if processes.is_first else {}
     digests = processes.exchange(mine)[0]
-    kept = Kept(output, processes, run.facts(digests))
+    kept = PartialFile(output, processes, run.facts(digests))
     before = _read_kept(kept, processes, note) if resume else None
     own = _collect(run, processes, kept, before, progress)
     parts = [part for part in processes.gather(own) if part is not None]
@@ -124,7 +124,7 @@ def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
 
 
 @dataclass(frozen=True)
-class Run:
+class CalibrationRun:
     """What is calibrated, and how."""
 
     model: Model
@@ -177,9 +177,9 @@ class Run:
             "versions": library_versions(),
         }
 
-    def provenance(self, digests: Digests, part: Part) -> Provenance:
+    def provenance(self, digests: Digests, part: Part) -> CalibrationProvenance:
         """Return how the statistics of all batches were taken."""
-        return Provenance(
+        return CalibrationProvenance(
             digests=digests,
             recipe=self.recipe.name,
             prompts=len(self.prompts),
@@ -192,7 +192,9 @@ class Run:
         )
 
 
-def _read_kept(kept: Kept, processes: Processes, note: Callable[[str], None]) -> Halfway | None:
+def _read_kept(
+    kept: PartialFile, processes: Processes, note: Callable[[str], None]
+) -> PartialSums | None:
     """Return what this process had kept, if it had."""
     with processes.together():
         found = kept.read()
@@ -200,28 +202,32 @@ def _read_kept(kept: Kept, processes: Processes, note: Callable[[str], None]) ->
         return found
     if beside := ", ".join(path.name for path in others(kept.output)):
         raise ArtefactError(
-            f"{kept.output}: nothing to resume with {processes.count} processes, partial "
-            f"calibrations beside it: {beside}; start as many as then, or do not resume",
+            f"{kept.output}: no partial calibration of {processes.count} processes to resume, "
+            f"found {beside}; start as many processes as before, or do not resume",
             fields=("resume",),
         )
     if processes.is_first:
-        note(f"{kept.output}: nothing was kept yet; beginning at the first prompt")
+        note(f"{kept.output}: no partial calibration yet; starting at the first prompt")
     return None
 
 
 def _collect(
-    run: Run, processes: Processes, kept: Kept | None, before: Halfway | None, progress: Progress
+    run: CalibrationRun,
+    processes: Processes,
+    kept: PartialFile | None,
+    before: PartialSums | None,
+    progress: Progress,
 ) -> Part | None:
     """Run this process's batches, from where ``before`` ends, and return what all of them gave."""
     with processes.together():
         batches = split_batches(run.prompts, run.settings)
         share = [batches[index] for index in processes.share(len(batches))]
         todo = share[0 if before is None else before.batches :]
-    turns, pace = max(processes.exchange(len(todo))), Pace()
+    turns, interval = max(processes.exchange(len(todo))), WriteInterval()
     with quiet_libraries(), ExitStack() as stack:
         with processes.together():
             observed = (
-                Observed(
+                ObservedPipeline(
                     run.model,
                     run.layers,
                     run.settings,
@@ -242,15 +248,15 @@ def _collect(
                 if observed is None or turn >= len(todo):
                     continue
                 observed.run(todo[turn])
-                if kept is not None and pace.is_due():
+                if kept is not None and interval.is_due():
                     started = monotonic()
                     _keep(kept, observed.taken())
-                    pace.wrote(started)
+                    interval.wrote(started)
     found = before if observed is None else observed.taken()
     return None if found is None else found.part()
 
 
-def _keep(kept: Kept, found: Halfway) -> None:
+def _keep(kept: PartialFile, found: PartialSums) -> None:
     """Write what is done so far; where that fails, the run goes on without."""
     try:
         kept.write(found)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.heldout import HELD_ROWS, held_count, hold_out
+from quantkit.calibration.held_out_rows import HELD_ROWS, held_count, hold_out
 from quantkit.calibration.hessian import HessianIndex, Hessians, create_hessians
 from quantkit.calibration.moments import MomentCollector, group_layers
 from quantkit.errors import OutputError, PromptError, QuantkitError
@@ -78,7 +78,7 @@ def collect_hessians(
     if groups:
         with quiet_libraries():
             pipe = load_pipeline(model, place)
-            run = _Run(pipe, chosen, recipe.calibration, hessians)
+            run = _MomentRun(pipe, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"
                 run.observe(name, group, step, progress)
@@ -109,7 +109,7 @@ def _index(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _MomentRun:
     """The prompts, and how they are run."""
 
     pipe: Any

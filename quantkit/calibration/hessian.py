@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from quantkit.calibration.checks import check_moments
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
@@ -112,12 +112,12 @@ class Hessians:
         wanted = self.index.digests[stored].get(layer.name)
         if wanted is None:
             raise ArtefactError(
-                f"{self.path}: no layer {layer.name}; take the hessians with the same recipe"
+                f"{self.path}: no layer {layer.name}; collect the hessians with the same recipe"
             )
         if digest is not None and digest != wanted:
             raise ArtefactError(
                 f"{self.path}: {layer.name} had other weights (checksum {digest[:12]} now, "
-                f"{wanted[:12]} then); take the hessians of this model"
+                f"{wanted[:12]} then); collect the hessians of this model"
             )
         file = self.file_of(stored, layer.name)
         tensors, about = read_artefact(file, _KIND)
@@ -133,7 +133,7 @@ class Hessians:
         if shapes != sizes or then != wanted:
             raise ArtefactError(
                 f"{file}: shapes {shapes!s:.200} for weights {then[:12]}, wanted K "
-                f"{layer.k} for {wanted[:12]}; take the hessians of this model"
+                f"{layer.k} for {wanted[:12]}; collect the hessians of this model"
             )
         with parsing(file, cure="delete it and run again"):
             rows = check_moments(tensors, about["rows"])
@@ -170,15 +170,15 @@ def create_hessians(path: Path, index: HessianIndex, *, force: bool = False) -> 
         begun = _read_index(path)
     except ArtefactError as error:
         raise OutputError(
-            f"{path}: exists already and is no directory of hessians; choose another path"
+            f"{path}: exists already and is not a directory of hessians; choose another path"
         ) from error
     for name, value in asdict(index).items():
         before = getattr(begun, name)
         if before != value:
             said = "" if isinstance(value, dict) else f" ({before} then, {value} now)"
             raise OutputError(
-                f"{path}: begun with another {name}{said}; choose another path, or replace it by "
-                "force",
+                f"{path}: started with another {name}{said}; choose another path, or set force to "
+                "replace it",
                 fields=("force",),
             )
     return Hessians(path, begun)
@@ -195,7 +195,7 @@ def load_hessians(path: Path) -> Hessians:
         component, layer = hessians.missing[0]
         raise ArtefactError(
             f"{path}: unfinished: {len(hessians.missing)} layers have no file, the first is "
-            f"{component}/{layer}; run 'quantkit calibrate hessian' again to go on"
+            f"{component}/{layer}; run 'quantkit calibrate hessian' again to finish it"
         )
     return hessians
 
@@ -203,9 +203,9 @@ def load_hessians(path: Path) -> Hessians:
 def _read_index(path: Path) -> HessianIndex:
     if not (path / INDEX).exists():
         raise ArtefactError(
-            f"{path}: no directory of hessians; make it with 'quantkit calibrate hessian'"
+            f"{path}: not a directory of hessians; make one with 'quantkit calibrate hessian'"
         )
-    entry = read_json(path / INDEX, error=ArtefactError, cure="take the hessians again")
+    entry = read_json(path / INDEX, error=ArtefactError, cure="collect the hessians again")
     if entry.pop("format", None) != _FORMAT:
         raise ArtefactError(f"{path / INDEX}: not an index of hessians")
     version = entry.pop("format_version", None)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibration.accumulators import Accumulators, LayerSums, statistics_of
 from quantkit.calibration.sampling import draw_candidates, row_count
 from quantkit.calibration.statistics import LayerStatistics
-from quantkit.calibration.sums import LayerSums, Sums, statistics_of
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
@@ -42,7 +42,7 @@ class Collector:
         self.calls = [0] * buckets
         self.edges: tuple[float, ...] | None = None
         self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
-        self._sums: dict[str, Sums] = {}
+        self._sums: dict[str, Accumulators] = {}
         self._seeds = range(1)
         #: how often each layer was called in this batch
         self._layer_calls: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class Collector:
         """
         if 0 in self.calls:
             raise ModelError(
-                f"{self.name}: timestep bucket {self.calls.index(0)} saw no call (calls "
+                f"{self.name}: no call fell into timestep bucket {self.calls.index(0)} (calls "
                 f"{self.calls}, edges {self.edges}); calibrate with buckets 1"
             )
 
@@ -169,12 +169,12 @@ class Collector:
 
         return listen
 
-    def _sums_of(self, layer: str, device: torch.device) -> Sums:
+    def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
         if self._bad is None:
             self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=device)
         if layer not in self._sums:
             module, flag = self._modules[layer], self._bad[len(self._sums)]
-            self._sums[layer] = Sums(module, len(self.calls), device, flag)
+            self._sums[layer] = Accumulators(module, len(self.calls), device, flag)
         return self._sums[layer]
 
 
@@ -198,8 +198,9 @@ def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, .
     unit = first / steps[0] if steps[0] else 0.0
     if unit <= 0:
         raise ModelError(
-            f"the denoiser is called with timestep {first:g} where the scheduler has {steps[0]:g}; "
-            "timestep buckets cannot be told apart"
+            f"the denoiser is called with timestep {first:g}, but the scheduler says "
+            f"{steps[0]:g}, so calls cannot be sorted into timestep buckets; set "
+            "calibration.buckets to 1"
         )
     distinct = sorted(set(steps))
     if len(distinct) < buckets:
@@ -215,12 +216,15 @@ def _find_module(denoiser: nn.Module, layer: Layer, component: str) -> nn.Module
     try:
         module = denoiser.get_submodule(layer.name)
     except AttributeError as error:
-        raise ModelError(f"{component}: diffusers builds no module {layer.name}") from error
+        raise ModelError(
+            f"{component}: the model that diffusers builds has no module {layer.name}"
+        ) from error
     wanted = nn.Linear if layer.kind == "linear" else nn.Conv2d
     weight = getattr(module, "weight", None)
     if not isinstance(module, wanted) or weight is None or tuple(weight.shape) != layer.shape:
         raise ModelError(
             f"{component}.{layer.name}: found {type(module).__name__}, wanted {wanted.__name__} "
-            f"with a weight of {layer.shape}; the family's description does not fit"
+            f"with a weight of {layer.shape}; the weight files do not fit the config, download "
+            "the model again"
         )
     return module

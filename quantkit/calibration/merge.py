@@ -8,13 +8,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from quantkit.calibration.average import continued
+from quantkit.calibration.moving_average import continued
 from quantkit.calibration.sampling import join_samples
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayersByComponent,
     LayerStatistics,
-    Provenance,
 )
 from quantkit.errors import ArtefactError
 
@@ -124,8 +124,8 @@ def _refuse_others(name: str, first: Calibration, other: str, part: Calibration)
     for what, wanted, found in _facts(first, part):
         if found != wanted:
             raise ArtefactError(
-                f"{other}: {what} {found}, wanted {wanted} as in {name}; "
-                "merge calibrations of one model, run alike"
+                f"{other}: {what} {found}, wanted {wanted} as in {name}; merge calibrations of "
+                "one model with the same settings"
             )
     for component, layers in first.layers.items():
         if missing := set(layers) ^ set(part.layers[component]):
@@ -170,7 +170,7 @@ def _refuse_twins(parts: Mapping[str, Calibration]) -> None:
         seen[run] = name
 
 
-def _provenance(parts: Sequence[Provenance]) -> Provenance:
+def _provenance(parts: Sequence[CalibrationProvenance]) -> CalibrationProvenance:
     digests = "\n".join(part.prompts_digest for part in parts)
     return replace(
         parts[0],

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hooks import _find_module
-from quantkit.calibration.weighting import step_weights
+from quantkit.calibration.timestep_weights import step_weights
 from quantkit.calibration.windows import kernel_order, read_columns
 from quantkit.errors import NonFiniteError, RecipeError
 from quantkit.models.layers import Layer

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.histogram import bin_edges
-from quantkit.calibration.rescaled import refuse_without_samples, rescaled
+from quantkit.calibration.rescaled_statistics import refuse_without_samples, rescaled
 from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
-from quantkit.models.treatments import choose_edges
+from quantkit.models.layer_plan import choose_edges
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.recipe.schema import ActivationRecipe

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.histogram import BINS, quantiles
-from quantkit.calibration.layerfields import AVERAGE, SAMPLES, check_statistics
+from quantkit.calibration.layer_fields import AVERAGE, SAMPLES, check_statistics
 from quantkit.calibration.sampling import join_samples
 from quantkit.errors import ArtefactError
 from quantkit.models.source import Component
@@ -145,7 +145,7 @@ def per_column(channels: Tensor, area: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Provenance:
+class CalibrationProvenance:
     """How a calibration was taken."""
 
     #: SHA-256 of each layer's source weight, by component and layer
@@ -172,7 +172,7 @@ class Calibration:
     layers: LayersByComponent
     #: ascending timesteps between buckets, in the unit the denoiser is called with
     edges: tuple[float, ...]
-    metadata: Provenance
+    metadata: CalibrationProvenance
 
     def of(self, component: Component) -> Mapping[str, LayerStatistics]:
         """Return the statistics of a component's layers.
@@ -230,7 +230,7 @@ def load_calibration(path: Path) -> Calibration:
     with parsing(path, cure="calibrate again"):
         edges = edges_of(about["edges"])
         layers = layers_of_tensors(tensors, len(edges) + 1)
-        about_run = as_type(Provenance, about["provenance"])
+        about_run = as_type(CalibrationProvenance, about["provenance"])
         if set(about_run.digests) != set(layers) or set(about_run.calls) != set(layers):
             raise ValueError("components of the statistics and of what is said about them differ")
         return Calibration(layers, edges, about_run)

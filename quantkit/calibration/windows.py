@@ -30,7 +30,7 @@ def read_columns(
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or module.groups != 1:
         raise ModelError(
             f"{where}: padding {module.padding!r} in mode {module.padding_mode}, {module.groups} "
-            "groups: wanted plain zeros and one group; keep the layer in 16 bit"
+            "groups, wanted zero padding and one group; keep the layer in 16 bit"
         )
     taps = module.weight[0].numel()
     step = max(1, _WINDOW_ELEMENTS // (taps * values.shape[-2] * values.shape[-1]))

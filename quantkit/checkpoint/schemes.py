@@ -127,9 +127,11 @@ def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tup
 
 def _parse_layers(value: object, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise CheckpointError(f"{where}: layers is no list of module paths; pack the model again")
+        raise CheckpointError(
+            f"{where}: layers is not a list of module paths; pack the model again"
+        )
     if not value:
-        raise CheckpointError(f"{where}: no layers; a scheme without layers must not be written")
+        raise CheckpointError(f"{where}: no layers, wanted at least one; pack the model again")
     return tuple(value)
 
 

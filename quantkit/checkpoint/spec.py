@@ -190,7 +190,7 @@ def layer_tensors(
         CheckpointError: the shape does not fit the kind, or does not divide as the scheme wants.
     """
     if kind != kind_of(shape) or len(shape) not in (2, 4) or min(shape) < 1:
-        raise CheckpointError(f"{layer}: dense shape {list(shape)} is no weight of a {kind}")
+        raise CheckpointError(f"{layer}: dense shape {list(shape)} is not that of a {kind} weight")
     check_divides(layer, scheme, shape)
     n, k = rows_of(shape)
     codes = scheme.weight.safetensors_dtype
@@ -245,4 +245,4 @@ def _check_distinct(entries: tuple[SchemeEntry, ...]) -> None:
     for layer, count in counts.items():
         if count > 1:
             name = f"layer {layer!r:.200}"
-            raise CheckpointError(f"{CONFIG_KEY}: {name} stands in the schemes {count}x")
+            raise CheckpointError(f"{CONFIG_KEY}: {name} is listed {count} times, wanted once")

@@ -112,9 +112,9 @@ def model_command(
     Random weights are packed, saved and loaded as a user's are. Every output is checked first; exit
     code 1 when one is wrong.
     """
-    from quantkit.workflow.bench import Settings, bench_model
+    from quantkit.workflow.bench import ModelBenchSettings, bench_model
 
-    settings = Settings(
+    settings = ModelBenchSettings(
         batch,
         size,
         compile_blocks=compile_ == "blocks",

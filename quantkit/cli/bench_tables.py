@@ -7,10 +7,10 @@ from quantkit.cli.console import echo, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quantkit.bench.compare import Change, Comparison
+    from quantkit.bench.compare import Change, RunComparison
     from quantkit.bench.machine import Machine
     from quantkit.bench.model_result import ModelResult, ModelRow
-    from quantkit.bench.result import BenchResult, Row
+    from quantkit.bench.result import BenchResult, BenchRow
 
 _COLUMNS = (
     "M x N x K",
@@ -45,7 +45,7 @@ def print_result(result: "BenchResult") -> None:
         echo("interrupted: operations and shapes that are missing above were not measured")
 
 
-def print_comparison(comparison: "Comparison") -> None:
+def print_comparison(comparison: "RunComparison") -> None:
     """Print the ratios against a baseline, slowest first, and the verdict."""
     columns = ("operation", "M x N x K", "contender", "before us", "now us", "ratio", "verdict")
     regressions = set(comparison.regressions)
@@ -131,7 +131,7 @@ def _print_machine(machine: "Machine", measured: "tuple[dict[str, str], dict[str
         echo(f"{when}: {text or 'clocks are not known'}")
 
 
-def _cells(row: "Row", rows: "list[Row]") -> tuple[object, ...]:
+def _cells(row: "BenchRow", rows: "list[BenchRow]") -> tuple[object, ...]:
     head = (row.shape.label, row.contender)
     timing, rates = row.timing, row.rates
     if timing is None or rates is None:
@@ -151,7 +151,7 @@ def _cells(row: "Row", rows: "list[Row]") -> tuple[object, ...]:
     )
 
 
-def _lead(row: "Row", rows: "list[Row]") -> str:
+def _lead(row: "BenchRow", rows: "list[BenchRow]") -> str:
     """Return how many times as fast quantkit's first contender is as this one."""
     own = next((r for r in rows if r.own and r.shape == row.shape and r.timing), None)
     if own is None or own is row or row.timing is None or own.timing is None:
@@ -159,7 +159,7 @@ def _lead(row: "Row", rows: "list[Row]") -> str:
     return f"{row.timing.p50_us / own.timing.p50_us:.2f}x"
 
 
-def _error(row: "Row") -> str:
+def _error(row: "BenchRow") -> str:
     return "" if row.error is None else f"{row.error:.1e}"
 
 

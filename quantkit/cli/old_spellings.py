@@ -74,7 +74,7 @@ class Given:
         place = ("device",) if self.device is not None and self.hessians is None else ()
         for name in sorted((*self._settings, *place)):
             raise RecipeError(
-                f"{name}: belongs to a recovery; run 'quantkit recover', or drop it",
+                f"{name}: a setting of recovery; run 'quantkit recover', or drop it",
                 fields=(name,),
             )
 
@@ -93,7 +93,10 @@ class Given:
                     f"{option}{taken}"
                 )
         for name in sorted(set(self._settings) - {"masks_output", "seed"}):
-            raise RecipeError(f"{name}: belongs to a recovery; drop it", fields=(name,))
+            raise RecipeError(
+                f"{name}: a setting of recovery, which --permute does not do; drop it",
+                fields=(name,),
+            )
 
 
 def permute_as_before(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.evaluate import EvaluationSettings
 
 
-class Task(TypedDict):
+class EvaluationTask(TypedDict):
     """What all evaluations take."""
 
     output: Path
@@ -45,7 +45,7 @@ class Request:
     quiet: bool
     force: bool
 
-    def task(self) -> "Task":
+    def task(self) -> "EvaluationTask":
         """Return what all evaluations take."""
         from quantkit.workflow.evaluate import EvaluationSettings
 

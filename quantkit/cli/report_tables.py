@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quantkit.eval.comparison import Comparison
-    from quantkit.eval.floor import FloorGap
     from quantkit.eval.gates import Gate
     from quantkit.eval.methods import Method
+    from quantkit.eval.noise_floor import FloorGap
     from quantkit.eval.result import Report
 
 
@@ -21,7 +21,7 @@ _SIDE_BY_SIDE = 3
 
 def print_metrics(title: str, comparison: "Comparison") -> None:
     """Print every metric with its backbone, interval and extremes."""
-    from quantkit.eval.show import show, show_difference, show_mean
+    from quantkit.eval.number_format import show, show_difference, show_mean
     from quantkit.eval.tables import metric_rows
 
     rows = [
@@ -41,7 +41,7 @@ def print_metrics(title: str, comparison: "Comparison") -> None:
 
 def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
     """Print every noise floor and what the packed pipeline adds to it."""
-    from quantkit.eval.show import show_difference, show_mean
+    from quantkit.eval.number_format import show_difference, show_mean
     from quantkit.eval.tables import metric_rows
 
     table = metric_rows(comparison, gaps)
@@ -61,7 +61,7 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
     """Print what each gate wanted and found."""
-    from quantkit.eval.show import show
+    from quantkit.eval.number_format import show
 
     words = {None: "not measured", True: "passes", False: "FAILS"}
     rows = [

@@ -83,7 +83,7 @@ def sparsify(
     from quantkit.workflow.sparsify_and_recover import sparsify_and_recover
 
     if update and recover:
-        raise click.UsageError("--update says what --recover does anyway; drop one of both")
+        raise click.UsageError("--recover updates the weights anyway; drop --update, or --recover")
     spelled = old_spellings.Given.of(recover, hessians, device, old)
     for hint in spelled.hints():
         say(hint)

@@ -68,8 +68,8 @@ class TimestepBuckets(nn.Module):
             index = getattr(self.threads.own, "index", None)
         if index is None:
             raise InputError(
-                "a layer with scales per timestep bucket was called alone, and no timestep is "
-                "known; call the denoiser itself"
+                "a layer with a scale per timestep was called by itself, so the timestep is "
+                "unknown; call the denoiser instead"
             )
         return index
 
@@ -182,9 +182,9 @@ def _alone(model: nn.Module, busy: threading.Lock) -> Iterator[None]:
     try:
         if not first and any(map(_is_compiled, model.modules())):
             raise InputError(
-                f"{type(model).__name__}: called by two threads at the same time, with blocks that "
-                "are compiled one by one and share the timestep's bucket; compile the whole "
-                "model, or load one for each thread"
+                f"{type(model).__name__}: called by two threads at the same time, and its blocks, "
+                "compiled one by one, share one timestep; compile the whole model, or load one "
+                "model for each thread"
             )
         yield
     finally:

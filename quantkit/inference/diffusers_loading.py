@@ -90,8 +90,8 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         places = list(device_map.values())
         if "disk" in places:
             raise InputError(
-                "device_map: layers on 'disk' would be cast on their way there; give the packed "
-                "model memory, or call enable_model_cpu_offload() on the pipeline"
+                "device_map: packed layers cannot be offloaded to 'disk'; keep the packed model "
+                "in memory, or call enable_model_cpu_offload() on the pipeline"
             )
         if places:
             self._device = torch.device(places[0])

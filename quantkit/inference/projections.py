@@ -79,7 +79,7 @@ def _join(name: str, layers: Sequence[Any]) -> nn.Module:
     if reason:
         names = ", ".join(getattr(layer, "name", "a layer in 16 bit") for layer in layers)
         raise InputError(
-            f"fuse_qkv_projections: {names}: {reason}; leave this model's projections apart"
+            f"fuse_qkv_projections: {names}: {reason}; do not fuse this model's projections"
         )
     return _join_packed(name, layers)
 

@@ -97,7 +97,7 @@ def _refuse_name(shard: Path, name: str) -> None:
         )
     if words[-1] in RESERVED:
         raise ModelError(
-            f"{shard}: tensor {name}: {words[-1]} is what a packed layer has; start from the "
+            f"{shard}: tensor {name}: only packed layers have a {words[-1]}; start from the "
             "16-bit model"
         )
 

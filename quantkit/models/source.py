@@ -68,8 +68,8 @@ def open_model(model: str | Path) -> Model:
         return _open_directory(path)
     if os.path.lexists(path):
         raise ModelError(
-            f"{text}: no folder, wanted a diffusers directory; single-file checkpoints are "
-            "converted by from_single_file(...) and save_pretrained(...) of diffusers"
+            f"{text}: a file, wanted a diffusers directory; convert a single-file checkpoint with "
+            "from_single_file(...) and save_pretrained(...) of diffusers"
         )
     if HUB_ID.fullmatch(text):
         return _open_hub(text)

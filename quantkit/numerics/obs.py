@@ -128,9 +128,7 @@ def _square_root(moment: Tensor, damping: float) -> Tensor:
             found: Tensor = square_root
             return found
         damping, given = max(10 * damping, limit * 1e-9), damping
-    raise NonFiniteError(
-        "second moments: NaN or Inf, or none of any input; take the hessians again"
-    )
+    raise NonFiniteError("second moments: NaN, Inf or all zero; collect the hessians again")
 
 
 def settle_rows(
@@ -154,14 +152,14 @@ def settle_rows(
         (R, K) float32 values, zero where nothing is kept; and the bool (R, K) mask.
     """
     order = factor.order
-    run = _Run(factor, rows, mask, grid)
+    run = _RowState(factor, rows, mask, grid)
     run.settle(0, rows.shape[1])
     values, kept = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     values[:, order], kept[:, order] = run.values.t(), run.kept.t()
     return values, kept
 
 
-class _Run:
+class _RowState:
     """The state of one call of ``settle_rows``.
 
     Everything is (K, R), columns in the order of the factor, so that a column is contiguous.

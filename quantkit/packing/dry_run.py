@@ -11,9 +11,9 @@ from typing import Any
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
+from quantkit.models.layer_plan import plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model
-from quantkit.models.treatments import plan_layers
 from quantkit.numerics.masks import SPARSEGPT
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.pack import complete_plan, summarize
@@ -24,7 +24,7 @@ from quantkit.packing.plan import (
     refuse_nothing,
 )
 from quantkit.packing.summary import PackSummary
-from quantkit.packing.writer import PackedLayer
+from quantkit.packing.writer import PlannedLayer
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import MaskSet
 
@@ -131,7 +131,7 @@ def _foresee(
     )
     refuse_nothing(component, recipe, treatments)
     packed = {
-        t.layer.name: PackedLayer(WeightPlan(t.layer.name, t.scheme, observer="amax"))
+        t.layer.name: PlannedLayer(WeightPlan(t.layer.name, t.scheme, observer="amax"))
         for t in treatments
         if t.scheme is not None
     }

@@ -31,7 +31,7 @@ from quantkit.numerics.scales import (
 )
 from quantkit.numerics.scheme import Scheme
 from quantkit.packing.gptq import Rounder, Rounding
-from quantkit.sparsity.surgery import naming
+from quantkit.sparsity.sparsegpt import naming
 
 #: (rows (R, K) float32 as in the source, index of the first) -> bool (R, K), True where kept
 MaskSource = Callable[[Tensor, int], Tensor]
@@ -70,7 +70,7 @@ class Encoded:
 
 
 @dataclass(frozen=True, eq=False)
-class _Block:
+class _RowBlock:
     """Rows as they are cast: smoothed, and zero where nothing is kept."""
 
     rows: Tensor
@@ -132,7 +132,7 @@ class _Encoder:
         record = LayerRecord(self._source.info.shape, self._digest.hexdigest())
         return Encoded(record, torch.cat(self._lost) if self._lost else None)
 
-    def _encode(self, block: _Block, scale: Tensor | None, sinks: Mapping[str, Sink]) -> None:
+    def _encode(self, block: _RowBlock, scale: Tensor | None, sinks: Mapping[str, Sink]) -> None:
         scheme = self._plan.scheme
         if scale is None:
             scale = WEIGHT_SCALES[self._plan.observer](
@@ -165,7 +165,7 @@ class _Encoder:
         smoothed = mean if self._columns is None else mean * self._columns
         return dequantize(codes, scale, self._plan.scheme.granularity) @ smoothed
 
-    def _blocks(self) -> Iterator[_Block]:
+    def _blocks(self) -> Iterator[_RowBlock]:
         for first, source in self._source_blocks():
             rows = source
             output = None if self._plan.mean is None else rows @ self._plan.mean
@@ -184,7 +184,7 @@ class _Encoder:
                     rows = self._rounding.update(rows, mask)
             elif mask is not None:
                 rows.mul_(mask)
-            yield _Block(rows, mask, output)
+            yield _RowBlock(rows, mask, output)
 
     def _source_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, rows); the first pass hashes the source's bytes."""

@@ -18,7 +18,7 @@ from quantkit.numerics.obs import (
     refit_rows,
     settle_rows,
 )
-from quantkit.sparsity.surgery import (
+from quantkit.sparsity.sparsegpt import (
     DAMPING,
     REFIT_DAMPING,
     REFIT_STEPS,

@@ -9,8 +9,8 @@ import torch
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.errors import ArtefactError
-from quantkit.models.concatenation import concat_boundaries
 from quantkit.models.layers import Layer
+from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import Component
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.numerics.scheme import Scheme

@@ -14,7 +14,7 @@ from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
-from quantkit.sparsity.surgery import Surgeon
+from quantkit.sparsity.sparsegpt import Surgeon
 
 
 def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:
@@ -25,7 +25,7 @@ def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:
     """
     if masks is not None and masks.counts_on_updates and recipe.weight.rounding != "gptq":
         raise RecipeError(
-            "masks: by sparsegpt, which counts on updates of the kept weights; set "
+            "masks: chosen by sparsegpt, which updates the kept weights too; set "
             "weight.rounding: gptq and give second moments, or recover with method obs first",
             fields=("hessians",),
         )

@@ -7,10 +7,10 @@ from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
+from quantkit.models.layer_plan import LayerPlan
 from quantkit.models.source import Model
-from quantkit.models.treatments import Treatment
 from quantkit.packing.config_files import write_config, write_index
-from quantkit.packing.finishing import judged, list_written, refuse_broken
+from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
 from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
@@ -121,7 +121,10 @@ def pack(
     plan = plan_pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
-    with staged_directory(output, kind=KIND, force=force) as stage, judged(plan.components):
+    with (
+        staged_directory(output, kind=KIND, force=force) as stage,
+        checked_for_loading(plan.components),
+    ):
         copy_files(model.path, stage, plan.copied)
         for component in plan.components:
             _write_component(component, stage, threads, progress)
@@ -173,7 +176,7 @@ def _summarize_component(plan: ComponentPlan) -> ComponentSummary:
     return ComponentSummary(plan.component.name, plan.component.class_name, before, after)
 
 
-def _summarize_layer(plan: ComponentPlan, treatment: Treatment) -> LayerSummary:
+def _summarize_layer(plan: ComponentPlan, treatment: LayerPlan) -> LayerSummary:
     layer = treatment.layer
     shard = next(s for s in plan.shards if layer.weight.name in s.source.tensors)
     return LayerSummary(

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
-from quantkit.calibration.rescaled import refuse_without_samples
+from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
+from quantkit.models.layer_plan import LayerPlan, plan_layers
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
-from quantkit.models.treatments import Treatment, plan_layers
 from quantkit.numerics.formats import FloatFormat
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.encode import WeightPlan
@@ -28,7 +28,7 @@ from quantkit.packing.gptq import Rounder
 from quantkit.packing.inputs import Inputs
 from quantkit.packing.masks import refuse_bare_masks
 from quantkit.packing.smoothing_strength import choose_strengths
-from quantkit.packing.writer import PackedLayer, ShardPlan, plan_shards
+from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
 from quantkit.progress import Progress
 from quantkit.recipe.schema import ActivationRecipe, Recipe
 from quantkit.sparsity.maskfile import MaskSet
@@ -41,7 +41,7 @@ class ComponentPlan:
 
     component: Component
     #: of every layer, packed or kept
-    treatments: tuple[Treatment, ...]
+    treatments: tuple[LayerPlan, ...]
     #: of the layers whose input is rescaled
     smoothing: Mapping[str, Smoothing]
     bias_correction: bool
@@ -101,7 +101,7 @@ def plan_component(
     return assemble_plan(component, recipe, treatments, packed, smoothing=smoothing, told=told)
 
 
-def refuse_nothing(component: Component, recipe: Recipe, treatments: Sequence[Treatment]) -> None:
+def refuse_nothing(component: Component, recipe: Recipe, treatments: Sequence[LayerPlan]) -> None:
     """Refuse to pack no layer at all.
 
     Raises:
@@ -118,8 +118,8 @@ def refuse_nothing(component: Component, recipe: Recipe, treatments: Sequence[Tr
 def assemble_plan(
     component: Component,
     recipe: Recipe,
-    treatments: tuple[Treatment, ...],
-    packed: Mapping[str, PackedLayer],
+    treatments: tuple[LayerPlan, ...],
+    packed: Mapping[str, PlannedLayer],
     *,
     smoothing: Mapping[str, Smoothing],
     told: Mapping[str, Any],
@@ -144,7 +144,7 @@ def assemble_plan(
     )
 
 
-def _with_agreed_buckets(treatment: Treatment, inputs: Inputs) -> Treatment:
+def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
     """Return the treatment with the buckets of ``auto``, which the statistics decide."""
     layer, scheme = treatment.layer, treatment.scheme
     activation = inputs.recipe.settings(layer.name).activation
@@ -152,8 +152,8 @@ def _with_agreed_buckets(treatment: Treatment, inputs: Inputs) -> Treatment:
         return treatment
     if scheme.smooth and inputs.recipe.smooth is not None:
         raise RecipeError(
-            f"{layer.name}: activation.buckets auto with smooth: its scales are known only when "
-            "the weight is read; give a number of buckets, or drop smooth"
+            f"{layer.name}: activation.buckets auto cannot be used with smooth, which changes the "
+            "scales; give a number of buckets, or drop smooth"
         )
     statistics, factor = inputs.statistics(layer), None
     if scheme.smooth:
@@ -164,7 +164,7 @@ def _with_agreed_buckets(treatment: Treatment, inputs: Inputs) -> Treatment:
 
 
 def _smoothing(
-    component: Component, treatments: Sequence[Treatment], inputs: Inputs, progress: Progress
+    component: Component, treatments: Sequence[LayerPlan], inputs: Inputs, progress: Progress
 ) -> dict[str, Smoothing]:
     """Return how inputs are rescaled, of the layers where they are."""
     smooth = [t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth]
@@ -178,7 +178,7 @@ def _smoothing(
     return {name: s for name, s in chosen.items() if s != Smoothing(None, None)}
 
 
-def _if_smooth(treatment: Treatment, smoothing: Mapping[str, Smoothing]) -> Treatment:
+def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, Smoothing]) -> LayerPlan:
     """Return the treatment without smoothing where none of it was chosen."""
     if treatment.scheme is None or treatment.layer.name in smoothing:
         return treatment
@@ -201,7 +201,7 @@ def _told(recipe: Recipe, smoothing: Mapping[str, Smoothing]) -> dict[str, Any]:
 
 def _plan_layer(
     layer: Layer, scheme: Scheme, inputs: Inputs, smoothing: Smoothing | None
-) -> PackedLayer:
+) -> PlannedLayer:
     settings, activation = inputs.recipe.settings(layer.name), inputs.activation(layer, scheme)
     smooth, input_scale, mean, shift = None, None, None, None
     if scheme.shift:
@@ -235,7 +235,7 @@ def _plan_layer(
         shift=shift,
         rounder=rounder,
     )
-    return PackedLayer(plan, tuple(_expected(layer, inputs)))
+    return PlannedLayer(plan, tuple(_expected(layer, inputs)))
 
 
 def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.observers import static_scale
-from quantkit.calibration.rescaled import refuse_without_samples
+from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.checkpoint.weight_reader import SourceTensor
+from quantkit.models.layer_plan import LayerPlan
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of
-from quantkit.models.treatments import Treatment
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.scales import amax_scale, cast, dequantize, quantize, scale_of_amax
 from quantkit.numerics.scheme import Activation, Scheme
@@ -28,7 +28,7 @@ ALPHAS = (None, 0.2, 0.35, 0.5, 0.65, 0.8)
 
 
 def choose_strengths(
-    treatments: Sequence[Treatment], inputs: Inputs, *, step: str, progress: Progress
+    treatments: Sequence[LayerPlan], inputs: Inputs, *, step: str, progress: Progress
 ) -> Mapping[str, float | None]:
     """Return the strength of each layer that a recipe with ``smooth: auto`` may smooth.
 

@@ -35,7 +35,7 @@ _BLANK = "0" * 64
 
 
 @dataclass(frozen=True)
-class PackedLayer:
+class PlannedLayer:
     """A layer and what ties it to the artefacts it was planned from."""
 
     plan: WeightPlan
@@ -50,7 +50,7 @@ class ShardPlan:
     source: Header
     recipe: Mapping[str, Any]
     #: by module path, those whose weight lies in this shard
-    layers: Mapping[str, PackedLayer]
+    layers: Mapping[str, PlannedLayer]
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class ShardPlan:
         specs = layer_tensors(name, scheme, kind_of(info.shape), info.shape, bias_dtype=None)
         return {spec.name.removeprefix(f"{name}."): spec for spec in specs}
 
-    def layer_of(self, info: TensorInfo) -> PackedLayer | None:
+    def layer_of(self, info: TensorInfo) -> PlannedLayer | None:
         """Return the packed layer whose weight this is."""
         layer = info.name.removesuffix(".weight")
         return None if layer == info.name else self.layers.get(layer)
@@ -98,7 +98,7 @@ class ShardPlan:
 
 
 def plan_shards(
-    paths: Sequence[Path], recipe: Mapping[str, Any], layers: Mapping[str, PackedLayer]
+    paths: Sequence[Path], recipe: Mapping[str, Any], layers: Mapping[str, PlannedLayer]
 ) -> tuple[ShardPlan, ...]:
     """Return the output files of a component, cut where the source was cut.
 
@@ -250,12 +250,12 @@ def _copy(source: SourceTensor, sink: Sink) -> None:
         sink.append(chunk)
 
 
-def _check_digests(layer: PackedLayer, record: LayerRecord) -> None:
+def _check_digests(layer: PlannedLayer, record: LayerRecord) -> None:
     for who, digest in layer.expected:
         if digest != record.source_sha256:
             raise ArtefactError(
-                f"{who}: layer {layer.plan.layer}: for a weight with SHA-256 {digest}, found "
-                f"{record.source_sha256}; make the {who} from this model"
+                f"{who}: layer {layer.plan.layer}: made from a weight with SHA-256 {digest}, but "
+                f"the model's has {record.source_sha256}; make the {who} from this model"
             )
 
 

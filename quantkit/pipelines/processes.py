@@ -130,7 +130,7 @@ def _peers_are_there() -> Iterator[None]:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise QuantkitError(
-            f"another process of this calibration is gone ({reason}); see what it said, and start "
-            "all of them again to resume",
+            f"another process of this calibration ended ({reason}); read its message, then start "
+            "all processes again and resume",
             fields=("resume",),
         ) from error

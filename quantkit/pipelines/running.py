@@ -88,7 +88,8 @@ def refuse_component(model: Model) -> None:
     """
     if not model.is_pipeline:
         raise ModelError(
-            f"{model.path}: one component; calibration runs the whole pipeline, pass its directory"
+            f"{model.path}: a component alone, and calibration runs the whole pipeline; pass the "
+            "pipeline's directory"
         )
 
 

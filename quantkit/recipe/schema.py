@@ -71,13 +71,13 @@ class ActivationRecipe(Strict):
                 )
         if self.shift and self.observer == "moving_average":
             raise RecipeError(
-                "activation.shift with observer moving_average: it was taken before the shift; "
-                "use mse, kl, percentile or amax"
+                "activation.shift: cannot be used with observer moving_average, which is "
+                "measured before the shift; use mse, kl, percentile or amax"
             )
         if self.shift and self.buckets == "auto":
             raise RecipeError(
-                "activation.buckets auto with shift: scales that agree may have shifts that do "
-                "not; give a number of buckets"
+                "activation.buckets auto: cannot be used with shift, because buckets of equal "
+                "scale may have different shifts; give a number of buckets"
             )
         return self
 
@@ -203,8 +203,9 @@ class Recipe(Strict):
             a.mode == "static" and a.observer == "moving_average" for a in self._activations
         ):
             raise RecipeError(
-                f"{key} with activation.observer moving_average: it was taken over all channels, "
-                "before they were rescaled; choose another observer, or activation.mode: token"
+                f"{key}: cannot be used with activation.observer moving_average, which is "
+                "measured before channels are rescaled; choose another observer, or "
+                "activation.mode: token"
             )
         return self
 
@@ -213,8 +214,8 @@ class Recipe(Strict):
         if any(a.shift for a in self._activations) and (self.smooth == "auto" or self.split_concat):
             key = "split_concat" if self.split_concat else "smooth auto"
             raise RecipeError(
-                f"{key} with activation.shift: it looks at inputs before the shift; set smooth to "
-                "a number, or drop one of both"
+                f"{key}: cannot be used with activation.shift, because it judges inputs before "
+                "the shift; set smooth to a number, or drop one of the two"
             )
         return self
 
@@ -251,8 +252,9 @@ class Recipe(Strict):
         """
         if self.budget is not None:
             raise RecipeError(
-                f"recipe {self.name}: has a budget, so its treatments are still to be chosen; run "
-                "'quantkit calibrate optimize', or 'quantkit run', and take the recipe it writes"
+                f"recipe {self.name}: its budget section does not say yet how each layer is "
+                "treated; run 'quantkit calibrate optimize', or 'quantkit run', and use the "
+                "recipe it writes"
             )
 
     def _sparse(self, layer: str) -> bool:

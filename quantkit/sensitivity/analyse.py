@@ -17,24 +17,24 @@ from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
 from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes, strides_of
-from quantkit.sensitivity.edge import next_probe
-from quantkit.sensitivity.local import LocalError, local_errors
+from quantkit.sensitivity.local_error import LocalError, local_errors
+from quantkit.sensitivity.measured_model import MeasuredModel
+from quantkit.sensitivity.probe_selection import next_probe
 from quantkit.sensitivity.result import (
     LayerSensitivity,
     Measured,
     Outcome,
-    Provenance,
     Sensitivity,
+    SensitivityProvenance,
 )
 from quantkit.sensitivity.simulate import final_latents, relative_error, treated
-from quantkit.sensitivity.subject import Subject
 from quantkit.sensitivity.treatments import BY_NAME
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.tensorfile import read_header
 
 
 def measure_sensitivity(
-    subject: Subject,
+    subject: MeasuredModel,
     prompts: Sequence[str],
     *,
     measure: int,
@@ -62,7 +62,7 @@ def measure_sensitivity(
     layers = _measure_locally(subject, target, progress)
     settings = subject.recipe.calibration
     chosen = tuple(prompts) if measure else ()
-    about = Provenance(
+    about = SensitivityProvenance(
         model=str(subject.model.path),
         model_digest=_digest([layer.digest for layer in layers]),
         calibration_digest=calibration_digest,
@@ -93,13 +93,15 @@ def measure_sensitivity(
 class Probing:
     """A loaded pipeline, and the latents that it ends with as it is."""
 
-    subject: Subject
+    subject: MeasuredModel
     pipe: Any
     prompts: tuple[str, ...]
     untouched: Tensor
 
     @classmethod
-    def start(cls, subject: Subject, prompts: Sequence[str], device: torch.device) -> "Probing":
+    def start(
+        cls, subject: MeasuredModel, prompts: Sequence[str], device: torch.device
+    ) -> "Probing":
         """Load the pipeline and run it as it is."""
         pipe = load_pipeline(subject.model, device)
         latents = final_latents(pipe, prompts, subject.recipe.calibration)
@@ -116,7 +118,7 @@ class Probing:
         return treated_pipeline(self.subject, self.pipe, treatments)
 
 
-def treated_pipeline(subject: Subject, pipe: Any, treatments: Mapping[str, str]) -> Any:
+def treated_pipeline(subject: MeasuredModel, pipe: Any, treatments: Mapping[str, str]) -> Any:
     """Return the context in which layers of a pipeline compute under their treatments.
 
     Args:
@@ -173,7 +175,7 @@ def _edge(sensitivity: Sensitivity) -> tuple[BudgetRecipe, list[str]]:
 
 
 def _measure_locally(
-    subject: Subject, device: torch.device, progress: Progress
+    subject: MeasuredModel, device: torch.device, progress: Progress
 ) -> tuple[LayerSensitivity, ...]:
     strides = strides_of(subject.component)
     layers = tuple(subject.layers.values())
@@ -184,7 +186,7 @@ def _measure_locally(
 
 
 def _measure_layer(
-    subject: Subject, layer: Layer, stride: int, device: torch.device
+    subject: MeasuredModel, layer: Layer, stride: int, device: torch.device
 ) -> LayerSensitivity:
     digest = sha256_of(layer.shard, layer.weight)
     wanted = subject.calibration.digests_of(subject.component).get(layer.name)
@@ -209,7 +211,7 @@ def _measure_layer(
     return LayerSensitivity(layer.name, layer.kind, layer.shape, digest, rows, outcomes)
 
 
-def _fixed_bytes(subject: Subject) -> int:
+def _fixed_bytes(subject: MeasuredModel) -> int:
     """Return the bytes of all tensors but the weights that can be packed."""
     total = sum(
         info.nbytes

@@ -11,7 +11,7 @@ from math import fsum
 from quantkit.errors import RecipeError
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe, matches
-from quantkit.sensitivity.gains import Gain, find_gains
+from quantkit.sensitivity.error_propagation import Gain, find_gains
 from quantkit.sensitivity.knapsack import Option, solve
 from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
 from quantkit.sensitivity.treatments import BY_NAME, SIXTEEN_BIT, TREATMENTS
@@ -29,7 +29,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Problem:
+class AssignmentProblem:
     """Candidates per layer, in the order of the model; all masks by one method."""
 
     layers: tuple[LayerSensitivity, ...]
@@ -51,10 +51,10 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Assignment:
     """One candidate per layer of a problem."""
 
-    problem: Problem
+    problem: AssignmentProblem
     picked: tuple[int, ...]
 
     @property
@@ -82,7 +82,7 @@ class Choice:
 
 def make_problems(
     sensitivity: Sensitivity, recipe: Recipe, allowed: Sequence[str]
-) -> tuple[Problem, ...]:
+) -> tuple[AssignmentProblem, ...]:
     """Return one problem per mask method, since a recipe has one, and first the one without masks.
 
     Args:
@@ -122,8 +122,8 @@ def _refuse_unmeasured(sensitivity: Sensitivity, globs: Sequence[str]) -> None:
         found = [t for t in TREATMENTS if t.packs and matches(t.name, (glob,))]
         if found and all(t.updates and t.name not in measured for t in found):
             raise RecipeError(
-                f"treatments {glob}: not measured, for want of second moments; give them to "
-                "'quantkit calibrate sensitivity'",
+                f"treatments {glob}: not measured, because there were no second moments; give "
+                "them to 'quantkit calibrate sensitivity'",
                 fields=("hessians",),
             )
 
@@ -134,7 +134,7 @@ def _make_problem(
     gains: Mapping[str, Gain],
     names: Sequence[str],
     method: str | None,
-) -> Problem:
+) -> AssignmentProblem:
     def allowed(layer: LayerSensitivity, name: str) -> bool:
         if name == SIXTEEN_BIT.name:
             return True
@@ -149,7 +149,7 @@ def _make_problem(
         )
         for layer in sensitivity.layers
     )
-    return Problem(sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method)
+    return AssignmentProblem(sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Goal:
     limit: float
 
 
-def goal_of(problem: Problem, budget: BudgetRecipe) -> Goal:
+def goal_of(problem: AssignmentProblem, budget: BudgetRecipe) -> Goal:
     """Return the knapsack of a budget of bytes, error or speed.
 
     Without any of them the limit is halfway between the smallest and the source's size, which is
@@ -178,54 +178,54 @@ def goal_of(problem: Problem, budget: BudgetRecipe) -> Goal:
     return Goal(_bytes, _loss, share * problem.bytes_before - problem.fixed_bytes)
 
 
-def optimize(problems: Sequence[Problem], budget: BudgetRecipe) -> Choice:
+def optimize(problems: Sequence[AssignmentProblem], budget: BudgetRecipe) -> Assignment:
     """Return the best choice over all problems: least of what the budget does not limit.
 
     Raises:
         RecipeError: no choice meets the budget; the text says how near one comes.
     """
-    found: list[tuple[float, float, int, Choice]] = []
+    found: list[tuple[float, float, int, Assignment]] = []
     for index, problem in enumerate(problems):
         goal = goal_of(problem, budget)
         picked = solve(options_of(problem, goal), goal.limit)
         if picked is not None:
-            choice = Choice(problem, picked)
-            sums = [fsum(map(figure, choice.chosen)) for figure in (goal.loss, goal.cost)]
-            found.append((sums[0], sums[1], index, choice))
+            assignment = Assignment(problem, picked)
+            sums = [fsum(map(figure, assignment.chosen)) for figure in (goal.loss, goal.cost)]
+            found.append((sums[0], sums[1], index, assignment))
     if not found:
         raise RecipeError(_out_of_reach(problems, budget))
     return min(found, key=lambda entry: entry[:3])[3]
 
 
-def options_of(problem: Problem, goal: Goal) -> list[list[Option]]:
+def options_of(problem: AssignmentProblem, goal: Goal) -> list[list[Option]]:
     """Return the knapsack's items."""
     return [[Option(goal.cost(c), goal.loss(c)) for c in options] for options in problem.candidates]
 
 
-def _out_of_reach(problems: Sequence[Problem], budget: BudgetRecipe) -> str:
-    def least(problem: Problem, figure: Callable[[Candidate], float]) -> Choice:
+def _out_of_reach(problems: Sequence[AssignmentProblem], budget: BudgetRecipe) -> str:
+    def least(problem: AssignmentProblem, figure: Callable[[Candidate], float]) -> Assignment:
         picked = [
             min(range(len(options)), key=lambda i: figure(options[i]))
             for options in problem.candidates
         ]
-        return Choice(problem, tuple(picked))
+        return Assignment(problem, tuple(picked))
 
     if budget.speed is not None:
         most = max(least(problem, _seconds).speed for problem in problems)
         return f"budget speed {budget.speed:g}: at most {most:.3g} is modelled; ask for less"
     size = min(least(problem, _bytes).size for problem in problems)
     return (
-        f"budget bytes {budget.bytes:g}: the treatments reach {size:.4g} of the source's size at "
-        "least; allow more bytes, or more treatments"
+        f"budget bytes {budget.bytes:g}: the smallest that the treatments allow is {size:.4g} of "
+        "the source's size; allow more bytes, or more treatments"
     )
 
 
-def reasons(choice: Choice, goal: Goal) -> tuple[str, ...]:
+def reasons(assignment: Assignment, goal: Goal) -> tuple[str, ...]:
     """Return per layer why it has its treatment: what its neighbours would lose and cost."""
     return tuple(
-        _reason(layer, options, options[index], choice.problem.gains[layer.name], goal)
+        _reason(layer, options, options[index], assignment.problem.gains[layer.name], goal)
         for layer, options, index in zip(
-            choice.problem.layers, choice.problem.candidates, choice.picked, strict=True
+            assignment.problem.layers, assignment.problem.candidates, assignment.picked, strict=True
         )
     )
 

@@ -23,7 +23,7 @@ from quantkit.storage.jsonfile import read_json
 
 
 @dataclass(frozen=True)
-class Device:
+class PeakRates:
     """Peak rates of a graphics card."""
 
     name: str
@@ -37,7 +37,7 @@ class Device:
 
 #: 64 compute units at 2.97 GHz; a compute unit does 1024, 2048 and 4096 operations a cycle.
 #: Memory is 256 bit wide at 20 Gbit/s a pin. Source: AMD's data sheet of the RX 9070 XT, 2025.
-RX_9070_XT = Device(
+RX_9070_XT = PeakRates(
     "Radeon RX 9070 XT",
     flops_16_bit=64 * 2.97e9 * 1024,
     flops_fp8=64 * 2.97e9 * 2048,
@@ -68,7 +68,7 @@ def packed_bytes(
 
 
 def modelled_seconds(
-    layer: Layer, treatment: Treatment, nbytes: int, rows: float, device: Device = RX_9070_XT
+    layer: Layer, treatment: Treatment, nbytes: int, rows: float, device: PeakRates = RX_9070_XT
 ) -> float:
     """Return how long one denoising step of one picture spends in a layer, by the model above.
 

@@ -17,14 +17,14 @@ from math import fsum
 
 @dataclass(frozen=True)
 class Option:
-    """What one choice costs and loses; neither is negative."""
+    """What one option costs and loses; neither is negative."""
 
     cost: float
     loss: float
 
 
 @dataclass(frozen=True)
-class Step:
+class HullStep:
     """A walk along one item's hull: more cost, less loss."""
 
     item: int
@@ -37,7 +37,7 @@ class Step:
 
 
 #: One position among its options per item.
-Choice = tuple[int, ...]
+Indices = tuple[int, ...]
 
 
 def lower_hull(options: Sequence[Option]) -> tuple[int, ...]:
@@ -57,13 +57,13 @@ def lower_hull(options: Sequence[Option]) -> tuple[int, ...]:
     return tuple(hull)
 
 
-def steps_of(items: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
+def steps_of(items: Sequence[Sequence[Option]]) -> tuple[HullStep, ...]:
     """Return the steps of all hulls by falling gain per cost; ties go to the earlier item.
 
     Along one item's hull gain per cost falls, so its steps stand in their order.
     """
     steps = [
-        Step(
+        HullStep(
             item,
             before,
             after,
@@ -76,12 +76,12 @@ def steps_of(items: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
     return tuple(sorted(steps, key=lambda step: -step.gain / step.cost))
 
 
-def cheapest(items: Sequence[Sequence[Option]]) -> Choice:
+def cheapest(items: Sequence[Sequence[Option]]) -> Indices:
     """Return the option of least cost of every item; of those the one of least loss."""
     return tuple(lower_hull(options)[0] for options in items)
 
 
-def walk(items: Sequence[Sequence[Option]]) -> tuple[Choice, ...]:
+def walk(items: Sequence[Sequence[Option]]) -> tuple[Indices, ...]:
     """Return the Lagrangian's solutions from least cost to least loss, a step apart each."""
     path = [list(cheapest(items))]
     for step in steps_of(items):
@@ -90,7 +90,7 @@ def walk(items: Sequence[Sequence[Option]]) -> tuple[Choice, ...]:
     return tuple(map(tuple, path))
 
 
-def solve(items: Sequence[Sequence[Option]], limit: float) -> Choice | None:
+def solve(items: Sequence[Sequence[Option]], limit: float) -> Indices | None:
     """Return one option per item, of small total loss, whose costs sum up to at most ``limit``.
 
     Args:
@@ -100,8 +100,8 @@ def solve(items: Sequence[Sequence[Option]], limit: float) -> Choice | None:
     Returns:
         positions; None when even the cheapest options cost more.
     """
-    choice = list(cheapest(items))
-    room = limit - fsum(options[index].cost for options, index in zip(items, choice, strict=True))
+    chosen = list(cheapest(items))
+    room = limit - fsum(options[index].cost for options, index in zip(items, chosen, strict=True))
     if room < 0:
         return None
     stuck: set[int] = set()
@@ -110,23 +110,23 @@ def solve(items: Sequence[Sequence[Option]], limit: float) -> Choice | None:
         if step.item in stuck or step.cost > room:
             stuck.add(step.item)
         else:
-            choice[step.item] = step.after
+            chosen[step.item] = step.after
             room -= step.cost
-    return tuple(_swapped(items, choice, room))
+    return tuple(_swapped(items, chosen, room))
 
 
-def _swapped(items: Sequence[Sequence[Option]], choice: list[int], room: float) -> list[int]:
+def _swapped(items: Sequence[Sequence[Option]], chosen: list[int], room: float) -> list[int]:
     """Spend what is left: the single swap of most gain that fits, again and again."""
     while True:
         best, gain, cost = None, 0.0, 0.0
         for item, options in enumerate(items):
-            now = options[choice[item]]
+            now = options[chosen[item]]
             for index, option in enumerate(options):
                 if now.loss - option.loss > gain and option.cost - now.cost <= room:
                     best, gain, cost = (item, index), now.loss - option.loss, option.cost - now.cost
         if best is None:
-            return choice
-        choice[best[0]] = best[1]
+            return chosen
+        chosen[best[0]] = best[1]
         room -= cost
 
 

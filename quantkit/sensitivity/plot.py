@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import OutputError
-from quantkit.sensitivity.gains import find_gains
+from quantkit.sensitivity.error_propagation import find_gains
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.treatments import SIXTEEN_BIT, TREATMENTS
 from quantkit.storage.files import staged_file
@@ -23,7 +23,7 @@ def check_plot_path(path: Path) -> None:
         OutputError: another suffix.
     """
     if path.suffix not in SUFFIXES:
-        raise OutputError(f"{path}: plots are written as {', '.join(SUFFIXES)}; name one of these")
+        raise OutputError(f"{path}: unknown kind of plot; end the name in {', '.join(SUFFIXES)}")
 
 
 def save_plot(sensitivity: Sensitivity, path: Path, *, force: bool) -> None:

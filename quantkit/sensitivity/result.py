@@ -60,7 +60,7 @@ class LayerSensitivity:
 
 
 @dataclass(frozen=True)
-class Provenance:
+class SensitivityProvenance:
     """How the figures were taken."""
 
     #: as it was given
@@ -94,7 +94,7 @@ class Sensitivity:
     fixed_bytes: int
     #: how scales were chosen, and the budget whose edge was looked at
     recipe: Recipe
-    provenance: Provenance
+    provenance: SensitivityProvenance
     #: why layers were run in the pipeline, in their order
     notes: tuple[str, ...] = field(default=())
 
@@ -146,7 +146,7 @@ def _parsed(values: dict[str, Any]) -> Sensitivity:
         edges_of(values["edges"]),
         int(values["fixed_bytes"]),
         Recipe.model_validate(values["recipe"]),
-        as_type(Provenance, values["provenance"]),
+        as_type(SensitivityProvenance, values["provenance"]),
         tuple(map(str, values["notes"])),
     )
 

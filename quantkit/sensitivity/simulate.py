@@ -14,7 +14,7 @@ from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.packing import from_rows
 from quantkit.pipelines.running import run_batch, split_batches
 from quantkit.recipe.schema import CalibrationRecipe
-from quantkit.sensitivity.substitute import InputCast, round_input
+from quantkit.sensitivity.treated_layer import InputCast, round_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def treated(denoiser: nn.Module, substitutes: Mapping[str, Substitute]) -> Itera
         denoiser: the module that the pipeline calls.
         substitutes: by module path.
     """
-    clock = _Clock()
+    clock = _TimestepTracker()
 
     def read_clock(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         timestep = timestep_argument(module.forward, args, kwargs)
@@ -95,14 +95,14 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 @dataclass(eq=False)
-class _Clock:
+class _TimestepTracker:
     """The timestep of the denoiser's present call."""
 
     timestep: float = 0.0
 
 
 def _forward_of(
-    module: nn.Module, substitute: Substitute, clock: _Clock
+    module: nn.Module, substitute: Substitute, clock: _TimestepTracker
 ) -> Callable[[Tensor], Tensor]:
     compute = _convolve if isinstance(module, nn.Conv2d) else _multiply
 

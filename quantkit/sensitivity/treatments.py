@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from quantkit.models.layer_plan import dense_reason
 from quantkit.models.layers import Layer
-from quantkit.models.treatments import dense_reason
 from quantkit.numerics.formats import E4M3FN, E5M2, FloatFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, RecipeError
+from quantkit.models.layer_plan import dense_reason, kept_reason
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
-from quantkit.models.treatments import dense_reason, kept_reason
 from quantkit.numerics.masks import MASKS, SPARSEGPT, Pattern, choose_mask, parse_pattern
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.threads import one_torch_thread, surgery_threads
 from quantkit.progress import Progress, tracked
 from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
-from quantkit.sparsity.surgery import Surgeon, lost_share, naming, read_rows, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, lost_share, naming, read_rows, settle_layer
 from quantkit.storage.digest import sha256_of
 
 #: Weights whose mask is chosen at a time: the comparisons need a dozen bytes for each.

@@ -156,7 +156,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r:.80} stands twice")
+        raise ValueError(f"the key {twice!r:.80} is there twice")
     return values
 
 

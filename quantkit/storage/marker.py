@@ -67,7 +67,7 @@ def refuse_foreign(folder: Path, kind: str, *, output: Path) -> None:
         raise OutputError(_refusal(output, first, why))
     if marker["kind"] != kind:
         raise OutputError(
-            f"{output}: holds a {marker['kind']}, and force replaces it by another {kind} only; "
+            f"{output}: holds a {marker['kind']}, and force only replaces it with another {kind}; "
             "delete it, or choose another path"
         )
     foreign = list(islice(_unlisted(folder, "", _listed(folder, "")), _NAMED + 1))

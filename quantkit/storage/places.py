@@ -102,7 +102,8 @@ def refuse_file(output: Path, *, force: bool) -> None:
 def already_there(output: Path) -> OutputError:
     """Return the error of an output that exists."""
     return OutputError(
-        f"{output}: exists already; replace it by force, or choose another path", fields=("force",)
+        f"{output}: exists already; set force to replace it, or choose another path",
+        fields=("force",),
     )
 
 

@@ -71,7 +71,7 @@ def _table(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
             kind = key.tag.rpartition(":")[2]
             raise ValueError(f"{line}: found a key of type {kind}, wanted a word")
         if key.value in seen:
-            raise ValueError(f"{line}: the key {key.value!r:.80} stands twice")
+            raise ValueError(f"{line}: the key {key.value!r:.80} is there twice")
         seen.add(key.value)
     values: dict[Any, Any] = loader.construct_mapping(node, deep=True)
     return values

@@ -10,16 +10,16 @@ import torch
 
 from quantkit.bench import compare as comparing
 from quantkit.bench import result as results
-from quantkit.bench.compare import Comparison
+from quantkit.bench.compare import RunComparison
 from quantkit.bench.denoisers import find_denoiser
 from quantkit.bench.kernels import OPERATIONS, run_bench
 from quantkit.bench.machine import describe_machine
 from quantkit.bench.model import run_model_bench
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
-from quantkit.bench.model_result import ModelResult, Settings, save_model_result
-from quantkit.bench.result import Baseline, BenchResult, load_baseline, save_result
+from quantkit.bench.model_result import ModelBenchSettings, ModelResult, save_model_result
+from quantkit.bench.result import BenchResult, EarlierRun, load_baseline, save_result
 from quantkit.bench.shapes import find_shapes
-from quantkit.bench.timing import Plan
+from quantkit.bench.timing import TimingPlan
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.storage.files import write_or_keep
@@ -28,7 +28,7 @@ from quantkit.workflow.inputs import as_path
 from quantkit.workflow.kernels import refuse_unknown
 from quantkit.workflow.pack import usual_threads
 
-__all__ = ["KernelBench", "Settings", "bench_kernels", "bench_model"]
+__all__ = ["KernelBench", "ModelBenchSettings", "bench_kernels", "bench_model"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class KernelBench:
 
     result: BenchResult
     #: None: there was no baseline
-    comparison: Comparison | None
+    comparison: RunComparison | None
 
     @property
     def passed(self) -> bool:
@@ -97,14 +97,14 @@ def bench_kernels(
     if shapes == "auto":
         shapes = "host" if place.type == "cpu" else "all"
     table, before = find_shapes(shapes), _baseline(as_path(baseline), place)
-    plan = Plan(warmup=3, repeats=repeats, seconds=seconds)
+    plan = TimingPlan(warmup=3, repeats=repeats, seconds=seconds)
     result = run_bench(table, chosen, place, plan, against_torch=against_torch, progress=progress)
     if saved is not None:
         write_or_keep(partial(save_result, result, force=force), saved)
     return KernelBench(result, comparing.compare(result, before, threshold) if before else None)
 
 
-def _baseline(path: Path | None, device: torch.device) -> Baseline | None:
+def _baseline(path: Path | None, device: torch.device) -> EarlierRun | None:
     """Return the baseline, refused before anything is measured when it is of another device."""
     if path is None:
         return None
@@ -116,7 +116,7 @@ def _baseline(path: Path | None, device: torch.device) -> Baseline | None:
 def bench_model(
     config: str = "sdxl",
     *,
-    settings: Settings,
+    settings: ModelBenchSettings,
     contenders: Sequence[str] = (),
     device: str = "auto",
     repeats: int = 30,
@@ -155,7 +155,7 @@ def bench_model(
         tuple(MODEL_CONTENDERS[name] for name in names),
         settings,
         choose_device(device),
-        Plan(warmup=2, repeats=repeats, seconds=seconds),
+        TimingPlan(warmup=2, repeats=repeats, seconds=seconds),
         threads=usual_threads(),
         progress=progress,
     )

@@ -16,13 +16,13 @@ from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.analyse import measure_sensitivity
-from quantkit.sensitivity.choosing import choose
+from quantkit.sensitivity.measured_model import MeasuredModel
+from quantkit.sensitivity.recipe_writer import save_recipe
 from quantkit.sensitivity.result import save_sensitivity
-from quantkit.sensitivity.subject import Subject
-from quantkit.sensitivity.writing import save_recipe
+from quantkit.sensitivity.selection import choose
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
-from quantkit.sparsity.surgery import Surgeon
+from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.storage.digest import sha256_of_file
 from quantkit.workflow.sensitivity import MEASURED
 
@@ -100,7 +100,7 @@ def build(
     surgeon = None if hessians is None else Surgeon(hessians, choose_device(device))
     if recipe.budget is not None:
         assert calibration is not None
-        subject = Subject.of(model, recipe, calibration, surgeon)
+        subject = MeasuredModel.of(model, recipe, calibration, surgeon)
         recipe = adapt(
             subject, output, prompts=prompts, device=device, force=force, progress=progress
         )
@@ -152,7 +152,7 @@ def _hessians(
 
 
 def adapt(
-    subject: Subject,
+    subject: MeasuredModel,
     output: Path,
     *,
     prompts: Sequence[str],

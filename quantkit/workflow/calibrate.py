@@ -224,24 +224,24 @@ def _opened(
     prompts: PromptsLike | None,
     sampling: Sampling,
     device: str,
-) -> collect.Run:
+) -> collect.CalibrationRun:
     texts = as_prompts(prompts)
     count = sampling.wanted(texts, given=prompts is not None)
     source, chosen = opened(model, recipe)
-    run = collect.Run(source, sampling.apply(chosen, prompts=count), texts, device)
+    run = collect.CalibrationRun(source, sampling.apply(chosen, prompts=count), texts, device)
     # What loading would refuse, after minutes of hashing.
     refuse_component(source)
     choose_device(device)
     return run
 
 
-def _check_output(output: Path, run: collect.Run, *, force: bool) -> None:
+def _check_output(output: Path, run: collect.CalibrationRun, *, force: bool) -> None:
     check_file(output, force=force)
     refuse_overlap(output, run.model.path)
 
 
 def _share(
-    run: collect.Run,
+    run: collect.CalibrationRun,
     output: Path,
     processes: Processes,
     *,

@@ -7,9 +7,8 @@ from time import perf_counter
 from typing import Any
 
 from quantkit.eval.demo import commands as plan
-from quantkit.eval.demo.run import Outcome, Stage, methods, remarks, run_demo, write_index
+from quantkit.eval.demo.run import DemoContext, DemoResult, methods, remarks, run_demo, write_index
 from quantkit.eval.methods import Method
-from quantkit.eval.serialize import to_json
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 
@@ -18,7 +17,7 @@ from quantkit.progress import Progress, silent
 class Demo:
     """What the demo made."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[DemoResult, ...]
     output: Path
     seconds: float
 
@@ -44,7 +43,7 @@ class Demo:
             "schema_version": 3,
             "output": str(self.output),
             "seconds": self.seconds,
-            "reports": {o.row.compared: to_json(o.report) for o in self.outcomes},
+            "reports": {o.row.compared: o.report.to_json() for o in self.outcomes},
         }
 
 
@@ -83,7 +82,7 @@ def make_demo(
     started = perf_counter()
     chosen = plan.FULL if full else plan.SHORT
     outcomes = run_demo(
-        Stage(Path(output), command, tell, progress, choose_device(device)),
+        DemoContext(Path(output), command, tell, progress, choose_device(device)),
         chosen,
         prompts=prompts or chosen.prompts,
         steps=steps,

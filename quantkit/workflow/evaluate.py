@@ -13,7 +13,7 @@ from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
 from quantkit.eval.evaluation import Baseline, measure_baseline, open_pair
 from quantkit.eval.gates import Limits
-from quantkit.eval.generation import Settings, choose_prompts, make_settings
+from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
@@ -54,7 +54,7 @@ class EvaluationSettings:
     #: run the original twice more, in another 16-bit dtype and in other batches
     noise_floor: bool = True
 
-    def pictures(self, device: torch.device, *, last: bool) -> Settings:
+    def pictures(self, device: torch.device, *, last: bool) -> GenerationSettings:
         """Return prompts, seeds and steps; see ``choose_prompts`` for ``last``.
 
         Raises:
@@ -274,7 +274,7 @@ def plan_evaluation(
 
 def baseline_of(
     model: Model,
-    pictures: Settings,
+    pictures: GenerationSettings,
     settings: EvaluationSettings,
     backbones: Backbones,
     device: torch.device,

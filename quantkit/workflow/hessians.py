@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
-from quantkit.calibration.heldout import held_bytes, held_count
+from quantkit.calibration.held_out_rows import held_bytes, held_count
 from quantkit.calibration.hessian import KIND, Hessians
 from quantkit.calibration.moments import group_layers, moment_bytes
 from quantkit.models.source import Model

@@ -94,10 +94,10 @@ def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: boo
     for metric, limit in (("lpips", limits.lpips), ("clip", limits.clip_fp8)):
         if limit is not None and metric in without:
             raise InputError(
-                f"the gate on {metric}: it is left out; drop one of both",
+                f"the gate on {metric}: this metric is left out; drop the gate, or measure it",
                 fields=(f"gate_{metric}", "without"),
             )
     if limits.clip_fp8 is not None and not prompts:
         raise InputError(
-            "the gate on clip: CLIP score wants the prompts; give them", fields=("prompts",)
+            "the gate on clip: the CLIP score needs the prompts; give them", fields=("prompts",)
         )

@@ -7,14 +7,14 @@ from typing import TypeAlias
 
 from quantkit.calibration.hessian import Hessians, load_hessians
 from quantkit.calibration.statistics import Calibration, load_calibration
-from quantkit.models.chosen import refuse_unmatched
+from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.source import Model, open_model
 from quantkit.pipelines.running import choose_device, read_prompts
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import MaskSet, load_masks
-from quantkit.sparsity.surgery import Surgeon
+from quantkit.sparsity.sparsegpt import Surgeon
 
 ModelLike: TypeAlias = str | Path | Model
 RecipeLike: TypeAlias = str | Path | Recipe

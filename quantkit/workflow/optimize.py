@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 import torch
 
 from quantkit.errors import RecipeError
-from quantkit.eval.generation import Settings, choose_prompts, make_settings
+from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.goals import GOALS, BudgetRecipe
 from quantkit.recipe.schema import Recipe
-from quantkit.sensitivity import choosing
+from quantkit.sensitivity import selection
 from quantkit.sensitivity.budget import make_problems
-from quantkit.sensitivity.choosing import Chosen
+from quantkit.sensitivity.measured_model import MeasuredModel
+from quantkit.sensitivity.recipe_writer import save_recipe
 from quantkit.sensitivity.result import Sensitivity, load_sensitivity
-from quantkit.sensitivity.subject import Subject
-from quantkit.sensitivity.writing import save_recipe
+from quantkit.sensitivity.selection import Selection
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file
 from quantkit.workflow.inputs import (
@@ -81,7 +81,7 @@ class Pictures:
 class Optimized:
     """The chosen recipe, and what led to it."""
 
-    chosen: Chosen
+    chosen: Selection
     #: of a search by SSIM, in their order
     trials: tuple[Trial, ...]
     #: the recipe's file; None: not written
@@ -99,10 +99,11 @@ class Optimized:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, every layer's reason included."""
         trials = [
-            {"error": t.choice.error, "size": t.choice.size, "ssim": t.ssim} for t in self.trials
+            {"error": t.assignment.error, "size": t.assignment.size, "ssim": t.ssim}
+            for t in self.trials
         ]
         written = None if self.output is None else str(self.output)
-        return {"written": written, "trials": trials, **choosing.to_json(self.chosen)}
+        return {"written": written, "trials": trials, **selection.to_json(self.chosen)}
 
 
 def optimize(
@@ -141,7 +142,7 @@ def optimize(
     wanted = _budget(base, budget)
     trials: tuple[Trial, ...] = ()
     if wanted.ssim is None:
-        chosen = choosing.choose(measured, base, wanted)
+        chosen = selection.choose(measured, base, wanted)
     else:
         chosen, trials = _search(measured, base, wanted, pictures, progress)
     if path is not None:
@@ -180,18 +181,18 @@ def _search(
     budget: BudgetRecipe,
     pictures: Pictures | None,
     progress: Progress,
-) -> tuple[Chosen, tuple[Trial, ...]]:
+) -> tuple[Selection, tuple[Trial, ...]]:
     """Return the choice whose pictures keep the SSIM, and the trials on the way."""
     if pictures is None:
         raise RecipeError(
-            "budget ssim: makes pictures; give a model and a calibration too",
+            "budget ssim: pictures have to be made for it; give a model and a calibration too",
             fields=("model", "calibration"),
         )
     calibration = as_calibration(pictures.calibration)
     assert budget.ssim is not None
     assert calibration is not None
     device = choose_device(pictures.device)
-    subject = Subject.of(
+    subject = MeasuredModel.of(
         as_model(pictures.model),
         measured.recipe,
         calibration,
@@ -209,11 +210,13 @@ def _search(
     )
     count = len(settings.prompts)
     remark = f", SSIM {found.best.ssim:.4f} on the {count} pictures of the search"
-    described = choosing.describe(measured, base, budget, found.best.choice, remark=remark)
+    described = selection.describe(measured, base, budget, found.best.assignment, remark=remark)
     return described, found.trials
 
 
-def _settings(measured: Sensitivity, pictures: Pictures, device: torch.device) -> Settings:
+def _settings(
+    measured: Sensitivity, pictures: Pictures, device: torch.device
+) -> GenerationSettings:
     section = pictures.sampling.apply(measured.recipe).calibration
     texts = choose_prompts(pictures.prompts, pictures.sampling.count, device=device, last=True)
     return make_settings(

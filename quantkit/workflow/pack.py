@@ -68,7 +68,7 @@ def pack(
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
     source, chosen = _opened(model, recipe, Path(output), force=force)
-    task = _Task.of(source, chosen, calibration, masks, hessians)
+    task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     return packing.pack(
         task.model,
         task.recipe,
@@ -113,7 +113,7 @@ def plan_pack(
         InputError: anything that is wrong with the input.
     """
     source, chosen = _opened(model, recipe, Path(output), force=force)
-    task = _Task.of(source, chosen, calibration, masks, hessians)
+    task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     missing = dry_run.missing_artefacts(
         task.recipe, calibration=task.calibration, masks=task.masks, hessians=task.hessians
     )
@@ -148,7 +148,7 @@ def usual_threads() -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class _PackInputs:
     """Everything opened."""
 
     model: Model
@@ -165,6 +165,6 @@ class _Task:
         calibration: CalibrationLike | None,
         masks: MasksLike | None,
         hessians: HessiansLike | None,
-    ) -> "_Task":
+    ) -> "_PackInputs":
         statistics, moments = as_calibration(calibration), as_hessians(hessians)
         return cls(model, recipe, statistics, as_masks(masks), moments)

@@ -10,10 +10,15 @@ from quantkit.models.source import Model
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.permuting import Outputs, only_component, refuse_permuted, write_permuted
+from quantkit.recovery.permuted_model import (
+    Outputs,
+    only_component,
+    refuse_permuted,
+    write_permuted,
+)
+from quantkit.sparsity.channel_permutation import Permutation, choose_permutations
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
-from quantkit.sparsity.permute import Permutation, choose_permutations
 from quantkit.workflow.inputs import (
     CalibrationLike,
     ModelLike,
@@ -77,7 +82,7 @@ class Permuted:
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class _PermuteInputs:
     model: Model
     recipe: Recipe
     calibration: Calibration | None
@@ -93,7 +98,7 @@ class _Task:
         permuted, fitting = write_permuted(
             self.model, permutations, self.calibration, outputs, force=force
         )
-        masks = _Task(permuted, self.recipe, fitting, self.progress).masks()
+        masks = _PermuteInputs(permuted, self.recipe, fitting, self.progress).masks()
         save_masks(masks, outputs.masks, force=force)
         return masks
 
@@ -146,7 +151,7 @@ def permute(
     only_component(source)
     outputs = _outputs(Path(output), as_path(masks_output), calibrated=calibration is not None)
     refuse_permuted(source, outputs, force=force)
-    task = _Task(source, chosen, as_calibration(calibration), progress)
+    task = _PermuteInputs(source, chosen, as_calibration(calibration), progress)
     task.masks()  # what masks would be refused for shows before anything is written
     found = choose_permutations(
         source.components[0],

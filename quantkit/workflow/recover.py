@@ -4,7 +4,7 @@ from pathlib import Path
 
 from quantkit.errors import ArtefactError
 from quantkit.progress import Progress, Tell, silent, unheard
-from quantkit.recovery.fakequant import plan_quants
+from quantkit.recovery.fake_quant import plan_quants
 from quantkit.workflow.inputs import (
     HessiansLike,
     MasksLike,
@@ -131,17 +131,17 @@ def _refuse_moments(
     """Refuse what a method does not read, and ask for what it does."""
     if method == "obs" and hessians is None:
         raise ArtefactError(
-            "hessians: none, and obs computes with second moments; give those of 'quantkit "
+            "hessians: missing, and method obs needs second moments; give those of 'quantkit "
             "calibrate hessian'",
             fields=("hessians",),
         )
     if method == "obs" and prompts is not None:
         raise ArtefactError(
-            "prompts: belong to another recovery and mean nothing to obs; drop them",
+            "prompts: method obs does not use them; drop them",
             fields=("prompts",),
         )
     if method == "distill" and hessians is not None:
         raise ArtefactError(
-            "hessians: belong to another recovery and mean nothing to distill; drop them",
+            "hessians: method distill does not use them; drop them",
             fields=("hessians",),
         )

@@ -12,14 +12,14 @@ from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, Tell
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill import recover as distilling
-from quantkit.recovery.distill.progress import Point
-from quantkit.recovery.distill.saving import refuse_unfinished
+from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.resume import refuse_unfinished
+from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.recovery.reconstruct import reconstruct as reconstructing
-from quantkit.recovery.reconstruct.blockfile import Rebuilt
-from quantkit.recovery.surgery import UpdatedTensors
-from quantkit.recovery.writing import refuse_outputs, write_recovered
+from quantkit.recovery.reconstruct.block_file import ReconstructedBlock
+from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
 from quantkit.sparsity.maskfile import MaskSet
-from quantkit.sparsity.surgery import Surgeon
+from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.storage.files import write_or_keep
 from quantkit.workflow.inputs import PromptsLike, as_prompts
 from quantkit.workflow.recovery_result import Recovery
@@ -87,7 +87,7 @@ class Job:
 def _needed(job: Job, method: str) -> MaskSet:
     if job.masks is None:
         raise ArtefactError(
-            f"masks: none, and {method} works on masked layers; give those of 'quantkit sparsify'",
+            f"masks: missing, and method {method} needs them; give those of 'quantkit sparsify'",
             fields=("masks",),
         )
     return job.masks
@@ -99,7 +99,9 @@ def _distill(job: Job) -> Recovery | None:
     on_cpu = choose_device(job.device).type == "cpu"
     settings = settings_of(job.training, job.recipe.calibration, method="distill", on_cpu=on_cpu)
     quantize = job.recipe if as_packed(job.training, masked=job.masks is not None) else None
-    task = distilling.Task(job.model, job.masks, quantize, as_prompts(job.prompts), job.device)
+    task = distilling.RecoveryTask(
+        job.model, job.masks, quantize, as_prompts(job.prompts), job.device
+    )
     recovered = distilling.recover(
         task, settings, progress=job.progress, watch=_points_to(job.tell), keeping=job.keeping
     )
@@ -113,7 +115,7 @@ def _reconstruct(job: Job) -> Recovery | None:
     on_cpu = choose_device(job.device).type == "cpu"
     steps = job.training.sampling_steps
     recovered = reconstructing.reconstruct(
-        distilling.Task(job.model, masks, None, as_prompts(job.prompts), job.device),
+        distilling.RecoveryTask(job.model, masks, None, as_prompts(job.prompts), job.device),
         settings_of(job.training, job.recipe.calibration, method="reconstruct", on_cpu=on_cpu),
         progress=job.progress,
         schedules=reconstructing.SCHEDULES if steps is None else (steps,),
@@ -156,11 +158,11 @@ def _start(job: Job, masks: MaskSet) -> Mapping[str, Tensor] | None:
     return UpdatedTensors(distilling.only_denoiser(job.model), masks, job.surgeon)
 
 
-def _points_to(tell: Tell) -> Callable[[Point], None]:
+def _points_to(tell: Tell) -> Callable[[TrainingProgress], None]:
     """Return a watcher that tells of looks, and of the loss at every twentieth of the training."""
     due = 0.0
 
-    def show(point: Point) -> None:
+    def show(point: TrainingProgress) -> None:
         nonlocal due
         if point.fraction < due and point.look is None:
             return
@@ -171,10 +173,10 @@ def _points_to(tell: Tell) -> Callable[[Point], None]:
     return show
 
 
-def _blocks_to(tell: Tell) -> Callable[[Rebuilt], None]:
+def _blocks_to(tell: Tell) -> Callable[[ReconstructedBlock], None]:
     """Return a watcher that tells what every block misses of its teacher's answers."""
 
-    def show(block: Rebuilt) -> None:
+    def show(block: ReconstructedBlock) -> None:
         tell(
             f"{block.block}: misses {block.before:.4f} -> {block.after:.4f} of the power, "
             f"{block.steps} steps"

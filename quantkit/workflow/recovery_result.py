@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.recovery.distill.progress import Point
+from quantkit.recovery.distill.early_stopping import TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Recovery:
     #: parameters that were written anew
     tensors: int
     #: the losses on the way; none of obs, which trains nothing
-    points: tuple[Point, ...]
+    points: tuple[TrainingProgress, ...]
     #: sampled from the teacher
     trajectories: int
     #: seconds of looks, saving and refilling, which the points leave out

@@ -14,7 +14,7 @@ from quantkit.eval.evaluation import open_pair, require_pipeline
 from quantkit.eval.gates import Limits
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
-from quantkit.models.chosen import refuse_unmatched
+from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.source import Model
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
@@ -104,7 +104,7 @@ def run(
             exists.
         NonFiniteError: NaN or Inf in an activation or a picture.
     """
-    task = _Task.of(model, recipe, output, force=force)
+    task = _RunInputs.of(model, recipe, output, force=force)
     place = choose_device(device)
     pictures = settings.pictures(place, last=True)
     # Before the long work: a missing network should not be found out after packing.
@@ -157,7 +157,7 @@ def plan_run(
     Raises:
         InputError: a recipe, model or prompts that cannot be used, or an output that exists.
     """
-    task = _Task.of(model, recipe, output, force=force)
+    task = _RunInputs.of(model, recipe, output, force=force)
     settings.pictures(choose_device(device), last=True)
     chosen, source = task.recipe, task.model
     calibrated = chosen.needs_calibration or chosen.needs_hessians
@@ -174,7 +174,7 @@ def plan_run(
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class _RunInputs:
     #: the original as the user wrote it
     name: str
     model: Model
@@ -184,7 +184,7 @@ class _Task:
     @classmethod
     def of(
         cls, model: ModelLike, recipe: RecipeLike, output: str | Path, *, force: bool
-    ) -> "_Task":
+    ) -> "_RunInputs":
         """Open what was given, and refuse what cannot be done."""
         chosen = as_recipe(recipe)
         refuse_search(chosen)

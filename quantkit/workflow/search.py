@@ -8,22 +8,22 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.eval.backbones import Backbones
-from quantkit.eval.generation import Settings, generate
+from quantkit.eval.generation import GenerationSettings, generate
 from quantkit.eval.metrics import measure_ssim
 from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import Progress, silent
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.sensitivity.analyse import treated_pipeline
-from quantkit.sensitivity.budget import Choice, Problem, goal_of, optimize, options_of
+from quantkit.sensitivity.budget import Assignment, AssignmentProblem, goal_of, optimize, options_of
 from quantkit.sensitivity.knapsack import walk
-from quantkit.sensitivity.subject import Subject
+from quantkit.sensitivity.measured_model import MeasuredModel
 
 
 @dataclass(frozen=True)
 class Trial:
     """Pictures that were made under one choice."""
 
-    choice: Choice
+    assignment: Assignment
     #: mean over the prompts
     ssim: float
 
@@ -37,9 +37,9 @@ class Found:
 
 
 def search_ssim(
-    subject: Subject,
-    problems: Sequence[Problem],
-    settings: Settings,
+    subject: MeasuredModel,
+    problems: Sequence[AssignmentProblem],
+    settings: GenerationSettings,
     *,
     least: float,
     device: torch.device,
@@ -70,16 +70,18 @@ def search_ssim(
         best: Trial | None = None
         while failed - passed > 1:
             middle = (passed + failed) // 2
-            choice = optimize(problems, BudgetRecipe(error=errors[middle]))
+            assignment = optimize(problems, BudgetRecipe(error=errors[middle]))
             names = {
                 layer.name: candidate.treatment
-                for layer, candidate in zip(choice.problem.layers, choice.chosen, strict=True)
+                for layer, candidate in zip(
+                    assignment.problem.layers, assignment.chosen, strict=True
+                )
             }
             with treated_pipeline(subject, pipe, names):
                 label = f"trial {len(trials) + 1}"
                 found = generate(pipe, settings, label=label, progress=progress).pictures
             pairs = zip(wanted, found, strict=True)
-            trial = Trial(choice, fmean(measure_ssim(a, b, Backbones()) for a, b in pairs))
+            trial = Trial(assignment, fmean(measure_ssim(a, b, Backbones()) for a, b in pairs))
             trials.append(trial)
             if trial.ssim >= least:
                 passed, best = middle, trial
@@ -87,16 +89,15 @@ def search_ssim(
                 failed = middle
     if best is None:
         raise QuantkitError(
-            f"ssim {least:g}: the least that any choice changes leaves {trials[-1].ssim:.4f}; ask "
-            "for less"
+            f"ssim {least:g}: the gentlest treatments reach {trials[-1].ssim:.4f}; ask for less"
         )
     return Found(best, tuple(trials))
 
 
-def predicted_errors(problems: Sequence[Problem]) -> tuple[float, ...]:
+def predicted_errors(problems: Sequence[AssignmentProblem]) -> tuple[float, ...]:
     """Return the predicted errors at which a choice changes, ascending, those above 0."""
     found: set[float] = set()
     for problem in problems:
         items = options_of(problem, goal_of(problem, BudgetRecipe(bytes=1.0)))
-        found |= {Choice(problem, picked).error for picked in walk(items)}
+        found |= {Assignment(problem, picked).error for picked in walk(items)}
     return tuple(sorted(error for error in found if error > 0))

@@ -8,10 +8,10 @@ from typing import Any
 from quantkit.calibration.statistics import load_calibration
 from quantkit.progress import Progress, silent
 from quantkit.sensitivity import analyse
-from quantkit.sensitivity.gains import Gain, find_gains
+from quantkit.sensitivity.error_propagation import Gain, find_gains
+from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.plot import check_plot_path, save_plot
 from quantkit.sensitivity.result import Sensitivity, save_sensitivity, to_json
-from quantkit.sensitivity.subject import Subject
 from quantkit.storage.digest import sha256_of_file
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file
@@ -110,7 +110,7 @@ def measure_sensitivity(
     chosen = sampling.apply(chosen)
     texts = as_prompts(prompts)[: sampling.count or chosen.calibration.batch]
     statistics = load_calibration(Path(calibration))
-    subject = Subject.of(source, chosen, statistics, surgeon_of(hessians, device))
+    subject = MeasuredModel.of(source, chosen, statistics, surgeon_of(hessians, device))
     found = analyse.measure_sensitivity(
         subject,
         texts,

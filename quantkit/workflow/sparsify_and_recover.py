@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from quantkit.progress import Progress, Tell, silent, unheard
-from quantkit.recovery.writing import refuse_outputs
+from quantkit.recovery.recovered_model import refuse_outputs
 from quantkit.sparsity.choose import choose_masks
 from quantkit.storage.files import scratch_directory
 from quantkit.workflow.inputs import (

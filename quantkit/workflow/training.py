@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from quantkit.errors import RecipeError
 from quantkit.recipe.schema import CalibrationRecipe
-from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.distill.settings import DistillSettings
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Training:
 METHODS = ("distill", "obs", "reconstruct")
 
 _DEFAULTS = {
-    ("distill", False): Settings(),
+    ("distill", False): DistillSettings(),
     # What a CPU takes in minutes rather than days.
-    ("distill", True): Settings(batch=16, sampling_batch=16, trajectories=64),
-    ("reconstruct", False): Settings(rate=1e-3, sampling_batch=16, trajectories=64),
+    ("distill", True): DistillSettings(batch=16, sampling_batch=16, trajectories=64),
+    ("reconstruct", False): DistillSettings(rate=1e-3, sampling_batch=16, trajectories=64),
     # Few prompts at a time, so that sampling can stop when its share of a minute is over.
-    ("reconstruct", True): Settings(rate=1e-3, sampling_batch=4, trajectories=64),
+    ("reconstruct", True): DistillSettings(rate=1e-3, sampling_batch=4, trajectories=64),
 }
 
 #: method -> what means nothing to it
@@ -91,7 +91,7 @@ def refuse_foreign(method: str, training: Training) -> None:
         )
     for name in sorted(set(training.changed) & _FOREIGN[method]):
         raise RecipeError(
-            f"{name}: belongs to another recovery and means nothing to {method}; drop it",
+            f"{name}: method {method} does not use it; drop it",
             fields=(name,),
         )
 
@@ -103,7 +103,7 @@ def as_packed(training: Training, *, masked: bool) -> bool:
 
 def settings_of(
     training: Training, run: CalibrationRecipe, *, method: str, on_cpu: bool
-) -> Settings:
+) -> DistillSettings:
     """Return the settings that the user and the recipe ask for.
 
     Args:

@@ -14,11 +14,11 @@ from quantkit.bench.compiling import with_shared_weights
 from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
 from quantkit.bench.model import run_model_bench
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
-from quantkit.bench.model_result import Settings
-from quantkit.bench.packing import Variant, convolutions
+from quantkit.bench.model_result import ModelBenchSettings
+from quantkit.bench.packing import PackedVariant, convolutions
 from quantkit.bench.profiling import GROUPS, IDLE, group_of, profile_step
 from quantkit.bench.result import Verdict
-from quantkit.bench.timing import Plan
+from quantkit.bench.timing import TimingPlan
 from quantkit.cli.bench_model import model_command
 from quantkit.device import backends, compilers
 from quantkit.device.ops import call as execute
@@ -59,9 +59,9 @@ def _host():
 
 
 def run(folder, *names, **options):
-    settings = Settings(batch=1, size=4, **options)
+    settings = ModelBenchSettings(batch=1, size=4, **options)
     contenders = [MODEL_CONTENDERS[name] for name in names]
-    plan = Plan(0, 5, 0)
+    plan = TimingPlan(0, 5, 0)
     return run_model_bench(
         find_denoiser(str(folder)), contenders, settings, CPU, plan, threads=1, progress=quiet
     )
@@ -179,7 +179,7 @@ def test_recipes_keep_convolutions_where_asked(unet_dir):
 
     model = build_denoiser(find_denoiser(str(unet_dir)), CPU)
     source = Source(unet_dir, model, lambda: None, quiet)
-    recipe = source.recipe(Variant(sparse=True, linear_only=True))
+    recipe = source.recipe(PackedVariant(sparse=True, linear_only=True))
     assert set(convolutions(model)) <= set(recipe.keep)
     assert recipe.sparsity.method == "magnitude"
 

@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.average import RATE, continued
 from quantkit.calibration.collect import calibrate, observed_layers
 from quantkit.calibration.histogram import (
     BINS,
@@ -27,6 +26,7 @@ from quantkit.calibration.histogram import (
 )
 from quantkit.calibration.hooks import Collector, split_schedule
 from quantkit.calibration.merge import merge, merge_layer
+from quantkit.calibration.moving_average import RATE, continued
 from quantkit.calibration.observers import CLIP_GRID, OBSERVERS, agreeing_edges, static_scale
 from quantkit.calibration.sampling import (
     SAMPLE_ROWS,
@@ -678,7 +678,7 @@ def test_nan_weight_is_found_where_it_is_read(pipeline_dir, tmp_path):
 
 def test_component_alone_cannot_be_calibrated(transformer_dir):
     model = open_model(str(transformer_dir))
-    with pytest.raises(ModelError, match="runs the whole pipeline, pass its directory"):
+    with pytest.raises(ModelError, match="runs the whole pipeline; pass the pipeline's directory"):
         calibrate(model, RECIPE, PROMPTS, device="cpu", progress=silent)
 
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 from quantkit.calibration import collect_hessians as collecting
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
-from quantkit.calibration.heldout import HELD_ROWS, HeldRows, held_bytes, hold_out
+from quantkit.calibration.held_out_rows import HELD_ROWS, HeldRows, held_bytes, hold_out
 from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
 from quantkit.calibration.moments import MomentCollector, _Sum, group_layers, moment_bytes
-from quantkit.calibration.weighting import responses, step_weights
+from quantkit.calibration.timestep_weights import responses, step_weights
 from quantkit.cli.hessian import hessian as command
 from quantkit.errors import (
     ArtefactError,
@@ -150,8 +150,8 @@ def test_uniform_weights_are_one_and_scheduled_ones_have_mean_one():
 @pytest.mark.parametrize(
     ("scheduler", "words"),
     [
-        (diffusers.DDPMScheduler(clip_sample=True), "hides the denoiser's answer"),
-        (diffusers.RePaintScheduler(), "cannot be run on scalars"),
+        (diffusers.DDPMScheduler(clip_sample=True), "cannot be repeated"),
+        (diffusers.RePaintScheduler(), "cannot be measured"),
     ],
     ids=["clips", "other-signature"],
 )
@@ -177,7 +177,7 @@ class Noisy(diffusers.DDIMScheduler):
 
 
 def test_noise_that_differs_by_row_is_refused_however_small():
-    with pytest.raises(RecipeError, match="Noisy hides the denoiser's answer"):
+    with pytest.raises(RecipeError, match="Noisy cannot be repeated"):
         step_weights(ready(Noisy()), "schedule")
 
 
@@ -293,7 +293,7 @@ def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
     monkeypatch.setattr(collecting, "run_prompts", lambda *_: None)
     pipe = SimpleNamespace(scheduler=SimpleNamespace(timesteps=[3, 2, 1]), unet=None)
     told = []
-    run = collecting._Run(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
+    run = collecting._MomentRun(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
     run.observe("unet", (), "step", lambda *about: told.append(about))
     assert told == [("step", calls, 12) for calls in (1, 2, 12, 12)]
 
@@ -496,13 +496,13 @@ def test_flux_is_observed_in_the_unit_of_its_calls(tmp_path):
 
 
 def test_other_settings_in_the_same_directory_are_refused(model, taken):
-    with pytest.raises(OutputError, match=r"another steps \(3 then, 4 now\).*by force"):
+    with pytest.raises(OutputError, match=r"another steps \(3 then, 4 now\).*set force"):
         take(model, taken.path, recipe_with(buckets=1, steps=4))
 
 
 def test_a_directory_of_something_else_is_refused(model, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="no directory of hessians"):
+    with pytest.raises(OutputError, match="not a directory of hessians"):
         take(model, tmp_path)
     result = CliRunner().invoke(
         command, [str(model.path), "-o", str(tmp_path), "--force", "-q", "--device", "cpu"]

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from quantkit.calibration.checks import check_moments
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.histogram import BINS
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayerStatistics,
-    Provenance,
     load_calibration,
     save_calibration,
 )
@@ -24,7 +24,7 @@ from quantkit.numerics.masks import TWO_OF_FOUR, Pattern
 from quantkit.numerics.obs import factorize, falling_power, refit_rows, settle_rows
 from quantkit.packing.gptq import Rounding
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, load_masks, pack_mask, save_masks
-from quantkit.sparsity.surgery import settle_layer
+from quantkit.sparsity.sparsegpt import settle_layer
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.pipelines import tiny_transformer
 
@@ -94,13 +94,13 @@ WRONG_MOMENTS = {
     "negative power": ("second", changed((63, 63), -0.5), "second: -0.5 on its diagonal"),
     "not symmetric": ("second", changed((0, 63), 0.4), "second: not symmetric"),
     "not symmetric below": ("second", changed((63, 0), 0.4), "second: not symmetric"),
-    "beyond the powers": ("second", changed((5, 6), 9.0), "second: a product larger"),
-    "beyond the powers, negative": ("second", changed((5, 6), -9.0), "second: a product larger"),
+    "beyond the powers": ("second", changed((5, 6), 9.0), "second: an entry larger"),
+    "beyond the powers, negative": ("second", changed((5, 6), -9.0), "second: an entry larger"),
     "float64": ("second", torch.Tensor.double, "second: dtype torch.float64, wanted torch.float32"),
     "other shape": ("second", lambda t: t[:-1], r"shapes .*\(63, 64\)"),
     "nan mean": ("mean", changed(7, NAN), "mean: NaN or Inf"),
-    "mean beyond its power": ("mean", changed(7, 5.0), "mean: larger than the root of the power"),
-    "mean below it": ("mean", changed(7, -5.0), "mean: larger than the root of the power"),
+    "mean beyond its power": ("mean", changed(7, 5.0), "mean: larger than the root mean square"),
+    "mean below it": ("mean", changed(7, -5.0), "mean: larger than the root mean square"),
     "held nan": ("held_rows", changed((4, 63), NAN), "held_rows: NaN or Inf"),
     "held in float32": ("held_rows", torch.Tensor.float, "held_rows: dtype torch.float32"),
     "held rows missing": ("held_rows", lambda t: t[:2], r"shapes .*\(2, 64\)"),
@@ -111,7 +111,7 @@ WRONG_MOMENTS = {
     "negative rows": ("rows", -4, "rows -4"),
     "rows in words": ("rows", "300", "rows '300'"),
     "half a row": ("rows", 0.5, "rows 0.5"),
-    "digest of a list": ("source_digest", [1], "take the hessians of this model"),
+    "digest of a list": ("source_digest", [1], "collect the hessians of this model"),
 }
 
 
@@ -159,7 +159,7 @@ def test_products_are_no_larger_than_their_powers_but_for_rounding(product, is_m
     if is_moment:
         assert check_moments(tensors, 1) == 1
         return
-    with pytest.raises(ValueError, match="a product larger"):
+    with pytest.raises(ValueError, match="an entry larger"):
         check_moments(tensors, 1)
 
 
@@ -176,7 +176,7 @@ def test_large_matrices_are_checked_to_their_last_row(monkeypatch):
     tensors = {"second": moments.second, "mean": moments.mean}
     check_moments(tensors, 100)
     for i in range(20):
-        for words, wrong in (("symmetric", 0.5), ("a product larger", 50.0)):
+        for words, wrong in (("symmetric", 0.5), ("an entry larger", 50.0)):
             second = moments.second.clone()
             second[i, (i + 7) % 20] += wrong
             if words != "symmetric":
@@ -201,7 +201,7 @@ NOT_FINITE = {
 @pytest.mark.parametrize("damping", [1e-9, 1e-3, 10.0])
 @pytest.mark.parametrize("moment", NOT_FINITE.values(), ids=NOT_FINITE)
 def test_factoring_what_is_not_finite_ends(moment, damping):
-    with pytest.raises(NonFiniteError, match="second moments: NaN or Inf"):
+    with pytest.raises(NonFiniteError, match="second moments: NaN, Inf or all zero"):
         factorize(moment, damping=damping)
 
 
@@ -250,11 +250,11 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_come_up():
     rounding = Rounding.of(moments_of(x).second)
     broken = Rounding(rounding.moment * NAN, rounding.factor)
     mask = torch.tensor([[True, True, False, False] * 2])
-    with pytest.raises(NonFiniteError, match="take the hessians again"):
+    with pytest.raises(NonFiniteError, match="collect the hessians again"):
         broken.update(seeded(1, 8), mask)
-    with pytest.raises(NonFiniteError, match="take the hessians again"):
+    with pytest.raises(NonFiniteError, match="collect the hessians again"):
         rounding.round(torch.full((1, 8), NAN), None, torch.ones(1, 1), E4M3FN)
-    with pytest.raises(NonFiniteError, match="take the hessians again"):
+    with pytest.raises(NonFiniteError, match="collect the hessians again"):
         settle_layer(torch.full((1, 8), INF), moments_of(x), TWO_OF_FOUR, bias=False)
 
 
@@ -280,7 +280,9 @@ def statistics(channels=4, buckets=2):
     )
 
 
-ABOUT = Provenance({"unet": {"a": "0" * 64}}, "r", 1, "0" * 64, 2, None, 0, {"unet": [1, 1]}, {})
+ABOUT = CalibrationProvenance(
+    {"unet": {"a": "0" * 64}}, "r", 1, "0" * 64, 2, None, 0, {"unet": [1, 1]}, {}
+)
 REAL = ("amax", "second_moment", "channel_amax", "mean", "samples")
 WIDE = ("histogram", "moving_amax", "sample_priority")
 COUNTS = ("count", "updates", "sample_count")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantkit.calibration import partial
-from quantkit.calibration.partial import Halfway, Kept, Pace
+from quantkit.calibration import resume
+from quantkit.calibration.resume import PartialFile, PartialSums, WriteInterval
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import ALONE
 from tests.storage.test_artefacts import sums
@@ -15,13 +15,13 @@ FACTS = {"model": "a digest, " * 9, "sizes": [1, 2, 3_000_000], "guidance": None
 
 @pytest.fixture
 def written(tmp_path):
-    kept = Kept(tmp_path / "c", ALONE, FACTS)
-    kept.write(Halfway({"unet": {"a": sums()}}, (500.0,), {"unet": [3, 1]}, 2))
+    kept = PartialFile(tmp_path / "c", ALONE, FACTS)
+    kept.write(PartialSums({"unet": {"a": sums()}}, (500.0,), {"unet": [3, 1]}, 2))
     return kept
 
 
 def test_a_run_with_the_same_settings_goes_on(written):
-    found = Kept(written.output, ALONE, {**FACTS, "sizes": (1, 2, 3_000_000)}).read()
+    found = PartialFile(written.output, ALONE, {**FACTS, "sizes": (1, 2, 3_000_000)}).read()
     assert (found.edges, found.calls, found.batches) == ((500.0,), {"unet": [3, 1]}, 2)
     for name, tensor in sums().items():
         assert torch.equal(found.sums["unet"]["a"][name], tensor)
@@ -40,19 +40,19 @@ def test_a_run_with_the_same_settings_goes_on(written):
 )
 def test_a_run_with_other_settings_does_not(written, facts, words):
     with pytest.raises(ArtefactError, match=words):
-        Kept(written.output, ALONE, facts).read()
+        PartialFile(written.output, ALONE, facts).read()
 
 
 def test_nothing_is_read_where_nothing_was_kept_or_all_was_discarded(written):
-    assert Kept(written.output.with_name("d"), ALONE, FACTS).read() is None
+    assert PartialFile(written.output.with_name("d"), ALONE, FACTS).read() is None
     written.discard()
     assert written.read() is None
 
 
 def test_writing_takes_a_twentieth_of_the_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(partial, "monotonic", lambda: now[0])
-    pace = Pace()
+    monkeypatch.setattr(resume, "monotonic", lambda: now[0])
+    pace = WriteInterval()
     for began, ended, due in ((None, 100.0, 105.0), (110.0, 110.125, 115.125), (120.0, 123.0, 183)):
         now[0] = ended
         if began is not None:

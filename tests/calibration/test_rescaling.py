@@ -10,17 +10,22 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.observers import OBSERVERS, clip_after, static_scale
-from quantkit.calibration.rescaled import rescaled
+from quantkit.calibration.rescaled_statistics import rescaled
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.smoothing import smooth_factor, split_factor
-from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
+from quantkit.calibration.statistics import (
+    Calibration,
+    CalibrationProvenance,
+    LayerStatistics,
+    per_column,
+)
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.cli.inspect import inspect as inspect_command
 from quantkit.cli.pack import pack as pack_command
 from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
-from quantkit.models.concatenation import concat_boundaries
 from quantkit.models.layers import list_layers
+from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
@@ -294,7 +299,9 @@ def calibration_of(folder, change=lambda statistics: statistics):
     layers = list_layers(component)
     digests = {layer.name: sha256_of(layer.shard, layer.weight) for layer in layers}
     table = {layer.name: change(statistics_of(*inputs_of(layer))) for layer in layers}
-    about = Provenance({"": digests}, "t", 1, "", 2, None, 0, {"": [1, 1]}, {"torch": "x"})
+    about = CalibrationProvenance(
+        {"": digests}, "t", 1, "", 2, None, 0, {"": [1, 1]}, {"torch": "x"}
+    )
     return Calibration({"": table}, (500.0,), about)
 
 

@@ -88,7 +88,7 @@ def test_static_scales_fit_the_shifted_range(observer):
     [
         ({"mode": "none"}, RecipeError, "mode none"),
         ({"observer": "moving_average"}, RecipeError, "moving_average"),
-        ({"buckets": "auto"}, RecipeError, "auto with shift"),
+        ({"buckets": "auto"}, RecipeError, "auto: cannot be used with shift"),
     ],
 )
 def test_recipes_refuse_what_a_shift_cannot_have(change, error, match):

@@ -350,7 +350,7 @@ CHEAP = {
     "scheme-buckets-type": (first_scheme("buckets", []), r"buckets \[\], wanted null"),
     "scheme-buckets-order": (first_scheme("buckets", [5.0, 1.0]), "wanted ascending"),
     "scheme-smooth": (first_scheme("smooth", 1), "smooth 1, wanted true or false"),
-    "scheme-layers": (first_scheme("layers", "conv"), "no list of module paths"),
+    "scheme-layers": (first_scheme("layers", "conv"), "not a list of module paths"),
     "scheme-no-layers": (first_scheme("layers", []), "no layers"),
     "layer-twice": (
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),

@@ -239,7 +239,9 @@ def test_masks_for_another_model(refused, source, tmp_path):
         for f in (stranger, source)
     )
     command = ("pack", source, "--masks", tmp_path / "masks.safetensors", "-o", tmp_path / "o")
-    match = rf"masks: layer a\.fc: for a weight with SHA-256 {theirs}, found {ours}"
+    match = (
+        rf"masks: layer a\.fc: made from a weight with SHA-256 {theirs}, but the model's has {ours}"
+    )
     refused(*command, match=match)
 
 

@@ -150,7 +150,7 @@ def test_a_missing_manifest_says_what_makes_one(tmp_path):
 
 def test_an_output_that_exists_is_kept_without_force(amd):
     before = sorted(path.name for path in amd.iterdir())
-    with pytest.raises(OutputError, match="exists already; replace it by force"):
+    with pytest.raises(OutputError, match="exists already; set force to replace it"):
         build("gfx1201", amd, VARIANTS[:1])
     assert sorted(path.name for path in amd.iterdir()) == before
 

@@ -10,7 +10,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from quantkit.eval.demo.commands import FULL, SHORT, Plan
+from quantkit.eval.demo.commands import FULL, SHORT, DemoPlan
 from quantkit.eval.demo.run import CAPTION_SEED, KIND, describe_kernels
 from quantkit.eval.demo.world.scenes import captions, draw_scenes
 
@@ -97,7 +97,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
 
 
 @pytest.mark.parametrize("plan", [SHORT, FULL], ids=["short", "full"])
-def test_every_row_is_made_by_commands_that_exist(plan: Plan):
+def test_every_row_is_made_by_commands_that_exist(plan: DemoPlan):
     made = {"captions.txt"}
     for row in plan.rows:
         for command in plan.commands(row, Path("model"), Path("a folder"), "cpu"):

@@ -534,7 +534,7 @@ def test_grey_becomes_rgb_and_transparency_is_refused(tmp_path):
     with pytest.raises(InputError, match="transparent pixels"):
         read_image(tmp_path / "clear.png")
     Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(InputError, match="wanted 8 bits a channel"):
+    with pytest.raises(InputError, match="wanted an 8-bit RGB or grey picture"):
         read_image(tmp_path / "deep.png")
     (tmp_path / "text.png").write_text("hello")
     with pytest.raises(InputError, match="not a picture"):
@@ -574,7 +574,7 @@ def test_folders_that_do_not_match_are_refused(tmp_path):
         match_folders(first, tmp_path / "empty")
     save_png(pixels(), first / "000.bmp.png")
     Image.fromarray(pixels()).save(first / "000.bmp")
-    with pytest.raises(InputError, match="share one name"):
+    with pytest.raises(InputError, match="have the same name"):
         match_folders(first, second)
 
 
@@ -643,7 +643,7 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("--gate-clip", "1"), "CLIP score wants the prompts"),
+        (("--gate-clip", "1"), "CLIP score needs the prompts"),
         (("--gate-lpips", "1", "--without", "lpips"), "lpips: it is left out"),
     ],
 )

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
-from quantkit.eval.floor import Floor, measure_gaps
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.images import Pairs, match_folders, read_image
+from quantkit.eval.noise_floor import Floor, measure_gaps
+from quantkit.eval.number_format import show, show_difference, show_interval, show_mean
 from quantkit.eval.report import (
     EMBED_COUNT,
     code_span,
@@ -25,19 +26,18 @@ from quantkit.eval.report import (
     write_report,
 )
 from quantkit.eval.result import (
+    SCHEMA_VERSION,
+    GenerationFacts,
     KernelCalls,
     Kernels,
     LayerRow,
     ModelFacts,
     Packing,
     Report,
-    Run,
     Timesteps,
 )
-from quantkit.eval.serialize import SCHEMA_VERSION, to_json
-from quantkit.eval.show import show, show_difference, show_interval, show_mean
 from quantkit.eval.statistics import Interval, summarize
-from quantkit.eval.stepwise import StepErrors
+from quantkit.eval.step_errors import StepErrors
 
 from quantkit.errors import InputError, NonFiniteError, OutputError
 
@@ -108,7 +108,9 @@ def made_report(pairs, limits=None):
         original=ModelFacts("pipeline", "ab" * 32, 4_000_000),
         packed=ModelFacts("packed", "cd" * 32, 2_100_000),
         packing=Packing("fp8-static", 5, 4, 0, 0.0),
-        run=Run(pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"),
+        run=GenerationFacts(
+            pairs.prompts, tuple(range(count)), 5, None, 2, "cpu", "float32", 1.0, 2.5, "note"
+        ),
         comparison=comparison,
         noise_floor=measure_gaps(comparison, made_floors(pairs)),
         timesteps=STEPS,
@@ -294,7 +296,7 @@ def test_report_is_never_overwritten_without_force(written, tmp_path):
     report, pairs, _ = written
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputError, match="exists already; replace it by force"):
+    with pytest.raises(OutputError, match="exists already; set force to replace it"):
         write_report(report, pairs, tmp_path / "out", force=False)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
     with pytest.raises(OutputError, match=r"holds mine\.txt, which quantkit did not write"):
@@ -360,7 +362,7 @@ def test_gate_remark_warns_when_more_prompts_could_turn_it():
     mean = made_report(pairs).comparison.scores["ssim"].summary.mean
     close = made_report(pairs, Limits(ssim=mean - 1e-3)).gates[0]
     far = made_report(pairs, Limits(ssim=-0.9)).gates[0]
-    assert gate_remark(close) == "the interval holds the limit: more prompts could turn it"
+    assert gate_remark(close) == "more prompts could change it: the interval includes the limit"
     assert gate_remark(far) == ""
 
 
@@ -390,7 +392,7 @@ def test_terminal_shows_every_noise_floor(capsys, monkeypatch):
     print_report(made_report(made(sigma=20.0)), Path("out"))
     text = capsys.readouterr().out
     assert "Noise floor: the original with BF16 instead of float32" in text
-    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|not told apart)", text)
+    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|no clear difference)", text)
     assert "Noise floor: the original with batches of 1 instead of 2: the original" in text
 
 
@@ -406,7 +408,7 @@ def test_intervals_and_differences_are_shown_in_brackets():
 
 def test_to_json_of_every_state_is_valid():
     for count in (1, 2):
-        json.dumps(to_json(made_report(made(count))), allow_nan=False)
+        json.dumps(made_report(made(count)).to_json(), allow_nan=False)
 
 
 # --- both pipelines, from the command line
@@ -617,7 +619,7 @@ def test_eval_report_names_the_reference_when_no_kernel_runs(
 def test_eval_report_refuses_what_makes_no_pictures(ran, pipeline_dir, prompt_file, tmp_path):
     common = ("-o", tmp_path / "r", "--prompts", prompt_file)
     alone = eval_report(pipeline_dir / "unet", ran[0] / "packed", *common)
-    assert re.search("component alone makes no pictures", str(alone.exception))
+    assert re.search("component alone cannot make pictures", str(alone.exception))
     few = eval_report(pipeline_dir, ran[0] / "packed", *common, "--count", 9)
     assert re.search("3 prompts, wanted 9", str(few.exception))
     component = eval_report(pipeline_dir, ran[0] / "packed" / "unet", *common)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from quantkit.eval.backbones import Backbones
-from quantkit.eval.floor import (
+from quantkit.eval.generation import GenerationSettings, choose_prompts, generate
+from quantkit.eval.noise_floor import (
     OTHER_DTYPE,
     Original,
     measure_floors,
@@ -14,12 +15,11 @@ from quantkit.eval.floor import (
     other_batch,
     wide_products,
 )
-from quantkit.eval.generation import Settings, choose_prompts, generate
-from quantkit.eval.stepwise import (
+from quantkit.eval.step_errors import (
     Divergence,
     LocalErrors,
-    Step,
     StepErrors,
+    StepLatents,
     Trajectory,
     nmse,
     shadowed,
@@ -30,7 +30,7 @@ from quantkit.models.source import open_model
 from quantkit.pipelines.running import load_pipeline
 
 CPU = torch.device("cpu")
-SETTINGS = Settings(("a ball", "a box", "a cat"), (7, 8, 9), steps=3, batch=2)
+SETTINGS = GenerationSettings(("a ball", "a box", "a cat"), (7, 8, 9), steps=3, batch=2)
 
 
 def loaded(path, dtype=None):
@@ -68,7 +68,7 @@ def test_mean_and_quartiles_are_numpys():
 
 
 def latents(first, index, rows):
-    return Step(first, index, 900.0 - 100 * index, torch.tensor(rows).reshape(-1, 1, 1))
+    return StepLatents(first, index, 900.0 - 100 * index, torch.tensor(rows).reshape(-1, 1, 1))
 
 
 def test_divergence_does_not_mind_another_batch_split():
@@ -105,7 +105,7 @@ def test_local_errors_book_every_call_under_its_step():
     for index in range(2):
         local.add(one * 1.5, one)
         local.add(one * 3, one)
-        local.listen(Step(0, index, 10.0 - index, one))
+        local.listen(StepLatents(0, index, 10.0 - index, one))
     assert local.errors() == StepErrors((10.0, 9.0), ((0.25, 0.25, 4.0, 4.0),) * 2)
 
 
@@ -249,7 +249,7 @@ def test_floor_that_overflows_is_a_note_and_not_the_end(pipeline_dir, tmp_path):
 
 
 def test_one_prompt_has_no_other_batch(pipeline_dir):
-    settings = Settings(("a ball",), (7,), steps=1, batch=4)
+    settings = GenerationSettings(("a ball",), (7,), steps=1, batch=4)
     pipe, original = original_of(pipeline_dir, settings)
     _, batch = measure_floors(pipe, original, Backbones(), lambda *_: None)
     assert (batch.comparison, batch.note) == (None, "one prompt cannot be split into batches")

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from quantkit.eval.comparison import ClipScores, Comparison, Score
-from quantkit.eval.floor import Floor, measure_gaps
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.metrics import METRICS
+from quantkit.eval.noise_floor import Floor, measure_gaps
 from quantkit.eval.statistics import (
     bootstrap_loss,
     relative_loss,
@@ -80,8 +80,8 @@ def test_a_packed_pipeline_worse_than_the_floor_is_told_apart():
     packed = comparison([v - 0.05 for v in BASE], lpips=SOFT)
     found = describe_floor(packed, gap(packed, comparison(BASE, lpips=SOFT)), ("ssim", "lpips"))
     assert found == (
-        "It can be told apart from the original with BF16 instead of FP16: SSIM 0.93 against 0.98, "
-        "a difference of -0.05 [-0.05, -0.05]."
+        "Packing moves the pictures more than the noise floor (BF16 instead of FP16): SSIM 0.93 "
+        "against 0.98, a difference of -0.05 [-0.05, -0.05]."
     )
 
 
@@ -90,7 +90,7 @@ def test_a_packed_pipeline_inside_the_floor_is_not_told_apart():
     floor = comparison(BASE[::-1], lpips=SOFT[::-1])
     found = describe_floor(packed, gap(packed, floor), ("ssim", "lpips"))
     assert found.startswith(
-        "Over 8 prompts it cannot be told apart from the original with BF16 instead of FP16: "
+        "Over 8 prompts there is no clear difference from the noise floor (BF16 instead of FP16): "
         "SSIM 0.98 against 0.98, a difference of "
     )
     assert "; LPIPS 0.01 against 0.01" in found
@@ -100,7 +100,7 @@ def test_one_worse_metric_is_enough_to_be_told_apart():
     packed = comparison(BASE, lpips=[v + 0.5 for v in SOFT])
     floor = comparison(BASE[::-1], lpips=SOFT)
     found = describe_floor(packed, gap(packed, floor), ("ssim", "lpips"))
-    assert found.startswith("It can be told apart")
+    assert found.startswith("Packing moves the pictures more than")
     assert "SSIM" not in found
     assert "LPIPS 0.51 against 0.01" in found
 
@@ -108,31 +108,33 @@ def test_one_worse_metric_is_enough_to_be_told_apart():
 def test_closer_than_the_floor_is_said():
     packed = comparison([v + 0.01 for v in BASE])
     found = describe_floor(packed, gap(packed, comparison(BASE)), ("ssim", "lpips"))
-    assert found.startswith("It is closer than the original with BF16 instead of FP16: SSIM 0.99")
+    assert found.startswith(
+        "Packing moves the pictures less than the noise floor (BF16 instead of FP16): SSIM 0.99"
+    )
 
 
 def test_one_better_metric_is_not_enough_to_be_closer():
     packed = comparison([v + 0.01 for v in BASE], lpips=SOFT)
     floor = comparison(BASE, lpips=SOFT[::-1])
     found = describe_floor(packed, gap(packed, floor), ("ssim", "lpips"))
-    assert found.startswith("Over 8 prompts it cannot be told apart")
+    assert found.startswith("Over 8 prompts there is no clear difference")
 
 
 def test_one_prompt_is_too_few():
     packed = comparison([0.9])
     found = describe_floor(packed, gap(packed, comparison([0.95])), ("ssim",))
-    assert found.startswith("1 pictures are too few to say whether it can be told apart")
+    assert found.startswith("1 prompt is too few for a comparison with the noise floor")
 
 
 def test_a_floor_that_overflows_or_moves_nothing_is_said():
     packed = comparison(BASE)
     broken = gap(packed, None, note="the original overflows: prompt 0")
     assert describe_floor(packed, broken, ("ssim",)) == (
-        "The noise floor of BF16 instead of FP16 is missing: the original overflows: prompt 0."
+        "The noise floor (BF16 instead of FP16) was not measured: the original overflows: prompt 0."
     )
     still = gap(packed, comparison([1.0] * 8, mse=0.0), title="batches of 2 instead of 4")
     assert describe_floor(packed, still, ("ssim",)) == (
-        "With batches of 2 instead of 4 the original gives the very same 8-bit pictures."
+        "The noise floor (batches of 2 instead of 4) is zero: all 8-bit pictures stay the same."
     )
 
 
@@ -142,10 +144,10 @@ SCORES = [27.0, 28.0, 26.5, 30.0, 29.0, 27.5, 28.5, 31.0]
 @pytest.mark.parametrize(
     ("shift", "wanted"),
     [
-        (0.0, "the interval holds zero: 8 prompts show no change."),
-        (-2.0, "the interval excludes zero: the pictures follow their prompts less."),
-        (+2.0, "the interval excludes zero: the pictures follow their prompts more."),
-        (+0.5, "the interval excludes zero: the pictures follow their prompts more."),
+        (0.0, "the interval includes zero: 8 prompts show no clear change."),
+        (-2.0, "the interval excludes zero: the pictures match their prompts worse."),
+        (+2.0, "the interval excludes zero: the pictures match their prompts better."),
+        (+0.5, "the interval excludes zero: the pictures match their prompts better."),
     ],
 )
 def test_clip_sentence_says_whether_the_change_is_more_than_chance(shift, wanted):
@@ -159,8 +161,8 @@ def test_clip_sentence_of_one_prompt_and_of_none():
     assert describe_clip(None, 8) == ""
     found = describe_clip(clip_scores([30.0], [29.0]), 1)
     assert found == (
-        "CLIP score [tiny CLIP] goes from 30 to 29: -1 points (-3.33 %); one prompt gives no "
-        "interval."
+        "CLIP score [tiny CLIP] goes from 30 to 29: -1 points (-3.33 %); one prompt is too "
+        "few for an interval."
     )
 
 
@@ -174,8 +176,8 @@ def test_worst_picture_is_named_with_prompt_and_floor():
     packed = comparison([0.9, 0.7, 0.8])
     floors = (gap(packed, comparison([0.99, 0.95, 0.98])), gap(packed, None, note="none"))
     assert describe_worst(packed, floors) == (
-        "The worst picture is 001 ('a ball and 1 cats'): SSIM 0.7, where the original has 0.95 "
-        "with BF16 instead of FP16."
+        "The worst picture is 001 ('a ball and 1 cats'): SSIM 0.7, and the noise floor there "
+        "0.95 (BF16 instead of FP16)."
     )
     still = gap(packed, comparison([1.0] * 3, mse=0.0))
     assert describe_worst(packed, (floors[0], still)) == describe_worst(packed, floors)
@@ -199,8 +201,8 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
         comparison([0.93, 0.99, 0.94, 0.98]), Limits(lpips=None, clip_fp8=None), Compression.FP8
     )
     assert judge_gates(close, Compression.FP8) == (
-        "FP8 passes: SSIM 0.96 (> 0.95). More prompts could turn SSIM: the interval holds the "
-        "limit."
+        "FP8 passes: SSIM 0.96 (> 0.95). More prompts could change the result of SSIM: the "
+        "interval includes the limit."
     )
 
 

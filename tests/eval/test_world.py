@@ -415,13 +415,13 @@ def test_training_leaves_the_average_of_a_model_that_learned():
         return (model(x) - wanted(x)).square().mean()
 
     before = draw_loss().item()
-    plan = train_common.Plan(steps=300, batch=64, rate=0.05, warm_up=10, average=0.9)
+    plan = train_common.TrainingPlan(steps=300, batch=64, rate=0.05, warm_up=10, average=0.9)
     train_common.train("line", model, draw_loss, plan, torch.device("cpu"))
     assert draw_loss().item() < 1e-3 * before
 
 
 def test_plans_shrink_with_the_run(tmp_path):
-    plan = train_common.Plan(steps=1000, batch=512, rate=1e-3, warm_up=100)
+    plan = train_common.TrainingPlan(steps=1000, batch=512, rate=1e-3, warm_up=100)
     assert options(tmp_path).fit_plan(plan) == plan
     small = options(tmp_path, scale=1e-6, batch_scale=1e-6).fit_plan(plan)
     assert (small.steps, small.batch, small.warm_up) == (2, 8, 0)

@@ -418,7 +418,7 @@ def test_compiled_blocks_serve_one_thread_at_a_time():
 
 
 def test_a_layer_alone_has_no_bucket():
-    with pytest.raises(InputError, match="call the denoiser itself"):
+    with pytest.raises(InputError, match="call the denoiser instead"):
         Denoiser(EDGES).layers[0](torch.randn(3, 32))
 
 

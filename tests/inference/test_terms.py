@@ -16,7 +16,7 @@ from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.fakequant import plan_quants
+from quantkit.recovery.fake_quant import plan_quants
 from tests.packing.test_pack import calibration_of, component, run, small_tensors
 from tests.support.packed import packed_module
 

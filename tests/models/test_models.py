@@ -8,10 +8,10 @@ import pytest
 
 from quantkit.errors import ModelError, RecipeError, ShapeError
 from quantkit.models.families import FAMILIES, find_family
+from quantkit.models.layer_plan import choose_edges, plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of, timestep_argument
-from quantkit.models.treatments import choose_edges, plan_layers
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation
@@ -423,7 +423,7 @@ def test_path_that_is_nothing(tmp_path):
     with pytest.raises(ModelError, match="no such directory, and not a hub id"):
         open_model(str(tmp_path / "none"))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match="no folder, wanted a diffusers directory"):
+    with pytest.raises(ModelError, match="a file, wanted a diffusers directory"):
         open_model(str(tmp_path / "model.safetensors"))
 
 

@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from quantkit.numerics.leastsquares import Equations, Sums, solve_rows
+from quantkit.numerics.least_squares import Equations, EquationSums, solve_rows
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 
 K, N, PAIRS = 12, 5, 400
@@ -27,7 +27,7 @@ def pairs():
 
 def equations_of(pairs, *, bias):
     x, y = pairs
-    sums = Sums(K, N, torch.device("cpu"))
+    sums = EquationSums(K, N, torch.device("cpu"))
     for first in range(0, PAIRS, 150):
         sums.add(x[:, first : first + 150], y[:, first : first + 150])
     return sums.equations(bias=bias)

@@ -17,7 +17,12 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibration.histogram import BINS
 from quantkit.calibration.observers import static_scale
 from quantkit.calibration.smoothing import smooth_factor
-from quantkit.calibration.statistics import Calibration, LayerStatistics, Provenance, per_column
+from quantkit.calibration.statistics import (
+    Calibration,
+    CalibrationProvenance,
+    LayerStatistics,
+    per_column,
+)
 from quantkit.checkpoint import weight_reader as rows_module
 from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.reader import open_packed
@@ -81,7 +86,7 @@ def calibration_of(folder):
             count=torch.tensor([10, 30]),
         )
         digests[layer.name] = sha256_of(layer.shard, layer.weight)
-    provenance = Provenance(
+    provenance = CalibrationProvenance(
         {"": digests}, "t", 1, "", 2, None, 0, {"": [1, 1]}, {"torch": torch.__version__}
     )
     return Calibration({"": layers}, (500.0,), provenance)
@@ -265,7 +270,9 @@ def test_automatic_buckets_are_each_layers_own(tmp_path):
     found = load_file(tmp_path / "packed" / WEIGHTS)
     assert torch.equal(found["a.fc.input_scale"], louder.amax / 448)
     assert torch.equal(found["a.conv.input_scale"], torch.tensor(2.1) / 448)
-    with pytest.raises(RecipeError, match=r"buckets auto with smooth: .* give a number"):
+    with pytest.raises(
+        RecipeError, match=r"buckets auto cannot be used with smooth.* give a number"
+    ):
         run(folder, tmp_path / "smooth", {**recipe, "smooth": 0.5}, calibration=calibration)
 
 
@@ -476,7 +483,9 @@ def test_artefacts_of_another_model_are_refused(tmp_path, who):
         sha256_of(f / WEIGHTS, read_header(f / WEIGHTS).tensors["a.fc.weight"])
         for f in (stranger, folder)
     )
-    match = rf"{who}: layer a\.fc: for a weight with SHA-256 {theirs}, found {ours}"
+    match = (
+        rf"{who}: layer a\.fc: made from a weight with SHA-256 {theirs}, but the model's has {ours}"
+    )
     with pytest.raises(ArtefactError, match=match):
         run(folder, tmp_path / "packed", **given)
     assert not (tmp_path / "packed").exists()
@@ -515,7 +524,7 @@ def test_an_output_that_overlaps_the_model_is_refused(tmp_path, where):
 def test_an_existing_output_is_replaced_only_by_force(source, tmp_path):
     run(source, tmp_path / "packed")
     (tmp_path / "packed" / "note").write_text("mine")
-    with pytest.raises(OutputError, match="packed: exists already; replace it by force"):
+    with pytest.raises(OutputError, match="packed: exists already; set force to replace it"):
         run(source, tmp_path / "packed")
     assert (tmp_path / "packed" / "note").exists()
     with pytest.raises(OutputError, match="packed: holds note, which quantkit did not write"):

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors import SafetensorError
 
-from quantkit.calibration import observing, partial
+from quantkit.calibration import observed_pipeline, resume
 from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, InputError, OutputError
@@ -27,13 +27,13 @@ OPTIONS = ("-r", "fp8-static", "--steps", "4", "--batch", "2", "--seed", "7", "-
 #: Runs the command, but ends or fails where the test says: RANK:BATCH:WHAT.
 DRIVER = """
 import os, signal, sys
-from quantkit.calibration import observing, partial
+from quantkit.calibration import observed_pipeline, resume
 from quantkit.cli import main
 from quantkit.errors import NonFiniteError
 
-partial._PAUSE = partial._SHARE = 0.0
+resume._PAUSE = resume._SHARE = 0.0
 rank, last, what = os.environ.get("FAIL", "9:9:-").split(":")
-run, done = observing.run_batch, []
+run, done = observed_pipeline.run_batch, []
 
 def stopping(*arguments):
     if os.environ.get("RANK", "0") == rank and len(done) == int(last):
@@ -43,7 +43,7 @@ def stopping(*arguments):
     run(*arguments)
     done.append(arguments)
 
-observing.run_batch = stopping
+observed_pipeline.run_batch = stopping
 main(sys.argv[1:])
 """
 
@@ -198,7 +198,7 @@ def interrupted(arguments, tmp_path_factory):
 
 
 def interrupt(arguments, output, batches, *more):
-    run, seen = observing.run_batch, []
+    run, seen = observed_pipeline.run_batch, []
 
     def stopping(*given):
         if len(seen) == batches:
@@ -207,9 +207,9 @@ def interrupt(arguments, output, batches, *more):
         seen.append(given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observing, "run_batch", stopping)
-        patch.setattr(partial, "_PAUSE", 0.0)
-        patch.setattr(partial, "_SHARE", 0.0)
+        patch.setattr(observed_pipeline, "run_batch", stopping)
+        patch.setattr(resume, "_PAUSE", 0.0)
+        patch.setattr(resume, "_SHARE", 0.0)
         assert invoke(arguments, output, *more).exit_code != 0
 
 
@@ -217,9 +217,9 @@ def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_pa
     output = tmp_path / "c.safetensors"
     kept = interrupted.parent / ".c.safetensors.part-1-of-1"
     (tmp_path / kept.name).write_bytes(kept.read_bytes())
-    run, seeds = observing.run_batch, []
+    run, seeds = observed_pipeline.run_batch, []
     monkeypatch.setattr(
-        observing,
+        observed_pipeline,
         "run_batch",
         lambda pipe, batch, s: (seeds.append(batch.seeds), run(pipe, batch, s)),
     )
@@ -241,12 +241,12 @@ def test_going_on_gives_the_same_bytes(arguments, whole_file, tmp_path, ends):
 
 
 CHANGES = {
-    "steps": (("--steps", "5"), "steps 4, wanted 5; run with the same settings"),
-    "seed": (("--seed", "8"), "seed 7, wanted 8;"),
-    "batch": (("--batch", "1"), "batch 2, wanted 1;"),
-    "guidance": (("--guidance", "1.5"), r"guidance nothing, wanted 1\.5;"),
-    "prompts": (("--count", "4"), r"prompts [0-9a-f]{12}\.\.\., wanted [0-9a-f]{12}\.\.\.;"),
-    "layers": (("-r", "sd3-fp8"), r"model [0-9a-f]{12}\.\.\., wanted"),
+    "steps": (("--steps", "5"), "steps was 4 and is 5; resume with the same settings"),
+    "seed": (("--seed", "8"), "seed was 7 and is 8;"),
+    "batch": (("--batch", "1"), "batch was 2 and is 1;"),
+    "guidance": (("--guidance", "1.5"), r"guidance was nothing and is 1\.5;"),
+    "prompts": (("--count", "4"), r"prompts was [0-9a-f]{12}\.\.\. and is [0-9a-f]{12}\.\.\.;"),
+    "layers": (("-r", "sd3-fp8"), r"model was [0-9a-f]{12}\.\.\. and is"),
 }
 
 
@@ -282,7 +282,7 @@ def test_nothing_to_resume_is_said_and_all_is_run(arguments, whole_file, tmp_pat
     result = invoke(arguments, output, "--resume")
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines() == [
-        f"{output}: nothing was kept yet; beginning at the first prompt"
+        f"{output}: no partial calibration yet; starting at the first prompt"
     ]
     assert output.read_bytes() == whole_file.read_bytes()
 
@@ -296,8 +296,8 @@ def test_what_other_processes_kept_is_not_lost(arguments, tmp_path):
 
 def test_writing_takes_a_small_part_of_the_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(partial, "monotonic", lambda: now[0])
-    pace = partial.Pace(_due=105.0)
+    monkeypatch.setattr(resume, "monotonic", lambda: now[0])
+    pace = resume.WriteInterval(_due=105.0)
     assert not pace.is_due()
     now[0] = 106.0
     assert pace.is_due()
@@ -310,8 +310,8 @@ def test_writing_takes_a_small_part_of_the_time(monkeypatch):
 
 
 def test_a_full_disk_loses_no_calibration(arguments, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(partial, "_PAUSE", 0.0)
-    monkeypatch.setattr(partial, "_SHARE", 0.0)
+    monkeypatch.setattr(resume, "_PAUSE", 0.0)
+    monkeypatch.setattr(resume, "_SHARE", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     save = artefact.save_file

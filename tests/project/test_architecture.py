@@ -1,6 +1,7 @@
 """The shape of the code: imports go one way, the package list is whole, modules stay small."""
 
 import ast
+import graphlib
 import io
 import os
 import subprocess
@@ -90,6 +91,43 @@ def code_lines(text):
     return {n for t in spans for n in range(t.start[0], t.end[0] + 1)} - explained
 
 
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(("quantkit", *parts) if parts[0] == "eval" else parts)
+    return name.removesuffix(".__init__")
+
+
+NAMES = {name_of(path): path for path in MODULES}
+#: The demo runs the other commands: no import at its top could.
+LATE = {("quantkit.cli.demo", "quantkit.cli")}
+
+
+def imported_modules(name):
+    """Yield the modules that one imports, in its functions too, but not for type checkers alone."""
+    todo = [ast.parse(NAMES[name].read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom):
+            is_package = NAMES[name].stem == "__init__"
+            above = name.split(".")[: 1 - node.level or None] if is_package else name.split(".")
+            above = above if is_package else above[: -node.level]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in NAMES else base
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {
+        name: {m for m in imported_modules(name) if m in NAMES and (name, m) not in LATE} - {name}
+        for name in NAMES
+    }
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
 #: What the command line may import when it runs: jobs, and words and cells for its tables.
 FOR_THE_COMMAND_LINE = (
     "quantkit.cli",
@@ -102,7 +140,7 @@ FOR_THE_COMMAND_LINE = (
     "quantkit.bench.result.Verdict",
     "quantkit.eval.methods",
     "quantkit.eval.report.kernel_sentence",
-    "quantkit.eval.show",
+    "quantkit.eval.number_format",
     "quantkit.eval.tables",
 )
 

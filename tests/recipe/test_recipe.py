@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from quantkit import resources
 from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
+from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
-from quantkit.models.treatments import plan_layers
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import ActivationRecipe, CalibrationRecipe, Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
@@ -175,7 +175,7 @@ BAD = {
     "smooth": ("{name: t, smooth: 1.5}", "smooth 1.5: wanted 0 to 1, or auto"),
     "smooth and average": (
         "{name: t, smooth: 0.5, activation: {mode: static, observer: moving_average}}",
-        "smooth with activation.observer moving_average: .* choose another observer",
+        "smooth: cannot be used with activation.observer moving_average.* choose another observer",
     ),
     "split and average": (
         "{name: t, split_concat: true, activation: {mode: static, observer: moving_average}}",

@@ -23,8 +23,8 @@ from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import ActivationRecipe, Override, Recipe, WeightRecipe
-from quantkit.recovery import straight_through
-from quantkit.recovery.fakequant import LayerQuant, fake_quantized, install, plan_quants
+from quantkit.recovery import straight_through_estimator
+from quantkit.recovery.fake_quant import LayerQuant, fake_quantized, install, plan_quants
 from quantkit.sparsity.choose import choose_masks
 from tests.support.packed import packed_module
 
@@ -94,7 +94,7 @@ def test_windows_in_pieces_give_the_same(monkeypatch):
     _, fake = both(nn.Conv2d(32, 24, 3, padding=1), SCHEMES["token"])
     x = torch.randn(5, 32, 9, 7)
     whole = fake(x)
-    monkeypatch.setattr(straight_through, "WINDOW_ELEMENTS", 2 * 9 * 7 * 32 * 9)
+    monkeypatch.setattr(straight_through_estimator, "WINDOW_ELEMENTS", 2 * 9 * 7 * 32 * 9)
     torch.testing.assert_close(fake(x), whole, rtol=0, atol=1e-5)
 
 

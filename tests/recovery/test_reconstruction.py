@@ -20,21 +20,21 @@ from quantkit.errors import (
     RecipeError,
 )
 from quantkit.models.source import open_model
-from quantkit.numerics.leastsquares import Sums, solve_rows
+from quantkit.numerics.least_squares import EquationSums, solve_rows
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
-from quantkit.recovery.distill.progress import Clock
-from quantkit.recovery.distill.recover import Keeping, Task
-from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.distill.early_stopping import Clock
+from quantkit.recovery.distill.recover import Keeping, RecoveryTask
+from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.reconstruct.blocks import find_blocks
-from quantkit.recovery.reconstruct.fitting import Effort, Examples, Fitting, Throughput, fit_layer
+from quantkit.recovery.reconstruct.layer_fit import Effort, Examples, Fitting, Throughput, fit_layer
 from quantkit.recovery.reconstruct.reconstruct import _refuse_other, reconstruct
-from quantkit.recovery.reconstruct.schedule import Pace
-from quantkit.recovery.writing import write_recovered
+from quantkit.recovery.reconstruct.time_budget import TimeBudget
+from quantkit.recovery.recovered_model import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 from tests.support.pipelines import tiny_flux_pipeline
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE = load_recipe("fp8").model_copy(update={"sparsity": SparsityRecipe()})
 PROMPTS = ("a red cat", "two dogs", "a house")
-SHORT = Settings(
+SHORT = DistillSettings(
     steps=3,
     seconds=None,
     batch=8,
@@ -57,7 +57,7 @@ RIDGE = 1e-9  # next to none, to be compared with the exact solution
 
 
 def run(model, masks, settings=SHORT, prompts=PROMPTS, quantize=None, **more):
-    task = Task(model, masks, quantize, prompts, "cpu")
+    task = RecoveryTask(model, masks, quantize, prompts, "cpu")
     return reconstruct(task, settings, progress=silent, schedules=(2,), **more)
 
 
@@ -147,7 +147,7 @@ def test_drawn_pairs_are_some_of_all():
 def test_ridge_holds_what_inputs_leave_open():
     x, start = torch.zeros(6, 20), random(3, 6)
     x[:2] = random(2, 20, seed=4)
-    sums = Sums(6, 3, x.device)
+    sums = EquationSums(6, 3, x.device)
     sums.add(x, start @ x)
     found = solve_rows(
         sums.equations(bias=False), start, torch.ones(3, 6, dtype=torch.bool), ridge=1e-2, steps=20
@@ -176,12 +176,12 @@ def test_slow_machines_take_fewer_pairs():
 
 def test_time_goes_by_parameters():
     clock = Clock(elapsed=10.0)
-    pace = Pace(clock, 110.0, 100)
+    pace = TimeBudget(clock, 110.0, 100)
     assert pace.share(25) == pytest.approx(25, abs=0.5)
     pace.done(75)
     assert pace.share(25) == pytest.approx(100, abs=0.5)
-    assert Pace(clock, None, 100).share(25) is None
-    assert Pace(clock, 1.0, 100).share(25) == 0
+    assert TimeBudget(clock, None, 100).share(25) is None
+    assert TimeBudget(clock, 1.0, 100).share(25) == 0
 
 
 def test_blocks_are_the_smallest_that_repeat(model):
@@ -317,7 +317,7 @@ def test_pack_takes_the_result(model, masks, rebuilt, tmp_path):
     [
         ({"prompts": ()}, PromptError, "no prompts"),
         ({"masks": None}, ArtefactError, "no layer is masked"),
-        ({"quantize": RECIPE}, RecipeError, "drop quantize"),
+        ({"quantize": RECIPE}, RecipeError, "fits layers in 16 bit only"),
     ],
 )
 def test_refused(model, masks, change, error, text):
@@ -360,7 +360,7 @@ def test_recover_reconstructs_with_masks(pipeline_dir, masks, tmp_path):
     assert (tmp_path / "out" / "unet").is_dir()
     none = invoke(recover_command, *args[:-1], tmp_path / "other", *QUICK)
     assert isinstance(none.exception, ArtefactError)
-    assert "works on masked layers" in str(none.exception)
+    assert "needs them" in str(none.exception)
 
 
 @pytest.mark.parametrize("option", ["--offload", "--quantize", "--no-graphs", "--checkpointing"])
@@ -371,9 +371,7 @@ def test_options_of_a_training_are_refused(option, pipeline_dir, tmp_path):
     )  # fmt: skip
     assert isinstance(result.exception, RecipeError)
     name = option.removeprefix("--").removeprefix("no-")
-    assert f"{name}: belongs to another recovery and means nothing to reconstruct" in str(
-        result.exception
-    )
+    assert f"{name}: method reconstruct does not use it" in str(result.exception)
 
 
 def test_saved_blocks_are_not_written_over(pipeline_dir, masks, tmp_path):
@@ -396,10 +394,10 @@ def test_other_layers_are_refused(module):
 
 
 def test_layers_without_a_batch_axis_are_refused(model, masks):
-    from quantkit.recovery.distill.paired import twinned
+    from quantkit.recovery.distill.joint_forward import paired_layers
 
     layer = nn.Linear(4, 2)
-    with twinned(nn.ModuleDict({"fc": layer}), {"fc": nn.Linear(4, 2)}, rows=3):
+    with paired_layers(nn.ModuleDict({"fc": layer}), {"fc": nn.Linear(4, 2)}, rows=3):
         assert layer(random(6, 4)).shape == (6, 2)
         with pytest.raises(ModelError, match=r"fc: reads .* keep this layer dense"):
             layer(random(1, 4))

@@ -24,15 +24,15 @@ from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
 from quantkit.recovery.distill import training
-from quantkit.recovery.distill.bank import Bank, Teacher
+from quantkit.recovery.distill.distributed import Ranks
+from quantkit.recovery.distill.early_stopping import EarlyStopping, ValidationScore
 from quantkit.recovery.distill.optimizer import Offloaded, Resident
-from quantkit.recovery.distill.previews import compare_latents, compare_pictures, hold_out
-from quantkit.recovery.distill.progress import Look, Patience
-from quantkit.recovery.distill.ranks import Ranks
-from quantkit.recovery.distill.recover import Keeping, Task, recover
-from quantkit.recovery.distill.saving import refuse_others, refuse_unfinished
-from quantkit.recovery.distill.settings import Settings
-from quantkit.recovery.fakequant import install, plan_quants
+from quantkit.recovery.distill.recover import Keeping, RecoveryTask, recover
+from quantkit.recovery.distill.resume import refuse_others, refuse_unfinished
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
+from quantkit.recovery.distill.validation import compare_latents, compare_pictures, hold_out
+from quantkit.recovery.fake_quant import install, plan_quants
 from quantkit.sparsity.maskfile import save_masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FP8 = load_recipe("fp8")
 SPARSE = FP8.model_copy(update={"sparsity": SparsityRecipe()})
 PROMPTS = ("a red cat", "two dogs", "a house")
-SHORT = Settings(
+SHORT = DistillSettings(
     steps=8,
     seconds=None,
     batch=2,
@@ -61,7 +61,7 @@ def _points_are_many(monkeypatch):
 
 
 def run(model, masks, settings, *, quantize=None, keeping=None, watch=lambda _: None):
-    task = Task(model, masks, quantize, PROMPTS, "cpu")
+    task = RecoveryTask(model, masks, quantize, PROMPTS, "cpu")
     return recover(task, settings, progress=silent, keeping=keeping, watch=watch)
 
 
@@ -69,7 +69,7 @@ def test_loss_of_dense_fp8_is_what_packing_costs(model):
     few = replace(SHORT, steps=1, rate=1e-30, trajectories=2)
     found = run(model, None, few, quantize=FP8).points[0].loss
     pipe = load_pipeline(model, choose_device("cpu"))
-    bank = Bank(Teacher(pipe, pipe.unet, PROMPTS, few).sample(2), 1)
+    bank = TrajectoryStore(Teacher(pipe, pipe.unet, PROMPTS, few).sample(2), 1)
     rows, answers = bank.draw(few.batch, torch.Generator().manual_seed(few.seed * 1_000_003))
     install(pipe.unet, plan_quants(model.components[0], FP8, ()))
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_saved_training_is_neither_lost_nor_invented(tmp_path):
         refuse_unfinished(path, resume=True, force=False)
     refuse_unfinished(path, resume=False, force=False)
     path.touch()
-    with pytest.raises(OutputError, match="resume it, or begin again"):
+    with pytest.raises(OutputError, match="resume it, or set force"):
         refuse_unfinished(path, resume=False, force=False)
     refuse_unfinished(path, resume=True, force=False)
     refuse_unfinished(path, resume=False, force=True)
@@ -192,15 +192,15 @@ def test_perfect_student_looks_perfect(model):
 
 
 def test_patience_ends_the_run_with_the_best_weights():
-    patience = Patience(2)
+    patience = EarlyStopping(2)
     for step, value in enumerate((0.1, 0.5, 0.4, 0.3)):
         assert not patience.over
-        patience.see(Look("SSIM", value), {"w": torch.tensor(step)})
+        patience.see(ValidationScore("SSIM", value), {"w": torch.tensor(step)})
     assert patience.over
     assert patience.best == {"w": torch.tensor(1)}
-    endless = Patience(None)
+    endless = EarlyStopping(None)
     for _ in range(9):
-        endless.see(Look("SSIM", 0.0), {})
+        endless.see(ValidationScore("SSIM", 0.0), {})
     assert not endless.over
     assert endless.best is None
 
@@ -304,7 +304,9 @@ def test_offloading_from_a_cpu_is_refused(model, masks):
 
 
 def test_patience_without_looks_is_refused():
-    with pytest.raises(RecipeError, match="patience without watch_every"):
+    with pytest.raises(
+        RecipeError, match="patience counts comparisons of pictures, and watch_every"
+    ):
         replace(SHORT, patience=1)
 
 

@@ -29,12 +29,12 @@ from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
-from quantkit.recovery.calls import recording
+from quantkit.recovery.denoiser_calls import recording
 from quantkit.recovery.distill import recover as recover_module
-from quantkit.recovery.distill.bank import Bank, Teacher
-from quantkit.recovery.distill.recover import Task, recover
-from quantkit.recovery.distill.settings import Settings
-from quantkit.recovery.writing import write_recovered
+from quantkit.recovery.distill.recover import RecoveryTask, recover
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
+from quantkit.recovery.recovered_model import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks
 from quantkit.storage.marker import MARKER
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE = load_recipe("fp8").model_copy(update={"sparsity": SparsityRecipe()})
 PROMPTS = ("a red cat", "two dogs", "a house")
-SHORT = Settings(
+SHORT = DistillSettings(
     steps=40,
     seconds=None,
     batch=4,
@@ -62,7 +62,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def run(model, masks, settings, prompts=PROMPTS, quantize=None, **more):
-    task = Task(model, masks, quantize, prompts, "cpu")
+    task = RecoveryTask(model, masks, quantize, prompts, "cpu")
     return recover(task, settings, progress=silent, **more)
 
 
@@ -185,7 +185,7 @@ def test_bank_keeps_what_the_teacher_saw_and_said(model):
     chunk = Teacher(pipe, pipe.unet, PROMPTS, SHORT).sample(2)
     # With guidance a sample has two rows: without its caption, then with it.
     assert chunk.answers.shape == (4, 2, 4, 8, 8)
-    bank = Bank(chunk, 1)
+    bank = TrajectoryStore(chunk, 1)
     rows, answers = bank.draw(16, torch.Generator().manual_seed(0))
     with torch.no_grad():
         again = pipe.unet(**bank.template.arguments(rows))[0]
@@ -198,7 +198,7 @@ def test_bank_is_bounded_and_drops_the_oldest(model):
     pipe = load_pipeline(model, choose_device("cpu"))
     teacher = Teacher(pipe, pipe.unet, PROMPTS, SHORT)
     chunks = [teacher.sample(1) for _ in range(3)]
-    bank = Bank(chunks[0], 2)
+    bank = TrajectoryStore(chunks[0], 2)
     for chunk in chunks[1:]:
         bank.put(chunk)
     _, answers = bank.draw(64, torch.Generator().manual_seed(0))
@@ -216,7 +216,7 @@ def test_transformers_are_recovered_too(kind, transformer_pipeline_dir, tmp_path
     pipe = load_pipeline(model, choose_device("cpu"))
     few = replace(SHORT, steps=1, batch=1, sampling_batch=1, trajectories=1, checkpointing=True)
     chunk = Teacher(pipe, pipe.transformer, PROMPTS, few).sample(1)
-    bank = Bank(chunk, 1)
+    bank = TrajectoryStore(chunk, 1)
     rows, answers = bank.draw(2, torch.Generator().manual_seed(0))
     with torch.no_grad():
         again = pipe.transformer(**bank.template.arguments(rows))[0]
@@ -256,12 +256,12 @@ def test_masks_of_an_unknown_layer_are_refused(model, masks):
     strange = replace(
         masks, layers={"unet": {"nowhere": next(iter(masks.layers["unet"].values()))}}
     )
-    with pytest.raises(ArtefactError, match="nowhere is no layer"):
+    with pytest.raises(ArtefactError, match="nowhere is not a layer"):
         run(model, strange, SHORT)
 
 
 def test_component_alone_is_refused(pipeline_dir, masks):
-    with pytest.raises(ModelError, match="pass its directory"):
+    with pytest.raises(ModelError, match=r"pass the pipeline.s directory"):
         run(open_model(str(pipeline_dir / "unet")), masks, SHORT)
 
 
@@ -288,7 +288,7 @@ def test_loss_that_is_not_finite_ends_the_run(model, masks):
 )
 def test_settings_out_of_range_are_refused(changes, text):
     with pytest.raises(RecipeError, match=text):
-        replace(Settings(), **changes)
+        replace(DistillSettings(), **changes)
 
 
 def test_weight_that_the_file_cannot_hold_is_refused(model, masks, recovered, tmp_path):
@@ -370,7 +370,7 @@ def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     result = command(pipeline_dir, "-o", tmp_path / "out", *option)
     assert isinstance(result.exception, RecipeError)
     name = option[0].removeprefix("--").removeprefix("no-")
-    assert str(result.exception).startswith(f"{name}: belongs to a recovery")
+    assert str(result.exception).startswith(f"{name}: a setting of recovery")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import load_calibration
 from quantkit.cli import quantkit as command
 from quantkit.errors import ArtefactError, OutputError, RecipeError
+from quantkit.models.layer_plan import dense_reason
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
-from quantkit.models.treatments import dense_reason
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR
 from quantkit.numerics.scales import WEIGHT_SCALES, dequantize, quantize
@@ -30,28 +30,28 @@ from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.recipe.schema import BudgetRecipe, CalibrationRecipe, Recipe
-from quantkit.sensitivity import budget, choosing, cost, edge, knapsack
+from quantkit.sensitivity import budget, cost, knapsack, probe_selection, selection
 from quantkit.sensitivity.analyse import treated_pipeline
-from quantkit.sensitivity.gains import find_gains
+from quantkit.sensitivity.error_propagation import find_gains
 from quantkit.sensitivity.knapsack import Option
-from quantkit.sensitivity.local import StoredInputs, local_errors, read_weight
+from quantkit.sensitivity.local_error import StoredInputs, local_errors, read_weight
+from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.plot import save_plot
+from quantkit.sensitivity.recipe_writer import recipe_text
 from quantkit.sensitivity.result import (
     LayerSensitivity,
     Measured,
     Outcome,
-    Provenance,
     Sensitivity,
+    SensitivityProvenance,
     load_sensitivity,
     save_sensitivity,
     to_json,
 )
 from quantkit.sensitivity.simulate import Substitute, final_latents, relative_error, treated
-from quantkit.sensitivity.subject import Subject
-from quantkit.sensitivity.substitute import Operated, treat_input, treat_weight
+from quantkit.sensitivity.treated_layer import PrunedWeight, treat_input, treat_weight
 from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS, refusal
-from quantkit.sensitivity.writing import recipe_text
-from quantkit.sparsity.surgery import Surgeon
+from quantkit.sparsity.sparsegpt import Surgeon
 from tests.sparsity.test_sparsity import component_with, statistics_of
 from tests.support.packed import packed_module
 
@@ -291,7 +291,7 @@ def test_sparsegpt_beats_wanda_on_rows_that_its_moments_never_saw(tmp_path, shap
 def test_a_weight_after_surgery_has_its_mask_and_lands_on_the_grid(tmp_path):
     layer = layer_in(tmp_path, SHAPES["linear"])
     moments = moments_of(correlated_rows(400, layer.k, 1))
-    operated = Operated.of(read_weight(layer, CPU), moments, bias=True)
+    operated = PrunedWeight.of(read_weight(layer, CPU), moments, bias=True)
     assert bool((operated.mask.reshape(layer.n, -1, 4).sum(2) == 2).all())
     treatment, settings = BY_NAME["2:4-sparsegpt-e4m3fn-token"], settings_of()
     packed = operated.packed(treatment, settings)
@@ -341,7 +341,7 @@ class Root(nn.Module):
 
 def assert_treated_is_packed(dense, x, treatment):
     from quantkit.numerics.packing import to_rows
-    from quantkit.sensitivity.substitute import InputCast
+    from quantkit.sensitivity.treated_layer import InputCast
 
     root = Root(dense)
     before = root(x, timestep=5)
@@ -363,7 +363,7 @@ def assert_treated_is_packed(dense, x, treatment):
 
 
 def test_scale_follows_the_timestep():
-    from quantkit.sensitivity.substitute import InputCast
+    from quantkit.sensitivity.treated_layer import InputCast
 
     root = Root(nn.Linear(16, 16, bias=False).requires_grad_(requires_grad=False))
     cast = InputCast(BY_NAME["e4m3fn-static"].format, torch.tensor([1e-3, 1.0]), (500.0,))
@@ -441,7 +441,7 @@ def test_layer_without_local_error_has_the_median():
 
 
 def made(layers, fixed=100):
-    about = Provenance("m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"})
+    about = SensitivityProvenance("m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"})
     return Sensitivity("unet", tuple(layers), (250.0,), fixed, load_recipe("fp8-static"), about)
 
 
@@ -459,7 +459,7 @@ FP8 = load_recipe("fp8")
 
 
 def choose(sensitivity, recipe=FP8, **goal):
-    return choosing.choose(sensitivity, recipe, BudgetRecipe(**goal))
+    return selection.choose(sensitivity, recipe, BudgetRecipe(**goal))
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def choose(sensitivity, recipe=FP8, **goal):
     ids=str,
 )
 def test_budget_is_met(goal, names):
-    choice = choose(three_layers(), **goal).choice
+    choice = choose(three_layers(), **goal).assignment
     assert choice.size <= goal.get("bytes", 2)
     assert choice.error <= goal.get("error", 1)
     assert choice.speed >= goal.get("speed", 1)
@@ -487,7 +487,7 @@ def test_budget_is_met(goal, names):
 
 
 def test_figures_of_a_choice():
-    choice = choose(three_layers(), bytes=0.52).choice
+    choice = choose(three_layers(), bytes=0.52).assignment
     assert choice.size == (100 + 3 * 500) / 3100
     assert choice.error == pytest.approx(7e-3)
     assert choice.speed == pytest.approx(2.0)
@@ -513,7 +513,9 @@ def test_masks_of_a_choice_have_one_method():
     layers = list(three_layers().layers)
     swapped = dict(layers[0].outcomes)
     swapped["2:4-magnitude-e4m3fn-token"] = Outcome(1e-9, 300, 0.25)
-    choice = choose(made([replace(layers[0], outcomes=swapped), *layers[1:]]), bytes=0.36).choice
+    choice = choose(
+        made([replace(layers[0], outcomes=swapped), *layers[1:]]), bytes=0.36
+    ).assignment
     methods = {BY_NAME[c.treatment].method for c in choice.chosen} - {None}
     assert len(methods) == 1
 
@@ -521,7 +523,7 @@ def test_masks_of_a_choice_have_one_method():
 def test_recipe_keeps_its_layers():
     recipe = parse_recipe("{name: t, keep: ['*.one']}", where="t")
     chosen = choose(three_layers(), recipe, error=1.0)
-    assert chosen.choice.chosen[0].treatment == "16-bit"
+    assert chosen.assignment.chosen[0].treatment == "16-bit"
     assert chosen.remarks["a.one"] == "kept by the recipe"
     assert "local 0.2 x gain 1, nothing measured" in chosen.remarks["a.two"]
     assert "e4m3fn-static 0.002 for +200 bytes" in chosen.remarks["a.two"]
@@ -535,7 +537,7 @@ def test_roles_that_nobody_knows_go_first_and_then_the_edge():
     seen = []
     for _ in range(9):
         problems = budget.make_problems(sensitivity, FP8, ("*",))
-        probe = edge.next_probe(budget.optimize(problems, goal), goal)
+        probe = probe_selection.next_probe(budget.optimize(problems, goal), goal)
         if probe is None:
             break
         seen.append(probe)
@@ -560,12 +562,12 @@ def test_layers_far_from_the_edge_are_not_run():
     goal = BudgetRecipe(bytes=(100 + 2 * 500 + 2 * 1000) / 4100)
     sensitivity = made(layers)
     problems = budget.make_problems(sensitivity, FP8, ("*",))
-    probe = edge.next_probe(budget.optimize(problems, goal), goal)
+    probe = probe_selection.next_probe(budget.optimize(problems, goal), goal)
     assert probe.layer == "0.x.a"
     known = [replace(layer, measured=Measured(token, layer.outcomes[token].error)) for layer in
              layers[:2]]  # fmt: skip
     problems = budget.make_problems(made([*known, *layers[2:]]), FP8, ("*",))
-    assert edge.next_probe(budget.optimize(problems, goal), goal) is None
+    assert probe_selection.next_probe(budget.optimize(problems, goal), goal) is None
 
 
 # Cost
@@ -585,7 +587,7 @@ def test_bytes_are_those_of_the_packed_file(tmp_path, name):
 
 def test_time_is_bound_by_compute_or_by_memory(tmp_path):
     layer = layer_in(tmp_path, SHAPES["linear"])
-    device = cost.Device("test", 1e3, 2e3, 4e3, bandwidth=1e6)
+    device = cost.PeakRates("test", 1e3, 2e3, 4e3, bandwidth=1e6)
     flops = 2 * 100 * layer.n * layer.k
     times = [
         cost.modelled_seconds(layer, BY_NAME[name], 10, 100, device)
@@ -772,7 +774,7 @@ def assert_same_codes(model, calibration, names, packed, surgeon=None):
     Latents would not do: sums in another order flip a code once in a while, and in a random UNet
     one flip is an avalanche.
     """
-    subject = Subject.of(model, parse_recipe(QUICK, where="quick"), calibration, surgeon)
+    subject = MeasuredModel.of(model, parse_recipe(QUICK, where="quick"), calibration, surgeon)
     modules = dict(package.load_pipeline(packed, torch_dtype=torch.float32).unet.named_modules())
     for name, treatment in names.items():
         if treatment == "16-bit":
@@ -829,7 +831,7 @@ def test_sparsegpt_without_second_moments_is_refused(work, surgery, pipeline_dir
         invoke("calibrate", "optimize", work / "s.json", "--bytes", 0.6, "--treatments", glob,
                "-o", output)  # fmt: skip
     assert not output.exists()
-    subject = Subject.of(
+    subject = MeasuredModel.of(
         open_model(str(pipeline_dir)),
         parse_recipe(QUICK, where="quick"),
         load_calibration(work / "c.safetensors"),
@@ -843,7 +845,7 @@ def test_sparsegpt_without_second_moments_is_refused(work, surgery, pipeline_dir
 def test_treated_pipeline_changes_and_comes_back(work, pipeline_dir):
     settings = CalibrationRecipe(prompts=1, steps=1, guidance=2.0, batch=1, buckets=1)
     model = open_model(str(pipeline_dir))
-    subject = Subject.of(
+    subject = MeasuredModel.of(
         model, parse_recipe(QUICK, where="quick"), load_calibration(work / "c.safetensors")
     )
     with quiet_libraries():
@@ -889,7 +891,10 @@ def test_search_keeps_the_ssim(work, pipeline_dir, tmp_path):
 
 REFUSED = {
     "no budget": (["-r", "fp8"], "recipe fp8: no budget; give bytes"),
-    "search without a model": (["--ssim", 0.9], "budget ssim: makes pictures; give a model"),
+    "search without a model": (
+        ["--ssim", 0.9],
+        "budget ssim: pictures have to be made for it; give a model",
+    ),
     "out of reach": (["--bytes", 0.01], "budget bytes 0.01: the treatments reach"),
     "two goals": (["--bytes", 0.5, "--error", 1], "budget: found bytes and error"),
     "no such treatment": (["--bytes", 0.9, "--treatments", "int4"], "treatments int4: match none"),
@@ -914,7 +919,9 @@ def test_calibration_of_other_weights_is_refused(work, tmp_path):
     with pytest.raises(ArtefactError, match="had other weights"):
         invoke("calibrate", "sensitivity", other, "-c", work / "c.safetensors", "--measure", 0,
                "-o", tmp_path / "s.json", "-q")  # fmt: skip
-    subject = Subject.of(open_model(str(other)), FP8, load_calibration(work / "c.safetensors"))
+    subject = MeasuredModel.of(
+        open_model(str(other)), FP8, load_calibration(work / "c.safetensors")
+    )
     with pytest.raises(ArtefactError, match="had other weights or is not in this model"):
         changed = replace(load_sensitivity(work / "s.json").layers[0], digest="0")
         subject.refuse_others(made([changed]))
@@ -922,8 +929,10 @@ def test_calibration_of_other_weights_is_refused(work, tmp_path):
 
 def test_smoothing_is_refused(work, pipeline_dir):
     smooth = Recipe(name="t", smooth=0.5)
-    with pytest.raises(RecipeError, match="smooth: sensitivity measures layers without it"):
-        Subject.of(open_model(str(pipeline_dir)), smooth, load_calibration(work / "c.safetensors"))
+    with pytest.raises(RecipeError, match="smooth: sensitivity cannot measure it"):
+        MeasuredModel.of(
+            open_model(str(pipeline_dir)), smooth, load_calibration(work / "c.safetensors")
+        )
 
 
 def test_recipe_with_a_budget_is_built_whole(work, pipeline_dir, tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayerStatistics,
-    Provenance,
     load_calibration,
     save_calibration,
 )
@@ -21,18 +21,18 @@ from quantkit.cli.pack import pack as pack_command
 from quantkit.cli.permute import permute as command
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, RecipeError
+from quantkit.models.channel_couplings import RULES, Coupling, find_couplings
 from quantkit.models.layers import list_layers
-from quantkit.models.permutable import RULES, Coupling, find_couplings
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, choose_mask
-from quantkit.numerics.permutation import _Search, kept_share, search_permutation
+from quantkit.numerics.permutation_search import _Search, kept_share, search_permutation
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
-from quantkit.sparsity import permute
+from quantkit.sparsity import channel_permutation
+from quantkit.sparsity.channel_permutation import attention_heads, choose_permutations, moves_of
 from quantkit.sparsity.choose import LayerInputs, choose_masks
 from quantkit.sparsity.maskfile import load_masks
-from quantkit.sparsity.permute import attention_heads, choose_permutations, moves_of
 from quantkit.storage.digest import sha256_of
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
@@ -77,7 +77,9 @@ def unet(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch):
     """Search briefly: what is tested here holds for any length."""
-    monkeypatch.setattr(permute, "search_permutation", partial(search_permutation, work=1e6))
+    monkeypatch.setattr(
+        channel_permutation, "search_permutation", partial(search_permutation, work=1e6)
+    )
 
 
 def invoke(*arguments):
@@ -189,7 +191,7 @@ def test_the_loss_of_a_coupling_is_the_mean_over_its_consumers(powers, before, a
     size = len(powers[0])
     coupling = Coupling((), (), channels=size, block=size, start=0)
     shares = [torch.tensor([power]) / sum(power) for power in powers]
-    found = permute._search(coupling, shares, TWO_OF_FOUR, seed=0)
+    found = channel_permutation._search(coupling, shares, TWO_OF_FOUR, seed=0)
     assert (found.lost_before, found.lost_after) == pytest.approx((before, after))
 
 
@@ -202,7 +204,7 @@ def test_the_power_of_what_moves_sums_to_one(tmp_path, start, channels):
     (layer,) = list_layers(component)
     coupling = Coupling((), (layer,), channels, block=channels, start=start)
     inputs = LayerInputs.of(component, None, None, update=False)
-    found = permute._power(layer, coupling, "magnitude", inputs)
+    found = channel_permutation._power(layer, coupling, "magnitude", inputs)
     part = weight[:, start : start + channels].square()
     torch.testing.assert_close(found, part / part.sum())
 
@@ -468,7 +470,9 @@ def test_layers_that_stay_dense_are_not_permuted(unet):
 def test_groups_that_do_not_fit_a_head_are_left_alone(unet, monkeypatch):
     # Groups of 64 have 4096 exchanges a pair: who is asked counts here, not the answer.
     monkeypatch.setattr(
-        permute, "search_permutation", lambda power, *_, **__: torch.arange(power.shape[1])
+        channel_permutation,
+        "search_permutation",
+        lambda power, *_, **__: torch.arange(power.shape[1]),
     )
     recipe = with_sparsity(pattern="8:64")
     found = choose_permutations(
@@ -494,7 +498,9 @@ def calibration_of(model, inputs):
         for name, x in inputs.items()
     }
     component = model.components[0].name
-    provenance = Provenance({component: digests}, "t", 1, "", 1, None, 0, {component: [1]}, {})
+    provenance = CalibrationProvenance(
+        {component: digests}, "t", 1, "", 1, None, 0, {component: [1]}, {}
+    )
     return Calibration({component: statistics}, (), provenance)
 
 
@@ -597,7 +603,7 @@ def test_sparsify_permutes_as_before_and_hints(unet, tmp_path):
     [
         (["--recover", "distill"], "permute first, .* with --recover distill"),
         (["--hessians", "h"], "--permute with --hessians"),
-        (["--minutes", "1"], "minutes: belongs to a recovery"),
+        (["--minutes", "1"], "minutes: a setting of recovery"),
     ],
 )
 def test_sparsify_permute_refuses_what_it_did(unet, tmp_path, arguments, words):
@@ -607,7 +613,7 @@ def test_sparsify_permute_refuses_what_it_did(unet, tmp_path, arguments, words):
 
 
 def test_sparsegpt_cannot_be_permuted_for(unet):
-    with pytest.raises(RecipeError, match="permute for magnitude or wanda"):
+    with pytest.raises(RecipeError, match="permute with magnitude or wanda"):
         choose_permutations(
             unet.components[0], with_sparsity(method="sparsegpt"), None,
             device=CPU, seed=0, progress=silent,
@@ -620,7 +626,7 @@ def test_outputs_that_cannot_be_are_refused(unet, calibrated, tmp_path):
     (tmp_path / "there.calibration.safetensors").touch()
     with pytest.raises(OutputError, match="exists"):
         invoke(unet.path, "-c", calibrated[0], "-o", tmp_path / "there")
-    with pytest.raises(OutputError, match="the calibration goes there"):
+    with pytest.raises(OutputError, match="the calibration is written there"):
         invoke(
             unet.path, "-c", calibrated[0], "-o", tmp_path / "x",
             "--masks-output", tmp_path / "x.calibration.safetensors",
@@ -652,7 +658,7 @@ def test_nan_is_refused_and_named(tmp_path, end):
 def test_a_model_of_two_denoisers_is_refused(unet, tmp_path):
     from dataclasses import replace
 
-    from quantkit.recovery.permuting import only_component
+    from quantkit.recovery.permuted_model import only_component
 
-    with pytest.raises(ModelError, match="pass one's directory"):
+    with pytest.raises(ModelError, match="pass the directory of one"):
         only_component(replace(unet, components=unet.components * 2))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayerStatistics,
-    Provenance,
     save_calibration,
 )
 from quantkit.cli.sparsify import sparsify as sparsify_command
@@ -67,7 +67,7 @@ def calibration_of(model, inputs):
     layers = {layer.name: layer for layer in list_layers(model.components[0])}
     digests = {name: sha256_of(layers[name].shard, layers[name].weight) for name in inputs}
     statistics = {name: statistics_of(x) for name, x in inputs.items()}
-    provenance = Provenance({"": digests}, "t", 1, "", 1, None, 0, {"": [1]}, {})
+    provenance = CalibrationProvenance({"": digests}, "t", 1, "", 1, None, 0, {"": [1]}, {})
     return Calibration({"": statistics}, (), provenance)
 
 

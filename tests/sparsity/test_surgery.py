@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from quantkit.calibration.heldout import HeldRows
+from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.smoothing import smooth_factor
@@ -29,10 +29,10 @@ from quantkit.packing.gptq import Rounding
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.surgery import UpdatedTensors
+from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
-from quantkit.sparsity.surgery import Surgeon, lost_share, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, lost_share, settle_layer
 from quantkit.storage.digest import sha256_of
 from tests.support.pipelines import tiny_pipeline
 
@@ -367,7 +367,7 @@ def test_gptq_of_a_layer_without_moments_is_refused(model, known, tmp_path):
 
 def test_sparsegpt_masks_alone_are_refused(model, surgeon, tmp_path):
     masks = choose_masks(model, recipe_with(), None, surgeon=surgeon, progress=silent)
-    with pytest.raises(RecipeError, match="counts on updates of the kept weights"):
+    with pytest.raises(RecipeError, match="updates the kept weights too"):
         packed_with(model, tmp_path / "p", Recipe(name="t"), masks=masks)
 
 
@@ -451,11 +451,11 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
 @pytest.mark.parametrize(
     ("method", "more", "words"),
     [
-        ("obs", (), "hessians: none, and obs computes with second moments"),
-        ("obs", ("--hessians", "H"), "masks: none, and obs works on masked layers"),
-        ("obs", ("--hessians", "H", "--steps", "3"), "steps: belongs to another recovery"),
-        ("obs", ("--hessians", "H", "--prompts", "p"), "prompts: belong to another recovery"),
-        ("distill", ("--hessians", "H"), "hessians: belong to another recovery"),
+        ("obs", (), "hessians: missing, and method obs needs second moments"),
+        ("obs", ("--hessians", "H"), "masks: missing, and method obs needs them"),
+        ("obs", ("--hessians", "H", "--steps", "3"), "steps: method obs does not use it"),
+        ("obs", ("--hessians", "H", "--prompts", "p"), "prompts: method obs does not use them"),
+        ("distill", ("--hessians", "H"), "hessians: method distill does not use them"),
     ],
 )
 def test_what_a_recovery_does_not_take_is_refused(pipeline, tmp_path, method, more, words):
@@ -480,7 +480,7 @@ def test_what_choosing_left_is_what_would_be_computed_again(
         model, recipe_with(method), None, surgeon=leaving, update=True, progress=silent
     )
     again = updated_by(model, masks, Surgeon(known[0], CPU))
-    monkeypatch.setattr("quantkit.recovery.surgery.settle_layer", None)
+    monkeypatch.setattr("quantkit.recovery.obs_update.settle_layer", None)
     left = updated_by(model, masks, leaving)
     assert left.keys() == again.keys()
     assert all(torch.equal(left[name], again[name]) for name in again)
@@ -517,9 +517,13 @@ def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (["--recover", "obs", "--minutes", "1"], RecipeError, "minutes: belongs to"),
+        (
+            ["--recover", "obs", "--minutes", "1"],
+            RecipeError,
+            "minutes: method obs does not use it",
+        ),
         (["--recover", "obs"], RecipeError, "with updates needs second moments"),
-        (["--hessians", "nowhere"], ArtefactError, "no directory of hessians"),
+        (["--hessians", "nowhere"], ArtefactError, "not a directory of hessians"),
     ],
     ids=["option", "no-moments", "no-directory"],
 )

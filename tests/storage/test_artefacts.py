@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.average import RATE
 from quantkit.calibration.hessian import HessianIndex, create_hessians, load_hessians
 from quantkit.calibration.histogram import BINS
-from quantkit.calibration.partial import Halfway, Kept
+from quantkit.calibration.moving_average import RATE
+from quantkit.calibration.resume import PartialFile, PartialSums
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
     Calibration,
+    CalibrationProvenance,
     LayerStatistics,
-    Provenance,
     load_calibration,
     save_calibration,
 )
@@ -96,7 +96,9 @@ def statistics():
 
 
 def calibration(path):
-    about = Provenance({"unet": {"a": "0"}}, "r", 1, "0", 2, None, 0, {"unet": [1, 1]}, {"t": "1"})
+    about = CalibrationProvenance(
+        {"unet": {"a": "0"}}, "r", 1, "0", 2, None, 0, {"unet": [1, 1]}, {"t": "1"}
+    )
     found = Calibration({"unet": {"a": statistics()}}, (500.0,), about)
     save_calibration(found, path, force=True)
     return lambda: load_calibration(path)
@@ -125,8 +127,8 @@ def sums():
 
 
 def kept(path):
-    found = Kept(path.with_name("c"), ALONE, {"steps": 2, "model": "0" * 64})
-    found.write(Halfway({"unet": {"a": sums()}}, (500.0,), {"unet": [1, 1]}, 1))
+    found = PartialFile(path.with_name("c"), ALONE, {"steps": 2, "model": "0" * 64})
+    found.write(PartialSums({"unet": {"a": sums()}}, (500.0,), {"unet": [1, 1]}, 1))
     found.path.replace(path)
     found.path.symlink_to(path)
     return found.read
@@ -214,7 +216,9 @@ def test_names_that_are_none(tmp_path, make, kind, newest, name):
 
 
 def sensitivity(path):
-    provenance = result.Provenance("m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"})
+    provenance = result.SensitivityProvenance(
+        "m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"}
+    )
     outcomes = {name: result.Outcome(0.1, 8, 0.1) for name in ("16-bit", "e4m3fn-token")}
     layer = result.LayerSensitivity(
         "a", "linear", (16, 16), "0", 2.0, outcomes, result.Measured("e4m3fn-token", 0.1)

@@ -64,7 +64,7 @@ def test_existing_output_is_refused_without_force(tmp_path, stage):
     output = tmp_path / "out"
     output.mkdir()
     with (
-        pytest.raises(OutputError, match=r"out: exists already; replace it by force"),
+        pytest.raises(OutputError, match=r"out: exists already; set force to replace it"),
         stage(output, force=False),
     ):
         pass

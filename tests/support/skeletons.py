@@ -28,5 +28,5 @@ def of_files(config):
 
 def install(monkeypatch):
     """Let every config.json describe what lies beside it."""
-    for module in ("packing.finishing", "checkpoint.verification"):
+    for module in ("packing.final_checks", "checkpoint.verification"):
         monkeypatch.setattr(f"quantkit.{module}.read_skeleton", of_files)

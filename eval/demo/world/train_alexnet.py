@@ -17,9 +17,9 @@ from .alexnet import (
 from .render import draw_pictures
 from .scenes import COLOURS, FILLS, PATTERNS, RELATIONS, SIZES, Scenes, draw_scenes, order_scenes
 from .shapes import SHAPES
-from .train_common import HELD_OUT_SEED, Options, Plan, frozen, train
+from .train_common import HELD_OUT_SEED, Options, TrainingPlan, frozen, train
 
-PLAN = Plan(steps=2500, batch=1024, rate=1e-3, warm_up=100)
+PLAN = TrainingPlan(steps=2500, batch=1024, rate=1e-3, warm_up=100)
 #: What two unrelated pictures are apart: the level that LPIPS shows on unrelated photographs.
 _UNRELATED = 0.7
 #: Cells along each side that the classifier sees of the last tap: it must know left from right.

@@ -13,9 +13,9 @@ from .models import IMAGE_PROCESSOR, build_clip
 from .render import render
 from .scenes import Scenes, draw_distinct_scenes, draw_scenes, vary_scenes
 from .tokens import CaptionEncoder, write_tokenizer
-from .train_common import HELD_OUT_SEED, Options, Plan, frozen, train
+from .train_common import HELD_OUT_SEED, Options, TrainingPlan, frozen, train
 
-PLAN = Plan(steps=2000, batch=2048, rate=1e-3, warm_up=200, decay=0.1, momentum=(0.9, 0.98))
+PLAN = TrainingPlan(steps=2000, batch=2048, rate=1e-3, warm_up=200, decay=0.1, momentum=(0.9, 0.98))
 #: A quarter of a batch differs from another quarter in one word each, or colours would do.
 _NEAR_MISSES = 0.25
 

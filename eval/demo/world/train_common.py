@@ -21,7 +21,7 @@ HELD_OUT_SEED, PROMPT_SEED = 7_000_001, 7_000_002
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long and how fast one model is trained with AdamW and a cosine schedule."""
 
     steps: int
@@ -44,7 +44,7 @@ class Options:
     compiled: bool  #: whether models and pictures go through torch.compile
     seed: int
 
-    def fit_plan(self, plan: Plan) -> Plan:
+    def fit_plan(self, plan: TrainingPlan) -> TrainingPlan:
         """Return the plan cut down to this run's share, at least 2 steps of 8 pictures."""
         return replace(
             plan,
@@ -71,7 +71,7 @@ def train(
     name: str,
     model: nn.Module,
     draw_loss: Callable[[], Tensor],
-    plan: Plan,
+    plan: TrainingPlan,
     device: torch.device,
 ) -> None:
     """Train a model in place and leave it with the moving average of its weights.
@@ -113,7 +113,7 @@ def train(
             value.copy_(mean)
 
 
-def _schedule(step: int, plan: Plan) -> float:
+def _schedule(step: int, plan: TrainingPlan) -> float:
     warm = min(1.0, (step + 1) / max(1, plan.warm_up))
     return warm * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
 

@@ -10,10 +10,10 @@ from torch.nn import functional
 from .models import LATENT_CHANNELS, LATENT_SIDE, build_scheduler, build_unet
 from .scenes import draw_scenes
 from .tokens import MAX_LENGTH, CaptionEncoder
-from .train_common import HELD_OUT_SEED, Options, Plan, frozen, train
+from .train_common import HELD_OUT_SEED, Options, TrainingPlan, frozen, train
 from .train_vae import load_vae
 
-PLAN = Plan(steps=9500, batch=512, rate=4e-4, warm_up=500, momentum=(0.9, 0.99))
+PLAN = TrainingPlan(steps=9500, batch=512, rate=4e-4, warm_up=500, momentum=(0.9, 0.99))
 #: Pictures whose latents are computed once and drawn from: each is seen about seven times, every
 #: time with new noise, at a tenth of the cost of encoding a new one.
 _BANK = 655_360

@@ -9,9 +9,9 @@ from torch import Generator, Tensor
 from .models import build_vae
 from .render import draw_pictures
 from .scenes import draw_scenes
-from .train_common import HELD_OUT_SEED, Options, Plan, frozen, train
+from .train_common import HELD_OUT_SEED, Options, TrainingPlan, frozen, train
 
-PLAN = Plan(steps=3800, batch=256, rate=1e-3, warm_up=200, momentum=(0.9, 0.99))
+PLAN = TrainingPlan(steps=3800, batch=256, rate=1e-3, warm_up=200, momentum=(0.9, 0.99))
 #: Weight of the KL term per latent number: enough to keep latents near unit scale, no more.
 _KL = 1e-4
 _SQUARED, _EDGES = 2.0, 0.25

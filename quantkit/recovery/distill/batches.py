@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from quantkit.recovery.calls import Chunk, Template
-from quantkit.recovery.distill.bank import Teacher
-from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.denoiser_calls import Chunk, Template
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.trajectories import Teacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Calls:
 
 
 def sample_chunks(
-    teacher: Teacher, settings: Settings, steps: Sequence[int], late: Callable[[], bool]
+    teacher: Teacher, settings: DistillSettings, steps: Sequence[int], late: Callable[[], bool]
 ) -> list[Chunk]:
     """Let the teacher denoise its prompts.
 

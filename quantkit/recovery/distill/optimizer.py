@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from quantkit.recovery.distill.ranks import Ranks
-from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.distill.distributed import Ranks
+from quantkit.recovery.distill.settings import DistillSettings
 
 BETAS = (0.9, 0.99)
 EPSILON = 1e-8
@@ -51,7 +51,11 @@ class Resident:
     """AdamW over float32 parameters; all on the student's device."""
 
     def __init__(
-        self, student: nn.Module, masks: Mapping[str, Tensor], settings: Settings, ranks: Ranks
+        self,
+        student: nn.Module,
+        masks: Mapping[str, Tensor],
+        settings: DistillSettings,
+        ranks: Ranks,
     ) -> None:
         """Mask the parameters, which are changed in place.
 
@@ -143,7 +147,7 @@ class Offloaded:
         student: nn.Module,
         source: nn.Module,
         masks: Mapping[str, Tensor],
-        settings: Settings,
+        settings: DistillSettings,
         ranks: Ranks,
     ) -> None:
         """Take float32 copies of the parameters.

@@ -17,22 +17,22 @@ from quantkit.numerics.packing import from_rows
 from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.distill.bank import Teacher
+from quantkit.recovery.distill.distributed import Ranks, joined, own_device
+from quantkit.recovery.distill.early_stopping import TrainingProgress
 from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
-from quantkit.recovery.distill.previews import PictureWatcher, hold_out
-from quantkit.recovery.distill.progress import Point
-from quantkit.recovery.distill.ranks import Ranks, joined, own_device
-from quantkit.recovery.distill.saving import Checkpoint, identify
-from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.distill.resume import Checkpoint, identify
+from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.training import Trainer
-from quantkit.recovery.fakequant import install, plan_quants
-from quantkit.recovery.straight_through import LayerQuant
+from quantkit.recovery.distill.trajectories import Teacher
+from quantkit.recovery.distill.validation import PictureWatcher, hold_out
+from quantkit.recovery.fake_quant import install, plan_quants
+from quantkit.recovery.straight_through_estimator import LayerQuant
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 from quantkit.storage.digest import sha256_of
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class RecoveryTask:
     """What is trained, and for what."""
 
     #: a pipeline with one denoiser
@@ -66,7 +66,7 @@ class Recovered:
     #: parameter name -> float32 on the CPU; exactly zero where a mask does not keep
     weights: Mapping[str, Tensor]
     #: the loss on the way
-    points: tuple[Point, ...]
+    points: tuple[TrainingProgress, ...]
     #: sampled from the teacher, by all processes
     trajectories: int
     #: seconds of looks, saving and refilling, which the points leave out
@@ -75,18 +75,18 @@ class Recovered:
     writes: bool = True
 
 
-def ignore(point: Point) -> None:
+def ignore(point: TrainingProgress) -> None:
     """Watch nothing."""
     del point
 
 
 @quiet_libraries()
 def recover(
-    task: Task,
-    settings: Settings,
+    task: RecoveryTask,
+    settings: DistillSettings,
     *,
     progress: Progress,
-    watch: Callable[[Point], None] = ignore,
+    watch: Callable[[TrainingProgress], None] = ignore,
     keeping: Keeping | None = None,
 ) -> Recovered:
     """Train the denoiser of a pipeline on the dense one's own trajectories.
@@ -118,9 +118,7 @@ def recover(
     quants = _quants(task, component, kept)
     target = own_device(choose_device(task.device))
     if settings.offload and target.type == "cpu":
-        raise RecipeError(
-            "offload: moves states from a GPU, and this is the CPU; drop it", fields=("offload",)
-        )
+        raise RecipeError("offload: needs a GPU, and this is the CPU; drop it", fields=("offload",))
     with joined(target) as ranks:
         recruit = _Recruit(task, component, kept, quants, settings)
         return recruit.train(target, ranks, progress, watch, keeping)
@@ -130,18 +128,18 @@ def recover(
 class _Recruit:
     """A checked task."""
 
-    task: Task
+    task: RecoveryTask
     component: Component
     kept: list[tuple[Layer, LayerMask]]
     quants: dict[str, LayerQuant]
-    settings: Settings
+    settings: DistillSettings
 
     def train(
         self,
         device: torch.device,
         ranks: Ranks,
         progress: Progress,
-        watch: Callable[[Point], None],
+        watch: Callable[[TrainingProgress], None],
         keeping: Keeping | None,
     ) -> Recovered:
         prompts, watched = hold_out(self.task.prompts, self.settings.watched)
@@ -156,7 +154,7 @@ class _Recruit:
             trainer = Trainer(student, stepper, teacher, self.settings, ranks)
             saver = self._keep(trainer, keeping, ranks)
 
-            def report(point: Point) -> None:
+            def report(point: TrainingProgress) -> None:
                 progress("recovering", round(100 * point.fraction), 100)
                 watch(point)
 
@@ -210,7 +208,7 @@ class _Recruit:
 
 
 def _quants(
-    task: Task, component: Component, kept: Sequence[tuple[Layer, LayerMask]]
+    task: RecoveryTask, component: Component, kept: Sequence[tuple[Layer, LayerMask]]
 ) -> dict[str, LayerQuant]:
     """Return the layers that compute as packed.
 
@@ -220,7 +218,8 @@ def _quants(
     if task.quantize is None:
         if not kept:
             raise ArtefactError(
-                "masks: no layer is masked, and none is quantized, so there is nothing to recover"
+                "masks: no layer is masked, and none is quantized, so there is nothing to "
+                "recover; give masks, or quantize"
             )
         return {}
     return plan_quants(component, task.quantize, {layer.name for layer, _ in kept})
@@ -234,11 +233,15 @@ def only_denoiser(model: Model) -> Component:
     """
     if not model.is_pipeline:
         raise ModelError(
-            f"{model.path}: one component; recovery runs the whole pipeline, pass its directory"
+            f"{model.path}: a component alone, and recovery runs the whole pipeline; pass the "
+            "pipeline's directory"
         )
     if len(model.components) != 1:
         names = ", ".join(component.name for component in model.components)
-        raise ModelError(f"{model.path}: found the denoisers {names}; recovery trains one")
+        raise ModelError(
+            f"{model.path}: found the denoisers {names}, and recovery can only train a pipeline "
+            "with one"
+        )
     return model.components[0]
 
 
@@ -252,7 +255,9 @@ def masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, Lay
     layers = {layer.name: layer for layer in list_layers(component)}
     for name, mask in chosen.items():
         if name not in layers:
-            raise ArtefactError(f"masks: {name} is no layer of {component.path}; choose them again")
+            raise ArtefactError(
+                f"masks: {name} is not a layer of {component.path}; choose masks for this model"
+            )
         digest = sha256_of(layers[name].shard, layers[name].weight)
         if digest != mask.source_digest:
             raise ArtefactError(
@@ -266,4 +271,6 @@ def _refuse_unknown(student: nn.Module, masks: Sequence[str], component: Compone
     names = {name for name, _ in student.named_parameters()}
     for name in masks:
         if name not in names:
-            raise ModelError(f"{component.path}: diffusers builds no parameter {name}")
+            raise ModelError(
+                f"{component.path}: the model that diffusers builds has no parameter {name}"
+            )

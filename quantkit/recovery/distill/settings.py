@@ -20,7 +20,7 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class DistillSettings:
     """How long, how fast, and on which trajectories of the teacher the student is trained."""
 
     #: training steps; None: the time decides
@@ -69,14 +69,15 @@ class Settings:
             RecipeError: no end, or a number out of range.
         """
         if self.steps is None and self.seconds is None:
-            raise RecipeError("recovery: neither steps nor seconds is set; set one of both")
+            raise RecipeError("recovery: neither steps nor seconds is set; set at least one")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RecipeError(f"recovery: {name} {value}, wanted at least 1")
         if self.patience is not None and self.watch_every is None:
             raise RecipeError(
-                "recovery: patience without watch_every, so nothing could run out; set watch_every"
+                "recovery: patience counts comparisons of pictures, and watch_every, which makes "
+                "them, is not set; set it"
             )
         if self.seconds is not None and not self.seconds > 0:
             raise RecipeError(f"recovery: seconds {self.seconds:g}, wanted more than 0")

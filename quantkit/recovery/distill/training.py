@@ -10,12 +10,17 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from quantkit.errors import NonFiniteError, QuantkitError
-from quantkit.recovery.calls import Chunk, Template
-from quantkit.recovery.distill.bank import Bank, Teacher
+from quantkit.recovery.denoiser_calls import Chunk, Template
+from quantkit.recovery.distill.distributed import Ranks
+from quantkit.recovery.distill.early_stopping import (
+    Clock,
+    EarlyStopping,
+    TrainingProgress,
+    ValidationScore,
+)
 from quantkit.recovery.distill.optimizer import Stepper
-from quantkit.recovery.distill.progress import Clock, Look, Patience, Point
-from quantkit.recovery.distill.ranks import Ranks
-from quantkit.recovery.distill.settings import Settings
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 
 #: Steps after which the loss is read, which waits for the device.
 READ_EVERY = 25
@@ -24,7 +29,7 @@ READ_EVERY = 25
 class Watcher(Protocol):
     """What looks at a student now and then."""
 
-    def look(self, average: dict[str, Tensor]) -> Look:
+    def look(self, average: dict[str, Tensor]) -> ValidationScore:
         """Measure the denoiser of these weights."""
 
 
@@ -38,7 +43,7 @@ class Saver(Protocol):
         """Keep it."""
 
 
-class _Call(nn.Module):
+class _StudentCall(nn.Module):
     """The student as a function of rows."""
 
     def __init__(self, denoiser: nn.Module, template: Template) -> None:
@@ -59,7 +64,7 @@ class Trainer:
         student: nn.Module,
         stepper: Stepper,
         teacher: Teacher,
-        settings: Settings,
+        settings: DistillSettings,
         ranks: Ranks | None = None,
     ) -> None:
         """Prepare the training.
@@ -77,18 +82,18 @@ class Trainer:
         #: steps done
         self.step = 0
         #: the loss on the way
-        self.points: list[Point] = []
+        self.points: list[TrainingProgress] = []
         #: trajectory batches that the bank was given, and the first of those that it holds
         self.chunks = self.oldest = 0
         self._student = student
         self._device = next(student.parameters()).device
         self._settings = settings
         self._ranks = ranks or Ranks()
-        self._patience = Patience(settings.patience)
+        self._patience = EarlyStopping(settings.patience)
 
     def run(
         self,
-        watch: Callable[[Point], None],
+        watch: Callable[[TrainingProgress], None],
         watcher: Watcher | None = None,
         saver: Saver | None = None,
     ) -> dict[str, Tensor]:
@@ -120,10 +125,13 @@ class Trainer:
         return self._patience.best or self.stepper.average
 
     def _run(
-        self, watch: Callable[[Point], None], watcher: Watcher | None, saver: Saver | None
+        self,
+        watch: Callable[[TrainingProgress], None],
+        watcher: Watcher | None,
+        saver: Saver | None,
     ) -> None:
-        bank = self._refill() if self.chunks else self._fill()
-        call = self._make_call(bank)
+        store = self._refill() if self.chunks else self._fill()
+        call = self._make_call(store)
         losses: list[Tensor] = []
         while True:
             fraction = self._ranks.agree(self._fraction())
@@ -131,9 +139,9 @@ class Trainer:
             if fraction >= 1 and self.step:
                 break
             if self.step and self.step % self._settings.refresh == 0:
-                bank.put(self._sample())
-                self.oldest = max(self.oldest, self.chunks - bank.capacity)
-            losses.append(self._train(call, bank, fraction))
+                store.put(self._sample())
+                self.oldest = max(self.oldest, self.chunks - store.capacity)
+            losses.append(self._train(call, store, fraction))
             self.step += 1
             # The same in all processes: they average what is read.
             looking = self._look_is_due()
@@ -163,44 +171,44 @@ class Trainer:
     def _sampling_batch(self) -> int:
         return min(self._settings.sampling_batch, self._settings.trajectories)
 
-    def _fill(self) -> Bank:
+    def _fill(self) -> TrajectoryStore:
         """Sample until the bank is full, or a fifth of the time is over."""
         limit = self._settings.seconds
         with self.teacher.awake():
-            bank = self._new_bank(self._sample())
-            for _ in range(bank.capacity - 1):
+            store = self._new_store(self._sample())
+            for _ in range(store.capacity - 1):
                 late = limit is not None and self.clock.elapsed > limit / 5
                 if self._ranks.agree(float(late)):
                     break
-                bank.put(self._sample())
-        return bank
+                store.put(self._sample())
+        return store
 
-    def _refill(self) -> Bank:
+    def _refill(self) -> TrajectoryStore:
         """Sample again what the bank held when the training was saved."""
         wanted, self.chunks = self.chunks, self.oldest
         self.teacher.go_to(self.oldest, self._sampling_batch)
         with self.clock.paused(), self.teacher.awake():
-            bank = self._new_bank(self._sample())
+            store = self._new_store(self._sample())
             while self.chunks < wanted:
-                bank.put(self._sample())
-        return bank
+                store.put(self._sample())
+        return store
 
-    def _new_bank(self, first: Chunk) -> Bank:
+    def _new_store(self, first: Chunk) -> TrajectoryStore:
         device = torch.device("cpu") if self._settings.offload else self._device
-        return Bank(first, self._capacity(first), device, put=self.oldest)
+        return TrajectoryStore(first, self._capacity(first), device, put=self.oldest)
 
     def _capacity(self, first: Chunk) -> int:
         wanted = -(-self._settings.trajectories // self._sampling_batch)
         return max(1, min(wanted, self._settings.bank_bytes // first.nbytes))
 
-    def _make_call(self, bank: Bank) -> Callable[..., Tensor]:
-        call = _Call(self._student, bank.template)
+    def _make_call(self, store: TrajectoryStore) -> Callable[..., Tensor]:
+        call = _StudentCall(self._student, store.template)
         settings = self._settings
         if self._device.type != "cuda" or not settings.graphs:
             return call
         if settings.checkpointing or settings.offload:
             return call
-        rows = self._floats(bank.draw(settings.batch, self._generator(bank))[0])
+        rows = self._floats(store.draw(settings.batch, self._generator(store))[0])
         with self._autocast():
             graphed: Any = torch.cuda.make_graphed_callables(
                 call, tuple(rows), allow_unused_input=True
@@ -208,11 +216,11 @@ class Trainer:
         replay: Callable[..., Tensor] = graphed
         return replay
 
-    def _generator(self, bank: Bank) -> Generator:
+    def _generator(self, store: TrajectoryStore) -> Generator:
         """Return the generator of this step: of the step alone, so that no state is to be kept."""
         ranks = self._ranks
         seed = self._settings.seed * 1_000_003 + self.step * ranks.world + ranks.rank
-        return Generator(bank.device).manual_seed(seed)
+        return Generator(store.device).manual_seed(seed)
 
     def _autocast(self) -> torch.autocast:
         # Without its cache, because casts that are cached outside of a graph are lost to it.
@@ -221,9 +229,11 @@ class Trainer:
             self._device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False
         )
 
-    def _train(self, call: Callable[..., Tensor], bank: Bank, fraction: float) -> Tensor:
+    def _train(
+        self, call: Callable[..., Tensor], store: TrajectoryStore, fraction: float
+    ) -> Tensor:
         """Take one step and return its loss, without waiting for the device."""
-        rows, wanted = bank.draw(self._settings.batch, self._generator(bank))
+        rows, wanted = store.draw(self._settings.batch, self._generator(store))
         # A young average forgets faster, or it would remember the weights of one shot.
         decay = min(self._settings.average, (1 + self.step) / (10 + self.step))
         self.stepper.begin(self._settings.rate * self._schedule(fraction), decay)
@@ -263,7 +273,7 @@ class Trainer:
                 look = watcher.look(self.stepper.average)
                 self._patience.see(look, self.stepper.average)
         fraction = min(1.0, self._fraction())
-        self.points.append(Point(self.step, loss, seconds, fraction, look))
+        self.points.append(TrainingProgress(self.step, loss, seconds, fraction, look))
 
     def _floats(self, rows: list[Tensor]) -> list[Tensor]:
         moved = [value.to(self._device) for value in rows]

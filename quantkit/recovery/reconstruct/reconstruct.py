@@ -20,18 +20,24 @@ from quantkit.models.source import Component
 from quantkit.numerics.packing import from_rows
 from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
 from quantkit.progress import Progress
-from quantkit.recovery.distill.bank import Teacher
 from quantkit.recovery.distill.batches import Calls, draw_calls, sample_chunks
-from quantkit.recovery.distill.progress import Clock, Point
-from quantkit.recovery.distill.ranks import world_size
-from quantkit.recovery.distill.recover import Keeping, Recovered, Task, masked_layers, only_denoiser
-from quantkit.recovery.distill.saving import identify
-from quantkit.recovery.distill.settings import Settings
-from quantkit.recovery.reconstruct.blockfile import BlockFile, Kept, Rebuilt
-from quantkit.recovery.reconstruct.fitting import Fitting
-from quantkit.recovery.reconstruct.refining import Student, Tuning
-from quantkit.recovery.reconstruct.run import Pass
-from quantkit.recovery.reconstruct.schedule import Pace
+from quantkit.recovery.distill.distributed import world_size
+from quantkit.recovery.distill.early_stopping import Clock, TrainingProgress
+from quantkit.recovery.distill.recover import (
+    Keeping,
+    Recovered,
+    RecoveryTask,
+    masked_layers,
+    only_denoiser,
+)
+from quantkit.recovery.distill.resume import identify
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.trajectories import Teacher
+from quantkit.recovery.reconstruct.block_file import BlockFile, ReconstructedBlock, SavedBlocks
+from quantkit.recovery.reconstruct.block_finetuning import Student, Tuning
+from quantkit.recovery.reconstruct.blockwise_pass import Pass
+from quantkit.recovery.reconstruct.layer_fit import Fitting
+from quantkit.recovery.reconstruct.time_budget import TimeBudget
 from quantkit.sparsity.maskfile import LayerMask
 
 #: Denoising steps of a trajectory. Many short ones beat few long ones: what is scarce on a CPU is
@@ -50,20 +56,20 @@ _PASSES = 4
 _FEWEST_CALLS = 32
 
 
-def ignore(rebuilt: Rebuilt) -> None:
+def ignore(rebuilt: ReconstructedBlock) -> None:
     """Watch nothing."""
     del rebuilt
 
 
 @quiet_libraries()
 def reconstruct(
-    task: Task,
-    settings: Settings,
+    task: RecoveryTask,
+    settings: DistillSettings,
     *,
     progress: Progress,
     start: Mapping[str, Tensor] | None = None,
     schedules: Sequence[int] = SCHEDULES,
-    watch: Callable[[Rebuilt], None] = ignore,
+    watch: Callable[[ReconstructedBlock], None] = ignore,
     keeping: Keeping | None = None,
 ) -> Recovered:
     """Reconstruct the masked layers of a pipeline's denoiser, in one pass over its blocks.
@@ -99,7 +105,7 @@ def reconstruct(
     teacher = Teacher(pipe, denoiser, task.prompts, settings)
     clock = Clock()
 
-    def report(rebuilt: Rebuilt, done: int, total: int) -> None:
+    def report(rebuilt: ReconstructedBlock, done: int, total: int) -> None:
         progress("reconstructing blocks", done, total)
         watch(rebuilt)
 
@@ -115,7 +121,9 @@ def reconstruct(
     return Recovered(job.component, weights, points, teacher.made, aside)
 
 
-def _calls(teacher: Teacher, settings: Settings, schedules: Sequence[int], clock: Clock) -> Calls:
+def _calls(
+    teacher: Teacher, settings: DistillSettings, schedules: Sequence[int], clock: Clock
+) -> Calls:
     """Sample, and return as many calls as the time allows to pass."""
     limit = settings.seconds
     began = clock.elapsed
@@ -133,11 +141,11 @@ def _calls(teacher: Teacher, settings: Settings, schedules: Sequence[int], clock
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _Reconstruction:
     """A task that can be done."""
 
-    task: Task
-    settings: Settings
+    task: RecoveryTask
+    settings: DistillSettings
     component: Component
     kept: list[tuple[Layer, LayerMask]]
     start: Mapping[str, Tensor]
@@ -148,9 +156,9 @@ class _Job:
         denoiser: nn.Module,
         calls: Calls,
         clock: Clock,
-        report: Callable[[Rebuilt, int, int], None],
+        report: Callable[[ReconstructedBlock, int, int], None],
         keeping: Keeping | None,
-    ) -> tuple[dict[str, Tensor], tuple[Point, Point], float]:
+    ) -> tuple[dict[str, Tensor], tuple[TrainingProgress, TrainingProgress], float]:
         """Return the tensors, the losses and the seconds that the clock stood still."""
         settings = self.settings
         tuning = Tuning(settings.rate, settings.steps)
@@ -165,16 +173,16 @@ class _Job:
         else:
             before = run.loss(calls.first(_JUDGED))
 
-        def leave(rebuilt: Rebuilt) -> None:
+        def leave(rebuilt: ReconstructedBlock) -> None:
             report(rebuilt, len(run.rebuilt), run.total)
             if file is not None and file.due():
                 blocks = tuple(run.rebuilt.values())
-                file.save(Kept(run.tensors(done=True), blocks, clock.elapsed, before))
+                file.save(SavedBlocks(run.tensors(done=True), blocks, clock.elapsed, before))
 
-        after = run.run(calls, Pace(clock, settings.seconds, run.size), leave)
+        after = run.run(calls, TimeBudget(clock, settings.seconds, run.size), leave)
         points = (
-            Point(0, before, 0.0, 0.0),
-            Point(sum(b.steps for b in run.rebuilt.values()), after, clock.elapsed, 1.0),
+            TrainingProgress(0, before, 0.0, 0.0),
+            TrainingProgress(sum(b.steps for b in run.rebuilt.values()), after, clock.elapsed, 1.0),
         )
         weights = {name: value.cpu() for name, value in run.tensors(done=False).items()}
         return weights, points, clock.paused_for
@@ -207,7 +215,9 @@ def _student(
     try:
         teacher = denoiser.get_submodule(layer.name)
     except AttributeError as error:
-        raise ModelError(f"{layer.name}: diffusers builds no such module") from error
+        raise ModelError(
+            f"{layer.name}: the model that diffusers builds has no such module"
+        ) from error
     _refuse_other(layer.name, teacher)
     copied = copy.deepcopy(teacher).requires_grad_(False)
     for part, value in copied.named_parameters():
@@ -232,21 +242,24 @@ def _refuse_other(name: str, module: nn.Module) -> None:
 
 
 def _check(
-    task: Task, settings: Settings, start: Mapping[str, Tensor], schedules: Sequence[int]
-) -> _Job:
+    task: RecoveryTask,
+    settings: DistillSettings,
+    start: Mapping[str, Tensor],
+    schedules: Sequence[int],
+) -> _Reconstruction:
     if not task.prompts:
         raise PromptError("no prompts, wanted at least one")
     if task.quantize is not None:
         raise RecipeError(
-            "reconstruct: fits in 16 bit, not as packed; drop quantize", fields=("quantize",)
+            "quantize: reconstruct fits layers in 16 bit only; drop it", fields=("quantize",)
         )
     if world_size() > 1:
         raise RecipeError(
-            f"reconstruct: started as {world_size()} processes, but its pass has no parts to "
-            "share; start one, without torchrun"
+            f"reconstruct: runs in one process, and {world_size()} were started; start it without "
+            "torchrun"
         )
     component = only_denoiser(task.model)
     kept = [] if task.masks is None else masked_layers(component, task.masks)
     if not kept:
         raise ArtefactError("masks: no layer is masked, so there is nothing to reconstruct")
-    return _Job(task, settings, component, kept, start, schedules)
+    return _Reconstruction(task, settings, component, kept, start, schedules)

@@ -1,0 +1,108 @@
+"""A pipeline whose layers are observed while it runs over batches of prompts."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from quantkit.calibration.hooks import Collector
+from quantkit.calibration.resume import PartialSums
+from quantkit.errors import QuantkitError
+from quantkit.models.layers import Layer
+from quantkit.models.source import Model
+from quantkit.pipelines.running import Batch, choose_device, load_pipeline, run_batch
+from quantkit.progress import Progress
+from quantkit.recipe.schema import CalibrationRecipe
+
+
+class ObservedPipeline:
+    """The pipeline with its layers observed, until the stack unwinds."""
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Mapping[str, Sequence[Layer]],
+        settings: CalibrationRecipe,
+        device: str,
+        *,
+        batches: int,
+        progress: Progress,
+        stack: ExitStack,
+    ) -> None:
+        """Load the pipeline and begin to listen.
+
+        Args:
+            model: a pipeline.
+            layers: those to observe, by component.
+            settings: how it is run.
+            device: auto, cpu or cuda[:N].
+            batches: that will be run, for the progress.
+            progress: told of denoiser calls.
+            stack: ends the listening.
+
+        Raises:
+            ModelError: diffusers cannot load it, or builds other layers.
+        """
+        self._settings = settings
+        self._pipe = load_pipeline(model, choose_device(device))
+        self._collectors = [
+            Collector(name, getattr(self._pipe, name), found, settings.buckets)
+            for name, found in layers.items()
+        ]
+        #: of the denoiser, in a run that this one goes on with
+        self._earlier, self._batches = 0, 0
+
+        def report(calls: int) -> None:
+            total = batches * len(self._pipe.scheduler.timesteps)
+            progress("denoising", min(calls - self._earlier, total), total)
+
+        for collector in self._collectors:
+            stack.enter_context(collector.attached(self._pipe.scheduler, report))
+
+    def run(self, batch: Batch) -> None:
+        """Run one batch.
+
+        Raises:
+            NonFiniteError: NaN or Inf in an activation.
+            QuantkitError: out of memory.
+        """
+        for collector in self._collectors:
+            collector.begin_batch(batch.seeds)
+        try:
+            run_batch(self._pipe, batch, self._settings)
+        except torch.OutOfMemoryError as error:
+            raise QuantkitError(
+                "out of GPU memory while denoising; take a smaller batch, or the device cpu",
+                fields=("batch", "device"),
+            ) from error
+        for collector in self._collectors:
+            collector.check()
+        self._batches += 1
+
+    def put(self, found: PartialSums) -> None:
+        """Go on from sums that another run had taken, before any batch.
+
+        Raises:
+            LookupError, ValueError: they are of other layers.
+        """
+        for collector in self._collectors:
+            name = collector.name
+            collector.put(found.sums[name], found.calls[name], found.edges)
+        self._batches = found.batches
+        self._earlier = max(map(sum, found.calls.values()))
+
+    def taken(self) -> PartialSums:
+        """Return the sums of all batches so far.
+
+        Raises:
+            ModelError: a bucket saw no call of the denoiser.
+        """
+        for collector in self._collectors:
+            collector.refuse_empty()
+        return PartialSums(
+            {collector.name: collector.taken() for collector in self._collectors},
+            # Denoisers of one pipeline share its scheduler, so the first one's edges are all's.
+            self._collectors[0].edges or (),
+            {collector.name: list(collector.calls) for collector in self._collectors},
+            self._batches,
+        )

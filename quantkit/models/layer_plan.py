@@ -1,0 +1,196 @@
+"""What happens to each layer: the recipe, the family and the layer's shape decide together."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from quantkit.errors import RecipeError, ShapeError
+from quantkit.models.families import Family
+from quantkit.models.layers import Layer, list_layers
+from quantkit.models.skip_connections import concat_boundaries
+from quantkit.models.source import Component
+from quantkit.numerics.formats import find_format
+from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
+from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.recipe.schema import ActivationRecipe, LayerSettings, Recipe
+
+#: K of one dense FP8 matrix instruction, and of one sparse one. Source: RDNA4 ISA (V_WMMA
+#: 16x16x16, V_SWMMAC 16x16x32).
+DENSE_K, SPARSE_K = 16, 32
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one layer."""
+
+    layer: Layer
+    #: None: it stays in 16 bit
+    scheme: Scheme | None
+    #: why it stays in 16 bit, or why it is dense though a mask was asked for; else ""
+    reason: str
+
+
+def plan_layers(
+    component: Component,
+    recipe: Recipe,
+    *,
+    calibrated: bool,
+    masked: Collection[str],
+    edges: tuple[float, ...] = (),
+) -> tuple[LayerPlan, ...]:
+    """Return the treatment of every layer, in the order of the files.
+
+    Args:
+        component: the denoiser.
+        recipe: what is wanted.
+        calibrated: statistics are at hand.
+        masked: module paths that have a mask.
+        edges: the timestep edges of the statistics.
+
+    Raises:
+        RecipeError: static activations or smoothing without statistics, buckets that the
+            statistics do not have, a mask pattern that the packed format does not hold.
+        ShapeError: a group size that does not divide a layer's K (or C).
+    """
+    layers = list_layers(component)
+    split = frozenset(concat_boundaries(component.family, layers) if recipe.split_concat else ())
+    context = _Context(component.family, recipe, calibrated, frozenset(masked), edges, split)
+    return tuple(context.treat(layer) for layer in layers)
+
+
+def kept_reason(layer: Layer, family: Family, recipe: Recipe) -> str | None:
+    """Return why the layer stays in 16 bit, or None when it is packed."""
+    keep = recipe.settings(layer.name).keep
+    if keep is True:
+        return "kept by the recipe"
+    if keep is None and (reason := family.keep_reason(layer.name)):
+        return reason
+    if layer.k % DENSE_K:
+        window = f"{layer.channels} channels x {layer.area} taps, " if layer.area > 1 else ""
+        return f"{window}K {layer.k} is not a multiple of {DENSE_K}, which the kernels need"
+    return None
+
+
+def dense_reason(layer: Layer, pattern: Pattern) -> str | None:
+    """Return why the layer cannot be sparse, or None when it can."""
+    if layer.channels % pattern.m:
+        return f"{layer.channels} channels are not a multiple of {pattern.m}"
+    if layer.k % SPARSE_K:
+        return f"K {layer.k} is not a multiple of {SPARSE_K}, which sparse kernels need"
+    return None
+
+
+def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the edges that static scales use: some of those that the statistics have.
+
+    Args:
+        activation: how many buckets, or the edges themselves; auto starts from all of them, of
+            which the layer's statistics decide, elsewhere.
+        edges: ascending, those of the statistics.
+
+    Raises:
+        RecipeError: the statistics cannot be pooled into these buckets.
+    """
+    wanted = activation.buckets
+    if wanted == "auto":
+        return edges
+    if isinstance(wanted, tuple):
+        if missing := [edge for edge in wanted if edge not in edges]:
+            raise RecipeError(
+                f"activation.buckets: edge {missing[0]:g} is not one of the calibration's edges "
+                f"{_listed(edges)}; choose among them"
+            )
+        return wanted
+    stored = len(edges) + 1
+    if stored % wanted:
+        raise RecipeError(
+            f"activation.buckets {wanted}: the calibration has {stored} buckets, which cannot be "
+            f"merged into {wanted}; calibrate with calibration.buckets {wanted}"
+        )
+    step = stored // wanted
+    return edges[step - 1 :: step]
+
+
+@dataclass(frozen=True)
+class _Context:
+    family: Family
+    recipe: Recipe
+    calibrated: bool
+    masked: frozenset[str]
+    edges: tuple[float, ...]
+    #: layers whose input halves are brought to one range
+    split: frozenset[str]
+
+    def treat(self, layer: Layer) -> LayerPlan:
+        reason = kept_reason(layer, self.family, self.recipe)
+        if reason is not None:
+            return LayerPlan(layer, None, reason)
+        settings = self.recipe.settings(layer.name)
+        sparsity, why_dense = self._sparsity(layer, settings)
+        activation = Activation(settings.activation.mode)
+        scheme = Scheme(
+            weight=find_format(settings.weight.format),
+            granularity=_granularity(layer, settings),
+            sparsity=sparsity,
+            activation=activation,
+            buckets=self._buckets(layer, settings.activation),
+            smooth=self._smooth(layer, activation),
+            shift=settings.activation.shift,
+            terms=settings.activation.terms,
+        )
+        return LayerPlan(layer, scheme, why_dense)
+
+    def _sparsity(self, layer: Layer, settings: LayerSettings) -> tuple[Pattern | None, str]:
+        """Return the pattern or None, and why a layer with or without a mask is dense."""
+        rule = self.recipe.sparsity
+        pattern = parse_pattern(rule.pattern) if rule else TWO_OF_FOUR
+        refusal = dense_reason(layer, pattern)
+        if layer.name not in self.masked:
+            return None, f"dense: {refusal or 'no mask was chosen'}" if settings.sparse else ""
+        if refusal:
+            return None, f"dense: {refusal}"
+        if pattern != TWO_OF_FOUR:
+            raise RecipeError(
+                f"sparsity.pattern {pattern}: the packed format only has {TWO_OF_FOUR}; set it to "
+                "2:4"
+            )
+        return pattern, ""
+
+    def _buckets(self, layer: Layer, activation: ActivationRecipe) -> tuple[float, ...]:
+        if activation.mode != "static" and not activation.shift:
+            return ()
+        if not self.calibrated:
+            what = "shift" if activation.shift else "mode static"
+            raise RecipeError(
+                f"{layer.name}: activation.{what} needs statistics; give a calibration, or "
+                "set activation.mode: token without shift",
+                fields=("calibration",),
+            )
+        return choose_edges(activation, self.edges)
+
+    def _smooth(self, layer: Layer, activation: Activation) -> bool:
+        smooth, split = self.recipe.smooth is not None, layer.name in self.split
+        if not (smooth or split) or activation is Activation.NONE:
+            return False
+        if not self.calibrated:
+            key = "smooth" if smooth else "split_concat"
+            raise RecipeError(
+                f"{layer.name}: {key} needs statistics; give a calibration, or drop {key}",
+                fields=("calibration",),
+            )
+        return True
+
+
+def _granularity(layer: Layer, settings: LayerSettings) -> Granularity:
+    granularity = parse_granularity(settings.weight.granularity)
+    if isinstance(granularity, PerGroup) and layer.channels % granularity.size:
+        axis = "C" if layer.kind == "conv2d" else "K"
+        raise ShapeError(
+            f"{layer.name}: {axis} {layer.channels} is not a multiple of group size "
+            f"{granularity.size}; use granularity channel, another size, or an override"
+        )
+    return granularity
+
+
+def _listed(edges: tuple[float, ...]) -> str:
+    return ", ".join(f"{edge:g}" for edge in edges) or "(none)"

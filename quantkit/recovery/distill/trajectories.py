@@ -1,0 +1,154 @@
+"""A bounded store of the teacher's trajectories, and the teacher that fills it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from quantkit.errors import QuantkitError
+from quantkit.recovery.denoiser_calls import Chunk, Template, recording
+from quantkit.recovery.distill.distributed import Ranks
+from quantkit.recovery.distill.settings import DistillSettings
+
+
+class Teacher:
+    """A pipeline that denoises prompts from noise, while what its denoiser is asked is recorded."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        denoiser: nn.Module,
+        prompts: Sequence[str],
+        settings: DistillSettings,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Prepare to sample; prompts are taken in turn, each time with a new seed.
+
+        Several processes take turns, batch by batch: no two sample the same.
+        """
+        self.pipe = pipe
+        self._denoiser = denoiser
+        self._prompts = prompts
+        self._settings = settings
+        self._ranks = ranks or Ranks()
+        self._device = next(denoiser.parameters()).device
+        self._woken = 0
+        #: trajectories that this process made so far
+        self.made = 0
+        self._batches = 0
+
+    def go_to(self, batch: int, count: int) -> None:
+        """Sample the batch of this number next, as after ``batch`` batches of ``count``."""
+        self._batches, self.made = batch, batch * count
+
+    def sample(self, count: int, steps: int | None = None) -> Chunk:
+        """Denoise the next ``count`` prompts; a run's counts are all the same.
+
+        Args:
+            count: how many.
+            steps: denoising steps; None: those of the settings.
+
+        Raises:
+            ModelError: calls that no batch can be made of.
+            QuantkitError: out of GPU memory.
+        """
+        first = (self._batches * self._ranks.world + self._ranks.rank) * count
+        indices = range(first, first + count)
+        guidance = self._settings.guidance
+        try:
+            with self.awake(), recording(self._denoiser) as record, torch.no_grad():
+                self.pipe(
+                    prompt=[self._prompts[i % len(self._prompts)] for i in indices],
+                    num_inference_steps=steps or self._settings.sampling_steps,
+                    generator=[
+                        Generator("cpu").manual_seed(self._settings.seed + i) for i in indices
+                    ],
+                    output_type="latent",
+                    **({} if guidance is None else {"guidance_scale": guidance}),
+                )
+        except torch.OutOfMemoryError as error:
+            raise QuantkitError(
+                f"out of GPU memory while denoising {count} prompts; take a smaller "
+                "sampling batch, or the device cpu",
+                fields=("sampling_batch", "device"),
+            ) from error
+        self._batches += 1
+        self.made += count
+        return record.chunk()
+
+    def rest(self) -> None:
+        """Leave the device to the student, where the pipeline is offloaded."""
+        if self._settings.offload:
+            self.pipe.to("cpu")
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Hold an offloaded pipeline on its device during the body; blocks may nest."""
+        if not self._settings.offload:
+            yield
+            return
+        if not self._woken:
+            self.pipe.to(self._device)
+        self._woken += 1
+        try:
+            yield
+        finally:
+            self._woken -= 1
+            if not self._woken:
+                self.rest()
+
+
+class TrajectoryStore:
+    """Chunks of trajectories in one block of memory; the oldest is overwritten."""
+
+    def __init__(
+        self, first: Chunk, chunks: int, device: torch.device | None = None, *, put: int = 0
+    ) -> None:
+        """Make room for chunks, and put the first one in.
+
+        Args:
+            first: what all others are like.
+            chunks: how many fit in.
+            device: where they are kept; None for the chunk's own.
+            put: how many were put before, and forgotten since.
+        """
+        self.template: Template = first.template
+        self.device = device or first.answers.device
+        self.capacity = chunks
+        self._rows, self._calls = first.answers.shape[:2]
+        self._stores = [
+            torch.empty((chunks * self._rows, *value.shape[1:]), dtype=value.dtype,
+                        device=self.device)
+            for value in _tensors(first)
+        ]  # fmt: skip
+        self._put = put
+        self.put(first)
+
+    def put(self, chunk: Chunk) -> None:
+        """Add a chunk, over the oldest one when the bank is full."""
+        start = self._put % self.capacity * self._rows
+        for store, value in zip(self._stores, _tensors(chunk), strict=True):
+            store[start : start + self._rows] = value
+        self._put += 1
+
+    def draw(self, batch: int, generator: Generator) -> tuple[list[Tensor], Tensor]:
+        """Return the leaves of ``batch`` random calls of one row, and the teacher's answers.
+
+        Args:
+            batch: how many.
+            generator: on the bank's device.
+        """
+        answers = self._stores[-1]
+        filled = min(self._put, self.capacity) * self._rows
+        rows = torch.randint(filled, (batch,), generator=generator, device=self.device)
+        calls = torch.randint(self._calls, (batch,), generator=generator, device=self.device)
+        moving = len(self.template.moving)
+        leaves = [store[rows, calls] for store in self._stores[:moving]]
+        leaves += [store[rows] for store in self._stores[moving:-1]]
+        return leaves, answers[rows, calls]
+
+
+def _tensors(chunk: Chunk) -> tuple[Tensor, ...]:
+    return (*chunk.moving, *chunk.still, chunk.answers)

@@ -1,0 +1,122 @@
+"""Pictures of the student beside the teacher's, while it is trained.
+
+The prompts are the same for both, and so is the noise, of seeds that no training takes.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from skimage.metrics import structural_similarity
+from torch import Generator, Tensor, nn
+
+from quantkit.recovery.distill.early_stopping import ValidationScore
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.trajectories import Teacher
+from quantkit.recovery.fake_quant import install
+from quantkit.recovery.straight_through_estimator import LayerQuant
+
+#: Added to the training's seed; no run makes as many trajectories.
+SEED_OFFSET = 1 << 30
+
+#: Prompts a picture: where there are fewer, prompts are not withheld from training, only seeds.
+_SPARE = 16
+
+
+def hold_out(prompts: Sequence[str], count: int) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the prompts of the training and those of the pictures.
+
+    The last ones are held out where there are many, else all prompts train and the first ones are
+    also looked at.
+    """
+    if len(prompts) >= _SPARE * count:
+        return prompts[:-count], prompts[-count:]
+    return prompts, prompts[:count]
+
+
+class PictureWatcher:
+    """Denoises prompts with a copy of the denoiser that takes the student's weights."""
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        name: str,
+        prompts: Sequence[str],
+        settings: DistillSettings,
+        quants: Mapping[str, LayerQuant],
+    ) -> None:
+        """Copy the teacher's denoiser and make its pictures.
+
+        Args:
+            teacher: the pipeline.
+            name: what the pipeline calls its denoiser.
+            prompts: one picture each.
+            settings: how pictures are sampled.
+            quants: the layers that compute as packed.
+        """
+        self._teacher = teacher
+        self._name = name
+        self._prompts = prompts
+        self._settings = settings
+        self._dense: nn.Module = getattr(teacher.pipe, name)
+        self._probe: nn.Module = copy.deepcopy(self._dense)
+        install(self._probe, quants)
+        self._has_vae = getattr(teacher.pipe, "vae", None) is not None
+        self._wanted = self._make()
+
+    def look(self, average: Mapping[str, Tensor]) -> ValidationScore:
+        """Return the mean SSIM of the pictures; without a VAE, the latents' signal to noise."""
+        with torch.no_grad():
+            for name, value in self._probe.named_parameters():
+                value.copy_(average[name])
+        setattr(self._teacher.pipe, self._name, self._probe)
+        try:
+            found = self._make()
+        finally:
+            setattr(self._teacher.pipe, self._name, self._dense)
+        return (
+            compare_pictures(found, self._wanted)
+            if self._has_vae
+            else compare_latents(found, self._wanted)
+        )
+
+    def _make(self) -> NDArray[np.float32]:
+        size = self._settings.sampling_batch
+        with self._teacher.awake(), torch.no_grad():
+            parts = [self._denoise(start) for start in range(0, len(self._prompts), size)]
+        return np.concatenate(parts)
+
+    def _denoise(self, start: int) -> NDArray[np.float32]:
+        prompts = list(self._prompts[start : start + self._settings.sampling_batch])
+        guidance = self._settings.guidance
+        first = self._settings.seed + SEED_OFFSET + start
+        images: Any = self._teacher.pipe(
+            prompt=prompts,
+            num_inference_steps=self._settings.sampling_steps,
+            generator=[Generator("cpu").manual_seed(first + i) for i in range(len(prompts))],
+            output_type="np" if self._has_vae else "latent",
+            **({} if guidance is None else {"guidance_scale": guidance}),
+        ).images
+        values = images.float().cpu().numpy() if isinstance(images, Tensor) else images
+        return np.asarray(values, dtype=np.float32)
+
+
+def compare_pictures(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> ValidationScore:
+    """Return the mean SSIM of pictures (P, H, W, 3) in [0, 1], rounded to 8 bit as in a report."""
+    pairs = zip(*(np.round(255 * pictures) / 255 for pictures in (found, wanted)), strict=True)
+    scores = [
+        structural_similarity(a, b, win_size=7, data_range=1.0, channel_axis=-1) for a, b in pairs
+    ]
+    return ValidationScore("SSIM", float(np.mean(scores)))
+
+
+def compare_latents(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> ValidationScore:
+    """Return the power of the wanted latents over that of the error, in dB."""
+    error = float(np.square(found - wanted).mean())
+    power = float(np.square(wanted).mean())
+    return ValidationScore(
+        "latents' SNR in dB", float(10 * np.log10(power / error)) if error else np.inf
+    )

@@ -1,0 +1,82 @@
+"""Recovery without training: kept weights and biases that make up for the dropped weights.
+
+Nothing is held but the layer in work: the writer asks for one tensor after another, and each is
+computed then, from the source, the mask and the second moments, or read from where choosing its
+mask left it.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from safetensors import safe_open
+from torch import Tensor
+
+from quantkit.models.layers import Layer, list_layers
+from quantkit.models.source import Component
+from quantkit.numerics.packing import from_rows
+from quantkit.numerics.threads import surgery_threads
+from quantkit.sparsity.maskfile import LayerMask, MaskSet
+from quantkit.sparsity.sparsegpt import Settled, Surgeon, naming, read_rows, settle_layer
+from quantkit.storage.tensorfile import read_header
+
+
+class UpdatedTensors(Mapping[str, Tensor]):
+    """The weights of masked layers and their biases, float32, by the names of the files."""
+
+    def __init__(self, component: Component, masks: MaskSet, surgeon: Surgeon) -> None:
+        """Find the tensors; nothing is computed yet.
+
+        Raises:
+            ArtefactError: the masks are for another component.
+        """
+        self._component = component
+        self._masks = masks.of(component)
+        self._surgeon = surgeon
+        self._layers = {x.name: x for x in list_layers(component) if x.name in self._masks}
+        self._shards = {
+            name: shard for shard in component.shards for name in read_header(shard).tensors
+        }
+        #: the last layer, whose bias stands beside its weight in the file
+        self._last: tuple[str, Settled] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        for layer in self._layers.values():
+            yield f"{layer.name}.weight"
+            if layer.bias:
+                yield f"{layer.name}.bias"
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one tensor, its layer computed if it is not the last one.
+
+        Raises:
+            KeyError: it stays as it is.
+            ArtefactError: moments of other weights.
+        """
+        layer_name, _, part = name.rpartition(".")
+        layer = self._layers.get(layer_name)
+        if layer is None or part not in {"weight", "bias"}:
+            raise KeyError(name)
+        settled = self._settled(layer, self._masks[layer_name])
+        if part == "weight":
+            return from_rows(settled.rows, layer.shape).cpu()
+        assert settled.bias_change is not None
+        with safe_open(self._shards[name], framework="pt") as file:
+            bias: Tensor = file.get_tensor(name)
+        return bias.float() + settled.bias_change.cpu()
+
+    def _settled(self, layer: Layer, mask: LayerMask) -> Settled:
+        if self._last is None or self._last[0] != layer.name:
+            kept = mask.dense(layer.n, layer.k)
+            found = self._surgeon.find(self._component, layer, kept)
+            self._last = layer.name, found or self._operate(layer, mask, kept)
+        return self._last[1]
+
+    def _operate(self, layer: Layer, mask: LayerMask, kept: Tensor) -> Settled:
+        moments = self._surgeon.moments(self._component, layer, mask.source_digest)
+        rows, kept = read_rows(layer).to(self._surgeon.device), kept.to(self._surgeon.device)
+        with surgery_threads(layer.k), naming(layer.name):
+            return settle_layer(rows, moments, kept, bias=layer.bias)

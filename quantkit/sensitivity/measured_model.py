@@ -1,0 +1,118 @@
+"""What sensitivity is measured on: a denoiser, its recipe, and what is known of its inputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.statistics import Calibration
+from quantkit.errors import ArtefactError, ModelError, RecipeError
+from quantkit.models.layers import Layer
+from quantkit.models.source import Component, Model
+from quantkit.recipe.schema import Recipe
+from quantkit.sensitivity.local_error import StoredInputs, read_weight
+from quantkit.sensitivity.result import Sensitivity
+from quantkit.sensitivity.simulate import Substitute
+from quantkit.sensitivity.treated_layer import (
+    PrunedWeight,
+    column_moments,
+    on_device,
+    treat_input,
+    treat_weight,
+)
+from quantkit.sensitivity.treatments import BY_NAME
+from quantkit.sparsity.sparsegpt import Surgeon
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredModel:
+    """One denoiser, what the recipe says of it, and what a calibration knows of its inputs."""
+
+    model: Model
+    component: Component
+    recipe: Recipe
+    calibration: Calibration
+    #: those that can be packed
+    layers: Mapping[str, Layer]
+    #: second moments; None: nothing is measured under treatments that need them
+    surgeon: Surgeon | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        recipe: Recipe,
+        calibration: Calibration,
+        surgeon: Surgeon | None = None,
+    ) -> "MeasuredModel":
+        """Return the subject, its weights checked against the calibration's.
+
+        Raises:
+            ArtefactError: the calibration is of other weights, or lacks a layer.
+            ModelError: more than one denoiser.
+            RecipeError: smoothing, which no treatment has.
+        """
+        if recipe.smooth is not None:
+            raise RecipeError("smooth: sensitivity cannot measure it; drop smooth")
+        if len(model.components) != 1:
+            names = ", ".join(component.name for component in model.components)
+            raise ModelError(
+                f"{model.path}: found the denoisers {names}, and sensitivity can only measure a "
+                "pipeline with one"
+            )
+        component = model.components[0]
+        layers = {layer.name: layer for layer in observed_layers(component, recipe)}
+        stored = calibration.of(component)
+        for name in layers:
+            if name not in stored:
+                raise ArtefactError(
+                    f"calibration: no statistics of {name}; calibrate with the same recipe"
+                )
+        return cls(model, component, recipe, calibration, layers, surgeon)
+
+    def inputs(self, layer: str) -> StoredInputs:
+        """Return what is known of a layer's input."""
+        return StoredInputs(self.calibration.of(self.component)[layer], self.calibration.edges)
+
+    def refuse_others(self, sensitivity: Sensitivity) -> None:
+        """Refuse a sensitivity that was measured on other weights or layers.
+
+        Raises:
+            ArtefactError: naming the first layer that differs.
+        """
+        digests = self.calibration.digests_of(self.component)
+        for layer in sensitivity.layers:
+            if layer.name not in self.layers or digests.get(layer.name) != layer.digest:
+                raise ArtefactError(
+                    f"sensitivity: {layer.name} had other weights or is not in this model; "
+                    "measure it again"
+                )
+
+    def substitute(self, layer: str, treatment: str, device: torch.device) -> Substitute:
+        """Return what a layer computes with under a treatment.
+
+        Raises:
+            RecipeError: it needs second moments, and there are none.
+        """
+        found, settings, inputs = (
+            self.layers[layer],
+            self.recipe.settings(layer),
+            self.inputs(layer),
+        )
+        moments = column_moments(inputs.statistics, found.area).to(device)
+        chosen = BY_NAME[treatment]
+        weight = read_weight(found, device)
+        if chosen.updates:
+            if self.surgeon is None:
+                raise RecipeError(
+                    f"{layer}: {treatment} needs second moments; give those of 'quantkit "
+                    "calibrate hessian'",
+                    fields=("hessians",),
+                )
+            seen = self.surgeon.moments(self.component, found)
+            rows = PrunedWeight.of(weight, seen, bias=found.bias).packed(chosen, settings)
+        else:
+            rows = treat_weight(weight, chosen, settings, moments)
+        cast = treat_input(chosen, settings.activation, inputs.statistics, inputs.edges)
+        return Substitute.of(rows, found.shape, on_device(cast, device))

@@ -1,0 +1,127 @@
+"""The chosen recipe: an ordinary one, with an override per treatment and a remark per layer."""
+
+from collections.abc import Sequence
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from quantkit.recipe.schema import LayerSettings, Override, Recipe, SparsityRecipe
+from quantkit.sensitivity.budget import Assignment
+from quantkit.sensitivity.result import Sensitivity
+from quantkit.sensitivity.treatments import (
+    BY_NAME,
+    SIXTEEN_BIT,
+    TREATMENTS,
+    activation_recipe,
+    weight_recipe,
+)
+from quantkit.storage.files import staged_file
+
+
+def chosen_recipe(
+    sensitivity: Sensitivity, recipe: Recipe, assignment: Assignment, why: str
+) -> Recipe:
+    """Return the recipe that gives every layer its treatment.
+
+    Scales are chosen as they were for the measurement; of ``recipe`` stay what it keeps, its own
+    overrides, and its calibration and gates. It has no budget any more.
+
+    Args:
+        sensitivity: what was measured.
+        recipe: what to start from.
+        assignment: a treatment per layer.
+        why: what the choice meets, for the description.
+    """
+    groups: dict[tuple[str, LayerSettings], list[str]] = {}
+    for layer, candidate in zip(assignment.problem.layers, assignment.chosen, strict=True):
+        settings = sensitivity.recipe.settings(layer.name)
+        alike = LayerSettings(None, settings.weight, settings.activation, sparse=False)
+        groups.setdefault((candidate.treatment, alike), []).append(layer.name)
+    order = [treatment.name for treatment in TREATMENTS]
+    overrides = [
+        _override(name, settings, layers, assignment, len(sensitivity.edges) + 1)
+        for (name, settings), layers in sorted(groups.items(), key=lambda g: order.index(g[0][0]))
+    ]
+    sparse = any(override.sparse for override in overrides)
+    method = assignment.problem.method
+    # What sparsify and pack look at to know that masks may count on updates.
+    updates = any(BY_NAME[candidate.treatment].updates for candidate in assignment.chosen)
+    rounding = "gptq" if updates else recipe.weight.rounding
+    values = {
+        **recipe.model_dump(),
+        "name": f"{recipe.name}-chosen",
+        "description": why,
+        "weight": recipe.weight.model_copy(update={"rounding": rounding}),
+        "sparsity": SparsityRecipe.model_validate({"method": method, "layers": ()})
+        if sparse
+        else None,
+        "overrides": (*recipe.overrides, *overrides),
+        "budget": None,
+    }
+    return Recipe.model_validate(values)
+
+
+def _override(
+    name: str, settings: LayerSettings, layers: Sequence[str], assignment: Assignment, stored: int
+) -> Override:
+    inside = set(layers)
+    pairs = zip(assignment.problem.layers, assignment.chosen, strict=True)
+    loss = fsum(candidate.loss for layer, candidate in pairs if layer.name in inside)
+    share = loss / assignment.error if assignment.error else 0.0
+    reason = f"{name}: {share:.1%} of the predicted error {assignment.error:.3g}"
+    treatment = BY_NAME[name]
+    if treatment == SIXTEEN_BIT:
+        return Override(layers=tuple(layers), keep=True, reason=reason)
+    return Override(
+        layers=tuple(layers),
+        weight=weight_recipe(treatment, settings.weight),
+        activation=activation_recipe(treatment, settings.activation, stored),
+        sparse=treatment.method is not None,
+        reason=reason,
+    )
+
+
+def recipe_text(recipe: Recipe, remarks: dict[str, str]) -> str:
+    """Return the recipe as YAML.
+
+    Args:
+        recipe: any.
+        remarks: what stands as a comment beside a layer of its overrides, by module path.
+    """
+    import yaml
+
+    values = _ordered(recipe.model_dump(mode="json", exclude_none=True))
+    overrides: list[dict[str, Any]] = values.pop("overrides", [])
+    text = yaml.safe_dump(values, sort_keys=False, width=100)
+    if not overrides:
+        return text
+    lines = ["overrides:"]
+    for override in overrides:
+        lines.append("- layers:")
+        for layer in override.pop("layers"):
+            remark = f"  # {remarks[layer]}" if layer in remarks else ""
+            lines.append(f"  - {_quoted(layer)}{remark}")
+        rest = yaml.safe_dump(override, sort_keys=False, width=100)
+        lines += [f"  {line}" for line in rest.splitlines()]
+    return text + "\n".join(lines) + "\n"
+
+
+def save_recipe(recipe: Recipe, remarks: dict[str, str], path: Path, *, force: bool) -> None:
+    """Write the recipe as YAML.
+
+    Raises:
+        OutputError: the file exists without ``force``, or cannot be written.
+    """
+    with staged_file(path, force=force) as stage:
+        stage.write_text(recipe_text(recipe, remarks), encoding="utf-8")
+
+
+def _ordered(values: dict[str, Any]) -> dict[str, Any]:
+    """Put what a person would write first, first, and leave out what is empty."""
+    first = ("name", "description", "weight", "activation", "sparsity")
+    return {key: values[key] for key in (*first, *values) if values.get(key) not in (None, [])}
+
+
+def _quoted(text: str) -> str:
+    """Return a YAML scalar that means the text, globs and all."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,162 @@
+"""A layer under a treatment in plain PyTorch: the codes and scales of pack, multiplied out.
+
+Products are taken of dequantized values in float32, which is what ``device.reference`` computes but
+for the order of roundings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.moments import Moments
+from quantkit.calibration.observers import agreeing_edges, static_scale
+from quantkit.calibration.statistics import LayerStatistics, per_column
+from quantkit.models.layer_plan import choose_edges
+from quantkit.models.timestep import bucket_of
+from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.granularity import parse_granularity
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
+from quantkit.numerics.scales import (
+    WEIGHT_SCALES,
+    cast,
+    dequantize,
+    expand_scale,
+    quantize,
+    scale_of_amax,
+)
+from quantkit.numerics.scheme import Activation
+from quantkit.numerics.threads import surgery_threads
+from quantkit.packing.gptq import Rounding
+from quantkit.recipe.schema import ActivationRecipe, LayerSettings
+from quantkit.sensitivity.treatments import Treatment, activation_recipe
+from quantkit.sparsity.sparsegpt import settle_layer, target_moment
+
+
+@dataclass(frozen=True, eq=False)
+class InputCast:
+    """How a layer's input becomes FP8."""
+
+    format: FloatFormat
+    #: float32 (buckets,), static; None: per row, found at run time
+    scale: Tensor | None
+    #: ascending timesteps between the scales
+    edges: tuple[float, ...] = ()
+
+    def at(self, timestep: float) -> Tensor | None:
+        """Return the static scale, shape [], that holds at a timestep; None: per row."""
+        return None if self.scale is None else self.scale[bucket_of(timestep, self.edges)]
+
+
+def round_input(values: Tensor, fmt: FloatFormat, scale: Tensor | None, axis: int = -1) -> Tensor:
+    """Return values quantized and dequantized, float32.
+
+    Args:
+        values: any shape, float32.
+        fmt: of the codes.
+        scale: of all values, shape []; None: from the amax along ``axis``, 1.0 where that is zero.
+        axis: along which values share a scale.
+    """
+    if scale is None:
+        scale = scale_of_amax(values.abs().amax(dim=axis, keepdim=True), fmt)
+    return cast(values / scale, fmt).float() * scale
+
+
+def treat_weight(
+    rows: Tensor, treatment: Treatment, settings: LayerSettings, second_moment: Tensor | None
+) -> Tensor:
+    """Return the weight that a treatment leaves, masked and rounded.
+
+    Args:
+        rows: (N, K) float32.
+        treatment: its format and mask method, of MASKS.
+        settings: granularity and observer of the scales.
+        second_moment: (K,) E[x^2] of each column, for the mask.
+
+    Returns:
+        (N, K) float32.
+    """
+    if treatment.method is not None:
+        rows = rows * choose_mask(MASKS[treatment.method](rows, second_moment), TWO_OF_FOUR)
+    if treatment.format is None:
+        return rows
+    granularity = parse_granularity(settings.weight.granularity)
+    scale = WEIGHT_SCALES[settings.weight.observer](rows, treatment.format, granularity)
+    return dequantize(quantize(rows, scale, treatment.format, granularity), scale, granularity)
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedWeight:
+    """A weight after surgery, and what rounds it."""
+
+    #: float32 (N, K), zero where nothing is kept
+    rows: Tensor
+    #: bool (N, K)
+    mask: Tensor
+    rounding: Rounding
+
+    @classmethod
+    def of(cls, rows: Tensor, moments: Moments, *, bias: bool) -> "PrunedWeight":
+        """Choose a mask as sparsify does, and update the kept weights as pack does.
+
+        Args:
+            rows: (N, K) float32.
+            moments: of the layer's input, on the same device.
+            bias: the layer has one, which the choice of the mask counts on. The update does not:
+                errors are those of packing without bias correction.
+        """
+        with surgery_threads(rows.shape[1]):
+            settled = settle_layer(rows, moments, TWO_OF_FOUR, bias=bias)
+            rounding = Rounding.of(target_moment(moments, bias=False))
+            values = rounding.update(rows, settled.mask) if bias else settled.rows
+        return cls(values, settled.mask, rounding)
+
+    def packed(self, treatment: Treatment, settings: LayerSettings) -> Tensor:
+        """Return the weight (N, K) that a treatment leaves, as ``treat_weight`` does."""
+        if treatment.format is None:
+            return self.rows
+        granularity = parse_granularity(settings.weight.granularity)
+        scale = WEIGHT_SCALES[settings.weight.observer](self.rows, treatment.format, granularity)
+        wide = expand_scale(scale, granularity, self.rows.shape[1])
+        with surgery_threads(self.rows.shape[1]):
+            return self.rounding.round(self.rows, self.mask, wide, treatment.format)
+
+
+def treat_input(
+    treatment: Treatment,
+    base: ActivationRecipe,
+    statistics: LayerStatistics,
+    edges: Sequence[float],
+) -> InputCast | None:
+    """Return how a treatment casts inputs; None: not at all.
+
+    Args:
+        treatment: static scales are chosen for its format.
+        base: observer, percentile and buckets of static scales.
+        statistics: of the layer's input.
+        edges: of the calibration.
+    """
+    if treatment.format is None:
+        return None
+    if treatment.activation is Activation.TOKEN:
+        return InputCast(treatment.format, None)
+    activation = activation_recipe(treatment, base, len(edges) + 1)
+    if activation.buckets == "auto":
+        agreed = agreeing_edges(statistics, activation, treatment.format, edges)
+        activation = activation.model_copy(update={"buckets": agreed or 1})
+    chosen = choose_edges(activation, tuple(edges))
+    scale = static_scale(statistics, activation, treatment.format, edges=edges)
+    return InputCast(treatment.format, scale.reshape(-1), chosen)
+
+
+def column_moments(statistics: LayerStatistics, area: int) -> Tensor:
+    """Return E[x^2] of each column of the layer's rows over all buckets, float32 (K,)."""
+    return per_column(statistics.pooled().second_moment[0], area)
+
+
+def on_device(cast_: InputCast | None, device: torch.device) -> InputCast | None:
+    """Return the same cast with its scales on a device."""
+    if cast_ is None or cast_.scale is None:
+        return cast_
+    return InputCast(cast_.format, cast_.scale.to(device), cast_.edges)
