@@ -11,7 +11,7 @@ from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import choose_edges
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.recipe.schema import ActivationRecipe
 
@@ -31,19 +31,21 @@ _POINTS = 4
 _TIE = 1e-9
 
 
-def clip_at_amax(statistics: LayerStatistics, fmt: FloatFormat, percentile: float) -> Tensor:
+def clip_at_amax(statistics: LayerStatistics, fmt: NumberFormat, percentile: float) -> Tensor:
     """Clip nothing that was seen. Both options are ignored."""
     del fmt, percentile
     return statistics.amax
 
 
-def clip_at_percentile(statistics: LayerStatistics, fmt: FloatFormat, percentile: float) -> Tensor:
+def clip_at_percentile(statistics: LayerStatistics, fmt: NumberFormat, percentile: float) -> Tensor:
     """Clip at the |x| that ``percentile`` percent of the values do not exceed."""
     del fmt
     return statistics.percentile(percentile).float()
 
 
-def clip_of_least_error(statistics: LayerStatistics, fmt: FloatFormat, percentile: float) -> Tensor:
+def clip_of_least_error(
+    statistics: LayerStatistics, fmt: NumberFormat, percentile: float
+) -> Tensor:
     """Clip where the expected squared error of clipping and rounding is least.
 
     The expectation runs over the histogram, values even inside each bin; the larger clip wins ties.
@@ -57,7 +59,7 @@ def clip_of_least_error(statistics: LayerStatistics, fmt: FloatFormat, percentil
 
 
 def clip_of_least_divergence(
-    statistics: LayerStatistics, fmt: FloatFormat, percentile: float
+    statistics: LayerStatistics, fmt: NumberFormat, percentile: float
 ) -> Tensor:
     """Clip where the quantized distribution diverges least from the observed one.
 
@@ -80,7 +82,7 @@ def clip_of_least_divergence(
 
 
 def clip_at_moving_average(
-    statistics: LayerStatistics, fmt: FloatFormat, percentile: float
+    statistics: LayerStatistics, fmt: NumberFormat, percentile: float
 ) -> Tensor:
     """Clip at the moving average of the largest |x| of each call.
 
@@ -109,7 +111,7 @@ def refuse_without_average(statistics: LayerStatistics, observer: str) -> None:
 
 
 #: (statistics, format, percentile) -> clip value per bucket, float32 (B,)
-Observer = Callable[[LayerStatistics, FloatFormat, float], Tensor]
+Observer = Callable[[LayerStatistics, NumberFormat, float], Tensor]
 
 OBSERVERS: dict[str, Observer] = {
     "amax": clip_at_amax,
@@ -123,7 +125,7 @@ OBSERVERS: dict[str, Observer] = {
 def static_scale(
     statistics: LayerStatistics,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     smooth: Tensor | None = None,
     *,
     edges: Sequence[float] = (),
@@ -161,7 +163,7 @@ def static_scale(
 def clip_after(
     statistics: LayerStatistics,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     factor: Tensor,
     channels: slice = slice(None),
 ) -> Tensor:
@@ -190,7 +192,7 @@ def clip_after(
 def agreeing_edges(
     statistics: LayerStatistics,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     edges: Sequence[float],
     smooth: Tensor | None = None,
 ) -> tuple[float, ...]:
@@ -223,7 +225,7 @@ def agreeing_edges(
     return tuple(kept)
 
 
-def _best_clip(histogram: Tensor, amax: float, fmt: FloatFormat) -> float:
+def _best_clip(histogram: Tensor, amax: float, fmt: NumberFormat) -> float:
     values, weights = _points(histogram, amax)
     best, best_error = amax, torch.inf
     for fraction in CLIP_GRID:
@@ -234,7 +236,7 @@ def _best_clip(histogram: Tensor, amax: float, fmt: FloatFormat) -> float:
     return best
 
 
-def _least_divergent_clip(histogram: Tensor, amax: float, fmt: FloatFormat) -> float:
+def _least_divergent_clip(histogram: Tensor, amax: float, fmt: NumberFormat) -> float:
     normal = histogram.clone()
     normal[0] = 0
     if not normal.any():

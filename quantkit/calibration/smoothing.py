@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit.calibration.observers import clip_after
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ShapeError
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.recipe.schema import ActivationRecipe
 
 
@@ -27,7 +27,7 @@ def input_factor(
     statistics: LayerStatistics,
     columns: Tensor,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
 ) -> Tensor:
     """Return what the input is multiplied by, and the weight divided by.
 
@@ -84,7 +84,7 @@ def split_factor(
     statistics: LayerStatistics,
     boundary: int,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     before: Tensor,
 ) -> Tensor:
     """Return a factor by which both halves of a concatenation are clipped at the same value.

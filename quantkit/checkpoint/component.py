@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
-from quantkit.checkpoint.spec import PACKED_PARTS, PackedConfig, rows_of
+from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, PackedConfig, rows_of
 from quantkit.checkpoint.validate import Index, Shard
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.storage.tensorfile import Header, TensorInfo
-
-#: torch's dtypes of packed tensors, by their names in a safetensors header.
-_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U8": torch.uint8,
-    "F32": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class PackedComponent:
             data = bytearray(os.pread(descriptor, info.nbytes, info.start))
         finally:
             os.close(descriptor)
-        return torch.frombuffer(data, dtype=_DTYPES[info.dtype]).reshape(info.shape)
+        return torch.frombuffer(data, dtype=PACKED_DTYPES[info.dtype]).reshape(info.shape)
 
     def parts(self, layer: str) -> dict[str, Tensor]:
         """Return the packed tensors of a layer by part: weight, weight_scale, ..."""

@@ -11,9 +11,10 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.weight_reader import NUMBER_DTYPES, SourceTensor
 from quantkit.errors import NonFiniteError
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
+from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Scheme
 from quantkit.storage.digest import Claim
 from quantkit.storage.tensorfile import TensorInfo
@@ -74,8 +75,8 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     scheme, parts = component.config.layers[layer], component.parts(layer)
     codes = parts["weight"].view(torch.uint8).flatten(1)
     where = _where(component, f"{layer}.weight")
-    if int((codes & 0x7F).amax()) > _largest_code(scheme.weight):
-        yield f"{where}: a code is NaN or infinite; pack the model again"
+    if bool(_is_no_number(codes, scheme.weight).any()):
+        yield f"{where}: a code that is no number; pack the model again"
     meta = parts.get("weight_meta")
     if meta is not None and not metadata_is_legal(meta):
         yield f"{where}_meta: a nibble names no two ascending positions; pack the model again"
@@ -86,22 +87,23 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
         yield f"{where}_scale: found {float(scale[zero][0])} for an all-zero group, wanted 1"
 
 
-def _largest_code(fmt: FloatFormat) -> int:
-    """Return the code of ``fmt.max``: the last below infinity, or below the one NaN."""
-    exponents = (1 << fmt.exponent_bits) - 1
-    return (exponents << fmt.mantissa_bits) - 1 if fmt.has_infinity else 0x7F - 1
+def _is_no_number(codes: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return where uint8 codes are NaN or infinite, or integers without a negative."""
+    values = decode(codes, fmt.name)
+    return ~values.isfinite() | (values.abs() > fmt.max)
 
 
 def _zero_groups(codes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
     """Return which scales serve only zeros, of the scales' shape."""
+    zero = decode(codes, scheme.weight.name) == 0
     match scheme.granularity:
         case PerTensor():
-            return (codes & 0x7F).amax() == 0
+            return zero.all()
         case PerChannel():
-            return (codes & 0x7F).amax(dim=1) == 0
+            return zero.all(dim=1)
         case PerGroup(size):
-            dense = codes if meta is None else unpack_two_of_four(codes, meta)
-            return (dense & 0x7F).reshape(len(dense), -1, size).amax(dim=2) == 0
+            dense = zero if meta is None else ~unpack_two_of_four(~zero, meta)
+            return dense.reshape(len(dense), -1, size).all(dim=2)
 
 
 def _where(component: PackedComponent, name: str) -> str:

@@ -4,20 +4,16 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from quantkit._version import __version__
 from quantkit.errors import CheckpointError, InputError
-from quantkit.numerics.formats import FloatFormat, find_format
+from quantkit.numerics.formats import find_format
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.jsonfile import DAMAGE, short
 
-#: Names that FORMAT.md keeps for later: a reader of this version refuses them.
-RESERVED_WEIGHTS = ("int8", "int4")
-
 _SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
 #: Written where they say something, so that other checkpoints stay of the first version.
-_OPTIONAL_KEYS = ("shift", "terms")
+_OPTIONAL_KEYS = ("activation_format", "shift", "terms")
 
 
 def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
@@ -29,6 +25,7 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
         "activation": scheme.activation.value,
         "buckets": list(scheme.buckets) or None,
         "smooth": scheme.smooth,
+        **({"activation_format": scheme.input.name} if _says_format(scheme) else {}),
         **({"shift": True} if scheme.shift else {}),
         **({"terms": scheme.terms} if scheme.terms > 1 else {}),
     }
@@ -67,7 +64,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     check_keys(item, _SCHEME_KEYS, where, _OPTIONAL_KEYS)
     try:
         granularity = parse_granularity(_text(item["granularity"]))
-        weight = _parse_weight(_text(item["weight"]))
+        weight = find_format(_text(item["weight"]))
         activation = Activation(item["activation"])
         shift = _parse_shift(item.get("shift"), activation)
         buckets = _parse_buckets(item["buckets"], activation, shift=shift)
@@ -81,13 +78,25 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
     smooth: bool = item["smooth"]
     scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth, shift, terms)
+    try:
+        _check_format(item.get("activation_format"), scheme)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
     return scheme, _parse_layers(item["layers"], where)
 
 
-def _parse_weight(name: str) -> FloatFormat:
-    if name in RESERVED_WEIGHTS:
-        raise CheckpointError(f"weight {name!r} is reserved, not read by quantkit {__version__}")
-    return find_format(name)
+def _says_format(scheme: Scheme) -> bool:
+    return scheme.weight.is_integer and scheme.activation is not Activation.NONE
+
+
+def _check_format(found: object, scheme: Scheme) -> None:
+    """Refuse a format of inputs that no kernel multiplies by this weight."""
+    wanted = scheme.input.name if _says_format(scheme) else None
+    if found != wanted:
+        raise CheckpointError(
+            f"activation_format {found!r:.80} of weight {scheme.weight.name} and activation "
+            f"{scheme.activation.value}, wanted {wanted or 'no such key'}"
+        )
 
 
 def _parse_shift(value: object, activation: Activation) -> bool:

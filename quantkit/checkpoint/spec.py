@@ -7,15 +7,20 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+import torch
+
 from quantkit._version import __version__
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
+from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.tensorfile import ITEM_BYTES
 
-#: The newest version; one without shifts and terms is written as the first, for older readers.
-FORMAT_VERSION = 2
+#: The newest version. Each checkpoint is written as the first that holds it, for older readers.
+FORMAT_VERSION = 3
+#: What versions brought: shifts and terms, then integers.
+_SHIFTS, _INTEGERS = 2, 3
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
 #: The key of config.json that holds the schemes.
@@ -26,6 +31,13 @@ PACKED_PARTS = (
     "weight", "weight_meta", "weight_scale", "input_scale", "input_smooth", "input_shift",
     "output_shift",
 )  # fmt: skip
+
+#: torch's dtypes of packed tensors, by their names in a safetensors header.
+PACKED_DTYPES: dict[str, torch.dtype] = {
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    **{fmt.safetensors_dtype: fmt.torch_dtype for fmt in FORMATS.values()},
+}
 
 Kind = Literal["linear", "conv2d"]
 
@@ -101,8 +113,13 @@ def make_config(schemes: Mapping[str, Scheme]) -> PackedConfig:
 
 def needed_version(schemes: Iterable[Scheme]) -> int:
     """Return the first format version that holds these treatments."""
-    newer = any(scheme.shift or scheme.terms > 1 for scheme in schemes)
-    return FORMAT_VERSION if newer else FIRST_VERSION
+    return max((_version_of(scheme) for scheme in schemes), default=FIRST_VERSION)
+
+
+def _version_of(scheme: Scheme) -> int:
+    if scheme.weight.is_integer:
+        return _INTEGERS
+    return _SHIFTS if scheme.shift or scheme.terms > 1 else FIRST_VERSION
 
 
 def parse_config(config: Mapping[str, Any]) -> PackedConfig:
@@ -130,10 +147,12 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     )
     _check_distinct(entries)
     format_version = int(config["format_version"])
-    if format_version < needed_version(entry.scheme for entry in entries):
+    needed = needed_version(entry.scheme for entry in entries)
+    if format_version < needed:
+        what = "integers" if needed == _INTEGERS else "a shift or terms"
         raise CheckpointError(
-            f"{CONFIG_KEY}: format_version {format_version} with a shift or terms, which "
-            f"came with {FORMAT_VERSION}; pack the model again"
+            f"{CONFIG_KEY}: format_version {format_version} with {what}, which came with "
+            f"{needed}; pack the model again"
         )
     return PackedConfig(format_version, version, entries)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import ModelError, NonFiniteError
+from quantkit.numerics.formats import FORMATS
 from quantkit.storage.tensorfile import TensorInfo
 
 #: Elements of a block. 2**17 makes 512 KiB in float32, which stays in the cache of a core with what
@@ -29,8 +30,7 @@ FLOAT_DTYPES = {
 #: What is checked for NaN and infinity.
 NUMBER_DTYPES = {
     **FLOAT_DTYPES,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    **{fmt.safetensors_dtype: fmt.torch_dtype for fmt in FORMATS.values() if not fmt.is_integer},
 }
 
 

@@ -55,7 +55,7 @@ def _fits(module: FeedForward) -> bool:
 def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
     if not (_is_plain(up) and _is_plain(down)):
         return False
-    name = NAMES["geglu", up.scheme.weight.name, up.weight_meta is not None]
+    name = NAMES["geglu", up.scheme.input.name, up.weight_meta is not None]
     fused: bool = _has_kernel(name, str(device), up.k)
     return fused
 

@@ -69,13 +69,13 @@ def op_of(weight: tuple[int, ...], scheme: Scheme, device: torch.device) -> str:
     Its picture and stride are not in the checkpoint: a single window stands for all, and one of a
     single pixel for the pixels.
     """
-    sparse, fmt = bool(scheme.sparsity), scheme.weight.name
+    sparse, fmt = bool(scheme.sparsity), scheme.input.name
     gemm, conv = NAMES["gemm", fmt, sparse], NAMES["conv", fmt, sparse]
     if len(weight) != _CONV_RANK:
         return gemm
     n, channels, *kernel = weight
     shape = ConvShape(1, kernel[0], kernel[1], channels, n, Windows((kernel[0], kernel[1])))
-    words = (fmt, fmt, "tensor", "channel", "f16")
+    words = (fmt, scheme.weight.name, "tensor", "channel", "f16")
     return gemm if why_detour(_gpu_of(device), find_op(conv), words, shape) else conv
 
 

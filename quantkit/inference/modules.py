@@ -58,9 +58,9 @@ class PackedLinear(PackedLayer):
         ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
         stored = self._stored()
         weights = (*stored, self._part("weight_scale"), self._bias(x.dtype))
-        fmt, scale = self.scheme.weight.name, target.static_scale
-        gate = operator_for("geglu", fmt, sparse=len(stored) > 1)
-        formats = (fmt, fmt, target.scheme.weight.name)
+        scheme, scale = self.scheme, target.static_scale
+        gate = operator_for("geglu", scheme.input.name, sparse=len(stored) > 1)
+        formats = (scheme.input.name, scheme.weight.name, target.scheme.input.name)
         gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
         return gated
 

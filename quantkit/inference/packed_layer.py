@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, Kind, TensorSpec, layer_tensors
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.operators import operator_for
 from quantkit.inference.terms import Term, split
@@ -15,13 +15,6 @@ from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
-
-_DTYPES = {
-    "F32": torch.float32,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 class PackedLayer(nn.Module):
@@ -131,7 +124,7 @@ class PackedLayer(nn.Module):
             smooth = smooth.repeat(taps)
         static = scheme.activation is Activation.STATIC
         scale = self.static_scale if static else None
-        return split(x, scale, smooth, self._shift(taps), scheme.weight, scheme.terms)
+        return split(x, scale, smooth, self._shift(taps), scheme.input, scheme.terms)
 
     def _multiply(
         self, terms: list[Term], dtype: torch.dtype, windows: Windows | None = None
@@ -154,11 +147,11 @@ class PackedLayer(nn.Module):
     def _product(
         self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
     ) -> Tensor:
-        stored, fmt = self._stored(), self.scheme.weight.name
+        stored, scheme = self._stored(), self.scheme
         family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
-        multiply = operator_for(family, fmt, sparse=len(stored) > 1)
+        multiply = operator_for(family, scheme.input.name, sparse=len(stored) > 1)
         weights = (*stored, self._part("weight_scale"), bias)
-        y: Tensor = multiply(*term, *weights, *how, fmt, fmt, dtype)
+        y: Tensor = multiply(*term, *weights, *how, scheme.input.name, scheme.weight.name, dtype)
         return y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
@@ -166,4 +159,4 @@ class PackedLayer(nn.Module):
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
+    return torch.empty(spec.shape, dtype=PACKED_DTYPES[spec.dtype], device=device)

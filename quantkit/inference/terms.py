@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.operators import operator_for
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 
 #: (M, K) uint8 codes of an input, and their float32 scale: (), (1,) or (M,)
 Term = tuple[Tensor, Tensor]
@@ -20,7 +20,7 @@ def split(  # noqa: PLR0917  the order of the quantize operators
     scale: Tensor | None,
     smooth: Tensor | None,
     shift: Tensor | None,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     count: int,
 ) -> list[Term]:
     """Return codes and scales whose products sum to (x - shift) * smooth.
@@ -44,7 +44,7 @@ def split(  # noqa: PLR0917  the order of the quantize operators
 
 
 def _quantize(
-    x: Tensor, scale: Tensor | None, smooth: Tensor | None, shift: Tensor | None, fmt: FloatFormat
+    x: Tensor, scale: Tensor | None, smooth: Tensor | None, shift: Tensor | None, fmt: NumberFormat
 ) -> Term:
     fused = is_fused(x)
     if scale is not None:
@@ -56,7 +56,7 @@ def _quantize(
 
 
 def _remainder(
-    x: Tensor, term: Term, smooth: Tensor | None, shift: Tensor | None, fmt: FloatFormat
+    x: Tensor, term: Term, smooth: Tensor | None, shift: Tensor | None, fmt: NumberFormat
 ) -> Tensor:
     """Return (x - shift) * smooth less what the codes say, float32."""
     codes, scale = term

@@ -1,32 +1,60 @@
-"""FP8 formats as data: the bit layout is typed in, everything else is derived from it."""
+"""Number formats as data: the layout of a code is typed in, everything else is derived from it."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, RecipeError
 
+if TYPE_CHECKING:
+    import torch
+
 
 @dataclass(frozen=True)
-class FloatFormat:
-    """A float format of at most 8 bits with one sign bit and IEEE-like subnormals."""
+class NumberFormat:
+    """Codes of at most 8 bits with one sign bit: a float with IEEE-like subnormals, or an integer.
 
-    #: torch's name without the ``float8_`` prefix
+    Every value is a code times a scale; zero is the code 0, so no format needs a zero point.
+    """
+
     name: str
+    #: 0: an integer
     exponent_bits: int
+    #: all bits of an integer but the sign's
     mantissa_bits: int
     #: True: the top exponent holds infinities and NaNs (IEEE); False: it holds numbers, and only
     #: the all-ones code of each sign is NaN ("fn" in the name)
-    has_infinity: bool
+    has_infinity: bool = False
+    #: a factor of codes that follow one another along K, an integer to 15 times the channel's scale
+    #: (FORMAT.md); 0: none
+    subscale_group: int = 0
+
+    @property
+    def is_integer(self) -> bool:
+        """True when a code is its value."""
+        return self.exponent_bits == 0
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def codes_per_byte(self) -> int:
+        """How many codes a byte holds."""
+        return 8 // self.bits
 
     @property
     def bias(self) -> int:
-        """Exponent bias."""
+        """Exponent bias of a float."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def max(self) -> float:
-        """Largest finite value: 448 for e4m3fn, 57344 for e5m2."""
+        """Largest finite value: 448 for e4m3fn, 57344 for e5m2, 127 for int8."""
+        if self.is_integer:
+            return float((1 << self.mantissa_bits) - 1)
         top = (1 << self.exponent_bits) - 1
         mantissa = 2.0 - 2.0**-self.mantissa_bits
         if self.has_infinity:
@@ -36,34 +64,34 @@ class FloatFormat:
     @property
     def smallest_subnormal(self) -> float:
         """Smallest positive value."""
-        return 2.0 ** (1 - self.bias - self.mantissa_bits)
-
-    @property
-    def bits(self) -> int:
-        """Width of a code."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return 1.0 if self.is_integer else 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that holds the codes."""
-        dtype = getattr(torch, f"float8_{self.name}")
+        """The dtype that holds the codes, one each, before they are packed into bytes."""
+        import torch
+
+        dtype = torch.int8 if self.is_integer else getattr(torch, f"float8_{self.name}")
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     @property
     def safetensors_dtype(self) -> str:
-        """The dtype's name in a safetensors header."""
+        """The name in a safetensors header of the dtype that stores the codes."""
+        if self.is_integer:
+            return "I8" if self.codes_per_byte == 1 else "U8"
         return f"F8_E{self.exponent_bits}M{self.mantissa_bits}"
 
 
 # Source: OCP 8-bit Floating Point Specification (OFP8), revision 1.0, 2023.
-E4M3FN = FloatFormat("e4m3fn", exponent_bits=4, mantissa_bits=3, has_infinity=False)
-E5M2 = FloatFormat("e5m2", exponent_bits=5, mantissa_bits=2, has_infinity=True)
+E4M3FN = NumberFormat("e4m3fn", exponent_bits=4, mantissa_bits=3)
+E5M2 = NumberFormat("e5m2", exponent_bits=5, mantissa_bits=2, has_infinity=True)
+INT8 = NumberFormat("int8", exponent_bits=0, mantissa_bits=7)
 
-FORMATS: dict[str, FloatFormat] = {f.name: f for f in (E4M3FN, E5M2)}
+FORMATS: dict[str, NumberFormat] = {f.name: f for f in (E4M3FN, E5M2, INT8)}
 
 
-def find_format(name: str) -> FloatFormat:
+def find_format(name: str) -> NumberFormat:
     """Return the format called ``name``.
 
     Raises:

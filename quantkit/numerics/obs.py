@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.masks import Pattern, choose_first_axis
+from quantkit.numerics.scales import cast
 
 #: Columns settled one at a time between two matrix products. From 8 to 64 the time is the same
 #: within what a busy machine varies by; 4 takes longer.
@@ -53,14 +54,13 @@ class Factor:
 class Grid:
     """The values that a weight may take: codes of a format times a scale."""
 
-    fmt: FloatFormat
+    fmt: NumberFormat
     #: float32, broadcastable against the (R, K) rows
     scale: Tensor
 
     def round(self, values: Tensor, scale: Tensor) -> Tensor:
         """Return the nearest value of the grid, saturating."""
-        codes = (values / scale).clamp(-self.fmt.max, self.fmt.max).to(self.fmt.torch_dtype)
-        return codes.float() * scale
+        return cast(values / scale, self.fmt).float() * scale
 
 
 def falling_power(moment: Tensor, group: int = 1) -> Tensor:

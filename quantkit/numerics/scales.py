@@ -1,4 +1,4 @@
-"""Scales and the FP8 cast. dequantized = code * scale, everywhere.
+"""Scales and the cast to codes. dequantized = code * scale, everywhere.
 
 Weights here are rows (N, K) in float32; see ``packing.to_rows``.
 """
@@ -6,7 +6,7 @@ Weights here are rows (N, K) in float32; see ``packing.to_rows``.
 import torch
 from torch import Tensor
 
-from quantkit.numerics.formats import FloatFormat, find_format
+from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerChannel, PerGroup, PerTensor, scale_shape
 
 #: Candidates of the MSE search, as fractions of the amax scale. Clipping deeper than half of amax
@@ -14,8 +14,10 @@ from quantkit.numerics.granularity import Granularity, PerChannel, PerGroup, Per
 MSE_GRID = tuple(1.0 - 0.02 * i for i in range(26))
 
 
-def cast(values: Tensor, fmt: FloatFormat) -> Tensor:
-    """Round to the nearest code, ties to even; saturate; NaN stays NaN.
+def cast(values: Tensor, fmt: NumberFormat) -> Tensor:
+    """Round to the nearest code, ties to even; saturate.
+
+    NaN stays NaN; integers have none, and give it the code below all others, which no number gets.
 
     Args:
         values: any shape, float32, already divided by the scale.
@@ -23,7 +25,11 @@ def cast(values: Tensor, fmt: FloatFormat) -> Tensor:
     Returns:
         the same shape in ``fmt.torch_dtype``.
     """
-    return values.clamp(-fmt.max, fmt.max).to(fmt.torch_dtype)
+    clamped = values.clamp(-fmt.max, fmt.max)
+    if fmt.is_integer:
+        # The conversion of NaN itself differs between devices.
+        clamped = clamped.round().nan_to_num(nan=-fmt.max - 1)
+    return clamped.to(fmt.torch_dtype)
 
 
 def decode(codes: Tensor, fmt: str, precision: torch.dtype = torch.float32) -> Tensor:
@@ -42,7 +48,7 @@ def expand_scale(scale: Tensor, granularity: Granularity, k: int) -> Tensor:
             return scale.reshape(-1, k // size).repeat_interleave(size, dim=1)
 
 
-def quantize(rows: Tensor, scale: Tensor, fmt: FloatFormat, granularity: Granularity) -> Tensor:
+def quantize(rows: Tensor, scale: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
     """Return the codes of ``rows / scale`` (a true division: a reciprocal differs in the last bit).
 
     Args:
@@ -60,7 +66,7 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity) -> Tensor
     return codes.float() * expand_scale(scale, granularity, codes.shape[1])
 
 
-def amax_scale(rows: Tensor, fmt: FloatFormat, granularity: Granularity) -> Tensor:
+def amax_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
     """Return the scale that maps each amax onto ``fmt.max``; 1.0 for all-zero groups.
 
     Args:
@@ -77,13 +83,13 @@ def amax_scale(rows: Tensor, fmt: FloatFormat, granularity: Granularity) -> Tens
     return scale_of_amax(_grouped(rows, granularity).abs().amax(dim=-1), fmt)
 
 
-def scale_of_amax(amax: Tensor, fmt: FloatFormat) -> Tensor:
+def scale_of_amax(amax: Tensor, fmt: NumberFormat) -> Tensor:
     """Return amax / fmt.max in float32, and 1.0 where that is zero (nothing to scale)."""
     scale = amax.float() / fmt.max
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def mse_scale(rows: Tensor, fmt: FloatFormat, granularity: Granularity) -> Tensor:
+def mse_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
     """Return the scale of least squared error among ``MSE_GRID`` fractions of the amax scale.
 
     Args:
@@ -103,7 +109,7 @@ def mse_scale(rows: Tensor, fmt: FloatFormat, granularity: Granularity) -> Tenso
     return best
 
 
-def _squared_error(groups: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+def _squared_error(groups: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
     wide = scale.unsqueeze(-1)
     return (cast(groups / wide, fmt).float() * wide - groups).square().sum(dim=-1)
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import INT8, NumberFormat
 from quantkit.numerics.granularity import Granularity
 from quantkit.numerics.masks import Pattern
 
 
 class Activation(Enum):
-    """How a packed layer's input becomes FP8, in the format of its weight."""
+    """How a packed layer's input becomes codes."""
 
     #: not at all: the weight is dequantized and multiplied in 16 bit
     NONE = "none"
@@ -23,7 +23,7 @@ class Activation(Enum):
 class Scheme:
     """One distinct treatment of layers."""
 
-    weight: FloatFormat
+    weight: NumberFormat
     granularity: Granularity
     sparsity: Pattern | None
     activation: Activation
@@ -35,3 +35,8 @@ class Scheme:
     shift: bool = False
     #: FP8 values whose sum an input is: the second holds what the first leaves
     terms: int = 1
+
+    @property
+    def input(self) -> NumberFormat:
+        """Format of the input's codes: kernels multiply floats by floats and integers by int8."""
+        return INT8 if self.weight.is_integer else self.weight

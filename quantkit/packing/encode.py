@@ -18,7 +18,7 @@ from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
 from quantkit.checkpoint.weight_reader import BLOCK_ELEMENTS, Digest, SourceTensor
 from quantkit.errors import NonFiniteError, ShapeError
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.packing import pack_two_of_four
 from quantkit.numerics.scales import (
@@ -225,12 +225,12 @@ class _Encoder:
 
 def _quantize_(rows: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Return the codes of ``numerics.scales.quantize``, using ``rows`` up: no fresh memory."""
-    limit = scheme.weight.max
-    rows.div_(expand_scale(scale, scheme.granularity, rows.shape[1])).clamp_(-limit, limit)
-    return rows.to(scheme.weight.torch_dtype)
+    fmt = scheme.weight
+    rows.div_(expand_scale(scale, scheme.granularity, rows.shape[1])).clamp_(-fmt.max, fmt.max)
+    return (rows.round_() if fmt.is_integer else rows).to(fmt.torch_dtype)
 
 
-def _squared_error(rows: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+def _squared_error(rows: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
     error = cast(rows / scale, fmt).float() * scale - rows
     return error.square().sum(dtype=torch.float64)
 

@@ -9,7 +9,7 @@ from quantkit.calibration.hessian import Hessians
 from quantkit.errors import NonFiniteError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.obs import (
     Factor,
     Grid,
@@ -90,7 +90,7 @@ class Rounding:
         refuse_non_finite(values)
         return values
 
-    def round(self, rows: Tensor, mask: Tensor | None, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    def round(self, rows: Tensor, mask: Tensor | None, scale: Tensor, fmt: NumberFormat) -> Tensor:
         """Return rows (R, K) of codes times scale.
 
         Args:

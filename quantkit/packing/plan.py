@@ -21,7 +21,7 @@ from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layer_plan import LayerPlan, plan_layers
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.gptq import Rounder
@@ -158,8 +158,8 @@ def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
     statistics, factor = inputs.statistics(layer), None
     if scheme.smooth:
         halves = Smoothing(None, inputs.boundaries[layer.name])
-        factor = _factor(halves, statistics, activation, scheme.weight, torch.empty(0))
-    edges = agreeing_edges(statistics, activation, scheme.weight, inputs.edges, factor)
+        factor = _factor(halves, statistics, activation, scheme.input, torch.empty(0))
+    edges = agreeing_edges(statistics, activation, scheme.input, inputs.edges, factor)
     return replace(treatment, scheme=replace(scheme, buckets=edges))
 
 
@@ -210,12 +210,12 @@ def _plan_layer(
         statistics = inputs.statistics(layer)
         if scheme.activation is Activation.STATIC and activation.observer != "amax":
             refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
-        smooth = partial(_factor, smoothing, statistics, activation, scheme.weight)
+        smooth = partial(_factor, smoothing, statistics, activation, scheme.input)
     if scheme.activation is Activation.STATIC:
         statistics = inputs.statistics(layer)
         refuse_without_average(statistics, activation.observer)
         input_scale = partial(
-            _static, statistics, activation, scheme.weight, inputs.edges, shift=shift
+            _static, statistics, activation, scheme.input, inputs.edges, shift=shift
         )
     # What is shifted has no mean, and what packing takes from it none either.
     if inputs.recipe.bias_correction and layer.bias and not scheme.shift:
@@ -272,7 +272,7 @@ def _factor(
     smoothing: Smoothing,
     statistics: LayerStatistics,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     columns: Tensor,
 ) -> Tensor:
     return input_factor(smoothing, statistics, columns, activation, fmt)
@@ -293,7 +293,7 @@ def _expected(layer: Layer, inputs: Inputs) -> Iterator[tuple[str, str]]:
 def _static(
     statistics: LayerStatistics,
     activation: ActivationRecipe,
-    fmt: FloatFormat,
+    fmt: NumberFormat,
     edges: tuple[float, ...],
     factor: Tensor | None,
     *,

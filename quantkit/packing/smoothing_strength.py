@@ -111,17 +111,17 @@ def _candidate(
 ) -> _Candidate:
     layer, scheme, inputs = case
     statistics, activation = inputs.statistics(layer), inputs.activation(layer, scheme)
-    factor = input_factor(smoothing, statistics, columns, activation, scheme.weight)
+    factor = input_factor(smoothing, statistics, columns, activation, scheme.input)
     wide = per_column(factor, layer.area)
     smoothed = rows * wide
     if scheme.activation is Activation.STATIC:
-        scales = static_scale(statistics, activation, scheme.weight, factor, edges=inputs.edges)
+        scales = static_scale(statistics, activation, scheme.input, factor, edges=inputs.edges)
         starts = (float("-inf"), *inputs.edges)
         of_bucket = torch.tensor([bucket_of(start, scheme.buckets) for start in starts])
         scale = scales.reshape(-1)[of_bucket[buckets]].unsqueeze(1)
     else:
-        scale = scale_of_amax(smoothed.abs().amax(dim=1, keepdim=True), scheme.weight)
-    quantized = cast(smoothed / scale, scheme.weight).float() * scale / wide
+        scale = scale_of_amax(smoothed.abs().amax(dim=1, keepdim=True), scheme.input)
+    quantized = cast(smoothed / scale, scheme.input).float() * scale / wide
     return _Candidate(wide, quantized, scale_of_amax((columns / wide).amax(), scheme.weight))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.granularity import parse_granularity
@@ -54,6 +54,17 @@ def checked_granularity(text: str) -> str:
     return str(parse_granularity(text))
 
 
+def checked_format(name: str) -> str:
+    """Return the name of a number format that there is.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    from quantkit.numerics.formats import find_format
+
+    return find_format(name).name
+
+
 def checked_pattern(text: str) -> str:
     """Return a pattern n:m with the smaller number first.
 
@@ -92,6 +103,6 @@ def alpha_or_auto(smooth: "Smooth") -> "Smooth":
 
 Smooth = float | Literal["auto"]
 Buckets = int | tuple[float, ...] | Literal["auto"]
-Format = Literal["e4m3fn", "e5m2"]
+Format = Annotated[str, AfterValidator(checked_format)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 Patterns = tuple[str, ...]

@@ -151,7 +151,7 @@ class FakeQuantLayer(nn.Module):
             return None
         if self.input_scale is not None:
             return self.input_scale
-        return scale_of_amax(x.detach().abs().amax(), self.quant.scheme.weight)
+        return scale_of_amax(x.detach().abs().amax(), self.quant.scheme.input)
 
 
 class FakeQuantLinear(FakeQuantLayer):
@@ -163,7 +163,7 @@ class FakeQuantLinear(FakeQuantLayer):
         if self.quant.scheme.activation is Activation.NONE:
             return functional.linear(smoothed.to(x.dtype), weight.to(x.dtype), self.bias)
         rows = smoothed.reshape(-1, x.shape[-1])
-        how = QuantizedInput(self.quant.scheme.weight, self._input_scale(smoothed))
+        how = QuantizedInput(self.quant.scheme.input, self._input_scale(smoothed))
         y: Tensor = QuantizedLinear.apply(rows, weight, self.bias, how)
         return y.reshape(*x.shape[:-1], -1)
 
@@ -186,7 +186,7 @@ class FakeQuantConv2d(FakeQuantLayer):
             wide, narrow = padded.to(x.dtype), weight.to(x.dtype)
             return functional.conv2d(wide, narrow, self.bias, self.stride, 0, self.dilation)
         scale = self._input_scale(padded)
-        how = QuantizedInput(self.quant.scheme.weight, scale, self.stride, self.dilation)
+        how = QuantizedInput(self.quant.scheme.input, scale, self.stride, self.dilation)
         y: Tensor = QuantizedConv2d.apply(padded, weight, self.bias, how)
         return y
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.packing import from_rows, to_rows
 from quantkit.numerics.scales import WEIGHT_SCALES, cast, dequantize, quantize, scale_of_amax
 from quantkit.numerics.scheme import Scheme
@@ -40,7 +40,7 @@ class LayerQuant:
 class QuantizedInput:
     """How an input is quantized, and the steps of a convolution's window."""
 
-    fmt: FloatFormat
+    fmt: NumberFormat
     #: None: one per row or window, of its own amax
     scale: Tensor | None
     stride: tuple[int, ...] = ()
@@ -148,16 +148,15 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 else dtype
 
 
-def _quantize_rows(x: Tensor, fmt: FloatFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, fmt: NumberFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return codes of (M, K) rows, and their scale, which is (M, 1) when none is given."""
     if scale is not None:
         return cast(x.float() / scale, fmt), scale
     scale = scale_of_amax(x.abs().amax(dim=-1, keepdim=True), fmt)
-    # No clamp: nothing exceeds its own amax by more than a rounding, which the cast takes back.
-    return (x / scale).to(fmt.torch_dtype), scale
+    return cast(x / scale, fmt), scale
 
 
-def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: FloatFormat) -> Tensor:
+def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: NumberFormat) -> Tensor:
     """Return (B, OH, OW, N), yet unscaled, of windows (B, OH, OW, kh, kw, C) and rows (N, K)."""
     samples = max(1, WINDOW_ELEMENTS // windows[0].numel())
     y = rows.new_empty(*windows.shape[:3], len(rows))
@@ -166,7 +165,7 @@ def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: FloatF
         # Into plain memory: the view's strides overlap, and results would follow their order.
         values = torch.empty(view.shape, dtype=torch.float32, device=view.device)
         torch.div(view, scale.reshape(*scale.shape, 1, 1, 1), out=values)
-        codes = values.to(fmt.torch_dtype).reshape(-1, rows.shape[1])
+        codes = cast(values, fmt).reshape(-1, rows.shape[1])
         out.copy_((codes.to(rows.dtype) @ rows.T).view_as(out))
     return y
 

@@ -15,7 +15,7 @@ from quantkit.calibration.observers import agreeing_edges, static_scale
 from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.models.layer_plan import choose_edges
 from quantkit.models.timestep import bucket_of
-from quantkit.numerics.formats import FloatFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.scales import (
@@ -38,7 +38,7 @@ from quantkit.sparsity.sparsegpt import settle_layer, target_moment
 class InputCast:
     """How a layer's input becomes FP8."""
 
-    format: FloatFormat
+    format: NumberFormat
     #: float32 (buckets,), static; None: per row, found at run time
     scale: Tensor | None
     #: ascending timesteps between the scales
@@ -49,7 +49,7 @@ class InputCast:
         return None if self.scale is None else self.scale[bucket_of(timestep, self.edges)]
 
 
-def round_input(values: Tensor, fmt: FloatFormat, scale: Tensor | None, axis: int = -1) -> Tensor:
+def round_input(values: Tensor, fmt: NumberFormat, scale: Tensor | None, axis: int = -1) -> Tensor:
     """Return values quantized and dequantized, float32.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quantkit.models.layer_plan import dense_reason
 from quantkit.models.layers import Layer
-from quantkit.numerics.formats import E4M3FN, E5M2, FloatFormat
+from quantkit.numerics.formats import E4M3FN, E5M2, NumberFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
@@ -19,7 +19,7 @@ class Treatment:
 
     name: str
     #: of weight and input; None: 16 bit
-    format: FloatFormat | None
+    format: NumberFormat | None
     activation: Activation
     #: of METHODS; None: dense
     method: str | None = None

@@ -11,6 +11,7 @@ from enum import Enum
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
+from quantkit.device.ops.products import FP8
 from quantkit.errors import KernelError
 
 #: NVRTC's --gpu-architecture; wgmma and setmaxnreg exist in no other.
@@ -33,7 +34,7 @@ CONV_NUMBERS = (
     *("m", "n", "channels", "taps", "taps_wide", "wide_bits", "across", "down"),
     *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
 )
-_IOS, _FORMATS = ("f16", "bf16", "f32"), ("e4m3fn", "e5m2")
+_IOS, _FORMATS = ("f16", "bf16", "f32"), FP8
 
 
 class Family(Enum):

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from quantkit.device.ops.checks import Weights, given
 from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant
-from quantkit.numerics.formats import find_format
+from quantkit.numerics.formats import FORMATS, find_format
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 
-FP8 = ("e4m3fn", "e5m2")
+#: Float formats that kernels read; a word's place is its number in kernels/include/config.h.
+FP8 = tuple(fmt.name for fmt in FORMATS.values() if not fmt.is_integer)
 IO = Axis("QK_IO", ("f16", "bf16", "f32"))
 X_SCALE_AXIS = Axis("QK_X_SCALE", ("tensor", "token"))
 W_SCALE_AXIS = Axis("QK_W_SCALE", ("tensor", "channel"))

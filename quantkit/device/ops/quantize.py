@@ -17,6 +17,7 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
+from quantkit.device.ops.products import FP8
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scales import cast
 
@@ -147,7 +148,7 @@ OPS = (
     _op(
         family="quantize_static",
         kind="fp8",
-        formats=("e4m3fn", "e5m2"),
+        formats=FP8,
         scale=Argument("scale", "f32", "[1]"),
         schema="(Tensor x, Tensor? smooth, Tensor? shift, Tensor scale, str x_format) -> Tensor",
         formula="q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[0], -max, max))",
@@ -157,7 +158,7 @@ OPS = (
     _op(
         family="quantize_token",
         kind="fp8",
-        formats=("e4m3fn", "e5m2"),
+        formats=FP8,
         scale=Argument("scale", "f32", "[m]", written=True),
         schema="(Tensor x, Tensor? smooth, Tensor? shift, str x_format) -> (Tensor, Tensor)",
         formula=(
