@@ -7,7 +7,7 @@ from quantkit.calibration import partial
 from quantkit.calibration.partial import Halfway, Kept, Pace
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import ALONE
-from tests.storage.test_artefacts import sums
+from tests.support.artefacts import sums
 
 #: Longer texts than an interpreter keeps one copy of, a list, and nothing.
 FACTS = {"model": "a digest, " * 9, "sizes": [1, 2, 3_000_000], "guidance": None}

@@ -17,8 +17,8 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.fakequant import plan_quants
-from tests.packing.test_pack import calibration_of, component, run, small_tensors
 from tests.support.packed import packed_module
+from tests.support.packing import calibration_of, component, run, small_tensors
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

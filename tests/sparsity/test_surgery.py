@@ -330,7 +330,7 @@ def test_moments_follow_smoothing():
 
 
 def test_gptq_works_on_smoothed_weights(model, known, tmp_path):
-    from tests.packing.test_pack import calibration_of
+    from tests.support.packing import calibration_of
 
     hessians, inputs = known
     calibration = calibration_of(model.path)
