@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-FAST := project/test_architecture storage/test_files storage/test_inputfile numerics recipe/test_recipe models \
-	calibration/test_rescaling calibration/test_shifting sparsity/test_sparsity sparsity/test_permutation \
-	checkpoint inference/test_terms eval/test_verdict
+FAST := project/test_architecture.py storage/test_files.py storage/test_inputfile.py numerics \
+	recipe/test_recipe.py models calibration/test_rescaling.py calibration/test_shifting.py sparsity/test_sparsity.py \
+	sparsity/test_permute.py checkpoint inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.

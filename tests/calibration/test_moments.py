@@ -6,16 +6,9 @@ import torch
 from quantkit.calibration.checks import check_moments
 from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hessian import HessianIndex, create_hessians
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import (
-    Calibration,
-    CalibrationProvenance,
-    LayerStatistics,
-    load_calibration,
-    save_calibration,
-)
+from quantkit.calibration.statistics import Calibration, load_calibration, save_calibration
 from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
@@ -26,6 +19,7 @@ from quantkit.packing.gptq import Rounding
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, load_masks, pack_mask, save_masks
 from quantkit.sparsity.sparsegpt import settle_layer
 from quantkit.storage.artefact import read_artefact, write_artefact
+from tests.support.artefacts import ABOUT, statistics
 from tests.support.pipelines import tiny_transformer
 
 NAN, INF = torch.nan, torch.inf
@@ -107,7 +101,7 @@ WRONG_MOMENTS = {
     "negative weight": ("held_weights", changed(0, -1.0), "held_weights: -1, wanted nothing below"),
     "zero weights": ("held_weights", torch.zeros_like, "held_weights: all zero"),
     "nan weight": ("held_weights", changed(0, NAN), "held_weights: NaN or Inf"),
-    "no rows": ("rows", 0, "rows 0, wanted how many were seen"),
+    "no rows": ("rows", 0, "rows 0, wanted the number of rows seen"),
     "negative rows": ("rows", -4, "rows -4"),
     "rows in words": ("rows", "300", "rows '300'"),
     "half a row": ("rows", 0.5, "rows 0.5"),
@@ -258,33 +252,10 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_come_up():
         settle_layer(torch.full((1, 8), INF), moments_of(x), TWO_OF_FOUR, bias=False)
 
 
-# Statistics
-
-
-def statistics(channels=4, buckets=2):
-    priority = torch.zeros(buckets, SAMPLE_ROWS, dtype=torch.float64)
-    priority[:, :3] = torch.tensor([0.9, 0.5, 0.1])
-    ones = torch.ones(buckets)
-    return LayerStatistics(
-        amax=ones * 2,
-        histogram=torch.ones(buckets, BINS, dtype=torch.float64),
-        second_moment=torch.ones(buckets, channels),
-        channel_amax=torch.full((buckets, channels), 2.0),
-        count=torch.full((buckets,), 7),
-        moving_amax=ones.double(),
-        updates=torch.full((buckets,), 3),
-        mean=torch.full((buckets, channels), -0.25),
-        samples=-torch.ones(buckets, SAMPLE_ROWS, 2 * channels, dtype=torch.bfloat16),
-        sample_priority=priority,
-        sample_count=torch.full((buckets,), 3),
-    )
-
-
-ABOUT = CalibrationProvenance(
-    {"unet": {"a": "0" * 64}}, "r", 1, "0" * 64, 2, None, 0, {"unet": [1, 1]}, {}
-)
 REAL = ("amax", "second_moment", "channel_amax", "mean", "samples")
+
 WIDE = ("histogram", "moving_amax", "sample_priority")
+
 COUNTS = ("count", "updates", "sample_count")
 
 

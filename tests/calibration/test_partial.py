@@ -7,7 +7,7 @@ from quantkit.calibration import resume
 from quantkit.calibration.resume import PartialFile, PartialSums, WriteInterval
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import ALONE
-from tests.storage.test_artefacts import sums
+from tests.support.artefacts import sums
 
 #: Longer texts than an interpreter keeps one copy of, a list, and nothing.
 FACTS = {"model": "a digest, " * 9, "sizes": [1, 2, 3_000_000], "guidance": None}
@@ -30,11 +30,11 @@ def test_a_run_with_the_same_settings_goes_on(written):
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({**FACTS, "model": "other"}, "model a digest, a ..., wanted other"),
-        ({**FACTS, "sizes": [1, 2]}, r"sizes \[1, 2, 3000000\], wanted \[1, 2\]"),
-        ({**FACTS, "guidance": 7.5}, "guidance nothing, wanted 7.5"),
-        ({**FACTS, "seed": 1}, "seed nothing, wanted 1"),
-        ({k: v for k, v in FACTS.items() if k != "sizes"}, "sizes .*, wanted nothing"),
+        ({**FACTS, "model": "other"}, "model was a digest, a ... and is other"),
+        ({**FACTS, "sizes": [1, 2]}, r"sizes was \[1, 2, 3000000\] and is \[1, 2\]"),
+        ({**FACTS, "guidance": 7.5}, "guidance was nothing and is 7.5"),
+        ({**FACTS, "seed": 1}, "seed was nothing and is 1"),
+        ({k: v for k, v in FACTS.items() if k != "sizes"}, "sizes was .* and is nothing"),
     ],
     ids=["text", "list", "was-none", "new", "gone"],
 )

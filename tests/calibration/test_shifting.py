@@ -1,7 +1,5 @@
 """Shifts of inputs: chosen from statistics, packed, and taken back in the output."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,15 +12,14 @@ from quantkit.calibration.statistics import LayerStatistics
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, CheckpointError, RecipeError
-from quantkit.models.layers import list_layers
-from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
 from quantkit.recipe.schema import ActivationRecipe, Recipe
-from tests.packing.test_pack import calibration_of, component, run, small_tensors
+from tests.support.packing import calibration_of, component, run, small_tensors, with_samples
 
 pytestmark = pytest.mark.usefixtures("any_model")
+
 
 STATIC = {"mode": "static", "observer": "mse", "shift": True}
 
@@ -94,26 +91,6 @@ def test_static_scales_fit_the_shifted_range(observer):
 def test_recipes_refuse_what_a_shift_cannot_have(change, error, match):
     with pytest.raises(error, match=match):
         Recipe.model_validate({"name": "t", "activation": STATIC | change})
-
-
-def with_samples(calibration, folder):
-    """The calibration with means and samples, in the rows' layout of each layer."""
-    generator = torch.Generator().manual_seed(7)
-    table = {}
-    for layer in list_layers(open_model(str(folder)).components[0]):
-        old = calibration.layers[""][layer.name]
-        mean = torch.randn(2, layer.channels, generator=generator)
-        samples = torch.randn(2, SAMPLE_ROWS, layer.k, generator=generator) / 4
-        samples += mean.repeat(1, layer.area).unsqueeze(1)
-        table[layer.name] = replace(
-            old,
-            channel_amax=samples.abs().amax(dim=1).reshape(2, layer.area, -1).amax(dim=1),
-            mean=mean,
-            samples=samples.bfloat16(),
-            sample_priority=torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
-            sample_count=torch.full((2,), SAMPLE_ROWS),
-        )
-    return replace(calibration, layers={"": table})
 
 
 @pytest.mark.parametrize("mode", ["static", "token"])

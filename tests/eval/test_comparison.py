@@ -6,6 +6,10 @@ import torch
 from quantkit.eval.backbones import Backbones, ClipBackbone
 from quantkit.eval.comparison import _summarize_loss, compare
 from quantkit.eval.images import Pairs
+from quantkit.eval.statistics import summarize
+
+from quantkit.errors import InputError
+from tests.support.pictures import fake_clip, made_pairs, small_lpips
 
 BEFORE, AFTER = (20.0, 30.0, 25.0, 10.0), (19.0, 30.3, 20.0, 9.9)
 
@@ -58,3 +62,30 @@ def test_progress_goes_up_to_its_total():
     result = compare(pairs, Backbones(), progress=lambda *about: told.append(about))
     count = len(result.scores)
     assert told == [("metrics", done, count + 1) for done in (*range(count), count + 1)]
+
+
+def test_comparison_measures_what_it_has_backbones_for():
+    found = compare(made_pairs(), Backbones())
+    assert list(found.scores) == ["mse", "psnr", "ssim"]
+    assert found.clip is None
+    full = compare(made_pairs(prompts=("a",) * 4), Backbones(small_lpips(), fake_clip()))
+    assert list(full.scores) == ["mse", "psnr", "ssim", "lpips"]
+    assert full.scores["lpips"].backbone == "two stages"
+    assert full.scores["ssim"].backbone == ""
+    assert full.clip.backbone == "means"
+    assert full.worst_first() == (3, 2, 1, 0)
+
+
+def test_clip_loss_is_the_loss_of_the_means():
+    pairs = made_pairs(prompts=("a", "bb", "ccc", "dddd"))
+    clip = compare(pairs, Backbones(clip=fake_clip())).clip
+    before, after = np.mean(clip.original.values), np.mean(clip.packed.values)
+    assert clip.loss.mean == pytest.approx(100 * (before - after) / before)
+    assert clip.loss.interval.low <= clip.loss.mean <= clip.loss.interval.high
+    changes = np.subtract(clip.packed.values, clip.original.values)
+    assert clip.change == summarize(changes.tolist())
+
+
+def test_comparison_of_nothing_is_refused():
+    with pytest.raises(InputError, match="no pictures to compare"):
+        compare(Pairs((), (), ()), Backbones())

@@ -151,7 +151,7 @@ def test_no_change_of_the_clip_score_has_no_minus():
 def test_a_row_without_networks_has_dashes(compared, packed):
     from quantkit.eval.methods import Method
 
-    from tests.eval.test_report import made, made_report
+    from tests.support.reports import made, made_report
 
     row = dict(
         zip(COLUMNS, cells(Method("mine", made_report(made(sigma=20.0)), "mine")), strict=True)

@@ -211,7 +211,7 @@ def test_layer_without_a_mask_says_so_when_one_was_wanted(tmp_path):
 
 
 def test_masks_that_the_format_does_not_hold_are_refused(tmp_path):
-    with pytest.raises(RecipeError, match="pattern 1:4: the packed format holds 2:4"):
+    with pytest.raises(RecipeError, match="pattern 1:4: the packed format only has 2:4"):
         plan(tmp_path, {"a.weight": [8, 64]}, "{name: t, sparsity: {pattern: '1:4'}}", masked="a")
 
 
@@ -277,7 +277,7 @@ def test_static_scales_use_some_of_the_stored_edges(buckets, wanted):
 
 @pytest.mark.parametrize(
     ("buckets", "message"),
-    [(3, "has 4 buckets, which do not pool into 3"), ((10.0, 15.0), "edge 15 is not one of")],
+    [(3, "has 4 buckets, which cannot be merged into 3"), ((10.0, 15.0), "edge 15 is not one of")],
     ids=str,
 )
 def test_buckets_that_were_not_stored_are_refused(buckets, message):

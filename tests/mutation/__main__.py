@@ -104,7 +104,7 @@ def _try_group(name, group, options):
 
 def _baseline(name, files, paths):
     """Run the tests of a group on the code as it is, and load what they loaded."""
-    tests = [f"tests/{file}.py" for file in files]
+    tests = [f"tests/{file}" for file in files]
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder) / "told.json", Path(folder) / "log.txt"
         plugin = functools.partial(trial.Recorder, paths, ROOT, output)

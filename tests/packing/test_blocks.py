@@ -32,9 +32,8 @@ from quantkit.packing.masks import stored_mask
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
 from quantkit.storage.digest import sha256_of
-from tests.calibration.test_shifting import with_samples
-from tests.packing.test_pack import WEIGHTS, bits, calibration_of, expected, run
-from tests.packing.test_pack import component as make_component
+from tests.support.packing import WEIGHTS, bits, calibration_of, expected, run, with_samples
+from tests.support.packing import component as make_component
 
 pytestmark = pytest.mark.usefixtures("any_model")
 

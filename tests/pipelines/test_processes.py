@@ -169,7 +169,7 @@ def test_killed_processes_go_on(arguments, whole, tmp_path):
     kept = sorted(path.name for path in output.parent.iterdir())
     assert ".c.safetensors.part-1-of-2" in kept
     error = invoke(arguments, output, "--resume").exception
-    assert "nothing to resume with 1 processes" in str(error)
+    assert "no partial calibration of 1 processes to resume" in str(error)
     assert ".c.safetensors.part-1-of-2" in str(error)
     result = launch(2, arguments, output, tmp_path, "-q", "--resume")
     assert result.returncode == 0, result.stderr
@@ -290,7 +290,7 @@ def test_nothing_to_resume_is_said_and_all_is_run(arguments, whole_file, tmp_pat
 def test_what_other_processes_kept_is_not_lost(arguments, tmp_path):
     (tmp_path / ".c.safetensors.part-1-of-2").touch()
     error = invoke(arguments, tmp_path / "c.safetensors", "--resume").exception
-    assert "nothing to resume with 1 processes" in str(error)
+    assert "no partial calibration of 1 processes to resume" in str(error)
     assert "part-1-of-2" in str(error)
 
 

@@ -10,6 +10,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +75,43 @@ def test_imports_go_one_way(path):
 def test_modules_stay_under_300_lines_of_code(path):
     """Docstrings, comments and blank lines do not count: to explain costs nothing."""
     assert len(code_lines(path.read_text(encoding="utf-8"))) <= 300
+
+
+#: Folders of tests that are not named like a package.
+OTHER_FOLDERS = {"project", "fuzz", "mutation", "support", "golden", "standin"}
+TESTS = sorted(ROOT.glob("tests/**/*.py"))
+#: Still to be cut.
+TOO_LONG = {"tests/device/test_loader.py"}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tests_stand_in_the_folder_of_a_package(path):
+    folders = path.relative_to(ROOT / "tests").parts[:-1]
+    if folders:
+        assert len(folders) == 1
+        assert folders[0] in RANK.keys() | OTHER_FOLDERS, f"no package {folders[0]}"
+    else:
+        assert path.name in {"__init__.py", "conftest.py"}
+
+
+def test_folders_of_tests_are_packages():
+    """Without __init__.py, mypy finds two modules of one name, and pytest helpers of others."""
+    assert not {path.parent for path in TESTS} - {
+        path.parent for path in TESTS if path.name == "__init__.py"
+    }
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_test_files_stay_under_600_lines(path):
+    too_long = path.read_text(encoding="utf-8").count("\n") > 600
+    assert too_long == (str(path.relative_to(ROOT)) in TOO_LONG)
+
+
+def test_mutants_are_shown_to_tests_that_are_there():
+    table = yaml.safe_load((ROOT / "tests/mutation/table.yaml").read_text(encoding="utf-8"))
+    for group in table["groups"].values():
+        assert all((ROOT / "tests" / path).exists() for path in group["tests"])
+        assert all(any(ROOT.glob(modules)) for modules in group["modules"])
 
 
 def code_lines(text):

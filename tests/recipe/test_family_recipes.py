@@ -130,7 +130,7 @@ def test_dry_runs_are_told_in_words(published, tmp_path):
     assert "with all 418 layers masked that may be: " in text
     assert "79,373,008,896 bytes, 21 runs of the prompts" in text
     text = CliRunner().invoke(command, ["pack", str(path), "-r", name, "-o", "o", "-n"]).output
-    assert "Not given, planned as if it were: --calibration, --hessians" in text
+    assert "missing, planned as if given: --calibration, --hessians" in text
 
 
 def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):

@@ -9,13 +9,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.histogram import count_bins
-from quantkit.calibration.statistics import (
-    Calibration,
-    CalibrationProvenance,
-    LayerStatistics,
-    save_calibration,
-)
+from quantkit.calibration.statistics import Calibration, CalibrationProvenance, save_calibration
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError, ShapeError
 from quantkit.models.layers import list_layers
@@ -29,7 +23,7 @@ from quantkit.sparsity import choose
 from quantkit.sparsity.choose import choose_mask_of, choose_masks, read_blocks
 from quantkit.sparsity.maskfile import LayerMask, load_masks, pack_mask, save_masks
 from quantkit.storage.digest import sha256_of
-from tests.support.headers import write_component
+from tests.support.components import component_with, statistics_of
 
 
 def with_sparsity(**settings):
@@ -37,29 +31,12 @@ def with_sparsity(**settings):
 
 
 MAGNITUDE = with_sparsity()
+
 LAYERS = {
     "linear": torch.randn(12, 64, generator=torch.Generator().manual_seed(1)),
     "conv": torch.randn(8, 32, 3, 3, generator=torch.Generator().manual_seed(2)),
     "odd": torch.randn(8, 48, generator=torch.Generator().manual_seed(3)),
 }
-
-
-def component_with(path, weights, dtype=torch.float16):
-    write_component(path, "UNet2DConditionModel", {})
-    tensors = {f"{name}.weight": w.to(dtype).contiguous() for name, w in weights.items()}
-    save_file(tensors, path / "diffusion_pytorch_model.safetensors")
-    return open_model(str(path))
-
-
-def statistics_of(x):
-    """Return the statistics of raw inputs (rows, C) as one bucket."""
-    return LayerStatistics(
-        amax=x.abs().amax().reshape(1),
-        histogram=count_bins(x).reshape(1, -1),
-        second_moment=x.square().mean(0, keepdim=True),
-        channel_amax=x.abs().amax(0, keepdim=True),
-        count=torch.tensor([len(x)]),
-    )
 
 
 def calibration_of(model, inputs):

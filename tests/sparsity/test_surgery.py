@@ -330,7 +330,7 @@ def test_moments_follow_smoothing():
 
 
 def test_gptq_works_on_smoothed_weights(model, known, tmp_path):
-    from tests.packing.test_pack import calibration_of
+    from tests.support.packing import calibration_of
 
     hessians, inputs = known
     calibration = calibration_of(model.path)
@@ -430,10 +430,11 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, t
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
-def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_path):
+def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_path, monkeypatch):
     model, hessians, _ = pipeline
     given = ("-r", some, "--hessians", hessians.path, "--device", "cpu")
-    mask_file, outputs = tmp_path / "masks", [tmp_path / "at-once", tmp_path / "by-file"]
+    mask_file = tmp_path / "masks"
+    outputs = [tmp_path / name for name in ("at-once", "by-file", "by-recipe")]
     old = invoke(model.path, *given, "--method", method, "--recover", "obs", "-o", outputs[0])
     hint = "'quantkit sparsify --recover obs' is 'quantkit recover --method obs' now"
     assert hint in old.stderr
@@ -443,9 +444,9 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
     done = CliRunner().invoke(recover_command, list(map(str, arguments)), catch_exceptions=False)
     assert done.exit_code == 0
     weights = [(output / "unet" / WEIGHTS).read_bytes() for output in outputs]
-    assert weights[0] == weights[1]
+    assert weights[0] == weights[1] == weights[2]
     masks = [(tmp_path / f"{o.name}.masks.safetensors").read_bytes() for o in outputs]
-    assert masks[0] == masks[1]
+    assert masks[0] == masks[1] == masks[2]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from quantkit.calibration.hessian import HessianIndex, create_hessians, load_hessians
 from quantkit.calibration.histogram import BINS
-from quantkit.calibration.moving_average import RATE
 from quantkit.calibration.resume import PartialFile, PartialSums
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
@@ -27,6 +26,7 @@ from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity import result
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, load_masks, save_masks
 from quantkit.storage.artefact import read_artefact, write_artefact
+from tests.support.artefacts import sums
 
 ODD = (None, True, -1, 1.5, 10**30, 1e308, "", "x", "../x", [], {}, [[]], {"": {}}, ["\n"])
 
@@ -112,20 +112,6 @@ def masks(path):
     return lambda: load_masks(path)
 
 
-def sums():
-    return {
-        "channel_amax": torch.ones(2, 4),
-        "values": torch.ones(2, 4, dtype=torch.float64),
-        "squares": torch.ones(2, 4, dtype=torch.float64),
-        "histogram": torch.ones(2, BINS, dtype=torch.float64),
-        "moving": torch.full((2,), RATE, dtype=torch.float64),
-        "updates": torch.tensor([1, 1]),
-        "count": torch.tensor([4, 4]),
-        "samples": torch.ones(2, SAMPLE_ROWS, 8, dtype=torch.bfloat16),
-        "priority": torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
-    }
-
-
 def kept(path):
     found = PartialFile(path.with_name("c"), ALONE, {"steps": 2, "model": "0" * 64})
     found.write(PartialSums({"unet": {"a": sums()}}, (500.0,), {"unet": [1, 1]}, 1))
@@ -139,6 +125,7 @@ KINDS = {
     "masks": (masks, "quantkit_masks", 1),
     "partial": (kept, "quantkit_partial_sums", 1),
 }
+
 EACH_KIND = pytest.mark.parametrize(("make", "kind", "newest"), KINDS.values(), ids=KINDS)
 
 
@@ -180,6 +167,8 @@ CHANGES = {
     "inf": lambda t: torch.full_like(t, torch.inf) if t.is_floating_point() else t.double(),
     "negative": lambda t: torch.full_like(t, -1) if t.dtype != torch.uint8 else t.to(torch.int8),
 }
+
+
 #: Fields in which a value below 0, or fewer samples, is nothing odd.
 LEGAL = {("mean", "negative"), ("samples", "negative"), ("values", "negative")}
 

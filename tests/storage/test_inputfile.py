@@ -94,7 +94,7 @@ def test_json_agrees_with_the_library(text):
 BAD = {
     "cut": ("{", "Expecting"),
     "empty": ("", "Expecting"),
-    "twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+    "twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
     "surrogate": ('{"a": "\\ud800"}', "surrogate"),
     "surrogate-key": ('{"\\udc00": 1}', "surrogate"),
     "digits": ("1" * 5000, "digits"),

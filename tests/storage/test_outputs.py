@@ -93,7 +93,7 @@ def named_pipe(output):
         (thesis, r"holds thesis\.docx, which quantkit did not write; force would delete it"),
         (added, r"holds b/thesis\.docx, which quantkit did not write; force would delete it"),
         (many, r"holds s, t, u, \.\.\., which quantkit did not write"),
-        (other_kind, "holds a report, and force replaces it by another test only"),
+        (other_kind, "holds a report, and force only replaces it with another test"),
         (damaged, r"holds \.quantkit, a, b, and no sound"),
         (of_the_future, r"holds \.quantkit, a, b, and no sound"),
         (linked_marker, r"holds \.quantkit, a, and no sound"),

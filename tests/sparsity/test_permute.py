@@ -1,8 +1,7 @@
-"""Channel permutations: what may move, that nothing is computed otherwise, and what it gains."""
+"""Permuted pipelines: they compute what they did, their masks take less, calibrations follow."""
 
 import json
 from functools import partial
-from itertools import combinations
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ from quantkit.cli.pack import pack as pack_command
 from quantkit.cli.permute import permute as command
 from quantkit.cli.sparsify import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, RecipeError
-from quantkit.models.channel_couplings import RULES, Coupling, find_couplings
+from quantkit.models.channel_couplings import Coupling
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
-from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, choose_mask
-from quantkit.numerics.permutation_search import _Search, kept_share, search_permutation
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.permutation_search import search_permutation
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
@@ -34,28 +33,11 @@ from quantkit.sparsity.channel_permutation import attention_heads, choose_permut
 from quantkit.sparsity.choose import LayerInputs, choose_masks
 from quantkit.sparsity.maskfile import load_masks
 from quantkit.storage.digest import sha256_of
-from tests.golden.make_keys import MODELS
-from tests.support.headers import golden_keys, write_component
-from tests.support.pipelines import (
-    tiny_flux_pipeline,
-    tiny_pipeline,
-    tiny_transformer,
-    tiny_transformer_pipeline,
-)
+from tests.support.headers import write_component
+from tests.support.permutations import PIPELINES, WEIGHTS, couplings_of
+from tests.support.pipelines import tiny_pipeline
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
-PIPELINES = {
-    "unet": tiny_pipeline,
-    "sd3": tiny_transformer_pipeline,
-    "flux": tiny_flux_pipeline,
-    "pixart": tiny_transformer,
-}
-
-
-def random_power(n, k, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, k, generator=g).square() * torch.rand(k, generator=g)
 
 
 def with_sparsity(**settings):
@@ -84,98 +66,6 @@ def short_searches(monkeypatch):
 
 def invoke(*arguments):
     return CliRunner().invoke(command, [*map(str, arguments), "-q"], catch_exceptions=False)
-
-
-# The search.
-
-
-def best_grouping(power, m, n):
-    """Return the most that any grouping keeps, by trying every one."""
-
-    def best(columns):
-        if not columns:
-            return 0.0
-        first, rest = columns[0], columns[1:]
-        return max(
-            float(power[:, [first, *others]].topk(n, dim=1).values.sum())
-            + best([c for c in rest if c not in others])
-            for others in combinations(rest, m - 1)
-        )
-
-    return best(list(range(power.shape[1])))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "k"),
-    [("2:4", 8), ("2:4", 12), ("1:4", 8), ("3:4", 12), ("1:2", 8), ("2:3", 9)],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_small_search_finds_the_best_of_all_groupings(pattern, k, seed):
-    n, m = map(int, pattern.split(":"))
-    power = random_power(5, k, seed)
-    order = search_permutation(power, Pattern(n, m), block=k, work=1e6)
-    kept = kept_share(power[:, order], Pattern(n, m)) * float(power.sum())
-    assert kept == pytest.approx(best_grouping(power, m, n), rel=1e-5)
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:2"])
-@pytest.mark.parametrize(("n", "k", "block"), [(7, 64, 64), (3, 48, 16), (1, 40, 40), (5, 8, 8)])
-def test_no_block_loses_and_no_column_leaves_its_block(pattern, n, k, block):
-    pattern = Pattern(*map(int, pattern.split(":")))
-    power = random_power(n, k, k)
-    order = search_permutation(power, pattern, block=block, work=1e3)
-    assert order.dtype == torch.int64
-    for start in range(0, k, block):
-        part = order[start : start + block]
-        assert sorted(part.tolist()) == list(range(start, start + block))
-        before = kept_share(power[:, start : start + block], pattern)
-        assert kept_share(power[:, part], pattern) >= before - 1e-12
-
-
-def test_a_search_gains_what_pairs_of_columns_hide():
-    """Columns of equal sign in pairs of rows: together two of four are lost, apart none."""
-    power = torch.zeros(2, 16)
-    power[0, :8], power[1, 8:] = 1.0, 1.0
-    assert kept_share(power, TWO_OF_FOUR) == 0.5
-    order = search_permutation(power, TWO_OF_FOUR, block=16, work=1e5)
-    assert kept_share(power[:, order], TWO_OF_FOUR) == 1.0
-
-
-def test_a_search_repeats_itself_and_follows_its_seed():
-    power = random_power(16, 64)
-    search = partial(search_permutation, power, TWO_OF_FOUR, block=64, work=1e5)
-    first = search(seed=1)
-    assert torch.equal(first, search(seed=1))
-    assert not torch.equal(first, search(seed=2))
-
-
-def test_more_work_keeps_no_less():
-    power = random_power(16, 96)
-    kept = [
-        kept_share(power[:, search_permutation(power, TWO_OF_FOUR, block=96, work=w)], TWO_OF_FOUR)
-        for w in (0, 1e6)
-    ]
-    assert kept_share(power, TWO_OF_FOUR) < kept[0] < kept[1]
-
-
-@pytest.mark.parametrize(
-    "power",
-    [torch.zeros(4, 16), torch.ones(4, 16), torch.zeros(0, 16), torch.full((4, 16), 1e-30)],
-    ids=["zero", "equal", "empty", "tiny"],
-)
-def test_where_nothing_is_gained_nothing_moves(power):
-    order = search_permutation(power, TWO_OF_FOUR, block=16)
-    assert order.tolist() == list(range(16))
-
-
-@pytest.mark.parametrize(("drawn", "least", "most"), [(0.0, 2, 4), (0.5, 15, 22), (1.0, 32, 40)])
-def test_a_disturbance_moves_from_a_tenth_of_the_columns_to_all(monkeypatch, drawn, least, most):
-    search = _Search(torch.ones(40, 1), TWO_OF_FOUR, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(drawn))
-    order = torch.arange(40).reshape(1, 10, 4)
-    found = search.disturbed(order)
-    assert sorted(found.flatten().tolist()) == list(range(40))
-    assert least <= int((found != order).sum()) <= most
 
 
 @pytest.mark.parametrize(
@@ -209,26 +99,6 @@ def test_the_power_of_what_moves_sums_to_one(tmp_path, start, channels):
     torch.testing.assert_close(found, part / part.sum())
 
 
-def test_of_no_power_all_is_kept():
-    assert kept_share(torch.zeros(3, 8), TWO_OF_FOUR) == 1.0
-    assert kept_share(torch.zeros(0, 8), TWO_OF_FOUR) == 1.0
-
-
-def test_kept_share_is_that_of_the_mask():
-    power = random_power(9, 32)
-    kept = power[choose_mask(power, TWO_OF_FOUR)].sum() / power.sum()
-    assert kept_share(power, TWO_OF_FOUR) == pytest.approx(float(kept), rel=1e-6)
-
-
-# The rules.
-
-
-def couplings_of(model):
-    component = model.components[0]
-    layers = {layer.name: layer for layer in list_layers(component)}
-    return find_couplings(component, layers, attention_heads(component))
-
-
 #: consumers by kind in the tiny models: (feed-forward, attention, FLUX's single blocks)
 TINY = {"unet": (4, 8, 0), "sd3": (3, 2, 0), "flux": (2, 1, 2), "pixart": (2, 4, 0)}
 
@@ -240,110 +110,6 @@ def test_the_tiny_models_have_the_couplings_of_their_blocks(model, request):
         sum(name.endswith(end) for name in names) for end in (".net.2", ".to_out.0", ".proj_out")
     )
     assert found == TINY[kind]
-
-
-def test_joint_attention_moves_both_streams_alike(tmp_path):
-    model = open_model(str(tiny_transformer_pipeline(tmp_path / "sd3")))
-    joint = [c for c in couplings_of(model) if c.producers[0].name.endswith("to_v")]
-    ends = [
-        tuple(layer.name.partition(".attn.")[2] for layer in (*c.producers, *c.consumers))
-        for c in joint
-    ]
-    # The last block does not answer for the text.
-    assert ends == [
-        ("to_v", "add_v_proj", "to_out.0", "to_add_out"),
-        ("to_v", "add_v_proj", "to_out.0"),
-    ]
-    assert {c.block for c in joint} == {32}
-
-
-#: model -> couplings, and the share of the weights whose groups they change
-PUBLISHED = {"sd15": (48, 0.09), "sdxl": (210, 0.24), "flux1_dev": (133, 0.3)}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_couplings(tmp_path, name):
-    keys = golden_keys(name)
-    path = write_component(tmp_path / name, keys["class_name"], keys["tensors"])
-    config = {"_class_name": keys["class_name"], **keys["config"]}
-    (path / "config.json").write_text(json.dumps(config))
-    found = couplings_of(open_model(str(path)))
-    weights = sum(layer.n * c.channels for c in found for layer in c.consumers)
-    assert name in MODELS
-    assert (len(found), round(weights / keys["parameters"], 2)) == PUBLISHED[name]
-
-
-FF = {
-    "a.ff.net.0.proj.weight": [64, 16],
-    "a.ff.net.0.proj.bias": [64],
-    "a.ff.net.2.weight": [16, 32],
-}
-ATTENTION = {f"a.attn.{name}.weight": [32, 32] for name in ("to_q", "to_k", "to_v", "to_out.0")}
-SINGLE = {
-    "a.attn.to_v.weight": [32, 32],
-    "a.proj_mlp.weight": [64, 32],
-    "a.proj_out.weight": [32, 96],
-}
-
-
-def found_in(tmp_path, tensors, heads=2):
-    model = open_model(str(write_component(tmp_path / "m", "UNet2DConditionModel", tensors)))
-    layers = {layer.name: layer for layer in list_layers(model.components[0])}
-    return find_couplings(model.components[0], layers, {"a.attn": heads} if heads else {})
-
-
-@pytest.mark.parametrize(
-    ("tensors", "expected"),
-    [(FF, [(32, 32, 0)]), (ATTENTION, [(32, 16, 0)]), (SINGLE, [(32, 16, 0), (64, 64, 32)])],
-    ids=["feed-forward", "attention", "single"],
-)
-def test_whole_patterns_are_found(tmp_path, tensors, expected):
-    found = found_in(tmp_path, tensors)
-    assert [(c.channels, c.block, c.start) for c in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("tensors", "change", "heads"),
-    [
-        (FF, {"a.ff.net.2.weight": None}, 2),
-        (FF, {"a.ff.net.0.proj.weight": None}, 2),
-        (FF, {"a.ff.net.0.proj.weight": [96, 16]}, 2),
-        (FF, {"a.ff.net.2.weight": [16, 32, 1, 1]}, 2),
-        (FF, {"a.ff.net.1.weight": [32]}, 2),
-        (ATTENTION, {"a.attn.to_out.0.weight": None}, 2),
-        (ATTENTION, {"a.attn.to_v.weight": None, "a.attn.to_qkv.weight": [96, 32]}, 2),
-        (ATTENTION, {"a.attn.to_v.weight": [16, 32]}, 2),
-        (ATTENTION, {"a.attn.add_v_proj.weight": [16, 32]}, 2),
-        (ATTENTION, {"a.attn.to_add_out.weight": [32, 64]}, 2),
-        (ATTENTION, {"a.attn.processor.to_v_ip.0.weight": [32, 32]}, 2),
-        (ATTENTION, {"a.attn.norm_v.weight": [32]}, 2),
-        (ATTENTION, {}, 0),
-        (ATTENTION, {}, 3),
-        (SINGLE, {"a.proj_mlp.weight": None}, 2),
-        (SINGLE, {"a.proj_mlp.weight": [32, 32], "a.attn.to_v.weight": [16, 32]}, 2),
-        (SINGLE, {"a.attn.to_v.weight": None}, 2),
-    ],
-)  # fmt: skip
-def test_patterns_in_part_are_left_alone(tmp_path, tensors, change, heads):
-    changed = {name: shape for name, shape in (tensors | change).items() if shape}
-    assert found_in(tmp_path, changed, heads) == ()
-
-
-def test_every_rule_is_for_a_tiny_model(tmp_path):
-    """A rule that no real module shows to be right would be a guess."""
-    seen = set()
-    for name, make in PIPELINES.items():
-        for coupling in couplings_of(open_model(str(make(tmp_path / name)))):
-            path = coupling.producers[0].name
-            seen |= {
-                rule
-                for rule in RULES
-                if path.endswith("." + rule.producers[0])
-                and any(
-                    layer.name.endswith("." + rule.consumers[0]) for layer in coupling.consumers
-                )
-            }
-    assert seen == set(RULES)
 
 
 # The models.

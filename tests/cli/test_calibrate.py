@@ -1,0 +1,35 @@
+"""``quantkit calibrate``: its file, and its dry run."""
+
+import json
+
+from click.testing import CliRunner
+
+from quantkit.calibration.statistics import load_calibration
+from quantkit.cli.calibrate import calibrate as calibrate_command
+from quantkit.errors import OutputError
+
+
+def run(*arguments):
+    return CliRunner().invoke(calibrate_command, ["model", *map(str, arguments)])
+
+
+def test_command_writes_a_calibration(pipeline_dir, tmp_path):
+    output, prompts = tmp_path / "c.safetensors", tmp_path / "p.txt"
+    prompts.write_text("a\nb\n")
+    options = ("--prompts", prompts, "--steps", 4, "--seed", 3, "--device", "cpu", "--json", "-q")
+    result = run(pipeline_dir, "-o", output, *options)
+    assert result.exit_code == 0, result.output
+    said, stored = json.loads(result.stdout), load_calibration(output)
+    assert (said["prompts"], said["steps"], said["edges"]) == (2, 4, list(stored.edges))
+    assert set(said["components"]["unet"]["layers"]) == set(stored.layers["unet"])
+    assert stored.metadata.seed == 3
+    assert isinstance(run(pipeline_dir, "-o", output).exception, OutputError)
+
+
+def test_dry_run_writes_nothing(pipeline_dir, tmp_path):
+    output = tmp_path / "c.safetensors"
+    result = run(pipeline_dir, "-o", output, "--dry-run", "--count", 5)
+    assert result.exit_code == 0, result.output
+    assert "would observe" in result.stdout
+    assert "71" in result.stdout
+    assert not list(tmp_path.iterdir())

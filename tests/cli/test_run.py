@@ -1,0 +1,244 @@
+"""``quantkit run`` and ``quantkit eval report``: both pipelines, from prompts to the report."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from quantkit.errors import InputError, NonFiniteError, OutputError
+
+NO_NETWORKS = ("--without", "lpips", "--without", "clip", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("a red ball\na blue box\na tree, 3 cats\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ran(pipeline_dir, prompt_file, tmp_path_factory):
+    """``quantkit run fp8-sparse`` on the tiny pipeline: calibration, masks, packed, report."""
+    from quantkit.cli.run import run
+
+    folder = tmp_path_factory.mktemp("run") / "out"
+    recipe = folder.parent / "quick.yaml"
+    recipe.write_text(
+        "name: quick\nsparsity: {method: wanda}\ngates: {ssim: -1.0}\n"
+        "calibration: {prompts: 2, steps: 2, buckets: 1}\n"
+    )
+    arguments = (
+        recipe,
+        pipeline_dir,
+        "-o",
+        folder,
+        "--prompts",
+        prompt_file,
+        "--steps",
+        3,
+        "--json",
+    )
+    result = CliRunner().invoke(run, [*map(str, arguments), *NO_NETWORKS])
+    assert result.exit_code == 0, result.output
+    return folder, json.loads(result.stdout)
+
+
+def test_run_writes_every_artefact_and_the_report_it_prints(ran):
+    folder, printed = ran
+    assert {path.name for path in folder.iterdir()} == {
+        "calibration.safetensors", "masks.safetensors", "packed", "report",
+    }  # fmt: skip
+    assert json.loads((folder / "report" / "report.json").read_text()) == printed
+    assert printed["compression"] == "FP8 and 4:2"
+    assert printed["run"]["dtype"] == "float32"
+    assert printed["gates"][0]["limit"] == -1.0
+
+
+def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prompt_file, tmp_path):
+    """All that is chosen from activations at once: GPTQ, SparseGPT, shifts per bucket."""
+    from quantkit.cli.run import run
+
+    recipe, folder = tmp_path / "all.yaml", tmp_path / "out"
+    recipe.write_text(
+        "name: all\nweight: {observer: mse, rounding: gptq}\n"
+        "activation: {mode: static, shift: true, buckets: 2}\n"
+        'keep: ["*"]\noverrides: [{layers: ["mid_block.attentions.*"], keep: false}]\n'
+        "sparsity: {method: sparsegpt}\ngates: {ssim: -1.0}\n"
+        "calibration: {prompts: 2, steps: 2, buckets: 2}\n"
+    )
+    arguments = (recipe, pipeline_dir, "-o", folder, "--prompts", prompt_file, "--steps", 2)
+    options = ("--no-noise-floor", "--json")
+    result = CliRunner().invoke(run, [*map(str, arguments), *options, *NO_NETWORKS])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in folder.iterdir()} == {
+        "calibration.safetensors", "hessians", "masks.safetensors", "packed", "report",
+    }  # fmt: skip
+    config = json.loads((folder / "packed" / "unet" / "config.json").read_text())
+    schemes = config["quantization_config"]["schemes"]
+    assert config["quantization_config"]["format_version"] == 2
+    assert all(s["shift"] and len(s["buckets"]) == 1 for s in schemes)
+    assert any(s["sparsity"] == "2:4" for s in schemes)
+    # What it was given back through kernels is what reference makes of it.
+    assert json.loads(result.stdout)["kernels"]["worst_deviation"] < 1e-4
+
+
+def test_report_tells_what_ran_every_layer(ran):
+    _, printed = ran
+    kernels, layers = printed["kernels"], printed["layers"]
+    packed = [row for row in layers if row["weight_error"] is not None]
+    assert len(packed) > 40
+    assert {row["backend"] for row in packed} == set(kernels["calls_by_backend"])
+    # Every packed layer quantizes and multiplies once in each of 3 steps; one batch of 3 prompts.
+    assert kernels["total_calls"] == 2 * 3 * len(packed)
+    assert kernels["worst_deviation"] == max(row["deviation"] for row in packed)
+    assert 0 <= kernels["worst_deviation"] < 1e-4
+    assert "were computed again on reference" in kernels["watched"]
+    # 2:4 of Gaussian weights loses 0.3 of the norm by magnitude; Wanda and FP8 add to it.
+    sparse = [row for row in packed if "4:2" in row["format"]]
+    assert all(0.2 < row["weight_error"] < 0.7 for row in sparse)
+    assert all(row["output_error"] > 0 for row in packed)
+    assert all(row["bytes_after"] < row["bytes_before"] for row in packed)
+
+
+def test_run_needs_no_force_to_refuse_and_plans_dry(ran, pipeline_dir, tmp_path):
+    from quantkit.cli.run import run
+
+    folder, _ = ran
+    again = CliRunner().invoke(run, ["fp8", str(pipeline_dir), "-o", str(folder), *NO_NETWORKS])
+    assert isinstance(again.exception, OutputError)
+    dry = CliRunner().invoke(run, ["fp8", str(pipeline_dir), "-o", str(tmp_path / "x"), "-n"])
+    assert dry.exit_code == 0, dry.output
+    assert "would write packed/, report/ into" in dry.output
+    assert not (tmp_path / "x").exists()
+
+
+def eval_report(*arguments):
+    from quantkit.cli.evaluate import evaluate
+
+    return CliRunner().invoke(evaluate, ["report", *map(str, arguments), *NO_NETWORKS])
+
+
+def test_run_measures_noise_floor_and_steps(ran):
+    _, printed = ran
+    dtype, batch = printed["noise_floor"]
+    assert dtype["title"] == "BF16 instead of float32"
+    assert batch["title"] == "batches of 1 instead of 3"
+    fine, coarse = (f["comparison"]["metrics"]["mse"]["summary"]["mean"] for f in (batch, dtype))
+    # other batches change the order of float32 sums only: nothing that 8 bits can show
+    assert 0 <= fine < 1e-7 < coarse < 1e-3
+    divergence, local = printed["timesteps"]["divergence"], printed["timesteps"]["local"]
+    assert len(divergence["mean"]) == len(local["mean"]) == 3
+    assert divergence["timesteps"] == local["timesteps"] == sorted(local["timesteps"])[::-1]
+    # one-shot 4:2 of random weights: far above BF16, whose unit roundoff squared is 1.5e-5
+    assert divergence["mean"][-1] > 10 * dtype["divergence"]["mean"][-1] > 1e-9
+    assert all(1e-4 < error < 10 for error in local["mean"])
+    assert divergence["count"] == 3
+    assert local["count"] == 4
+
+
+def test_run_says_which_recipe_and_how_sparse(ran):
+    packing = ran[1]["packing"]
+    assert packing["recipe"] == "quick"
+    assert packing["sparse"] <= packing["packed"] < packing["layers"]
+    assert 0.3 < packing["pruned"] < 0.5
+
+
+def original_pipeline(path):
+    import torch
+
+    from quantkit.models.source import open_model
+    from quantkit.pipelines.running import load_pipeline
+
+    return load_pipeline(open_model(str(path)), torch.device("cpu"))
+
+
+def test_batch_size_does_not_change_the_noise(pipeline_dir):
+    from quantkit.eval.generation import generate, make_settings
+
+    pipe = original_pipeline(pipeline_dir)
+    made_by = {
+        batch: generate(
+            pipe,
+            make_settings(
+                ["a ball", "a box", "a cat"], steps=2, guidance=None, seed=7, batch=batch
+            ),
+            label="original",
+        ).pictures
+        for batch in (1, 2, 3)
+    }
+    for batch in (2, 3):
+        for one, other in zip(made_by[1], made_by[batch], strict=True):
+            # only the rounding of another batch size remains
+            assert np.abs(one.astype(int) - other).max() <= 1
+    assert np.abs(made_by[1][0].astype(int) - made_by[1][1]).max() > 20
+
+
+def test_eval_report_fails_with_1_and_warns_of_a_foreign_original(ran, prompt_file, tmp_path):
+    from tests.support.pipelines import tiny_pipeline
+
+    other = tiny_pipeline(tmp_path / "other", seed=5)
+    result = eval_report(
+        other, ran[0] / "packed", "-o", tmp_path / "r", "--prompts", prompt_file,
+        "--count", 1, "--steps", 1, "--gate-ssim", 1,
+    )  # fmt: skip
+    assert result.exit_code == 1, result.output
+    assert "SSIM is" in result.output
+    found = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert found["verdict"]["passed"] is False
+    foreign, few = found["warnings"]
+    assert "not made from this original" in foreign
+    assert "1 prompts are few" in few
+
+
+def test_eval_report_names_the_reference_when_no_kernel_runs(
+    ran, pipeline_dir, prompt_file, tmp_path
+):
+    from quantkit.device.backends import Backend, use
+
+    with use(Backend.REFERENCE):
+        result = eval_report(
+            pipeline_dir, ran[0] / "packed", "-o", tmp_path / "r", "--prompts", prompt_file,
+            "--count", 1, "--steps", 1, "--gate-ssim", -1,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "report.html" in result.output
+    found = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert set(found["kernels"]["calls_by_backend"]) == {"reference"}
+    assert any("ran on reference, not on quantkit's kernels" in line for line in found["warnings"])
+    assert found["kernels"]["worst_deviation"] == 0.0
+
+
+def test_eval_report_refuses_what_makes_no_pictures(ran, pipeline_dir, prompt_file, tmp_path):
+    common = ("-o", tmp_path / "r", "--prompts", prompt_file)
+    alone = eval_report(pipeline_dir / "unet", ran[0] / "packed", *common)
+    assert re.search("component alone cannot make pictures", str(alone.exception))
+    few = eval_report(pipeline_dir, ran[0] / "packed", *common, "--count", 9)
+    assert re.search("3 prompts, wanted 9", str(few.exception))
+    component = eval_report(pipeline_dir, ran[0] / "packed" / "unet", *common)
+    assert isinstance(component.exception, InputError)
+    assert not (tmp_path / "r").exists()
+
+
+def test_pictures_with_nan_name_pipeline_and_prompt(pipeline_dir):
+    import torch
+    from quantkit.eval.generation import generate, make_settings
+
+    pipe = original_pipeline(pipeline_dir)
+    torch.nn.init.constant_(pipe.vae.decoder.conv_out.bias, float("nan"))
+    settings = make_settings(["a ball"], steps=1, guidance=None, seed=0, batch=1)
+    with pytest.raises(NonFiniteError, match=r"packed, prompt 0 \('a ball'\): \d+ of \d+ values"):
+        generate(pipe, settings, label="packed")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "wanted"),
+    [([], 1, "no prompts"), (["a", " "], 1, "prompt 1: empty"), (["a"], 0, "steps 0")],
+)
+def test_settings_that_make_no_pictures_are_refused(prompts, steps, wanted):
+    from quantkit.eval.generation import make_settings
+
+    with pytest.raises(InputError, match=wanted):
+        make_settings(prompts, steps=steps, guidance=None, seed=0, batch=1)

@@ -1,0 +1,85 @@
+"""``quantkit eval images``: two folders of pictures."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from quantkit.eval.backbones import Backbones
+from quantkit.eval.comparison import compare
+from quantkit.eval.images import Pairs
+
+from quantkit.cli.evaluate import evaluate
+from quantkit.errors import InputError
+from tests.support.pictures import made_pairs, pixels, write_folders
+
+
+def run_images(*arguments):
+    return CliRunner().invoke(evaluate, ["images", *map(str, arguments)])
+
+
+def test_eval_images_prints_what_the_metrics_give(tmp_path):
+    pairs = made_pairs(3)
+    folders = write_folders(tmp_path, pairs)
+    result = run_images(*folders, "--without", "lpips", "--json", "--quiet")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    wanted = compare(pairs, Backbones())
+    assert found["schema"] == "quantkit.images"
+    assert found["names"] == list(pairs.names)
+    for name, score in wanted.scores.items():
+        assert found["metrics"][name]["values"] == pytest.approx(score.values)
+    table = run_images(*folders, "--without", "lpips", "--quiet")
+    assert "SSIM" in table.stdout
+    assert "3 pairs" in table.stdout
+
+
+def test_eval_images_of_identical_folders_is_valid_json(tmp_path):
+    first, _ = write_folders(tmp_path, made_pairs(3))
+    result = run_images(first, first, "--without", "lpips", "--json", "--quiet")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    psnr = json.loads(result.stdout, parse_constant=refuse)["metrics"]["psnr"]
+    assert psnr["values"] == [None] * 3
+    assert psnr["null_means"] == "infinite: identical pictures"
+    assert psnr["summary"]["mean"] is None
+    assert psnr["summary"]["note"].startswith("3 of 3 pairs identical")
+
+
+def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
+    tmp_path, clip_dir, alexnet_file, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "160")
+    originals = tuple(pixels(seed, 40, 40) for seed in range(2))
+    folders = write_folders(tmp_path, Pairs(("a", "b"), originals, originals))
+    (tmp_path / "prompts.txt").write_text("a red ball\na blue box\n")
+    arguments = (
+        *folders, "--prompts", tmp_path / "prompts.txt", "--clip", clip_dir, "--quiet",
+        "--lpips-weights", alexnet_file, "--json",
+    )  # fmt: skip
+    good = run_images(*arguments, "--gate-clip", "1", "--gate-lpips", "0.1", "--gate-ssim", "0.9")
+    assert good.exit_code == 0, good.output
+    found = json.loads(good.stdout)
+    assert found["clip"]["backbone"] == "tiny-clip (CLIP)"
+    assert found["metrics"]["lpips"]["backbone"] == "ImageNet AlexNet"
+    assert found["metrics"]["lpips"]["values"] == [0.0, 0.0]
+    table = run_images(*arguments[:-1], "--gate-lpips", "0.1")
+    assert "LPIPS [ImageNet AlexNet]" in table.stdout
+    assert "tiny-clip (CLIP)" in table.stdout
+    bad = run_images(*arguments, "--gate-ssim", "1.5")
+    assert bad.exit_code == 1
+    assert json.loads(bad.stdout)["gates"][0]["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--gate-clip", "1"), "CLIP score needs the prompts"),
+        (("--gate-lpips", "1", "--without", "lpips"), "lpips: this metric is left out"),
+    ],
+)
+def test_eval_images_refuses_gates_that_it_cannot_judge(tmp_path, arguments, wanted):
+    result = run_images(*write_folders(tmp_path, made_pairs(2)), "--quiet", *arguments)
+    with pytest.raises(InputError, match=wanted):
+        raise result.exception

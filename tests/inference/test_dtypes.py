@@ -1,0 +1,84 @@
+"""The dtypes that a packed pipeline computes in."""
+
+import pytest
+import torch
+from torch import nn
+
+import quantkit
+from quantkit.device.backends import Backend, use
+from tests.support.loading import assert_bit_exact, draw, plain
+
+
+def compute_dtypes(pipe):
+    """dtype of every float parameter outside packed layers' own buffers."""
+    modules = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
+    return {p.dtype for m in modules for p in m.parameters() if p.is_floating_point()}
+
+
+DICT = {"unet": torch.bfloat16, "vae": torch.float32, "default": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("load", "dtype"),
+    [
+        (quantkit.load_pipeline, torch.float32),
+        (lambda d: quantkit.load_pipeline(str(d), torch_dtype=torch.bfloat16), torch.bfloat16),
+        (lambda d: quantkit.load_pipeline(d, checksums=True, device="cpu"), torch.float32),
+        (plain, torch.float32),
+        (lambda d: plain(d, torch_dtype=torch.float16), torch.float16),
+        (lambda d: plain(d, torch_dtype=torch.bfloat16), torch.bfloat16),
+        (lambda d: plain(d, torch_dtype=DICT), torch.bfloat16),
+        (lambda d: plain(d, torch_dtype={"default": torch.float16}), torch.float16),
+        (lambda d: plain(d, torch_dtype={"vae": torch.float16}), torch.float32),
+        (lambda d: plain(d, torch_dtype=torch.float16).to(torch.float32), torch.float32),
+        (lambda d: quantkit.load_pipeline(d).to(torch.bfloat16), torch.bfloat16),
+        (lambda d: plain(d).to("cpu", torch.float16), torch.float16),
+    ],
+    ids=range(12),
+)
+def test_all_components_compute_in_one_dtype(packed_dir, load, dtype):
+    pipe = load(packed_dir)
+    assert compute_dtypes(pipe) == {dtype}
+    assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {dtype}
+    assert_bit_exact(pipe.unet, packed_dir / "unet")
+    with use(Backend.REFERENCE):  # kernels in every dtype are tested, and built, elsewhere
+        draw(pipe)
+
+
+def test_a_mixed_request_is_overruled_aloud(packed_dir, caplog):
+    plain(packed_dir, torch_dtype=DICT)
+    loud = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [m for m in loud if m.startswith("vae: cast from torch.float32 to torch.bfloat16")]
+
+
+def test_components_that_were_handed_in_stay_as_they_are(packed_dir):
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(packed_dir / "vae", torch_dtype=torch.float32)
+    pipe = plain(packed_dir, vae=vae, torch_dtype=torch.float16)
+    assert pipe.vae is vae
+    assert vae.dtype == torch.float32
+    assert pipe.text_encoder.dtype == torch.float16
+
+
+def test_unpacked_pipelines_are_left_alone(pipeline_dir):
+    pipe = plain(pipeline_dir)
+    assert pipe.text_encoder.dtype == torch.float16
+    assert pipe.unet.dtype == torch.float32
+
+
+def test_parts_kept_in_float32_stay_so():
+    from quantkit.inference.dtypes import _cast
+
+    class Kept(nn.Module):
+        _keep_in_fp32_modules = ("wo",)
+
+        def __init__(self):
+            super().__init__()
+            self.wi, self.wo = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    model = Kept()
+    _cast(model, torch.float16)
+    assert (model.wi.weight.dtype, model.wo.weight.dtype) == (torch.float16, torch.float32)
+    assert model.count.dtype == torch.int64

@@ -1,0 +1,234 @@
+"""Packed bytes against torch: formats, granularities, smoothing, static scales, masks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantkit.calibration.observers import static_scale
+from quantkit.calibration.smoothing import smooth_factor
+from quantkit.checkpoint import weight_reader as rows_module
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.verification import verify
+from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
+from quantkit.models.source import open_model
+from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.masks import MASKS
+from quantkit.numerics.packing import to_rows
+from quantkit.numerics.scales import MSE_GRID, mse_scale
+from quantkit.progress import silent
+from quantkit.recipe.schema import Recipe
+from quantkit.sparsity.choose import choose_masks
+from tests.support.packing import (
+    WEIGHTS,
+    bits,
+    calibration_of,
+    component,
+    expected,
+    run,
+    small_tensors,
+)
+
+pytestmark = pytest.mark.usefixtures("any_model")
+
+
+@pytest.fixture(params=[1, 100, 1 << 17], ids="block-{}".format)
+def _block(request, monkeypatch):
+    """Elements of a block: a row at a time, a few rows, the whole of a small weight."""
+    monkeypatch.setattr(rows_module, "BLOCK_ELEMENTS", request.param)
+
+
+@pytest.mark.usefixtures("_block")
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "group:16"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+def test_bytes_are_those_of_torch(tmp_path, fmt, sparse, granularity):
+    folder = component(tmp_path / "source", small_tensors())
+    weight = {"format": fmt.name, "granularity": granularity}
+    run(folder, tmp_path / "packed", {"weight": weight, "sparsity": {} if sparse else None})
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    for name in ("a.conv", "a.point", "a.fc"):
+        wanted = expected(small_tensors()[f"{name}.weight"], fmt, granularity, sparse=sparse)
+        for part, tensor in wanted.items():
+            assert torch.equal(bits(found[f"{name}.{part}"]), bits(tensor)), (name, part)
+    for name in ("conv_in.weight", "a.conv.bias", "a.fc.bias", "a.norm.weight", "a.odd.weight"):
+        assert torch.equal(found[name], small_tensors()[name])
+    verify(tmp_path / "packed", progress=silent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sources_of_every_dtype_pack_alike(tmp_path, dtype):
+    tensors = small_tensors(dtype)
+    run(component(tmp_path / "source", tensors), tmp_path / "packed")
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    wanted = expected(tensors["a.conv.weight"], FORMATS["e4m3fn"], "channel")
+    assert torch.equal(bits(found["a.conv.weight"]), bits(wanted["weight"]))
+    assert found["a.fc.bias"].dtype == dtype
+
+
+def test_every_half_precision_number_casts_as_torch_does(tmp_path):
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    weight = patterns[patterns.isfinite()].reshape(-1, 64)
+    run(component(tmp_path / "source", {"fc.weight": weight}), tmp_path / "packed")
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    wanted = expected(weight, FORMATS["e4m3fn"], "channel")
+    assert torch.equal(bits(found["fc.weight"]), bits(wanted["weight"]))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "group:16"])
+def test_zeros_and_tiny_weights_have_finite_positive_scales(tmp_path, granularity):
+    smallest = 2.0**-149
+    # amax / 448 rounds to zero below 224 * smallest, and up to subnormals above.
+    tiny = [0.0, smallest, 223 * smallest, 224.5 * smallest, 672 * smallest, 1e-38, 1e-30]
+    weight = torch.stack([torch.full((32,), value) for value in tiny])
+    weight[:, 1::2] *= -1
+    for index, rows in enumerate([weight, weight[:2]]):
+        folder = component(tmp_path / f"source{index}", {"fc.weight": rows.contiguous()})
+        output = tmp_path / f"packed{index}"
+        run(folder, output, {"weight": {"granularity": granularity}})
+        verify(output, progress=silent)
+        found = load_file(output / WEIGHTS)
+        assert bool((found["fc.weight_scale"] > 0).all())
+        wanted = expected(rows, FORMATS["e4m3fn"], granularity)
+        wanted["weight_scale"][wanted["weight_scale"] == 0] = 1.0
+        assert torch.equal(found["fc.weight_scale"].flatten(), wanted["weight_scale"].flatten())
+        assert not bool((found["fc.weight"].view(torch.uint8) & 0x7F == 0x7F).any())
+
+
+@pytest.mark.parametrize("granularity", ["channel", "group:16"])
+def test_mse_scales_are_those_of_numerics(source, tmp_path, granularity):
+    run(source, tmp_path / "packed", {"weight": {"observer": "mse", "granularity": granularity}})
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    from quantkit.numerics.granularity import parse_granularity
+
+    rows = to_rows(small_tensors()["a.conv.weight"].float()).contiguous()
+    wanted = mse_scale(rows, FORMATS["e4m3fn"], parse_granularity(granularity))
+    assert torch.equal(found["a.conv.weight_scale"], wanted)
+
+
+def test_mse_scale_per_tensor_has_the_least_error_of_the_grid(source, tmp_path):
+    run(source, tmp_path / "packed", {"weight": {"observer": "mse", "granularity": "tensor"}})
+    found = load_file(tmp_path / "packed" / WEIGHTS)["a.point.weight_scale"]
+    rows = to_rows(small_tensors()["a.point.weight"].double())
+    base = rows.abs().amax().float() / 448
+    errors = {}
+    for fraction in MSE_GRID:
+        scale = base * fraction
+        codes = (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        errors[float(scale)] = float((codes.double() * scale.double() - rows).square().sum())
+    assert float(found) == min(errors, key=errors.get)
+    assert float(found) < float(base)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.usefixtures("_block")
+def test_smoothing_and_static_scales(tmp_path, sparse):
+    folder = component(tmp_path / "source", small_tensors())
+    calibration = calibration_of(folder)
+    activation = {"mode": "static", "observer": "amax", "buckets": 2}
+    recipe = {"smooth": 0.5, "activation": activation, "sparsity": {} if sparse else None}
+    run(folder, tmp_path / "packed", recipe, calibration=calibration)
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    for name in ("a.conv", "a.fc"):
+        weight = small_tensors()[f"{name}.weight"]
+        statistics = calibration.layers[""][name]
+        factor = smooth_factor(statistics, to_rows(weight.float()).contiguous(), 0.5)
+        wanted = expected(weight, FORMATS["e4m3fn"], "channel", sparse=sparse, factor=factor)
+        settings = Recipe.model_validate({"name": "t", **recipe}).activation
+        wanted["input_smooth"] = factor
+        wanted["input_scale"] = static_scale(
+            statistics, settings, FORMATS["e4m3fn"], factor, edges=(500.0,)
+        )
+        assert found[f"{name}.input_scale"].shape == (2,)
+        for part, tensor in wanted.items():
+            assert torch.equal(bits(found[f"{name}.{part}"]), bits(tensor)), (name, part)
+    packed = open_packed(tmp_path / "packed").components[0]
+    assert packed.config.schemes[0].scheme.buckets == (500.0,)
+    if not sparse:
+        near = packed.dequantized("a.conv")
+        weight = small_tensors()["a.conv.weight"].float()
+        assert float((near - weight).norm() / weight.norm()) < 0.04
+
+
+def test_automatic_buckets_are_each_layers_own(tmp_path):
+    folder = component(tmp_path / "source", small_tensors())
+    stored = calibration_of(folder)
+    statistics = stored.layers[""]["a.fc"]
+    louder = replace(statistics, amax=statistics.amax * torch.tensor([1.0, 4.0]))
+    even = replace(stored.layers[""]["a.conv"], amax=torch.tensor([2.0, 2.1]))
+    table = {**stored.layers[""], "a.fc": louder, "a.conv": even}
+    calibration = replace(stored, layers={"": table})
+    recipe = {"activation": {"mode": "static", "observer": "amax", "buckets": "auto"}}
+    run(folder, tmp_path / "packed", recipe, calibration=calibration)
+    packed = open_packed(tmp_path / "packed").components[0]
+    schemes = {layer: entry.scheme for entry in packed.config.schemes for layer in entry.layers}
+    assert schemes["a.fc"].buckets == (500.0,)
+    assert schemes["a.conv"].buckets == ()
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    assert torch.equal(found["a.fc.input_scale"], louder.amax / 448)
+    assert torch.equal(found["a.conv.input_scale"], torch.tensor(2.1) / 448)
+    with pytest.raises(
+        RecipeError, match=r"buckets auto cannot be used with smooth.* give a number"
+    ):
+        run(folder, tmp_path / "smooth", {**recipe, "smooth": 0.5}, calibration=calibration)
+
+
+def test_average_that_was_not_stored_is_refused_before_anything_is_written(tmp_path):
+    folder = component(tmp_path / "source", small_tensors())
+    recipe = {"activation": {"mode": "static", "observer": "moving_average"}}
+    with pytest.raises(ArtefactError, match=r"has no moving average .* choose another observer"):
+        run(folder, tmp_path / "packed", recipe, calibration=calibration_of(folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_smoothing_that_overflows_is_named(tmp_path):
+    tensors = {"a.fc.weight": torch.full((16, 32), 1e30)}
+    folder = component(tmp_path / "source", tensors)
+    calibration = calibration_of(folder)
+    calibration.layers[""]["a.fc"].channel_amax.fill_(1e30)
+    with pytest.raises(NonFiniteError, match=r"a\.fc: smoothing overflows the weight"):
+        run(folder, tmp_path / "packed", {"smooth": 1.0}, calibration=calibration)
+    assert not (tmp_path / "packed").exists()
+
+
+def test_statistics_that_do_not_fit_are_refused(tmp_path):
+    folder = component(tmp_path / "source", small_tensors())
+    recipe = {"activation": {"mode": "static", "observer": "amax", "buckets": 2}}
+    calibration = calibration_of(folder)
+    layers = calibration.layers[""]
+    layers["a.conv"] = layers["a.fc"]
+    with pytest.raises(ArtefactError, match=r"a\.conv: 96 input channels, wanted 32"):
+        run(folder, tmp_path / "packed", recipe, calibration=calibration)
+    del layers["a.conv"]
+    with pytest.raises(ArtefactError, match=r"no statistics of layer a\.conv"):
+        run(folder, tmp_path / "packed", recipe, calibration=calibration)
+
+
+@pytest.mark.parametrize("method", MASKS)
+def test_masks_chosen_while_packing_are_those_of_sparsify(source, tmp_path, method):
+    calibration = calibration_of(source)
+    recipe = {"sparsity": {"method": method}}
+    run(source, tmp_path / "at-once", recipe, calibration=calibration)
+    model, parsed = open_model(str(source)), Recipe.model_validate({"name": "t", **recipe})
+    masks = choose_masks(model, parsed, calibration, progress=silent)
+    run(source, tmp_path / "given", recipe, calibration=calibration, masks=masks)
+    a, b = ((tmp_path / name / WEIGHTS).read_bytes() for name in ("at-once", "given"))
+    assert a == b
+    assert b"a.fc.weight_meta" in a
+
+
+def test_an_error_budget_leaves_layers_dense(source, tmp_path):
+    budgets = {"all": 1.0, "none": 1e-9}
+    counts = {}
+    for name, budget in budgets.items():
+        run(source, tmp_path / name, {"sparsity": {"error_budget": budget}})
+        config = open_packed(tmp_path / name).components[0].config
+        counts[name] = sum(scheme.sparsity is not None for scheme in config.layers.values())
+    assert counts == {"all": 3, "none": 0}
+
+
+def test_wanda_without_a_calibration_is_refused(source, tmp_path):
+    with pytest.raises(RecipeError, match="'wanda' needs input statistics; give a calibration"):
+        run(source, tmp_path / "packed", {"sparsity": {"method": "wanda"}})
+    assert list(tmp_path.iterdir()) == [source]

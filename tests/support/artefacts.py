@@ -1,0 +1,46 @@
+"""What artefacts hold: statistics of a layer, and second moments."""
+
+import torch
+
+from quantkit.calibration.histogram import BINS
+from quantkit.calibration.moving_average import RATE
+from quantkit.calibration.sampling import SAMPLE_ROWS
+from quantkit.calibration.statistics import CalibrationProvenance, LayerStatistics
+
+
+def statistics(channels=4, buckets=2):
+    priority = torch.zeros(buckets, SAMPLE_ROWS, dtype=torch.float64)
+    priority[:, :3] = torch.tensor([0.9, 0.5, 0.1])
+    ones = torch.ones(buckets)
+    return LayerStatistics(
+        amax=ones * 2,
+        histogram=torch.ones(buckets, BINS, dtype=torch.float64),
+        second_moment=torch.ones(buckets, channels),
+        channel_amax=torch.full((buckets, channels), 2.0),
+        count=torch.full((buckets,), 7),
+        moving_amax=ones.double(),
+        updates=torch.full((buckets,), 3),
+        mean=torch.full((buckets, channels), -0.25),
+        samples=-torch.ones(buckets, SAMPLE_ROWS, 2 * channels, dtype=torch.bfloat16),
+        sample_priority=priority,
+        sample_count=torch.full((buckets,), 3),
+    )
+
+
+ABOUT = CalibrationProvenance(
+    {"unet": {"a": "0" * 64}}, "r", 1, "0" * 64, 2, None, 0, {"unet": [1, 1]}, {}
+)
+
+
+def sums():
+    return {
+        "channel_amax": torch.ones(2, 4),
+        "values": torch.ones(2, 4, dtype=torch.float64),
+        "squares": torch.ones(2, 4, dtype=torch.float64),
+        "histogram": torch.ones(2, BINS, dtype=torch.float64),
+        "moving": torch.full((2,), RATE, dtype=torch.float64),
+        "updates": torch.tensor([1, 1]),
+        "count": torch.tensor([4, 4]),
+        "samples": torch.ones(2, SAMPLE_ROWS, 8, dtype=torch.bfloat16),
+        "priority": torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
+    }
