@@ -19,6 +19,9 @@ from quantkit.recipe.schema import ActivationRecipe
 #: binades. A float format loses little to a large scale: the best clip of 200,000 Gaussian, Laplace
 #: and Student-t (2.5 degrees) values, and of Gaussian ones with an outlier of 300, was over 0.9.
 CLIP_GRID = tuple(2.0 ** (-step / 8) for step in range(17))
+#: The same for integers, half as far apart and over five binades: steps of one size for all values
+#: make the best clip depend on the tail alone.
+INTEGER_CLIP_GRID = tuple(2.0 ** (-step / 16) for step in range(81))
 
 #: Neighbouring buckets whose scales are within this factor share one, where the recipe says auto:
 #: two steps of CLIP_GRID, since neighbours that see the same may differ by one.
@@ -225,10 +228,15 @@ def agreeing_edges(
     return tuple(kept)
 
 
+def clip_grid(fmt: NumberFormat) -> tuple[float, ...]:
+    """Return where a static scale may clip, as fractions of amax, the largest first."""
+    return INTEGER_CLIP_GRID if fmt.is_integer else CLIP_GRID
+
+
 def _best_clip(histogram: Tensor, amax: float, fmt: NumberFormat) -> float:
     values, weights = _points(histogram, amax)
     best, best_error = amax, torch.inf
-    for fraction in CLIP_GRID:
+    for fraction in clip_grid(fmt):
         scale = scale_of_amax(torch.tensor(amax * fraction), fmt)
         error = float((weights * (cast(values / scale, fmt).float() * scale - values) ** 2).sum())
         if error < best_error:
@@ -245,7 +253,7 @@ def _least_divergent_clip(histogram: Tensor, amax: float, fmt: NumberFormat) -> 
     values, weights = _points(normal, amax)
     widths = _widths(normal, amax)
     best, best_divergence = amax, torch.inf
-    for fraction in CLIP_GRID:
+    for fraction in clip_grid(fmt):
         kept = values <= amax * fraction
         scale = scale_of_amax(torch.tensor(amax * fraction), fmt)
         codes = cast(values[kept] / scale, fmt).view(torch.uint8).long()

@@ -76,7 +76,8 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     codes = parts["weight"].view(torch.uint8).flatten(1)
     where = _where(component, f"{layer}.weight")
     if bool(_is_no_number(codes, scheme.weight).any()):
-        yield f"{where}: a code that is no number; pack the model again"
+        what = "-128, which no weight has" if scheme.weight.is_integer else "NaN or infinite"
+        yield f"{where}: a code is {what}; pack the model again"
     meta = parts.get("weight_meta")
     if meta is not None and not metadata_is_legal(meta):
         yield f"{where}_meta: a nibble names no two ascending positions; pack the model again"

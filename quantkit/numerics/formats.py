@@ -100,9 +100,9 @@ def find_format(name: str) -> NumberFormat:
     """
     if name.endswith("fnuz"):
         raise CheckpointError(
-            f"format {name!r}: FNUZ is the FP8 of MI300 (max 240, another bias), wanted one of "
+            f"format {name!r:.80}: FNUZ is the FP8 of MI300 (max 240, another bias), wanted one of "
             f"{', '.join(FORMATS)}; convert the tensor to 16 bit first"
         )
     if name not in FORMATS:
-        raise RecipeError(f"format {name!r}: unknown, wanted one of {', '.join(FORMATS)}")
+        raise RecipeError(f"format {name!r:.80}: unknown, wanted one of {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -172,7 +172,7 @@ ZERO = "0" * 64
 
 #: name -> (how to break the rule, what the reader says); found without reading all bytes
 CHEAP = {
-    "config-newer": (of_config(lambda c: c.update(format_version=3)), "3 is newer than 2.*upgrade"),
+    "config-newer": (of_config(lambda c: c.update(format_version=4)), "4 is newer than 3.*upgrade"),
     "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
     "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
     "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
@@ -184,7 +184,7 @@ CHEAP = {
     "scheme-weight": (first_scheme("weight", "e3m4"), "format 'e3m4': unknown"),
     "scheme-weight-type": (first_scheme("weight", 8), "found 8, wanted text"),
     "scheme-fnuz": (first_scheme("weight", "e4m3fnuz"), "FNUZ is the FP8 of MI300"),
-    "scheme-reserved": (first_scheme("weight", "int4"), "'int4' is reserved"),
+    "scheme-reserved": (first_scheme("weight", "int2"), "format 'int2': unknown"),
     "scheme-granularity": (first_scheme("granularity", "row"), "granularity 'row'"),
     "scheme-sparsity": (first_scheme("sparsity", "1:4"), "sparsity '1:4', wanted null or '2:4'"),
     "scheme-activation": (first_scheme("activation", "dynamic"), "'dynamic'"),
@@ -198,7 +198,7 @@ CHEAP = {
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
         "is listed 2 times",
     ),
-    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 2"),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 3"),
     "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
     "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
     "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),

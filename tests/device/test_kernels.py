@@ -13,10 +13,10 @@ from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
 from quantkit.device.gpu import nvrtc
 from quantkit.device.ops.op import Variant
+from quantkit.device.ops.products import FP8
 from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.device.ops.table import OPS, default_variants
 from quantkit.device.tiles import variants_for
-from quantkit.numerics.formats import FORMATS
 from tests.support.kernel_cases import (
     DTYPES,
     covering_variants,
@@ -257,7 +257,7 @@ def test_quantize_at_every_tail(variant, m, k):
     check_quantize(variant, x, 0.013, variant.word("QK_X_FORMAT"))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FP8)
 def test_a_row_too_small_for_a_scale_keeps_the_scale_one(fmt):
     # amax / max underflows to 0; divided by that, zeros would become NaN and the rest the maximum.
     variant = Variant(OPS["quantize_fp8_token"], ("f32", fmt, ""))

@@ -34,10 +34,12 @@ from quantkit.numerics.packing import (
     to_rows,
     unpack_two_of_four,
 )
-from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, cast, dequantize, quantize
+from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, cast, decode, dequantize, quantize
 
 GRANULARITIES = [PerTensor(), PerChannel(), PerGroup(8)]
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+FLOATS = [fmt for fmt in FORMATS.values() if not fmt.is_integer]
+every_float = pytest.mark.parametrize("fmt", FLOATS, ids=lambda f: f.name)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 
 
@@ -49,7 +51,7 @@ def seeded(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@every_format
+@every_float
 def test_format_limits_agree_with_ml_dtypes(fmt):
     info = ml_dtypes.finfo(oracle_dtype(fmt))
     assert fmt.max == float(info.max)
@@ -58,7 +60,7 @@ def test_format_limits_agree_with_ml_dtypes(fmt):
     assert torch.finfo(fmt.torch_dtype).max == fmt.max
 
 
-@every_format
+@every_float
 def test_every_code_decodes_as_in_ml_dtypes(fmt):
     codes = np.arange(256, dtype=np.uint8)
     ours = torch.from_numpy(codes.copy()).view(fmt.torch_dtype).float().numpy()
@@ -66,7 +68,7 @@ def test_every_code_decodes_as_in_ml_dtypes(fmt):
     np.testing.assert_array_equal(ours, theirs)
 
 
-@every_format
+@every_float
 def test_cast_rounds_half_to_even_at_every_midpoint(fmt):
     values = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype).float()
     values = values[values.isfinite()].unique()
@@ -77,13 +79,24 @@ def test_cast_rounds_half_to_even_at_every_midpoint(fmt):
     np.testing.assert_array_equal(ours, theirs)
 
 
-@every_format
+@every_float
 def test_cast_saturates_and_keeps_nan(fmt):
     values = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, fmt.max * 1.04, torch.nan, -0.0])
     out = cast(values, fmt).float()
     assert out[:5].tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max, fmt.max]
     assert out[5].isnan()
     assert out[6].signbit()
+
+
+def test_int8_is_symmetric_and_rounds_half_to_even():
+    fmt = FORMATS["int8"]
+    assert (fmt.max, fmt.bits, fmt.codes_per_byte, fmt.safetensors_dtype) == (127, 8, 1, "I8")
+    halves = np.arange(-260, 261, dtype=np.float32) / 2
+    wanted = np.clip(np.rint(halves), -127, 127).astype(np.int8)
+    np.testing.assert_array_equal(cast(torch.from_numpy(halves), fmt).numpy(), wanted)
+    wild = torch.tensor([1e30, -torch.inf, torch.nan, -0.0])
+    assert cast(wild, fmt).tolist() == [127, -127, -128, 0]
+    assert decode(torch.tensor([0x81], dtype=torch.uint8), "int8").tolist() == [-127]
 
 
 def test_fnuz_is_refused_and_typos_are_named():

@@ -98,7 +98,9 @@ def expected(weight, fmt, granularity, *, sparse=False, factor=None):
         groups = rows.reshape(len(rows), -1, int(granularity.partition(":")[2]))
     amax = groups.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(amax > 0, amax / fmt.max, 1.0)
-    codes = (groups / scale).clamp(-fmt.max, fmt.max).to(fmt.torch_dtype).reshape(rows.shape)
+    values = (groups / scale).clamp(-fmt.max, fmt.max)
+    values = values.round() if fmt.is_integer else values
+    codes = values.to(fmt.torch_dtype).reshape(rows.shape)
     parts = {"weight_scale": scale.squeeze(-1)}
     if sparse:
         parts["weight"], parts["weight_meta"] = pack_two_of_four(codes.view(torch.uint8), mask)
