@@ -97,7 +97,7 @@ def _print_forecast(forecast: "Forecast", *, as_json: bool) -> None:
         return
     _print(forecast.summary, "nothing written")
     echo(forecast.outlook)
-    echo(f"Not given, planned as if it were: {', '.join(missing)}")
+    echo(f"missing, planned as if given: {', '.join(missing)}")
 
 
 def _print(summary: "PackSummary", where: str) -> None:

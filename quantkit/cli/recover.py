@@ -16,7 +16,8 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, traini
 @click.option(
     "--masks",
     type=options.PATH,
-    help="Masks of 'quantkit sparsify', which are kept; without them all weights stay.",
+    help="Masks of 'quantkit sparsify', which are kept. Without them all weights stay; with "
+    "--method obs the recipe's sparsity section chooses.",
 )
 @options.hessians
 @options.output
