@@ -1,12 +1,15 @@
 """``quantkit calibrate``: run a pipeline on prompts and store what its layers read, and merge."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from quantkit.workflow.calibrate import Calibrated, CalibrationPlan
 
 
 @click.group()
@@ -72,7 +75,7 @@ def model_command(
             force=force,
         )
         if plan is not None:
-            _print(plan.to_json(), f"{model}: would observe", as_json=as_json)
+            _print(plan, plan, f"{model}: would observe", as_json=as_json)
         return
     with progress_bar(quiet=quiet) as progress:
         found = calibrate(
@@ -88,7 +91,7 @@ def model_command(
             tell=say,
         )
     if found is not None:
-        _print(found.to_json(), str(output), as_json=as_json)
+        _print(found, found.plan, str(output), as_json=as_json)
 
 
 @calibrate.command("merge")
@@ -105,15 +108,17 @@ def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_
     from quantkit.workflow.calibrate import merge_calibrations
 
     merged = merge_calibrations(calibrations, output=output, force=force)
-    _print(merged.to_json(), str(output), as_json=as_json)
+    _print(merged, merged.plan, str(output), as_json=as_json)
 
 
-def _print(result: dict[str, Any], title: str, *, as_json: bool) -> None:
+def _print(
+    found: "Calibrated | CalibrationPlan", plan: "CalibrationPlan", title: str, *, as_json: bool
+) -> None:
     if as_json:
-        print_json(result)
+        print_json(found.to_json())
         return
     rows = [
-        (name, len(entry["layers"]), result["prompts"], result["steps"], result["buckets"])
-        for name, entry in result["components"].items()
+        (name, len(layers), plan.prompts, plan.steps, plan.buckets)
+        for name, layers in plan.layers.items()
     ]
     print_table(title, ("component", "layers", "prompts", "steps", "buckets"), rows)

@@ -1,12 +1,15 @@
 """``quantkit calibrate hessian``: store the second moments of what layers read."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.workflow.hessians import MomentPlan, TakenMoments
 
 
 @click.command("hessian")
@@ -86,7 +89,7 @@ def hessian(
             row_share=row_share,
             memory=memory,
         )
-        _print(plan.to_json(), "nothing written", as_json=as_json)
+        _print(plan, plan, "nothing written", as_json=as_json)
         return
     with progress_bar(quiet=quiet) as progress:
         taken = calibrate_hessians(
@@ -102,16 +105,18 @@ def hessian(
             force=force,
             progress=progress,
         )
-    _print(taken.to_json(), f"written to {output}", as_json=as_json)
+    _print(taken, taken.plan, f"written to {output}", as_json=as_json)
 
 
-def _print(result: dict[str, Any], where: str, *, as_json: bool) -> None:
+def _print(
+    found: "MomentPlan | TakenMoments", plan: "MomentPlan", where: str, *, as_json: bool
+) -> None:
     if as_json:
-        print_json(result)
+        print_json(found.to_json())
         return
     rows = [
-        (name, len(entry["layers"]), f"{entry['bytes']:,}", entry["groups"])
-        for name, entry in result["components"].items()
+        (name, len(moments.layers), f"{moments.nbytes:,}", moments.groups)
+        for name, moments in plan.components.items()
     ]
-    title = f"Second moments, {result['weighting']} weighting ({where})"
+    title = f"Second moments, {plan.weighting} weighting ({where})"
     print_table(title, ("component", "layers", "bytes", "runs of the prompts"), rows)

@@ -1,12 +1,15 @@
 """``quantkit calibrate optimize``: a treatment per layer within a budget, as a recipe."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.workflow.optimize import Optimized
 
 
 @click.command("optimize")
@@ -100,16 +103,16 @@ def optimize(
     if as_json:
         print_json(found.to_json())
     else:
-        _print(found.to_json())
+        _print(found)
 
 
-def _print(result: dict[str, Any]) -> None:
-    counts: dict[str, list[float]] = {}
-    for layer in result["layers"]:
-        counts.setdefault(layer["treatment"], []).append(layer["loss"])
-    rows = [(name, len(losses), float(sum(losses))) for name, losses in sorted(counts.items())]
-    if result["trials"]:
-        trials = [(t["error"], t["size"], t["ssim"]) for t in result["trials"]]
+def _print(found: "Optimized") -> None:
+    losses: dict[str, list[float]] = {}
+    for candidate in found.chosen.assignment.chosen:
+        losses.setdefault(candidate.treatment, []).append(candidate.loss)
+    rows = [(name, len(each), float(sum(each))) for name, each in sorted(losses.items())]
+    if found.trials:
+        trials = [(t.assignment.error, t.assignment.size, t.ssim) for t in found.trials]
         print_table("Trials", ("predicted error", "bytes", "SSIM"), trials)
-    print_table(str(result["written"]), ("treatment", "layers", "predicted error"), rows)
-    echo(result["summary"])
+    print_table(str(found.output), ("treatment", "layers", "predicted error"), rows)
+    echo(found.chosen.summary)
