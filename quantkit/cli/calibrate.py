@@ -29,9 +29,9 @@ def calibrate() -> None:
 )
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
 @click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
-@click.option("--resume", is_flag=True, help="Go on with a run that was killed.")
+@click.option("--resume", is_flag=True, help="Continue a run that was killed.")
 @options.device
 @options.force
 @options.dry_run
@@ -54,7 +54,7 @@ def model_command(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run MODEL, a pipeline, on prompts and store statistics of what its layers read.
+    """Run MODEL, a pipeline, on prompts and store statistics of its layers' inputs.
 
     They are kept per layer and timestep bucket: amax, a histogram, a sample of rows, and per
     channel amax, mean and mean square. Scales and masks are chosen from them later, without running
@@ -100,7 +100,7 @@ def model_command(
 @options.force
 @options.as_json
 def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
-    """Merge CALIBRATIONS of one model into what one run over all their prompts would store.
+    """Merge CALIBRATIONS of one model, as if one run had seen all their prompts.
 
     They must have the same layers, timestep buckets, steps and guidance, and be given in the order
     of their prompts. Prompt i starts from the seed plus i: pass each part a --seed of its own.

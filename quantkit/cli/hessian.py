@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 )
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
 @click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @click.option(
     "--weighting",
     type=click.Choice(["uniform", "schedule"]),
-    help="What a timestep counts: all the same, or its effect on the final sample. Default: the "
-    "recipe's.",
+    help="The weight of a timestep: the same for all, or by its effect on the final sample. "
+    "Default: the recipe's.",
 )
 @click.option(
     "--row-share",
     type=options.FiniteRange(min=0, max=1, min_open=True),
-    help="Of the rows of each call, drawn at random: a quarter of the rows of four times the "
-    "prompts costs about the same and says more. Default: the recipe's.",
+    help="Share of the rows of each call, drawn at random. A quarter of the rows of four times as "
+    "many prompts costs about the same and is more accurate. Default: the recipe's.",
 )
 @click.option(
     "--memory",
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     default=4.0,
     show_default=True,
     metavar="GIB",
-    help="What the matrices of one run may take; the prompts run as often as needed.",
+    help="Memory for the matrices of one run; the prompts run as often as needed.",
 )
 @options.device
 @options.force
@@ -70,10 +70,11 @@ def hessian(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run MODEL, a pipeline, on prompts and store E[x x^T] and E[x] of what its layers read.
+    """Run MODEL, a pipeline, on prompts and store the second moments of its layers' inputs.
 
-    SparseGPT masks and GPTQ rounding are computed from them. OUTPUT is a directory with a file per
-    layer; a run that was killed goes on where it stopped when it is started again.
+    These are E[x x^T] and E[x], from which SparseGPT masks and GPTQ rounding are computed. OUTPUT
+    is a directory with a file per layer; a run that was killed continues where it stopped when it
+    is started again.
     """
     from quantkit.workflow.hessians import calibrate_hessians, plan_hessians
     from quantkit.workflow.inputs import Sampling

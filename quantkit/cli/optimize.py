@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--ssim",
     type=options.FiniteRange(min=0, max=1, min_open=True),
-    help="Least mean SSIM of pictures, which are made: wants --model and --calibration.",
+    help="Least mean SSIM of pictures, which are made for it; needs --model and --calibration.",
 )
 @click.option(
     "--treatments",
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 @options.hessians
 @options.prompts
 @click.option(
-    "--count", type=options.COUNT, default=8, show_default=True, help="Pictures of a trial."
+    "--count", type=options.COUNT, default=8, show_default=True, help="Pictures per trial."
 )
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first picture's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first picture's noise.")
 @click.option("--batch", type=options.COUNT, help="Pictures at a time.")
 @options.device
 @options.force
@@ -79,9 +79,9 @@ def optimize(
 ) -> None:
     """Choose a treatment for every layer of SENSITIVITY within one budget.
 
-    Writes a recipe that 'quantkit sparsify' and 'quantkit pack' take as any other, with the reason
-    beside every layer. Without an option the recipe's budget section holds. The model is not needed
-    but for --ssim, which bisects on the predicted error and makes pictures for every trial.
+    Writes a recipe for 'quantkit sparsify' and 'quantkit pack', with the reason beside every layer.
+    Without an option the recipe's budget section is used. Only --ssim needs the model: it bisects
+    on the predicted error and makes pictures for every trial.
     """
     from quantkit.workflow.inputs import Sampling
     from quantkit.workflow.optimize import Budget, Pictures, optimize

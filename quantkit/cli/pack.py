@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--threads",
     type=options.THREADS,
-    help="Tensors in work at once; default: the cores, at most 8. The bytes are the same for any "
-    "number.",
+    help="Tensors processed at once; default: the number of cores, at most 8. The result does not "
+    "depend on it.",
 )
 @options.force
 @options.dry_run
