@@ -98,9 +98,7 @@ _SPARSEGPT = DemoRow(
     "sparsegpt",
     """
     calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
-    sparsify {model} -r fp8-sparse --method sparsegpt {moments} -o {out}/sparsegpt.masks
-    recover {model} -r fp8-sparse --method obs --masks {out}/sparsegpt.masks {moments} \
--o {out}/sparsegpt
+    recover {model} -r fp8-sparsegpt --method obs {moments} -o {out}/sparsegpt
     """,
     _REFITTED,
 )
@@ -156,10 +154,7 @@ FULL = DemoPlan(
             "4:2 by Wanda, refitted, 16 bit",
             "wanda",
             """
-            sparsify {model} -r fp8-sparse --method wanda --update {moments} \
--o {out}/wanda-updated.masks
-            recover {model} -r fp8-sparse --method obs --masks {out}/wanda-updated.masks \
-{moments} -o {out}/wanda
+            recover {model} -r fp8-sparse --method obs {moments} -o {out}/wanda
             """,
             _REFITTED,
         ),

@@ -35,7 +35,7 @@ def merge(parts: Mapping[str, Calibration]) -> Calibration:
     (name, first), *rest = parts.items()
     for other, part in rest:
         _refuse_others(name, first, other, part)
-    _refuse_twins(parts)
+    _refuse_repeated(parts)
     layers = _merge_layers([part.layers for part in parts.values()])
     return Calibration(layers, first.edges, _provenance([p.metadata for p in parts.values()]))
 
@@ -158,7 +158,7 @@ def _listed(edges: Sequence[float]) -> str:
     return ", ".join(map(repr, edges)) or "(none)"
 
 
-def _refuse_twins(parts: Mapping[str, Calibration]) -> None:
+def _refuse_repeated(parts: Mapping[str, Calibration]) -> None:
     """Refuse one run under two names: its values would count twice."""
     seen: dict[tuple[str, int], str] = {}
     for name, part in parts.items():

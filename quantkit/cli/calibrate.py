@@ -1,12 +1,15 @@
 """``quantkit calibrate``: run a pipeline on prompts and store what its layers read, and merge."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from quantkit.workflow.calibrate import Calibrated, CalibrationPlan
 
 
 @click.group()
@@ -26,9 +29,9 @@ def calibrate() -> None:
 )
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
 @click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
-@click.option("--resume", is_flag=True, help="Go on with a run that was killed.")
+@click.option("--resume", is_flag=True, help="Continue a run that was killed.")
 @options.device
 @options.force
 @options.dry_run
@@ -51,7 +54,7 @@ def model_command(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run MODEL, a pipeline, on prompts and store statistics of what its layers read.
+    """Run MODEL, a pipeline, on prompts and store statistics of its layers' inputs.
 
     They are kept per layer and timestep bucket: amax, a histogram, a sample of rows, and per
     channel amax, mean and mean square. Scales and masks are chosen from them later, without running
@@ -72,7 +75,7 @@ def model_command(
             force=force,
         )
         if plan is not None:
-            _print(plan.to_json(), f"{model}: would observe", as_json=as_json)
+            _print(plan, plan, f"{model}: would observe", as_json=as_json)
         return
     with progress_bar(quiet=quiet) as progress:
         found = calibrate(
@@ -88,7 +91,7 @@ def model_command(
             tell=say,
         )
     if found is not None:
-        _print(found.to_json(), str(output), as_json=as_json)
+        _print(found, found.plan, str(output), as_json=as_json)
 
 
 @calibrate.command("merge")
@@ -97,7 +100,7 @@ def model_command(
 @options.force
 @options.as_json
 def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
-    """Merge CALIBRATIONS of one model into what one run over all their prompts would store.
+    """Merge CALIBRATIONS of one model, as if one run had seen all their prompts.
 
     They must have the same layers, timestep buckets, steps and guidance, and be given in the order
     of their prompts. Prompt i starts from the seed plus i: pass each part a --seed of its own.
@@ -105,15 +108,17 @@ def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_
     from quantkit.workflow.calibrate import merge_calibrations
 
     merged = merge_calibrations(calibrations, output=output, force=force)
-    _print(merged.to_json(), str(output), as_json=as_json)
+    _print(merged, merged.plan, str(output), as_json=as_json)
 
 
-def _print(result: dict[str, Any], title: str, *, as_json: bool) -> None:
+def _print(
+    found: "Calibrated | CalibrationPlan", plan: "CalibrationPlan", title: str, *, as_json: bool
+) -> None:
     if as_json:
-        print_json(result)
+        print_json(found.to_json())
         return
     rows = [
-        (name, len(entry["layers"]), result["prompts"], result["steps"], result["buckets"])
-        for name, entry in result["components"].items()
+        (name, len(layers), plan.prompts, plan.steps, plan.buckets)
+        for name, layers in plan.layers.items()
     ]
     print_table(title, ("component", "layers", "prompts", "steps", "buckets"), rows)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 @click.option(
     "--full",
     is_flag=True,
-    help="Every method, recovery by distillation included: about ten minutes on a GPU, a day on a "
-    "CPU.",
+    help="Every method, including recovery by distillation: about ten minutes on a GPU, a day on "
+    "a CPU.",
 )
 @click.option(
     "--prompts",
@@ -55,9 +55,9 @@ def demo(
 ) -> None:
     """Pack the bundled pipeline to FP8 and 4:2, run it on quantkit's kernels, and report.
 
-    Calibrates, chooses masks, lets the kept weights make up for the dropped ones, packs, verifies,
-    loads, generates and compares, on a CPU in a few minutes. Exits with 1 when FP8 fails its gates;
-    one-shot 4:2 is shown as it is.
+    Calibrates, chooses masks, updates the kept weights, packs, verifies, loads, generates and
+    compares, in a few minutes on a CPU. Exits with 1 when FP8 fails its gates; one-shot 4:2 is
+    shown for comparison.
     """
     from quantkit.workflow.demo import make_demo
 

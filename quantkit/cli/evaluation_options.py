@@ -28,14 +28,15 @@ without = click.option(
     "--without",
     type=click.Choice(["lpips", "clip"]),
     multiple=True,
-    help="Leave a metric out, as when its network cannot be had; its gate is then not judged.",
+    help="Leave a metric out, for example if its network is not available; its gate is then not "
+    "judged.",
 )
 noise_floor = click.option(
     "--noise-floor/--no-noise-floor",
     default=True,
     show_default=True,
-    help="Run the original twice more, in another 16-bit dtype and in other batches, and put what "
-    "that changes beside every metric.",
+    help="Run the original twice more, in another 16-bit dtype and in other batches, and show "
+    "beside every metric how much that changes.",
 )
 count = click.option(
     "--count",
@@ -54,7 +55,7 @@ seed = click.option(
     type=options.SEED,
     default=0,
     show_default=True,
-    help="Seed of the first prompt; the next has the next.",
+    help="Seed of the first prompt; each further prompt has the next.",
 )
 batch = click.option(
     "--batch", type=options.COUNT, default=4, show_default=True, help="Prompts at a time."

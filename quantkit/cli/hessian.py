@@ -1,12 +1,15 @@
 """``quantkit calibrate hessian``: store the second moments of what layers read."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.workflow.hessians import MomentPlan, TakenMoments
 
 
 @click.command("hessian")
@@ -21,19 +24,19 @@ from quantkit.cli.console import print_json, print_table, progress_bar
 )
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
 @click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @click.option(
     "--weighting",
     type=click.Choice(["uniform", "schedule"]),
-    help="What a timestep counts: all the same, or its effect on the final sample. Default: the "
-    "recipe's.",
+    help="The weight of a timestep: the same for all, or by its effect on the final sample. "
+    "Default: the recipe's.",
 )
 @click.option(
     "--row-share",
     type=options.FiniteRange(min=0, max=1, min_open=True),
-    help="Of the rows of each call, drawn at random: a quarter of the rows of four times the "
-    "prompts costs about the same and says more. Default: the recipe's.",
+    help="Share of the rows of each call, drawn at random. A quarter of the rows of four times as "
+    "many prompts costs about the same and is more accurate. Default: the recipe's.",
 )
 @click.option(
     "--memory",
@@ -41,7 +44,7 @@ from quantkit.cli.console import print_json, print_table, progress_bar
     default=4.0,
     show_default=True,
     metavar="GIB",
-    help="What the matrices of one run may take; the prompts run as often as needed.",
+    help="Memory for the matrices of one run; the prompts run as often as needed.",
 )
 @options.device
 @options.force
@@ -67,10 +70,11 @@ def hessian(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run MODEL, a pipeline, on prompts and store E[x x^T] and E[x] of what its layers read.
+    """Run MODEL, a pipeline, on prompts and store the second moments of its layers' inputs.
 
-    SparseGPT masks and GPTQ rounding are computed from them. OUTPUT is a directory with a file per
-    layer; a run that was killed goes on where it stopped when it is started again.
+    These are E[x x^T] and E[x], from which SparseGPT masks and GPTQ rounding are computed. OUTPUT
+    is a directory with a file per layer; a run that was killed continues where it stopped when it
+    is started again.
     """
     from quantkit.workflow.hessians import calibrate_hessians, plan_hessians
     from quantkit.workflow.inputs import Sampling
@@ -86,7 +90,7 @@ def hessian(
             row_share=row_share,
             memory=memory,
         )
-        _print(plan.to_json(), "nothing written", as_json=as_json)
+        _print(plan, plan, "nothing written", as_json=as_json)
         return
     with progress_bar(quiet=quiet) as progress:
         taken = calibrate_hessians(
@@ -102,16 +106,18 @@ def hessian(
             force=force,
             progress=progress,
         )
-    _print(taken.to_json(), f"written to {output}", as_json=as_json)
+    _print(taken, taken.plan, f"written to {output}", as_json=as_json)
 
 
-def _print(result: dict[str, Any], where: str, *, as_json: bool) -> None:
+def _print(
+    found: "MomentPlan | TakenMoments", plan: "MomentPlan", where: str, *, as_json: bool
+) -> None:
     if as_json:
-        print_json(result)
+        print_json(found.to_json())
         return
     rows = [
-        (name, len(entry["layers"]), f"{entry['bytes']:,}", entry["groups"])
-        for name, entry in result["components"].items()
+        (name, len(moments.layers), f"{moments.nbytes:,}", moments.groups)
+        for name, moments in plan.components.items()
     ]
-    title = f"Second moments, {result['weighting']} weighting ({where})"
+    title = f"Second moments, {plan.weighting} weighting ({where})"
     print_table(title, ("component", "layers", "bytes", "runs of the prompts"), rows)

@@ -1,12 +1,15 @@
 """``quantkit calibrate optimize``: a treatment per layer within a budget, as a recipe."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from quantkit.workflow.optimize import Optimized
 
 
 @click.command("optimize")
@@ -27,7 +30,7 @@ from quantkit.cli.console import echo, print_json, print_table, progress_bar
 @click.option(
     "--ssim",
     type=options.FiniteRange(min=0, max=1, min_open=True),
-    help="Least mean SSIM of pictures, which are made: wants --model and --calibration.",
+    help="Least mean SSIM of pictures, which are made for it; needs --model and --calibration.",
 )
 @click.option(
     "--treatments",
@@ -41,11 +44,11 @@ from quantkit.cli.console import echo, print_json, print_table, progress_bar
 @options.hessians
 @options.prompts
 @click.option(
-    "--count", type=options.COUNT, default=8, show_default=True, help="Pictures of a trial."
+    "--count", type=options.COUNT, default=8, show_default=True, help="Pictures per trial."
 )
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first picture's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first picture's noise.")
 @click.option("--batch", type=options.COUNT, help="Pictures at a time.")
 @options.device
 @options.force
@@ -76,9 +79,9 @@ def optimize(
 ) -> None:
     """Choose a treatment for every layer of SENSITIVITY within one budget.
 
-    Writes a recipe that 'quantkit sparsify' and 'quantkit pack' take as any other, with the reason
-    beside every layer. Without an option the recipe's budget section holds. The model is not needed
-    but for --ssim, which bisects on the predicted error and makes pictures for every trial.
+    Writes a recipe for 'quantkit sparsify' and 'quantkit pack', with the reason beside every layer.
+    Without an option the recipe's budget section is used. Only --ssim needs the model: it bisects
+    on the predicted error and makes pictures for every trial.
     """
     from quantkit.workflow.inputs import Sampling
     from quantkit.workflow.optimize import Budget, Pictures, optimize
@@ -100,16 +103,16 @@ def optimize(
     if as_json:
         print_json(found.to_json())
     else:
-        _print(found.to_json())
+        _print(found)
 
 
-def _print(result: dict[str, Any]) -> None:
-    counts: dict[str, list[float]] = {}
-    for layer in result["layers"]:
-        counts.setdefault(layer["treatment"], []).append(layer["loss"])
-    rows = [(name, len(losses), float(sum(losses))) for name, losses in sorted(counts.items())]
-    if result["trials"]:
-        trials = [(t["error"], t["size"], t["ssim"]) for t in result["trials"]]
+def _print(found: "Optimized") -> None:
+    losses: dict[str, list[float]] = {}
+    for candidate in found.chosen.assignment.chosen:
+        losses.setdefault(candidate.treatment, []).append(candidate.loss)
+    rows = [(name, len(each), float(sum(each))) for name, each in sorted(losses.items())]
+    if found.trials:
+        trials = [(t.assignment.error, t.assignment.size, t.ssim) for t in found.trials]
         print_table("Trials", ("predicted error", "bytes", "SSIM"), trials)
-    print_table(str(result["written"]), ("treatment", "layers", "predicted error"), rows)
-    echo(result["summary"])
+    print_table(str(found.output), ("treatment", "layers", "predicted error"), rows)
+    echo(found.chosen.summary)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--threads",
     type=options.THREADS,
-    help="Tensors in work at once; default: the cores, at most 8. The bytes are the same for any "
-    "number.",
+    help="Tensors processed at once; default: the number of cores, at most 8. The result does not "
+    "depend on it.",
 )
 @options.force
 @options.dry_run
@@ -97,7 +97,7 @@ def _print_forecast(forecast: "Forecast", *, as_json: bool) -> None:
         return
     _print(forecast.summary, "nothing written")
     echo(forecast.outlook)
-    echo(f"Not given, planned as if it were: {', '.join(missing)}")
+    echo(f"missing, planned as if given: {', '.join(missing)}")
 
 
 def _print(summary: "PackSummary", where: str) -> None:

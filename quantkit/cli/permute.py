@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @mask_method
 @error_budget
 @masks_output
-@click.option("--seed", type=options.SEED, default=0, show_default=True, help="Of the search.")
+@click.option("--seed", type=options.SEED, default=0, show_default=True, help="Seed of the search.")
 @options.device
 @options.force
 @options.dry_run
@@ -45,10 +45,10 @@ def permute(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Let input channels of MODEL change places at no cost, so that masks take less.
+    """Reorder input channels of MODEL, at no cost, so that masks lose less.
 
-    OUTPUT is a 16-bit directory that answers what MODEL does, and the MODEL of all that follows.
-    Its masks, and the calibration that fits it where one is given, are files beside it.
+    OUTPUT is a 16-bit directory that computes the same as MODEL; use it in all further commands.
+    Its masks, and its calibration if one was given, are files beside it.
     """
     from quantkit.workflow.permute import permute
 

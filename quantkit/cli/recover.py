@@ -16,7 +16,8 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, traini
 @click.option(
     "--masks",
     type=options.PATH,
-    help="Masks of 'quantkit sparsify', which are kept; without them all weights stay.",
+    help="Masks of 'quantkit sparsify', which are kept. Without them all weights stay; with "
+    "--method obs the recipe's sparsity section chooses.",
 )
 @options.hessians
 @options.output
@@ -25,10 +26,10 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, traini
     type=click.Choice(["distill", "obs", "reconstruct"]),
     default="distill",
     show_default=True,
-    help="How: distill trains the denoiser on the dense one's own trajectories; reconstruct fits "
-    "masked layers to them block by block, in a minute or a few on a CPU, from where obs ends if "
-    "there are --hessians; obs lets the kept weights and biases make up for the dropped ones, from "
-    "--hessians, without training.",
+    help="distill trains the denoiser on the dense one's own trajectories. reconstruct fits "
+    "masked layers to them block by block, in a minute or a few on a CPU; with --hessians it "
+    "starts from the result of obs. obs does not train: from --hessians it updates kept "
+    "weights and biases so that they make up for the dropped weights.",
 )
 @masks_output
 @options.prompts
@@ -56,10 +57,10 @@ def recover(
 ) -> None:
     """Train MODEL so that masks, or packing with the recipe, cost its pictures less.
 
-    The denoiser is trained on what it answered in 16 bit along its own trajectories from noise:
-    masked with --masks, and computing as packed with --quantize, or both. No data set is needed.
-    OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; with masks, those for it are a file
-    beside it.
+    The denoiser is trained to repeat its own 16-bit outputs, along trajectories that start from
+    noise: with masks (--masks), computing as packed (--quantize), or both. No data set is needed.
+    OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; its masks, if any, are a file beside
+    it.
     """
     from quantkit.progress import unheard
     from quantkit.workflow.recover import plan_recovery, recover

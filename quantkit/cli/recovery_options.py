@@ -19,56 +19,58 @@ _POSITIVE = options.FiniteRange(min=0, min_open=True)
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--quantize/--no-quantize": {
         "default": None,
-        "help": "train as packed with the recipe, or in 16 bit; default: as packed where nothing "
-        "is masked.",
+        "help": "compute as packed with the recipe while training, or in 16 bit; default: as "
+        "packed if there are no masks.",
     },
     "--minutes": {
         "type": _POSITIVE,
-        "help": "how long to train, trajectories included. Default: 2, or no limit with --steps.",
+        "help": "training time, sampling of trajectories included. Default: 2, or no limit with "
+        "--steps.",
     },
     "--steps": {
         "type": options.STEPS,
-        "help": "how many training steps; of reconstruct, the gradient steps of a block.",
+        "help": "number of training steps; with reconstruct, gradient steps per block.",
     },
     "--batch": {
         "type": options.COUNT,
-        "help": "calls of the denoiser a step; default: 256, on a CPU 16. Of reconstruct, calls in "
-        "all; default: 256, or what the time allows.",
+        "help": "denoiser calls per step; default: 256, on a CPU 16. With reconstruct, calls in "
+        "total; default: 256, or what the time allows.",
     },
     "--rate": {
         "type": _POSITIVE,
-        "help": "the highest learning rate; default: 3e-4, of reconstruct 1e-3.",
+        "help": "highest learning rate; default: 3e-4, with reconstruct 1e-3.",
     },
     "--sampling-steps": {
         "type": options.STEPS,
-        "help": "denoising steps of a trajectory; default: the recipe's, of reconstruct 3, 4 and 7 "
-        "in turn.",
+        "help": "denoising steps of a trajectory; default: the recipe's, with reconstruct 3, 4 and "
+        "7 in turn.",
     },
     "--sampling-batch": {
         "type": options.COUNT,
-        "help": "prompts denoised at a time; default: 256, on a CPU 16; of reconstruct 16 and 4.",
+        "help": "prompts denoised at a time; default: 256, on a CPU 16; with reconstruct 16, on a "
+        "CPU 4.",
     },
     "--trajectories": {
         "type": options.COUNT,
-        "help": "how many are kept at a time; default: 4096, on a CPU 64; of reconstruct 64.",
+        "help": "number of trajectories stored at a time; default: 4096, on a CPU 64; with "
+        "reconstruct 64.",
     },
     "--guidance": {"type": options.NUMBER, "help": "guidance scale; default: the recipe's."},
     "--watch-every": {
         "type": click.IntRange(0, MAX_COUNT),
-        "help": "steps after which pictures are compared with the teacher's; 0: never. "
-        "Default: 500.",
+        "help": "compare pictures with the teacher's every so many steps; 0: never. Default: 500.",
     },
     "--patience": {
         "type": options.COUNT,
-        "help": "stop when so many comparisons in a row brought nothing better, and keep the "
-        "best. Default: train to the end.",
+        "help": "stop after this many comparisons in a row without improvement, and keep the best "
+        "weights. Default: train to the end.",
     },
     "--save-every": {
         "type": _POSITIVE,
         "metavar": "SECONDS",
         "help": "how often the training is saved, beside OUTPUT. Default: 600.",
     },
-    "--resume": {"is_flag": True, "default": None, "help": "go on with the saved training."},
+    "--resume": {"is_flag": True, "default": None, "help": "continue the saved training."},
     "--checkpointing": {
         "is_flag": True,
         "default": None,
@@ -77,16 +79,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--offload": {
         "is_flag": True,
         "default": None,
-        "help": "keep optimizer and average in the CPU's memory; implies --checkpointing.",
+        "help": "keep optimizer states and averaged weights in the CPU's memory; implies "
+        "--checkpointing.",
     },
     "--no-graphs": {
         "flag_value": False,
         "default": None,
-        "help": "no CUDA graphs, which make training a quarter faster.",
+        "help": "do not use CUDA graphs, which make training a quarter faster.",
     },
     "--seed": {
         "type": options.SEED,
-        "help": "of the first noise; default: the recipe's.",
+        "help": "seed of the first noise; default: the recipe's.",
     },
 }
 

@@ -32,7 +32,7 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
 @options.hessians
 @options.recipe
 @options.output
-@click.option("--plot", type=options.PATH, help="Draw it too, as .svg, .png or .pdf.")
+@click.option("--plot", type=options.PATH, help="Also draw a plot: .svg, .png or .pdf.")
 @click.option(
     "--measure",
     type=click.IntRange(0, MAX_COUNT),
@@ -44,7 +44,7 @@ COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn
 @click.option("--count", type=options.COUNT, help="Prompts to run on; default: one batch.")
 @click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
 @click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Of the first prompt's noise.")
+@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
 @click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @options.device
 @options.force
@@ -71,11 +71,11 @@ def sensitivity(
 ) -> None:
     """Measure what every layer of MODEL loses under every treatment.
 
-    All layers are measured on the inputs that the calibration stored. Those whose treatment the
-    recipe's budget would change if their error weighed twice or half as much are run in the
-    pipeline, one at a time, for the error of the final latents.
+    All layers are measured on the inputs that the calibration stored. Layers whose treatment is
+    uncertain, given the recipe's budget, are also run in the pipeline, one at a time, to measure
+    the error of the final latents.
 
-    Masks by SparseGPT are measured with --hessians only.
+    Masks by SparseGPT are only measured with --hessians.
     """
     from quantkit.workflow.inputs import Sampling
     from quantkit.workflow.sensitivity import measure_sensitivity

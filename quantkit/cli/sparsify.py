@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--update",
     is_flag=True,
-    help="Errors are those that remain once kept weights made up for dropped ones, as 'quantkit "
-    "recover --method obs' lets them; wants --hessians. With sparsegpt they always are.",
+    help="Report errors after an update of the kept weights, as 'quantkit recover --method obs' "
+    "makes it; needs --hessians. With sparsegpt this is always so.",
 )
 @click.option(
     "--recover",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--device",
     metavar="auto|cpu|cuda[:N]",
-    help="Where second moments are computed with, and a recovery runs; default: auto.",
+    help="Where second moments are used and a recovery runs; default: auto.",
 )
 @options.force
 @options.dry_run
@@ -66,17 +66,16 @@ def sparsify(
 ) -> None:
     """Choose which weights of MODEL are kept: n of every m along K, as 2 of 4.
 
-    Layers follow the recipe's sparsity section, and a budget where one is set. The error is the
-    share of a layer's output power that is lost if its input channels are independent, with their
-    measured mean squares where a calibration is given.
+    The recipe's sparsity section selects the layers, and a budget leaves out those that lose more.
+    The error is the share of a layer's output power that is lost. It is estimated for independent
+    input channels, with their measured mean squares if a calibration is given.
 
-    With --hessians the error is the output's own, correlations between channels included; with
-    sparsegpt or --update it is what remains when the kept weights made up for it.
+    With --hessians the error is measured, including correlations between channels; with sparsegpt
+    or --update it is the error after the update of the kept weights.
 
     OUTPUT is a mask file for 'quantkit pack --masks' and 'quantkit recover --masks'. With --recover
-    distill the masked denoiser is trained, too, on what the dense one answers along its own
-    trajectories from noise: OUTPUT is then an ordinary 16-bit pipeline with the zeros in place, its
-    masks a file beside it.
+    distill the masked denoiser is also trained on the dense one's outputs: OUTPUT is then an
+    ordinary 16-bit pipeline with the zeros in place, and its masks are a file beside it.
     """
     from quantkit.progress import unheard
     from quantkit.workflow.sparsify import sparsify

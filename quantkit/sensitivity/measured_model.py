@@ -46,7 +46,7 @@ class MeasuredModel:
         calibration: Calibration,
         surgeon: Surgeon | None = None,
     ) -> "MeasuredModel":
-        """Return the subject, its weights checked against the calibration's.
+        """Return the model, its weights checked against the calibration's.
 
         Raises:
             ArtefactError: the calibration is of other weights, or lacks a layer.

@@ -88,7 +88,7 @@ def treat_weight(
 
 @dataclass(frozen=True, eq=False)
 class PrunedWeight:
-    """A weight after surgery, and what rounds it."""
+    """A weight that SparseGPT pruned and updated, and what rounds it."""
 
     #: float32 (N, K), zero where nothing is kept
     rows: Tensor

@@ -29,7 +29,7 @@ REFIT_STEPS = 30
 
 @dataclass(frozen=True, eq=False)
 class Settled:
-    """One layer after surgery."""
+    """One layer with its weights dropped and the others updated."""
 
     #: float32 (N, K), zero where nothing is kept
     rows: Tensor
@@ -88,7 +88,7 @@ def refuse_non_finite(values: Tensor) -> None:
 
 @contextmanager
 def naming(layer: str) -> Iterator[None]:
-    """Put the layer's name before what surgery on it says of its moments."""
+    """Put the layer's name before errors about its moments."""
     try:
         yield
     except NonFiniteError as error:

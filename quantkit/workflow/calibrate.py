@@ -34,6 +34,13 @@ class Calibrated:
     #: None: nowhere
     output: Path | None
 
+    @property
+    def plan(self) -> "CalibrationPlan":
+        """What was observed."""
+        about, observed = self.calibration.metadata, self.calibration.layers
+        names = {component: tuple(layers) for component, layers in observed.items()}
+        return CalibrationPlan(about.prompts, about.steps, len(self.calibration.edges) + 1, names)
+
     def __repr__(self) -> str:
         """Return what it was taken from, in two lines."""
         about = self.calibration.metadata

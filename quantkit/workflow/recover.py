@@ -1,10 +1,17 @@
 """Recovering: a denoiser of fewer bits or weights is brought back to the dense one's answers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from quantkit.errors import ArtefactError
+from quantkit.models.layer_plan import dense_reason
+from quantkit.models.source import Component
+from quantkit.numerics.masks import parse_pattern
 from quantkit.progress import Progress, Tell, silent, unheard
+from quantkit.recipe.schema import Recipe
 from quantkit.recovery.fake_quant import plan_quants
+from quantkit.sparsity.choose import wanted_layers
+from quantkit.sparsity.maskfile import MaskSet
 from quantkit.workflow.inputs import (
     HessiansLike,
     MasksLike,
@@ -18,6 +25,7 @@ from quantkit.workflow.inputs import (
 )
 from quantkit.workflow.recovery_job import RUN, Job
 from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
+from quantkit.workflow.sparsify_and_recover import sparsify_and_recover
 from quantkit.workflow.training import Training, as_packed, refuse_foreign
 
 __all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "plan_recovery", "recover", "unheard"]
@@ -51,7 +59,8 @@ def recover(
         method: distill, obs or reconstruct.
         recipe: what the result will be packed with; its calibration section says how pictures are
             sampled.
-        masks: which weights are kept; None: all, for distill alone.
+        masks: which weights are kept; None: with obs what the recipe's sparsity section chooses,
+            each layer computed once for its mask and its weights; with distill all.
         hessians: second moments of the model: obs computes with them, reconstruct starts from where
             obs ends.
         prompts: texts, or a file with one a line; None: the bundled set.
@@ -75,6 +84,12 @@ def recover(
     mask_set = as_masks(masks)
     refuse_foreign(method, training)
     _refuse_moments(method, hessians, prompts)
+    if method == "obs" and mask_set is None and chosen.sparsity is not None:
+        found, recovery = sparsify_and_recover(
+            source, output=output, method=method, recipe=chosen, hessians=hessians,
+            masks_output=masks_output, device=device, force=force, progress=progress, tell=tell,
+        )  # fmt: skip
+        return None if recovery is None else replace(recovery, chosen=found)
     job = Job(
         source,
         chosen,
@@ -119,10 +134,21 @@ def plan_recovery(
     component = source.components[0]
     found = as_masks(masks)
     refuse_foreign(method, training)
-    kept = {} if found is None else found.of(component)
+    kept = _kept(component, chosen, found, method)
     quantize = method == "distill" and as_packed(training, masked=found is not None)
-    quants = plan_quants(component, chosen, set(kept)) if quantize else {}
+    quants = plan_quants(component, chosen, kept) if quantize else {}
     return RecoveryPlan(len(kept), len(quants))
+
+
+def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: str) -> set[str]:
+    """Return the layers that are masked, or that the recipe's sparsity section may mask."""
+    if masks is not None:
+        return set(masks.of(component))
+    if method == "obs" and recipe.sparsity is not None:
+        pattern = parse_pattern(recipe.sparsity.pattern)
+        wanted = wanted_layers(component, recipe)
+        return {layer.name for layer in wanted if dense_reason(layer, pattern) is None}
+    return set()
 
 
 def _refuse_moments(

@@ -86,8 +86,10 @@ class Job:
 
 def _needed(job: Job, method: str) -> MaskSet:
     if job.masks is None:
+        rule = ", or a recipe with a sparsity section" if method == "obs" else ""
         raise ArtefactError(
-            f"masks: missing, and method {method} needs them; give those of 'quantkit sparsify'",
+            f"masks: missing, and method {method} needs them; give those of 'quantkit "
+            f"sparsify'{rule}",
             fields=("masks",),
         )
     return job.masks

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.workflow.sparsify import Sparsified
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,15 @@ class Recovery:
     trajectories: int
     #: seconds of looks, saving and refilling, which the points leave out
     seconds_aside: float
+    #: the masks, where the recovery chose them itself
+    chosen: Sparsified | None = None
 
     def __repr__(self) -> str:
         """Return how it went in a line."""
         masks = f"; masks: {self.masks}" if self.masks else ""
         if not self.points:
-            return f"updated {self.tensors} tensors{masks}"
+            chosen = "" if self.chosen is None else f"{self.chosen.summary}\n"
+            return f"{chosen}updated {self.tensors} tensors{masks}"
         first, last = self.points[0], self.points[-1]
         looks = [point.look for point in self.points if point.look]
         seen = ""
@@ -45,7 +49,8 @@ class Recovery:
         masks = None if self.masks is None else str(self.masks)
         written = {"written": str(self.output), "masks": masks}
         if not self.points:
-            return {**written, "tensors": self.tensors}
+            chosen = {} if self.chosen is None else {"layers": self.chosen.to_json()["layers"]}
+            return {**written, "tensors": self.tensors, **chosen}
         first, last = self.points[0], self.points[-1]
         looks = [point.look for point in self.points if point.look]
         return {

@@ -31,15 +31,20 @@ class Sparsified:
     #: None: nowhere
     output: Path | None
 
-    def __repr__(self) -> str:
-        """Return how many layers are masked, in two lines."""
+    @property
+    def summary(self) -> str:
+        """How many layers are masked, in a line."""
         decisions = self.masks.decisions
         chosen = [d.error for d in decisions if d.chosen and d.error is not None]
         mean = f", mean error {sum(chosen) / len(chosen):.4f}" if chosen else ""
         return (
             f"{self.masks.pattern} by {self.masks.method}: {len(chosen)} of {len(decisions)} "
-            f"layers masked{mean}\nwritten: {self.output or 'nothing'}"
+            f"layers masked{mean}"
         )
+
+    def __repr__(self) -> str:
+        """Return how many layers are masked, in two lines."""
+        return f"{self.summary}\nwritten: {self.output or 'nothing'}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, every layer's decision included."""

@@ -92,6 +92,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     titles = {row.compared: row.title for row in SHORT.rows}
     assert errors[titles["fp8-static"]] is None
     assert 0 < errors[titles["wanda-fp8"]] < 1
+    assert 0 < errors[titles["sparsegpt"]] < 1
     assert "kernels: " in result.stderr
     assert "pack: wanda-fp8" in result.stderr
 

@@ -327,7 +327,7 @@ def test_refused(model, masks, change, error, text):
 
 def test_several_processes_are_refused(model, masks, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RecipeError, match="2 processes"):
+    with pytest.raises(RecipeError, match="and 2 were started"):
         run(model, masks)
 
 
@@ -399,6 +399,6 @@ def test_layers_without_a_batch_axis_are_refused(model, masks):
     layer = nn.Linear(4, 2)
     with paired_layers(nn.ModuleDict({"fc": layer}), {"fc": nn.Linear(4, 2)}, rows=3):
         assert layer(random(6, 4)).shape == (6, 2)
-        with pytest.raises(ModelError, match=r"fc: reads .* keep this layer dense"):
+        with pytest.raises(ModelError, match=r"fc: the first axis of its input"):
             layer(random(1, 4))
     assert "forward" not in vars(layer)

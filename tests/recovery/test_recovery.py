@@ -261,7 +261,7 @@ def test_masks_of_an_unknown_layer_are_refused(model, masks):
 
 
 def test_component_alone_is_refused(pipeline_dir, masks):
-    with pytest.raises(ModelError, match=r"pass the pipeline.s directory"):
+    with pytest.raises(ModelError, match="recovery runs the whole pipeline"):
         run(open_model(str(pipeline_dir / "unet")), masks, SHORT)
 
 

@@ -267,7 +267,7 @@ def test_calibration_of_other_weights_is_refused(work, tmp_path):
 
 def test_smoothing_is_refused(work, pipeline_dir):
     smooth = Recipe(name="t", smooth=0.5)
-    with pytest.raises(RecipeError, match="smooth: sensitivity measures layers without it"):
+    with pytest.raises(RecipeError, match="smooth: sensitivity cannot measure it"):
         MeasuredModel.of(
             open_model(str(pipeline_dir)), smooth, load_calibration(work / "c.safetensors")
         )

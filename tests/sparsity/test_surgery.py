@@ -443,6 +443,17 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
     arguments = [model.path, *given, "--method", "obs", "--masks", mask_file, "-o", outputs[1]]
     done = CliRunner().invoke(recover_command, list(map(str, arguments)), catch_exceptions=False)
     assert done.exit_code == 0
+    some.write_text(some.read_text().replace("sparsegpt", method))
+    arguments = [model.path, *given, "--method", "obs", "-o", outputs[2]]
+    planned = CliRunner().invoke(recover_command, [*map(str, arguments), "--dry-run"])
+    # a layer is computed for its mask, and not again for its weights
+    monkeypatch.setattr("quantkit.recovery.obs_update.settle_layer", None)
+    alone = [*map(str, arguments), "--json", "--quiet"]
+    found = CliRunner().invoke(recover_command, alone, catch_exceptions=False)
+    layers = json.loads(found.stdout)["layers"]
+    assert (
+        planned.stdout == f"{sum(layer['chosen'] for layer in layers)} layers masked, 0 quantized\n"
+    )
     weights = [(output / "unet" / WEIGHTS).read_bytes() for output in outputs]
     assert weights[0] == weights[1] == weights[2]
     masks = [(tmp_path / f"{o.name}.masks.safetensors").read_bytes() for o in outputs]

@@ -1,4 +1,4 @@
-"""The course of a training: how far it is, how long it took, whether it still gets better."""
+"""Progress of a training: how far it is, how long it took, and when to stop it early."""
 
 import math
 import time

@@ -1,6 +1,6 @@
 """Two denoisers in one forward pass: student and teacher, each with half of the batch.
 
-Layers that differ are twins, which give the first half to the student's layer and the second to the
+Layers that differ are pairs, which give the first half to the student's layer and the second to the
 teacher's; all other modules treat the rows of a batch alike and are shared. So the forward pass of
 the denoiser itself, whatever its graph, brings every layer the student's input and the teacher's
 answer at the same moment, and nothing of a graph has to be known, cut or stored.
@@ -62,7 +62,7 @@ class LayerPair:
 def paired_layers(
     model: nn.Module, students: Mapping[str, nn.Module], rows: int
 ) -> Iterator[dict[str, LayerPair]]:
-    """Give layers a twin during the body.
+    """Put a pair in place of each layer during the body.
 
     Args:
         model: the teacher; as it was afterwards.
@@ -70,7 +70,7 @@ def paired_layers(
         rows: of the student in a batch.
 
     Yields:
-        the twins by module path.
+        the pairs by module path.
     """
     pairs = {
         name: LayerPair(name, student, model.get_submodule(name), rows)
@@ -88,7 +88,7 @@ def paired_layers(
 
 @contextmanager
 def alone(pairs: Collection[LayerPair]) -> Iterator[None]:
-    """Let twins compute as the student does during the body, for batches of any size."""
+    """Let pairs compute the student's half alone during the body, for batches of any size."""
     try:
         for pair in pairs:
             pair.alone = True

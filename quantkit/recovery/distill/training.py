@@ -83,7 +83,7 @@ class Trainer:
         self.step = 0
         #: the loss on the way
         self.points: list[TrainingProgress] = []
-        #: trajectory batches that the bank was given, and the first of those that it holds
+        #: trajectory batches that the store was given, and the first of those that it holds
         self.chunks = self.oldest = 0
         self._student = student
         self._device = next(student.parameters()).device
@@ -172,7 +172,7 @@ class Trainer:
         return min(self._settings.sampling_batch, self._settings.trajectories)
 
     def _fill(self) -> TrajectoryStore:
-        """Sample until the bank is full, or a fifth of the time is over."""
+        """Sample until the store is full, or a fifth of the time is over."""
         limit = self._settings.seconds
         with self.teacher.awake():
             store = self._new_store(self._sample())
@@ -184,7 +184,7 @@ class Trainer:
         return store
 
     def _refill(self) -> TrajectoryStore:
-        """Sample again what the bank held when the training was saved."""
+        """Sample again what the store held when the training was saved."""
         wanted, self.chunks = self.chunks, self.oldest
         self.teacher.go_to(self.oldest, self._sampling_batch)
         with self.clock.paused(), self.teacher.awake():

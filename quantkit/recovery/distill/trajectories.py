@@ -127,7 +127,7 @@ class TrajectoryStore:
         self.put(first)
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk, over the oldest one when the bank is full."""
+        """Add a chunk, over the oldest one when the store is full."""
         start = self._put % self.capacity * self._rows
         for store, value in zip(self._stores, _tensors(chunk), strict=True):
             store[start : start + self._rows] = value
@@ -138,7 +138,7 @@ class TrajectoryStore:
 
         Args:
             batch: how many.
-            generator: on the bank's device.
+            generator: on the store's device.
         """
         answers = self._stores[-1]
         filled = min(self._put, self.capacity) * self._rows

@@ -23,7 +23,7 @@ class BlockCall:
         """Take the call apart.
 
         Args:
-            block: the module; its twins say whose layers compute.
+            block: the module; its pairs say whose layers compute.
             args: as it was called; leaves of 2B rows have the student's first.
             kwargs: likewise.
             output: what it answered, a tensor or a nest of them.
@@ -44,7 +44,7 @@ class BlockCall:
         return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == 2 * self.rows
 
     def ask(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return what the student's block answers to some of its rows, all twins alone."""
+        """Return what the student's block answers to some of its rows, all pairs alone."""
         leaves = [
             leaf[: self.rows][rows] if split else leaf
             for leaf, split in zip(self._leaves, self._split, strict=True)

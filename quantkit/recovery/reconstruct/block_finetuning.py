@@ -59,7 +59,7 @@ def refine(
     generator: Generator,
     fraction: Callable[[], float],
 ) -> int:
-    """Train the layers of a block, its twins alone; their masks stay.
+    """Train the layers of a block, its pairs alone; their masks stay.
 
     Args:
         call: what the block was asked and should answer.
