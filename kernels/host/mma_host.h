@@ -1,5 +1,5 @@
-// The matrix policy of the host: any layout of include/ over the instruction that it was written for.
-// QK_HOST_LAYOUT chooses; the emulated instruction runs in host/matrix.h.
+// The matrix policy of the host: any layout of include/ over the instruction that it was written
+// for. QK_HOST_LAYOUT chooses; the emulated instruction runs in host/matrix.h.
 #pragma once
 
 #include "matrix.h"
@@ -26,10 +26,13 @@ struct HostMma : Layout {
   };
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const typename Layout::A (&a)[kBlocksN],
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM],
+                                 const typename Layout::A (&a)[kBlocksN],
                                  const typename Layout::B (&b)[kBlocksM]) {
-    host::LaneOperands mine{acc[0][0].v, reinterpret_cast<const u8*>(a), reinterpret_cast<const u8*>(b)};
-    host::wave_collective(&host::Matrix<Layout, Isa, kWeights, kTokens, kBlocksN, kBlocksM>::run, &mine);
+    host::LaneOperands mine{acc[0][0].v, reinterpret_cast<const u8*>(a),
+                            reinterpret_cast<const u8*>(b)};
+    host::wave_collective(&host::Matrix<Layout, Isa, kWeights, kTokens, kBlocksN, kBlocksM>::run,
+                          &mine);
   }
 };
 
@@ -44,9 +47,11 @@ template <Format kW, Format kX>
 using SparseMma = HostMma<SparseLayoutGfx12, host::SparseIsaGfx12, number(kW), number(kX)>;
 #elif QK_HOST_LAYOUT == QK_GFX11
 template <Format kW, Format kX>
-using DenseMma = HostMma<LayoutGfx11<kW, kX>, host::IsaGfx11, host::Number::kF16, host::Number::kF16>;
+using DenseMma =
+    HostMma<LayoutGfx11<kW, kX>, host::IsaGfx11, host::Number::kF16, host::Number::kF16>;
 template <Format kW, Format kX>
-using SparseMma = HostMma<SparseLayoutGfx11<kW, kX>, host::IsaGfx11, host::Number::kF16, host::Number::kF16>;
+using SparseMma =
+    HostMma<SparseLayoutGfx11<kW, kX>, host::IsaGfx11, host::Number::kF16, host::Number::kF16>;
 #else
 template <Format kW, Format kX>
 using DenseMma = HostMma<LayoutSm89, host::IsaSm89, number(kW), number(kX)>;

@@ -34,12 +34,13 @@ enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
 template <Io>
 struct IoType;
 
-/// Eight 16-bit values in one 16-byte piece, element 0 lowest.
+/// Eight 16-bit values in one 16-byte vector, element 0 lowest.
 template <class Type>
 QK_DEVICE Vec16 round_eight(const f32* values) {
   Vec16 vector;
   QK_UNROLL for (int i = 0; i < 4; ++i) {
-    vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1])) << 16;
+    vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1]))
+                                                   << 16;
   }
   return vector;
 }
@@ -66,7 +67,8 @@ struct IoType<Io::kF32> {
   static QK_DEVICE f32 widen(Memory value) { return value; }
   static QK_DEVICE Memory round(f32 value) { return value; }
   static QK_DEVICE Vec16 round_vector(const f32* values) {
-    return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])}};
+    return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]),
+             float_bits(values[3])}};
   }
 };
 

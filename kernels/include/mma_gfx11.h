@@ -13,13 +13,14 @@ struct WidenedMma : Layout {
   using Acc = Float8;
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const typename Layout::A (&a)[kBlocksN],
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM],
+                                 const typename Layout::A (&a)[kBlocksN],
                                  const typename Layout::B (&b)[kBlocksM]) {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       const Half16 weights = __builtin_bit_cast(Half16, a[i].v);
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
-        acc[i][j] =
-            __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(weights, __builtin_bit_cast(Half16, b[j].v), acc[i][j]);
+        acc[i][j] = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(
+            weights, __builtin_bit_cast(Half16, b[j].v), acc[i][j]);
       }
     }
   }

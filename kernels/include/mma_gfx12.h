@@ -1,4 +1,5 @@
-// Matrix policy of RDNA4: WMMA 16x16x16 and SWMMAC 16x16x32 on fp8 and bf8, straight from the codes.
+// Matrix policy of RDNA4: WMMA 16x16x16 and SWMMAC 16x16x32 on fp8 and bf8, straight from the
+// codes.
 #pragma once
 
 #include "layout_gfx12.h"
@@ -22,10 +23,14 @@ struct DenseMma : LayoutGfx12 {
 
   static QK_DEVICE Float8 multiply_step(Int2 a, Int2 b, Float8 acc) {
     constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
-    if constexpr (kW8 && kX8) return __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(a, b, acc);
-    if constexpr (kW8 && !kX8) return __builtin_amdgcn_wmma_f32_16x16x16_fp8_bf8_w32_gfx12(a, b, acc);
-    if constexpr (!kW8 && kX8) return __builtin_amdgcn_wmma_f32_16x16x16_bf8_fp8_w32_gfx12(a, b, acc);
-    if constexpr (!kW8 && !kX8) return __builtin_amdgcn_wmma_f32_16x16x16_bf8_bf8_w32_gfx12(a, b, acc);
+    if constexpr (kW8 && kX8)
+      return __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(a, b, acc);
+    if constexpr (kW8 && !kX8)
+      return __builtin_amdgcn_wmma_f32_16x16x16_fp8_bf8_w32_gfx12(a, b, acc);
+    if constexpr (!kW8 && kX8)
+      return __builtin_amdgcn_wmma_f32_16x16x16_bf8_fp8_w32_gfx12(a, b, acc);
+    if constexpr (!kW8 && !kX8)
+      return __builtin_amdgcn_wmma_f32_16x16x16_bf8_bf8_w32_gfx12(a, b, acc);
   }
 
   template <int kStep, int kBlocksN, int kBlocksM>
@@ -40,7 +45,8 @@ struct DenseMma : LayoutGfx12 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }
@@ -52,10 +58,14 @@ struct SparseMma : SparseLayoutGfx12 {
 
   static QK_DEVICE Float8 multiply_step(Int2 a, Int4 b, Float8 acc, short index) {
     constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
-    if constexpr (kW8 && kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_fp8_w32(a, b, acc, index);
-    if constexpr (kW8 && !kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_bf8_w32(a, b, acc, index);
-    if constexpr (!kW8 && kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_fp8_w32(a, b, acc, index);
-    if constexpr (!kW8 && !kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_bf8_w32(a, b, acc, index);
+    if constexpr (kW8 && kX8)
+      return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_fp8_w32(a, b, acc, index);
+    if constexpr (kW8 && !kX8)
+      return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_bf8_w32(a, b, acc, index);
+    if constexpr (!kW8 && kX8)
+      return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_fp8_w32(a, b, acc, index);
+    if constexpr (!kW8 && !kX8)
+      return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_bf8_w32(a, b, acc, index);
   }
 
   template <int kStep, int kBlocksN, int kBlocksM>
@@ -72,7 +82,8 @@ struct SparseMma : SparseLayoutGfx12 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }

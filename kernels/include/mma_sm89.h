@@ -1,4 +1,5 @@
-// Matrix policy of NVIDIA sm_89 (and later, where the same PTX is emulated): mma m16n8k32 and mma.sp m16n8k64.
+// Matrix policy of NVIDIA sm_89 (and later, where the same PTX is emulated): mma m16n8k32 and
+// mma.sp m16n8k64.
 #pragma once
 
 #include "layout_sm89.h"
@@ -21,7 +22,8 @@ struct AccSm89 {
   asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.f32." a_type "." b_type \
                ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x0;"  \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(a[4]))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]),  \
+                 "r"(b[3]), "r"(a[4]))
 
 template <Format kW, Format kX>
 struct DenseMma : LayoutSm89 {
@@ -36,7 +38,8 @@ struct DenseMma : LayoutSm89 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     QK_UNROLL for (int step = 0; step < kSteps; ++step) {
       QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
         QK_UNROLL for (int part = 0; part < 2 * kBlocksM; ++part) {
@@ -61,7 +64,8 @@ struct SparseMma : SparseLayoutSm89 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       QK_UNROLL for (int part = 0; part < 2 * kBlocksM; ++part) {
         multiply_step(acc[i][part / 2].v + 4 * (part % 2), a[i].v, b[part / 2].v + 4 * (part % 2));

@@ -24,6 +24,7 @@ from tests.support.kernel_cases import need, operate
 
 CPU = torch.device("cpu")
 E4M3 = ("e4m3fn", "e4m3fn")
+GEMM_T4 = "e4m3fn_e4m3fn_token_channel_f16_t4"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,15 @@ def test_tables_agree_with_the_launch_file():
             assert len(op.axes[-1].words) == len(content[op.name]["lds"])
             assert len(content[op.name]["lds"]) <= len(content["tiles"])
     assert len(host_calls._TILE_SPEED) <= len(content["tiles"])
+
+
+def test_sources_get_the_numbers_of_the_launch_file():
+    (variant,) = (v for v in all_variants(OPS["gemm_fp8"]) if v.name == GEMM_T4)
+    found = {name: int(value) for name, value in (d[2:].split("=") for d in variant.defines[1:])}
+    tile = {"QK_TILE_M": 16, "QK_TILE_N": 32, "QK_TILE_K": 512, "QK_THREADS": 256}
+    assert tile.items() <= found.items()
+    assert [found[f"QK_WAVES_{of}"] for of in "MNK"] == [1, 1, 8]
+    assert found["QK_LDS_BYTES"] == launch_file()["gemm_fp8"]["lds"][4]
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)

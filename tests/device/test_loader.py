@@ -95,8 +95,8 @@ def test_a_kernel_is_compiled_loaded_and_launched_in_order(hip):
     quantize(hip.device())
     assert hip.names() == [*COMPILE, *LOAD, "hipModuleLaunchKernel"]
     assert "hiprtcCreateProgram quantize_fp8_token.hip" in hip.calls()
-    # QK_SYMBOL and one macro per axis
-    assert f"hiprtcCompileProgram gfx1201 {SMALL.symbol} macros=4" in hip.calls()
+    # QK_SYMBOL, one macro per axis, threads and LDS
+    assert f"hiprtcCompileProgram gfx1201 {SMALL.symbol} macros=6" in hip.calls()
 
 
 @pytest.mark.parametrize("op", GEMMS, ids=lambda op: op.name)

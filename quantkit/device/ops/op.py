@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.device.geometry import macros
 from quantkit.numerics.windows import ConvShape
 
 #: What a kernel reads, in launch order.
@@ -188,7 +189,7 @@ class Variant:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
         values = (f"-D{axis.macro}={axis.words.index(word)}" for axis, word in pairs)
-        return (f"-DQK_SYMBOL={self.symbol}", *values)
+        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self))
 
     def word(self, macro: str) -> str:
         """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""
