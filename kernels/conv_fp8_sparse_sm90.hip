@@ -3,7 +3,7 @@
 //                 two of every four w[n, r, s, 4g .. 4g + 3] stored; on Hopper (sm_90a)
 //
 // w_map   tensor map of the kept codes u8 [N, taps, C/2]: box kN x 1 x 64 bytes, 64-byte swizzle
-// w_meta  u8 [N, taps, C/8]: a nibble per group of four as in gemm_fp8_sparse.hip
+// w_meta  u8 [N, taps, C/8]: a nibble per group of four as in gemm_sparse.hip
 // C a multiple of 32. Everything else as in conv_fp8_sm90.hip.
 #include "epilogue_sm90.h"
 #include "gemm_sm90.h"

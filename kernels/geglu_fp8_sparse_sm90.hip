@@ -2,7 +2,7 @@
 // four w[j, 4g .. 4g + 3] stored; Hopper (sm_90a)
 //
 // w_map   tensor map of the kept codes u8 [2, N, K/2]: box 2 x kN / 2 x 64 bytes, 64-byte swizzle
-// w_meta  u8 [2 N, K/8]: a nibble per group of four as in gemm_fp8_sparse.hip
+// w_meta  u8 [2 N, K/8]: a nibble per group of four as in gemm_sparse.hip
 // N a multiple of 16, K of 32. Everything else as in geglu_fp8_sm90.hip.
 #include "gated_sm90.h"
 #include "gemm_sm90.h"

@@ -3,7 +3,7 @@
 //
 // x_map   tensor map of the codes u8 [M, K]: box kM x 128 bytes, 128-byte swizzle
 // w_map   tensor map of the kept codes u8 [N, K/2]: box kN x 64 bytes, 64-byte swizzle
-// w_meta  u8 [N, K/8]: a nibble per group of four as in gemm_fp8_sparse.hip
+// w_meta  u8 [N, K/8]: a nibble per group of four as in gemm_sparse.hip
 // y_map   tensor map of y: box kChunk x 128 bytes, 128-byte swizzle; read only where the rows of y
 //         are a multiple of 16 bytes
 // x_scale f32 [1] or [M]       w_scale f32 [1] or [N]       bias io [N] or null       y io [M, N]

@@ -4,7 +4,8 @@
 // card.
 //
 // kMirrored: lanes 16..31 must hold the same A and B as lanes 0..15.
-// A is rows x k, B is k x columns, D is rows x columns. Elements: 1 byte (fp8) or 2 bytes (f16).
+// A is rows x k, B is k x columns, D is rows x columns. Elements: 1 byte (fp8, int8) or 2
+// bytes (f16).
 #pragma once
 
 namespace qk {
@@ -15,7 +16,7 @@ struct Location {
   int at;  // byte offset in the operand's registers; for D the accumulator's index
 };
 
-/// v_wmma_f32_16x16x16_fp8_fp8 and its bf8 forms.
+/// v_wmma_f32_16x16x16_fp8_fp8 and its bf8 forms, v_wmma_i32_16x16x16_iu8.
 struct IsaGfx12 {
   static constexpr bool kSparse = false;
   static constexpr bool kMirrored = false;
@@ -54,7 +55,15 @@ struct IsaGfx11 {
   static constexpr Location d(int row, int column) { return {16 * (row % 2) + column, row / 2}; }
 };
 
-/// mma.sync.m16n8k32 on 8-bit floats.
+/// v_wmma_i32_16x16x16_iu8: the same with a byte for each element.
+struct IsaIu8Gfx11 : IsaGfx11 {
+  static constexpr int kBytes = 1;
+  static constexpr int kRegsA = 4, kRegsB = 4;
+  static constexpr Location a(int row, int k) { return {row, k}; }
+  static constexpr Location b(int column, int k) { return {column, k}; }
+};
+
+/// mma.sync.m16n8k32 on 8-bit numbers.
 struct IsaSm89 {
   static constexpr bool kSparse = false;
   static constexpr bool kMirrored = false;
@@ -71,7 +80,7 @@ struct IsaSm89 {
   }
 };
 
-/// mma.sp.sync.m16n8k64 on 8-bit floats, sparsity selector 0.
+/// mma.sp.sync.m16n8k64 on 8-bit numbers, sparsity selector 0.
 struct SparseIsaSm89 {
   static constexpr bool kSparse = true;
   static constexpr bool kMirrored = false;

@@ -15,12 +15,13 @@ namespace host {
 /// What a lane hands in: its accumulators [kBlocksN][kBlocksM][8] and the registers of its
 /// fragments.
 struct LaneOperands {
-  f32* acc;
+  void* acc;
   const u8* a;
   const u8* b;
 };
 
-template <class Layout, class Isa, Number kWeights, Number kTokens, int kBlocksN, int kBlocksM>
+template <class Layout, class Isa, Number kWeights, Number kTokens, class Sum, int kBlocksN,
+          int kBlocksM>
 struct Matrix {
   static constexpr int kN = 16 * kBlocksN, kM = 16 * kBlocksM;
   static constexpr int kSteps = Layout::kSteps;        // instructions along K
@@ -35,7 +36,7 @@ struct Matrix {
                 "A fragments: registers of every instruction, then metadata");
 
   struct Lanes {
-    f32* acc[kWave];
+    Sum* acc[kWave];
     const u8* a[kWave];
     const u8* b[kWave];
   };
@@ -134,7 +135,7 @@ struct Matrix {
   }
 
   /// Address of D[n][m] in its lane's accumulators.
-  static f32* accumulator(const Lanes& lanes, int n, int m) {
+  static Sum* accumulator(const Lanes& lanes, int n, int m) {
     const Location location = Isa::d(n % 16, m % Isa::kColumns);
     const int part = m % 16 / Isa::kColumns;
     return lanes.acc[location.lane] + ((n / 16) * kBlocksM + m / 16) * 8 + part * Isa::kRegsD +
@@ -150,6 +151,11 @@ struct Matrix {
     }
     return true;
   }
+
+  // Integers: one operation's sums are exact in f32, but what accumulates them is int32.
+  static constexpr bool kExact = kTokens == Number::kInt8;
+  static_assert(!kExact || kDepth * 128 * 128 <= 1 << 24, "f32 holds an operation's sums exactly");
+  static constexpr bool kInPlace = rows_in_runs() && !kExact;
 
   /// sums(m, first run, vector index): 4 tokens x kColumns vectors at a time, slots in ascending
   /// order.
@@ -203,7 +209,7 @@ struct Matrix {
   struct alignas(64) Work {
     f32 weights[kDepth][kN], tokens[kM][kDepth];
     f32 kept[Isa::kSparse ? kSlots : 1][kN];
-    f32 sums[rows_in_runs() ? 1 : kM][kN];
+    f32 sums[kInPlace ? 1 : kM][kN];
     ImageA image_a;
     ImageB image_b;
   };
@@ -213,7 +219,7 @@ struct Matrix {
     Lanes lanes;
     for (int lane = 0; lane < kWave; ++lane) {
       const LaneOperands& operands = *static_cast<const LaneOperands*>(payloads[lane]);
-      lanes.acc[lane] = operands.acc;
+      lanes.acc[lane] = static_cast<Sum*>(operands.acc);
       lanes.a[lane] = operands.a;
       lanes.b[lane] = operands.b;
     }
@@ -230,15 +236,18 @@ struct Matrix {
     } else {
       decode_run<kWeights, kN * kSlots>(work.image_a[0], work.weights[0]);
     }
-    if constexpr (rows_in_runs()) {
+    if constexpr (kInPlace) {
       multiply(work.weights, work.tokens, InPlace{lanes});
     } else {
       for (int m = 0; m < kM; ++m) {
-        for (int n = 0; n < kN; ++n) work.sums[m][n] = *accumulator(lanes, n, m);
+        for (int n = 0; n < kN; ++n) work.sums[m][n] = kExact ? 0.0f : *accumulator(lanes, n, m);
       }
       multiply(work.weights, work.tokens, Copied{work.sums});
       for (int m = 0; m < kM; ++m) {
-        for (int n = 0; n < kN; ++n) *accumulator(lanes, n, m) = work.sums[m][n];
+        for (int n = 0; n < kN; ++n) {
+          const Sum sum = static_cast<Sum>(work.sums[m][n]);
+          *accumulator(lanes, n, m) = kExact ? *accumulator(lanes, n, m) + sum : sum;
+        }
       }
     }
   }

@@ -6,7 +6,14 @@
 namespace qk {
 namespace host {
 
-enum class Number { kE4M3FN, kE5M2, kF16 };
+enum class Number { kE4M3FN, kE5M2, kF16, kInt8 };
+
+/// Of codes.
+constexpr Number number_of(Format format) {
+  return format == Format::kE4M3FN ? Number::kE4M3FN
+         : format == Format::kE5M2 ? Number::kE5M2
+                                   : Number::kInt8;
+}
 
 /// Bytes of an element.
 constexpr int bytes_of(Number number) { return number == Number::kF16 ? 2 : 1; }
@@ -37,6 +44,8 @@ inline void decode_run(const u8* elements, f32* values) {
   for (int i = 0; i < kCount; ++i) {
     if constexpr (kNumber == Number::kF16) {
       values[i] = half_to_float(load<u16>(elements + 2 * i));
+    } else if constexpr (kNumber == Number::kInt8) {
+      values[i] = static_cast<f32>(static_cast<signed char>(elements[i]));
     } else {
       values[i] =
           decode_code<kNumber == Number::kE4M3FN ? Format::kE4M3FN : Format::kE5M2>(elements[i]);

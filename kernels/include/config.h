@@ -5,6 +5,7 @@
 
 #define QK_E4M3FN 0
 #define QK_E5M2 1
+#define QK_INT8 2
 #define QK_TENSOR 0
 #define QK_TOKEN 1
 #define QK_CHANNEL 1
@@ -27,8 +28,20 @@ namespace qk {
 /// Nibbles of eight groups whose codes are zero: positions 0 and 1 everywhere, which is legal.
 constexpr u32 kNeutral = 0x44444444u;
 
-enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2 };
+enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2, kInt8 = QK_INT8 };
 enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
+
+/// What products of codes are summed in. int32 holds 133,000 products of int8 exactly.
+template <Format>
+struct SumOf {
+  using Type = f32;
+};
+template <>
+struct SumOf<Format::kInt8> {
+  using Type = int;
+};
+template <Format kW, Format kX>
+using Sum = typename SumOf<kX>::Type;
 
 /// A value of the io type in memory, and its exact or correctly rounded conversions.
 template <Io>

@@ -13,12 +13,13 @@ namespace qk {
 
 template <class Tile, class Mma, class WeightRows>
 struct DirectLoop {
+  using Sum = typename Mma::Sum;
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kWaves = Tile::kThreads / kWave;
   static constexpr int kRun = Mma::kChunk / 2;  // K of a chunk that one half of the wave holds
   static constexpr int kDeep = Tile::kK / (kWaves * Mma::kChunk);  // chunks of a wave in one pass
   static constexpr int kSums = Tile::kBlocksN * 8;
-  static constexpr int kLdsBytes = (kWaves - 1) * kSums * kWave * static_cast<int>(sizeof(f32));
+  static constexpr int kLdsBytes = (kWaves - 1) * kSums * kWave * static_cast<int>(sizeof(Sum));
   static_assert(Tile::kBlocksM == 1, "one row of blocks: more would want LDS");
   static_assert(Tile::kK % (kWaves * Mma::kChunk) == 0, "the waves must share a pass evenly");
 
@@ -91,11 +92,11 @@ struct DirectLoop {
     }
     multiply(acc, now);
     finish_all(acc);
-    return reduce_waves(acc, reinterpret_cast<f32*>(lds));
+    return reduce_waves(acc, reinterpret_cast<Sum*>(lds));
   }
 
  private:
-  static QK_DEVICE bool reduce_waves(Accumulators& acc, f32* sums) {
+  static QK_DEVICE bool reduce_waves(Accumulators& acc, Sum* sums) {
     const int wave = wave_index(), lane = thread_index() % kWave;
     if (wave > 0) {
       QK_UNROLL for (int i = 0; i < kSums; ++i)

@@ -1,5 +1,5 @@
 // From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to
-// io.
+// io. An int32 sum is rounded to f32 first.
 #pragma once
 
 #include "config.h"
@@ -81,8 +81,8 @@ struct Epilogue {
           const f32 x_scale = token_scale(args, token);
           f32 values[kLength];
           QK_UNROLL for (int e = 0; e < kLength; ++e) {
-            const f32 sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
-            values[e] = mine.apply(sum * x_scale, e);
+            const auto sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
+            values[e] = mine.apply(static_cast<f32>(sum) * x_scale, e);
           }
           write(args, token, output, values);
         }

@@ -71,8 +71,9 @@ struct GatedEpilogue {
           const f32 x_scale = Product::token_scale(args, token);
           const auto sum = [&](int e, bool gate) {
             const int from = Runs::run(run, gate), at = Runs::element(e, gate);
-            return acc[Mma::template block<kBlocksN>(from, at)][j][Mma::element(at, part)] *
-                   x_scale;
+            const auto whole =
+                acc[Mma::template block<kBlocksN>(from, at)][j][Mma::element(at, part)];
+            return static_cast<f32>(whole) * x_scale;
           };
           f32 values[kLength];
           QK_UNROLL for (int e = 0; e < kLength; ++e) {

@@ -1,10 +1,12 @@
-// Where gfx11's f16 WMMA keeps its operands, and the exact widening of fp8 codes to f16 that feeds
-// it: wave32, h = lane / 16, r = lane % 16.
+// Where gfx11's WMMA keeps its operands, int8 codes as they are, and the exact widening of fp8
+// codes to f16: wave32, h = lane / 16, r = lane % 16.
 //
 // clang-format off
 //   WMMA 16x16x16          lanes 0..15 (h = 0)             lanes 16..31 (h = 1)
-//     A v[i], i = 0..7     A[r][k = 2i, 2i + 1]            the same
-//     B v[i], i = 0..7     B[k = 2i, 2i + 1][r]            the same
+//     A v[i], f16, i < 8   A[r][k = 2i, 2i + 1]            the same
+//     B v[i], f16, i < 8   B[k = 2i, 2i + 1][r]            the same
+//     A v[i], iu8, i < 4   A[r][k = 4i..4i + 3]            the same
+//     B v[i], iu8, i < 4   B[k = 4i..4i + 3][r]            the same
 //     D acc[e], e = 0..7   D[2e][r]                        D[2e + 1][r]
 // clang-format on
 //
@@ -51,17 +53,34 @@ QK_DEVICE u32 expand_group(u32 kept, u32 nibble) {
   return (kept & 0xffu) << (nibble << 3 & 24u) | (kept >> 8 & 0xffu) << (nibble << 1 & 24u);
 }
 
+/// A lane's 16 codes of a row, as the matrix instruction takes them: widened.
+template <Format kFormat>
+struct FragmentGfx11 {
+  u32 v[8];
+
+  static QK_DEVICE FragmentGfx11 of(const Vec16& codes) {
+    FragmentGfx11 wide;
+    QK_UNROLL for (int i = 0; i < 4; ++i)
+      widen_word<kFormat>(codes.v[i], wide.v[2 * i], wide.v[2 * i + 1]);
+    return wide;
+  }
+};
+
+/// int8: as they are.
+template <>
+struct FragmentGfx11<Format::kInt8> : Vec16 {
+  static QK_DEVICE FragmentGfx11 of(const Vec16& codes) { return {codes}; }
+};
+
 template <Format kW, Format kX>
 struct LayoutGfx11 {
   static constexpr bool kSparse = false;
   static constexpr int kChunk = 16;
   static constexpr int kSteps = 1;
-  static constexpr int kUnroll = 1;  // more spills registers
+  static constexpr int kUnroll = kX == Format::kInt8 ? 2 : 1;  // more spills registers
   static constexpr int kColumns = 1;
-  struct A {
-    u32 v[8];
-  };
-  using B = A;
+  using A = FragmentGfx11<kW>;
+  using B = FragmentGfx11<kX>;
 
   template <int kBlocksN>
   struct Runs {
@@ -83,20 +102,13 @@ struct LayoutGfx11 {
     return 16 * block + 8 * (lane % 2) + lane % 16 / 2;
   }
 
-  template <Format kFormat>
-  static QK_DEVICE A widen(const Vec16& codes) {
-    A wide;
-    QK_UNROLL for (int i = 0; i < 4; ++i)
-      widen_word<kFormat>(codes.v[i], wide.v[2 * i], wide.v[2 * i + 1]);
-    return wide;
-  }
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
-    return widen<kW>(load<Vec16>(rows + weight_row(block, lane) * kPitch + kChunk * chunk));
+    return A::of(load<Vec16>(rows + weight_row(block, lane) * kPitch + kChunk * chunk));
   }
   template <int kPitch>
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
-    return widen<kX>(load<Vec16>(rows + (16 * block + lane % 16) * kPitch + kChunk * chunk));
+    return B::of(load<Vec16>(rows + (16 * block + lane % 16) * kPitch + kChunk * chunk));
   }
 };
 
@@ -118,7 +130,7 @@ struct SparseLayoutGfx11 : LayoutGfx11<kW, kX> {
       codes.v[group] =
           expand_group(kept.v[group / 2] >> (16 * (group % 2)), nibbles >> (4 * group));
     }
-    return Dense::template widen<kW>(codes);
+    return Dense::A::of(codes);
   }
 };
 

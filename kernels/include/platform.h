@@ -143,6 +143,11 @@ QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c)
 // subnormal.
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_exp2f(value); }
 QK_DEVICE f32 approx_reciprocal(f32 value) { return 1.0f / value; }
+/// Between -limit and limit; a NaN becomes any of these numbers.
+QK_DEVICE f32 clamp(f32 value, f32 limit) {
+  const f32 above = value > -limit ? value : -limit;
+  return above < limit ? above : limit;
+}
 
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -258,6 +263,7 @@ QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off 
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }       // v_exp_f32
 QK_DEVICE f32 approx_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
+QK_DEVICE f32 clamp(f32 value, f32 limit) { return __builtin_amdgcn_fmed3f(value, -limit, limit); }
 
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -319,6 +325,8 @@ QK_DEVICE f32 approx_reciprocal(f32 value) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(value));
   return inverse;
 }
+
+QK_DEVICE f32 clamp(f32 value, f32 limit) { return fminf(fmaxf(value, -limit), limit); }
 
 /// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes
 /// NaN.

@@ -1,7 +1,8 @@
-// Some consecutive values at a time: io -> f32 -> fp8, the unit in which the quantize kernels work.
+// Some consecutive values at a time: io -> f32 -> codes, the unit in which the quantize kernels
+// work.
 #pragma once
 
-#include "fp8.h"
+#include "codec.h"
 
 namespace qk {
 
@@ -87,18 +88,20 @@ template <Format kFormat, int kCount>
 QK_DEVICE Codes<kCount> encode_run(const f32 (&values)[kCount]) {
   Codes<kCount> codes;
 #ifdef QK_ENCODES_PAIRS
-  QK_UNROLL for (int e = 0; e < kCount; e += 4) {
-    const bool e4m3 = kFormat == Format::kE4M3FN;
-    const u32 low = e4m3 ? encode_pair_e4m3fn(values[e], values[e + 1])
-                         : encode_pair_e5m2(values[e], values[e + 1]);
-    const u32 high = e4m3 ? encode_pair_e4m3fn(values[e + 2], values[e + 3])
-                          : encode_pair_e5m2(values[e + 2], values[e + 3]);
-    codes.words[e / 4] = low | high << 16;
+  if constexpr (kFormat != Format::kInt8) {
+    const auto pair = [](f32 low, f32 high) {
+      return kFormat == Format::kE4M3FN ? encode_pair_e4m3fn(low, high)
+                                        : encode_pair_e5m2(low, high);
+    };
+    QK_UNROLL for (int e = 0; e < kCount; e += 4) {
+      codes.words[e / 4] = pair(values[e], values[e + 1]) | pair(values[e + 2], values[e + 3])
+                                                                << 16;
+    }
+    return codes;
   }
-#else
-  QK_UNROLL for (int e = 0; e < kCount; ++e)
-    codes.v[e] = encode_fp8<kFormat>(values[e]);
 #endif
+  QK_UNROLL for (int e = 0; e < kCount; ++e)
+    codes.v[e] = Codec<kFormat>::encode(values[e]);
   return codes;
 }
 
@@ -113,7 +116,7 @@ QK_DEVICE Codes<kCount> encode_run(const f32 (&values)[kCount]) {
 /// with them: exactly, but for an x whose quotient is clamped or becomes zero anyway.
 template <Format kFormat>
 struct Divisor {
-  static constexpr f32 kFar = 4.0f * Fp8<kFormat>::kMax, kNear = 1.0f / (1 << 20);
+  static constexpr f32 kFar = 4.0f * Codec<kFormat>::kMax, kNear = 1.0f / (1 << 20);
   static constexpr u32 kUp = (127u + 100u) << 23, kOne = 127u << 23,
                        kDown = (127u - 100u) << 23;  // as f32 bits
   f32 scale, factor, near_one, reciprocal;
@@ -192,6 +195,32 @@ struct FastDivisor {
     return true;
   }
 #endif
+};
+
+/// int8: everywhere, and certain unless the quotient is next to the middle of two codes.
+template <>
+struct FastDivisor<Format::kInt8> {
+  using Int8 = Codec<Format::kInt8>;
+  f32 reciprocal, farthest;
+
+  QK_DEVICE explicit FastDivisor(f32 scale) {
+    const Divisor<Format::kInt8> divisor(scale);
+    reciprocal = divisor.reciprocal;
+    // Two roundings of at most 127 * 2^-24 are below 2^-14. Other scales are left to Divisor.
+    farthest = divisor.usual ? 0.5f - 1.0f / (1 << 14) : -1.0f;
+  }
+
+  template <int kCount>
+  QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+    f32 distance = 0.0f;
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
+      const f32 q = clamp(values[e] * reciprocal, Int8::kMax), sum = q + Int8::kMagic;
+      const f32 off = bits_float(float_bits(q - (sum - Int8::kMagic)) & 0x7fffffffu);
+      distance = off > distance ? off : distance;
+      codes.v[e] = static_cast<u8>(float_bits(sum));
+    }
+    return distance <= farthest;
+  }
 };
 
 template <int kCount>

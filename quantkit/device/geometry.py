@@ -79,7 +79,7 @@ def macros(variant: "Variant") -> tuple[str, ...]:
 
 def geometry_of(variant: "Variant") -> Geometry:
     """Return the block, grid expressions and LDS of a variant, tile sizes filled in."""
-    entry = _launch_file()[variant.op.name]
+    entry = _launch_file()[variant.op.source.removesuffix(".hip")]
     x, y, z = entry["grid"]
     word = variant.word("QK_TILE")
     if not word:

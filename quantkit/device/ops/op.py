@@ -31,8 +31,14 @@ class Axis:
     """One choice made on the compiler's command line."""
 
     macro: str
-    #: position in this tuple = value of the macro; an empty word leaves no trace in the name
+    #: in order of the macro's values; an empty word leaves no trace in the name
     words: tuple[str, ...]
+    #: value of the macro for the first word
+    first: int = 0
+
+    def value(self, word: str) -> int:
+        """Return what the macro is for ``word``."""
+        return self.first + self.words.index(word)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ class Variant:
     def defines(self) -> tuple[str, ...]:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
-        values = (f"-D{axis.macro}={axis.words.index(word)}" for axis, word in pairs)
+        values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
         return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self))
 
     def word(self, macro: str) -> str:

@@ -1,8 +1,8 @@
-// y[m, j] = fp8(clamp(h * gelu(g) / y_scale, -max, max)), h and g as in geglu_fp8.hip, two of every
+// y[m, j] = fp8(clamp(h * gelu(g) / y_scale, -max, max)), h and g as in geglu.hip, two of every
 // four w[:, 4g .. 4g+3] stored
 //
 // x       fp8 codes [M, K], K contiguous            x_scale  f32 [1] or [M]
-// w       fp8 codes [2 N, K/2]: outputs, then their gates; the kept ones, as in gemm_fp8_sparse.hip
+// w       fp8 codes [2 N, K/2]: outputs, then their gates; the kept ones, as in gemm_sparse.hip
 // w_meta  u8 [2 N, K/8]: their positions            w_scale  f32 [1] or [2 N]
 // bias    io [2 N] or null                          y_scale  f32 [1]
 // y       fp8 codes [M, N]
@@ -11,8 +11,8 @@
 // becomes the NaN code.
 //
 // Launch: Tile::kThreads threads, grid (ceil(2 N / kN), ceil(M / kM), 1); see launch.json.
-// A tile is gemm_fp8_sparse.hip's with kN / 2 columns of y and the rows that gate them: gated.h.
-// Codes as in geglu_fp8.hip.
+// A tile is gemm_sparse.hip's with kN / 2 columns of y and the rows that gate them: gated.h.
+// Codes as in geglu.hip.
 #include "mma.h"
 #include "direct.h"
 #include "gated.h"

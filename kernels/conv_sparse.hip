@@ -3,7 +3,7 @@
 //                 two of every four w[n, r, s, 4g .. 4g+3] stored
 //
 // x       fp8 codes [B, H, W, C]                    x_scale  f32 [1]
-// w       fp8 codes [N, K/2]: the kept ones, as in gemm_fp8_sparse.hip; K = taps C
+// w       fp8 codes [N, K/2]: the kept ones, as in gemm_sparse.hip; K = taps C
 // w_meta  u8 [N, K/8]: their positions              w_scale  f32 [1] or [N]
 // bias    io [N] or null                            y        io [B, OH, OW, N]
 // m = B OH OW, k = K; the other numbers as picture.h has them. Up to 32 taps; C a multiple of 32
@@ -11,7 +11,7 @@
 // scales and bias in f32, one rounding to io (nearest even).
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(m / kM), 1); see launch.json.
-// The GEMM of gemm_fp8_sparse.hip over windows that picture.h reads from the picture: the same sums
+// The GEMM of gemm_sparse.hip over windows that picture.h reads from the picture: the same sums
 // in the same order.
 #include "mma.h"
 #include "epilogue.h"

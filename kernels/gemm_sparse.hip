@@ -13,7 +13,7 @@
 // Per wave: kWaveM tokens x kWaveN outputs as 16x16 blocks. The weights are the sparse A operand;
 // their metadata rides in the padding of their LDS rows and reaches the matrix instruction as it
 // lies on disk: on gfx12 lane (h, r) = (lane / 16, lane % 16) takes the 32-bit word at row r, K
-// 32h. Outputs as in gemm_fp8.hip. Targets without a sparse instruction expand the codes to dense
+// 32h. Outputs as in gemm.hip. Targets without a sparse instruction expand the codes to dense
 // fragments in registers (layout_gfx11.h).
 #include "mma.h"
 #include "direct.h"

@@ -9,7 +9,7 @@
 // scales and bias in f32, one rounding to io (nearest even).
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(m / kM), 1); see launch.json.
-// The GEMM of gemm_fp8.hip over windows that picture.h reads from the picture: the same sums in the
+// The GEMM of gemm.hip over windows that picture.h reads from the picture: the same sums in the
 // same order.
 #include "mma.h"
 #include "epilogue.h"

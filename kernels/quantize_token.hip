@@ -115,7 +115,7 @@ QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float
     amax = row_max(amax, lds + turn % 2 * kRows * 4, wave, waves);
     // Zero for a row of zeros, and when amax is so small that the quotient underflows: zeros would
     // become NaN.
-    const float quotient = qk::bits_float(amax) / qk::Fp8<kFormat>::kMax;
+    const float quotient = qk::bits_float(amax) / qk::Codec<kFormat>::kMax;
     const float scale = quotient == 0.0f ? 1.0f : quotient;
     if (start == 0 && index < m) scales[index] = scale;
     const qk::FastDivisor<kFormat> fast(scale);

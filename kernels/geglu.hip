@@ -10,7 +10,7 @@
 // code.
 //
 // Launch: Tile::kThreads threads, grid (ceil(2 N / kN), ceil(M / kM), 1); see launch.json.
-// A tile is gemm_fp8.hip's with kN / 2 columns of y and the rows that gate them: gated.h. On gfx12
+// A tile is gemm.hip's with kN / 2 columns of y and the rows that gate them: gated.h. On gfx12
 // lane (h, r) = (lane / 16, lane % 16) of a wave with 64 rows holds y[16j + r, 16i + 8h + e], i = 0
 // and 1, e = 0..7.
 #include "mma.h"
