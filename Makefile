@@ -6,6 +6,7 @@ INSTALLED := $(VENV)/.installed
 FAST := project/test_architecture.py storage/test_files.py storage/test_inputfile.py numerics \
 	recipe/test_recipe.py models calibration/test_rescaling.py calibration/test_shifting.py sparsity/test_sparsity.py \
 	sparsity/test_permute.py checkpoint inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
+KERNELS := $(wildcard $(foreach end,hip h cpp,kernels/*.$(end) kernels/*/*.$(end)))
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
@@ -36,11 +37,13 @@ fuzz: $(INSTALLED) ## 20,000 damaged files
 mutants: $(INSTALLED) ## which small changes do the tests notice?
 	$(BIN)/python -m tests.mutation $(GROUPS) --sample $(SAMPLE) --seed $(SEED)
 
-check: $(INSTALLED) ## linter, formatter, types, spelling
+check: $(INSTALLED) ## linter, formatters, types, spelling
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
 
 format: $(INSTALLED) ## format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(KERNELS)
 
 docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

@@ -1,5 +1,5 @@
-// The matrix policy of the host: any layout of include/ over the instruction that it was written for.
-// QK_HOST_LAYOUT chooses; the emulated instruction runs in host/matrix.h.
+// The matrix policy of the host: any layout of include/ over the instruction that it was written
+// for. QK_HOST_LAYOUT chooses; the emulated instruction runs in host/matrix.h.
 #pragma once
 
 #include "matrix.h"
@@ -17,41 +17,53 @@
 namespace qk {
 
 /// kWeights, kTokens: number formats of the operands as the instruction sees them.
-template <class Layout, class Isa, host::Number kWeights, host::Number kTokens>
+template <class Layout, class Isa, host::Number kWeights, host::Number kTokens, class TheSum>
 struct HostMma : Layout {
+  using Sum = TheSum;
   struct Acc {
-    f32 v[8];
-    f32& operator[](int e) { return v[e]; }
-    const f32& operator[](int e) const { return v[e]; }
+    Sum v[8];
+    Sum& operator[](int e) { return v[e]; }
+    const Sum& operator[](int e) const { return v[e]; }
   };
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const typename Layout::A (&a)[kBlocksN],
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM],
+                                 const typename Layout::A (&a)[kBlocksN],
                                  const typename Layout::B (&b)[kBlocksM]) {
-    host::LaneOperands mine{acc[0][0].v, reinterpret_cast<const u8*>(a), reinterpret_cast<const u8*>(b)};
-    host::wave_collective(&host::Matrix<Layout, Isa, kWeights, kTokens, kBlocksN, kBlocksM>::run, &mine);
+    host::LaneOperands mine{acc[0][0].v, reinterpret_cast<const u8*>(a),
+                            reinterpret_cast<const u8*>(b)};
+    host::wave_collective(
+        &host::Matrix<Layout, Isa, kWeights, kTokens, Sum, kBlocksN, kBlocksM>::run, &mine);
   }
 };
 
-constexpr host::Number number(Format format) {
-  return format == Format::kE4M3FN ? host::Number::kE4M3FN : host::Number::kE5M2;
-}
+/// The same numbers as the codes are.
+template <class Layout, class Isa, Format kW, Format kX>
+using CodesMma = HostMma<Layout, Isa, host::number_of(kW), host::number_of(kX), Sum<kW, kX>>;
 
 #if QK_HOST_LAYOUT == QK_GFX12
 template <Format kW, Format kX>
-using DenseMma = HostMma<LayoutGfx12, host::IsaGfx12, number(kW), number(kX)>;
+using DenseMma = CodesMma<LayoutGfx12, host::IsaGfx12, kW, kX>;
 template <Format kW, Format kX>
-using SparseMma = HostMma<SparseLayoutGfx12, host::SparseIsaGfx12, number(kW), number(kX)>;
+using SparseMma = CodesMma<SparseLayoutGfx12, host::SparseIsaGfx12, kW, kX>;
 #elif QK_HOST_LAYOUT == QK_GFX11
+template <class Layout, Format kX>
+struct MmaGfx11 {
+  using Type = HostMma<Layout, host::IsaGfx11, host::Number::kF16, host::Number::kF16, f32>;
+};
+template <class Layout>
+struct MmaGfx11<Layout, Format::kInt8> {
+  using Type = CodesMma<Layout, host::IsaIu8Gfx11, Format::kInt8, Format::kInt8>;
+};
 template <Format kW, Format kX>
-using DenseMma = HostMma<LayoutGfx11<kW, kX>, host::IsaGfx11, host::Number::kF16, host::Number::kF16>;
+using DenseMma = typename MmaGfx11<LayoutGfx11<kW, kX>, kX>::Type;
 template <Format kW, Format kX>
-using SparseMma = HostMma<SparseLayoutGfx11<kW, kX>, host::IsaGfx11, host::Number::kF16, host::Number::kF16>;
+using SparseMma = typename MmaGfx11<SparseLayoutGfx11<kW, kX>, kX>::Type;
 #else
 template <Format kW, Format kX>
-using DenseMma = HostMma<LayoutSm89, host::IsaSm89, number(kW), number(kX)>;
+using DenseMma = CodesMma<LayoutSm89, host::IsaSm89, kW, kX>;
 template <Format kW, Format kX>
-using SparseMma = HostMma<SparseLayoutSm89, host::SparseIsaSm89, number(kW), number(kX)>;
+using SparseMma = CodesMma<SparseLayoutSm89, host::SparseIsaSm89, kW, kX>;
 #endif
 
 }  // namespace qk

@@ -25,8 +25,8 @@ constexpr long kStackBytes = 256 * 1024;  // its frames are many times as large
 #else
 constexpr long kStackBytes = 32 * 1024;
 #endif
-// Neighbouring stacks are an odd number of cache lines apart; a power of two would put the same local
-// variable of all lanes into one cache set.
+// Neighbouring stacks are an odd number of cache lines apart; a power of two would put the same
+// local variable of all lanes into one cache set.
 constexpr long kStackStride = kStackBytes + 9 * 64;
 constexpr int kLdsLimit = 64 * 1024;
 constexpr unsigned kStackCanary = 0x5afe57acu;
@@ -37,7 +37,8 @@ struct Wave {
   int arrived;
 };
 
-/// Everything that one operating-system thread needs to run a block. Kept between launches: its pages are touched.
+/// Everything that one operating-system thread needs to run a block. Kept between launches: its
+/// pages are touched.
 struct Worker {
   Current now;  // must be first: current() hands out its address
   Context scheduler;
@@ -56,9 +57,12 @@ struct Worker {
 
 thread_local Worker* worker = nullptr;
 
-void push_ready(Worker& w, int fiber) { w.ready[(w.ready_first + w.ready_count++) & (kMaxThreads - 1)] = fiber; }
+void push_ready(Worker& w, int fiber) {
+  w.ready[(w.ready_first + w.ready_count++) & (kMaxThreads - 1)] = fiber;
+}
 
-/// Leaves the running fiber for the next ready one; with none left the block is stuck, and the scheduler says so.
+/// Leaves the running fiber for the next ready one; with none left the block is stuck, and the
+/// scheduler says so.
 void switch_away(Worker& w) {
   Context& self = w.fibers[w.now.thread];
   if (w.ready_count == 0 || w.failed) return switch_context(self, w.scheduler);
@@ -84,10 +88,12 @@ void describe_stuck_block(Worker& w) {
     lane += wave * kWaveLanes;
   }
   if (lane >= 0) {
-    std::snprintf(w.message, sizeof w.message, "thread %d waits at a wave operation that not all lanes reach", lane);
+    std::snprintf(w.message, sizeof w.message,
+                  "thread %d waits at a wave operation that not all lanes reach", lane);
   } else {
-    std::snprintf(w.message, sizeof w.message, "divergent barrier: %d threads wait, %d have finished, of %d",
-                  w.at_barrier, w.finished, w.launch->threads);
+    std::snprintf(w.message, sizeof w.message,
+                  "divergent barrier: %d threads wait, %d have finished, of %d", w.at_barrier,
+                  w.finished, w.launch->threads);
   }
 }
 
@@ -124,12 +130,14 @@ bool run_block(Worker& w, const Launch& launch, unsigned x, unsigned y, unsigned
   }
   if (!w.failed && !stacks_intact(w, launch.threads)) {
     w.failed = true;
-    std::snprintf(w.message, sizeof w.message, "a thread overflowed its stack of %ld bytes", kStackBytes);
+    std::snprintf(w.message, sizeof w.message, "a thread overflowed its stack of %ld bytes",
+                  kStackBytes);
   }
   return !w.failed;
 }
 
-/// Workers that no launch uses now. Never freed: a few touched pages per core, for the life of the process.
+/// Workers that no launch uses now. Never freed: a few touched pages per core, for the life of the
+/// process.
 struct Pool {
   std::mutex mutex;
   std::vector<Worker*> idle;
@@ -148,8 +156,9 @@ Worker* acquire() {
       return w;
     }
   }
-  void* const memory = mmap(nullptr, sizeof(Worker) + kMaxThreads * kStackStride, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const memory =
+      mmap(nullptr, sizeof(Worker) + kMaxThreads * kStackStride, PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
   Worker* const w = new (memory) Worker;
   w->stacks = static_cast<char*>(memory) + sizeof(Worker);
@@ -161,7 +170,8 @@ void release(Worker* w) {
   pool().idle.push_back(w);
 }
 
-/// Blocks are handed out by a counter; each writes only its own outputs, so the order does not matter.
+/// Blocks are handed out by a counter; each writes only its own outputs, so the order does not
+/// matter.
 struct Job {
   const Launch* launch;
   std::atomic<unsigned long long> next{0};
@@ -175,11 +185,11 @@ void report(Job& job, const Worker* w) {
   const std::lock_guard<std::mutex> hold(job.mutex);
   if (job.failed.exchange(true) || job.error == nullptr || job.error_size <= 0) return;
   if (w == nullptr) {
-    std::snprintf(job.error, static_cast<std::size_t>(job.error_size), "%s: no memory for the host runtime",
-                  job.launch->name);
+    std::snprintf(job.error, static_cast<std::size_t>(job.error_size),
+                  "%s: no memory for the host runtime", job.launch->name);
   } else {
-    std::snprintf(job.error, static_cast<std::size_t>(job.error_size), "%s: block (%d, %d, %d): %s", job.launch->name,
-                  w->now.block[0], w->now.block[1], w->now.block[2], w->message);
+    std::snprintf(job.error, static_cast<std::size_t>(job.error_size), "%s: block (%d, %d, %d): %s",
+                  job.launch->name, w->now.block[0], w->now.block[1], w->now.block[2], w->message);
   }
 }
 
@@ -192,8 +202,9 @@ void work(Job& job) {
   while (!job.failed) {
     const unsigned long long i = job.next++;
     if (i >= blocks) break;
-    const bool fine = run_block(*worker, *job.launch, static_cast<unsigned>(i % grid[0]),
-                                static_cast<unsigned>(i / grid[0] % grid[1]), static_cast<unsigned>(i / plane));
+    const bool fine =
+        run_block(*worker, *job.launch, static_cast<unsigned>(i % grid[0]),
+                  static_cast<unsigned>(i / grid[0] % grid[1]), static_cast<unsigned>(i / plane));
     if (!fine) report(job, worker);
   }
   if (worker != nullptr) release(worker);
@@ -207,7 +218,8 @@ const Current* current() { return &worker->now; }
 u8* workspace() { return worker->scratch; }
 
 u8* shared_memory(int bytes) {
-  if (bytes > worker->launch->lds_bytes) fail("the kernel asks for more LDS than its launch declares");
+  if (bytes > worker->launch->lds_bytes)
+    fail("the kernel asks for more LDS than its launch declares");
   return worker->lds;
 }
 
@@ -224,7 +236,8 @@ void wave_collective(Collective operation, void* payload) {
   Worker& w = *worker;
   const int thread = w.now.thread, lane = thread % kWaveLanes;
   Wave& wave = w.waves[thread / kWaveLanes];
-  if (wave.arrived > 0 && wave.operation != operation) fail("lanes of one wave meet at different wave operations");
+  if (wave.arrived > 0 && wave.operation != operation)
+    fail("lanes of one wave meet at different wave operations");
   wave.operation = operation;
   wave.payload[lane] = payload;
   if (++wave.arrived < kWaveLanes) return switch_away(w);
@@ -251,8 +264,8 @@ int run(const Launch& launch, int os_threads, char* error, int error_size) {
   if (launch.threads > kMaxThreads || launch.lds_bytes > kLdsLimit) {
     if (error != nullptr && error_size > 0) {
       std::snprintf(error, static_cast<std::size_t>(error_size),
-                    "%s: %d threads and %d bytes of LDS exceed %d and %d", launch.name, launch.threads,
-                    launch.lds_bytes, kMaxThreads, kLdsLimit);
+                    "%s: %d threads and %d bytes of LDS exceed %d and %d", launch.name,
+                    launch.threads, launch.lds_bytes, kMaxThreads, kLdsLimit);
     }
     return 1;
   }

@@ -1,9 +1,9 @@
 // The host target: one fiber per HIP thread, blocks spread over operating-system threads.
 //
-// A fiber runs until it reaches a barrier, a wave collective or its end. The last of the threads that meet at
-// a collective executes it for all of them. If every live fiber waits and none can go on, or the lanes of a
-// wave meet at different collectives, the launch fails with a line that names kernel, block and thread: on a
-// GPU the same mistake hangs or corrupts silently.
+// A fiber runs until it reaches a barrier, a wave collective or its end. The last of the threads
+// that meet at a collective executes it for all of them. If every live fiber waits and none can go
+// on, or the lanes of a wave meet at different collectives, the launch fails with a line that names
+// kernel, block and thread: on a GPU the same mistake hangs or corrupts silently.
 #pragma once
 
 namespace qk {
@@ -45,7 +45,8 @@ void barrier();
 /// Reports an error found inside a collective; the launch ends with this line.
 void fail(const char* what);
 
-/// All 32 lanes of a wave arrive with the same `operation`; the last one calls it on all 32 payloads.
+/// All 32 lanes of a wave arrive with the same `operation`; the last one calls it on all 32
+/// payloads.
 using Collective = void (*)(void* const* lanes);
 void wave_collective(Collective operation, void* payload);
 
@@ -66,7 +67,8 @@ struct Unpacker {
     kernel(*static_cast<Args*>(args[kIndex])...);
   }
   static void run(void (*kernel)(), void* const* args) {
-    call(reinterpret_cast<void (*)(Args...)>(kernel), args, typename MakeIndices<sizeof...(Args)>::Type{});
+    call(reinterpret_cast<void (*)(Args...)>(kernel), args,
+         typename MakeIndices<sizeof...(Args)>::Type{});
   }
 };
 template <class... Args>

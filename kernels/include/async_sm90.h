@@ -1,7 +1,8 @@
-// What Hopper (sm_90a) has for moving data: mbarriers, bulk tensor copies (TMA), clusters, register budgets.
+// What Hopper (sm_90a) has for moving data: mbarriers, bulk tensor copies (TMA), clusters, register
+// budgets.
 //
-// Every address of shared memory is a 32-bit number, as PTX takes it. A barrier is 8 bytes; waits are on the
-// parity of its phase: 0 for the first, 1 for the second, 0 for the third.
+// Every address of shared memory is a 32-bit number, as PTX takes it. A barrier is 8 bytes; waits
+// are on the parity of its phase: 0 for the first, 1 for the second, 0 for the third.
 #pragma once
 
 #include "platform.h"
@@ -15,17 +16,22 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-QK_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+QK_DEVICE u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
 
 QK_DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 /// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
-QK_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+QK_DEVICE void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 /// Arrives, and lets the phase end only after `bytes` more have been copied.
 QK_DEVICE void barrier_expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 QK_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -49,31 +55,38 @@ QK_DEVICE void tensor_map_prefetch(const TensorMap& map) {
 }
 /// Where a box begins in a tensor of kRank dimensions, the contiguous one first.
 template <int kRank>
-struct Place {
+struct Coordinates {
   int at[4];
 };
 
-#define QK_COORDINATES "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3])
-// copy_box   a box of a tensor to shared memory; what lies outside the tensor (before it, too) becomes zeros
-// store_box  a box of shared memory to a tensor; what lies outside the tensor is left out. Belongs to a group of copies
-//            of the calling thread
-#define QK_COPIES(rank, coordinates)                                                                             \
-  QK_DEVICE void copy_box(u32 target, const TensorMap& map, u32 barrier, Place<rank> place) {                    \
-    asm volatile("cp.async.bulk.tensor." #rank "d.shared::cluster.global.mbarrier::complete_tx::bytes"           \
-                 " [%4], [%5, " coordinates "], [%6];" ::QK_COORDINATES, "r"(target), "l"(&map), "r"(barrier)    \
-                 : "memory");                                                                                    \
-  }                                                                                                              \
-  QK_DEVICE void store_box(const TensorMap& map, u32 source, Place<rank> place) {                                \
-    asm volatile("cp.async.bulk.tensor." #rank "d.global.shared::cta.bulk_group"                                 \
-                 " [%4, " coordinates "], [%5];" ::QK_COORDINATES, "l"(&map), "r"(source)                        \
-                 : "memory");                                                                                    \
+#define QK_COORDINATES "r"(origin.at[0]), "r"(origin.at[1]), "r"(origin.at[2]), "r"(origin.at[3])
+// copy_box   a box of a tensor to shared memory; what lies outside the tensor (before it, too)
+//            becomes zeros
+// store_box  a box of shared memory to a tensor; what lies outside the tensor is left out. Belongs
+//            to a group of copies of the calling thread
+#define QK_COPIES(rank, coordinates)                                                     \
+  QK_DEVICE void copy_box(u32 target, const TensorMap& map, u32 barrier,                 \
+                          Coordinates<rank> origin) {                                    \
+    asm volatile("cp.async.bulk.tensor." #rank                                           \
+                 "d.shared::cluster.global.mbarrier::complete_tx::bytes"                 \
+                 " [%4], [%5, " coordinates "], [%6];" ::QK_COORDINATES,                 \
+                 "r"(target), "l"(&map), "r"(barrier)                                    \
+                 : "memory");                                                            \
+  }                                                                                      \
+  QK_DEVICE void store_box(const TensorMap& map, u32 source, Coordinates<rank> origin) { \
+    asm volatile("cp.async.bulk.tensor." #rank                                           \
+                 "d.global.shared::cta.bulk_group"                                       \
+                 " [%4, " coordinates "], [%5];" ::QK_COORDINATES,                       \
+                 "l"(&map), "r"(source)                                                  \
+                 : "memory");                                                            \
   }
 QK_COPIES(2, "{%0, %1}")
 QK_COPIES(3, "{%0, %1, %2}")
 QK_COPIES(4, "{%0, %1, %2, %3}")
 
 QK_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Waits until all but the last kPending groups of the calling thread have read their shared memory.
+/// Waits until all but the last kPending groups of the calling thread have read their shared
+/// memory.
 template <int kPending>
 QK_DEVICE void store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -90,7 +103,7 @@ QK_DEVICE int cluster_rank() {
 QK_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
-/// Writes to the place in block `rank` at which `address` lies in this block.
+/// Writes to block `rank`, where `address` lies in this block.
 QK_DEVICE void store_at(int rank, u32 address, f32 value) {
   asm volatile(
       "{\n\t"
@@ -120,12 +133,13 @@ QK_DEVICE void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Stores four transposed 8x8 matrices of 16-bit values. Register i of lane 4r + c holds elements (r, 2c) and
-/// (r, 2c + 1) of matrix i; lane 8i + t gives the address of its column t (16 bytes).
+/// Stores four transposed 8x8 matrices of 16-bit values. Register i of lane 4r + c holds elements
+/// (r, 2c) and (r, 2c + 1) of matrix i; lane 8i + t gives the address of its column t (16 bytes).
 QK_DEVICE void store_transposed(u32 address, const u32 (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
 }
 
 }  // namespace qk

@@ -5,6 +5,7 @@
 
 #define QK_E4M3FN 0
 #define QK_E5M2 1
+#define QK_INT8 2
 #define QK_TENSOR 0
 #define QK_TOKEN 1
 #define QK_CHANNEL 1
@@ -27,19 +28,32 @@ namespace qk {
 /// Nibbles of eight groups whose codes are zero: positions 0 and 1 everywhere, which is legal.
 constexpr u32 kNeutral = 0x44444444u;
 
-enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2 };
+enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2, kInt8 = QK_INT8 };
 enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
+
+/// What products of codes are summed in. int32 holds 133,000 products of int8 exactly.
+template <Format>
+struct SumOf {
+  using Type = f32;
+};
+template <>
+struct SumOf<Format::kInt8> {
+  using Type = int;
+};
+template <Format kW, Format kX>
+using Sum = typename SumOf<kX>::Type;
 
 /// A value of the io type in memory, and its exact or correctly rounded conversions.
 template <Io>
 struct IoType;
 
-/// Eight 16-bit values in one 16-byte piece, element 0 lowest.
+/// Eight 16-bit values in one 16-byte vector, element 0 lowest.
 template <class Type>
 QK_DEVICE Vec16 round_eight(const f32* values) {
   Vec16 vector;
   QK_UNROLL for (int i = 0; i < 4; ++i) {
-    vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1])) << 16;
+    vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1]))
+                                                   << 16;
   }
   return vector;
 }
@@ -66,7 +80,8 @@ struct IoType<Io::kF32> {
   static QK_DEVICE f32 widen(Memory value) { return value; }
   static QK_DEVICE Memory round(f32 value) { return value; }
   static QK_DEVICE Vec16 round_vector(const f32* values) {
-    return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])}};
+    return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]),
+             float_bits(values[3])}};
   }
 };
 

@@ -1,10 +1,10 @@
-// The loop of few tokens: fragments go from global memory straight to registers, and the waves of a block share
-// K. No weight is used twice there, so LDS would only add a trip and a barrier; and narrow blocks of many waves
-// keep the memory busy where N is small.
+// The loop of few tokens: fragments go from global memory straight to registers, and the waves of a
+// block share K. No weight is used twice there, so LDS would only add a trip and a barrier; and
+// narrow blocks of many waves keep the memory busy where N is small.
 //
-// A wave takes every kWaves-th chunk: a row's bytes that the block reads at one time are consecutive. While
-// one pass is multiplied, the next one is on its way. The sums of the waves are added through LDS in order of
-// wave, and wave 0 has the result.
+// A wave takes every kWaves-th chunk: a row's bytes that the block reads at one time are
+// consecutive. While one pass is multiplied, the next one is on its way. The sums of the waves are
+// added through LDS in order of wave, and wave 0 has the result.
 #pragma once
 
 #include "tile.h"
@@ -13,12 +13,13 @@ namespace qk {
 
 template <class Tile, class Mma, class WeightRows>
 struct DirectLoop {
+  using Sum = typename Mma::Sum;
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kWaves = Tile::kThreads / kWave;
   static constexpr int kRun = Mma::kChunk / 2;  // K of a chunk that one half of the wave holds
   static constexpr int kDeep = Tile::kK / (kWaves * Mma::kChunk);  // chunks of a wave in one pass
   static constexpr int kSums = Tile::kBlocksN * 8;
-  static constexpr int kLdsBytes = (kWaves - 1) * kSums * kWave * static_cast<int>(sizeof(f32));
+  static constexpr int kLdsBytes = (kWaves - 1) * kSums * kWave * static_cast<int>(sizeof(Sum));
   static_assert(Tile::kBlocksM == 1, "one row of blocks: more would want LDS");
   static_assert(Tile::kK % (kWaves * Mma::kChunk) == 0, "the waves must share a pass evenly");
 
@@ -29,39 +30,41 @@ struct DirectLoop {
     typename Mma::B b[kDeep][1];
   };
 
-  u32 x_offset, w_offsets[Tile::kBlocksN], meta_offsets[Tile::kBlocksN];  // bytes from the tile's first row
-  int place;  // K of the lane's first run in a pass
+  u32 x_offset, w_offsets[Tile::kBlocksN],
+      meta_offsets[Tile::kBlocksN];  // bytes from the tile's first row
+  int lane_k;                        // K of the lane's first run in a pass
 
-  QK_DEVICE void aim(const Operands& op, int m0, int n0) {
+  QK_DEVICE void set_offsets(const Operands& op, int m0, int n0) {
     const int lane = thread_index() % kWave, row = lane % 16;
-    place = wave_index() * Mma::kChunk + lane / 16 * kRun;
+    lane_k = wave_index() * Mma::kChunk + lane / 16 * kRun;
     const Rows tokens{op.m - m0};
     const WeightRows weights = WeightRows::of_weights(op, n0);
-    x_offset = static_cast<u32>(tokens(row)) * op.k + place;
+    x_offset = static_cast<u32>(tokens(row)) * op.k + lane_k;
     QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
       const u32 weight = weights(16 * i + row);
-      w_offsets[i] = kSparse ? weight * (op.k / 2) + place / 2 : weight * op.k + place;
-      meta_offsets[i] = kSparse ? weight * (op.k / 8) + place / 8 : 0;
+      w_offsets[i] = kSparse ? weight * (op.k / 2) + lane_k / 2 : weight * op.k + lane_k;
+      meta_offsets[i] = kSparse ? weight * (op.k / 8) + lane_k / 8 : 0;
     }
   }
 
   /// kWhole: all of the pass exists; else `count` of its kK values do, and the rest become zeros.
   template <bool kWhole>
-  QK_DEVICE void fetch(Fragments& fragments, const RowsAt<kSparse>& from, int count) {
-    x_offset = unknown(x_offset);
+  QK_DEVICE void load_pass(Fragments& fragments, const RowsAt<kSparse>& from, int count) {
+    x_offset = opaque(x_offset);
     QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
-      w_offsets[i] = unknown(w_offsets[i]);
-      meta_offsets[i] = unknown(meta_offsets[i]);
+      w_offsets[i] = opaque(w_offsets[i]);
+      meta_offsets[i] = opaque(meta_offsets[i]);
     }
     QK_UNROLL for (int d = 0; d < kDeep; ++d) {
       const int skip = d * kWaves * Mma::kChunk;
-      const bool there = kWhole || place + skip < count;
+      const bool there = kWhole || lane_k + skip < count;
       fragments.b[d][0] = Mma::zero_b();
       if (there) fragments.b[d][0] = Mma::load_run_b(from.x + x_offset + skip);
       QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
         const u8* const codes = from.w + w_offsets[i] + (kSparse ? skip / 2 : skip);
         fragments.a[d][i] = Mma::zero_a();
-        if (there) fragments.a[d][i] = Mma::load_run_a(codes, from.meta + meta_offsets[i] + skip / 8);
+        if (there)
+          fragments.a[d][i] = Mma::load_run_a(codes, from.meta + meta_offsets[i] + skip / 8);
       }
     }
   }
@@ -76,25 +79,24 @@ struct DirectLoop {
     // The pass that K does not fill comes first, as in TileLoop.
     const int first = (op.k - 1) % Tile::kK + 1;
     RowsAt<kSparse> rows(op, m0, n0);
-    aim(op, m0, n0);
+    set_offsets(op, m0, n0);
     Fragments now;
-    fetch<false>(now, rows, first);
+    load_pass<false>(now, rows, first);
     rows.advance(first);
-    QK_NO_UNROLL
-    for (int left = op.k - first; left > 0; left -= Tile::kK) {
+    QK_NO_UNROLL for (int left = op.k - first; left > 0; left -= Tile::kK) {
       Fragments next;
-      fetch<true>(next, rows, Tile::kK);
+      load_pass<true>(next, rows, Tile::kK);
       rows.advance(Tile::kK);
       multiply(acc, now);
       now = next;
     }
     multiply(acc, now);
     finish_all(acc);
-    return gather(acc, reinterpret_cast<f32*>(lds));
+    return reduce_waves(acc, reinterpret_cast<Sum*>(lds));
   }
 
  private:
-  static QK_DEVICE bool gather(Accumulators& acc, f32* sums) {
+  static QK_DEVICE bool reduce_waves(Accumulators& acc, Sum* sums) {
     const int wave = wave_index(), lane = thread_index() % kWave;
     if (wave > 0) {
       QK_UNROLL for (int i = 0; i < kSums; ++i)

@@ -1,4 +1,5 @@
-// From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to io.
+// From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to
+// io. An int32 sum is rounded to f32 first.
 #pragma once
 
 #include "config.h"
@@ -18,12 +19,15 @@ struct Epilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
 
-  /// Writes kCount values at y[token, output...]; by 16 bytes where the row pitch keeps them aligned.
+  /// Writes kCount values at y[token, output...]; by 16 bytes where the row pitch keeps them
+  /// aligned.
   template <int kCount>
-  static QK_DEVICE void write(const EpilogueArgs& args, int token, int output, const f32 (&values)[kCount]) {
+  static QK_DEVICE void write(const EpilogueArgs& args, int token, int output,
+                              const f32 (&values)[kCount]) {
     constexpr int kPerStore = sizeof(Vec16) / sizeof(Memory);
     constexpr bool kVectors = kCount % kPerStore == 0;
-    Memory* const target = static_cast<Memory*>(args.y) + (static_cast<i64>(token) * args.n + output);
+    Memory* const target =
+        static_cast<Memory*>(args.y) + (static_cast<i64>(token) * args.n + output);
     if (kVectors && args.n % kPerStore == 0 && output + kCount <= args.n) {
       QK_UNROLL for (int first = 0; first + kPerStore <= kCount; first += kPerStore) {
         store(target + first, Type::round_vector(values + first));
@@ -50,17 +54,20 @@ struct Epilogue {
       const bool inside = first + e < end;
       found.scale[e] = kPerChannel ? (inside ? args.w_scale[first + e] : 0.0f) : args.w_scale[0];
       found.bias[e] = 0.0f;
-      if (args.bias != nullptr && inside) found.bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[first + e]);
+      if (args.bias != nullptr && inside)
+        found.bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[first + e]);
     }
     return found;
   }
 
-  static QK_DEVICE f32 token_scale(const EpilogueArgs& args, int token) { return args.x_scale[kPerToken ? token : 0]; }
+  static QK_DEVICE f32 token_scale(const EpilogueArgs& args, int token) {
+    return args.x_scale[kPerToken ? token : 0];
+  }
 
   /// m0, n0: first token and output of the calling wave's accumulators.
   template <class Mma, int kBlocksN, int kBlocksM>
-  static QK_DEVICE void run(const EpilogueArgs& args, const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
-                            int n0) {
+  static QK_DEVICE void run(const EpilogueArgs& args,
+                            const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
     using Runs = typename Mma::template Runs<kBlocksN>;
     constexpr int kLength = Runs::kLength;
     const int lane = thread_index() % kWave;
@@ -74,8 +81,8 @@ struct Epilogue {
           const f32 x_scale = token_scale(args, token);
           f32 values[kLength];
           QK_UNROLL for (int e = 0; e < kLength; ++e) {
-            const f32 sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
-            values[e] = mine.apply(sum * x_scale, e);
+            const auto sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
+            values[e] = mine.apply(static_cast<f32>(sum) * x_scale, e);
           }
           write(args, token, output, values);
         }

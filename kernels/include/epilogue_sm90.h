@@ -1,8 +1,10 @@
-// From a warpgroup's sums to y on Hopper: scaled, biased, rounded, turned through shared memory into whole rows.
+// From a warpgroup's sums to y on Hopper: scaled, biased, rounded, turned through shared memory
+// into whole rows.
 //
-// y = sum * x_scale * w_scale + bias in f32, left to right, rounded once to io, as in epilogue.h. A lane holds
-// two neighbouring tokens of an output, y has outputs contiguous: a chunk of tokens is transposed on the way
-// into shared memory (stmatrix for 16-bit types) and leaves it 16 bytes at a time.
+// y = sum * x_scale * w_scale + bias in f32, left to right, rounded once to io, as in epilogue.h. A
+// lane holds two neighbouring tokens of an output, y has outputs contiguous: a chunk of tokens is
+// transposed on the way into shared memory (stmatrix for 16-bit types) and leaves it 16 bytes at a
+// time.
 #pragma once
 
 #include "epilogue.h"
@@ -14,8 +16,10 @@ namespace qk {
 template <Io kIo>
 QK_DEVICE u32 round_pair(f32 low, f32 high) {
   u32 pair;
-  if constexpr (kIo == Io::kF16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  if constexpr (kIo == Io::kBF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  if constexpr (kIo == Io::kF16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  if constexpr (kIo == Io::kBF16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
@@ -36,13 +40,14 @@ struct HopperEpilogue {
   int barrier;           // the warpgroup's
   View view;
 
-  /// The thread's share of what the warpgroup multiplies and adds, fetched before the K loop hides the wait.
+  /// The thread's share of what the warpgroup multiplies and adds, loaded before the K loop hides
+  /// the wait.
   struct Factors {
     f32 weight, token[kTokenScales];
     Memory bias;
   };
 
-  QK_DEVICE Factors fetch(Position at) const {
+  QK_DEVICE Factors load_factors(Position at) const {
     const int output = at.n + thread;
     const bool inside = thread < Tile::kOutputs && output < args.n;
     Factors factors{};
@@ -52,12 +57,14 @@ struct HopperEpilogue {
     }
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       const int token = at.m + 128 * i + thread;
-      factors.token[i] = kPerToken ? (token < args.m ? args.x_scale[token] : 0.0f) : args.x_scale[0];
+      factors.token[i] =
+          kPerToken ? (token < args.m ? args.x_scale[token] : 0.0f) : args.x_scale[0];
     }
     return factors;
   }
 
-  QK_DEVICE void run(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors, Position at) const {
+  QK_DEVICE void run(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
+                     Position at) const {
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
     }
@@ -65,7 +72,7 @@ struct HopperEpilogue {
       scales[Tile::kM + thread] = factors.weight;
       biases()[thread] = factors.bias;
     }
-    const bool whole_pieces = args.n % static_cast<int>(sizeof(Vec16) / sizeof(Memory)) == 0;
+    const bool whole_vectors = args.n % static_cast<int>(sizeof(Vec16) / sizeof(Memory)) == 0;
     Lane mine;
     QK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       u8* const buffer = staged + chunk % Tile::kStaged * Tile::kChunkBytes;
@@ -75,11 +82,12 @@ struct HopperEpilogue {
         if (thread == 0) store_wait<(kChunks > Tile::kStaged ? Tile::kStaged - 1 : 0)>();
         group_sync(barrier, 128);
       }
-      if (chunk == 0) gather(mine);
-      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) deposit(sums, mine, buffer, first, part);
+      if (chunk == 0) load_lane_factors(mine);
+      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16)
+        stage_tokens(sums, mine, buffer, first, part);
       store_fence();
       group_sync(barrier, 128);
-      if (!whole_pieces) {
+      if (!whole_vectors) {
         write(buffer, at, first);
       } else if (thread == 0) {
         QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
@@ -97,8 +105,8 @@ struct HopperEpilogue {
   }
 
  private:
-  /// Place of 16 bytes in a chunk: rows of 128 bytes, their eight pieces swizzled by the row.
-  static QK_DEVICE int place(int row, int byte) {
+  /// Offset of 16 bytes in a chunk: rows of 128 bytes, their eight vectors swizzled by the row.
+  static QK_DEVICE int staged_offset(int row, int byte) {
     return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
   }
 
@@ -107,9 +115,11 @@ struct HopperEpilogue {
     f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2];
   };
 
-  QK_DEVICE Memory* biases() const { return reinterpret_cast<Memory*>(scales + Tile::kM + Tile::kOutputs); }
+  QK_DEVICE Memory* biases() const {
+    return reinterpret_cast<Memory*>(scales + Tile::kM + Tile::kOutputs);
+  }
 
-  QK_DEVICE void gather(Lane& mine) const {
+  QK_DEVICE void load_lane_factors(Lane& mine) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       QK_UNROLL for (int half = 0; half < 2; ++half) {
         const int output = 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
@@ -120,8 +130,8 @@ struct HopperEpilogue {
   }
 
   /// Sixteen tokens from `first + part` into rows part .. of a chunk.
-  QK_DEVICE void deposit(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine, u8* buffer, int first,
-                         int part) const {
+  QK_DEVICE void stage_tokens(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine,
+                              u8* buffer, int first, int part) const {
     const int lane = thread % 32, warp = thread / 32;
     f32 token[2][2];
     QK_UNROLL for (int i = 0; i < 4; ++i) {
@@ -132,34 +142,36 @@ struct HopperEpilogue {
       QK_UNROLL for (int i = 0; i < 8; ++i) {
         const int eight = i / 4, half = i / 2 % 2;
         const f32 sum = sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2];
-        values[eight][half][i % 2] =
-            add_rounded(sum * token[eight][i % 2] * mine.weight[block][half], mine.bias[block][half]);
+        values[eight][half][i % 2] = add_rounded(
+            sum * token[eight][i % 2] * mine.weight[block][half], mine.bias[block][half]);
       }
       if constexpr (sizeof(Memory) == 2) {
         u32 words[4];
         QK_UNROLL for (int i = 0; i < 4; ++i) {
           words[i] = round_pair<kIo>(values[i / 2][i % 2][0], values[i / 2][i % 2][1]);
         }
-        const int row = part + 8 * (lane / 16) + lane % 8, column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
-        store_transposed(shared_address(buffer + place(row, 2 * column)), words);
+        const int row = part + 8 * (lane / 16) + lane % 8,
+                  column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
+        store_transposed(shared_address(buffer + staged_offset(row, 2 * column)), words);
       } else {
         QK_UNROLL for (int i = 0; i < 8; ++i) {
           const int row = part + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
           const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
-          store(buffer + place(row, 4 * column) + 4 * column % 16, values[i / 4][i / 2 % 2][i % 2]);
+          store(buffer + staged_offset(row, 4 * column) + 4 * column % 16,
+                values[i / 4][i / 2 % 2][i % 2]);
         }
       }
     }
   }
 
   QK_DEVICE void write(const u8* buffer, Position at, int first) const {
-    QK_NO_UNROLL
-    for (int i = thread; i < Tile::kChunk * Tile::kOutputs; i += 128) {
+    QK_NO_UNROLL for (int i = thread; i < Tile::kChunk * Tile::kOutputs; i += 128) {
       const int row = i / Tile::kOutputs, column = i % Tile::kOutputs;
-      const int token = at.m + first + row, output = at.n + column, byte = column * static_cast<int>(sizeof(Memory));
+      const int token = at.m + first + row, output = at.n + column,
+                byte = column * static_cast<int>(sizeof(Memory));
       if (token >= args.m || output >= args.n) continue;
       static_cast<Memory*>(args.y)[static_cast<i64>(token) * args.n + output] =
-          load<Memory>(buffer + place(row, byte) + byte % 16);
+          load<Memory>(buffer + staged_offset(row, byte) + byte % 16);
     }
   }
 };

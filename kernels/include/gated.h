@@ -1,8 +1,9 @@
 // GEGLU behind a tile of sums: from outputs and their gates to codes for the next product.
 //
-// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N + j. A tile has kN / 2
-// columns of y. Its rows of w are chosen so that a lane holds h and g of the same tokens and columns: of kPeriod rows of the
-// tile the first half are of outputs, the second half of their gates.
+// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N +
+// j. A tile has kN / 2 columns of y. Its rows of w are chosen so that a lane holds h and g of the
+// same tokens and columns: of kPeriod rows of the tile the first half are of outputs, the second
+// half of their gates.
 #pragma once
 
 #include "epilogue.h"
@@ -12,8 +13,9 @@
 
 namespace qk {
 
-/// The runs of consecutive columns of y that a lane has, of a wave with kBlocksN blocks of rows. Where it has several runs
-/// of rows, the second half of them are gates; where it has a single one, the second half of that.
+/// The runs of consecutive columns of y that a lane has, of a wave with kBlocksN blocks of rows.
+/// Where it has several runs of rows, the second half of them are gates; where it has a single one,
+/// the second half of that.
 template <class Mma, int kBlocksN>
 struct GatedRuns {
   using Rows = typename Mma::template Runs<kBlocksN>;
@@ -25,7 +27,8 @@ struct GatedRuns {
 
   /// First column of a run, from the wave's first one.
   static QK_DEVICE int column(int run, int lane) {
-    return kWhole ? Mma::template output<kBlocksN>(run, lane) : Mma::template output<kBlocksN>(0, lane) / 2;
+    return kWhole ? Mma::template output<kBlocksN>(run, lane)
+                  : Mma::template output<kBlocksN>(0, lane) / 2;
   }
   static QK_DEVICE int run(int run, bool gate) { return kWhole && gate ? run + kCount : run; }
   static QK_DEVICE int element(int e, bool gate) { return !kWhole && gate ? e + kLength : e; }
@@ -48,7 +51,8 @@ struct GatedRows {
 /// Product: the Epilogue of the GEMM whose sums these are.
 template <class Product, Format kY>
 struct GatedEpilogue {
-  /// m0, n0: first token and column of y of the calling wave's accumulators. args.n counts columns of y.
+  /// m0, n0: first token and column of y of the calling wave's accumulators. args.n counts columns
+  /// of y.
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const EpilogueArgs& args, const f32* y_scale,
                             const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
@@ -67,7 +71,9 @@ struct GatedEpilogue {
           const f32 x_scale = Product::token_scale(args, token);
           const auto sum = [&](int e, bool gate) {
             const int from = Runs::run(run, gate), at = Runs::element(e, gate);
-            return acc[Mma::template block<kBlocksN>(from, at)][j][Mma::element(at, part)] * x_scale;
+            const auto whole =
+                acc[Mma::template block<kBlocksN>(from, at)][j][Mma::element(at, part)];
+            return static_cast<f32>(whole) * x_scale;
           };
           f32 values[kLength];
           QK_UNROLL for (int e = 0; e < kLength; ++e) {
@@ -81,7 +87,8 @@ struct GatedEpilogue {
 
  private:
   template <int kCount>
-  static QK_DEVICE void write(const EpilogueArgs& args, int token, int column, const Codes<kCount>& codes) {
+  static QK_DEVICE void write(const EpilogueArgs& args, int token, int column,
+                              const Codes<kCount>& codes) {
     u8* const target = static_cast<u8*>(args.y) + (static_cast<i64>(token) * args.n + column);
     if (args.n % kCount == 0) {
       store(target, codes);

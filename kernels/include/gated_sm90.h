@@ -1,8 +1,9 @@
 // GEGLU on Hopper: from the sums of outputs and of their gates to codes for the next product.
 //
-// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N + j. A tile has kN / 2
-// columns of y: its first rows of w are theirs, its second half their gates; of a warpgroup's two blocks of 64 rows one is
-// each. So a lane holds h and g of the same tokens and columns.
+// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N +
+// j. A tile has kN / 2 columns of y: its first rows of w are theirs, its second half their gates;
+// of a warpgroup's two blocks of 64 rows one is each. So a lane holds h and g of the same tokens
+// and columns.
 #pragma once
 
 #include "fp8.h"
@@ -20,10 +21,12 @@ struct GatedArgs {
   int m, n;
 };
 
-/// w as two matrices of N rows: a box brings rows of one and the gates of these.
+/// w as two matrices of N rows: a box has rows of one and the gates of these.
 template <class Tile>
 struct GatedView : MatrixView<Tile> {
-  QK_DEVICE Place<3> weights(int step, int n) const { return {{step * Tile::kWeightRow, n, 0}}; }
+  QK_DEVICE Coordinates<3> weights(int step, int n) const {
+    return {{step * Tile::kWeightRow, n, 0}};
+  }
 };
 
 template <class Tile, Format kY, Io kIo, bool kPerToken, bool kPerChannel>
@@ -33,22 +36,24 @@ struct HopperGatedEpilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
-  static constexpr int kPieces = Tile::kOwnColumns / 16;  // of 16 bytes, that a warpgroup has of a row of y
+  static constexpr int kVectors =
+      Tile::kOwnColumns / 16;  // of 16 bytes, that a warpgroup has of a row of y
 
   Args args;
   const TensorMap& map;  // not read: codes leave by plain stores
   u8* staged;            // the warpgroup's own, kM rows of kOwnColumns codes
-  f32* scales;           // likewise: of kM tokens, then factors and biases of 64 rows and their gates
-  int thread;            // of the warpgroup
-  int barrier;           // the warpgroup's
+  f32* scales;  // likewise: of kM tokens, then factors and biases of 64 rows and their gates
+  int thread;   // of the warpgroup
+  int barrier;  // the warpgroup's
   View view;
 
-  /// The thread's share of what the warpgroup multiplies and adds, fetched before the K loop hides the wait.
+  /// The thread's share of what the warpgroup multiplies and adds, loaded before the K loop hides
+  /// the wait.
   struct Factors {
     f32 weight, bias, token[kTokenScales];
   };
 
-  QK_DEVICE Factors fetch(Position at) const {
+  QK_DEVICE Factors load_factors(Position at) const {
     const bool gates = thread >= 64;
     const int column = at.n + thread % 64, row = column + (gates ? args.n : 0);
     // What h is divided by in the end it is multiplied with at once.
@@ -57,7 +62,8 @@ struct HopperGatedEpilogue {
     if (column < args.n) {
       factors.weight = unit * args.w_scale[kPerChannel ? row : 0];
       if (!kPerToken) factors.weight *= args.x_scale[0];
-      if (args.bias != nullptr) factors.bias = unit * Type::widen(static_cast<const Memory*>(args.bias)[row]);
+      if (args.bias != nullptr)
+        factors.bias = unit * Type::widen(static_cast<const Memory*>(args.bias)[row]);
     }
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       const int token = at.m + 128 * i + thread;
@@ -66,7 +72,8 @@ struct HopperGatedEpilogue {
     return factors;
   }
 
-  QK_DEVICE void run(const f32 (&sums)[2][Tile::kM / 2], const Factors& factors, Position at) const {
+  QK_DEVICE void run(const f32 (&sums)[2][Tile::kM / 2], const Factors& factors,
+                     Position at) const {
     // The last tile's codes have been read by all who get here.
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       if (kPerToken && 128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
@@ -80,7 +87,8 @@ struct HopperGatedEpilogue {
       mine.weight[i / 2][i % 2] = scales[Tile::kM + row];
       mine.bias[i / 2][i % 2] = scales[Tile::kM + 128 + row];
     }
-    QK_UNROLL for (int first = 0; first < Tile::kM; first += 32) deposit(sums, mine, first);
+    QK_UNROLL for (int first = 0; first < Tile::kM; first += 32)
+      stage_tokens(sums, mine, first);
     group_sync(barrier, 128);
     write(at);
   }
@@ -88,17 +96,22 @@ struct HopperGatedEpilogue {
   QK_DEVICE void finish() const {}
 
  private:
-  /// What the sums of the lane's rows are multiplied with, and what is added: [gate][half of 16 rows].
+  /// What the sums of the lane's rows are multiplied with, and what is added: [gate][half of 16
+  /// rows].
   struct Lane {
     f32 weight[2][2], bias[2][2];
   };
 
-  /// Place of 16 codes: pieces of a row are swizzled, so that the rows that are touched together lie in other banks.
-  static QK_DEVICE int place(int row, int piece) { return 16 * (kPieces * row + (piece ^ row / 2 % kPieces)); }
+  /// Offset of 16 codes: vectors of a row are swizzled, so that the rows that are touched together
+  /// lie in other banks.
+  static QK_DEVICE int staged_offset(int row, int vector) {
+    return 16 * (kVectors * row + (vector ^ row / 2 % kVectors));
+  }
 
-  /// Codes of 32 tokens. Of 16 rows a lane has g and g + 8 of its quad: their codes leave as one value of 16 bits, in
-  /// which order `write` finds them.
-  QK_DEVICE void deposit(const f32 (&sums)[2][Tile::kM / 2], const Lane& mine, int first) const {
+  /// Codes of 32 tokens. Of 16 rows a lane has g and g + 8 of its quad: their codes leave as one
+  /// value of 16 bits, in which order `write` finds them.
+  QK_DEVICE void stage_tokens(const f32 (&sums)[2][Tile::kM / 2], const Lane& mine,
+                              int first) const {
     const int lane = thread % 32;
     u32 words[4];
     QK_UNROLL for (int eight = 0; eight < 4; ++eight) {
@@ -108,8 +121,10 @@ struct HopperGatedEpilogue {
         f32 values[2];
         QK_UNROLL for (int half = 0; half < 2; ++half) {
           const int sum = first / 2 + 4 * eight + 2 * half + i;
-          const f32 h = multiply_add(sums[0][sum] * token, mine.weight[0][half], mine.bias[0][half]);
-          const f32 g = multiply_add(sums[1][sum] * token, mine.weight[1][half], mine.bias[1][half]);
+          const f32 h =
+              multiply_add(sums[0][sum] * token, mine.weight[0][half], mine.bias[0][half]);
+          const f32 g =
+              multiply_add(sums[1][sum] * token, mine.weight[1][half], mine.bias[1][half]);
           values[half] = times_gelu(h, g);
         }
         pairs[i] = kY == Format::kE4M3FN ? encode_pair_e4m3fn(values[0], values[1])
@@ -117,15 +132,15 @@ struct HopperGatedEpilogue {
       }
       words[eight] = pairs[0] | pairs[1] << 16;
     }
-    store_transposed(shared_address(staged + place(first + lane, thread / 32)), words);
+    store_transposed(shared_address(staged + staged_offset(first + lane, thread / 32)), words);
   }
 
   QK_DEVICE void write(Position at) const {
-    QK_UNROLL for (int i = 0; i < Tile::kM * kPieces; i += 128) {
-      const int row = (i + thread) / kPieces, piece = (i + thread) % kPieces;
-      const int token = at.m + row, column = at.n + 16 * piece;
+    QK_UNROLL for (int i = 0; i < Tile::kM * kVectors; i += 128) {
+      const int row = (i + thread) / kVectors, vector = (i + thread) % kVectors;
+      const int token = at.m + row, column = at.n + 16 * vector;
       if (token >= args.m || column >= args.n) continue;
-      const Vec16 mixed = load<Vec16>(staged + place(row, piece));
+      const Vec16 mixed = load<Vec16>(staged + staged_offset(row, vector));
       Vec16 codes;
       QK_UNROLL for (int j = 0; j < 2; ++j) {
         codes.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x6420);

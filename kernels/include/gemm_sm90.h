@@ -10,7 +10,7 @@ struct HopperOperands {
   const TensorMap& x;
   const TensorMap& w;
   const TensorMap& y;  // used when rows of y are a multiple of 16 bytes
-  const u8* w_meta;  // null unless the weights are sparse
+  const u8* w_meta;    // null unless the weights are sparse
   Args out;
   int k, group;
   View view;
@@ -21,9 +21,10 @@ struct HopperGemm {
   using View = typename Epilogue::View;
   using Loop = HopperLoop<Tile, kW, kX, kPromote, View>;
   using Operands = HopperOperands<typename Epilogue::Args, View>;
-  // 65536 registers, the same for every thread at first (168, or 128 beside three multiplying warpgroups): the copying
-  // warpgroup hands its share over.
-  static constexpr int kCopying = Tile::kConsumers == 3 ? 32 : 40, kMultiplying = Tile::kConsumers == 3 ? 160 : 232;
+  // 65536 registers, the same for every thread at first (168, or 128 beside three multiplying
+  // warpgroups): the copying warpgroup hands its share over.
+  static constexpr int kCopying = Tile::kConsumers == 3 ? 32 : 40,
+                       kMultiplying = Tile::kConsumers == 3 ? 160 : 232;
   static constexpr bool kSplit = Tile::kTeam > 1;
 
   static QK_DEVICE void run(const Operands& op, u8* shared) {
@@ -56,7 +57,8 @@ struct HopperGemm {
   // The copying warp says that the ring is there and goes on: it need not wait for the others.
   static constexpr int kReady = Tile::kConsumers + 1, kReadyThreads = Tile::kConsumers * 128 + 32;
 
-  static QK_DEVICE void produce(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op) {
+  static QK_DEVICE void produce(const Ring<Tile>& ring, const Schedule<Tile>& schedule,
+                                const Operands& op) {
     int stage = 0, parity = 1, set = 0;  // the first lap finds the ring empty
     for (int tile = schedule.first; tile < schedule.total; tile += schedule.step, set ^= 1) {
       const Position at = schedule.position(tile);
@@ -69,8 +71,8 @@ struct HopperGemm {
     }
   }
 
-  static QK_DEVICE void consume(const Ring<Tile>& ring, const Schedule<Tile>& schedule, const Operands& op,
-                                u8* shared, int group) {
+  static QK_DEVICE void consume(const Ring<Tile>& ring, const Schedule<Tile>& schedule,
+                                const Operands& op, u8* shared, int group) {
     const int thread = thread_index() % 128;
     const int row = Tile::kPingPong ? 0 : group * Tile::kOwnColumns;
     const int turn = Tile::kPingPong ? group : 0, turns = Tile::kPingPong ? 2 : 1;
@@ -83,14 +85,17 @@ struct HopperGemm {
     int tile = schedule.first + turn * schedule.step;
     if (tile >= schedule.total) return;
     const int lane = thread % 32;
-    const auto output_of = [&](int index) { return schedule.position(index).n + row + thread / 32 * 16 + lane / 4; };
-    Loop loop{ring,     group, row,            lane,          op.w_meta, 0, output_of(tile),
-              op.out.n, op.k,  schedule.begin, schedule.count, op.view};
+    const auto output_of = [&](int index) {
+      return schedule.position(index).n + row + thread / 32 * 16 + lane / 4;
+    };
+    Loop loop{
+        ring,           group,          row,    lane, op.w_meta, 0, output_of(tile), op.out.n, op.k,
+        schedule.begin, schedule.count, op.view};
     typename Loop::Metadata meta;
-    if constexpr (Tile::kSparse) loop.fetch(meta, schedule.count);
+    if constexpr (Tile::kSparse) loop.load_metadata(meta, schedule.count);
     while (tile < schedule.total) {
       const Position at = schedule.position(tile), mine = {at.m, at.n + row};
-      const auto factors = epilogue.fetch(mine);
+      const auto factors = epilogue.load_factors(mine);
       tile += turns * schedule.step;
       if constexpr (Tile::kSparse) {
         loop.output = loop.next_output;
@@ -99,7 +104,7 @@ struct HopperGemm {
       typename Loop::Sums sums;
       loop.run(sums, reader, meta);
       if constexpr (kSplit) {
-        gather(sums, ring, schedule.rank, group * 128 + thread);
+        reduce_team(sums, ring, schedule.rank, group * 128 + thread);
         if (schedule.rank != 0) return;
       }
       reader.skip((turns - 1) * schedule.count);
@@ -111,19 +116,26 @@ struct HopperGemm {
   }
 
   /// Adds the sums of all blocks of the team in block 0, in order of rank.
-  static QK_DEVICE void gather(typename Loop::Sums& sums, const Ring<Tile>& ring, int rank, int thread) {
+  static QK_DEVICE void reduce_team(typename Loop::Sums& sums, const Ring<Tile>& ring, int rank,
+                                    int thread) {
     constexpr int kThreads = 128 * Tile::kConsumers, kCount = Tile::kBlocks * Loop::kSums;
-    const auto place = [&](int from, int i) { return ring.base + 4 * (((from - 1) * kCount + i) * kThreads + thread); };
+    const auto partial_sum = [&](int from, int i) {
+      return ring.base + 4 * (((from - 1) * kCount + i) * kThreads + thread);
+    };
     cluster_sync();  // block 0 has read its ring
     if (rank > 0) {
-      QK_UNROLL for (int i = 0; i < kCount; ++i) store_at(0, place(rank, i), sums[i / Loop::kSums][i % Loop::kSums]);
+      QK_UNROLL for (int i = 0; i < kCount; ++i)
+        store_at(0, partial_sum(rank, i), sums[i / Loop::kSums][i % Loop::kSums]);
     }
     cluster_sync();
     if (rank > 0) return;
     for (int from = 1; from < Tile::kTeam; ++from) {
       QK_UNROLL for (int i = 0; i < kCount; ++i) {
         f32 other;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(place(from, i)) : "memory");
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(other)
+                     : "r"(partial_sum(from, i))
+                     : "memory");
         sums[i / Loop::kSums][i % Loop::kSums] += other;
       }
     }

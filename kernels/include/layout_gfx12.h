@@ -1,12 +1,25 @@
-// Where gfx12's matrix instructions keep their operands (wave32, h = lane / 16, r = lane % 16).
+// clang-format off
+// Where gfx12's matrix instructions keep their operands: wave32, h = lane / 16, r = lane % 16.
 //
-//   WMMA 16x16x16 fp8:   A v[2]: row r, k = 8h + byte;  B v[2]: column r, k = 8h + byte;  D[8h + e][r] =
-//   acc[e] SWMMAC 16x16x32 fp8: A v[2]: row r, the kept bytes of k 16h..16h+15;  B v[4]: column r, k = 16h +
-//   byte
+//   WMMA 16x16x16          lanes 0..15 (h = 0)             lanes 16..31 (h = 1)
+//     A v[0]               A[r][k = 0..3]                  A[r][k = 8..11]
+//     A v[1]               A[r][k = 4..7]                  A[r][k = 12..15]
+//     B v[0]               B[k = 0..3][r]                  B[k = 8..11][r]
+//     B v[1]               B[k = 4..7][r]                  B[k = 12..15][r]
+//     D acc[e], e = 0..7   D[e][r]                         D[8 + e][r]
 //
-// The hardware multiplies slot by slot, so which k a slot holds is free as long as A and B agree: a lane
-// reads one run of 16 (sparse: 32) consecutive bytes and feeds it to two instructions. A = weights (rows are
-// outputs n), B = tokens: a lane owns one token and 8 consecutive outputs per block.
+//   SWMMAC 16x16x32        lanes 0..15 (h = 0)             lanes 16..31 (h = 1)
+//     A v[0]               the kept of A[r][k = 0..7]      the kept of A[r][k = 16..23]
+//     A v[1]               the kept of A[r][k = 8..15]     the kept of A[r][k = 24..31]
+//     index, nibble p < 4  positions in k = 4p..4p + 3     positions in k = 16 + 4p..16 + 4p + 3
+//     B v[i], i = 0..3     B[k = 4i..4i + 3][r]            B[k = 16 + 4i..16 + 4i + 3][r]
+//     D acc[e], e = 0..7   D[e][r]                         D[8 + e][r]
+// clang-format on
+//
+// The hardware multiplies slot by slot, so which k a slot holds is free as long as A and B agree: a
+// lane reads one run of 16 (sparse: 32) consecutive bytes and feeds it to two instructions. A =
+// weights (rows are outputs n), B = tokens: a lane owns one token and 8 consecutive outputs per
+// block.
 #pragma once
 
 #include "config.h"
@@ -76,22 +89,29 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
     Vec16 steps[2];
   };
 
-  static QK_DEVICE A load_run_a(const u8* codes, const u8* nibbles) { return {load<Vec16>(codes), load<u32>(nibbles)}; }
-  static QK_DEVICE B load_run_b(const u8* codes) { return {{load<Vec16>(codes), load<Vec16>(codes + 16)}}; }
+  static QK_DEVICE A load_run_a(const u8* codes, const u8* nibbles) {
+    return {load<Vec16>(codes), load<u32>(nibbles)};
+  }
+  static QK_DEVICE B load_run_b(const u8* codes) {
+    return {{load<Vec16>(codes), load<Vec16>(codes + 16)}};
+  }
   static QK_DEVICE A zero_a() { return {{}, kNeutral}; }
   static QK_DEVICE B zero_b() { return {}; }
 
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
-    // One address for the codes of all blocks, one for the nibbles: the rest goes into the instruction's offset.
+    // One address for the codes of all blocks, one for the nibbles: the rest goes into the
+    // instruction's offset.
     const u8* const row = rows + lane % 16 * kPitch;
     const u8 *const codes = row + 16 * (lane / 16), *const nibbles = row + 4 * (lane / 16);
     const int skip = 16 * block * kPitch;
-    return {load<Vec16>(codes + skip + kChunk / 2 * chunk), load<u32>(nibbles + skip + kCodes + kChunk / 8 * chunk)};
+    return {load<Vec16>(codes + skip + kChunk / 2 * chunk),
+            load<u32>(nibbles + skip + kCodes + kChunk / 8 * chunk)};
   }
   template <int kPitch>
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
-    const u8* const run = rows + (16 * block + lane % 16) * kPitch + kChunk * chunk + 32 * (lane / 16);
+    const u8* const run =
+        rows + (16 * block + lane % 16) * kPitch + kChunk * chunk + 32 * (lane / 16);
     return {{load<Vec16>(run), load<Vec16>(run + 16)}};
   }
 };

@@ -1,14 +1,27 @@
-// Where the warp-level mma of sm_89 keeps its 8-bit operands (g = lane / 4, t = lane % 4), tokens in two
-// parts of 8.
+// Where the warp-level mma of sm_89 keeps its 8-bit operands: g = lane / 4, t = lane % 4. Tokens
+// come in two parts of 8: part p of a 16x16 block is acc[4p..4p + 3].
 //
-//   m16n8k32:  A v[4]: (row g, k 4t..), (row g + 8, k 4t..), (row g, k 16 + 4t..), (row g + 8, k 16 + 4t..)
-//              B v[2]: (column g, k 4t..), (column g, k 16 + 4t..)
-//   sp m16n8k64: A as above in kept codes; B v[4]: column g, k 4t.., 16 + 4t.., 32 + 4t.., 48 + 4t..
-//              metadata: row g + 8 (t % 2), groups 8 (t / 2) .. 8 (t / 2) + 7: a 32-bit word as on disk
-//   D acc[4]:  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1); part p of a 16x16 block is acc[4p..4p + 3]
+// clang-format off
+//   mma m16n8k32           lane 4g + t
+//     A v[0]               A[g][k = 4t..4t + 3]
+//     A v[1]               A[g + 8][k = 4t..4t + 3]
+//     A v[2]               A[g][k = 16 + 4t..16 + 4t + 3]
+//     A v[3]               A[g + 8][k = 16 + 4t..16 + 4t + 3]
+//     B v[0]               B[k = 4t..4t + 3][g]
+//     B v[1]               B[k = 16 + 4t..16 + 4t + 3][g]
+//     D acc[0], acc[1]     D[g][2t], D[g][2t + 1]
+//     D acc[2], acc[3]     D[g + 8][2t], D[g + 8][2t + 1]
 //
-// Rows of A are free to permute: A rows g and g + 8 of block i are weight rows R g + 2i and R g + 2i + 1 with
-// R = 2 * blocks, so that a lane's rows over all blocks are one run of R consecutive outputs per token.
+//   mma.sp m16n8k64        lane 4g + t
+//     A v[0..3]            as m16n8k32, k counts kept codes
+//     metadata             row g + 8 (t % 2), groups 8 (t / 2)..8 (t / 2) + 7: a word as on disk
+//     B v[i], i = 0..3     B[k = 16i + 4t..16i + 4t + 3][g]
+//     D acc[0..3]          as m16n8k32
+// clang-format on
+//
+// Rows of A are free to permute: A rows g and g + 8 of block i are weight rows R g + 2i and R g +
+// 2i + 1 with R = 2 * blocks, so that a lane's rows over all blocks are one run of R consecutive
+// outputs per token.
 #pragma once
 
 #include "config.h"
@@ -23,7 +36,9 @@ struct OutputsSm89 {
     static constexpr int kCount = 1;
     static constexpr int kLength = 2 * kBlocksN;
   };
-  static QK_DEVICE int token(int column, int lane) { return 8 * (column / 2) + 2 * (lane % 4) + column % 2; }
+  static QK_DEVICE int token(int column, int lane) {
+    return 8 * (column / 2) + 2 * (lane % 4) + column % 2;
+  }
   template <int kBlocksN>
   static QK_DEVICE int output(int, int lane) {
     return 2 * kBlocksN * (lane / 4);
@@ -32,7 +47,9 @@ struct OutputsSm89 {
   static QK_DEVICE int block(int, int e) {
     return e / 2;
   }
-  static QK_DEVICE int element(int e, int column) { return 4 * (column / 2) + 2 * (e % 2) + column % 2; }
+  static QK_DEVICE int element(int e, int column) {
+    return 4 * (column / 2) + 2 * (e % 2) + column % 2;
+  }
 
   /// First of the two neighbouring weight rows of a lane in `block`.
   template <int kBlocksN>
@@ -53,18 +70,22 @@ struct LayoutSm89 : OutputsSm89 {
     u32 v[8];  // [part][step][register]
   };
 
-  // K slots are free to permute, the same way in A and B: a lane's four words of a chunk are its 16 bytes at 16t.
+  // K slots are free to permute, the same way in A and B: a lane's four words of a chunk are its 16
+  // bytes at 16t.
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE A load_a(const u8* rows, int block, int chunk, int lane) {
-    const u8* const row = rows + weight_row<kBlocksN>(block, lane) * kPitch + kChunk * chunk + 16 * (lane % 4);
+    const u8* const row =
+        rows + weight_row<kBlocksN>(block, lane) * kPitch + kChunk * chunk + 16 * (lane % 4);
     const Vec16 low = load<Vec16>(row), high = load<Vec16>(row + kPitch);
     return {{low.v[0], high.v[0], low.v[1], high.v[1], low.v[2], high.v[2], low.v[3], high.v[3]}};
   }
   template <int kPitch>
   static QK_DEVICE B load_b(const u8* rows, int block, int chunk, int lane) {
-    const u8* const row = rows + (16 * block + lane / 4) * kPitch + kChunk * chunk + 16 * (lane % 4);
+    const u8* const row =
+        rows + (16 * block + lane / 4) * kPitch + kChunk * chunk + 16 * (lane % 4);
     const Vec16 first = load<Vec16>(row), second = load<Vec16>(row + 8 * kPitch);
-    return {{first.v[0], first.v[1], first.v[2], first.v[3], second.v[0], second.v[1], second.v[2], second.v[3]}};
+    return {{first.v[0], first.v[1], first.v[2], first.v[3], second.v[0], second.v[1], second.v[2],
+             second.v[3]}};
   }
 };
 

@@ -1,8 +1,8 @@
 // The K loop of a warpgroup of the Hopper kernels: waits for stages, multiplies, hands them back.
 //
-// Hopper's FP8 matrix unit adds with fewer bits than f32 has. kPromote (accurate) adds its sums of 128 stored products to
-// f32 registers; else everything is summed in the unit (fast). Measured against float64 at K = 2048, f32 output: relative
-// errors of 1.3e-4 and 8.7e-4.
+// Hopper's FP8 matrix unit adds with fewer bits than f32 has. kPromote (accurate) adds its sums of
+// 128 stored products to f32 registers; else everything is summed in the unit (fast). Measured
+// against float64 at K = 2048, f32 output: relative errors of 1.3e-4 and 8.7e-4.
 #pragma once
 
 #include "view_sm90.h"
@@ -28,32 +28,34 @@ struct HopperLoop {
   int set;        // of full barriers
   int first_row;  // of the warpgroup's weights in the tile
   int lane;
-  const u8* nibbles;  // metadata of the matrix
+  const u8* nibbles;        // metadata of the matrix
   int output, next_output;  // whose metadata the lane loads first, in this tile and in the next one
   int n, k;
   int begin, count;  // K steps
   View view;
 
-  /// Loads the metadata of the tile's K steps `step` .. step + 3, past its end of the next tile's first ones: a lane takes
-  /// one step of two rows, its quad 64 bytes of each. The fewer rows a load touches the better: each costs a cycle of
-  /// shared memory's data path, of which the matrix instructions leave little. Outside the matrix, where codes are zeros,
-  /// any legal pattern will do: the nearest one inside.
-  QK_DEVICE void fetch(Metadata& meta, int step) const {
+  /// Loads the metadata of the tile's K steps `step` .. step + 3, past its end of the next tile's
+  /// first ones: a lane takes one step of two rows, its quad 64 bytes of each. The fewer rows a
+  /// load touches the better: each costs a cycle of shared memory's data path, of which the matrix
+  /// instructions leave little. Outside the matrix, where codes are zeros, any legal pattern will
+  /// do: the nearest one inside.
+  QK_DEVICE void load_metadata(Metadata& meta, int step) const {
     const bool here = step < count;
     int first = here ? output : next_output;
     asm volatile("" : "+r"(first));  // or the addresses of all rows wait in registers
     // Where two blocks leave few registers, the thread's number is read anew.
     const int quarter = Tile::kBlocks > 1 ? thread_index() & 3 : lane % 4;
-    const Piece piece = view.metadata(begin + (here ? step : 0) + quarter, k);
-    if (piece.whole) {
-      const int at = piece.begin < piece.end ? piece.begin : piece.end - 16;
+    const ByteRange range = view.metadata(begin + (here ? step : 0) + quarter, k);
+    if (range.whole) {
+      const int at = range.begin < range.end ? range.begin : range.end - 16;
       QK_UNROLL for (int i = 0; i < 2 * Tile::kBlocks; ++i) {
         const Vec16 words = load<Vec16>(row(first, i) + at);
-        QK_UNROLL for (int j = 0; j < 4; ++j) meta.words[i / 2][4 * (i % 2) + j] = words.v[j];
+        QK_UNROLL for (int j = 0; j < 4; ++j)
+          meta.words[i / 2][4 * (i % 2) + j] = words.v[j];
       }
     } else {
       QK_UNROLL for (int j = 0; j < 4; ++j) {
-        const int at = piece.begin + 4 * j < piece.end ? piece.begin + 4 * j : piece.end - 4;
+        const int at = range.begin + 4 * j < range.end ? range.begin + 4 * j : range.end - 4;
         QK_UNROLL for (int i = 0; i < 2 * Tile::kBlocks; ++i) {
           meta.words[i / 2][4 * (i % 2) + j] = load<u32>(row(first, i) + at);
         }
@@ -68,14 +70,15 @@ struct HopperLoop {
     return nibbles + static_cast<i64>(Tile::kGated ? inside + i / 2 * n : inside) * (k / 8);
   }
 
-  /// Turns what a quad has loaded: lane t needs words t / 2 and t / 2 + 2 of row t % 2 in every step, and lane j has both
-  /// rows of step j.
+  /// Turns what a quad has loaded: lane t needs words t / 2 and t / 2 + 2 of row t % 2 in every
+  /// step, and lane j has both rows of step j.
   QK_DEVICE void exchange(Metadata& meta) const {
     const bool odd = lane % 2 == 1, high = lane / 2 % 2 == 1;
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       u32(&w)[kPeriod * kSteps] = meta.words[block];
       u32 turned[kPeriod * kSteps];
-      QK_UNROLL for (int i = 0; i < 4; ++i) swap_lanes(w[i], w[4 + i], odd, 1);
+      QK_UNROLL for (int i = 0; i < 4; ++i)
+        swap_lanes(w[i], w[4 + i], odd, 1);
       // Now w[4j + i] is word i of the lane's row in the step of the even or odd neighbour.
       QK_UNROLL for (int j = 0; j < 2; ++j) {
         QK_UNROLL for (int s = 0; s < 2; ++s) {
@@ -87,21 +90,23 @@ struct HopperLoop {
       }
       QK_UNROLL for (int i = 0; i < kPeriod * kSteps; ++i) {
         w[i] = turned[i];
-        // Ready before the fence of the instructions that read it, or the assembler runs those one by one.
+        // Ready before the fence of the instructions that read it, or the assembler runs those one
+        // by one.
         asm volatile("" : "+r"(w[i])::"memory");
       }
     }
   }
 
-  /// Of two lanes that differ in bit `mask` (`upper`: the one that has it), the lower one gets both `first`, the upper one
-  /// both `second`; the lower lane's stands first.
+  /// Of two lanes that differ in bit `mask` (`upper`: the one that has it), the lower one gets both
+  /// `first`, the upper one both `second`; the lower lane's stands first.
   static QK_DEVICE void swap_lanes(u32& first, u32& second, bool upper, int mask) {
     const u32 got = lane_xor(upper ? first : second, mask);
     first = upper ? got : first;
     second = upper ? second : got;
   }
 
-  QK_DEVICE void multiply(f32 (&sums)[kSums], int stage, int block, const u32* meta, bool keep) const {
+  QK_DEVICE void multiply(f32 (&sums)[kSums], int stage, int block, const u32* meta,
+                          bool keep) const {
     const int weight = first_row + Tile::kBlockStep * block;
     const u64 w = operand_at<Tile::kWeightRow>(ring.weights(stage) + weight * Tile::kWeightRow);
     const u64 x = operand_at<Tile::kStepK>(ring.tokens(stage));
@@ -114,8 +119,8 @@ struct HopperLoop {
     }
   }
 
-  /// Adds up the tile's K steps, the next ones of `reader`. `first` is the metadata of the first period, fetched, and then
-  /// of the next tile's.
+  /// Adds up the tile's K steps, the next ones of `reader`. `first` is the metadata of the first
+  /// period, loaded, and then of the next tile's.
   QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first) const {
     Metadata second;
     if constexpr (kPromote) {
@@ -127,20 +132,21 @@ struct HopperLoop {
   }
 
   /// Waits for every round. With several warpgroups the others' instructions fill the gap.
-  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second) const {
+  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, Metadata& first,
+                               Metadata& second) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-      QK_UNROLL for (int i = 0; i < kSums; ++i) sums[block][i] = 0.0f;
+      QK_UNROLL for (int i = 0; i < kSums; ++i)
+        sums[block][i] = 0.0f;
     }
     if constexpr (Tile::kSparse) exchange(first);
-    QK_NO_UNROLL
-    for (int lap = 0; lap < count; lap += kLap) {
+    QK_NO_UNROLL for (int lap = 0; lap < count; lap += kLap) {
       QK_UNROLL for (int i = 0; i < kLap; i += kRound) {
         const int step = lap + i;
         if (i > 0 && step >= count) break;
         Metadata &now = i < kPeriod ? first : second, &other = i < kPeriod ? second : first;
         round(sums, reader, now, i % kPeriod, step + 1 < count, [&] {
           if constexpr (Tile::kSparse) {
-            if (i % kPeriod == 0) fetch(other, step + kPeriod);
+            if (i % kPeriod == 0) load_metadata(other, step + kPeriod);
             if (i % kPeriod == kPeriod - kRound && step + kRound < count) exchange(other);
           }
         });
@@ -148,9 +154,11 @@ struct HopperLoop {
     }
   }
 
-  /// Steps i and, of a round of two, i + 1 of a period; `meanwhile` runs under the first block's instructions.
+  /// Steps i and, of a round of two, i + 1 of a period; `meanwhile` runs under the first block's
+  /// instructions.
   template <class Work>
-  QK_DEVICE void round(Sums& sums, Reader<Tile>& reader, const Metadata& meta, int i, bool both, Work meanwhile) const {
+  QK_DEVICE void round(Sums& sums, Reader<Tile>& reader, const Metadata& meta, int i, bool both,
+                       Work meanwhile) const {
     f32 parts[kSums];
     const int first = reader.stage;
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
@@ -170,7 +178,8 @@ struct HopperLoop {
         if (kRound == 2 && both) ring.release(Reader<Tile>::after(first), lane);
       }
       settle(parts);
-      QK_UNROLL for (int j = 0; j < kSums; ++j) sums[block][j] += parts[j];
+      QK_UNROLL for (int j = 0; j < kSums; ++j)
+        sums[block][j] += parts[j];
     }
   }
 
@@ -178,12 +187,12 @@ struct HopperLoop {
     return meta.words[block] + (Tile::kSparse ? kSteps * step : 0);
   }
 
-  /// Keeps one stage's instructions in flight while the next one's are issued. They read their metadata until they end:
-  /// two periods of it take turns.
-  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second) const {
+  /// Keeps one stage's instructions in flight while the next one's are issued. They read their
+  /// metadata until they end: two periods of it take turns.
+  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, Metadata& first,
+                           Metadata& second) const {
     int previous = 0;
-    QK_NO_UNROLL
-    for (int lap = 0; lap < count; lap += kLap) {
+    QK_NO_UNROLL for (int lap = 0; lap < count; lap += kLap) {
       QK_UNROLL for (int i = 0; i < kLap; ++i) {
         const int step = lap + i;
         if (i > 0 && step >= count) break;
@@ -200,14 +209,15 @@ struct HopperLoop {
         wgmma_wait<1>();
         if (step > 0) ring.release(previous, lane);
         if constexpr (Tile::kSparse) {
-          if (i % kPeriod == 0) fetch(other, step + kPeriod);
+          if (i % kPeriod == 0) load_metadata(other, step + kPeriod);
         }
         previous = stage;
       }
     }
     wgmma_wait<0>();
     ring.release(previous, lane);
-    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) settle(sums[block]);
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block)
+      settle(sums[block]);
   }
 };
 

@@ -1,9 +1,9 @@
 // Chooses the matrix-instruction policy: the only place where architectures are told apart.
 //
-// A policy has: kSparse, kChunk (K bytes of a fragment), types A (weights), B (tokens), Acc (a lane's 8
-// values of a 16x16 block), load_a and load_b (LDS rows -> fragment), multiply (all blocks of a wave,
-// wave-uniform), and the map from accumulators to (token, outputs) that the epilogue walks: Runs, kColumns,
-// token, output, block, element.
+// A policy has: kSparse, kChunk (K bytes of a fragment), types A (weights), B (tokens), Acc (a
+// lane's 8 values of a 16x16 block), load_a and load_b (LDS rows -> fragment), multiply (all blocks
+// of a wave, wave-uniform), and the map from accumulators to (token, outputs) that the epilogue
+// walks: Runs, kColumns, token, output, block, element.
 #pragma once
 
 #include "config.h"

@@ -1,4 +1,5 @@
-// Matrix policy of RDNA3: WMMA 16x16x16 on f16, after the exact widening of layout_gfx11.h.
+// Matrix policy of RDNA3: WMMA 16x16x16 on int8 codes, or on f16 after the exact widening of
+// layout_gfx11.h.
 #pragma once
 
 #include "layout_gfx11.h"
@@ -6,28 +7,48 @@
 namespace qk {
 
 using Half16 = _Float16 __attribute__((ext_vector_type(16)));
-using Float8 = f32 __attribute__((ext_vector_type(8)));
+using Int4 = int __attribute__((ext_vector_type(4)));
+template <class T>
+using Eight = T __attribute__((ext_vector_type(8)));
 
-template <class Layout>
-struct WidenedMma : Layout {
-  using Acc = Float8;
+template <class Layout, class Operand, class TheSum>
+struct MmaGfx11 : Layout {
+  using Sum = TheSum;
+  using Acc = Eight<Sum>;
+
+  static QK_DEVICE Eight<f32> multiply_step(Half16 a, Half16 b, Eight<f32> acc) {
+    return __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, acc);
+  }
+  static QK_DEVICE Eight<int> multiply_step(Int4 a, Int4 b, Eight<int> acc) {
+    return __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, acc, false);
+  }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const typename Layout::A (&a)[kBlocksN],
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM],
+                                 const typename Layout::A (&a)[kBlocksN],
                                  const typename Layout::B (&b)[kBlocksM]) {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
-      const Half16 weights = __builtin_bit_cast(Half16, a[i].v);
+      const Operand weights = __builtin_bit_cast(Operand, a[i].v);
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
-        acc[i][j] =
-            __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(weights, __builtin_bit_cast(Half16, b[j].v), acc[i][j]);
+        acc[i][j] = multiply_step(weights, __builtin_bit_cast(Operand, b[j].v), acc[i][j]);
       }
     }
   }
 };
 
+/// What the matrix instruction takes of a row's 16 codes.
+template <Format>
+struct OperandOf {
+  using Type = Half16;
+};
+template <>
+struct OperandOf<Format::kInt8> {
+  using Type = Int4;
+};
+
 template <Format kW, Format kX>
-using DenseMma = WidenedMma<LayoutGfx11<kW, kX>>;
+using DenseMma = MmaGfx11<LayoutGfx11<kW, kX>, typename OperandOf<kX>::Type, Sum<kW, kX>>;
 template <Format kW, Format kX>
-using SparseMma = WidenedMma<SparseLayoutGfx11<kW, kX>>;
+using SparseMma = MmaGfx11<SparseLayoutGfx11<kW, kX>, typename OperandOf<kX>::Type, Sum<kW, kX>>;
 
 }  // namespace qk

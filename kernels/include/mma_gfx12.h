@@ -1,4 +1,5 @@
-// Matrix policy of RDNA4: WMMA 16x16x16 and SWMMAC 16x16x32 on fp8 and bf8, straight from the codes.
+// Matrix policy of RDNA4: WMMA 16x16x16 and SWMMAC 16x16x32 on fp8, bf8 and int8, straight from the
+// codes.
 #pragma once
 
 #include "layout_gfx12.h"
@@ -7,7 +8,8 @@ namespace qk {
 
 using Int2 = int __attribute__((ext_vector_type(2)));
 using Int4 = int __attribute__((ext_vector_type(4)));
-using Float8 = f32 __attribute__((ext_vector_type(8)));
+template <class T>
+using Eight = T __attribute__((ext_vector_type(8)));
 
 QK_DEVICE Int4 vector_of(const Vec16& words) { return __builtin_bit_cast(Int4, words.v); }
 
@@ -18,14 +20,23 @@ QK_DEVICE Int2 pair_of(Int4 words) {
 
 template <Format kW, Format kX>
 struct DenseMma : LayoutGfx12 {
-  using Acc = Float8;
+  using Sum = qk::Sum<kW, kX>;
+  using Acc = Eight<Sum>;
 
-  static QK_DEVICE Float8 multiply_step(Int2 a, Int2 b, Float8 acc) {
-    constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
-    if constexpr (kW8 && kX8) return __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(a, b, acc);
-    if constexpr (kW8 && !kX8) return __builtin_amdgcn_wmma_f32_16x16x16_fp8_bf8_w32_gfx12(a, b, acc);
-    if constexpr (!kW8 && kX8) return __builtin_amdgcn_wmma_f32_16x16x16_bf8_fp8_w32_gfx12(a, b, acc);
-    if constexpr (!kW8 && !kX8) return __builtin_amdgcn_wmma_f32_16x16x16_bf8_bf8_w32_gfx12(a, b, acc);
+  static QK_DEVICE Acc multiply_step(Int2 a, Int2 b, Acc acc) {
+    if constexpr (kX == Format::kInt8) {
+      return __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, a, true, b, acc, false);
+    } else {
+      constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
+      if constexpr (kW8 && kX8)
+        return __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(a, b, acc);
+      if constexpr (kW8 && !kX8)
+        return __builtin_amdgcn_wmma_f32_16x16x16_fp8_bf8_w32_gfx12(a, b, acc);
+      if constexpr (!kW8 && kX8)
+        return __builtin_amdgcn_wmma_f32_16x16x16_bf8_fp8_w32_gfx12(a, b, acc);
+      if constexpr (!kW8 && !kX8)
+        return __builtin_amdgcn_wmma_f32_16x16x16_bf8_bf8_w32_gfx12(a, b, acc);
+    }
   }
 
   template <int kStep, int kBlocksN, int kBlocksM>
@@ -40,7 +51,8 @@ struct DenseMma : LayoutGfx12 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }
@@ -48,14 +60,23 @@ struct DenseMma : LayoutGfx12 {
 
 template <Format kW, Format kX>
 struct SparseMma : SparseLayoutGfx12 {
-  using Acc = Float8;
+  using Sum = qk::Sum<kW, kX>;
+  using Acc = Eight<Sum>;
 
-  static QK_DEVICE Float8 multiply_step(Int2 a, Int4 b, Float8 acc, short index) {
-    constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
-    if constexpr (kW8 && kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_fp8_w32(a, b, acc, index);
-    if constexpr (kW8 && !kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_bf8_w32(a, b, acc, index);
-    if constexpr (!kW8 && kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_fp8_w32(a, b, acc, index);
-    if constexpr (!kW8 && !kX8) return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_bf8_w32(a, b, acc, index);
+  static QK_DEVICE Acc multiply_step(Int2 a, Int4 b, Acc acc, short index) {
+    if constexpr (kX == Format::kInt8) {
+      return __builtin_amdgcn_swmmac_i32_16x16x32_iu8_w32(true, a, true, b, acc, index, false);
+    } else {
+      constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
+      if constexpr (kW8 && kX8)
+        return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_fp8_w32(a, b, acc, index);
+      if constexpr (kW8 && !kX8)
+        return __builtin_amdgcn_swmmac_f32_16x16x32_fp8_bf8_w32(a, b, acc, index);
+      if constexpr (!kW8 && kX8)
+        return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_fp8_w32(a, b, acc, index);
+      if constexpr (!kW8 && !kX8)
+        return __builtin_amdgcn_swmmac_f32_16x16x32_bf8_bf8_w32(a, b, acc, index);
+    }
   }
 
   template <int kStep, int kBlocksN, int kBlocksM>
@@ -72,7 +93,8 @@ struct SparseMma : SparseLayoutGfx12 {
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }

@@ -1,4 +1,5 @@
-// Matrix policy of NVIDIA sm_89 (and later, where the same PTX is emulated): mma m16n8k32 and mma.sp m16n8k64.
+// Matrix policy of NVIDIA sm_89 and later, where FP8's PTX is emulated and int8's is not: mma
+// m16n8k32 and mma.sp m16n8k64.
 #pragma once
 
 #include "layout_sm89.h"
@@ -6,37 +7,46 @@
 namespace qk {
 
 /// A lane's two m16n8 results of a 16x16 block.
+template <class Sum>
 struct AccSm89 {
-  f32 v[8];
-  QK_DEVICE f32& operator[](int e) { return v[e]; }
-  QK_DEVICE const f32& operator[](int e) const { return v[e]; }
+  Sum v[8];
+  QK_DEVICE Sum& operator[](int e) { return v[e]; }
+  QK_DEVICE const Sum& operator[](int e) const { return v[e]; }
 };
 
-#define QK_MMA(a_type, b_type)                                              \
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." a_type "." b_type   \
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+// sum: type of the sums, and the constraint of its registers.
+#define QK_MMA(sum, a_type, b_type, registers)                                        \
+  asm volatile("mma.sync.aligned.m16n8k32.row.col." sum "." a_type "." b_type "." sum \
+               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"               \
+               : registers(d[0]), registers(d[1]), registers(d[2]), registers(d[3])   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-#define QK_MMA_SPARSE(a_type, b_type)                                                          \
-  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.f32." a_type "." b_type \
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x0;"  \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(a[4]))
+#define QK_MMA_SPARSE(sum, a_type, b_type, registers)                                              \
+  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col." sum "." a_type "." b_type \
+               "." sum " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x0;"  \
+               : registers(d[0]), registers(d[1]), registers(d[2]), registers(d[3])                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]),      \
+                 "r"(b[3]), "r"(a[4]))
 
 template <Format kW, Format kX>
 struct DenseMma : LayoutSm89 {
-  using Acc = AccSm89;
+  using Sum = qk::Sum<kW, kX>;
+  using Acc = AccSm89<Sum>;
 
-  static QK_DEVICE void multiply_step(f32* d, const u32* a, const u32* b) {
-    constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
-    if constexpr (kW8 && kX8) QK_MMA("e4m3", "e4m3");
-    if constexpr (kW8 && !kX8) QK_MMA("e4m3", "e5m2");
-    if constexpr (!kW8 && kX8) QK_MMA("e5m2", "e4m3");
-    if constexpr (!kW8 && !kX8) QK_MMA("e5m2", "e5m2");
+  static QK_DEVICE void multiply_step(Sum* d, const u32* a, const u32* b) {
+    if constexpr (kX == Format::kInt8) {
+      QK_MMA("s32", "s8", "s8", "+r");
+    } else {
+      constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
+      if constexpr (kW8 && kX8) QK_MMA("f32", "e4m3", "e4m3", "+f");
+      if constexpr (kW8 && !kX8) QK_MMA("f32", "e4m3", "e5m2", "+f");
+      if constexpr (!kW8 && kX8) QK_MMA("f32", "e5m2", "e4m3", "+f");
+      if constexpr (!kW8 && !kX8) QK_MMA("f32", "e5m2", "e5m2", "+f");
+    }
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     QK_UNROLL for (int step = 0; step < kSteps; ++step) {
       QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
         QK_UNROLL for (int part = 0; part < 2 * kBlocksM; ++part) {
@@ -50,18 +60,24 @@ struct DenseMma : LayoutSm89 {
 
 template <Format kW, Format kX>
 struct SparseMma : SparseLayoutSm89 {
-  using Acc = AccSm89;
+  using Sum = qk::Sum<kW, kX>;
+  using Acc = AccSm89<Sum>;
 
-  static QK_DEVICE void multiply_step(f32* d, const u32* a, const u32* b) {
-    constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
-    if constexpr (kW8 && kX8) QK_MMA_SPARSE("e4m3", "e4m3");
-    if constexpr (kW8 && !kX8) QK_MMA_SPARSE("e4m3", "e5m2");
-    if constexpr (!kW8 && kX8) QK_MMA_SPARSE("e5m2", "e4m3");
-    if constexpr (!kW8 && !kX8) QK_MMA_SPARSE("e5m2", "e5m2");
+  static QK_DEVICE void multiply_step(Sum* d, const u32* a, const u32* b) {
+    if constexpr (kX == Format::kInt8) {
+      QK_MMA_SPARSE("s32", "s8", "s8", "+r");
+    } else {
+      constexpr bool kW8 = kW == Format::kE4M3FN, kX8 = kX == Format::kE4M3FN;
+      if constexpr (kW8 && kX8) QK_MMA_SPARSE("f32", "e4m3", "e4m3", "+f");
+      if constexpr (kW8 && !kX8) QK_MMA_SPARSE("f32", "e4m3", "e5m2", "+f");
+      if constexpr (!kW8 && kX8) QK_MMA_SPARSE("f32", "e5m2", "e4m3", "+f");
+      if constexpr (!kW8 && !kX8) QK_MMA_SPARSE("f32", "e5m2", "e5m2", "+f");
+    }
   }
 
   template <int kBlocksN, int kBlocksM>
-  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN], const B (&b)[kBlocksM]) {
+  static QK_DEVICE void multiply(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                 const B (&b)[kBlocksM]) {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       QK_UNROLL for (int part = 0; part < 2 * kBlocksM; ++part) {
         multiply_step(acc[i][part / 2].v + 4 * (part % 2), a[i].v, b[part / 2].v + 4 * (part % 2));

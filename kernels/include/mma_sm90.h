@@ -1,10 +1,12 @@
-// Hopper's warpgroup matrix instruction on FP8: wgmma m64nNk32, and wgmma.sp m64nNk64 with 2:4 weights.
+// Hopper's warpgroup matrix instruction on FP8: wgmma m64nNk32, and wgmma.sp m64nNk64 with 2:4
+// weights.
 //
-// Weights are A (64 outputs), tokens are B (N of them), both K-contiguous in shared memory, swizzled as the
-// copy engine leaves them. Four warps issue together; warp w of them holds outputs 16w .. 16w + 15. With g =
-// lane / 4 and t = lane % 4:
+// Weights are A (64 outputs), tokens are B (N of them), both K-contiguous in shared memory,
+// swizzled as the copy engine leaves them. Four warps issue together; warp w of them holds outputs
+// 16w .. 16w + 15. With g = lane / 4 and t = lane % 4:
 //   D   acc[4j + e], j < N / 8: token 8j + 2t + e % 2, output 16w + g + 8 (e / 2)
-//   sp  metadata word of a step of 64 K: output 16w + g + 8 (t % 2), groups 8 (t / 2) .. 8 (t / 2) + 7, as on disk
+//   sp  metadata word of a step of 64 K: output 16w + g + 8 (t % 2), groups
+//       8 (t / 2) .. 8 (t / 2) + 7, as on disk
 // Source: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -13,7 +15,8 @@
 
 namespace qk {
 
-/// Where an operand lies: rows of kRowBytes (64 or 128), swizzled over 8 rows. Adding 1 moves it by 16 bytes.
+/// Where an operand lies: rows of kRowBytes (64 or 128), swizzled over 8 rows. Adding 1 moves it by
+/// 16 bytes.
 template <int kRowBytes>
 QK_DEVICE u64 operand_at(u32 address) {
   static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles in use");
@@ -22,7 +25,8 @@ QK_DEVICE u64 operand_at(u32 address) {
   return (address & 0x3ffffu) >> 4 | 1ull << 16 | kEightRows << 32 | kSwizzle << 62;
 }
 
-/// Orders registers that were touched by other instructions before the matrix instructions that follow.
+/// Orders registers that were touched by other instructions before the matrix instructions that
+/// follow.
 QK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 QK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /// Waits until at most kPending committed groups are unfinished.
@@ -33,7 +37,8 @@ QK_DEVICE void wgmma_wait() {
 /// Keeps the compiler from reading the sums before the wait above it.
 template <int kCount>
 QK_DEVICE void settle(f32 (&sums)[kCount]) {
-  QK_UNROLL for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  QK_UNROLL for (int i = 0; i < kCount; ++i)
+    asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 /// d = w x^T (+ d when `keep` is not 0); specialised below for every N in use.
@@ -80,38 +85,41 @@ struct Wgmma;
 #define QK_SUMS_192 QK_SUMS_160, QK_D8(80), QK_D8(88)
 #define QK_SUMS_256 QK_SUMS_192, QK_D8(96), QK_D8(104), QK_D8(112), QK_D8(120)
 
-#define QK_DENSE(n, types, w, x, keep)                                                                          \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep ", 0;\n\t"                                         \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." types " {" QK_REGISTERS_##n "}, " w ", " x       \
-               ", p, 1, 1;\n\t}"                                                                               \
-               : QK_SUMS_##n                                                                                    \
+#define QK_DENSE(n, types, w, x, keep)                                                       \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                  \
+               ", 0;\n\t"                                                                    \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." types " {" QK_REGISTERS_##n \
+               "}, " w ", " x ", p, 1, 1;\n\t}"                                              \
+               : QK_SUMS_##n                                                                 \
                : "l"(weights), "l"(tokens), "r"(keep_sums))
-#define QK_SPARSE(n, types, w, x, meta, keep)                                                                   \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep ", 0;\n\t"                                         \
-               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64.f32." types " {" QK_REGISTERS_##n "}, " w ", " x    \
-               ", " meta ", 0, p, 1, 1;\n\t}"                                                                  \
-               : QK_SUMS_##n                                                                                    \
+#define QK_SPARSE(n, types, w, x, meta, keep)                                                   \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                     \
+               ", 0;\n\t"                                                                       \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64.f32." types " {" QK_REGISTERS_##n \
+               "}, " w ", " x ", " meta ", 0, p, 1, 1;\n\t}"                                    \
+               : QK_SUMS_##n                                                                    \
                : "l"(weights), "l"(tokens), "r"(metadata), "r"(keep_sums))
 // i0 .. i3: the numbers of the operands after the sums.
-#define QK_WGMMA(n, i0, i1, i2, i3)                                                                             \
-  template <>                                                                                                   \
-  struct Wgmma<n> {                                                                                             \
-    template <Format kW, Format kX>                                                                             \
-    static QK_DEVICE void dense(f32 (&d)[n / 2], u64 weights, u64 tokens, int keep_sums) {                      \
-      constexpr bool kW4 = kW == Format::kE4M3FN, kX4 = kX == Format::kE4M3FN;                                  \
-      if constexpr (kW4 && kX4) QK_DENSE(n, "e4m3.e4m3", i0, i1, i2);                                           \
-      if constexpr (kW4 && !kX4) QK_DENSE(n, "e4m3.e5m2", i0, i1, i2);                                          \
-      if constexpr (!kW4 && kX4) QK_DENSE(n, "e5m2.e4m3", i0, i1, i2);                                          \
-      if constexpr (!kW4 && !kX4) QK_DENSE(n, "e5m2.e5m2", i0, i1, i2);                                         \
-    }                                                                                                           \
-    template <Format kW, Format kX>                                                                             \
-    static QK_DEVICE void sparse(f32 (&d)[n / 2], u64 weights, u64 tokens, u32 metadata, int keep_sums) {       \
-      constexpr bool kW4 = kW == Format::kE4M3FN, kX4 = kX == Format::kE4M3FN;                                  \
-      if constexpr (kW4 && kX4) QK_SPARSE(n, "e4m3.e4m3", i0, i1, i2, i3);                                      \
-      if constexpr (kW4 && !kX4) QK_SPARSE(n, "e4m3.e5m2", i0, i1, i2, i3);                                     \
-      if constexpr (!kW4 && kX4) QK_SPARSE(n, "e5m2.e4m3", i0, i1, i2, i3);                                     \
-      if constexpr (!kW4 && !kX4) QK_SPARSE(n, "e5m2.e5m2", i0, i1, i2, i3);                                    \
-    }                                                                                                           \
+#define QK_WGMMA(n, i0, i1, i2, i3)                                                        \
+  template <>                                                                              \
+  struct Wgmma<n> {                                                                        \
+    template <Format kW, Format kX>                                                        \
+    static QK_DEVICE void dense(f32 (&d)[n / 2], u64 weights, u64 tokens, int keep_sums) { \
+      constexpr bool kW4 = kW == Format::kE4M3FN, kX4 = kX == Format::kE4M3FN;             \
+      if constexpr (kW4 && kX4) QK_DENSE(n, "e4m3.e4m3", i0, i1, i2);                      \
+      if constexpr (kW4 && !kX4) QK_DENSE(n, "e4m3.e5m2", i0, i1, i2);                     \
+      if constexpr (!kW4 && kX4) QK_DENSE(n, "e5m2.e4m3", i0, i1, i2);                     \
+      if constexpr (!kW4 && !kX4) QK_DENSE(n, "e5m2.e5m2", i0, i1, i2);                    \
+    }                                                                                      \
+    template <Format kW, Format kX>                                                        \
+    static QK_DEVICE void sparse(f32 (&d)[n / 2], u64 weights, u64 tokens, u32 metadata,   \
+                                 int keep_sums) {                                          \
+      constexpr bool kW4 = kW == Format::kE4M3FN, kX4 = kX == Format::kE4M3FN;             \
+      if constexpr (kW4 && kX4) QK_SPARSE(n, "e4m3.e4m3", i0, i1, i2, i3);                 \
+      if constexpr (kW4 && !kX4) QK_SPARSE(n, "e4m3.e5m2", i0, i1, i2, i3);                \
+      if constexpr (!kW4 && kX4) QK_SPARSE(n, "e5m2.e4m3", i0, i1, i2, i3);                \
+      if constexpr (!kW4 && !kX4) QK_SPARSE(n, "e5m2.e5m2", i0, i1, i2, i3);               \
+    }                                                                                      \
   };
 QK_WGMMA(16, "%8", "%9", "%10", "%11")
 QK_WGMMA(32, "%16", "%17", "%18", "%19")

@@ -1,8 +1,10 @@
-// Pictures with channels last as the token operand of a convolution: windows are read where they lie.
+// Pictures with channels last as the token operand of a convolution: windows are read where they
+// lie.
 //
-// Token m is output pixel (v, u) of picture b, m = (b OH + v) OW + u; its row of K is (r, s, c), and x[b, v sy + r dy - top,
-// u sx + s dx - left, c] stands there, or zero outside of the picture. A piece of 16 channels never has two taps: channels are a
-// multiple of 16, and at least 64, so that a step of kK meets at most kK / 64 ends of a tap.
+// Token m is output pixel (v, u) of picture b, m = (b OH + v) OW + u; its row of K is (r, s, c),
+// and x[b, v sy + r dy - top, u sx + s dx - left, c] stands there, or zero outside of the picture.
+// A vector of 16 channels never has two taps: channels are a multiple of 16, and at least 64, so
+// that a step of kK meets at most kK / 64 ends of a tap.
 #pragma once
 
 #include "tile.h"
@@ -20,19 +22,19 @@ struct Picture {
 constexpr int kLeastChannels = 64;
 
 template <class Tile>
-struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
-  using Base = Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads>;
-  using Base::kCount, Base::kRowStep, Base::column, Base::pieces;
+struct PictureTokens : TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
+  using Base = TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads>;
+  using Base::kCount, Base::kRowStep, Base::column, Base::vectors;
   // Base::offsets: bytes from x to the first pixel of a row's window, which may lie before x.
 
   Picture picture;
   const u8* x;
   u32 inside[kCount];  // bit t: tap t of the row's window lies in the picture; 32 taps at most
-  // Of the lane's pieces in the next step: byte in the window, channel, tap, and tap along W.
+  // Of the lane's vectors in the next step: byte in the window, channel, tap, and tap along W.
   u32 offset;
   int channel, tap, across;
 
-  QK_DEVICE void aim(const Operands& op, int m0, int thread) {
+  QK_DEVICE void set_offsets(const Operands& op, int m0, int thread) {
     x = op.x;
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
       const int row = m0 + thread / (Tile::kK / 16) + i * kRowStep;
@@ -41,7 +43,8 @@ struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
       const int line = m / picture.out_width, batch = line / picture.out_height;
       const int first_y = line % picture.out_height * picture.stride_y - picture.top;
       const int first_x = m % picture.out_width * picture.stride_x - picture.left;
-      this->offsets[i] = static_cast<u32>(((batch * picture.height + first_y) * picture.width + first_x) * picture.channels);
+      this->offsets[i] = static_cast<u32>(
+          ((batch * picture.height + first_y) * picture.width + first_x) * picture.channels);
       inside[i] = taps_inside(first_y, first_x, op.k / picture.channels);
     }
     offset = static_cast<u32>(column(thread));
@@ -54,25 +57,30 @@ struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
     offset += static_cast<u32>(count);
     channel += count;
     QK_UNROLL for (int i = 0; i < Tile::kK / kLeastChannels; ++i) {
-      const bool ends = channel >= picture.channels, line_ends = ends && across + 1 == picture.taps_wide;
+      const bool ends = channel >= picture.channels,
+                 line_ends = ends && across + 1 == picture.taps_wide;
       channel -= ends ? picture.channels : 0;
       tap += ends ? 1 : 0;
       across = line_ends ? 0 : across + (ends ? 1 : 0);
       offset += ends ? static_cast<u32>((picture.dilation_x - 1) * picture.channels) : 0u;
-      offset += line_ends ? static_cast<u32>((picture.dilation_y * picture.width - picture.taps_wide * picture.dilation_x) *
+      offset += line_ends ? static_cast<u32>((picture.dilation_y * picture.width -
+                                              picture.taps_wide * picture.dilation_x) *
                                              picture.channels)
                           : 0u;
     }
   }
 
-  QK_DEVICE void fetch_some(const u8*, int bytes, int thread) { fetch_if(column(thread) < bytes); }
-  QK_DEVICE void fetch(const u8*) { fetch_if(true); }
+  QK_DEVICE void load_partial_step(const u8*, int bytes, int thread) {
+    load_step_if(column(thread) < bytes);
+  }
+  QK_DEVICE void load_step(const u8*) { load_step_if(true); }
 
  private:
-  QK_DEVICE void fetch_if(bool exists) {
+  QK_DEVICE void load_step_if(bool exists) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      pieces[i] = Vec16{};
-      if (exists && (inside[i] >> tap & 1u)) pieces[i] = load<Vec16>(x + (this->offsets[i] + offset));
+      vectors[i] = Vec16{};
+      if (exists && (inside[i] >> tap & 1u))
+        vectors[i] = load<Vec16>(x + (this->offsets[i] + offset));
     }
   }
 
@@ -81,7 +89,8 @@ struct PictureTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
     for (int s = 0, at = first_x; s < picture.taps_wide; ++s, at += picture.dilation_x) {
       line |= at >= 0 && at < picture.width ? 1u << s : 0u;
     }
-    for (int first = 0, at = first_y; first < taps; first += picture.taps_wide, at += picture.dilation_y) {
+    for (int first = 0, at = first_y; first < taps;
+         first += picture.taps_wide, at += picture.dilation_y) {
       all |= at >= 0 && at < picture.height ? line << first : 0u;
     }
     return all;

@@ -1,6 +1,7 @@
-// The only file that knows vendors: types, thread indices, LDS, barriers, wave operations, 16-byte accesses
-// and 16-bit float conversions for AMD (clang, hipRTC), NVIDIA (NVRTC) and the host (g++, clang++).
-// No standard header is included, so that the run-time compilers need nothing but this folder.
+// The only file that knows vendors: types, thread indices, LDS, barriers, wave operations, 16-byte
+// accesses and 16-bit float conversions for AMD (clang, hipRTC), NVIDIA (NVRTC) and the host (g++,
+// clang++). No standard header is included, so that the run-time compilers need nothing but this
+// folder.
 #pragma once
 
 namespace qk {
@@ -11,7 +12,8 @@ using u32 = unsigned int;
 using i64 = long long;
 using f32 = float;
 
-constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice
+// Every target runs wave32: RDNA in its matrix mode, NVIDIA always, the host by choice.
+constexpr int kWave = 32;
 
 }  // namespace qk
 
@@ -20,10 +22,11 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #define QK_JOIN_(a, b) a##b
 #define QK_JOIN(a, b) QK_JOIN_(a, b)
 
-// QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, where the compiler has to be told.
+// QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, where the compiler
+// has to be told.
 
 #if defined(QK_HOST) && QK_HOST
-// ---------------------------------------------------------------------------------------------- host
+// ---------------------------------------------------------------------------------------- host
 #  include "runtime.h"
 #  define QK_DEVICE inline
 #  define QK_UNROLL
@@ -32,19 +35,19 @@ constexpr int kWave = 32;  // every target runs wave32: RDNA in its matrix mode,
 #  define QK_KERNEL(threads) static void
 #  define QK_KERNEL_SHARING(threads, blocks) static void
 #  define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
-#  define QK_HOST_ENTRY(threads, lds_bytes)                                                               \
-    extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args, int os_threads, \
-                                               char* error, int error_size) {                             \
-      static_assert((threads) % qk::kWave == 0, "a block is a whole number of waves");                    \
-      const auto call = qk::host::unpacker(&QK_SYMBOL);                                                   \
-      const qk::host::Launch launch{call.run,                                                             \
-                                    reinterpret_cast<void (*)()>(&QK_SYMBOL),                             \
-                                    args,                                                                 \
-                                    grid,                                                                 \
-                                    (threads),                                                            \
-                                    (lds_bytes),                                                          \
-                                    QK_STRING(QK_SYMBOL)};                                                \
-      return qk::host::run(launch, os_threads, error, error_size);                                        \
+#  define QK_HOST_ENTRY(threads, lds_bytes)                                                   \
+    extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args,     \
+                                               int os_threads, char* error, int error_size) { \
+      static_assert((threads) % qk::kWave == 0, "a block is a whole number of waves");        \
+      const auto call = qk::host::unpacker(&QK_SYMBOL);                                       \
+      const qk::host::Launch launch{call.run,                                                 \
+                                    reinterpret_cast<void (*)()>(&QK_SYMBOL),                 \
+                                    args,                                                     \
+                                    grid,                                                     \
+                                    (threads),                                                \
+                                    (lds_bytes),                                              \
+                                    QK_STRING(QK_SYMBOL)};                                    \
+      return qk::host::run(launch, os_threads, error, error_size);                            \
     }
 
 namespace qk {
@@ -82,12 +85,13 @@ QK_DEVICE void store(void* address, const T& value) {
 }
 
 QK_DEVICE int uniform(int value) { return value; }
-QK_DEVICE u32 unknown(u32 value) { return value; }
-QK_DEVICE void keep_order() {}
+QK_DEVICE u32 opaque(u32 value) { return value; }
+QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}
 
-/// Largest value over the wave. One rendezvous instead of five shuffles: a fiber switch is what costs here.
+/// Largest value over the wave. One rendezvous instead of five shuffles: a fiber switch is what
+/// costs here.
 QK_DEVICE u32 wave_max(u32 value) {
   host::wave_collective(
       [](void* const* lanes) {
@@ -102,8 +106,9 @@ QK_DEVICE u32 wave_max(u32 value) {
   return value;
 }
 
-/// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot vectorise the loop.
-QK_DEVICE u32 choose(bool condition, u32 yes, u32 no) {
+/// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot
+/// vectorise the loop.
+QK_DEVICE u32 select(bool condition, u32 yes, u32 no) {
   const u32 mask = 0u - static_cast<u32>(condition);
   return (yes & mask) | (no & ~mask);
 }
@@ -119,22 +124,30 @@ QK_DEVICE f32 half_to_float(u16 half) {
   const u32 normal = (magnitude << 13) + (112u << 23);
   const u32 subnormal = float_bits(static_cast<f32>(static_cast<int>(magnitude)) * 0x1p-24f);
   const u32 special = 0x7f800000u | magnitude << 13;  // Inf and NaN keep their payload
-  return bits_float(choose(magnitude < 0x7c00u, choose(magnitude < 0x0400u, subnormal, normal), special) | sign);
+  return bits_float(
+      select(magnitude < 0x7c00u, select(magnitude < 0x0400u, subnormal, normal), special) | sign);
 }
 QK_DEVICE u16 float_to_half(f32 value) {
   constexpr u32 kTiny = 0x38800000u, kHuge = 0x47800000u, kInf = 0x7f800000u;  // 2^-14, 2^16
   const u32 bits = float_bits(value), magnitude = bits & 0x7fffffffu;
   const u32 normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
-  const u32 tiny = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;  // the ulp of 0.5 is 2^-24
-  const u32 special = choose(magnitude > kInf, 0x7e00u, 0x7c00u);
-  const u32 finite = choose(magnitude < kTiny, tiny, normal);
-  return static_cast<u16>(choose(magnitude < kHuge, finite, special) | (bits >> 16 & 0x8000u));
+  // The ulp of 0.5 is 2^-24.
+  const u32 tiny = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  const u32 special = select(magnitude > kInf, 0x7e00u, 0x7c00u);
+  const u32 finite = select(magnitude < kTiny, tiny, normal);
+  return static_cast<u16>(select(magnitude < kHuge, finite, special) | (bits >> 16 & 0x8000u));
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
-// Within a few spacings, what the hardware's own instructions give; exp2 may make zero of a subnormal.
-QK_DEVICE f32 quick_exp2(f32 value) { return __builtin_exp2f(value); }
-QK_DEVICE f32 quick_reciprocal(f32 value) { return 1.0f / value; }
+// Within a few spacings, what the hardware's own instructions give; exp2 may make zero of a
+// subnormal.
+QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_exp2f(value); }
+QK_DEVICE f32 approx_reciprocal(f32 value) { return 1.0f / value; }
+/// Between -limit and limit; a NaN becomes any of these numbers.
+QK_DEVICE f32 clamp(f32 value, f32 limit) {
+  const f32 above = value > -limit ? value : -limit;
+  return above < limit ? above : limit;
+}
 
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -146,7 +159,7 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 }  // namespace qk
 
 #else
-// ------------------------------------------------------------------------------------------- devices
+// ------------------------------------------------------------------------------------- devices
 #  define QK_UNROLL _Pragma("unroll")
 #  define QK_UNROLL_CHUNKS _Pragma("unroll kUnroll")
 #  define QK_NO_UNROLL _Pragma("unroll 1")
@@ -154,17 +167,19 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #  if defined(__AMDGCN__) || defined(__HIP__) || defined(__HIPCC_RTC__)
 #    define QK_AMD 1
 #    if defined(__GFX12__) && __clang_major__ < 22
-#      error "gfx12 takes clang 22 or later, as ROCm 7.2 has: earlier ones leave out waits for scalar registers"
+#      error "gfx12 takes clang 22 (ROCm 7.2): earlier ones leave out waits for scalar registers"
 #    endif
 #    define QK_DEVICE __attribute__((device, always_inline)) inline
-#    define QK_KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+#    define QK_KERNEL(threads) \
+      extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
 #    define QK_KERNEL_SHARING(threads, blocks) QK_KERNEL(threads)
 #    define QK_SHARED(name, bytes) __attribute__((shared, aligned(16))) static qk::u8 name[bytes]
 #  elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #    define QK_NVIDIA 1
 #    define QK_DEVICE __device__ __forceinline__
 #    define QK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
-#    define QK_KERNEL_SHARING(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#    define QK_KERNEL_SHARING(threads, blocks) \
+      extern "C" __global__ void __launch_bounds__(threads, blocks)
 #    define QK_SHARED(name, bytes) __shared__ __align__(16) qk::u8 name[bytes]
 #  else
 #    error "quantkit kernels compile for AMD, NVIDIA, or the host with -DQK_HOST=1"
@@ -172,7 +187,7 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 
 namespace qk {
 
-QK_DEVICE u32 choose(bool condition, u32 yes, u32 no) { return condition ? yes : no; }
+QK_DEVICE u32 select(bool condition, u32 yes, u32 no) { return condition ? yes : no; }
 
 template <class T>
 QK_DEVICE T load(const void* address) {
@@ -220,27 +235,35 @@ QK_DEVICE u32 lane_xor(u32 value, int mask) {
 /// Larger one of each half, as unsigned 16-bit numbers: v_pk_max_u16.
 QK_DEVICE u32 max_halves(u32 a, u32 b) {
   using Halves = u16 __attribute__((ext_vector_type(2)));
-  return __builtin_bit_cast(u32, __builtin_elementwise_max(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b)));
+  return __builtin_bit_cast(
+      u32, __builtin_elementwise_max(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b)));
 }
-/// The same number, but the compiler cannot know: a 32-bit offset that it widens before a loop costs an addition per load.
-QK_DEVICE u32 unknown(u32 value) {
+/// The same number, but the compiler cannot know: a 32-bit offset that it widens before a loop
+/// costs an addition per load.
+QK_DEVICE u32 opaque(u32 value) {
   asm("" : "+v"(value));
   return value;
 }
 /// No instruction moves across.
-QK_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
-/// The value is computed here, with all lanes on. Else clang before 22 moves matrix instructions into the branches that
-/// use their result (LLVM pull requests 165602, 178314), and these want every lane of the wave.
+QK_DEVICE void schedule_barrier() { __builtin_amdgcn_sched_barrier(0); }
+/// The value is computed here, with all lanes on. Else clang before 22 moves matrix instructions
+/// into the branches that use their result (LLVM pull requests 165602, 178314), and these want
+/// every lane of the wave.
 template <class T>
 QK_DEVICE void finish(T& value) {
   asm volatile("" : "+v"(value));
 }
-QK_DEVICE f32 half_to_float(u16 half) { return static_cast<f32>(__builtin_bit_cast(_Float16, half)); }
-QK_DEVICE u16 float_to_half(f32 value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
+QK_DEVICE f32 half_to_float(u16 half) {
+  return static_cast<f32>(__builtin_bit_cast(_Float16, half));
+}
+QK_DEVICE u16 float_to_half(f32 value) {
+  return __builtin_bit_cast(u16, static_cast<_Float16>(value));
+}
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
-QK_DEVICE f32 quick_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }  // v_exp_f32
-QK_DEVICE f32 quick_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
+QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }       // v_exp_f32
+QK_DEVICE f32 approx_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
+QK_DEVICE f32 clamp(f32 value, f32 limit) { return __builtin_amdgcn_fmed3f(value, -limit, limit); }
 
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -264,8 +287,8 @@ QK_DEVICE void block_sync() { __syncthreads(); }
 QK_DEVICE u32 float_bits(f32 value) { return __float_as_uint(value); }
 QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
 QK_DEVICE int uniform(int value) { return value; }
-QK_DEVICE u32 unknown(u32 value) { return value; }
-QK_DEVICE void keep_order() {}
+QK_DEVICE u32 opaque(u32 value) { return value; }
+QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}
 QK_DEVICE u32 lane_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
@@ -292,18 +315,21 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return __fadd_rn(a, b); }  // NVRTC would fuse a plain sum
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
-QK_DEVICE f32 quick_exp2(f32 value) {
+QK_DEVICE f32 approx_exp2(f32 value) {
   f32 power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
   return power;
 }
-QK_DEVICE f32 quick_reciprocal(f32 value) {
+QK_DEVICE f32 approx_reciprocal(f32 value) {
   f32 inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(value));
   return inverse;
 }
 
-/// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes NaN.
+QK_DEVICE f32 clamp(f32 value, f32 limit) { return fminf(fmaxf(value, -limit), limit); }
+
+/// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes
+/// NaN.
 #    define QK_ENCODES_PAIRS 1
 QK_DEVICE u32 encode_pair_e4m3fn(f32 low, f32 high) {
   u16 pair;
@@ -336,7 +362,8 @@ QK_DEVICE f32 bfloat_to_float(u16 bfloat) { return bits_float(static_cast<u32>(b
 QK_DEVICE u16 float_to_bfloat(f32 value) {
   const u32 bits = float_bits(value);
   const u32 rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  const u32 nan = bits >> 16 | 0x40u;  // quiet, so that dropping the payload cannot make it an infinity
+  // Quiet, so that dropping the payload cannot make it an infinity.
+  const u32 nan = bits >> 16 | 0x40u;
   return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 

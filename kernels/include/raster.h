@@ -1,5 +1,5 @@
-// Which tile a block computes: groups of kGroupM tile rows are walked column by column, so that blocks that
-// run at the same time share weight columns and token rows in L2.
+// Which tile a block computes: groups of kGroupM tile rows are walked column by column, so that
+// blocks that run at the same time share weight columns and token rows in L2.
 #pragma once
 
 #include "config.h"
@@ -20,7 +20,8 @@ QK_DEVICE TileOrigin tile_origin(int m, int n) {
   const int first = index / (kGroupM * tiles_n) * kGroupM;
   const int rows = tiles_m - first < kGroupM ? tiles_m - first : kGroupM;
   const int within = index - first * tiles_n;
-  // The division runs in vector registers: without `uniform`, all that is computed from it would stay there.
+  // The division runs in vector registers: without `uniform`, all that is computed from it would
+  // stay there.
   return {uniform((first + within % rows) * Tile::kM), uniform(within / rows * Tile::kN)};
 }
 

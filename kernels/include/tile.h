@@ -1,9 +1,10 @@
-// The tile loop of every GEMM: global memory -> registers -> double-buffered LDS -> fragments -> matrix unit.
+// The tile loop of every GEMM: global memory -> registers -> double-buffered LDS -> fragments ->
+// matrix unit.
 //
-// One block computes kM tokens x kN outputs. While a K step is multiplied from one LDS buffer, the next one
-// is already on its way into registers; it is stored into the other buffer afterwards, so one barrier per
-// step is enough. Rows beyond M or N repeat the last one and bytes beyond K are zeros: the matrix unit always
-// runs with all lanes.
+// One block computes kM tokens x kN outputs. While a K step is multiplied from one LDS buffer, the
+// next one is already on its way into registers; it is stored into the other buffer afterwards, so
+// one barrier per step is enough. Rows beyond M or N repeat the last one and bytes beyond K are
+// zeros: the matrix unit always runs with all lanes.
 #pragma once
 
 #include "config.h"
@@ -11,95 +12,69 @@
 namespace qk {
 
 /// kK bytes of every x row per step; the wave grid cuts the tile into kWaveM x kWaveN per wave.
-template <int M, int N, int K, int WavesM, int WavesN>
+/// Waves that share K (WavesK) take their operands from memory to registers, not through LDS:
+/// direct.h.
+template <int M, int N, int K, int WavesM, int WavesN, int WavesK>
 struct TileShape {
   static constexpr int kM = M, kN = N, kK = K;
-  static constexpr bool kDirect = false;  // operands go through LDS
+  static constexpr bool kDirect = WavesK > 1;
   static constexpr int kWavesN = WavesN;
-  static constexpr int kThreads = WavesM * WavesN * kWave;
+  static constexpr int kThreads = WavesM * WavesN * WavesK * kWave;
   static constexpr int kWaveM = M / WavesM, kWaveN = N / WavesN;
-  static constexpr int kBlocksM = kWaveM / 16, kBlocksN = kWaveN / 16;  // 16x16 accumulators of a wave
+  static constexpr int kBlocksM = kWaveM / 16,
+                       kBlocksN = kWaveN / 16;  // 16x16 accumulators of a wave
   static_assert(M % (16 * WavesM) == 0 && N % (16 * WavesN) == 0,
                 "the wave grid must cut the tile into 16x16 blocks");
+  static_assert(!kDirect || (M == 16 && WavesN == 1),
+                "waves that share K all have the same 16 tokens and N outputs");
 };
 
-/// 16 tokens and N outputs whose K is shared by the waves: see direct.h.
-template <int N, int K, int Waves>
-struct DirectShape : TileShape<16, N, K, 1, 1> {
-  static constexpr bool kDirect = true;
-  static constexpr int kThreads = Waves * kWave;
-};
+/// The tile of the variant that is compiled: its entry in launch.json.
+using VariantTile = TileShape<QK_TILE_M, QK_TILE_N, QK_TILE_K, QK_WAVES_M, QK_WAVES_N, QK_WAVES_K>;
+static_assert(VariantTile::kThreads == QK_THREADS,
+              "launch.json says how many threads are launched");
 
-// The menu; launch.json repeats these numbers for the launcher and the .hip files assert them.
-template <int kIndex>
-struct TileMenu;
-// Four waves of 64x64: 128 accumulators a lane, and each fragment read from LDS feeds four matrix operations.
-template <>
-struct TileMenu<0> : TileShape<128, 128, 64, 2, 2> {};
-// Four times the blocks for layers whose 128x128 grid would leave compute units idle; weight fragments still
-// in fours.
-template <>
-struct TileMenu<1> : TileShape<64, 64, 64, 2, 1> {};
-// M <= 16 (time embeddings): bound by the weight stream, so narrow, with twice the bytes in flight.
-template <>
-struct TileMenu<2> : TileShape<16, 64, 128, 1, 2> {};
-// gfx12 alone has the next two. Twice the tokens, where they fill the compute units: four waves a SIMD instead of
-// two with dense weights, and less to store in LDS per product with sparse ones.
-template <>
-struct TileMenu<3> : TileShape<256, 128, 64, 4, 2> {};
-// M <= 16 there: eight waves share K.
-template <>
-struct TileMenu<4> : DirectShape<32, 512, 8> {};
-
-/// Whether menu entry kIndex is what launch.json says.
-template <int kIndex>
-constexpr bool tile_is(int m, int n, int k, int block) {
-  using Tile = TileMenu<kIndex>;
-  return Tile::kM == m && Tile::kN == n && Tile::kK == k && Tile::kThreads == block;
-}
-static_assert(tile_is<0>(128, 128, 64, 128) && tile_is<1>(64, 64, 64, 64) && tile_is<2>(16, 64, 128, 64) &&
-                  tile_is<3>(256, 128, 64, 256) && tile_is<4>(16, 32, 512, 256),
-              "launch.json repeats the menu: change both");
-
-/// The part of a tile that one thread carries from global memory to LDS: kRows x kPerRow pieces of type T.
+/// The part of a tile that one thread copies from global memory to LDS: kRows x kPerRow vectors of
+/// type T.
 template <class T, int kRows, int kPerRow, int kThreads>
-struct Carrier {
+struct TileCopy {
   static constexpr int kCount = kRows * kPerRow / kThreads;
-  static constexpr int kRowStep = kThreads / kPerRow;  // pieces of a thread lie below each other
+  static constexpr int kRowStep = kThreads / kPerRow;  // vectors of a thread lie below each other
   static_assert(kRows * kPerRow % kThreads == 0, "the threads must share the tile evenly");
   static_assert(kThreads % kPerRow == 0, "a thread must keep its column");
-  T pieces[kCount];
+  T vectors[kCount];
   u32 offsets[kCount];  // bytes from the tile's first row
 
   static QK_DEVICE int column(int thread) { return thread % kPerRow * static_cast<int>(sizeof(T)); }
 
   /// rows: which row of the matrix, from the tile's first one, each row of the tile is.
   template <class Map>
-  QK_DEVICE void aim(u32 pitch, const Map& rows, int thread) {
+  QK_DEVICE void set_offsets(u32 pitch, const Map& rows, int thread) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
       offsets[i] = static_cast<u32>(rows(thread / kPerRow + i * kRowStep)) * pitch + column(thread);
     }
   }
 
-  /// base: the first row's bytes of a step that has less than a whole one. Bytes >= bytes become `fill`.
-  QK_DEVICE void fetch_some(const u8* base, int bytes, int thread, const T& fill) {
+  /// base: the first row's bytes of a step that has less than a whole one. Bytes >= bytes become
+  /// `fill`.
+  QK_DEVICE void load_partial_step(const u8* base, int bytes, int thread, const T& fill) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      pieces[i] = fill;
-      if (column(thread) < bytes) pieces[i] = load<T>(base + offsets[i]);
+      vectors[i] = fill;
+      if (column(thread) < bytes) vectors[i] = load<T>(base + offsets[i]);
     }
   }
 
-  QK_DEVICE void fetch(const u8* base) {
+  QK_DEVICE void load_step(const u8* base) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      offsets[i] = unknown(offsets[i]);
-      pieces[i] = load<T>(base + offsets[i]);
+      offsets[i] = opaque(offsets[i]);
+      vectors[i] = load<T>(base + offsets[i]);
     }
   }
 
-  QK_DEVICE void deposit(u8* lds, int lds_pitch, int thread) const {
+  QK_DEVICE void store_step(u8* lds, int lds_pitch, int thread) const {
     u8* const first = lds + thread / kPerRow * lds_pitch + column(thread);
     QK_UNROLL for (int i = 0; i < kCount; ++i)
-      store(first + i * kRowStep * lds_pitch, pieces[i]);
+      store(first + i * kRowStep * lds_pitch, vectors[i]);
   }
 };
 
@@ -120,8 +95,8 @@ struct Operands {
   int m, n, k;
 };
 
-/// A tile's rows as the matrix has them. Those beyond the last repeat it: what they give is never written, and no step has
-/// to ask.
+/// A tile's rows as the matrix has them. Those beyond the last repeat it: what they give is never
+/// written, and no step has to ask.
 struct Rows {
   int count;  // from the tile's first one on
 
@@ -151,11 +126,15 @@ struct RowsAt {
 
 /// Tokens as they lie in a matrix.
 template <class Tile>
-struct MatrixTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
-  using Base = Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads>;
+struct MatrixTokens : TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
+  using Base = TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads>;
 
-  QK_DEVICE void aim(const Operands& op, int m0, int thread) { Base::aim(op.k, Rows{op.m - m0}, thread); }
-  QK_DEVICE void fetch_some(const u8* base, int bytes, int thread) { Base::fetch_some(base, bytes, thread, Vec16{}); }
+  QK_DEVICE void set_offsets(const Operands& op, int m0, int thread) {
+    Base::set_offsets(op.k, Rows{op.m - m0}, thread);
+  }
+  QK_DEVICE void load_partial_step(const u8* base, int bytes, int thread) {
+    Base::load_partial_step(base, bytes, thread, Vec16{});
+  }
   QK_DEVICE void advance(int) {}
 };
 
@@ -163,9 +142,10 @@ struct MatrixTokens : Carrier<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
 template <class Tile, class Mma, class WeightRows, class Tokens = MatrixTokens<Tile>>
 struct TileLoop {
   static constexpr bool kSparse = Mma::kSparse;
-  static constexpr int kCodes = kSparse ? Tile::kK / 2 : Tile::kK;  // weight bytes of a row and step
-  // 16 bytes of padding: rows start 4 banks apart modulo 16, so 8 lanes reading 16 bytes each meet no bank
-  // twice. Sparse rows keep their metadata (kK / 8 <= 16 bytes) in it.
+  static constexpr int kCodes =
+      kSparse ? Tile::kK / 2 : Tile::kK;  // weight bytes of a row and step
+  // 16 bytes of padding: rows start 4 banks apart modulo 16, so 8 lanes reading 16 bytes each meet
+  // no bank twice. Sparse rows keep their metadata (kK / 8 <= 16 bytes) in it.
   static constexpr int kPad = 16;
   static constexpr int kPitchX = Tile::kK + kPad, kPitchW = kCodes + kPad;
   static constexpr int kBytesX = Tile::kM * kPitchX;
@@ -173,46 +153,47 @@ struct TileLoop {
   static constexpr int kLdsBytes = 2 * kBufferBytes;
   static_assert(kLdsBytes <= 64 * 1024, "a workgroup has 64 KB of LDS");
   static_assert(Tile::kK % Mma::kChunk == 0, "a step must be a whole number of fragments");
-  static_assert(!kSparse || Tile::kK / 8 <= kPad, "the metadata of a step must fit into the row padding");
+  static_assert(!kSparse || Tile::kK / 8 <= kPad,
+                "the metadata of a step must fit into the row padding");
 
   using Accumulators = typename Mma::Acc[Tile::kBlocksN][Tile::kBlocksM];
 
   Tokens x;
-  Carrier<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
-  Carrier<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
+  TileCopy<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
+  TileCopy<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
 
-  QK_DEVICE void aim(const Operands& op, int m0, int n0, int thread) {
+  QK_DEVICE void set_offsets(const Operands& op, int m0, int n0, int thread) {
     const WeightRows rows = WeightRows::of_weights(op, n0);
-    x.aim(op, m0, thread);
-    w.aim(kSparse ? op.k / 2 : op.k, rows, thread);
-    if constexpr (kSparse) meta.aim(op.k / 8, rows, thread);
+    x.set_offsets(op, m0, thread);
+    w.set_offsets(kSparse ? op.k / 2 : op.k, rows, thread);
+    if constexpr (kSparse) meta.set_offsets(op.k / 8, rows, thread);
   }
 
   /// The first step: `count` of its kK values of every row exist.
-  QK_DEVICE void fetch_some(const RowsAt<kSparse>& from, int count, int thread) {
-    x.fetch_some(from.x, count, thread);
-    w.fetch_some(from.w, kSparse ? count / 2 : count, thread, Vec16{});
-    if constexpr (kSparse) meta.fetch_some(from.meta, count / 8, thread, kNeutral);
+  QK_DEVICE void load_partial_step(const RowsAt<kSparse>& from, int count, int thread) {
+    x.load_partial_step(from.x, count, thread);
+    w.load_partial_step(from.w, kSparse ? count / 2 : count, thread, Vec16{});
+    if constexpr (kSparse) meta.load_partial_step(from.meta, count / 8, thread, kNeutral);
   }
 
-  QK_DEVICE void fetch(const RowsAt<kSparse>& from) {
-    x.fetch(from.x);
-    w.fetch(from.w);
-    if constexpr (kSparse) meta.fetch(from.meta);
+  QK_DEVICE void load_step(const RowsAt<kSparse>& from) {
+    x.load_step(from.x);
+    w.load_step(from.w);
+    if constexpr (kSparse) meta.load_step(from.meta);
   }
 
-  QK_DEVICE void deposit(u8* buffer, int thread) const {
-    x.deposit(buffer, kPitchX, thread);
-    w.deposit(buffer + kBytesX, kPitchW, thread);
-    if constexpr (kSparse) meta.deposit(buffer + kBytesX + kCodes, kPitchW, thread);
+  QK_DEVICE void store_step(u8* buffer, int thread) const {
+    x.store_step(buffer, kPitchX, thread);
+    w.store_step(buffer + kBytesX, kPitchW, thread);
+    if constexpr (kSparse) meta.store_step(buffer + kBytesX + kCodes, kPitchW, thread);
   }
 
-  static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n, int lane) {
+  static QK_DEVICE void multiply(Accumulators& acc, const u8* buffer, int wave_m, int wave_n,
+                                 int lane) {
     const u8* const x_rows = buffer + wave_m * kPitchX;
     const u8* const w_rows = buffer + kBytesX + wave_n * kPitchW;
     constexpr int kUnroll = Mma::kUnroll;
-    QK_UNROLL_CHUNKS
-    for (int chunk = 0; chunk < Tile::kK / Mma::kChunk; ++chunk) {
+    QK_UNROLL_CHUNKS for (int chunk = 0; chunk < Tile::kK / Mma::kChunk; ++chunk) {
       typename Mma::A a[Tile::kBlocksN];
       typename Mma::B b[Tile::kBlocksM];
       QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
@@ -222,32 +203,34 @@ struct TileLoop {
         b[j] = Mma::template load_b<kPitchX>(x_rows, j, chunk, lane);
       Mma::multiply(acc, a, b);
       // Else the fragments of all unrolled chunks live at once, and registers spill.
-      keep_order();
+      schedule_barrier();
     }
   }
 
-  /// Runs the whole K loop of the tile at (m0, n0). Returns whether the calling wave has results: all have.
+  /// Runs the whole K loop of the tile at (m0, n0). Returns whether the calling wave has results:
+  /// all have.
   QK_DEVICE bool run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
     const int thread = thread_index(), wave = wave_index(), lane = thread % kWave;
-    const int wave_m = wave / Tile::kWavesN * Tile::kWaveM, wave_n = wave % Tile::kWavesN * Tile::kWaveN;
+    const int wave_m = wave / Tile::kWavesN * Tile::kWaveM,
+              wave_n = wave % Tile::kWavesN * Tile::kWaveN;
     u8* current = lds;
     u8* next = lds + kBufferBytes;
-    // The step that K does not fill comes first: all those of the loop are whole, and ask for nothing.
+    // The step that K does not fill comes first: all those of the loop are whole, and ask for
+    // nothing.
     const int first = (op.k - 1) % Tile::kK + 1;
     RowsAt<kSparse> rows(op, m0, n0);
-    aim(op, m0, n0, thread);
-    fetch_some(rows, first, thread);
+    set_offsets(op, m0, n0, thread);
+    load_partial_step(rows, first, thread);
     rows.advance(first);
     x.advance(first);
-    deposit(current, thread);
+    store_step(current, thread);
     block_sync();
-    QK_NO_UNROLL
-    for (int left = op.k - first; left > 0; left -= Tile::kK) {
-      fetch(rows);
+    QK_NO_UNROLL for (int left = op.k - first; left > 0; left -= Tile::kK) {
+      load_step(rows);
       rows.advance(Tile::kK);
       x.advance(Tile::kK);
       multiply(acc, current, wave_m, wave_n, lane);
-      deposit(next, thread);
+      store_step(next, thread);
       block_sync();
       u8* const swap = current;
       current = next;

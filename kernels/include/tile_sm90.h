@@ -1,10 +1,10 @@
 // Tiles, shared memory and the order of work of the Hopper kernels.
 //
-// A block computes tiles of kN outputs x kM tokens, one after the other (persistent). One thread of the last
-// warpgroup keeps a ring of kStages K steps full; the warpgroups before it multiply. They share a tile
-// (kPingPong false: warpgroup c has outputs 64 kBlocks c ..) or take tiles in turns (true), so that one's
-// epilogue runs under the other's matrix instructions. Or kTeam blocks (a cluster) have one tile, each a part of K; their
-// sums meet in block 0.
+// A block computes tiles of kN outputs x kM tokens, one after the other (persistent). One thread of
+// the last warpgroup keeps a ring of kStages K steps full; the warpgroups before it multiply. They
+// share a tile (kPingPong false: warpgroup c has outputs 64 kBlocks c ..) or take tiles in turns
+// (true), so that one's epilogue runs under the other's matrix instructions. Or kTeam blocks (a
+// cluster) have one tile, each a part of K; their sums meet in block 0.
 #pragma once
 
 #include "mma_sm90.h"
@@ -16,21 +16,24 @@ struct Problem {
   int group;  // token tiles that are walked together, so that they meet in L2
 };
 
-/// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of Chunk tokens that wait in shared memory for the
-/// copy engine to write them out; with all of them, the next tile starts while the last one is written. Large chunks
-/// take fewer barriers, small ones less memory and start to leave earlier. Gated: half of the rows of w gate the other
-/// half, and y has a column for two of them (gated_sm90.h).
-template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, bool Sparse, int OutputBytes, int Chunk,
-          bool Gated = false>
+/// Blocks: groups of 64 outputs of a warpgroup. Staged: chunks of Chunk tokens that wait in shared
+/// memory for the copy engine to write them out; with all of them, the next tile starts while the
+/// last one is written. Large chunks take fewer barriers, small ones less memory and start to leave
+/// earlier. Gated: half of the rows of w gate the other half, and y has a column for two of them
+/// (gated_sm90.h).
+template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, bool Sparse,
+          int OutputBytes, int Chunk, bool Gated = false>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kSparse = Sparse, kGated = Gated;
   static constexpr int kConsumers = PingPong ? 2 : N / (64 * Blocks);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kOutputs = 64 * Blocks;  // of a warpgroup
-  static constexpr int kColumns = Gated ? N / 2 : N, kOwnColumns = Gated ? 64 : kOutputs;  // of y: tile, warpgroup
-  static constexpr int kBlockStep = Gated ? N / 2 : 64;  // rows from one block of a warpgroup to the next
-  static constexpr int kStepK = 128;            // K of a stage: a swizzled row of token codes
+  static constexpr int kColumns = Gated ? N / 2 : N,
+                       kOwnColumns = Gated ? 64 : kOutputs;  // of y: tile, warpgroup
+  static constexpr int kBlockStep =
+      Gated ? N / 2 : 64;             // rows from one block of a warpgroup to the next
+  static constexpr int kStepK = 128;  // K of a stage: a swizzled row of token codes
   static constexpr int kWeightRow = Sparse ? kStepK / 2 : kStepK;
   static constexpr int kWeightBytes = N * kWeightRow, kTokenBytes = M * kStepK;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -40,22 +43,28 @@ struct HopperTile {
   static constexpr int kBoxBytes = kChunk * 128, kChunkBytes = kBoxes * kBoxBytes;
   static constexpr int kStaged = Staged < M / kChunk ? Staged : M / kChunk;
   static constexpr int kStagedBytes = Gated ? M * kOwnColumns : kStaged * kChunkBytes;
-  static constexpr int kScaleBytes = 4 * (M + kOutputs) + OutputBytes * kOutputs;  // of tokens, outputs; biases
-  static constexpr int kLimit = 227 * 1024;  // shared memory of a block
+  static constexpr int kScaleBytes =
+      4 * (M + kOutputs) + OutputBytes * kOutputs;  // of tokens, outputs; biases
+  static constexpr int kLimit = 227 * 1024;         // shared memory of a block
   static constexpr int kTailBytes = kConsumers * (kStagedBytes + kScaleBytes);
   static constexpr int kFullSets = PingPong ? 2 : 1;
   static constexpr int kFit = (kLimit - kTailBytes - 512) / kStageBytes;
   static constexpr int kStages = kFit < 16 ? kFit : 16;
   static constexpr int kScales = kStages * kStageBytes + kConsumers * kStagedBytes;
-  static constexpr int kBarriers = kScales + kConsumers * kScaleBytes;  // full[kFullSets][kStages], empty[kStages]
+  static constexpr int kBarriers =
+      kScales + kConsumers * kScaleBytes;  // full[kFullSets][kStages], empty[kStages]
   static constexpr int kSharedBytes = kBarriers + 8 * (kFullSets + 1) * kStages;
-  static_assert(PingPong ? N == 64 * Blocks : N % (64 * Blocks) == 0, "warpgroups cut the tile into 64-output blocks");
-  static_assert(M % Chunk == 0 && Chunk % 16 == 0, "chunks are whole, and pieces of 16 tokens");
+  static_assert(PingPong ? N == 64 * Blocks : N % (64 * Blocks) == 0,
+                "warpgroups cut the tile into 64-output blocks");
+  static_assert(M % Chunk == 0 && Chunk % 16 == 0, "chunks are whole, and multiples of 16 tokens");
   static_assert(kConsumers <= 3, "registers for the sums of three warpgroups");
-  static_assert(M % 16 == 0 && kStageBytes % 1024 == 0 && kBoxBytes % 1024 == 0, "swizzled boxes start on 1024 bytes");
+  static_assert(M % 16 == 0 && kStageBytes % 1024 == 0 && kBoxBytes % 1024 == 0,
+                "swizzled boxes start on 1024 bytes");
   static_assert(kStages >= 2, "the ring needs two stages");
-  static_assert(!Gated || (Blocks == 2 && Team == 1 && M % 32 == 0), "a warpgroup has 64 outputs and their gates");
-  static_assert((Team - 1) * kConsumers * Blocks * M * 256 <= kStages * kStageBytes, "the sums of a team meet in the ring");
+  static_assert(!Gated || (Blocks == 2 && Team == 1 && M % 32 == 0),
+                "a warpgroup has 64 outputs and their gates");
+  static_assert((Team - 1) * kConsumers * Blocks * M * 256 <= kStages * kStageBytes,
+                "the sums of a team meet in the ring");
 };
 
 struct Position {
@@ -91,9 +100,9 @@ struct Schedule {
   }
 };
 
-/// The ring of stages. The copying thread meets every stage in order. A warpgroup that takes tiles in turns
-/// skips stages, so it has full barriers of its own and counts their phases: on a shared one it could take the
-/// end of a phase that it never waited for as its own.
+/// The ring of stages. The copying thread meets every stage in order. A warpgroup that takes tiles
+/// in turns skips stages, so it has full barriers of its own and counts their phases: on a shared
+/// one it could take the end of a phase that it never waited for as its own.
 template <class Tile>
 struct Ring {
   u32 base;
@@ -123,8 +132,8 @@ struct Ring {
 
   /// Copies K step `step` of the tile at `at` into a stage. One thread.
   template <class View>
-  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, const View& view, const TensorMap& x,
-                      const TensorMap& w) const {
+  QK_DEVICE void fill(int stage, u32 ready, int step, Position at, const View& view,
+                      const TensorMap& x, const TensorMap& w) const {
     barrier_expect(ready, Tile::kStageBytes);
     copy_box(weights(stage), w, ready, view.weights(step, at.n));
     copy_box(tokens(stage), x, ready, view.tokens(step, at.m));

@@ -1,7 +1,8 @@
-// Some consecutive values at a time: io -> f32 -> fp8, the unit in which the quantize kernels work.
+// Some consecutive values at a time: io -> f32 -> codes, the unit in which the quantize kernels
+// work.
 #pragma once
 
-#include "fp8.h"
+#include "codec.h"
 
 namespace qk {
 
@@ -14,21 +15,22 @@ struct RunOf {
 
   /// The values as they lie in memory.
   struct Raw {
-    struct alignas(16) Piece {
+    struct alignas(16) Vector {
       Memory v[kPerLoad];
-    } pieces[kCount / kPerLoad];
+    } vectors[kCount / kPerLoad];
   };
 
-  /// `aligned`: x is a multiple of 16 bytes and all values exist; else `count` of them are read one by one.
-  static QK_DEVICE Raw fetch(const Memory* x, bool aligned, int count) {
+  /// `aligned`: x is a multiple of 16 bytes and all values exist; else `count` of them are read one
+  /// by one.
+  static QK_DEVICE Raw load_raw(const Memory* x, bool aligned, int count) {
     Raw raw;
     QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
       if (aligned) {
-        raw.pieces[p] = load<typename Raw::Piece>(x + p * kPerLoad);
+        raw.vectors[p] = load<typename Raw::Vector>(x + p * kPerLoad);
       } else {
         QK_UNROLL for (int e = 0; e < kPerLoad; ++e) {
           const int at = p * kPerLoad + e;
-          raw.pieces[p].v[e] = at < count ? x[at] : Type::round(0.0f);
+          raw.vectors[p].v[e] = at < count ? x[at] : Type::round(0.0f);
         }
       }
     }
@@ -37,17 +39,17 @@ struct RunOf {
 
   static QK_DEVICE void widen(f32 (&values)[kCount], const Raw& raw) {
     QK_UNROLL for (int e = 0; e < kCount; ++e)
-      values[e] = Type::widen(raw.pieces[e / kPerLoad].v[e % kPerLoad]);
+      values[e] = Type::widen(raw.vectors[e / kPerLoad].v[e % kPerLoad]);
   }
 
   /// Largest magnitude, as f32 bits: they compare as the values do, with NaN above everything.
-  static QK_DEVICE u32 largest(const Raw& raw) {
+  static QK_DEVICE u32 amax_bits(const Raw& raw) {
     u32 best = 0;
     QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
       struct Words {
         u32 v[4];
       };
-      const Words words = load<Words>(&raw.pieces[p]);
+      const Words words = load<Words>(&raw.vectors[p]);
       QK_UNROLL for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(Memory) == 2) {
           best = max_halves(best, words.v[i] & 0x7fff7fffu);
@@ -64,7 +66,7 @@ struct RunOf {
 };
 
 template <int kCount>
-QK_DEVICE u32 largest_of(const f32 (&values)[kCount]) {
+QK_DEVICE u32 amax_bits_of(const f32 (&values)[kCount]) {
   u32 best = 0;
   QK_UNROLL for (int e = 0; e < kCount; ++e) {
     const u32 magnitude = float_bits(values[e]) & 0x7fffffffu;
@@ -86,31 +88,37 @@ template <Format kFormat, int kCount>
 QK_DEVICE Codes<kCount> encode_run(const f32 (&values)[kCount]) {
   Codes<kCount> codes;
 #ifdef QK_ENCODES_PAIRS
-  QK_UNROLL for (int e = 0; e < kCount; e += 4) {
-    const bool e4m3 = kFormat == Format::kE4M3FN;
-    const u32 low = e4m3 ? encode_pair_e4m3fn(values[e], values[e + 1]) : encode_pair_e5m2(values[e], values[e + 1]);
-    const u32 high = e4m3 ? encode_pair_e4m3fn(values[e + 2], values[e + 3])
-                          : encode_pair_e5m2(values[e + 2], values[e + 3]);
-    codes.words[e / 4] = low | high << 16;
+  if constexpr (kFormat != Format::kInt8) {
+    const auto pair = [](f32 low, f32 high) {
+      return kFormat == Format::kE4M3FN ? encode_pair_e4m3fn(low, high)
+                                        : encode_pair_e5m2(low, high);
+    };
+    QK_UNROLL for (int e = 0; e < kCount; e += 4) {
+      codes.words[e / 4] = pair(values[e], values[e + 1]) | pair(values[e + 2], values[e + 3])
+                                                                << 16;
+    }
+    return codes;
   }
-#else
-  QK_UNROLL for (int e = 0; e < kCount; ++e)
-    codes.v[e] = encode_fp8<kFormat>(values[e]);
 #endif
+  QK_UNROLL for (int e = 0; e < kCount; ++e)
+    codes.v[e] = Codec<kFormat>::encode(values[e]);
   return codes;
 }
 
-/// Divides many values by one scale and rounds as a true division does, because a mere reciprocal would move ties.
+/// Divides many values by one scale and rounds as a true division does, because a mere reciprocal
+/// would move ties.
 ///
-/// q = x r with r = 1 / scale rounded, then twice q += (x - q scale) r, each in one rounding: the steps of the
-/// hardware's own division, without its search for special cases at every value. They are exact where nothing
-/// overflows or becomes subnormal on the way, which a scale of 2^-60 to 2^60 grants between kNear and kFar: what is
-/// larger is clamped and what is smaller becomes a zero of its sign, whatever the low bits are. Other scales are brought
-/// there by 2^100 or 2^-100, and x with them: exactly, but for an x whose quotient is clamped or becomes zero anyway.
+/// q = x r with r = 1 / scale rounded, then twice q += (x - q scale) r, each in one rounding: the
+/// steps of the hardware's own division, without its search for special cases at every value. They
+/// are exact where nothing overflows or becomes subnormal on the way, which a scale of 2^-60 to
+/// 2^60 grants between kNear and kFar: what is larger is clamped and what is smaller becomes a zero
+/// of its sign, whatever the low bits are. Other scales are brought there by 2^100 or 2^-100, and x
+/// with them: exactly, but for an x whose quotient is clamped or becomes zero anyway.
 template <Format kFormat>
 struct Divisor {
-  static constexpr f32 kFar = 4.0f * Fp8<kFormat>::kMax, kNear = 1.0f / (1 << 20);
-  static constexpr u32 kUp = (127u + 100u) << 23, kOne = 127u << 23, kDown = (127u - 100u) << 23;  // as f32 bits
+  static constexpr f32 kFar = 4.0f * Codec<kFormat>::kMax, kNear = 1.0f / (1 << 20);
+  static constexpr u32 kUp = (127u + 100u) << 23, kOne = 127u << 23,
+                       kDown = (127u - 100u) << 23;  // as f32 bits
   f32 scale, factor, near_one, reciprocal;
   bool usual;
 
@@ -141,20 +149,23 @@ struct Divisor {
   }
 };
 
-/// The same in a third of the instructions, where the hardware encodes and no value is next to a tie.
+/// The same in a third of the instructions, where the hardware encodes and no value is next to a
+/// tie.
 ///
-/// The quotient lies between x times a little less and x times a little more than 1 / scale. Rounding keeps order:
-/// where both have one code, the quotient has it.
+/// The quotient lies between x times a little less and x times a little more than 1 / scale.
+/// Rounding keeps order: where both have one code, the quotient has it.
 template <Format kFormat>
-struct QuickDivisor {
+struct FastDivisor {
 #ifdef QK_ENCODES_PAIRS
   f32 less, more;
 
-  QK_DEVICE explicit QuickDivisor(f32 scale) {
+  QK_DEVICE explicit FastDivisor(f32 scale) {
     constexpr f32 kLittle = 1.0f / (1 << 21);  // eight roundings; three take part
     const Divisor<kFormat> divisor(scale);
-    // Other scales: the codes of NaN and of zero differ, but where the row has a NaN or an infinity.
-    less = divisor.usual ? divisor.reciprocal - divisor.reciprocal * kLittle : bits_float(0x7fc00000u);
+    // Other scales: the codes of NaN and of zero differ, but where the row has a NaN or an
+    // infinity.
+    less =
+        divisor.usual ? divisor.reciprocal - divisor.reciprocal * kLittle : bits_float(0x7fc00000u);
     more = divisor.usual ? divisor.reciprocal + divisor.reciprocal * kLittle : 0.0f;
   }
 
@@ -176,7 +187,7 @@ struct QuickDivisor {
 #else
   Divisor<kFormat> divisor;
 
-  QK_DEVICE explicit QuickDivisor(f32 scale) : divisor(scale) {}
+  QK_DEVICE explicit FastDivisor(f32 scale) : divisor(scale) {}
 
   template <int kCount>
   QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
@@ -184,6 +195,32 @@ struct QuickDivisor {
     return true;
   }
 #endif
+};
+
+/// int8: everywhere, and certain unless the quotient is next to the middle of two codes.
+template <>
+struct FastDivisor<Format::kInt8> {
+  using Int8 = Codec<Format::kInt8>;
+  f32 reciprocal, farthest;
+
+  QK_DEVICE explicit FastDivisor(f32 scale) {
+    const Divisor<Format::kInt8> divisor(scale);
+    reciprocal = divisor.reciprocal;
+    // Two roundings of at most 127 * 2^-24 are below 2^-14. Other scales are left to Divisor.
+    farthest = divisor.usual ? 0.5f - 1.0f / (1 << 14) : -1.0f;
+  }
+
+  template <int kCount>
+  QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+    f32 distance = 0.0f;
+    QK_UNROLL for (int e = 0; e < kCount; ++e) {
+      const f32 q = clamp(values[e] * reciprocal, Int8::kMax), sum = q + Int8::kMagic;
+      const f32 off = bits_float(float_bits(q - (sum - Int8::kMagic)) & 0x7fffffffu);
+      distance = off > distance ? off : distance;
+      codes.v[e] = static_cast<u8>(float_bits(sum));
+    }
+    return distance <= farthest;
+  }
 };
 
 template <int kCount>
@@ -197,16 +234,18 @@ QK_DEVICE void write_codes(u8* q, const Codes<kCount>& codes, bool aligned, int 
   }
 }
 
-/// What is done to a row of x before it is quantized: (x - shift) * smooth, one number per column each.
+/// What is done to a row of x before it is quantized: (x - shift) * smooth, one number per column
+/// each.
 template <bool kShift, bool kSmooth>
 struct Input {
   static constexpr bool kPlain = !kShift && !kSmooth;
   const f32* shift;
   const f32* smooth;
 
-  /// kCount columns from `column`, which is a multiple of kCount where `whole`; `count` of them exist.
+  /// kCount columns from `column`, which is a multiple of kCount where `whole`; `count` of them
+  /// exist.
   template <int kCount>
-  QK_DEVICE void change(f32 (&values)[kCount], int column, bool whole, int count) const {
+  QK_DEVICE void apply(f32 (&values)[kCount], int column, bool whole, int count) const {
     f32 numbers[kCount];
     if constexpr (kShift) {
       read(numbers, shift + column, whole, count);
@@ -222,7 +261,7 @@ struct Input {
 
   /// The same where rows of k columns follow one another: the run may go on in the next one.
   template <int kCount>
-  QK_DEVICE void change_across(f32 (&values)[kCount], int column, int k) const {
+  QK_DEVICE void apply_across_rows(f32 (&values)[kCount], int column, int k) const {
     QK_UNROLL for (int e = 0; e < kCount; ++e) {
       if constexpr (kShift) values[e] -= shift[column];
       if constexpr (kSmooth) values[e] *= smooth[column];
@@ -234,7 +273,7 @@ struct Input {
   template <int kCount>
   static QK_DEVICE void read(f32 (&numbers)[kCount], const f32* source, bool whole, int count) {
     using Run = RunOf<Io::kF32, kCount>;
-    Run::widen(numbers, Run::fetch(source, whole, count));
+    Run::widen(numbers, Run::load_raw(source, whole, count));
   }
 };
 

@@ -1,15 +1,18 @@
-// Where the boxes of a Hopper kernel lie: the K steps of its operands, and the chunks of its result.
+// Where the boxes of a Hopper kernel lie: the K steps of its operands, and the chunks of its
+// result.
 //
-// A view gives the first coordinates of a box of tokens (Tile::kM rows of 128 codes), of weights (Tile::kN rows) and of
-// outputs (Tile::kChunk tokens), and the bytes of a row of metadata that belong to a K step.
+// A view gives the first coordinates of a box of tokens (Tile::kM rows of 128 codes), of weights
+// (Tile::kN rows) and of outputs (Tile::kChunk tokens), and the bytes of a row of metadata that
+// belong to a K step.
 #pragma once
 
 #include "tile_sm90.h"
 
 namespace qk {
 
-/// Bytes of a row of metadata: 16 from `begin`, as far as they lie before `end`, which is in the row.
-struct Piece {
+/// Bytes of a row of metadata: 16 from `begin`, as far as they lie before `end`, which is in the
+/// row.
+struct ByteRange {
   int begin, end;
   bool whole;  // all of them or none, on 16 bytes
 };
@@ -18,22 +21,27 @@ struct Piece {
 template <class Tile>
 struct MatrixView {
   QK_DEVICE int depth(int k) const { return k; }
-  QK_DEVICE Place<2> tokens(int step, int m) const { return {{step * Tile::kStepK, m}}; }
-  QK_DEVICE Place<2> weights(int step, int n) const { return {{step * Tile::kWeightRow, n}}; }
-  QK_DEVICE Place<2> outputs(int m, int within, int n) const { return {{n, m + within}}; }
-  QK_DEVICE Piece metadata(int step, int k) const { return {16 * step, k / 8, k / 8 % 16 == 0}; }
+  QK_DEVICE Coordinates<2> tokens(int step, int m) const { return {{step * Tile::kStepK, m}}; }
+  QK_DEVICE Coordinates<2> weights(int step, int n) const { return {{step * Tile::kWeightRow, n}}; }
+  QK_DEVICE Coordinates<2> outputs(int m, int within, int n) const { return {{n, m + within}}; }
+  QK_DEVICE ByteRange metadata(int step, int k) const {
+    return {16 * step, k / 8, k / 8 % 16 == 0};
+  }
 };
 
-/// Pictures with channels last, seen by a convolution: the token operand is read where it lies, once for each tap.
+/// Pictures with channels last, seen by a convolution: the token operand is read where it lies,
+/// once for each tap.
 ///
-/// A tile's tokens are output pixels, kM / wide rows of wide = 2^wide_bits, row by row; token tile t is column t % across
-/// and row t / across % down of picture t / (across down). Rows of weights are (tap, channel), and K steps walk the
-/// taps, each in ceil(channels / 128): a step never has two taps. What the boxes reach outside the picture and behind
-/// the last channel is zeros, which is what padding is. The products of those zeros are computed (320 channels are 2.5
-/// steps): a branch around half of a step's instructions cost the accurate dense kernels 1 to 15 %, at every shape.
+/// A tile's tokens are output pixels, kM / wide rows of wide = 2^wide_bits, row by row; token tile
+/// t is column t % across and row t / across % down of picture t / (across down). Rows of weights
+/// are (tap, channel), and K steps walk the taps, each in ceil(channels / 128): a step never has
+/// two taps. What the boxes reach outside the picture and behind the last channel is zeros, which
+/// is what padding is. The products of those zeros are computed (320 channels are 2.5 steps): a
+/// branch around half of a step's instructions cost the accurate dense kernels 1 to 15 %, at every
+/// shape.
 template <class Tile>
 struct PictureView {
-  static_assert(Tile::kTeam == 1, "hopper_conv.py has no launches for teams");
+  static_assert(Tile::kTeam == 1, "hopper/conv.py has no launches for teams");
 
   int channels, taps, taps_wide;
   int wide_bits, across, down;
@@ -41,20 +49,20 @@ struct PictureView {
 
   QK_DEVICE int steps() const { return (channels - 1) / Tile::kStepK + 1; }
   QK_DEVICE int depth(int) const { return taps * steps() * Tile::kStepK; }
-  QK_DEVICE Place<4> tokens(int step, int m) const {
+  QK_DEVICE Coordinates<4> tokens(int step, int m) const {
     const int tap = step / steps(), first = step % steps() * Tile::kStepK;
     const Pixel pixel = pixel_of(m, 0);
     return {{first, pixel.x * stride_x + tap % taps_wide * dilation_x - left,
              pixel.y * stride_y + tap / taps_wide * dilation_y - top, pixel.picture}};
   }
-  QK_DEVICE Place<3> weights(int step, int n) const {
+  QK_DEVICE Coordinates<3> weights(int step, int n) const {
     return {{step % steps() * Tile::kWeightRow, step / steps(), n}};
   }
-  QK_DEVICE Place<4> outputs(int m, int within, int n) const {
+  QK_DEVICE Coordinates<4> outputs(int m, int within, int n) const {
     const Pixel pixel = pixel_of(m, within);
     return {{n, pixel.x, pixel.y, pixel.picture}};
   }
-  QK_DEVICE Piece metadata(int step, int) const {
+  QK_DEVICE ByteRange metadata(int step, int) const {
     // Behind the last tap, where codes are zeros, that one again.
     const int last = step / steps(), tap = last < taps ? last : taps - 1, row = channels / 8;
     return {tap * row + step % steps() * 16, tap * row + row, row % 16 == 0};
@@ -68,8 +76,8 @@ struct PictureView {
   /// Token `within` of the tile that starts with token m.
   QK_DEVICE Pixel pixel_of(int m, int within) const {
     const int tile = m / Tile::kM, row = tile / across, wide = 1 << wide_bits;
-    return {tile % across * wide + (within & (wide - 1)), row % down * (Tile::kM >> wide_bits) + (within >> wide_bits),
-            row / down};
+    return {tile % across * wide + (within & (wide - 1)),
+            row % down * (Tile::kM >> wide_bits) + (within >> wide_bits), row / down};
   }
 };
 

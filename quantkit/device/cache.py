@@ -50,14 +50,14 @@ def cache_limit() -> int:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> str:
-    """Return the SHA-256 over every kernel source, its path included."""
-    return _digest({".hip", ".h", ".cpp"}, skip="")
+    """Return the SHA-256 over every kernel source and launch.json, paths included."""
+    return _digest({".hip", ".h", ".cpp", ".json"}, skip="")
 
 
 @lru_cache(maxsize=1)
 def device_sources_digest() -> str:
     """Return the SHA-256 over what GPU objects are compiled from: all but the host's runtime."""
-    return _digest({".hip", ".h"}, skip="host")
+    return _digest({".hip", ".h", ".json"}, skip="host")
 
 
 def build_folder(*parts: str) -> Path:

@@ -10,10 +10,14 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from quantkit.device.ops.op import Variant
 from quantkit.resources import kernel_sources
+
+# A variant's macros come from here, so its module imports this one.
+if TYPE_CHECKING:
+    from quantkit.device.ops.op import Variant
 
 Names = Mapping[str, int]
 Expression = Callable[[Names], int]
@@ -46,19 +50,36 @@ class Tile:
     n: int
     #: K of one step of its loop
     k: int
-    block: int
+    #: of a block, which they cut along m, n and k
+    waves: tuple[int, int, int]
+
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return 32 * prod(self.waves)
 
 
 @lru_cache(maxsize=1)
 def tiles() -> tuple[Tile, ...]:
     """Return the tile menu; variant word ``t1`` is its entry 1."""
     entries = _launch_file()["tiles"]
-    return tuple(Tile(tile["m"], tile["n"], tile["k"], tile["block"]) for tile in entries)
+    return tuple(Tile(tile["m"], tile["n"], tile["k"], tuple(tile["waves"])) for tile in entries)
 
 
-def geometry_of(variant: Variant) -> Geometry:
+def macros(variant: "Variant") -> tuple[str, ...]:
+    """Return what the source of a variant is told of its launch, for the compiler's command."""
+    launch, word = geometry_of(variant), variant.word("QK_TILE")
+    values = {"THREADS": launch.block, "LDS_BYTES": launch.lds}
+    if word:
+        tile = tiles()[int(word[1:])]
+        values |= {"TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
+        values |= dict(zip(("WAVES_M", "WAVES_N", "WAVES_K"), tile.waves, strict=True))
+    return tuple(f"-DQK_{name}={value}" for name, value in values.items())
+
+
+def geometry_of(variant: "Variant") -> Geometry:
     """Return the block, grid expressions and LDS of a variant, tile sizes filled in."""
-    entry = _launch_file()[variant.op.name]
+    entry = _launch_file()[variant.op.source.removesuffix(".hip")]
     x, y, z = entry["grid"]
     word = variant.word("QK_TILE")
     if not word:

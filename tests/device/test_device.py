@@ -24,6 +24,7 @@ from tests.support.kernel_cases import need, operate
 
 CPU = torch.device("cpu")
 E4M3 = ("e4m3fn", "e4m3fn")
+GEMM_T4 = "e4m3fn_e4m3fn_token_channel_f16_t4"
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,10 @@ def macros():
 
 def test_words_have_the_numbers_of_the_header():
     words = {
-        (axis.macro, word): index
+        (axis.macro, word): axis.value(word)
         for op in OPS.values()
         for axis in op.axes
-        for index, word in enumerate(axis.words)
+        for word in axis.words
     }
     numbers = macros()
     named = {(macro, word): number for (macro, word), number in words.items() if macro != "QK_TILE"}
@@ -63,14 +64,24 @@ def test_words_have_the_numbers_of_the_header():
 
 def test_tables_agree_with_the_launch_file():
     content = launch_file()
-    assert set(OPS) == {name for name in content if name not in ("about", "tiles")}
+    sources = {op.source for op in OPS.values()}
+    assert sources == {f"{name}.hip" for name in content if name not in ("about", "tiles")}
     for op in OPS.values():
         assert (kernel_sources() / op.source).is_file()
-        assert content[op.name].get("k_multiple", 1) == op.k_multiple
+        entry = content[op.source.removesuffix(".hip")]
+        assert entry.get("k_multiple", 1) == op.k_multiple
         if op.axes[-1].macro == "QK_TILE":
-            assert len(op.axes[-1].words) == len(content[op.name]["lds"])
-            assert len(content[op.name]["lds"]) <= len(content["tiles"])
+            assert len(op.axes[-1].words) == len(entry["lds"]) <= len(content["tiles"])
     assert len(host_calls._TILE_SPEED) <= len(content["tiles"])
+
+
+def test_sources_get_the_numbers_of_the_launch_file():
+    (variant,) = (v for v in all_variants(OPS["gemm_fp8"]) if v.name == GEMM_T4)
+    found = {name: int(value) for name, value in (d[2:].split("=") for d in variant.defines[1:])}
+    tile = {"QK_TILE_M": 16, "QK_TILE_N": 32, "QK_TILE_K": 512, "QK_THREADS": 256}
+    assert tile.items() <= found.items()
+    assert [found[f"QK_WAVES_{of}"] for of in "MNK"] == [1, 1, 8]
+    assert found["QK_LDS_BYTES"] == launch_file()["gemm"]["lds"][4]
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)

@@ -54,7 +54,7 @@ def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
 def test_other_shared_memory_than_planned_does_not_compile(monkeypatch):
     need(nvrtc.load_nvrtc)
     monkeypatch.setattr(HopperKernel, "shared_bytes", 1024)
-    with pytest.raises(KernelError, match=r"hopper\.py counts the shared memory"):
+    with pytest.raises(KernelError, match=r"hopper/gemm\.py counts the shared memory"):
         compile_kernel(HopperKernel(TILES["c64x16"]))
 
 

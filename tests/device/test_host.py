@@ -109,14 +109,16 @@ def test_the_key_depends_on_what_is_compiled_and_how(tmp_path, monkeypatch):
     assert len(folders) == 4
 
 
-def test_the_key_changes_with_a_source(tmp_path, monkeypatch):
+@pytest.mark.parametrize("file", ["include/fp8.h", "launch.json"])
+@pytest.mark.parametrize("digest", [cache.sources_digest, cache.device_sources_digest])
+def test_the_key_changes_with_a_source(tmp_path, monkeypatch, digest, file):
     sources = shutil.copytree(kernel_sources(), tmp_path / "kernels")
     monkeypatch.setattr(cache, "kernel_sources", lambda: sources)
-    before = cache.sources_digest.__wrapped__()
-    assert cache.sources_digest.__wrapped__() == before
-    with (sources / "include" / "fp8.h").open("a") as header:
-        header.write("\n")
-    assert cache.sources_digest.__wrapped__() != before
+    before = digest.__wrapped__()
+    assert digest.__wrapped__() == before
+    with (sources / file).open("a") as source:
+        source.write("\n")
+    assert digest.__wrapped__() != before
 
 
 def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):

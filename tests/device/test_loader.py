@@ -94,9 +94,9 @@ def test_a_kernel_is_compiled_loaded_and_launched_in_order(hip):
     hip.provide(SMALL)
     quantize(hip.device())
     assert hip.names() == [*COMPILE, *LOAD, "hipModuleLaunchKernel"]
-    assert "hiprtcCreateProgram quantize_fp8_token.hip" in hip.calls()
-    # QK_SYMBOL and one macro per axis
-    assert f"hiprtcCompileProgram gfx1201 {SMALL.symbol} macros=4" in hip.calls()
+    assert "hiprtcCreateProgram quantize_token.hip" in hip.calls()
+    # QK_SYMBOL, one macro per axis, threads and LDS
+    assert f"hiprtcCompileProgram gfx1201 {SMALL.symbol} macros=6" in hip.calls()
 
 
 @pytest.mark.parametrize("op", GEMMS, ids=lambda op: op.name)
@@ -328,7 +328,7 @@ def test_a_compile_error_shows_the_log_and_the_command(hip):
     with pytest.raises(KernelError) as info:
         quantize(hip.device())
     text = str(info.value)
-    assert "quantize_fp8_token.hip:7:1: error: planted" in text
+    assert "quantize_token.hip:7:1: error: planted" in text
     assert "--offload-arch=gfx1201 -O3 -std=c++17 -ffp-contract=off -mcumode -I" in text
     assert f"-DQK_SYMBOL={SMALL.symbol}" in text
     assert not list(cache.cache_directory().rglob("*.co"))

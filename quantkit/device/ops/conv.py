@@ -176,7 +176,7 @@ OPS = with_sparse(
     Op(
         name="conv_fp8",
         family="conv",
-        source="conv_fp8.hip",
+        source="conv.hip",
         formula=(
             "gemm_fp8 of windows of x: row (b, v, u), column (r, s, c) is x[b, v stride_y + "
             "r dilation_y - top, u stride_x + s dilation_x - left, c], or 0 outside of x"

@@ -125,7 +125,7 @@ OPS = with_sparse(
     Op(
         name="geglu_fp8",
         family="geglu",
-        source="geglu_fp8.hip",
+        source="geglu.hip",
         formula=(
             "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
             "p gemm_fp8's y of 2 n columns"

@@ -95,7 +95,7 @@ OPS = with_sparse(
     Op(
         name="gemm_fp8",
         family="gemm",
-        source="gemm_fp8.hip",
+        source="gemm.hip",
         formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
         schema=(
             "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str x_format, "

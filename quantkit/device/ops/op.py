@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.device.geometry import macros
 from quantkit.numerics.windows import ConvShape
 
 #: What a kernel reads, in launch order.
@@ -30,8 +31,14 @@ class Axis:
     """One choice made on the compiler's command line."""
 
     macro: str
-    #: position in this tuple = value of the macro; an empty word leaves no trace in the name
+    #: in order of the macro's values; an empty word leaves no trace in the name
     words: tuple[str, ...]
+    #: value of the macro for the first word
+    first: int = 0
+
+    def value(self, word: str) -> int:
+        """Return what the macro is for ``word``."""
+        return self.first + self.words.index(word)
 
 
 @dataclass(frozen=True)
@@ -187,8 +194,8 @@ class Variant:
     def defines(self) -> tuple[str, ...]:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
-        values = (f"-D{axis.macro}={axis.words.index(word)}" for axis, word in pairs)
-        return (f"-DQK_SYMBOL={self.symbol}", *values)
+        values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
+        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self))
 
     def word(self, macro: str) -> str:
         """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""

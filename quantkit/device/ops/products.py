@@ -69,7 +69,7 @@ def with_sparse(dense: Op, *, formula: str, requires: tuple[str, ...] = ()) -> t
     sparse = replace(
         dense,
         name=name,
-        source=f"{name}.hip",
+        source=dense.source.replace(".hip", "_sparse.hip"),
         formula=formula,
         schema=dense.schema.replace("Tensor w,", "Tensor w, Tensor w_meta,"),
         args=args,

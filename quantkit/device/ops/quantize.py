@@ -125,7 +125,7 @@ def _op(
     return Op(
         name=name,
         family=family,
-        source=f"{name}.hip",
+        source=f"{family}.hip",
         formula=formula,
         schema=schema,
         axes=(

@@ -1,19 +1,20 @@
-// q[m, k] = fp8(clamp((x[m, k] - shift[k]) * smooth[k] / scale, -max, max)), one scale for the whole tensor
+// q[m, k] = fp8(clamp((x[m, k] - shift[k]) * smooth[k] / scale, -max, max)), one scale for all
 //
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH in QK_INPUT
 // scale   f32 [1], read                      shift   f32 [K]; read only with QK_SHIFT in QK_INPUT
 // q       fp8 codes [M, K]
-// Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division (vector_io.h); the bytes
-// equal torch's `((x.float() - shift) * smooth / scale).clamp(-max, max).to(fp8)`. NaN becomes the NaN code, never a number.
+// Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division
+// (vector_io.h); the bytes equal torch's `((x.float() - shift) * smooth / scale).clamp(-max,
+// max).to(fp8)`. NaN becomes the NaN code, never a number.
 //
-// Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a block, r = 0
-// and 1, gives thread t the 16 values at 8192 * block + 4096 * r + 16 * t, so every access but the last run's
-// is 16 bytes.
+// Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a
+// block, r = 0 and 1, gives thread t the 16 values at 8192 * block + 4096 * r + 16 * t, so every
+// access but the last run's is 16 bytes.
 #include "vector_io.h"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = QK_THREADS;
 constexpr int kRuns = 2;
 constexpr int kRun = 16;  // values: one 16-byte store of codes
 constexpr int kBlockValues = kThreads * kRuns * kRun;
@@ -23,25 +24,27 @@ static_assert(kBlockValues == 8192, "launch.json divides M * K by this number");
 }  // namespace
 
 QK_KERNEL(kThreads)
-QK_SYMBOL(const void* x, const float* smooth, const float* shift, const float* scale, qk::u8* q, int m, int k) {
+QK_SYMBOL(const void* x, const float* smooth, const float* shift, const float* scale, qk::u8* q,
+          int m, int k) {
   using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
   const Input input{shift, smooth};
   const qk::i64 total = static_cast<qk::i64>(m) * k;
   const qk::Divisor<qk::Format(QK_X_FORMAT)> divisor(scale[0]);
   QK_UNROLL for (int run = 0; run < kRuns; ++run) {
-    const qk::i64 start =
-        static_cast<qk::i64>(qk::block_x()) * kBlockValues + (run * kThreads + qk::thread_index()) * kRun;
+    const qk::i64 start = static_cast<qk::i64>(qk::block_x()) * kBlockValues +
+                          (run * kThreads + qk::thread_index()) * kRun;
     if (start >= total) continue;
     const bool whole = start + kRun <= total;
     const int count = whole ? kRun : static_cast<int>(total - start);
     float values[kRun];
-    Run::widen(values, Run::fetch(static_cast<const typename Run::Memory*>(x) + start, whole, count));
+    Run::widen(values,
+               Run::load_raw(static_cast<const typename Run::Memory*>(x) + start, whole, count));
     if constexpr (!Input::kPlain) {
       const int column = static_cast<int>(start % k);
       if (k % kRun == 0) {
-        input.change(values, column, true, kRun);
+        input.apply(values, column, true, kRun);
       } else {
-        input.change_across(values, column, k);
+        input.apply_across_rows(values, column, k);
       }
     }
     qk::write_codes(q + start, divisor.encode(values), whole, count);

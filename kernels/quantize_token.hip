@@ -4,27 +4,32 @@
 // x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH in QK_INPUT
 // scale   f32 [M], written                   shift   f32 [K]; read only with QK_SHIFT in QK_INPUT
 // q       fp8 codes [M, K]
-// Any M and K; base pointers 16-byte aligned. True f32 divisions and round to nearest even, as torch's. A NaN
-// in a row makes its scale NaN and with it all its codes: it is passed on visibly, never turned into a number.
+// Any M and K; base pointers 16-byte aligned. True f32 divisions and round to nearest even, as
+// torch's. A NaN in a row makes its scale NaN and with it all its codes: it is passed on visibly,
+// never turned into a number.
 //
-// Launch: 256 threads, grid (ceil(M / 8), 1, 1). A block has eight rows. A row is taken by 1, 2, 4 or all 8 of its
-// waves, the fewest that hold it in registers, in runs of 8 values: lane l of the row's wave w takes the values
-// at (step * waves + w) * 256 + 8 * l. What is not held is read a second time: the end of a row of more than 16384
-// 16-bit values, and most of a row that is no whole number of runs.
+// Launch: 256 threads, grid (ceil(M / 8), 1, 1). A block has eight rows. A row is taken by 1, 2, 4
+// or all 8 of its waves, the fewest that hold it in registers, in runs of 8 values: lane l of the
+// row's wave w takes the values at (step * waves + w) * 256 + 8 * l. What is not held is read a
+// second time: the end of a row of more than 16384 16-bit values, and most of a row that is no
+// whole number of runs.
 #include "vector_io.h"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = QK_THREADS;
 constexpr int kRows = kThreads / qk::kWave;
 constexpr int kRun = 8;  // values: one 16-byte load of 16-bit ones
 constexpr int kStep = qk::kWave * kRun;
 constexpr qk::Format kFormat = qk::Format(QK_X_FORMAT);
+constexpr int kLdsBytes = 2 * kRows * 4;  // a maximum per wave, for every second turn
 static_assert(kRows == 8, "launch.json divides M by this number");
+static_assert(kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 
 using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
-constexpr int kHeld = 128 / static_cast<int>(sizeof(Run::Raw));  // runs that a lane keeps: 32 registers
+// Runs that a lane keeps: 32 registers.
+constexpr int kHeld = 128 / static_cast<int>(sizeof(Run::Raw));
 
 /// The row that a wave works on; kWhole: all its runs are whole, and 16-byte aligned in x.
 template <bool kWhole>
@@ -35,26 +40,29 @@ struct Row {
 
   QK_DEVICE void widen(float (&values)[kRun], const Run::Raw& raw, int column) const {
     Run::widen(values, raw);
-    input.change(values, column, kWhole, k - column);
+    input.apply(values, column, kWhole, k - column);
   }
-  QK_DEVICE Run::Raw fetch(int column) const { return Run::fetch(x + column, kWhole, k - column); }
+  QK_DEVICE Run::Raw load_raw(int column) const {
+    return Run::load_raw(x + column, kWhole, k - column);
+  }
 
   /// Largest magnitude, as bits.
-  QK_DEVICE qk::u32 largest(const Run::Raw& raw, int column) const {
-    if constexpr (Input::kPlain) return Run::largest(raw);
+  QK_DEVICE qk::u32 amax_bits(const Run::Raw& raw, int column) const {
+    if constexpr (Input::kPlain) return Run::amax_bits(raw);
     float values[kRun];
     widen(values, raw, column);
-    return qk::largest_of(values);
+    return qk::amax_bits_of(values);
   }
 
-  QK_DEVICE void write(qk::u8* q, const Run::Raw& raw, int column, const qk::Divisor<kFormat>& divisor) const {
+  QK_DEVICE void write(qk::u8* q, const Run::Raw& raw, int column,
+                       const qk::Divisor<kFormat>& divisor) const {
     float values[kRun];
     widen(values, raw, column);
     qk::write_codes(q + column, divisor.encode(values), kWhole, k - column);
   }
   /// False: the codes are not certain, and have to be written again.
-  QK_DEVICE bool write_quickly(qk::u8* q, const Run::Raw& raw, int column,
-                               const qk::QuickDivisor<kFormat>& divisor) const {
+  QK_DEVICE bool write_fast(qk::u8* q, const Run::Raw& raw, int column,
+                            const qk::FastDivisor<kFormat>& divisor) const {
     float values[kRun];
     widen(values, raw, column);
     qk::Codes<kRun> codes;
@@ -79,8 +87,8 @@ QK_DEVICE qk::u32 row_max(qk::u32 value, qk::u8* maxima, int wave, int waves) {
 }
 
 template <bool kWhole, int kHeld>
-QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float* scales, qk::u8* q, int m, int k,
-                        qk::u8* lds) {
+QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float* scales, qk::u8* q,
+                        int m, int k, qk::u8* lds) {
   const int wave = qk::wave_index(), lane = qk::thread_index() % qk::kWave;
   int waves = 1;
   while (waves < kRows && k > waves * kHeld * kStep) waves *= 2;
@@ -95,45 +103,47 @@ QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float
     typename Run::Raw held[kHeld];
     qk::u32 amax = 0;
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (start + step * stride < end) held[step] = row.fetch(start + step * stride);
+      if (start + step * stride < end) held[step] = row.load_raw(start + step * stride);
     }
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (start + step * stride < end) amax = larger(amax, row.largest(held[step], start + step * stride));
+      if (start + step * stride < end)
+        amax = larger(amax, row.amax_bits(held[step], start + step * stride));
     }
     for (int column = start + kHeld * stride; column < end; column += stride) {
-      amax = larger(amax, row.largest(row.fetch(column), column));
+      amax = larger(amax, row.amax_bits(row.load_raw(column), column));
     }
     amax = row_max(amax, lds + turn % 2 * kRows * 4, wave, waves);
-    // Zero for a row of zeros, and when amax is so small that the quotient underflows: zeros would become NaN.
-    const float quotient = qk::bits_float(amax) / qk::Fp8<kFormat>::kMax;
+    // Zero for a row of zeros, and when amax is so small that the quotient underflows: zeros would
+    // become NaN.
+    const float quotient = qk::bits_float(amax) / qk::Codec<kFormat>::kMax;
     const float scale = quotient == 0.0f ? 1.0f : quotient;
     if (start == 0 && index < m) scales[index] = scale;
-    const qk::QuickDivisor<kFormat> quick(scale);
+    const qk::FastDivisor<kFormat> fast(scale);
     qk::u32 again = 0;  // bit by step
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
       const int column = start + step * stride;
-      if (column < end && !row.write_quickly(codes, held[step], column, quick)) again |= 1u << step;
+      if (column < end && !row.write_fast(codes, held[step], column, fast)) again |= 1u << step;
     }
-    // What is not certain, and what is not held; a rolled loop, so that the long way stands in the code once.
+    // What is not certain, and what is not held; a rolled loop, so that the long way stands in the
+    // code once.
     const qk::Divisor<kFormat> divisor(scale);
-    QK_NO_UNROLL
-    for (int column = start; again != 0; column += stride, again >>= 1) {
-      if (again & 1) row.write(codes, row.fetch(column), column, divisor);
+    QK_NO_UNROLL for (int column = start; again != 0; column += stride, again >>= 1) {
+      if (again & 1) row.write(codes, row.load_raw(column), column, divisor);
     }
-    QK_NO_UNROLL
-    for (int column = start + kHeld * stride; column < end; column += stride) {
-      row.write(codes, row.fetch(column), column, divisor);
+    QK_NO_UNROLL for (int column = start + kHeld * stride; column < end; column += stride) {
+      row.write(codes, row.load_raw(column), column, divisor);
     }
   }
 }
 
 }  // namespace
 
-// Three blocks are 24 waves of 80 registers; with two, large inputs took a tenth longer on an H200. Shift and smooth need
-// more registers.
+// Three blocks are 24 waves of 80 registers; with two, large inputs took a tenth longer on an H200.
+// Shift and smooth need more registers.
 QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2)
-QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, qk::u8* q, int m, int k) {
-  QK_SHARED(lds, 2 * kRows * 4);  // a maximum per wave, for every second turn
+QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, qk::u8* q, int m,
+          int k) {
+  QK_SHARED(lds, kLdsBytes);
   const auto* const rows = static_cast<const typename Run::Memory*>(x);
   const Input input{shift, smooth};
   if (k % kRun != 0) {
@@ -143,4 +153,4 @@ QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, 
   }
 }
 
-QK_HOST_ENTRY(kThreads, 2 * kRows * 4)
+QK_HOST_ENTRY(kThreads, kLdsBytes)

@@ -1,0 +1,44 @@
+// y[m, n] = (sum_k x[m, k] * w[n, k]) * x_scale * w_scale[n] + bias[n], two of every four
+// w[n, 4g .. 4g+3] stored
+//
+// x       fp8 codes [M, K], K contiguous            x_scale  f32 [1] or [M]
+// w       fp8 codes [N, K/2]: the kept ones         w_scale  f32 [1] or [N]
+// w_meta  u8 [N, K/8]: a nibble per group of four, low nibble first; bits 1:0 and 3:2 are the
+//         kept positions, ascending and distinct, whatever the codes
+// bias    io [N] or null                            y        io [M, N]
+// M, N any size >= 1; K a multiple of 32; base pointers 16-byte aligned. f32 accumulation, scales
+// and bias in f32, one rounding to io (nearest even).
+//
+// Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
+// Per wave: kWaveM tokens x kWaveN outputs as 16x16 blocks. The weights are the sparse A operand;
+// their metadata rides in the padding of their LDS rows and reaches the matrix instruction as it
+// lies on disk: on gfx12 lane (h, r) = (lane / 16, lane % 16) takes the 32-bit word at row r, K
+// 32h. Outputs as in gemm.hip. Targets without a sparse instruction expand the codes to dense
+// fragments in registers (layout_gfx11.h).
+#include "mma.h"
+#include "direct.h"
+#include "epilogue.h"
+#include "raster.h"
+
+using Tile = qk::VariantTile;
+using Mma = qk::SparseMma<qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT)>;
+using Loop = qk::LoopOf<Tile, Mma>;
+using Epilogue = qk::Epilogue<qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL>;
+
+static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of every tile");
+
+QK_KERNEL(Tile::kThreads)
+QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* w_meta,
+          const float* w_scale, const void* bias, void* y, int m, int n, int k) {
+  QK_SHARED(lds, Loop::kLdsBytes);
+  const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
+  typename Loop::Accumulators acc = {};
+  Loop loop;
+  if (!loop.run(acc, {x, w, w_meta, m, n, k}, lds, origin.m, origin.n)) return;
+  const int wave = qk::wave_index();
+  Epilogue::run<Mma>({x_scale, w_scale, bias, y, m, n}, acc,
+                     origin.m + wave / Tile::kWavesN * Tile::kWaveM,
+                     origin.n + wave % Tile::kWavesN * Tile::kWaveN);
+}
+
+QK_HOST_ENTRY(Tile::kThreads, Loop::kLdsBytes)
