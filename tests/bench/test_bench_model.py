@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def quiet(step, done, total):
 @pytest.fixture(scope="module")
 def unet_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "unet"
-    tiny_unet().save_config(folder)
+    unet: Any = tiny_unet()
+    unet.save_config(folder)
     return folder
 
 

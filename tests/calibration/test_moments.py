@@ -1,5 +1,7 @@
 """Moments, statistics and masks of a file that is whole and yet wrong: refused in one line."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,8 +41,8 @@ def moments_of(x, held=None):
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
-    component = open_model(str(tiny_transformer(tmp_path_factory.mktemp("m") / "pixart")))
-    (component,) = component.components
+    model = open_model(str(tiny_transformer(tmp_path_factory.mktemp("m") / "pixart")))
+    (component,) = model.components
     return component, next(x for x in list_layers(component) if x.k == 64)
 
 
@@ -51,7 +53,7 @@ def stored(layer, tmp_path):
     held = HeldRows(seeded(5, one.k, seed=2).bfloat16(), torch.ones(5))
     moments = moments_of(seeded(300, one.k) + 0.5, held)
     digests = {component.name: {one.name: "a" * 64}}
-    about = dict.fromkeys(("recipe", "prompts_digest", "weighting"), "")
+    about: dict[str, Any] = dict.fromkeys(("recipe", "prompts_digest", "weighting"), "")
     about |= dict.fromkeys(("prompts", "held_out", "steps", "seed", "batch"), 1)
     index = HessianIndex(digests, guidance=None, row_share=1.0, versions={}, **about)
     hessians = create_hessians(tmp_path / "h", index)

@@ -150,7 +150,9 @@ def test_older_file_serves_all_that_it_holds(sd_calibration, tmp_path, version):
     assert torch.equal(statistics.histogram, sd_calibration.layers["unet"][name].histogram)
     assert statistics.samples is None
     for observer in OBSERVERS:
-        recipe = ActivationRecipe(mode="static", observer=observer, buckets=2)
+        recipe = ActivationRecipe.model_validate(
+            {"mode": "static", "observer": observer, "buckets": 2}
+        )
         if observer == "moving_average" and version == 1:
             with pytest.raises(ArtefactError, match=r"has no moving average \(format_version 1\)"):
                 static_scale(statistics, recipe, FORMATS["e4m3fn"], edges=loaded.edges)

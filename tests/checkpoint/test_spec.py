@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quantkit.checkpoint.spec import layer_tensors, make_config, parse_config
+from quantkit.checkpoint.spec import Kind, layer_tensors, make_config, parse_config
 from quantkit.errors import CheckpointError
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
@@ -52,7 +52,7 @@ SPARSE = Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, Activation.TOKEN)
     ids=["linear", "conv", "sparse-static", "group-buckets-smooth"],
 )
 def test_layer_tensors_are_those_of_the_table(scheme, shape, wanted):
-    kind = "conv2d" if len(shape) == 4 else "linear"
+    kind: Kind = "conv2d" if len(shape) == 4 else "linear"
     specs = layer_tensors("a.b", scheme, kind, shape, bias_dtype="BF16")
     wanted = {**wanted, "bias": ("BF16", (shape[0],))}
     assert {s.name: (s.dtype, s.shape) for s in specs} == {

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint import skeleton
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, find_file_list, write_file_list
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
@@ -439,11 +438,11 @@ def test_a_child_process_builds_the_same_model(whole, monkeypatch):
         seen.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(skeleton.subprocess, "run", spy)
+    monkeypatch.setattr(subprocess, "run", spy)
     assert read_skeleton(config) == here
     assert len(seen) == 1
     done = subprocess.CompletedProcess([], 0, stdout='{"problem": "no such class"}')
-    monkeypatch.setattr(skeleton.subprocess, "run", lambda *args, **kwargs: done)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     with pytest.raises(CheckpointError, match=r"config\.json: no such class"):
         read_skeleton(config)
 

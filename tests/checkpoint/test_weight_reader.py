@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.errors import NonFiniteError
 from quantkit.packing import writer
@@ -43,7 +44,7 @@ def test_blocks_are_as_many_rows_as_fit(opened, elements, counts):
     assert torch.equal(torch.cat([rows for _, rows in blocks]), weight)
 
 
-class Bytes:
+class Bytes(Sink):
     def __init__(self):
         self.data = b""
 

@@ -68,10 +68,10 @@ def launch_all(variant, layout):
     generator = torch.Generator().manual_seed(1)
     kind = variant.op.name.partition("_")[0]
     if kind == "quantize":
-        shapes = [(1, 1), (7, 17), (9, 1025), (3, 520), (2, 2056), (1, 16400)]
-        for m, k in shapes:
+        rows = [(1, 1), (7, 17), (9, 1025), (3, 520), (2, 2056), (1, 16400)]
+        for m, k in rows:
             quantize(variant, layout, m, k)
-        return len(shapes)
+        return len(rows)
     if kind == "conv":
         cases = [conv_case(variant, shape, generator) for shape in conv_shapes(variant)[:6]]
     else:

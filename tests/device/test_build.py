@@ -5,6 +5,7 @@ import re
 import shutil
 import struct
 import subprocess
+from typing import Any
 
 import pytest
 import torch
@@ -431,7 +432,7 @@ def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
 
     need(compilers.host_compiler)
     model, recipe, out = open_model(str(pipeline_dir)), load_recipe("fp8"), tmp_path / "packed"
-    nothing = {"calibration": None, "masks": None, "threads": 1, "force": False}
+    nothing: dict[str, Any] = {"calibration": None, "masks": None, "threads": 1, "force": False}
     pack(model, recipe, out, **nothing, progress=silent)
     layers = json.loads(invoke(out, "--device", "cpu", "--json", command=doctor).stdout)["layers"]
     assert len(layers) > 10
@@ -475,8 +476,8 @@ def test_the_manifest_says_what_a_convolution_relies_on(tmp_path):
     )
     shape = {"m": 16, "k": 9 * 64, "height": 4, "width": 4, "out_height": 4, "out_width": 4}
     for channels, taken in ((64, True), (32, False), (72, False)):
-        names = {**shape, "channels": channels, "k": 9 * channels}
-        assert all(eval(rule, {}, names) for rule in dense) is taken
+        known = {**shape, "channels": channels, "k": 9 * channels}
+        assert all(eval(rule, {}, known) for rule in dense) is taken
     assert all(eval(rule, {}, {**shape, "channels": 80, "k": 720}) for rule in dense)
     assert not all(eval(rule, {}, {**shape, "channels": 80, "k": 720}) for rule in sparse)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
@@ -168,7 +169,8 @@ def test_sparse_weights_are_the_dense_ones_without_zeros():
 def test_scales_per_group_are_the_references(sparse):
     case, (x, x_scale, w, w_scale, *rest) = operands()
     groups = torch.stack((w_scale, w_scale), dim=1)
-    weights, name = (w,), "geglu_fp8"
+    weights: tuple[Tensor, ...] = (w,)
+    name = "geglu_fp8"
     if sparse:
         mask = torch.zeros(w.shape, dtype=torch.bool)
         mask[:, ::2] = True

@@ -1,5 +1,7 @@
 """The convolutions of Hopper: geometry, choice, the operation on every back end, and their sums."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -185,7 +187,8 @@ def convolved(x, weight, windows):
     ],
 )
 def test_tiles_are_as_wide_as_the_picture_needs(tile, outputs, wide):
-    shape = ConvShape(1, *outputs, 64, 64, SAME)
+    height, width = outputs
+    shape = ConvShape(1, height, width, 64, 64, SAME)
     tiles = pixel_tiles(TILES[tile], shape)
     assert tiles.wide == wide
     assert tiles.across * tiles.wide >= outputs[1]
@@ -274,7 +277,8 @@ def exact(kernel, shape, tensors):
     return y, convolved(x.abs(), w.abs(), shape.windows) * scale
 
 
-def near(y, wanted, size, dtype, unit):
+def near(y, exactly, dtype, unit):
+    wanted, size = exactly
     spacing = wanted.abs().clamp(min=torch.finfo(dtype).tiny) * torch.finfo(dtype).eps
     error = (y.double() - wanted).abs()
     assert bool((error <= spacing + 2 * unit * size).all())
@@ -302,7 +306,7 @@ def test_the_host_computes_what_torch_does(name, sparse):
     unfolded = bool(why_not_on_the_host(OPS[kernel.operation], shape))
     name = kernel.operation.replace("conv", "gemm") if unfolded else kernel.operation
     assert {op for op, *_ in seen.calls} <= {name}
-    near(y, *exact(kernel, shape, tensors), torch.float32, 2.0**-22)
+    near(y, exact(kernel, shape, tensors), torch.float32, 2.0**-22)
 
 
 def test_operands_that_do_not_fit_are_refused():
@@ -340,7 +344,7 @@ def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
         call.launch(*tensors.values(), y)
         # As in test_hopper.py; fast errors grow with K: 2.5e-3 seen at 23040, 8.7e-4 at 2048.
         unit = 2.0**-12 * (1 if kernel.accurate else 4 * max(1, shape.k / 2048) ** 0.5)
-        near(y, *exact(kernel, shape, tensors), dtype, unit)
+        near(y, exact(kernel, shape, tensors), dtype, unit)
         assert bool(room[: shape.n * 32].isnan().all())
         assert bool(room[-shape.n * 32 :].isnan().all())
 
@@ -363,11 +367,11 @@ def test_operations_take_the_direct_kernel(hopper, name, sparse):
     calls = {key: count for key, count in seen.calls.items() if key[2] is Backend.GPU}
     assert calls == {(kernel.operation, kernel.name, Backend.GPU): 2}
     assert torch.equal(y, again)
-    near(y, *exact(kernel, shape, tensors), torch.float16, 2.0**-12)
+    near(y, exact(kernel, shape, tensors), torch.float16, 2.0**-12)
     assert torch.allclose(y.float(), right.float(), rtol=1e-2, atol=1e-2 * float(right.std()))
 
 
-LAYERS = {
+LAYERS: dict[str, tuple[Scheme, dict[str, Any]]] = {
     "plain": (Scheme(E4M3FN, PerChannel(), None, Activation.STATIC), {"padding": 1}),
     "sparse": (Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, Activation.STATIC), {"padding": 1}),
     "shift": (Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, shift=True), {"padding": 1}),
@@ -413,4 +417,4 @@ def test_windows_that_the_kernels_cannot_read_are_unfolded():
     with log.record() as seen:
         y = operate("conv_fp8", *tensors.values(), SAME.numbers, "e4m3fn", "e4m3fn", torch.float16)
     assert [op for op, *_ in seen.calls] == ["gemm_fp8"]
-    near(y, *exact(kernel, shape, tensors), torch.float16, 2.0**-12)
+    near(y, exact(kernel, shape, tensors), torch.float16, 2.0**-12)

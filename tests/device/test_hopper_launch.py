@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,7 +252,8 @@ def test_kept_maps_are_bounded(cuda, monkeypatch):
         launcher(*tensors)
         content = cuda.maps[0]
         assert struct.unpack_from("<Q", content) == (tensors[0].data_ptr(),)
-    assert all(len(known) <= 2 for known in (launcher._known, *(m.known for m in launcher._maps)))
+    kept_by: list[Any] = [launcher._known, *(m.known for m in launcher._maps)]
+    assert all(len(known) <= 2 for known in kept_by)
 
 
 # ------------------------------------------------------------------------------------ the choice
@@ -266,6 +268,7 @@ def test_gemms_of_hopper_run_its_kernels(cuda, op):
     assert kernel.accurate
     assert kernel.name == f"e4m3fn_e5m2_token_tensor_bf16_accurate_{kernel.tile.name}"
     few = choose_kernel(device, OPS[op], WORDS, {"m": 3, "n": 1280, "k": 5120})
+    assert isinstance(few, HopperKernel)
     assert few.tile.m == 16
     assert few.tile.team > 1
 
@@ -274,6 +277,7 @@ def test_gemms_of_hopper_run_its_kernels(cuda, op):
 def test_fast_sums_are_taken_where_they_are_asked_for_and_faster(cuda, op):
     device = h200(cuda)
     fast = choose_kernel(device, OPS[op], WORDS, {"m": 8192, "n": 8192, "k": 8192}, accurate=False)
+    assert isinstance(fast, HopperKernel)
     assert not fast.accurate
     assert "_fast_" in fast.name
     few = {"m": 3, "n": 1280, "k": 5120}
@@ -309,6 +313,7 @@ def test_geglu_is_one_kernel(cuda, op, monkeypatch):
     assert is_hopper(device)
     words = (*WORDS, "e5m2")
     kernel, fast = (choose_kernel(device, OPS[op], words, sizes, accurate=a) for a in (True, False))
+    assert isinstance(kernel, HopperKernel)
     assert kernel.operation == fast.operation == op
     assert kernel.name == f"e4m3fn_e5m2_token_tensor_bf16_e5m2_accurate_{kernel.tile.name}"
     assert "_fast_" in fast.name

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -286,7 +287,8 @@ def test_prepared_calls_do_not_grow_without_end(monkeypatch):
     monkeypatch.setattr(calls, "_MOST_CALLS", 3)
     calls.forget()
     for size in range(7):
-        calls.keep(calls.signature("op", [torch.empty(size), None], ("w",)), size)
+        prepared: Any = size
+        calls.keep(calls.signature("op", [torch.empty(size), None], ("w",)), prepared)
     assert len(calls._calls) <= 3
     assert calls.find(calls.signature("op", [torch.empty(6), None], ("w",))) == 6
     assert calls.find(calls.signature("op", [torch.empty(6).half(), None], ("w",))) is None
@@ -566,7 +568,7 @@ def test_the_key_has_everything_that_the_object_depends_on(hip, change):
         target = "gfx1200"
     else:
         compiler = driver.require_compiler()
-        changes = {
+        changes: Any = {
             "compiler": {"compiler": SimpleNamespace(name="hipRTC", version="9.9")},
             "runtime": {"version": "1"},
             "options": {"options": lambda target: (f"--offload-arch={target}", "-O2")},

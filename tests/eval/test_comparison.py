@@ -35,7 +35,7 @@ class Length(ClipBackbone):
         return float(len(prompt))
 
 
-PICTURES = tuple(np.zeros((16, 16, 3), np.float32) for _ in "ab")
+PICTURES = tuple(np.zeros((16, 16, 3), np.uint8) for _ in "ab")
 CLIP = Backbones(clip=Length("length", None, None, torch.device("cpu")))
 
 
@@ -57,7 +57,7 @@ def test_clip_wants_a_network_and_prompts(backbones, prompts, scored):
 def test_progress_goes_up_to_its_total():
     told = []
     generator = np.random.default_rng(0)
-    pictures = tuple(generator.random((64, 64, 3)).astype(np.float32) for _ in "ab")
+    pictures = tuple(generator.integers(0, 256, (64, 64, 3), np.uint8) for _ in "ab")
     pairs = Pairs(("a", "b"), pictures, pictures)
     result = compare(pairs, Backbones(), progress=lambda *about: told.append(about))
     count = len(result.scores)

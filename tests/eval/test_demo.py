@@ -5,6 +5,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -45,7 +46,7 @@ def small_demo(assets, monkeypatch):
     monkeypatch.setattr("quantkit.eval.demo.run.demo_assets", lambda: assets)
     monkeypatch.setattr("quantkit.resources.demo_assets", lambda: assets)
     # As many steps as the recipe has timestep buckets.
-    quick = {"captions": 4, "count": 2, "steps": 10, "batch": 2}
+    quick: dict[str, Any] = {"captions": 4, "count": 2, "steps": 10, "batch": 2}
     monkeypatch.setattr("quantkit.eval.demo.commands.SHORT", replace(SHORT, **quick))
 
     def run(*arguments):
@@ -106,7 +107,7 @@ def test_every_row_is_made_by_commands_that_exist(plan: DemoPlan):
             for word in arguments[:-1]:
                 if word.startswith("a folder/"):
                     assert word.removeprefix("a folder/") in made, f"{command}: {word} is not there"
-            group = quantkit
+            group: click.Command = quantkit
             while isinstance(group, click.Group):
                 group = group.commands[arguments.pop(0)]
             # Paths are not there yet, and click would refuse them: only the options are looked at.

@@ -355,7 +355,9 @@ def test_every_html_template_is_escaped():
             safe += [(name, f.node) for f in tree.find_all(nodes.Filter) if f.name == "safe"]
             assert not list(tree.find_all(nodes.ScopedEvalContextModifier))
     # Drawn by quantkit.eval.plots, whose text matplotlib escapes.
-    assert [(name, node.attr) for name, node in safe] == [("report.html.j2", "svg")]
+    assert [(name, getattr(node, "attr", None)) for name, node in safe] == [
+        ("report.html.j2", "svg")
+    ]
 
 
 def test_a_hostile_prompt_and_path_are_text_in_every_page(tmp_path):

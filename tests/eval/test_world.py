@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -393,7 +394,7 @@ def test_weights_of_another_network_are_refused(network, tmp_path):
 # Training
 
 
-def options(tmp_path: Path, **changes: object) -> train_common.Options:
+def options(tmp_path: Path, **changes: Any) -> train_common.Options:
     plain = train_common.Options(
         out=tmp_path,
         device=torch.device("cpu"),

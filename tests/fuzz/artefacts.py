@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import binary, headers, places, text
 from .cases import Kind, Scene
-from .picking import files, nothing, on
+from .picking import files, nothing, on, table
 
 _TENSORS = ("calibration", "masks", "hessians")
 
@@ -113,7 +113,7 @@ SAFETENSORS = (
     Kind("nothing", nothing),
     Kind("bytes", on(any_tensors, binary.any_bytes), 8),
     *(
-        Kind(f"header/{name}", lambda s, n=name: headers.change_table(s, any_tensors(s), n))
+        Kind(f"header/{name}", table(any_tensors, name))
         for name in headers.MEANINGS
         # A header of one tensor has no two to exchange.
         if name != "swapped tensors"

@@ -60,7 +60,7 @@ def _tensors(model: Any) -> list[str]:
         for name, value in sorted(own.items()):
             if isinstance(value, torch.Tensor):
                 data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-                digest = sha256(data).hexdigest()
+                digest = sha256(data.data).hexdigest()
                 rows.append(f"{path}.{name} {value.dtype} {tuple(value.shape)} {digest}")
     return rows
 

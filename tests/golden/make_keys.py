@@ -8,13 +8,14 @@ of parameters against the published one. The files were made with diffusers 0.42
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 GOLDEN = Path(__file__).parent
 
 #: name -> (where the config is published, class, config, parameters)
-MODELS = {
+MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "sd15": (
         "stable-diffusion-v1-5/stable-diffusion-v1-5, unet",
         "UNet2DConditionModel",

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ CONVS = {
 }
 
 
-@pytest.fixture(params=SCHEMES.values(), ids=SCHEMES.keys())
+@pytest.fixture(params=SCHEMES.values(), ids=list(SCHEMES))
 def scheme(request):
     return request.param
 
@@ -274,7 +275,8 @@ def operator_samples():
 
 @pytest.mark.parametrize("name", operator_samples().keys())
 def test_operator_keeps_its_contract(name):
-    torch.library.opcheck(OPERATORS[name.split("-")[0]], operator_samples()[name])
+    operator: Any = OPERATORS[name.split("-")[0]]
+    torch.library.opcheck(operator, operator_samples()[name])
 
 
 def test_every_operator_is_sampled():
@@ -336,7 +338,8 @@ def test_the_root_picks_the_bucket(timestep, bucket, form):
     else:
         got = model(x, value if form != "batch" else value.expand(4))
     assert form == "int64" or bucket_of(timestep, EDGES) == bucket
-    for layer, y in zip(model.layers, got, strict=True):
+    layers: Any = model.layers
+    for layer, y in zip(layers, got, strict=True):
         index = bucket_of(timestep, layer.scheme.buckets)
         single = packed_module(nn.Linear(32, 8), Scheme(E4M3FN, PerTensor(), None, STATIC))
         single.load_state_dict(layer.state_dict() | {"input_scale": layer.input_scale[index]})
@@ -352,7 +355,8 @@ def test_buckets_compile_leave_no_state_and_survive_copies():
     assert not torch.equal(low, high)
     assert torch.equal(twin(x, torch.tensor(999))[0], high)
     assert torch.equal(twin.layers[0](x), high)
-    assert model.half().get_submodule(buckets.CHILD)[0].edges.dtype == torch.float64
+    child: Any = model.half().get_submodule(buckets.CHILD)
+    assert child[0].edges.dtype == torch.float64
     torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for t in (0.0, 400.0, 999.0):
@@ -382,7 +386,7 @@ def _draws(model, timesteps):
 @pytest.mark.parametrize("compiled", ["not", "whole"])
 def test_threads_have_buckets_of_their_own(compiled):
     torch._dynamo.reset()
-    model = Denoiser(EDGES, (10.0, 600.0))
+    model: Any = Denoiser(EDGES, (10.0, 600.0))
     if compiled == "not":
         # Let another thread in between what the root's hook writes and what the layer reads.
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(1e-4))

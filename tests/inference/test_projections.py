@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class Attention(nn.Module):
         self.is_cross_attention = cross
         torch.manual_seed(0)
         for (name, scheme), rows in zip(schemes.items(), (64, 32, 48), strict=True):
-            layer = nn.Linear(32, rows, bias)
+            layer: Any = nn.Linear(32, rows, bias)
             if scheme:
                 layer = packed_module(layer, scheme, name=f"a.{name}")
             if scheme and not shared and scheme.activation is STATIC:

@@ -34,7 +34,8 @@ def test_windows_times_weights_are_torchs_convolution(case, size):
     weight = torch.randn(5, 3, *kernel, generator=torch.Generator().manual_seed(1))
     pixels = functional.pad(x.permute(0, 3, 1, 2), padding)
     wanted = functional.conv2d(pixels, weight, stride=stride, dilation=dilation)
-    shape = ConvShape(2, *size, 3, 5, windows)
+    height, width = size
+    shape = ConvShape(2, height, width, 3, 5, windows)
     assert shape.outputs == tuple(wanted.shape[2:])
     assert windows.outputs(*size) == tuple(wanted.shape[2:])
     rows = windows.unfold(x).reshape(-1, shape.k)

@@ -8,6 +8,7 @@ row has a mask of its own: a row that is given another's scale, mask or sum is f
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from quantkit.calibration.moments import Moments
 from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint import weight_reader as rows_module
+from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.models.layers import list_layers
@@ -196,7 +198,7 @@ def test_every_output_shift_is_that_of_its_own_row(packed, dense, mode):
         assert float(error.max()) < 1e-5
 
 
-class _Bytes:
+class _Bytes(Sink):
     """A sink that keeps what it is given."""
 
     def __init__(self):
@@ -230,12 +232,13 @@ def test_rounding_in_blocks_is_rounding_of_the_whole(tmp_path, monkeypatch, mask
     mask = choose_mask(seeded(n, k, seed=4), TWO_OF_FOUR)
     stored = LayerMask(pack_mask(mask), TWO_OF_FOUR, "", 0.0)
     scheme = Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR if masked else None, Activation.NONE)
+    rounder: Any = _Ready(moment)
     plan = WeightPlan(
         "fc",
         scheme,
         "amax",
         mask=partial(stored_mask, stored) if masked else None,
-        rounder=_Ready(moment),
+        rounder=rounder,
     )
     sinks = {part: _Bytes() for part in ("weight", "weight_scale", "weight_meta")}
     with layer.shard.open("rb") as file:

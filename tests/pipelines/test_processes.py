@@ -12,11 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from quantkit.calibration import observed_pipeline, resume
 from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, InputError, OutputError
+from quantkit.pipelines import running
 from quantkit.pipelines.processes import ALONE, Processes, joined
 from quantkit.storage import artefact
 
@@ -198,7 +200,7 @@ def interrupted(arguments, tmp_path_factory):
 
 
 def interrupt(arguments, output, batches, *more):
-    run, seen = observed_pipeline.run_batch, []
+    run, seen = running.run_batch, []
 
     def stopping(*given):
         if len(seen) == batches:
@@ -217,7 +219,7 @@ def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_pa
     output = tmp_path / "c.safetensors"
     kept = interrupted.parent / ".c.safetensors.part-1-of-1"
     (tmp_path / kept.name).write_bytes(kept.read_bytes())
-    run, seeds = observed_pipeline.run_batch, []
+    run, seeds = running.run_batch, []
     monkeypatch.setattr(
         observed_pipeline,
         "run_batch",
@@ -314,7 +316,7 @@ def test_a_full_disk_loses_no_calibration(arguments, tmp_path, monkeypatch, capl
     monkeypatch.setattr(resume, "_SHARE", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    save = artefact.save_file
+    save = save_file
 
     def full(tensors, path, **more):
         if (tmp_path / "temporary") not in Path(path).parents:

@@ -74,7 +74,8 @@ def quantkit_words(words):
 
 def find_command(words):
     """Return the command that the words name, and what is left of them."""
-    command, rest = quantkit, list(words)
+    command: click.Command = quantkit
+    rest = list(words)
     while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"no command {rest[0]!r}"
         command = command.commands[rest.pop(0)]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def taken(narrow, tmp_path_factory):
     def get(family):
         if family not in made:
             name = f"{family}-fp8-gptq"
-            run = (narrow(family), "-r", name, "--prompts", prompts, "--batch", 2)
+            run: tuple[Any, ...] = (narrow(family), "-r", name, "--prompts", prompts, "--batch", 2)
             run += ("--steps", load_recipe(name).calibration.buckets, "--device", "cpu", "-o")
             statistics, moments = root / f"{family}.safetensors", root / family
             called("calibrate", "model", *run, statistics)

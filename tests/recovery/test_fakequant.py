@@ -24,7 +24,8 @@ from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import ActivationRecipe, Override, Recipe, WeightRecipe
 from quantkit.recovery import straight_through_estimator
-from quantkit.recovery.fake_quant import LayerQuant, fake_quantized, install, plan_quants
+from quantkit.recovery.fake_quant import fake_quantized, install, plan_quants
+from quantkit.recovery.straight_through_estimator import LayerQuant
 from quantkit.sparsity.choose import choose_masks
 from tests.support.packed import packed_module
 
@@ -51,12 +52,12 @@ LAYERS = {
 }
 
 
-@pytest.fixture(params=SCHEMES.values(), ids=SCHEMES.keys())
+@pytest.fixture(params=SCHEMES.values(), ids=list(SCHEMES))
 def scheme(request):
     return request.param
 
 
-@pytest.fixture(params=LAYERS.values(), ids=LAYERS.keys())
+@pytest.fixture(params=LAYERS.values(), ids=list(LAYERS))
 def case(request):
     """A layer and an input, of which one row (or pixel) is all zero."""
     make, shape = request.param

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,7 +223,8 @@ def test_prompts_are_held_out_where_there_are_many():
 def test_looks_measure_as_the_report_does():
     rng = np.random.default_rng(0)
     pictures = rng.random((2, 16, 24, 3), dtype=np.float32)
-    other = np.clip(pictures + 0.1 * rng.standard_normal(pictures.shape), 0, 1)
+    noise = rng.standard_normal(pictures.shape, dtype=np.float32)
+    other = np.clip(pictures + 0.1 * noise, 0, 1)
     bytes_of = [np.round(255 * p).astype(np.uint8) for p in (pictures, other)]
     wanted = [structural_similarity(a, b, channel_axis=2) for a, b in zip(*bytes_of, strict=True)]
     assert compare_pictures(pictures, other).value == pytest.approx(np.mean(wanted), abs=1e-6)
@@ -239,7 +241,7 @@ def test_offloaded_steps_are_those_of_the_resident_optimizer():
     masks = {"0.weight": torch.rand(8, 8) > 0.5}
     settings = replace(SHORT, weight_decay=0.1, average=0.5)
     first, second = copy.deepcopy(source), copy.deepcopy(source)
-    steppers = (
+    steppers: tuple[Any, Any] = (
         Resident(first, masks, settings, Ranks()),
         Offloaded(second, source, masks, settings, Ranks()),
     )
@@ -250,16 +252,16 @@ def test_offloaded_steps_are_those_of_the_resident_optimizer():
             stepper.begin(1e-2 / (step + 1), 0.4)
             (student(x) - wanted).square().mean().backward()
             stepper.finish()
-    assert not torch.any(second[0].weight[~masks["0.weight"]])
+    assert not torch.any(second[0].get_parameter("weight")[~masks["0.weight"]])
     for name, value in first.named_parameters():
         found = dict(second.named_parameters())[name]
         torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(steppers[1].average[name], steppers[0].average[name])
         assert found.grad is None
     state = steppers[0].state()
-    for name, value in steppers[1].state().items():
+    for name, kept in steppers[1].state().items():
         if name != "clip":
-            torch.testing.assert_close(value, state[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(kept, state[name], rtol=1e-4, atol=1e-6)
     steppers[1].close()
 
 

@@ -28,7 +28,7 @@ def test_time_is_bound_by_compute_or_by_memory(tmp_path):
         for name in ("16-bit", "e5m2-static", "2:4-wanda-e4m3fn-token", "2:4-wanda-16-bit")
     ]
     assert times == [flops / 1e3, flops / 2e3, flops / 4e3, flops / 1e3]
-    assert cost.modelled_seconds(layer, BY_NAME["16-bit"], 3e6, 0, device) == 3.0
+    assert cost.modelled_seconds(layer, BY_NAME["16-bit"], 3_000_000, 0, device) == 3.0
 
 
 def test_peak_rates_are_those_of_the_data_sheet():

@@ -347,8 +347,8 @@ def test_mistakes_leave_nothing_behind(unet, tmp_path, arguments, error, words):
 
 
 def invoke_as_before(*arguments):
-    arguments = [*map(str, arguments), "--permute", "-q", "--json"]
-    return CliRunner().invoke(sparsify_command, arguments, catch_exceptions=False)
+    words = [*map(str, arguments), "--permute", "-q", "--json"]
+    return CliRunner().invoke(sparsify_command, words, catch_exceptions=False)
 
 
 def test_sparsify_permutes_as_before_and_hints(unet, tmp_path):

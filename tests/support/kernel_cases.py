@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def launch(variant, layout, tensors, sizes, *, threads=2):
         for a in variant.op.args
         if a.is_pointer
     }
-    values = [
+    values: list[Any] = [
         sizes[a.name] if not a.is_pointer else g and g.view.data_ptr()
         for a in variant.op.args
         for g in [guarded.get(a.name)]

@@ -103,7 +103,9 @@ def _write_shards(folder, tensors, records, shards, about):
         cut = f"-{i + 1:05}-of-{shards:05}" if shards > 1 else ""
         name = f"diffusion_pytorch_model{cut}.safetensors"
         layers = {n: r for n, r in records.items() if n in part}
-        meta = ShardMetadata(*about, layers, {n: digest(t) for n, t in own.items()})
+        version, recipe = about
+        digests = {n: digest(t) for n, t in own.items()}
+        meta = ShardMetadata(version, recipe, layers, digests)
         save_file(own, folder / name, metadata={"format": "pt", METADATA_KEY: meta.to_text()})
         index |= dict.fromkeys(own, name)
     if shards > 1:

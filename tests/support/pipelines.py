@@ -188,7 +188,7 @@ def tiny_unet() -> torch.nn.Module:
     )
 
 
-def _narrow_unet(published: str, **narrow: object) -> torch.nn.Module:
+def _narrow_unet(published: str, **narrow: Any) -> torch.nn.Module:
     """Return a UNet of a published config, 32 channels wide, with one block of each kind."""
     import diffusers
 

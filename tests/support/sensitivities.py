@@ -3,8 +3,8 @@
 import torch
 
 from quantkit.models.layers import list_layers
+from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.load import load_recipe
-from quantkit.recipe.schema import BudgetRecipe
 from quantkit.sensitivity import selection
 from quantkit.sensitivity.result import (
     LayerSensitivity,

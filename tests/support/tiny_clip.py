@@ -28,9 +28,9 @@ def tiny_clip(path: Path) -> Path:
     tokenizer = transformers.CLIPTokenizer(
         vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=16
     )
-    size = {"height": 16, "width": 16}
+    shape = {"height": 16, "width": 16}
     processor = transformers.CLIPImageProcessor(
-        size=size, crop_size=size, do_center_crop=False, do_resize=True
+        size=shape, crop_size=shape, do_center_crop=False, do_resize=True
     )
     transformers.CLIPProcessor(processor, tokenizer).save_pretrained(path)
     return path

@@ -37,15 +37,16 @@ class _Classifier(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         cells = functional.adaptive_avg_pool2d(self.network(pictures)[-1], _CELLS)
-        return self.answer(self.hidden(cells.flatten(1)).relu())
+        answer: Tensor = self.answer(self.hidden(cells.flatten(1)).relu())
+        return answer
 
 
 def train_alexnet(options: Options) -> dict[str, Any]:
     """Train the feature network and write ``alexnet/``."""
     plan, device = options.fit_plan(PLAN), options.device
     torch.manual_seed(options.seed)
-    tables = [SHAPES, COLOURS, SIZES, FILLS]
-    classes = [len(table) for table in tables for _ in range(2)]
+    counts = [len(SHAPES), len(COLOURS), len(SIZES), len(FILLS)]
+    classes = [count for count in counts for _ in range(2)]
     classes += [len(RELATIONS), len(COLOURS), len(PATTERNS)]
     model = _Classifier(classes).to(device).train()
     generator, paint = options.generator(3), options.painter()

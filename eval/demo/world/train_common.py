@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,6 +15,8 @@ from torch import Generator, Tensor, nn
 from .layout import lay_out
 from .render import render
 from .scenes import Scenes
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 #: Seeds of pictures and captions that no training stage draws from.
 HELD_OUT_SEED, PROMPT_SEED = 7_000_001, 7_000_002
@@ -98,7 +100,7 @@ def train(
             group["lr"] = plan.rate * _schedule(step, plan)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = draw_loss()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -124,7 +126,7 @@ def _rate(step: int, begun: float) -> str:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[nn.Module]:
+def frozen(model: _Model) -> Iterator[_Model]:
     """Hold a model in evaluation mode and compute without gradients."""
     model.eval()
     with torch.no_grad():

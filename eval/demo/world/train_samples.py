@@ -79,7 +79,7 @@ def matched(options: Options, pictures: Tensor, texts: list[str]) -> float:
             pixel_values=(2 * pictures - 1).to(options.device),
         )
     best = found.logits_per_image.argmax(1).cpu()
-    return (best == torch.arange(len(texts))).double().mean().item()
+    return float((best == torch.arange(len(texts))).double().mean())
 
 
 def _load_pipeline(options: Options) -> Any:

@@ -84,7 +84,7 @@ def gflop() -> float:
     with plain, FlopCounterMode(display=False) as counter, frozen(build_unet()) as model:
         latents = torch.zeros(1, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE)
         model(latents, 1, torch.zeros(1, MAX_LENGTH, model.config.cross_attention_dim))
-    return counter.get_total_flops() / 1e9
+    return float(counter.get_total_flops()) / 1e9
 
 
 def save_pipeline(options: Options, unet: Any) -> None:

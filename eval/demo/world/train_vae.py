@@ -36,12 +36,14 @@ def train_vae(options: Options) -> dict[str, Any]:
         error = rebuilt.float() - pictures
         edges = error.diff(dim=2).abs().mean() + error.diff(dim=3).abs().mean()
         pixels = error.abs().mean() + _SQUARED * error.square().mean()
-        return pixels + _EDGES * edges + _KL * kl.float().mean()
+        loss: Tensor = pixels + _EDGES * edges + _KL * kl.float().mean()
+        return loss
 
     train("vae", model, draw_loss, plan, device)
     pictures = 2 * draw_pictures(1024, Generator().manual_seed(HELD_OUT_SEED))[1] - 1
     with frozen(model):
-        moments = [model.encode(part.to(device)).latent_dist for part in pictures.split(128)]
+        parts = torch.split(pictures, 128)
+        moments = [model.encode(part.to(device)).latent_dist for part in parts]
         spread = torch.cat([part.sample() for part in moments]).std().item()
     model.register_to_config(scaling_factor=1 / spread)
     directory = options.out / "pipeline" / "vae"
@@ -67,7 +69,7 @@ def psnr(directory: Path, pictures: Tensor, device: torch.device) -> float:
     """
     squared = []
     with frozen(load_vae(directory, device)) as model:
-        for part in pictures.to(device).split(128):
+        for part in torch.split(pictures.to(device), 128):
             rebuilt = model.decode(model.encode(part).latent_dist.mode()).sample.clamp(-1, 1)
             shown = torch.round((rebuilt + 1) * 127.5) / 127.5 - 1
             squared.append(((shown - part) / 2).square().mean((1, 2, 3)))
