@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.resources import kernel_sources
@@ -62,7 +63,7 @@ class Tile:
 @lru_cache(maxsize=1)
 def tiles() -> tuple[Tile, ...]:
     """Return the tile menu; variant word ``t1`` is its entry 1."""
-    entries = _launch_file()["tiles"]
+    entries = _launch_file(kernel_sources())["tiles"]
     return tuple(Tile(tile["m"], tile["n"], tile["k"], tuple(tile["waves"])) for tile in entries)
 
 
@@ -79,7 +80,8 @@ def macros(variant: "Variant") -> tuple[str, ...]:
 
 def geometry_of(variant: "Variant") -> Geometry:
     """Return the block, grid expressions and LDS of a variant, tile sizes filled in."""
-    entry = _launch_file()[variant.op.source.removesuffix(".hip")]
+    source = kernel_sources() / variant.op.source
+    entry = _launch_file(source.parent)[source.stem]
     x, y, z = entry["grid"]
     word = variant.word("QK_TILE")
     if not word:
@@ -107,9 +109,10 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@lru_cache(maxsize=1)
-def _launch_file() -> dict[str, Any]:
-    content = json.loads((kernel_sources() / "launch.json").read_text(encoding="utf-8"))
+@lru_cache(maxsize=8)
+def _launch_file(folder: Path) -> dict[str, Any]:
+    """Return the launch.json beside the sources of a folder."""
+    content = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
     assert isinstance(content, dict)
     return content
 

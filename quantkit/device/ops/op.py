@@ -109,7 +109,7 @@ class Op:
     name: str
     #: what it does, whatever the formats and the sparsity: gemm, conv, geglu, ...
     family: str
-    #: file below ``kernels``
+    #: file below ``kernels``, with its launch in the launch.json beside it
     source: str
     formula: str
     #: of the operator, as torch.library takes it: operands in launch order, then options

@@ -1,0 +1,79 @@
+"""Every row of the table alike: what an operation gives where it is called, against its reference.
+
+Tiles, tails and layouts have tests of their own (test_kernels, test_conv, test_geglu).
+"""
+
+import pytest
+import torch
+
+from quantkit.device import compilers, log
+from quantkit.device.backends import Backend, use
+from quantkit.device.ops import call as execute
+from quantkit.device.ops.table import OPS
+from quantkit.inference.operators import OPERATORS
+from tests.support.kernel_cases import covering_variants, need
+
+SIZES = ((1, 3, 64), (5, 7, 96), (37, 70, 288), (130, 45, 1152))
+
+
+@pytest.fixture(autouse=True)
+def _host_compiler():
+    need(compilers.host_compiler)
+
+
+def each(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def check_agrees(op, sizes, seed):
+    """Call a kernel and the reference with the same operands, for every word of every axis."""
+    generator = torch.Generator().manual_seed(seed)
+    for variant in covering_variants(op, pairs=False):
+        operands, options = op.sample(variant, sizes, generator)
+        with log.record() as seen:
+            found = each(execute.call(op, *operands, *options))
+        with use(Backend.REFERENCE):
+            right = each(execute.call(op, *operands, *options))
+        assert {(name, where) for name, _, where in seen.calls} == {(op.name, Backend.HOST)}
+        promised = op.outputs(operands, options)
+        assert [(tuple(t.shape), t.dtype) for t in found] == list(promised)
+        for mine, wanted in zip(found, right, strict=True):
+            near(op, mine, wanted)
+
+
+def near(op, found, wanted):
+    if op.budget.nmse == 0 and op.family != "geglu":
+        assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
+    elif found.dtype is torch.uint8:
+        # Sums in another order move a value across the boundary between two codes.
+        assert float((found != wanted).float().mean()) < 0.02
+    else:
+        eps = torch.finfo(found.dtype).eps
+        size = wanted.float().square().mean().sqrt()
+        assert float((found.float() - wanted.float()).abs().max() / size) < 8 * eps + 1e-4
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_the_kernel_agrees_with_the_reference(op, sizes):
+    check_agrees(op, sizes, sum(sizes))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_the_operator_keeps_torchs_contract(op):
+    variant = covering_variants(op, pairs=False)[0]
+    operands, options = op.sample(variant, SIZES[1], torch.Generator().manual_seed(1))
+    torch.library.opcheck(OPERATORS[op.name], (*operands, *map(plain, options)))
+
+
+def plain(option):
+    return list(option) if isinstance(option, tuple) else option
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_no_tokens_have_no_results(op):
+    variant = covering_variants(op, pairs=False)[0]
+    (x, *operands), options = op.sample(variant, SIZES[1], torch.Generator().manual_seed(1))
+    empty = [t if t is None or len(t) != len(x) or t is x else t[:0] for t in operands]
+    found = each(execute.call(op, x[:0], *empty, *options))
+    assert all(t.numel() == 0 for t in found)
