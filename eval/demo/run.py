@@ -183,7 +183,7 @@ def _make(context: DemoContext, plan: DemoPlan, pipeline: Path) -> dict[str, flo
         arguments = shlex.split(command)
         with context.step(_named(arguments)):
             found = context.command([*arguments, "--quiet", "--json"])
-        if "--hessians" in arguments and "layers" in found:
+        if arguments[0] in {"sparsify", "recover"} and "--hessians" in arguments:
             errors[command] = _mean_error(found)
     for row in plan.rows:
         folder = context.output / row.compared
@@ -203,7 +203,7 @@ def _named(arguments: Sequence[str]) -> str:
 
 
 def _mean_error(found: dict[str, Any]) -> float:
-    """Return the mean error of the masked layers, from what ``sparsify --json`` prints."""
+    """Return the mean error of the masked layers, from what ``sparsify`` and ``recover`` print."""
     errors = [layer["error"] for layer in found["layers"] if layer["chosen"]]
     return sum(errors) / len(errors) if errors else 0.0
 

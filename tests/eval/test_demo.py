@@ -149,7 +149,7 @@ def test_demo_leaves_folders_alone_that_it_did_not_make(small_demo, tmp_path):
 def test_demo_has_only_so_many_prompts(small_demo, tmp_path):
     result = small_demo("-o", tmp_path / "x", "--prompts", 99)
     assert isinstance(result.exception, PromptError)
-    assert "the demo has 10" in str(result.exception)
+    assert "the demo has only 10" in str(result.exception)
     assert not (tmp_path / "x").exists()
 
 
