@@ -93,7 +93,7 @@ def _print_forecast(forecast: "Forecast", *, as_json: bool) -> None:
     """Print what would be packed if the artefacts that the recipe needs were there."""
     missing = [f"--{name}" for name in forecast.missing]
     if as_json:
-        print_json({"written": False, **forecast.to_json(), "missing": missing})
+        print_json({"written": False, **forecast.to_json()})
         return
     _print(forecast.summary, "nothing written")
     echo(forecast.outlook)
