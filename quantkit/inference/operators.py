@@ -8,16 +8,16 @@ They are defined through ``torch.library.define``, whose dispatch costs a quarte
 ``torch.library.custom_op`` adds to every call. None has a gradient: packed layers are not trained.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import Op
 from quantkit.device.ops.table import NAMES, OPS
 
-Operator = Callable[..., Any]
+Operator = OpOverload[..., Any]
 
 
 def define(op: Op) -> Operator:
