@@ -5,6 +5,9 @@ from enum import Enum
 
 from quantkit.errors import KernelError
 
+#: operation -> a number per tile of the menu
+TileSpeed = tuple[tuple[str, tuple[float, ...]], ...]
+
 
 class Toolchain(Enum):
     """What compiles for a target."""
@@ -78,7 +81,7 @@ class Arch:
     units: int = 1
     #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter, and
     #: tiles beyond the last are not compiled for it
-    tile_speed: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    tile_speed: TileSpeed = ()
 
     @property
     def ahead_of_time(self) -> bool:
@@ -111,17 +114,26 @@ _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 _RDNA4_MATRIX = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
 _RDNA3_MATRIX = MatrixUnit(cycles=32, simds=2, lds_rate=79.0)
 
+
+def _with_int8(fp8: TileSpeed) -> TileSpeed:
+    """Return the rows and int8's, whose instructions take fragments and cycles as FP8's do."""
+    return (*fp8, *((op.replace("fp8", "int8"), speed) for op, speed in fp8))
+
+
 # Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
 # bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
-_GFX12_TILES = (
-    ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
-    ("gemm_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
-    ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
-    ("geglu_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
-    ("conv_fp8", (0.80, 0.68, 0.25, 0.81)),
-    ("conv_fp8_sparse", (0.63, 0.48, 0.25, 0.65)),
+_GFX12_TILES = _with_int8(
+    (
+        ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+        ("gemm_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
+        ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+        ("geglu_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
+        ("conv_fp8", (0.80, 0.68, 0.25, 0.81)),
+        ("conv_fp8_sparse", (0.63, 0.48, 0.25, 0.65)),
+    )
 )
-# Not measured: the same figures; widening to float16 takes more cycles than the products.
+# Not measured: the same figures. FP8 is widened to float16, which takes more cycles than the
+# products; 2:4 codes are spread in registers.
 _GFX11_TILES = (
     ("gemm_fp8", (0.44, 0.34, 0.20)),
     ("gemm_fp8_sparse", (0.40, 0.29, 0.17)),
@@ -129,33 +141,47 @@ _GFX11_TILES = (
     ("geglu_fp8_sparse", (0.40, 0.29, 0.17)),
     ("conv_fp8", (0.39, 0.34, 0.20)),
     ("conv_fp8_sparse", (0.34, 0.29, 0.17)),
+    ("gemm_int8", (0.94, 0.91, 0.20)),
+    ("gemm_int8_sparse", (0.76, 0.62, 0.17)),
+    ("geglu_int8", (0.94, 0.91, 0.20)),
+    ("geglu_int8_sparse", (0.76, 0.62, 0.17)),
+    ("conv_int8", (0.92, 0.87, 0.20)),
+    ("conv_int8_sparse", (0.75, 0.60, 0.17)),
 )
 # TFLOP/s of GEMMs at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 # GEGLU has no t2 there: of a wave's 32 rows a lane would have two codes, which are no word.
-_SM89_TILES = (
-    ("gemm_fp8", (221.0, 237.0, 156.0)),
-    ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
-    ("geglu_fp8", (221.0, 237.0)),
-    ("geglu_fp8_sparse", (13.0, 57.0)),
-    ("conv_fp8", (221.0, 237.0, 156.0)),
-    ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
+_SM89_TILES = _with_int8(
+    (
+        ("gemm_fp8", (221.0, 237.0, 156.0)),
+        ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
+        ("geglu_fp8", (221.0, 237.0)),
+        ("geglu_fp8_sparse", (13.0, 57.0)),
+        ("conv_fp8", (221.0, 237.0, 156.0)),
+        ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
+    )
 )
 
 
-def _multiplying(dense: str, sparse: str) -> tuple[tuple[str, str], ...]:
+def _multiplying(kind: str, dense: str, sparse: str) -> tuple[tuple[str, str], ...]:
     """Return the instruction of every operation that multiplies: one for each kind of weights."""
     kinds = (("", dense), ("_sparse", sparse))
     return tuple(
-        (f"{op}_fp8{suffix}", instruction)
+        (f"{op}_{kind}{suffix}", instruction)
         for op in ("gemm", "geglu", "conv")
         for suffix, instruction in kinds
     )
 
 
 # {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
-_FP8_WMMA = _multiplying("v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}")
-_F16_WMMA = _multiplying("v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16")
-_QMMA = _multiplying("QMMA", "QMMA")
+_GFX12_MATRIX = (
+    *_multiplying("fp8", "v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}"),
+    *_multiplying("int8", "v_wmma_i32_16x16x16_iu8", "v_swmmac_i32_16x16x32_iu8"),
+)
+_GFX11_MATRIX = (
+    *_multiplying("fp8", "v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16"),
+    *_multiplying("int8", "v_wmma_i32_16x16x16_iu8", "v_wmma_i32_16x16x16_iu8"),
+)
+_SM89_MATRIX = (*_multiplying("fp8", "QMMA", "QMMA"), *_multiplying("int8", "IMMA", "IMMA"))
 
 
 def _radeon(
@@ -163,7 +189,7 @@ def _radeon(
     description: str,
     instructions: tuple[tuple[str, str], ...],
     matrix_unit: MatrixUnit,
-    tile_speed: tuple[tuple[str, tuple[float, ...]], ...],
+    tile_speed: TileSpeed,
 ) -> Arch:
     # torch counts work group processors, of two compute units each, as multiprocessors.
     return Arch(
@@ -184,9 +210,11 @@ def _radeon(
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        _radeon("gfx1200", "RDNA4, RX 9060 series", _FP8_WMMA, _RDNA4_MATRIX, _GFX12_TILES),
-        _radeon("gfx1201", "RDNA4, RX 9070 series, R9700", _FP8_WMMA, _RDNA4_MATRIX, _GFX12_TILES),
-        _radeon("gfx1100", "RDNA3, RX 7900 series", _F16_WMMA, _RDNA3_MATRIX, _GFX11_TILES),
+        _radeon("gfx1200", "RDNA4, RX 9060 series", _GFX12_MATRIX, _RDNA4_MATRIX, _GFX12_TILES),
+        _radeon(
+            "gfx1201", "RDNA4, RX 9070 series, R9700", _GFX12_MATRIX, _RDNA4_MATRIX, _GFX12_TILES
+        ),
+        _radeon("gfx1100", "RDNA3, RX 7900 series", _GFX11_MATRIX, _RDNA3_MATRIX, _GFX11_TILES),
         # GEMMs run as hopper.py says; these tiles where the driver has no tensor maps. Not built
         # ahead of time: mma.sync on FP8, emulated, spills, and wgmma's kernels need more than a
         # manifest says.
@@ -202,7 +230,7 @@ ARCHS: dict[str, Arch] = {
             Toolchain.NVRTC,
             "Ada, RTX 40 series; later NVIDIA cards take its instructions too",
             _ADA,
-            _QMMA,
+            _SM89_MATRIX,
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,

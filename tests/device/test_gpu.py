@@ -22,7 +22,7 @@ from quantkit.device.gpu.selftest import state_of
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import FP8
 from quantkit.device.ops.quantize import quantize_static, quantize_token
-from quantkit.device.ops.table import OPS
+from quantkit.device.ops.table import NAMES, OPS
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -36,6 +36,7 @@ from tests.support.kernel_cases import (
     covering_variants,
     deviation,
     every_value,
+    formats_of,
     gemm_case,
     inputs_of,
     operate,
@@ -125,7 +126,7 @@ def test_gemm_is_exact_up_to_one_rounding_at_every_tail(device, variant, generat
 @pytest.mark.parametrize("op", GEMMS, ids=lambda op: op.name)
 def test_long_sums_keep_their_budget(device, op, words, generator):
     # sm_89 and sm_90 keep fewer bits than float32 inside their FP8 matrix unit.
-    variant = Variant(op, ("e4m3fn", "e4m3fn", "token", "channel", "f16", words))
+    variant = Variant(op, (*formats_of(op), "token", "channel", "f16", words))
     case = gemm_case(variant, 33, 40, 5120, generator)
     names = [a.name for a in op.args if a.is_pointer and not a.written]
     sizes, output = {"m": 33, "n": 40, "k": 5120}, ((33, 40), torch.float16)
@@ -177,8 +178,8 @@ def check_quantize(x, scale, smooth, shift, fmt):
     given = torch.tensor([scale])
     with log.record() as seen:
         changed = (x.cuda(), smooth_there, shift_there)
-        s, q = operate("quantize_fp8_token", *changed, fmt)
-        static = operate("quantize_fp8_static", *changed, given.cuda(), fmt)
+        s, q = operate(NAMES["quantize_token", fmt, False], *changed, fmt)
+        static = operate(NAMES["quantize_static", fmt, False], *changed, given.cuda(), fmt)
     right_scale, right = quantize_token(x, smooth, shift, fmt)
     same_codes(q.cpu(), right, fmt)
     assert torch.equal(s.cpu().nan_to_num(-1), right_scale.nan_to_num(-1))
@@ -508,7 +509,7 @@ def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path, mo
 def test_a_launch_takes_the_host_four_microseconds_at_most(device, op):
     given = operands(16, 64, 64, sparse=op.sparse)
     tensors = [a for a in given if isinstance(a, torch.Tensor)]
-    sizes, words = {"m": 16, "n": 64, "k": 64}, ("e4m3fn", "e4m3fn", "token", "channel", "f16")
+    sizes, words = {"m": 16, "n": 64, "k": 64}, (*formats_of(op), "token", "channel", "f16")
     kernel = choose_kernel(device, op, words, sizes)
     call = Call(device, kernel, sizes, [((16, 64), torch.float16)])
     y = torch.empty(16, 64, dtype=torch.float16, device="cuda")

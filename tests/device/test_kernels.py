@@ -15,13 +15,15 @@ from quantkit.device.gpu import nvrtc
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import FP8
 from quantkit.device.ops.quantize import quantize_static, quantize_token
-from quantkit.device.ops.table import OPS, default_variants
+from quantkit.device.ops.table import NAMES, OPS, default_variants
 from quantkit.device.tiles import variants_for
 from tests.support.kernel_cases import (
     DTYPES,
     covering_variants,
     deviation,
+    encode,
     every_value,
+    formats_of,
     gemm_case,
     launch,
     need,
@@ -58,7 +60,7 @@ def generator():
 
 
 def telling(op, layout="gfx12", tile="t1"):
-    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", tile)
+    words = (*formats_of(op), "token", "channel", "f16", tile)
     return pytest.param(Variant(op, words), layout, id=f"{op.name}-{layout}-{tile}")
 
 
@@ -75,12 +77,29 @@ def test_gemm_is_exact_up_to_one_rounding_at_every_tail(variant, layout, generat
         assert found.within(variant.op.budget), f"{(m, n, k)}: {found}"
 
 
+def int8_variants():
+    return [param for param in gemm_variants() if param.values[0].word("QK_X_FORMAT") == "int8"]
+
+
+@pytest.mark.parametrize(("variant", "layout"), int8_variants())
+def test_int8_sums_are_exact(variant, layout, generator):
+    # Beyond 2^24, where float32 has no odd numbers; the epilogue's float32 is the oracle's too.
+    case = gemm_case(variant, 21, 37, 4128, generator)
+    case.tensors["x"][:7] = case.tensors["w"][:9] = 0x7F
+    case.tensors["x"][7:9] = 0x81
+    ones = {name: torch.ones_like(case.tensors[name]) for name in ("x_scale", "w_scale")}
+    sums = case.changed(**ones, bias=None).exact()
+    assert sums.abs().max() > 2**24
+    y = sums.float() * case.tensors["x_scale"].reshape(-1, 1) * case.tensors["w_scale"]
+    assert torch.equal(case.run(layout), (y + case.tensors["bias"].float()).to(case.dtype))
+
+
 @pytest.mark.parametrize(("variant", "layout"), EVERYWHERE)
 def test_gemm_with_small_integers_is_bit_exact(variant, layout, generator):
     # 0 to 4 and their negatives: every sum is an integer that float16 holds, so any slot of any
     # fragment that is swapped, doubled or lost changes the result.
     case = gemm_case(variant, 70, 75, 160, generator, bias=False)
-    integers = torch.arange(-4, 5).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    integers = encode(torch.arange(-4, 5).float(), variant.word("QK_X_FORMAT"))
 
     def draw(like):
         return integers[torch.randint(9, like.shape, generator=generator)]
@@ -93,15 +112,14 @@ def test_gemm_with_small_integers_is_bit_exact(variant, layout, generator):
 @pytest.mark.parametrize(("variant", "layout"), EVERYWHERE)
 def test_gemm_finds_every_single_product(variant, layout):
     # One non-zero in x and one in w, at the same k: exactly one output, whatever the slot.
-    sparse = variant.op.name == "gemm_fp8_sparse"
     case = gemm_case(variant, 3, 5, 128, torch.Generator().manual_seed(1), bias=False)
     ones = {name: torch.ones_like(case.tensors[name]) for name in ("x_scale", "w_scale")}
-    one = 0x38  # 1.0 in e4m3fn
+    one = encode(torch.tensor(1.0), variant.word("QK_X_FORMAT"))
     for k in range(128):
         x = torch.zeros(3, 128, dtype=torch.uint8)
         x[1, k] = one
         tensors = {"x": x, "w": torch.zeros_like(case.tensors["w"]), **ones}
-        if sparse:
+        if variant.op.sparse:
             # Keep position k % 4 and one other, the wanted one first or second in order.
             group, position = divmod(k, 4)
             other = (position + 1) % 4
@@ -121,7 +139,11 @@ def test_gemm_finds_every_single_product(variant, layout):
 @pytest.mark.parametrize(("variant", "layout"), EVERYWHERE)
 def test_gemm_passes_nan_and_overflow_on_as_the_cast_does(variant, layout, generator):
     case = gemm_case(variant, 20, 30, 96, generator)
-    case.tensors["x"][3, 17] = 0x7F
+    if variant.word("QK_X_FORMAT") == "int8":
+        # It has no NaN: the row's scale says that there is one.
+        case.tensors["x_scale"][3] = torch.nan
+    else:
+        case.tensors["x"][3, 17] = 0x7F
     case.tensors["x_scale"][5] = 1e30
     case.tensors["x_scale"][6] = 1e-30
     case.tensors["w_scale"][7] = 1e30
@@ -151,7 +173,7 @@ def test_gemm_scales_left_to_right_in_float32(variant, layout, generator):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("op", GEMMS, ids=lambda op: op.name)
 def test_results_do_not_depend_on_threads(op, threads, generator):
-    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t1")
+    words = (*formats_of(op), "token", "channel", "f16", "t1")
     case = gemm_case(Variant(op, words), 200, 150, 96, generator)
     sizes = {"m": 200, "n": 150, "k": 96}
     y = {"y": torch.empty(200, 150, dtype=torch.float16)}
@@ -195,14 +217,14 @@ MISTAKES = [
     pytest.param(op, mistake, id=f"{op.name}-{mistake.__name__}")
     for op in GEMMS
     # Dense weights have no nibbles to get wrong.
-    for mistake in DENSE_MISTAKES + [wrong_nibble] * (op.name == "gemm_fp8_sparse")
+    for mistake in DENSE_MISTAKES + [wrong_nibble] * op.sparse
 ]
 
 
 @pytest.mark.parametrize(("op", "mistake"), MISTAKES)
 def test_the_measure_sees_a_mistake(op, mistake, generator):
     """The kernel is given other operands than the oracle: the suite must fail."""
-    words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t1")
+    words = (*formats_of(op), "token", "channel", "f16", "t1")
     case = gemm_case(Variant(op, words), 40, 50, 64, generator)
     if mistake is wrong_nibble:
         # Both have the largest codes in that group, so that only its positions differ.
@@ -224,7 +246,7 @@ def changes_of(variant, k):
 @pytest.mark.parametrize("layout", ["gfx12", "sm89"])
 @pytest.mark.parametrize("variant", quantize_variants())
 def test_quantize_gives_torchs_bytes_for_every_value(variant, layout):
-    if layout == "sm89" and variant.op.name == "quantize_fp8_static":
+    if layout == "sm89" and variant.op.family == "quantize_static":
         pytest.skip("encodes one by one on every target")
     io, fmt = variant.word("QK_IO"), variant.word("QK_X_FORMAT")
     values = every_value(io, fmt)
@@ -260,7 +282,7 @@ def test_quantize_at_every_tail(variant, m, k):
 @pytest.mark.parametrize("fmt", FP8)
 def test_a_row_too_small_for_a_scale_keeps_the_scale_one(fmt):
     # amax / max underflows to 0; divided by that, zeros would become NaN and the rest the maximum.
-    variant = Variant(OPS["quantize_fp8_token"], ("f32", fmt, ""))
+    variant = Variant(OPS[NAMES["quantize_token", fmt, False]], ("f32", fmt, ""))
     check_quantize(variant, torch.tensor([[1e-45, 0.0, -1e-44]]), 1.0, fmt)
 
 
@@ -268,7 +290,7 @@ def check_quantize(variant, x, scale, fmt, layout="gfx12"):
     m, k = x.shape
     smooth, shift = changes_of(variant, k)
     given = torch.tensor([scale])
-    static = variant.op.name == "quantize_fp8_static"
+    static = variant.op.family == "quantize_static"
     tensors = {
         "x": x,
         "smooth": smooth,

@@ -420,7 +420,9 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
     gated = 2 if arch.toolchain is Toolchain.NVRTC else menu
     tiles = {"gemm": menu, "geglu": gated, "conv": min(menu, 4)}
     assert {op: len(speed) for op, speed in arch.tile_speed} == {
-        f"{name}_fp8{kind}": count for name, count in tiles.items() for kind in ("", "_sparse")
+        f"{name}_{of}": count
+        for name, count in tiles.items()
+        for of in ("fp8", "fp8_sparse", "int8", "int8_sparse")
     }
     for device in arch.devices:
         assert arch_of_device(device).target_for(device) in (device, arch.name)

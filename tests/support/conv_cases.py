@@ -53,7 +53,7 @@ class ConvCase:
 
     def sizes(self):
         """Return the sum of the magnitudes of all terms."""
-        return self._reference(magnitudes(self.tensors))
+        return self._reference(magnitudes(self.variant, self.tensors))
 
     def _reference(self, tensors):
         return referred(self.variant, tensors, self.shape.windows.numbers)

@@ -127,11 +127,25 @@ def sparse_weight(n, k, fmt, generator):
     return w * keep, nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
 
-def magnitudes(tensors):
+def formats_of(op):
+    """Return the first format that an operation takes of inputs, and of weights."""
+    return tuple(op.words(f"QK_{of}_FORMAT")[0] for of in "XW")
+
+
+def encode(values, fmt):
+    """Return the codes of numbers that a format holds."""
+    return values.to(FORMATS[fmt].torch_dtype).view(torch.uint8)
+
+
+def magnitudes(variant, tensors):
     """Return operands of a product without their signs."""
     plain = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     absolute = {name: t.abs() for name, t in plain.items() if t.is_floating_point()}
-    return {**tensors, **absolute, **{name: plain[name] & 0x7F for name in ("x", "w")}}
+    for name in ("x", "w"):
+        fmt = variant.word(f"QK_{name.upper()}_FORMAT")
+        # int8's -128 has no twin; what these are for is no finer than one part in 128.
+        absolute[name] = encode(decode(plain[name], fmt).abs().clamp(max=FORMATS[fmt].max), fmt)
+    return {**tensors, **absolute}
 
 
 def referred(variant, tensors, *how):
@@ -172,7 +186,7 @@ class GemmCase:
 
     def sizes(self):
         """Return the sum of the magnitudes of all terms: what float32 rounding is relative to."""
-        return self._reference(magnitudes(self.tensors))
+        return self._reference(magnitudes(self.variant, self.tensors))
 
     def _reference(self, tensors):
         return referred(self.variant, tensors)

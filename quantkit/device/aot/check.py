@@ -14,7 +14,7 @@ from pathlib import Path
 from quantkit.device.aot.codeobject import (
     ObjectArgument,
     Resources,
-    count_qmma,
+    count_matrix_instructions,
     read_amd_kernels,
     read_nvidia_kernels,
 )
@@ -99,7 +99,7 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
     except (ArtefactError, ValueError) as error:
         return Finding(kernel, 0, {}, None, (f"{kernel.file} cannot be read: {error}",))
     code = read_code(text, kernel.symbol)
-    counts = _count(text) if tool else count_qmma(content, kernel.symbol)
+    counts = _count(text) if tool else count_matrix_instructions(content, kernel.symbol)
     problems = (
         *_manifest_problems(content, kernel, resources),
         *_resource_problems(resources, arch),

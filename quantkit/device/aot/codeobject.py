@@ -21,9 +21,9 @@ _AMDGPU_METADATA = ("AMDGPU", 32)
 # Attributes of .nv.info entries; payloads of format 4 start with a symbol index.
 _NV_SIZED = 4
 _NV_FRAME_SIZE, _NV_REGISTERS = 0x11, 0x2F
-#: Low bits of an sm_89 instruction that multiplies FP8 matrices, dense (QMMA) or sparse (QMMA.SP);
-#: agreed with nvdisasm of CUDA 13.
-_QMMA = 0x27A
+#: Low bits of the sm_89 instructions that multiply matrices, dense and sparse (.SP) alike: FP8,
+#: agreed with nvdisasm of CUDA 13, and int8.
+_MATRIX = {0x27A: "QMMA", 0x237: "IMMA"}
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def read_nvidia_kernels(content: bytes) -> tuple[Resources, ...]:
     return tuple(_nvidia_resources(name, sections) for name in names)
 
 
-def count_qmma(content: bytes, symbol: str) -> Counter[str]:
-    """Count the FP8 matrix instructions of a kernel in an sm_89 cubin (16 bytes an instruction)."""
+def count_matrix_instructions(content: bytes, symbol: str) -> Counter[str]:
+    """Count the matrix instructions of a kernel in an sm_89 cubin (16 bytes an instruction)."""
     text = next(s.content for s in read_sections(content) if s.name == f".text.{symbol}")
     words = struct.iter_unpack("<IIII", text[: len(text) // 16 * 16])
-    return Counter("QMMA" for first, *_ in words if first & 0xFFF == _QMMA)
+    return Counter(_MATRIX[first & 0xFFF] for first, *_ in words if first & 0xFFF in _MATRIX)
 
 
 def _amd_resources(kernel: Value) -> Resources:

@@ -19,6 +19,7 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import (
+    CODES,
     IO,
     TILE,
     W_SCALE_AXIS,
@@ -121,41 +122,46 @@ def _sample(
     return (*products, y_scale), (x_format, w_format, y_format, dtype)
 
 
-OPS = with_sparse(
-    Op(
-        name="geglu_fp8",
-        family="geglu",
-        source="geglu.hip",
-        formula=(
-            "y[i, j] = fp8(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
-            "p gemm_fp8's y of 2 n columns"
+def _on(kind: str) -> tuple[Op, Op]:
+    return with_sparse(
+        Op(
+            name=f"geglu_{kind}",
+            family="geglu",
+            source="geglu.hip",
+            formula=(
+                f"y[i, j] = {kind}(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
+                f"p gemm_{kind}'s y of 2 n columns"
+            ),
+            schema=(
+                "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, "
+                "Tensor y_scale, str x_format, str w_format, str y_format, ScalarType dtype) "
+                "-> Tensor"
+            ),
+            axes=(
+                *(formats("X", kind), formats("W", kind), X_SCALE_AXIS, W_SCALE_AXIS, IO),
+                *(formats("Y", kind), TILE),
+            ),
+            args=(
+                *(X_CODES, X_SCALE, Argument("w", "u8", "[2 n, k]"), *scales_and_bias("2 n")),
+                Argument("y_scale", "f32", "[1]"),
+                *(Argument("y", "u8", "[m, n]", written=True), M, N, K),
+            ),
+            k_multiple=16,
+            check=_check,
+            outputs=_outputs,
+            reference=geglu,
+            budget=Budget(
+                0.0,
+                0.0,
+                (0.0, 0.0),
+                "gelu is within 1.8e-4 of its value, 1.2e-7 where that is smaller: a code is the "
+                "nearest of a number so near",
+            ),
+            sample=_sample,
+            rows_per_column=2,
         ),
-        schema=(
-            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor y_scale, "
-            "str x_format, str w_format, str y_format, ScalarType dtype) -> Tensor"
-        ),
-        axes=(
-            *(formats("X"), formats("W"), X_SCALE_AXIS, W_SCALE_AXIS, IO),
-            *(formats("Y"), TILE),
-        ),
-        args=(
-            *(X_CODES, X_SCALE, Argument("w", "u8", "[2 n, k]"), *scales_and_bias("2 n")),
-            Argument("y_scale", "f32", "[1]"),
-            *(Argument("y", "u8", "[m, n]", written=True), M, N, K),
-        ),
-        k_multiple=16,
-        check=_check,
-        outputs=_outputs,
-        reference=geglu,
-        budget=Budget(
-            0.0,
-            0.0,
-            (0.0, 0.0),
-            "gelu is within 1.8e-4 of its value, 1.2e-7 where that is smaller: a code is the "
-            "nearest of a number so near",
-        ),
-        sample=_sample,
-        rows_per_column=2,
-    ),
-    formula="geglu_fp8 of gemm_fp8_sparse's y",
-)
+        formula=f"geglu_{kind} of gemm_{kind}_sparse's y",
+    )
+
+
+OPS = tuple(op for kind in CODES for op in _on(kind))

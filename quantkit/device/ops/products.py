@@ -13,8 +13,11 @@ from quantkit.numerics.formats import FORMATS, find_format
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 
-#: Float formats that kernels read; a word's place is its number in kernels/include/config.h.
+#: Float formats that kernels read.
 FP8 = tuple(fmt.name for fmt in FORMATS.values() if not fmt.is_integer)
+#: Word in an operation's name -> formats of the codes that it multiplies. A format's place in
+#: FORMATS is its number in kernels/include/config.h.
+CODES = {"fp8": FP8, "int8": ("int8",)}
 IO = Axis("QK_IO", ("f16", "bf16", "f32"))
 X_SCALE_AXIS = Axis("QK_X_SCALE", ("tensor", "token"))
 W_SCALE_AXIS = Axis("QK_W_SCALE", ("tensor", "channel"))
@@ -33,9 +36,10 @@ SUMMED = Budget(
 )
 
 
-def formats(of: str, names: tuple[str, ...] = FP8) -> Axis:
-    """Return the axis of the format of X, W or Y."""
-    return Axis(f"QK_{of}_FORMAT", names)
+def formats(of: str, kind: str) -> Axis:
+    """Return the axis of the format of X, W or Y in an operation on ``kind``, a key of CODES."""
+    names = CODES[kind]
+    return Axis(f"QK_{of}_FORMAT", names, first=list(FORMATS).index(names[0]))
 
 
 def scales_and_bias(rows: str) -> tuple[Argument, Argument]:

@@ -17,7 +17,7 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import FP8
+from quantkit.device.ops.products import CODES, formats
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scales import cast
 
@@ -110,11 +110,37 @@ _Q = Argument("q", "u8", "[m, k]", written=True)
 _M, _K = Argument("m", "i32"), Argument("k", "i32")
 
 
+def _static(kind: str) -> Op:
+    return _op(
+        family="quantize_static",
+        kind=kind,
+        scale=Argument("scale", "f32", "[1]"),
+        schema="(Tensor x, Tensor? smooth, Tensor? shift, Tensor scale, str x_format) -> Tensor",
+        formula=f"q[i, j] = {kind}(clamp((x[i, j] - shift[j]) * smooth[j] / scale[0], -max, max))",
+        outputs=_codes,
+        reference=quantize_static,
+    )
+
+
+def _token(kind: str) -> Op:
+    return _op(
+        family="quantize_token",
+        kind=kind,
+        scale=Argument("scale", "f32", "[m]", written=True),
+        schema="(Tensor x, Tensor? smooth, Tensor? shift, str x_format) -> (Tensor, Tensor)",
+        formula=(
+            "scale[i] = amax_j(|(x[i, j] - shift[j]) * smooth[j]|) / max, or 1 if that is 0; "
+            f"q[i, j] = {kind}(clamp((x[i, j] - shift[j]) * smooth[j] / scale[i], -max, max))"
+        ),
+        outputs=_scales_and_codes,
+        reference=quantize_token,
+    )
+
+
 def _op(
     *,
     family: str,
     kind: str,
-    formats: tuple[str, ...],
     scale: Argument,
     schema: str,
     formula: str,
@@ -130,7 +156,7 @@ def _op(
         schema=schema,
         axes=(
             Axis("QK_IO", ("f16", "bf16", "f32")),
-            Axis("QK_X_FORMAT", formats),
+            formats("X", kind),
             # What is done to x before: bit 0 of the index smooths, bit 1 shifts.
             Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth")),
         ),
@@ -144,28 +170,4 @@ def _op(
     )
 
 
-OPS = (
-    _op(
-        family="quantize_static",
-        kind="fp8",
-        formats=FP8,
-        scale=Argument("scale", "f32", "[1]"),
-        schema="(Tensor x, Tensor? smooth, Tensor? shift, Tensor scale, str x_format) -> Tensor",
-        formula="q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[0], -max, max))",
-        outputs=_codes,
-        reference=quantize_static,
-    ),
-    _op(
-        family="quantize_token",
-        kind="fp8",
-        formats=FP8,
-        scale=Argument("scale", "f32", "[m]", written=True),
-        schema="(Tensor x, Tensor? smooth, Tensor? shift, str x_format) -> (Tensor, Tensor)",
-        formula=(
-            "scale[i] = amax_j(|(x[i, j] - shift[j]) * smooth[j]|) / max, or 1 if that is 0; "
-            "q[i, j] = fp8(clamp((x[i, j] - shift[j]) * smooth[j] / scale[i], -max, max))"
-        ),
-        outputs=_scales_and_codes,
-        reference=quantize_token,
-    ),
-)
+OPS = tuple(of(kind) for kind in CODES for of in (_static, _token))
