@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.resources import kernel_sources
-
-# A variant's macros come from here, so its module imports this one.
-if TYPE_CHECKING:
-    from quantkit.device.ops.op import Variant
 
 Names = Mapping[str, int]
 Expression = Callable[[Names], int]
@@ -67,26 +63,30 @@ def tiles() -> tuple[Tile, ...]:
     return tuple(Tile(tile["m"], tile["n"], tile["k"], tuple(tile["waves"])) for tile in entries)
 
 
-def macros(variant: "Variant") -> tuple[str, ...]:
-    """Return what the source of a variant is told of its launch, for the compiler's command."""
-    launch, word = geometry_of(variant), variant.word("QK_TILE")
+def macros(source: str, tile_word: str) -> tuple[str, ...]:
+    """Return what a source is told of its launch, for the compiler's command."""
+    launch = geometry_of(source, tile_word)
     values = {"THREADS": launch.block, "LDS_BYTES": launch.lds}
-    if word:
-        tile = tiles()[int(word[1:])]
+    if tile_word:
+        tile = tiles()[int(tile_word[1:])]
         values |= {"TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
         values |= dict(zip(("WAVES_M", "WAVES_N", "WAVES_K"), tile.waves, strict=True))
     return tuple(f"-DQK_{name}={value}" for name, value in values.items())
 
 
-def geometry_of(variant: "Variant") -> Geometry:
-    """Return the block, grid expressions and LDS of a variant, tile sizes filled in."""
-    source = kernel_sources() / variant.op.source
-    entry = _launch_file(source.parent)[source.stem]
+def geometry_of(source: str, tile_word: str) -> Geometry:
+    """Return the block, grid expressions and LDS of a variant, tile sizes filled in.
+
+    Args:
+        source: file below ``kernels``.
+        tile_word: the variant's word for its tile; empty when it has none.
+    """
+    path = kernel_sources() / source
+    entry = _launch_file(path.parent)[path.stem]
     x, y, z = entry["grid"]
-    word = variant.word("QK_TILE")
-    if not word:
+    if not tile_word:
         return Geometry(entry["block"], (x, y, z), entry["lds"])
-    index = int(word[1:])
+    index = int(tile_word[1:])
     tile = tiles()[index]
 
     def fill(text: str) -> str:

@@ -11,7 +11,7 @@ from quantkit.device import compilers, log
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice, choose
-from quantkit.device.geometry import ceil_div, compile_expression, geometry_of, tiles
+from quantkit.device.geometry import ceil_div, compile_expression, tiles
 from quantkit.device.host import calls as host_calls
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.quantize import quantize_token
@@ -148,7 +148,7 @@ def test_other_expressions_are_refused(text):
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_geometry_of_every_variant_covers_the_output(op):
     for variant in all_variants(op):
-        geometry = geometry_of(variant)
+        geometry = variant.geometry
         names = {"m": 1000, "n": 300, "k": 64}
         blocks = [compile_expression(text)(names) for text in geometry.grid]
         assert geometry.block % 32 == 0

@@ -26,7 +26,7 @@ from quantkit.device.aot.codeobject import Resources
 from quantkit.device.aot.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.backends import Backend
-from quantkit.device.geometry import compile_expression, geometry_of
+from quantkit.device.geometry import compile_expression
 from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_kernel, why_detour
@@ -181,7 +181,7 @@ def test_grid_and_numbers_follow_the_launch_file(hip, op):
         numbers = {a.name: sizes[a.name] for a in op.args if not a.is_pointer}
         prepare_launch(device, variant, numbers)(*torch.zeros(len(pointers), 16))
         launch = hip.launches()[-1]
-        grid = [compile_expression(text)(sizes) for text in geometry_of(variant).grid]
+        grid = [compile_expression(text)(sizes) for text in variant.geometry.grid]
         assert launch["grid"] == ",".join(map(str, grid))
         assert launch["args"].split()[len(pointers) :] == [str(n) for n in numbers.values()]
 

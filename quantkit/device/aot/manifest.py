@@ -8,7 +8,6 @@ from pathlib import Path
 
 from quantkit._version import __version__
 from quantkit.device.aot.codeobject import Resources
-from quantkit.device.geometry import geometry_of
 from quantkit.device.ops.op import Argument, Variant
 from quantkit.errors import ArtefactError
 from quantkit.storage.jsonfile import as_type, parsing, read_json
@@ -78,7 +77,7 @@ class Manifest:
 
 def describe_kernel(variant: Variant, path: Path, resources: Resources) -> ManifestKernel:
     """Return the manifest entry of a variant compiled to ``path``."""
-    geometry, io = geometry_of(variant), variant.word("QK_IO")
+    geometry, io = variant.geometry, variant.word("QK_IO")
     pairs = zip(variant.op.axes, variant.words, strict=True)
     return ManifestKernel(
         op=variant.op.name,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quantkit.device.geometry import compile_expression, geometry_of
+from quantkit.device.geometry import compile_expression
 from quantkit.device.hopper.conv import plan_conv
 from quantkit.device.hopper.geglu import plan_gated
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperLaunch, arguments, plan_launch
@@ -64,7 +64,7 @@ def _integers(kernel: Variant, sizes: Sizes) -> dict[str, int]:
 
 
 def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:
-    geometry, args = geometry_of(kernel), kernel.op.args
+    geometry, args = kernel.geometry, kernel.op.args
     pointers = sum(a.is_pointer for a in args)
     # The launcher packs all addresses at once: numbers stand behind them in every kernel.
     assert all(a.is_pointer for a in args[:pointers])

@@ -13,7 +13,7 @@ from pathlib import Path
 from quantkit.device import cache
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.compilers import Compiler, cpu_identity, host_compiler
-from quantkit.device.geometry import compile_expression, geometry_of
+from quantkit.device.geometry import compile_expression
 from quantkit.device.ops.op import Variant
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
@@ -141,7 +141,7 @@ def _load(symbol: str, variant: Variant, layout: str) -> HostKernel:
 
 
 def _grid_function(variant: Variant) -> Callable[[int, int, int], ctypes.Array[ctypes.c_uint]]:
-    axes = [compile_expression(text) for text in geometry_of(variant).grid]
+    axes = [compile_expression(text) for text in variant.geometry.grid]
 
     @lru_cache(maxsize=1024)
     def grid(m: int, n: int, k: int) -> ctypes.Array[ctypes.c_uint]:

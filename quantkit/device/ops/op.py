@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device.geometry import macros
+from quantkit.device.geometry import Geometry, geometry_of, macros
 from quantkit.numerics.windows import ConvShape
 
 #: What a kernel reads, in launch order.
@@ -195,7 +195,12 @@ class Variant:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
         values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
-        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self))
+        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self.source, self.word("QK_TILE")))
+
+    @property
+    def geometry(self) -> Geometry:
+        """How it is launched."""
+        return geometry_of(self.source, self.word("QK_TILE"))
 
     def word(self, macro: str) -> str:
         """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""
