@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, PackedConfig, rows_of
 from quantkit.checkpoint.validate import Index, Shard
+from quantkit.numerics.nibbles import integer_codes
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.storage.tensorfile import Header, TensorInfo
@@ -80,11 +81,11 @@ class PackedComponent:
         """
         scheme, shape = self.config.layers[layer], self.records[layer].shape
         parts, (n, k) = self.parts(layer), rows_of(shape)
-        codes = parts["weight"].reshape(n, -1)
+        codes = stored_codes(parts).reshape(n, -1)
         if scheme.sparsity is not None:
-            dense = unpack_two_of_four(codes.view(torch.uint8), parts["weight_meta"])
-            codes = dense.view(scheme.weight.torch_dtype)
-        rows = dequantize(codes, parts["weight_scale"], scheme.granularity)
+            codes = unpack_two_of_four(codes, parts["weight_meta"])
+        values = codes.view(scheme.codes.torch_dtype)
+        rows = dequantize(values, parts["weight_scale"], scheme.granularity)
         if scheme.smooth:
             factor = parts["input_smooth"]
             rows = rows * factor.repeat(k // factor.numel())
@@ -100,3 +101,10 @@ class PackedComponent:
         names = (f"{layer}.{part}" for part in PACKED_PARTS)
         after = sum(self.tensors[name][1].nbytes for name in names if name in self.tensors)
         return 2 * n * k, after
+
+
+def stored_codes(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the codes of a packed weight as kernels multiply them, uint8, those kept alone."""
+    if "weight_group" in parts:
+        return integer_codes(parts["weight"], parts["weight_group"]).view(torch.uint8)
+    return parts["weight"].view(torch.uint8)

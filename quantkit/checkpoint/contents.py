@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.component import PackedComponent, stored_codes
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.weight_reader import NUMBER_DTYPES, SourceTensor
 from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
+from quantkit.numerics.nibbles import factors_are_legal
 from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
 from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Scheme
@@ -73,9 +74,13 @@ def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:
 def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     """Yield a line for every rule that the codes or the metadata of a layer break."""
     scheme, parts = component.config.layers[layer], component.parts(layer)
-    codes = parts["weight"].view(torch.uint8).flatten(1)
     where = _where(component, f"{layer}.weight")
-    if bool(_is_no_number(codes, scheme.weight).any()):
+    groups = parts.get("weight_group")
+    if groups is not None and not factors_are_legal(groups):
+        yield f"{where}_group: a factor is 0 or beyond 15; pack the model again"
+        return
+    codes = stored_codes(parts).flatten(1)
+    if bool(_is_no_number(codes, scheme.codes).any()):
         what = "-128, which no weight has" if scheme.weight.is_integer else "NaN or infinite"
         yield f"{where}: a code is {what}; pack the model again"
     meta = parts.get("weight_meta")
@@ -96,7 +101,7 @@ def _is_no_number(codes: Tensor, fmt: NumberFormat) -> Tensor:
 
 def _zero_groups(codes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
     """Return which scales serve only zeros, of the scales' shape."""
-    zero = decode(codes, scheme.weight.name) == 0
+    zero = decode(codes, scheme.codes.name) == 0
     match scheme.granularity:
         case PerTensor():
             return zero.all()

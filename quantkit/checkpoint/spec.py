@@ -28,15 +28,15 @@ CONFIG_KEY = "quantization_config"
 
 #: The tensors that a packed layer may own besides its bias.
 PACKED_PARTS = (
-    "weight", "weight_meta", "weight_scale", "input_scale", "input_smooth", "input_shift",
-    "output_shift",
+    "weight", "weight_meta", "weight_group", "weight_scale", "input_scale", "input_smooth",
+    "input_shift", "output_shift",
 )  # fmt: skip
 
 #: torch's dtypes of packed tensors, by their names in a safetensors header.
 PACKED_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "U8": torch.uint8,
-    **{fmt.safetensors_dtype: fmt.torch_dtype for fmt in FORMATS.values()},
+    **{f.safetensors_dtype: f.torch_dtype for f in FORMATS.values() if f.codes_per_byte == 1},
 }
 
 Kind = Literal["linear", "conv2d"]
@@ -202,8 +202,8 @@ def layer_tensors(
         bias_dtype: the bias' dtype as safetensors names it; None without a bias.
 
     Returns:
-        weight, weight_meta (sparse), weight_scale, input_scale (static), input_smooth,
-        input_shift and output_shift, bias.
+        weight, weight_meta (sparse), weight_group (int4), weight_scale, input_scale (static),
+        input_smooth, input_shift and output_shift, bias.
 
     Raises:
         CheckpointError: the shape does not fit the kind, or does not divide as the scheme wants.
@@ -216,6 +216,9 @@ def layer_tensors(
     specs = [TensorSpec(f"{layer}.weight", codes, _weight_shape(scheme, shape))]
     if scheme.sparsity is not None:
         specs.append(TensorSpec(f"{layer}.weight_meta", "U8", (n, k // 8)))
+    if scheme.weight.subscale_group:
+        groups = k // scheme.subscale_columns
+        specs.append(TensorSpec(f"{layer}.weight_group", "I8", (n, groups)))
     scales = scale_shape(scheme.granularity, n, k)
     specs.append(TensorSpec(f"{layer}.weight_scale", "F32", scales))
     buckets = (len(scheme.buckets) + 1,) if scheme.buckets else ()
@@ -242,6 +245,11 @@ def check_divides(layer: str, scheme: Scheme, shape: tuple[int, ...]) -> None:
         raise CheckpointError(f"{layer}: {axis} {channels} is not a multiple of 4, which 2:4 needs")
     if scheme.sparsity is not None and k % 8:
         raise CheckpointError(f"{layer}: K {k} is not a multiple of 8, which weight_meta needs")
+    if scheme.weight.subscale_group and channels % scheme.subscale_columns:
+        raise CheckpointError(
+            f"{layer}: {axis} {channels} is not a multiple of {scheme.subscale_columns}, which "
+            f"{scheme.weight.name} needs"
+        )
     size = getattr(scheme.granularity, "size", 1)
     if channels % size:
         raise CheckpointError(
@@ -251,8 +259,11 @@ def check_divides(layer: str, scheme: Scheme, shape: tuple[int, ...]) -> None:
 
 def _weight_shape(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
     n, k = rows_of(shape)
+    per_byte = scheme.weight.codes_per_byte
     if scheme.sparsity is not None:
-        return n, k // 2
+        return n, k // 2 // per_byte
+    if per_byte > 1:
+        return n, k // per_byte
     if len(shape) == 4:
         _, channels, kh, kw = shape
         return n, kh, kw, channels

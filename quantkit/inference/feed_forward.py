@@ -49,7 +49,11 @@ def _fits(module: FeedForward) -> bool:
         return False
     one_term = up.scheme.activation is not Activation.NONE and up.scheme.terms == 1
     grouped = isinstance(up.scheme.granularity, PerGroup)
-    return one_term and not grouped and type(down) is PackedLinear and down.takes_codes
+    if not one_term or grouped or type(down) is not PackedLinear or not down.takes_codes:
+        return False
+    # A kernel writes codes of the kind that it reads.
+    same_kind: bool = up.scheme.input.is_integer is down.scheme.input.is_integer
+    return same_kind
 
 
 def _is_fused(device: torch.device, up: Any, down: Any) -> bool:

@@ -75,7 +75,7 @@ def op_of(weight: tuple[int, ...], scheme: Scheme, device: torch.device) -> str:
         return gemm
     n, channels, *kernel = weight
     shape = ConvShape(1, kernel[0], kernel[1], channels, n, Windows((kernel[0], kernel[1])))
-    words = (fmt, scheme.weight.name, "tensor", "channel", "f16")
+    words = (fmt, scheme.codes.name, "tensor", "channel", "f16")
     return gemm if why_detour(_gpu_of(device), find_op(conv), words, shape) else conv
 
 

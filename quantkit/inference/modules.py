@@ -60,7 +60,7 @@ class PackedLinear(PackedLayer):
         weights = (*stored, self._part("weight_scale"), self._bias(x.dtype))
         scheme, scale = self.scheme, target.static_scale
         gate = operator_for("geglu", scheme.input.name, sparse=len(stored) > 1)
-        formats = (scheme.input.name, scheme.weight.name, target.scheme.input.name)
+        formats = (scheme.input.name, scheme.codes.name, target.scheme.input.name)
         gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
         return gated
 

@@ -11,6 +11,7 @@ from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, Kind, TensorSp
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.operators import operator_for
 from quantkit.inference.terms import Term, split
+from quantkit.numerics.nibbles import integer_codes
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
@@ -23,6 +24,7 @@ class PackedLayer(nn.Module):
     kind: Kind
     weight: Tensor
     weight_meta: Tensor | None
+    weight_group: Tensor | None
     weight_scale: Tensor
     input_scale: Tensor | None
     input_smooth: Tensor | None
@@ -56,7 +58,10 @@ class PackedLayer(nn.Module):
 
     @property
     def row_codes(self) -> Tensor:
-        """The weight's codes as uint8 rows, (N, K) or (N, K / 2)."""
+        """The weight's codes as kernels read them: uint8 rows, (N, K) or (N, K / 2)."""
+        factors = self._part("weight_group")
+        if factors is not None:
+            return integer_codes(self._part("weight"), factors).view(torch.uint8)
         codes: Tensor = self._part("weight").view(torch.uint8)
         return codes if codes.ndim == 2 else codes.flatten(1)
 
@@ -65,7 +70,7 @@ class PackedLayer(nn.Module):
         codes = self.row_codes
         if self.weight_meta is not None:
             codes = unpack_two_of_four(codes, self.weight_meta)
-        values = codes.view(self.scheme.weight.torch_dtype)
+        values = codes.view(self.scheme.codes.torch_dtype)
         rows = dequantize(values, self.weight_scale, self.scheme.granularity)
         return from_rows(rows, self.dense_shape)
 
@@ -151,7 +156,7 @@ class PackedLayer(nn.Module):
         family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
         multiply = operator_for(family, scheme.input.name, sparse=len(stored) > 1)
         weights = (*stored, self._part("weight_scale"), bias)
-        y: Tensor = multiply(*term, *weights, *how, scheme.input.name, scheme.weight.name, dtype)
+        y: Tensor = multiply(*term, *weights, *how, scheme.input.name, scheme.codes.name, dtype)
         return y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature

@@ -26,7 +26,7 @@ _JOINED = {
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
 #: Parts with a row or an entry per output, and those that belong to the input.
-_OF_OUTPUTS = ("weight", "weight_meta", "weight_scale", "output_shift")
+_OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale", "output_shift")
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
 
 
@@ -146,6 +146,6 @@ def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
     """Let the layers' codes be rows of the joined ones, so that they are not there twice."""
     places = pairwise(accumulate((layer.n for layer in layers), initial=0))
     for layer, (start, end) in zip(layers, places, strict=True):
-        for part in ("weight", "weight_meta"):
+        for part in ("weight", "weight_meta", "weight_group"):
             if getattr(layer, part) is not None:
                 setattr(layer, part, getattr(joined, part)[start:end])

@@ -8,7 +8,7 @@ from quantkit.models.families import Family
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import Component
-from quantkit.numerics.formats import find_format
+from quantkit.numerics.formats import INT8, NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
 from quantkit.numerics.scheme import Activation, Scheme
@@ -128,8 +128,9 @@ class _Context:
         settings = self.recipe.settings(layer.name)
         sparsity, why_dense = self._sparsity(layer, settings)
         activation = Activation(settings.activation.mode)
+        weight, why_wider = _format_of(layer, settings, sparse=sparsity is not None)
         scheme = Scheme(
-            weight=find_format(settings.weight.format),
+            weight=weight,
             granularity=_granularity(layer, settings),
             sparsity=sparsity,
             activation=activation,
@@ -138,7 +139,7 @@ class _Context:
             shift=settings.activation.shift,
             terms=settings.activation.terms,
         )
-        return LayerPlan(layer, scheme, why_dense)
+        return LayerPlan(layer, scheme, why_dense or why_wider)
 
     def _sparsity(self, layer: Layer, settings: LayerSettings) -> tuple[Pattern | None, str]:
         """Return the pattern or None, and why a layer with or without a mask is dense."""
@@ -179,6 +180,20 @@ class _Context:
                 fields=("calibration",),
             )
         return True
+
+
+def _format_of(layer: Layer, settings: LayerSettings, *, sparse: bool) -> tuple[NumberFormat, str]:
+    """Return the format of a layer's weight, and why it is int8 though int4 was asked for."""
+    fmt = find_format(settings.weight.format)
+    if fmt.is_integer and settings.activation.terms > 1:
+        raise RecipeError(
+            f"{layer.name}: activation.terms 2 with weight.format {fmt.name}: an input is the sum "
+            "of two FP8 values; drop terms"
+        )
+    columns = fmt.subscale_group * (2 if sparse else 1)
+    if columns and layer.channels % columns:
+        return INT8, f"int8: {layer.channels} channels are not a multiple of {columns}"
+    return fmt, ""
 
 
 def _granularity(layer: Layer, settings: LayerSettings) -> Granularity:

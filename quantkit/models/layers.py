@@ -16,7 +16,8 @@ SOURCE_DTYPES = ("F16", "BF16", "F32")
 MAX_NAME = 200
 #: What packed layers have beside a weight and a bias: a model with such a tensor cannot be packed.
 RESERVED = (
-    "weight_meta", "weight_scale", "input_scale", "input_smooth", "input_shift", "output_shift",
+    "weight_meta", "weight_group", "weight_scale", "input_scale", "input_smooth", "input_shift",
+    "output_shift",
 )  # fmt: skip
 
 

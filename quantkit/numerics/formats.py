@@ -29,6 +29,8 @@ class NumberFormat:
     #: a factor of codes that follow one another along K, an integer to 15 times the channel's scale
     #: (FORMAT.md); 0: none
     subscale_group: int = 0
+    #: an integer whose lowest code is minus its largest
+    symmetric: bool = True
 
     @property
     def is_integer(self) -> bool:
@@ -62,6 +64,11 @@ class NumberFormat:
         return (mantissa - 2.0**-self.mantissa_bits) * 2.0 ** (top - self.bias)
 
     @property
+    def min(self) -> float:
+        """Smallest finite value: minus the largest, or one less."""
+        return -self.max if self.symmetric else -self.max - 1
+
+    @property
     def smallest_subnormal(self) -> float:
         """Smallest positive value."""
         return 1.0 if self.is_integer else 2.0 ** (1 - self.bias - self.mantissa_bits)
@@ -87,8 +94,9 @@ class NumberFormat:
 E4M3FN = NumberFormat("e4m3fn", exponent_bits=4, mantissa_bits=3)
 E5M2 = NumberFormat("e5m2", exponent_bits=5, mantissa_bits=2, has_infinity=True)
 INT8 = NumberFormat("int8", exponent_bits=0, mantissa_bits=7)
+INT4 = NumberFormat("int4", exponent_bits=0, mantissa_bits=3, subscale_group=32, symmetric=False)
 
-FORMATS: dict[str, NumberFormat] = {f.name: f for f in (E4M3FN, E5M2, INT8)}
+FORMATS: dict[str, NumberFormat] = {f.name: f for f in (E4M3FN, E5M2, INT8, INT4)}
 
 
 def find_format(name: str) -> NumberFormat:

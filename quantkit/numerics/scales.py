@@ -25,10 +25,10 @@ def cast(values: Tensor, fmt: NumberFormat) -> Tensor:
     Returns:
         the same shape in ``fmt.torch_dtype``.
     """
-    clamped = values.clamp(-fmt.max, fmt.max)
+    clamped = values.clamp(fmt.min, fmt.max)
     if fmt.is_integer:
         # The conversion of NaN itself differs between devices.
-        clamped = clamped.round().nan_to_num(nan=-fmt.max - 1)
+        clamped = clamped.round().nan_to_num(nan=fmt.min - 1)
     return clamped.to(fmt.torch_dtype)
 
 

@@ -37,6 +37,16 @@ class Scheme:
     terms: int = 1
 
     @property
+    def codes(self) -> NumberFormat:
+        """Format of the weight's codes as kernels multiply them: int4 with its factors is int8."""
+        return INT8 if self.weight.is_integer else self.weight
+
+    @property
+    def subscale_columns(self) -> int:
+        """Columns of a dense row that share a factor: twice as many where half of them is kept."""
+        return self.weight.subscale_group * (1 if self.sparsity is None else 2)
+
+    @property
     def input(self) -> NumberFormat:
         """Format of the input's codes: kernels multiply floats by floats and integers by int8."""
         return INT8 if self.weight.is_integer else self.weight

@@ -20,16 +20,11 @@ from quantkit.checkpoint.weight_reader import BLOCK_ELEMENTS, Digest, SourceTens
 from quantkit.errors import NonFiniteError, ShapeError
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerTensor
+from quantkit.numerics.nibbles import pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four
-from quantkit.numerics.scales import (
-    MSE_GRID,
-    WEIGHT_SCALES,
-    cast,
-    dequantize,
-    expand_scale,
-    scale_of_amax,
-)
+from quantkit.numerics.scales import MSE_GRID, cast, scale_of_amax
 from quantkit.numerics.scheme import Scheme
+from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.gptq import Rounder, Rounding
 from quantkit.sparsity.sparsegpt import naming
 
@@ -133,37 +128,39 @@ class _Encoder:
         return Encoded(record, torch.cat(self._lost) if self._lost else None)
 
     def _encode(self, block: _RowBlock, scale: Tensor | None, sinks: Mapping[str, Sink]) -> None:
-        scheme = self._plan.scheme
+        rows, fmt = block.rows, self._plan.scheme.weight
+        grid = self._grid(rows, scale)
         if scale is None:
-            scale = WEIGHT_SCALES[self._plan.observer](
-                block.rows, scheme.weight, scheme.granularity
-            )
-            _append(sinks["weight_scale"], scale)
-        rows = block.rows
+            _append(sinks["weight_scale"], grid.scale)
+        if grid.factors is not None:
+            _append(sinks["weight_group"], grid.factors)
+        steps = grid.steps(rows.shape[1])
         if self._rounding is not None:
-            wide = expand_scale(scale, scheme.granularity, rows.shape[1])
             with naming(self._plan.layer):
-                rows = self._rounding.round(rows, block.mask, wide, scheme.weight)
-        quantized = _quantize_(rows, scale, scheme)
+                rows = self._rounding.round(rows, block.mask, steps, fmt)
+        quantized = _quantize_(rows, steps, fmt)
         if block.output is not None:
-            self._lost.append(block.output - self._mean_output(quantized, scale))
+            self._lost.append(block.output - self._mean_output(quantized, grid))
         codes = quantized.view(torch.uint8)
-        if block.mask is None:
-            _append(sinks["weight"], codes)
-            return
-        try:
-            values, meta = pack_two_of_four(codes, block.mask)
-        except ShapeError as error:
-            raise ShapeError(f"{self._plan.layer}: {error}") from error
-        _append(sinks["weight"], values)
-        _append(sinks["weight_meta"], meta)
+        if block.mask is not None:
+            try:
+                codes, meta = pack_two_of_four(codes, block.mask)
+            except ShapeError as error:
+                raise ShapeError(f"{self._plan.layer}: {error}") from error
+            _append(sinks["weight_meta"], meta)
+        _append(sinks["weight"], codes if grid.factors is None else _nibbles(codes))
 
-    def _mean_output(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _grid(self, rows: Tensor, scale: Tensor | None) -> WeightGrid:
+        power = None if self._rounding is None else self._rounding.moment.diagonal()
+        scheme, observer = self._plan.scheme, self._plan.observer
+        return WeightGrid.choose(rows, scheme, observer, scale=scale, power=power)
+
+    def _mean_output(self, codes: Tensor, grid: WeightGrid) -> Tensor:
         """Return what packed rows make of the mean input, (R,)."""
         mean = self._plan.mean
         assert mean is not None
         smoothed = mean if self._columns is None else mean * self._columns
-        return dequantize(codes, scale, self._plan.scheme.granularity) @ smoothed
+        return grid.values(codes) @ smoothed
 
     def _blocks(self) -> Iterator[_RowBlock]:
         for first, source in self._source_blocks():
@@ -223,10 +220,13 @@ class _Encoder:
         return candidates[int(errors.argmin())]
 
 
-def _quantize_(rows: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Return the codes of ``numerics.scales.quantize``, using ``rows`` up: no fresh memory."""
-    fmt = scheme.weight
-    rows.div_(expand_scale(scale, scheme.granularity, rows.shape[1])).clamp_(-fmt.max, fmt.max)
+def _nibbles(codes: Tensor) -> Tensor:
+    return pack_nibbles(codes.view(torch.int8))
+
+
+def _quantize_(rows: Tensor, steps: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return the codes of ``WeightGrid.codes``, using ``rows`` up: no fresh memory."""
+    rows.div_(steps).clamp_(fmt.min, fmt.max)
     return (rows.round_() if fmt.is_integer else rows).to(fmt.torch_dtype)
 
 

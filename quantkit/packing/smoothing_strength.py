@@ -17,9 +17,10 @@ from quantkit.models.layer_plan import LayerPlan
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.granularity import PerTensor
-from quantkit.numerics.scales import amax_scale, cast, dequantize, quantize, scale_of_amax
+from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.threads import one_torch_thread
+from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.inputs import Inputs
 from quantkit.progress import Progress
 
@@ -139,13 +140,10 @@ def _output_errors(
             smoothed = weight / candidate.columns
             # The scales are those of amax, whatever the observer: its search would take 26 times
             # as long for every strength, and finds much the same fraction of amax for each.
-            scale = (
-                candidate.tensor_scale
-                if isinstance(scheme.granularity, PerTensor)
-                else amax_scale(smoothed, scheme.weight, scheme.granularity)
-            )
-            codes = quantize(smoothed, scale, scheme.weight, scheme.granularity)
-            packed = dequantize(codes, scale, scheme.granularity) * candidate.columns
+            whole = isinstance(scheme.granularity, PerTensor)
+            scale = candidate.tensor_scale if whole else None
+            grid = WeightGrid.choose(smoothed, scheme, "amax", scale=scale)
+            packed = grid.round(smoothed) * candidate.columns
             found = candidate.rows @ packed.T
             errors[index] += (found - wanted).square().sum(dtype=torch.float64)
     return errors

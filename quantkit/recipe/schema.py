@@ -36,7 +36,7 @@ from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 
 
 class WeightRecipe(Strict):
-    """How weights become FP8."""
+    """How weights become codes."""
 
     format: Format = "e4m3fn"
     #: tensor, channel or group:SIZE
@@ -45,9 +45,18 @@ class WeightRecipe(Strict):
     #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
     rounding: Literal["nearest", "gptq"] = "nearest"
 
+    @model_validator(mode="after")
+    def _factors_stand_on_channels(self) -> "WeightRecipe":
+        if self.format == "int4" and self.granularity != "channel":
+            raise RecipeError(
+                f"weight.granularity {self.granularity} with format int4: groups of 32 have an "
+                "integer factor of their channel's scale; set granularity: channel"
+            )
+        return self
+
 
 class ActivationRecipe(Strict):
-    """How inputs of packed layers become FP8, in the format of the weight."""
+    """How inputs of packed layers become codes: FP8 as the weight, int8 where it is an integer."""
 
     mode: Literal["none", "static", "token"] = "token"
     #: what chooses a static scale from the statistics

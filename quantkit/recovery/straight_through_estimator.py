@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.packing import from_rows, to_rows
-from quantkit.numerics.scales import WEIGHT_SCALES, cast, dequantize, quantize, scale_of_amax
+from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.numerics.scheme import Scheme
+from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.numerics.windows import Windows
 
 #: Elements of windows that are unfolded at a time: 7 bytes each, so about 0.9 GB.
@@ -55,10 +56,8 @@ class QuantizeWeight(torch.autograd.Function):
         """Return the dequantized weight in float32, shaped as ``weight``."""
         ctx.by_channel = 1 if smooth is None else smooth.reshape(-1, *[1] * (weight.ndim - 2))
         rows = to_rows(weight.to(quant.stored).float() / ctx.by_channel).contiguous()
-        fmt, granularity = quant.scheme.weight, quant.scheme.granularity
-        scale = WEIGHT_SCALES[quant.observer](rows, fmt, granularity)
-        codes = quantize(rows, scale, fmt, granularity)
-        return from_rows(dequantize(codes, scale, granularity), tuple(weight.shape))
+        grid = WeightGrid.choose(rows, quant.scheme, quant.observer)
+        return from_rows(grid.round(rows), tuple(weight.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

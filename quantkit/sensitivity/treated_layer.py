@@ -16,21 +16,14 @@ from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.models.layer_plan import choose_edges
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
-from quantkit.numerics.scales import (
-    WEIGHT_SCALES,
-    cast,
-    dequantize,
-    expand_scale,
-    quantize,
-    scale_of_amax,
-)
+from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.numerics.scheme import Activation
 from quantkit.numerics.threads import surgery_threads
+from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.gptq import Rounding
 from quantkit.recipe.schema import ActivationRecipe, LayerSettings
-from quantkit.sensitivity.treatments import Treatment, activation_recipe
+from quantkit.sensitivity.treatments import Treatment, activation_recipe, scheme_of
 from quantkit.sparsity.sparsegpt import settle_layer, target_moment
 
 
@@ -79,11 +72,10 @@ def treat_weight(
     """
     if treatment.method is not None:
         rows = rows * choose_mask(MASKS[treatment.method](rows, second_moment), TWO_OF_FOUR)
-    if treatment.format is None:
+    scheme = scheme_of(treatment, settings.weight, ())
+    if scheme is None:
         return rows
-    granularity = parse_granularity(settings.weight.granularity)
-    scale = WEIGHT_SCALES[settings.weight.observer](rows, treatment.format, granularity)
-    return dequantize(quantize(rows, scale, treatment.format, granularity), scale, granularity)
+    return WeightGrid.choose(rows, scheme, settings.weight.observer).round(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,13 +106,14 @@ class PrunedWeight:
 
     def packed(self, treatment: Treatment, settings: LayerSettings) -> Tensor:
         """Return the weight (N, K) that a treatment leaves, as ``treat_weight`` does."""
-        if treatment.format is None:
+        scheme = scheme_of(treatment, settings.weight, ())
+        if scheme is None:
             return self.rows
-        granularity = parse_granularity(settings.weight.granularity)
-        scale = WEIGHT_SCALES[settings.weight.observer](self.rows, treatment.format, granularity)
-        wide = expand_scale(scale, granularity, self.rows.shape[1])
+        steps = WeightGrid.choose(self.rows, scheme, settings.weight.observer).steps(
+            self.rows.shape[1]
+        )
         with surgery_threads(self.rows.shape[1]):
-            return self.rounding.round(self.rows, self.mask, wide, treatment.format)
+            return self.rounding.round(self.rows, self.mask, steps, scheme.weight)
 
 
 def treat_input(
@@ -137,17 +130,18 @@ def treat_input(
         statistics: of the layer's input.
         edges: of the calibration.
     """
-    if treatment.format is None:
+    fmt = treatment.input
+    if fmt is None:
         return None
     if treatment.activation is Activation.TOKEN:
-        return InputCast(treatment.format, None)
+        return InputCast(fmt, None)
     activation = activation_recipe(treatment, base, len(edges) + 1)
     if activation.buckets == "auto":
-        agreed = agreeing_edges(statistics, activation, treatment.format, edges)
+        agreed = agreeing_edges(statistics, activation, fmt, edges)
         activation = activation.model_copy(update={"buckets": agreed or 1})
     chosen = choose_edges(activation, tuple(edges))
-    scale = static_scale(statistics, activation, treatment.format, edges=edges)
-    return InputCast(treatment.format, scale.reshape(-1), chosen)
+    scale = static_scale(statistics, activation, fmt, edges=edges)
+    return InputCast(fmt, scale.reshape(-1), chosen)
 
 
 def column_moments(statistics: LayerStatistics, area: int) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quantkit.models.layer_plan import dense_reason
 from quantkit.models.layers import Layer
-from quantkit.numerics.formats import E4M3FN, E5M2, NumberFormat
+from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, NumberFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
@@ -23,6 +23,12 @@ class Treatment:
     activation: Activation
     #: of METHODS; None: dense
     method: str | None = None
+
+    @property
+    def input(self) -> NumberFormat | None:
+        """Format of the input's codes; None: 16 bit."""
+        integer = self.format is not None and self.format.is_integer
+        return INT8 if integer else self.format
 
     @property
     def packs(self) -> bool:
@@ -44,6 +50,9 @@ TREATMENTS: tuple[Treatment, ...] = (
     Treatment("e4m3fn-token", E4M3FN, _TOKEN),
     Treatment("e5m2-static", E5M2, _STATIC),
     Treatment("e5m2-token", E5M2, _TOKEN),
+    Treatment("int8-static", INT8, _STATIC),
+    Treatment("int8-token", INT8, _TOKEN),
+    Treatment("int4-token", INT4, _TOKEN),
     Treatment("2:4-magnitude-16-bit", None, _NONE, "magnitude"),
     Treatment("2:4-magnitude-e4m3fn-token", E4M3FN, _TOKEN, "magnitude"),
     Treatment("2:4-wanda-16-bit", None, _NONE, "wanda"),
@@ -65,6 +74,8 @@ def weight_recipe(treatment: Treatment, base: WeightRecipe) -> WeightRecipe:
     values = base.model_dump()
     if treatment.format is not None:
         values["format"] = treatment.format.name
+        # Factors of groups stand on a scale per channel.
+        values["granularity"] = "channel" if treatment.format.subscale_group else base.granularity
     if treatment.updates:
         values["rounding"] = "gptq"
     return WeightRecipe.model_validate(values)
@@ -101,7 +112,7 @@ def scheme_of(
         return None
     return Scheme(
         treatment.format,
-        parse_granularity(weight.granularity),
+        parse_granularity(weight_recipe(treatment, weight).granularity),
         None if treatment.method is None else TWO_OF_FOUR,
         treatment.activation,
         edges if treatment.activation is _STATIC else (),

@@ -1,0 +1,100 @@
+"""int4 weights: two codes a byte, and an integer factor for every 32 codes along a row.
+
+A weight is (nibble - 8) * g * scale: g an integer to 15 of either sign, scale a float32 of the
+output channel. (nibble - 8) * g is an int8, so every int4 layer is an int8 one with a scale per
+channel, exactly.
+"""
+
+import torch
+from torch import Tensor
+
+#: Codes that share a factor, and that 16 bytes hold.
+GROUP = 32
+#: Largest factor: 8 * 15 = 120 is an int8.
+MAX_FACTOR = 15
+
+_OFFSET = 8
+_LOWEST, _HIGHEST = -8, 7
+#: Factors that a search tries for a group, from the least that clips nothing downwards.
+_TRIED = 6
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Return (R, K / 2) uint8 of codes (R, K) from -8 to 7, K a multiple of 32.
+
+    Byte i of a group's 16 has code i in its low half and code i + 16 in its high one, each plus 8:
+    GGML's order, in which one load and two masks give two runs of codes.
+    """
+    low, high = (codes.to(torch.int16) + _OFFSET).to(torch.uint8).reshape(-1, 2, 16).unbind(1)
+    return (low | high << 4).reshape(codes.shape[0], -1)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Return codes int8 (R, K) from -8 to 7 of (R, K / 2) uint8."""
+    blocks = packed.reshape(-1, 16)
+    codes = torch.stack((blocks & 0xF, blocks >> 4), dim=1).to(torch.int8) - _OFFSET
+    return codes.reshape(packed.shape[0], -1)
+
+
+def integer_codes(packed: Tensor, factors: Tensor) -> Tensor:
+    """Return the int8 codes (R, K) that (R, K / 2) nibbles and (R, K / 32) factors stand for."""
+    codes = unpack_nibbles(packed).reshape(*factors.shape, GROUP)
+    return (codes * factors.unsqueeze(-1)).reshape(packed.shape[0], -1)
+
+
+def factors_are_legal(factors: Tensor) -> bool:
+    """Tell whether every factor is an integer from 1 to 15, of either sign."""
+    sizes = factors.to(torch.int16).abs()
+    return bool(((sizes >= 1) & (sizes <= MAX_FACTOR)).all())
+
+
+def amax_factors(rows: Tensor, columns: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Return the scale of each row, and of each group the least factor that clips nothing.
+
+    The code -8 stands for the value of largest size, so that factors have its sign turned round.
+
+    Args:
+        rows: (R, K) float32, finite.
+        columns: of the rows that share a factor; 64 where two of four are stored.
+
+    Returns:
+        (R,) float32, 1.0 for a row of zeros; (R, K / columns) int8, 1 for a group of zeros.
+    """
+    groups = rows.reshape(len(rows), -1, columns)
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    wanted = largest / _LOWEST
+    scale = wanted.abs().amax(dim=1) / MAX_FACTOR
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    sizes = (wanted.abs() / scale.unsqueeze(1)).ceil().clamp(1, MAX_FACTOR)
+    return scale, torch.where(wanted < 0, -sizes, sizes).to(torch.int8)
+
+
+def mse_factors(
+    rows: Tensor, columns: int = GROUP, power: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return scales and factors as ``amax_factors``, but factors of least squared error.
+
+    Args:
+        rows: (R, K) float32, finite.
+        columns: of the rows that share a factor.
+        power: (K,) what an error of each column costs; None: all the same.
+    """
+    scale, start = amax_factors(rows, columns)
+    groups = rows.reshape(len(rows), -1, columns) / scale.reshape(-1, 1, 1)
+    costs = None if power is None else power.reshape(-1, columns)
+    best, least = start, _error(groups, start, costs)
+    sizes = start.abs()
+    for sign in (1, -1):
+        for step in range(_TRIED):
+            tried = (sign * (sizes - step).clamp(min=1)).to(torch.int8)
+            error = _error(groups, tried, costs)
+            better = error < least
+            best, least = torch.where(better, tried, best), torch.where(better, error, least)
+    return scale, best
+
+
+def _error(groups: Tensor, factors: Tensor, costs: Tensor | None) -> Tensor:
+    """Return (R, G): the squared error of rounding to codes times factors."""
+    wide = factors.float().unsqueeze(-1)
+    error = (groups / wide).round_().clamp_(_LOWEST, _HIGHEST).mul_(wide).sub_(groups).square_()
+    return (error if costs is None else error.mul_(costs)).sum(dim=-1)

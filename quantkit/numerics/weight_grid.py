@@ -1,0 +1,75 @@
+"""The values that the codes of a weight may stand for."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantkit.numerics.formats import NumberFormat
+from quantkit.numerics.granularity import Granularity
+from quantkit.numerics.nibbles import amax_factors, mse_factors
+from quantkit.numerics.scales import WEIGHT_SCALES, cast, expand_scale
+from quantkit.numerics.scheme import Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class WeightGrid:
+    """Codes of a format times the scales of rows (N, K)."""
+
+    fmt: NumberFormat
+    granularity: Granularity
+    #: float32, [], [N] or [N, K / G]
+    scale: Tensor
+    #: int8 (N, K / columns), of formats that have them
+    factors: Tensor | None = None
+
+    @classmethod
+    def choose(
+        cls,
+        rows: Tensor,
+        scheme: Scheme,
+        observer: str,
+        *,
+        scale: Tensor | None = None,
+        power: Tensor | None = None,
+    ) -> "WeightGrid":
+        """Return the grid of rows (N, K) float32.
+
+        Args:
+            rows: zero where nothing is kept.
+            scheme: format, granularity and sparsity are read.
+            observer: amax or mse.
+            scale: of the whole weight, where rows are but a part of it; None chooses.
+            power: (K,) what an error of each column costs, where factors are chosen by it.
+
+        Raises:
+            ShapeError: K is not a multiple of the group size.
+        """
+        fmt, granularity = scheme.weight, scheme.granularity
+        if not fmt.subscale_group:
+            if scale is None:
+                scale = WEIGHT_SCALES[observer](rows, fmt, granularity)
+            return cls(fmt, granularity, scale)
+        columns = scheme.subscale_columns
+        if observer == "amax":
+            return cls(fmt, granularity, *amax_factors(rows, columns))
+        return cls(fmt, granularity, *mse_factors(rows, columns, power))
+
+    def steps(self, k: int) -> Tensor:
+        """Return what a code is multiplied by: float32, broadcastable against (N, K)."""
+        wide = expand_scale(self.scale, self.granularity, k)
+        if self.factors is None:
+            return wide
+        columns = k // self.factors.shape[1]
+        return wide * self.factors.repeat_interleave(columns, dim=1)
+
+    def codes(self, rows: Tensor) -> Tensor:
+        """Return the nearest codes of rows (N, K), in ``fmt.torch_dtype``."""
+        return cast(rows / self.steps(rows.shape[1]), self.fmt)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return what codes (N, K) stand for, float32."""
+        return codes.float() * self.steps(codes.shape[1])
+
+    def round(self, rows: Tensor) -> Tensor:
+        """Return the nearest values of the grid."""
+        return self.values(self.codes(rows))
