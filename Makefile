@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 FAST := project/test_architecture.py storage/test_files.py storage/test_inputfile.py numerics \
 	recipe/test_recipe.py models calibration/test_rescaling.py calibration/test_shifting.py sparsity/test_sparsity.py \
-	sparsity/test_permute.py checkpoint inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
+	sparsity/test_channel_permutation.py checkpoint/test_layout.py checkpoint/test_spec.py checkpoint/test_validate.py \
+	checkpoint/test_malformed.py inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
 KERNELS := $(wildcard $(foreach end,hip h cpp,kernels/*.$(end) kernels/*/*.$(end)))
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 

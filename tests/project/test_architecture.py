@@ -114,6 +114,7 @@ def test_mutants_are_shown_to_tests_that_are_there():
     for group in table["groups"].values():
         assert all((ROOT / "tests" / path).exists() for path in group["tests"])
         assert all(any(ROOT.glob(modules)) for modules in group["modules"])
+    assert all((ROOT / change["path"]).exists() for change in table["equivalent"])
 
 
 def code_lines(text):
