@@ -13,6 +13,7 @@
 // same order.
 #include "mma.h"
 #include "epilogue.h"
+#include "loop.h"
 #include "picture.h"
 #include "raster.h"
 

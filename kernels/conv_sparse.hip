@@ -15,6 +15,7 @@
 // in the same order.
 #include "mma.h"
 #include "epilogue.h"
+#include "loop.h"
 #include "picture.h"
 #include "raster.h"
 

@@ -6,6 +6,7 @@
 #define QK_E4M3FN 0
 #define QK_E5M2 1
 #define QK_INT8 2
+#define QK_INT4 3  // of weights in memory alone: they are int8 when they multiply
 #define QK_TENSOR 0
 #define QK_TOKEN 1
 #define QK_CHANNEL 1

@@ -7,13 +7,14 @@
 // added through LDS in order of wave, and wave 0 has the result.
 #pragma once
 
-#include "tile.h"
+#include "loop.h"
 
 namespace qk {
 
 template <class Tile, class Mma, class WeightRows>
 struct DirectLoop {
   using Sum = typename Mma::Sum;
+  using StepRows = RowsAt<CodeStorage<Mma::kSparse>>;
   static constexpr bool kSparse = Mma::kSparse;
   static constexpr int kWaves = Tile::kThreads / kWave;
   static constexpr int kRun = Mma::kChunk / 2;  // K of a chunk that one half of the wave holds
@@ -49,7 +50,7 @@ struct DirectLoop {
 
   /// kWhole: all of the pass exists; else `count` of its kK values do, and the rest become zeros.
   template <bool kWhole>
-  QK_DEVICE void load_pass(Fragments& fragments, const RowsAt<kSparse>& from, int count) {
+  QK_DEVICE void load_pass(Fragments& fragments, const StepRows& from, int count) {
     x_offset = opaque(x_offset);
     QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
       w_offsets[i] = opaque(w_offsets[i]);
@@ -78,7 +79,7 @@ struct DirectLoop {
   QK_DEVICE bool run(Accumulators& acc, const Operands& op, u8* lds, int m0, int n0) {
     // The pass that K does not fill comes first, as in TileLoop.
     const int first = (op.k - 1) % Tile::kK + 1;
-    RowsAt<kSparse> rows(op, m0, n0);
+    StepRows rows(op, m0, n0);
     set_offsets(op, m0, n0);
     Fragments now;
     load_pass<false>(now, rows, first);

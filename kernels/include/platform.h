@@ -7,6 +7,7 @@
 namespace qk {
 
 using u8 = unsigned char;
+using i8 = signed char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -148,6 +149,13 @@ QK_DEVICE f32 clamp(f32 value, f32 limit) {
   const f32 above = value > -limit ? value : -limit;
   return above < limit ? above : limit;
 }
+QK_DEVICE f32 maximum(f32 a, f32 b) { return a > b ? a : b; }
+/// (code - 8) * s + 128 of four codes, 0 to 15, in the bytes of a word, |s| <= 15: none leaves its
+/// byte.
+QK_DEVICE u32 scale_codes(u32 codes, int s) {
+  const u32 factor = static_cast<u32>(s);
+  return codes * factor + (0x80808080u - 8 * 0x01010101u * factor);
+}
 
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -264,6 +272,16 @@ QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c)
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }       // v_exp_f32
 QK_DEVICE f32 approx_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
 QK_DEVICE f32 clamp(f32 value, f32 limit) { return __builtin_amdgcn_fmed3f(value, -limit, limit); }
+QK_DEVICE f32 maximum(f32 a, f32 b) { return __builtin_fmaxf(a, b); }
+/// (code - 8) * s + 128 of four codes, 0 to 15, in the bytes of a word, |s| <= 15: none leaves its
+/// byte. v_pk_mad_u16, since v_mul_lo_u32 takes four times as long.
+QK_DEVICE u32 scale_codes(u32 codes, int s) {
+  using Halves = u16 __attribute__((ext_vector_type(2)));
+  const u16 half = static_cast<u16>(s);
+  const Halves factor = {half, half};
+  const Halves offset = factor * static_cast<u16>(-8 * 0x0101) + static_cast<u16>(0x8080);
+  return __builtin_bit_cast(u32, __builtin_bit_cast(Halves, codes) * factor + offset);
+}
 
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
@@ -327,6 +345,11 @@ QK_DEVICE f32 approx_reciprocal(f32 value) {
 }
 
 QK_DEVICE f32 clamp(f32 value, f32 limit) { return fminf(fmaxf(value, -limit), limit); }
+QK_DEVICE f32 maximum(f32 a, f32 b) { return fmaxf(a, b); }
+QK_DEVICE u32 scale_codes(u32 codes, int s) {
+  const u32 factor = static_cast<u32>(s);
+  return codes * factor + (0x80808080u - 8 * 0x01010101u * factor);
+}
 
 /// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes
 /// NaN.

@@ -215,8 +215,8 @@ struct FastDivisor<Format::kInt8> {
     f32 distance = 0.0f;
     QK_UNROLL for (int e = 0; e < kCount; ++e) {
       const f32 q = clamp(values[e] * reciprocal, Int8::kMax), sum = q + Int8::kMagic;
-      const f32 off = bits_float(float_bits(q - (sum - Int8::kMagic)) & 0x7fffffffu);
-      distance = off > distance ? off : distance;
+      const f32 off = q - (sum - Int8::kMagic);
+      distance = maximum(distance, bits_float(float_bits(off) & 0x7fffffffu));
       codes.v[e] = static_cast<u8>(float_bits(sum));
     }
     return distance <= farthest;

@@ -122,15 +122,20 @@ def _with_int8(fp8: TileSpeed) -> TileSpeed:
 
 # Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
 # bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
-_GFX12_TILES = _with_int8(
-    (
-        ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
-        ("gemm_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
-        ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
-        ("geglu_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
-        ("conv_fp8", (0.80, 0.68, 0.25, 0.81)),
-        ("conv_fp8_sparse", (0.63, 0.48, 0.25, 0.65)),
-    )
+_GFX12_TILES = (
+    *_with_int8(
+        (
+            ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+            ("gemm_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
+            ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+            ("geglu_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
+            ("conv_fp8", (0.80, 0.68, 0.25, 0.81)),
+            ("conv_fp8_sparse", (0.63, 0.48, 0.25, 0.65)),
+        )
+    ),
+    ("gemm_w4a8", (0.79, 0.68, 0.25, 0.84)),
+    ("geglu_w4a8", (0.79, 0.68, 0.25, 0.84)),
+    ("conv_w4a8", (0.73, 0.59, 0.25, 0.77)),
 )
 # Not measured: the same figures. FP8 is widened to float16, which takes more cycles than the
 # products; 2:4 codes are spread in registers.
@@ -147,18 +152,26 @@ _GFX11_TILES = (
     ("geglu_int8_sparse", (0.76, 0.62, 0.17)),
     ("conv_int8", (0.92, 0.87, 0.20)),
     ("conv_int8_sparse", (0.75, 0.60, 0.17)),
+    ("gemm_w4a8", (0.92, 0.86, 0.20)),
+    ("geglu_w4a8", (0.92, 0.86, 0.20)),
+    ("conv_w4a8", (0.90, 0.83, 0.20)),
 )
 # TFLOP/s of GEMMs at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 # GEGLU has no t2 there: of a wave's 32 rows a lane would have two codes, which are no word.
-_SM89_TILES = _with_int8(
-    (
-        ("gemm_fp8", (221.0, 237.0, 156.0)),
-        ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
-        ("geglu_fp8", (221.0, 237.0)),
-        ("geglu_fp8_sparse", (13.0, 57.0)),
-        ("conv_fp8", (221.0, 237.0, 156.0)),
-        ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
-    )
+_SM89_TILES = (
+    *_with_int8(
+        (
+            ("gemm_fp8", (221.0, 237.0, 156.0)),
+            ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
+            ("geglu_fp8", (221.0, 237.0)),
+            ("geglu_fp8_sparse", (13.0, 57.0)),
+            ("conv_fp8", (221.0, 237.0, 156.0)),
+            ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
+        )
+    ),
+    ("gemm_w4a8", (221.0, 237.0, 156.0)),
+    ("geglu_w4a8", (221.0, 237.0)),
+    ("conv_w4a8", (221.0, 237.0, 156.0)),
 )
 
 
@@ -172,16 +185,22 @@ def _multiplying(kind: str, dense: str, sparse: str) -> tuple[tuple[str, str], .
     )
 
 
+def _multiplying_int8(dense: str, sparse: str) -> tuple[tuple[str, str], ...]:
+    """Return the instructions of int8's operations; int4 weights are int8 when they multiply."""
+    int4 = ((op, how) for op, how in _multiplying("w4a8", dense, "") if how)
+    return (*_multiplying("int8", dense, sparse), *int4)
+
+
 # {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
 _GFX12_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}"),
-    *_multiplying("int8", "v_wmma_i32_16x16x16_iu8", "v_swmmac_i32_16x16x32_iu8"),
+    *_multiplying_int8("v_wmma_i32_16x16x16_iu8", "v_swmmac_i32_16x16x32_iu8"),
 )
 _GFX11_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16"),
-    *_multiplying("int8", "v_wmma_i32_16x16x16_iu8", "v_wmma_i32_16x16x16_iu8"),
+    *_multiplying_int8("v_wmma_i32_16x16x16_iu8", "v_wmma_i32_16x16x16_iu8"),
 )
-_SM89_MATRIX = (*_multiplying("fp8", "QMMA", "QMMA"), *_multiplying("int8", "IMMA", "IMMA"))
+_SM89_MATRIX = (*_multiplying("fp8", "QMMA", "QMMA"), *_multiplying_int8("IMMA", "IMMA"))
 
 
 def _radeon(

@@ -63,6 +63,7 @@ def launch_all(variant, layout):
 
     from tests.support.conv_cases import conv_case, conv_shapes
     from tests.support.gated_cases import gated_case
+    from tests.support.int4_cases import twin_of, with_int4
     from tests.support.kernel_cases import gemm_case, shapes_of
 
     generator = torch.Generator().manual_seed(1)
@@ -72,15 +73,17 @@ def launch_all(variant, layout):
         for m, k in rows:
             quantize(variant, layout, m, k)
         return len(rows)
+    int4 = variant.word("QK_W_FORMAT") == "int4"
+    drawn = twin_of(variant) if int4 else variant
     if kind == "conv":
-        cases = [conv_case(variant, shape, generator) for shape in conv_shapes(variant)[:6]]
+        cases = [conv_case(drawn, shape, generator) for shape in conv_shapes(variant)[:6]]
     else:
         make = gated_case if kind == "geglu" else gemm_case
         # The largest grids have no edge that the others lack.
         shapes = [shape for shape in shapes_of(variant) if shape[0] * shape[1] < 2**16]
-        cases = [make(variant, m, n, k, generator, bias=m % 2 == 0) for m, n, k in shapes]
+        cases = [make(drawn, m, n, k, generator, bias=m % 2 == 0) for m, n, k in shapes]
     for case in cases:
-        case.run(layout)
+        (with_int4(variant, case, generator)[1] if int4 else case).run(layout)
     return len(cases)
 
 

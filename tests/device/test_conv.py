@@ -21,10 +21,11 @@ from tests.support.kernel_cases import (
     formats_of,
     launch,
     need,
+    of_family,
     operate,
 )
 
-CONVS = [op for op in OPS.values() if op.name.startswith("conv")]
+CONVS = of_family("conv")
 
 
 @pytest.fixture(autouse=True)

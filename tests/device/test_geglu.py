@@ -19,11 +19,12 @@ from tests.support.kernel_cases import (
     every_value,
     formats_of,
     need,
+    of_family,
     operate,
     shapes_of,
 )
 
-GEGLU = [op for op in OPS.values() if op.name.startswith("geglu")]
+GEGLU = of_family("geglu")
 
 
 @pytest.fixture(autouse=True)

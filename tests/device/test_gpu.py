@@ -39,6 +39,7 @@ from tests.support.kernel_cases import (
     formats_of,
     gemm_case,
     inputs_of,
+    of_family,
     operate,
     points_and_midpoints,
     same_codes,
@@ -48,11 +49,11 @@ from tests.support.packed import pack_component, packed_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
 
-GEMMS = [op for op in OPS.values() if op.name.startswith("gemm")]
+GEMMS = of_family("gemm")
 QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
 VARIANTS = [v for op in GEMMS for v in covering_variants(op, pairs=False)]
-GEGLU = [op for op in OPS.values() if op.name.startswith("geglu")]
-CONVS = [op for op in OPS.values() if op.name.startswith("conv")]
+GEGLU = of_family("geglu")
+CONVS = of_family("conv")
 CONV_VARIANTS = [v for op in CONVS for v in covering_variants(op, pairs=False)]
 GEGLU_VARIANTS = [v for op in GEGLU for v in covering_variants(op, pairs=False)]
 #: Host microseconds that a launch may take beside the driver's own call.

@@ -27,12 +27,13 @@ from tests.support.kernel_cases import (
     gemm_case,
     launch,
     need,
+    of_family,
     same_codes,
     shapes_of,
 )
 
 QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
-GEMMS = [op for op in OPS.values() if op.name.startswith("gemm")]
+GEMMS = of_family("gemm")
 
 
 def gemm_variants():

@@ -419,11 +419,13 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
     menu = len(GEMM.op.axes[-1].words) if "gfx12" in arch.name else 3
     gated = 2 if arch.toolchain is Toolchain.NVRTC else menu
     tiles = {"gemm": menu, "geglu": gated, "conv": min(menu, 4)}
-    assert {op: len(speed) for op, speed in arch.tile_speed} == {
+    menus = {
         f"{name}_{of}": count
         for name, count in tiles.items()
         for of in ("fp8", "fp8_sparse", "int8", "int8_sparse")
     }
+    menus |= {f"{name}_w4a8": min(count, 4) for name, count in tiles.items()}
+    assert {op: len(speed) for op, speed in arch.tile_speed} == menus
     for device in arch.devices:
         assert arch_of_device(device).target_for(device) in (device, arch.name)
 

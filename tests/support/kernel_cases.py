@@ -127,6 +127,12 @@ def sparse_weight(n, k, fmt, generator):
     return w * keep, nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
 
+def of_family(family):
+    """Return a family's operations on weights of the inputs' formats."""
+    both = ("QK_X_FORMAT", "QK_W_FORMAT")
+    return [op for op in OPS.values() if op.family == family and len({*map(op.words, both)}) == 1]
+
+
 def formats_of(op):
     """Return the first format that an operation takes of inputs, and of weights."""
     return tuple(op.words(f"QK_{of}_FORMAT")[0] for of in "XW")

@@ -34,6 +34,7 @@ from quantkit.device.ops.products import (
     sample_codes,
     sample_product,
     scales_and_bias,
+    with_int4,
     with_sparse,
 )
 from quantkit.numerics.windows import ConvShape, Windows
@@ -139,11 +140,8 @@ def _unfold(op: Op, operands: Operands, options: Options) -> Detour:
     rows = Windows.of(windows).unfold(given(x))
     ((shape, _),) = _outputs(operands, options)
     flat = rows.reshape(-1, rows.shape[3:].numel())
-    multiply = next(
-        row
-        for row in products_of_rows.OPS
-        if row.sparse is op.sparse and row.words("QK_X_FORMAT") == op.words("QK_X_FORMAT")
-    )
+    name = op.name.replace(op.family, "gemm")
+    multiply = next(row for row in products_of_rows.OPS if row.name == name)
     return Detour(multiply, (flat, *others), tuple(how), shape)
 
 
@@ -219,4 +217,5 @@ def _on(kind: str) -> tuple[Op, Op]:
     )
 
 
-OPS = tuple(op for kind in CODES for op in _on(kind))
+_ROWS = tuple(op for kind in CODES for op in _on(kind))
+OPS = (*_ROWS, *(with_int4(op, _requirements(32)) for op in _ROWS if op.name == "conv_int8"))

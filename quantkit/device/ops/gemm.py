@@ -24,6 +24,7 @@ from quantkit.device.ops.products import (
     sample_codes,
     sample_product,
     scales_and_bias,
+    with_int4,
     with_sparse,
 )
 from quantkit.numerics.scales import decode
@@ -123,4 +124,5 @@ def _on(kind: str) -> tuple[Op, Op]:
     )
 
 
-OPS = tuple(op for kind in CODES for op in _on(kind))
+_ROWS = tuple(op for kind in CODES for op in _on(kind))
+OPS = (*_ROWS, *(with_int4(op) for op in _ROWS if op.name == "gemm_int8"))

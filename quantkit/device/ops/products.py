@@ -36,6 +36,14 @@ SUMMED = Budget(
 )
 
 
+#: Weights' arguments: codes, positions of 2:4 ones, scales of groups of int4 ones.
+_WEIGHTS = ("w", "w_meta", "w_group")
+#: Weights of a byte of codes, and of a scale.
+_PACKED, _GROUP = 2, 32
+#: Largest scale of a group of int4 codes: (0 - 8) * 15 is an int8.
+_LARGEST_GROUP = 15
+
+
 def formats(of: str, kind: str) -> Axis:
     """Return the axis of the format of X, W or Y in an operation on ``kind``, a key of CODES."""
     names = CODES[kind]
@@ -49,11 +57,12 @@ def scales_and_bias(rows: str) -> tuple[Argument, Argument]:
 
 
 def named_weights(op: Op, weights: Sequence[Tensor | None]) -> Weights:
-    """Return the weights' operands as ``checks`` take them: codes, and positions of sparse ones."""
-    per_byte = (("w", 2), ("w_meta", 8)) if op.sparse else (("w", 1),)
+    """Return the weights' operands as ``checks`` take them: codes, and what these need."""
+    arguments = (a for a in op.args if a.name in _WEIGHTS)
+    # [n, k / 8]: a byte for 8 values of a row.
     return tuple(
-        (name, given(weight), count)
-        for (name, count), weight in zip(per_byte, weights, strict=True)
+        (a.name, given(weight), int(a.shape.partition("/")[2].removesuffix("]") or 1))
+        for a, weight in zip(arguments, weights, strict=True)
     )
 
 
@@ -83,6 +92,63 @@ def with_sparse(dense: Op, *, formula: str, requires: tuple[str, ...] = ()) -> t
         requires=requires,
     )
     return dense, sparse
+
+
+def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
+    """Return an int8 operation's twin on int4 weights: codes, and behind them scales of 32 each.
+
+    Args:
+        dense: the operation on int8, whose last axis is the tile.
+        requires: of the twin.
+    """
+    w = next(a for a in dense.args if a.name == "w")
+    rows = w.shape.removeprefix("[").partition(",")[0]
+    packed = (
+        replace(w, shape=f"[{rows}, k / {_PACKED}]"),
+        Argument("w_group", "u8", f"[{rows}, k / {_GROUP}]"),
+    )
+    int4 = Axis("QK_W_FORMAT", ("int4",), first=3)
+    *axes, tile = (int4 if axis.macro == int4.macro else axis for axis in dense.axes)
+    return replace(
+        dense,
+        name=f"{dense.family}_w4a8",
+        source=dense.source.replace(".hip", "_w4a8.hip"),
+        formula=f"{dense.name} of w[j, k] = (code[j, k] - 8) * w_group[j, k / 32]",
+        schema=dense.schema.replace("Tensor w,", "Tensor w, Tensor w_group,"),
+        # Operands always go through LDS, and the fifth tile's do not.
+        axes=(*axes, replace(tile, words=tile.words[:4])),
+        args=tuple(part for a in dense.args for part in (packed if a is w else (a,))),
+        k_multiple=_GROUP,
+        reference=_on_decoded(dense.reference),
+        requires=requires,
+    )
+
+
+def decode_int4(w: Tensor, w_group: Tensor) -> Tensor:
+    """Return int8 codes of int4 ones: (code - 8) times the scale of its group.
+
+    Args:
+        w: (N, K / 2) uint8. 16 bytes hold 32 codes, byte i those of k = i (low nibble) and i + 16.
+        w_group: (N, K / 32) uint8, the bytes of int8: -15 to 15.
+
+    Returns:
+        (N, K) uint8, the bytes of int8.
+    """
+    rows, groups = w_group.shape
+    halves = w.reshape(rows, groups, 1, _GROUP // _PACKED)
+    codes = torch.cat((halves & 0xF, halves >> 4), dim=2).to(torch.int8) - 8
+    scales = w_group.contiguous().view(torch.int8).reshape(rows, groups, 1, 1)
+    return (codes * scales).reshape(rows, groups * _GROUP).view(torch.uint8)
+
+
+def _on_decoded(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decoded(
+        x: Tensor, x_scale: Tensor, w: Tensor, w_group: Tensor, *others: Any, **options: Any
+    ) -> Tensor:
+        as_int8 = ("int8" if other == "int4" else other for other in others)
+        return dense(x, x_scale, decode_int4(w, w_group), *as_int8, **options)
+
+    return decoded
 
 
 def _on_kept(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,6 +182,8 @@ def sample_product(
 ) -> Sample:
     """Return random operands of a product of M tokens and so many rows of weights."""
     fmt, op = variant.word("QK_W_FORMAT"), variant.op
+    int4 = fmt == "int4"
+    fmt = "int8" if int4 else fmt
     largest = find_format(fmt).max * find_format(variant.word("QK_X_FORMAT")).max
     tokens = m if variant.word("QK_X_SCALE") == "token" else 1
     channels = rows if variant.word("QK_W_SCALE") == "channel" else 1
@@ -124,7 +192,13 @@ def sample_product(
         0.5 / largest**0.5 * (0.5 + torch.rand(count, generator=generator))
         for count in (tokens, channels)
     )
-    weights = [sample_codes((rows, k // 2 if op.sparse else k), fmt, generator)]
+    if int4:
+        packed = torch.randint(256, (rows, k // _PACKED), generator=generator)
+        group = torch.randint(1, _LARGEST_GROUP + 1, (rows, k // _GROUP), generator=generator)
+        sign = torch.randint(2, group.shape, generator=generator) * 2 - 1
+        weights = [packed.to(torch.uint8), (group * sign).to(torch.int8).view(torch.uint8)]
+    else:
+        weights = [sample_codes((rows, k // 2 if op.sparse else k), fmt, generator)]
     if op.sparse:
         drawn = torch.randint(len(LEGAL_NIBBLES), (rows, k // 4), generator=generator)
         nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[drawn]

@@ -20,11 +20,13 @@ def find_op(name: str) -> Op:
     return OPS[name]
 
 
-#: family, format of the inputs' codes, whether weights are 2:4 -> name of the operation
+#: family, format of the codes of inputs and weights, whether weights are 2:4 -> name of the
+#: operation
 NAMES: dict[tuple[str, str, bool], str] = {
     (op.family, x_format, op.sparse): op.name
     for op in OPS.values()
     for x_format in op.words("QK_X_FORMAT")
+    if op.words("QK_W_FORMAT") in ((), op.words("QK_X_FORMAT"))
 }
 
 
