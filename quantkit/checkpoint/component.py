@@ -84,7 +84,7 @@ class PackedComponent:
         codes = stored_codes(parts).reshape(n, -1)
         if scheme.sparsity is not None:
             codes = unpack_two_of_four(codes, parts["weight_meta"])
-        values = codes.view(scheme.codes.torch_dtype)
+        values = codes.view(scheme.weight.torch_dtype)
         rows = dequantize(values, parts["weight_scale"], scheme.granularity)
         if scheme.smooth:
             factor = parts["input_smooth"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
-from quantkit.device.ops.table import NAMES
+from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedLinear
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
@@ -59,7 +59,8 @@ def _fits(module: FeedForward) -> bool:
 def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
     if not (_is_plain(up) and _is_plain(down)):
         return False
-    name = NAMES["geglu", up.scheme.input.name, up.weight_meta is not None]
+    sparse = up.weight_meta is not None
+    name = name_for("geglu", up.scheme.input.name, up.scheme.codes.name, sparse=sparse)
     fused: bool = _has_kernel(name, str(device), up.k)
     return fused
 

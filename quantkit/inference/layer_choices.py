@@ -11,7 +11,7 @@ from quantkit.device.choosing import choose
 from quantkit.device.gpu.choice import why_detour
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.selftest import state_of
-from quantkit.device.ops.table import NAMES, find_op
+from quantkit.device.ops.table import find_op, name_for
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import ConvShape, Windows
@@ -69,13 +69,16 @@ def op_of(weight: tuple[int, ...], scheme: Scheme, device: torch.device) -> str:
     Its picture and stride are not in the checkpoint: a single window stands for all, and one of a
     single pixel for the pixels.
     """
-    sparse, fmt = bool(scheme.sparsity), scheme.input.name
-    gemm, conv = NAMES["gemm", fmt, sparse], NAMES["conv", fmt, sparse]
+    x_format, codes = scheme.input.name, scheme.codes.name
+    gemm, conv = (
+        name_for(family, x_format, codes, sparse=scheme.sparsity is not None)
+        for family in ("gemm", "conv")
+    )
     if len(weight) != _CONV_RANK:
         return gemm
     n, channels, *kernel = weight
     shape = ConvShape(1, kernel[0], kernel[1], channels, n, Windows((kernel[0], kernel[1])))
-    words = (fmt, scheme.codes.name, "tensor", "channel", "f16")
+    words = (x_format, codes, "tensor", "channel", "f16")
     return gemm if why_detour(_gpu_of(device), find_op(conv), words, shape) else conv
 
 

@@ -59,8 +59,9 @@ class PackedLinear(PackedLayer):
         stored = self._stored()
         weights = (*stored, self._part("weight_scale"), self._bias(x.dtype))
         scheme, scale = self.scheme, target.static_scale
-        gate = operator_for("geglu", scheme.input.name, sparse=len(stored) > 1)
-        formats = (scheme.input.name, scheme.codes.name, target.scheme.input.name)
+        kinds = (scheme.input.name, scheme.codes.name)
+        gate = operator_for("geglu", *kinds, sparse=scheme.sparsity is not None)
+        formats = (*kinds, target.scheme.input.name)
         gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
         return gated
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import Op
-from quantkit.device.ops.table import NAMES, OPS
+from quantkit.device.ops.table import OPS, name_for
 
 Operator = OpOverload[..., Any]
 
@@ -47,12 +47,8 @@ def define(op: Op) -> Operator:
 OPERATORS: dict[str, Operator] = {name: define(op) for name, op in OPS.items()}
 
 
-def operator_for(family: str, x_format: str, *, sparse: bool = False) -> Operator:
-    """Return the operator of a family on these inputs and weights.
-
-    Args:
-        family: quantize_static, quantize_token, gemm, geglu or conv.
-        x_format: name of the format of the codes that are read, or made of 16 bit.
-        sparse: weights are 2:4.
-    """
-    return OPERATORS[NAMES[family, x_format, sparse]]
+def operator_for(
+    family: str, x_format: str, w_format: str = "", *, sparse: bool = False
+) -> Operator:
+    """Return the operator of the operation that ``name_for`` names."""
+    return OPERATORS[name_for(family, x_format, w_format, sparse=sparse)]

@@ -58,7 +58,7 @@ class PackedLayer(nn.Module):
 
     @property
     def row_codes(self) -> Tensor:
-        """The weight's codes as kernels read them: uint8 rows, (N, K) or (N, K / 2)."""
+        """The weight's 8-bit codes as uint8 rows, (N, K) or (N, K / 2)."""
         factors = self._part("weight_group")
         if factors is not None:
             return integer_codes(self._part("weight"), factors).view(torch.uint8)
@@ -70,7 +70,7 @@ class PackedLayer(nn.Module):
         codes = self.row_codes
         if self.weight_meta is not None:
             codes = unpack_two_of_four(codes, self.weight_meta)
-        values = codes.view(self.scheme.codes.torch_dtype)
+        values = codes.view(self.scheme.weight.torch_dtype)
         rows = dequantize(values, self.weight_scale, self.scheme.granularity)
         return from_rows(rows, self.dense_shape)
 
@@ -102,9 +102,13 @@ class PackedLayer(nn.Module):
         return self._of_bucket(self._part("input_scale"))
 
     def _stored(self) -> tuple[Tensor, ...]:
-        """Return the weight's codes, and behind them the positions of a sparse one's."""
-        meta = self._part("weight_meta")
-        return (self.row_codes,) if meta is None else (self.row_codes, meta)
+        """Return the weight's codes, and behind them a sparse one's positions, or factors."""
+        meta, factors = self._part("weight_meta"), self._part("weight_group")
+        if meta is not None:
+            return self.row_codes, meta
+        if factors is not None:
+            return self._part("weight"), factors.view(torch.uint8)
+        return (self.row_codes,)
 
     def _shift(self, taps: int = 1) -> Tensor | None:
         """Return what is taken from the columns of rows (M, taps * C): (taps * C,), or None."""
@@ -154,7 +158,8 @@ class PackedLayer(nn.Module):
     ) -> Tensor:
         stored, scheme = self._stored(), self.scheme
         family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
-        multiply = operator_for(family, scheme.input.name, sparse=len(stored) > 1)
+        sparse = scheme.sparsity is not None
+        multiply = operator_for(family, scheme.input.name, scheme.codes.name, sparse=sparse)
         weights = (*stored, self._part("weight_scale"), bias)
         y: Tensor = multiply(*term, *weights, *how, scheme.input.name, scheme.codes.name, dtype)
         return y

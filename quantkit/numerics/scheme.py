@@ -38,8 +38,9 @@ class Scheme:
 
     @property
     def codes(self) -> NumberFormat:
-        """Format of the weight's codes as kernels multiply them: int4 with its factors is int8."""
-        return INT8 if self.weight.is_integer else self.weight
+        """Format of the weight's codes as kernels read them: 2:4 in int4 is decoded to int8."""
+        decoded = self.weight.subscale_group and self.sparsity is not None
+        return INT8 if decoded else self.weight
 
     @property
     def subscale_columns(self) -> int:

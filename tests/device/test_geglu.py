@@ -8,7 +8,7 @@ from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.table import NAMES, OPS
+from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packing import pack_two_of_four
 from quantkit.numerics.scales import decode
@@ -73,7 +73,7 @@ def test_the_gate_is_as_near_as_its_formula_for_every_value(io, y_format, layout
     # What a gate at minus infinity is, torch's CPU code does not agree on with itself.
     values = values[(values.float() > -1e30) & (values.float() < 1e30) | values.isnan()]
     for h, scale in ((1.0, 0.01), (-3.0, 0.5), (0.25, 1e-4)):
-        op = OPS[NAMES["geglu", y_format, False]]
+        op = OPS[name_for("geglu", y_format, y_format)]
         case = of_bias(
             telling(op, io=io, y_format=y_format), torch.full_like(values, h), values, scale
         )

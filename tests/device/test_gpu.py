@@ -22,7 +22,7 @@ from quantkit.device.gpu.selftest import state_of
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import FP8
 from quantkit.device.ops.quantize import quantize_static, quantize_token
-from quantkit.device.ops.table import NAMES, OPS
+from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -179,8 +179,8 @@ def check_quantize(x, scale, smooth, shift, fmt):
     given = torch.tensor([scale])
     with log.record() as seen:
         changed = (x.cuda(), smooth_there, shift_there)
-        s, q = operate(NAMES["quantize_token", fmt, False], *changed, fmt)
-        static = operate(NAMES["quantize_static", fmt, False], *changed, given.cuda(), fmt)
+        s, q = operate(name_for("quantize_token", fmt), *changed, fmt)
+        static = operate(name_for("quantize_static", fmt), *changed, given.cuda(), fmt)
     right_scale, right = quantize_token(x, smooth, shift, fmt)
     same_codes(q.cpu(), right, fmt)
     assert torch.equal(s.cpu().nan_to_num(-1), right_scale.nan_to_num(-1))

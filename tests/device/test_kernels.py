@@ -15,7 +15,7 @@ from quantkit.device.gpu import nvrtc
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import FP8
 from quantkit.device.ops.quantize import quantize_static, quantize_token
-from quantkit.device.ops.table import NAMES, OPS, default_variants
+from quantkit.device.ops.table import OPS, default_variants, name_for
 from quantkit.device.tiles import variants_for
 from tests.support.kernel_cases import (
     DTYPES,
@@ -283,7 +283,7 @@ def test_quantize_at_every_tail(variant, m, k):
 @pytest.mark.parametrize("fmt", FP8)
 def test_a_row_too_small_for_a_scale_keeps_the_scale_one(fmt):
     # amax / max underflows to 0; divided by that, zeros would become NaN and the rest the maximum.
-    variant = Variant(OPS[NAMES["quantize_token", fmt, False]], ("f32", fmt, ""))
+    variant = Variant(OPS[name_for("quantize_token", fmt)], ("f32", fmt, ""))
     check_quantize(variant, torch.tensor([[1e-45, 0.0, -1e-44]]), 1.0, fmt)
 
 

@@ -146,7 +146,8 @@ def test_quantization_error_is_within_half_a_step(fmt, granularity, observer):
     bound = rows.abs() * 2.0 ** -(fmt.mantissa_bits + 1) + fmt.smallest_subnormal * scale.max()
     if observer == "amax":
         assert ((back - rows).abs() <= bound).all()
-    assert (back - rows).square().mean() < 0.01 * rows.square().mean()
+    allowed = 0.01 if fmt.bits == 8 else 0.05
+    assert (back - rows).square().mean() < allowed * rows.square().mean()
 
 
 @every_format

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
-from quantkit.numerics.masks import MASKS
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.scales import MSE_GRID, mse_scale
 from quantkit.progress import silent
@@ -31,6 +32,7 @@ from tests.support.packing import (
 )
 
 pytestmark = pytest.mark.usefixtures("any_model")
+OF_A_BYTE = [fmt for fmt in FORMATS.values() if fmt.codes_per_byte == 1]
 
 
 @pytest.fixture(params=[1, 100, 1 << 17], ids="block-{}".format)
@@ -42,7 +44,7 @@ def _block(request, monkeypatch):
 @pytest.mark.usefixtures("_block")
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "group:16"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", OF_A_BYTE, ids=lambda f: f.name)
 def test_bytes_are_those_of_torch(tmp_path, fmt, sparse, granularity):
     folder = component(tmp_path / "source", small_tensors())
     weight = {"format": fmt.name, "granularity": granularity}
@@ -54,6 +56,45 @@ def test_bytes_are_those_of_torch(tmp_path, fmt, sparse, granularity):
             assert torch.equal(bits(found[f"{name}.{part}"]), bits(tensor)), (name, part)
     for name in ("conv_in.weight", "a.conv.bias", "a.fc.bias", "a.norm.weight", "a.odd.weight"):
         assert torch.equal(found[name], small_tensors()[name])
+    verify(tmp_path / "packed", progress=silent)
+
+
+def int4_by_numpy(rows, columns):
+    """The two-level int4 of FORMAT.md with scales of amax: nibbles, factors, scales."""
+    rows = rows.numpy()
+    groups = rows.reshape(len(rows), -1, columns)
+    places = np.abs(groups).argmax(axis=2)[:, :, None]
+    wanted = (np.take_along_axis(groups, places, axis=2)[:, :, 0] / np.float32(-8)).astype("f4")
+    scale = np.abs(wanted).max(axis=1) / np.float32(15)
+    sizes = np.clip(np.ceil(np.abs(wanted) / scale[:, None]), 1, 15)
+    factors = np.where(wanted < 0, -sizes, sizes).astype(np.int8)
+    steps = factors.astype("f4") * scale[:, None]
+    codes = np.clip(np.rint(groups / steps[:, :, None]), -8, 7).astype(np.int8)
+    return codes.reshape(rows.shape), factors, scale
+
+
+@pytest.mark.usefixtures("_block")
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_int4_is_two_codes_a_byte_with_integer_factors(tmp_path, sparse):
+    folder = component(tmp_path / "source", small_tensors())
+    recipe = {"weight": {"format": "int4"}, "sparsity": {} if sparse else None}
+    run(folder, tmp_path / "packed", recipe)
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    name = "a.point" if sparse else "a.conv"
+    rows = to_rows(small_tensors()[f"{name}.weight"].float()).contiguous()
+    if sparse:
+        mask = choose_mask(rows.abs(), TWO_OF_FOUR)
+        rows = rows * mask
+    codes, factors, scale = int4_by_numpy(rows, 64 if sparse else 32)
+    if sparse:
+        codes = codes[mask.numpy()].reshape(len(codes), -1)
+    blocks = (codes.astype(np.int16) + 8).astype(np.uint8).reshape(len(codes), -1, 2, 16)
+    packed = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(codes), -1)
+    np.testing.assert_array_equal(found[f"{name}.weight"].numpy(), packed)
+    np.testing.assert_array_equal(found[f"{name}.weight_group"].numpy(), factors)
+    np.testing.assert_array_equal(found[f"{name}.weight_scale"].numpy(), scale)
+    # What 32 or 64 do not divide is int8.
+    assert found["a.fc.weight"].dtype == (torch.int8 if sparse else torch.uint8)
     verify(tmp_path / "packed", progress=silent)
 
 

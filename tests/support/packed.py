@@ -11,6 +11,7 @@ from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadat
 from quantkit.checkpoint.spec import make_config, needed_version
 from quantkit.inference.modules import pack_module
 from quantkit.numerics.masks import choose_mask
+from quantkit.numerics.nibbles import amax_factors, pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four, to_rows
 from quantkit.numerics.scales import amax_scale, quantize
 from quantkit.numerics.scheme import Activation
@@ -30,19 +31,26 @@ def packed_tensors(weight, scheme, *, input_amax=4.0):
     if scheme.sparsity:
         mask = choose_mask(rows.abs(), scheme.sparsity)
         rows = rows * mask
-    scale = amax_scale(rows, scheme.weight, scheme.granularity)
-    codes = quantize(rows, scale, scheme.weight, scheme.granularity)
+    if scheme.weight.subscale_group:
+        scale, parts["weight_group"] = amax_factors(rows, scheme.subscale_columns)
+        wide = parts["weight_group"].repeat_interleave(scheme.subscale_columns, dim=1)
+        codes = (rows / (wide * scale.unsqueeze(1))).round().clamp(-8, 7).to(torch.int8)
+    else:
+        scale = amax_scale(rows, scheme.weight, scheme.granularity)
+        codes = quantize(rows, scale, scheme.weight, scheme.granularity)
     if mask is not None:
         values, parts["weight_meta"] = pack_two_of_four(codes.view(torch.uint8), mask)
         codes = values.view(scheme.weight.torch_dtype)
-    elif weight.ndim == 4:
+    if scheme.weight.subscale_group:
+        codes = pack_nibbles(codes)
+    elif mask is None and weight.ndim == 4:
         n, c, kh, kw = weight.shape
         codes = codes.reshape(n, kh, kw, c)
     parts |= {"weight": codes, "weight_scale": scale}
     if scheme.activation is Activation.STATIC:
         count = len(scheme.buckets) + 1
         # no ratio is a power of two, which would change no FP8 result
-        ramp = torch.linspace(1.0, 1.7, count) * (input_amax / scheme.weight.max)
+        ramp = torch.linspace(1.0, 1.7, count) * (input_amax / scheme.input.max)
         parts["input_scale"] = ramp if scheme.buckets else ramp[0]
     if scheme.shift:
         count = len(scheme.buckets) + 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from quantkit.device.ops.checks import Weights, given
 from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant
 from quantkit.numerics.formats import FORMATS, find_format
+from quantkit.numerics.nibbles import integer_codes
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 
@@ -125,20 +126,13 @@ def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
 
 
 def decode_int4(w: Tensor, w_group: Tensor) -> Tensor:
-    """Return int8 codes of int4 ones: (code - 8) times the scale of its group.
+    """Return int8 codes of int4 ones, as their bytes in uint8.
 
     Args:
-        w: (N, K / 2) uint8. 16 bytes hold 32 codes, byte i those of k = i (low nibble) and i + 16.
+        w: (N, K / 2) uint8.
         w_group: (N, K / 32) uint8, the bytes of int8: -15 to 15.
-
-    Returns:
-        (N, K) uint8, the bytes of int8.
     """
-    rows, groups = w_group.shape
-    halves = w.reshape(rows, groups, 1, _GROUP // _PACKED)
-    codes = torch.cat((halves & 0xF, halves >> 4), dim=2).to(torch.int8) - 8
-    scales = w_group.contiguous().view(torch.int8).reshape(rows, groups, 1, 1)
-    return (codes * scales).reshape(rows, groups * _GROUP).view(torch.uint8)
+    return integer_codes(w, w_group.contiguous().view(torch.int8)).view(torch.uint8)
 
 
 def _on_decoded(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:

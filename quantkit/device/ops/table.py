@@ -20,14 +20,25 @@ def find_op(name: str) -> Op:
     return OPS[name]
 
 
-#: family, format of the codes of inputs and weights, whether weights are 2:4 -> name of the
-#: operation
-NAMES: dict[tuple[str, str, bool], str] = {
-    (op.family, x_format, op.sparse): op.name
+#: family, formats of the codes of inputs and weights, whether weights are 2:4 -> the operation
+_BY_KIND: dict[tuple[str, str, str, bool], str] = {
+    (op.family, x_format, w_format, op.sparse): op.name
     for op in OPS.values()
     for x_format in op.words("QK_X_FORMAT")
-    if op.words("QK_W_FORMAT") in ((), op.words("QK_X_FORMAT"))
+    for w_format in op.words("QK_W_FORMAT") or ("",)
 }
+
+
+def name_for(family: str, x_format: str, w_format: str = "", *, sparse: bool = False) -> str:
+    """Return the name of the operation of a family on codes of these formats.
+
+    Args:
+        family: quantize_static, quantize_token, gemm, geglu or conv.
+        x_format: of the codes that are read, or made of 16 bit.
+        w_format: of the weights' codes; empty for operations without weights.
+        sparse: weights are 2:4.
+    """
+    return _BY_KIND[family, x_format, w_format, sparse]
 
 
 def default_variants() -> tuple[Variant, ...]:
