@@ -68,7 +68,12 @@ class WeightGrid:
 
     def values(self, codes: Tensor) -> Tensor:
         """Return what codes (N, K) stand for, float32."""
-        return codes.float() * self.steps(codes.shape[1])
+        values = codes.float()
+        if self.factors is not None:
+            columns = codes.shape[1] // self.factors.shape[1]
+            # First the integers, which are exact: what the int8 layer that it is would give.
+            values = values * self.factors.repeat_interleave(columns, dim=1)
+        return values * expand_scale(self.scale, self.granularity, codes.shape[1])
 
     def round(self, rows: Tensor) -> Tensor:
         """Return the nearest values of the grid."""

@@ -66,6 +66,9 @@ BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
 
 def refusal(treatment: Treatment, layer: Layer) -> str:
     """Return why the layer cannot have the treatment; "" when it can."""
+    columns = 0 if treatment.format is None else treatment.format.subscale_group
+    if columns and layer.channels % columns:
+        return f"{layer.channels} channels are not a multiple of {columns}"
     return (dense_reason(layer, TWO_OF_FOUR) or "") if treatment.method else ""
 
 

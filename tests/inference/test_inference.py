@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
-from quantkit.device.ops.table import OPS
 from quantkit.errors import CheckpointError, InputError, ShapeError
 from quantkit.inference import buckets
 from quantkit.inference.deviation import watch

@@ -93,7 +93,7 @@ def test_pack_runs_dry_on_the_published_model(published, tmp_path, name):
     if most is not None:
         # 2:4 takes half the codes and an eighth of a byte for each: 3/8 of 16 bits in all.
         assert 0.3 < most["bytes_after"] / plan["bytes_before"] < 0.4
-    assert plan.get("missing", []) == ["--calibration", "--hessians"] * (name in CALIBRATED)
+    assert plan.get("missing", []) == ["calibration", "hessians"] * (name in CALIBRATED)
     assert not list(tmp_path.iterdir())
 
 

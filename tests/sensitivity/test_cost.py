@@ -12,7 +12,11 @@ def test_bytes_are_those_of_the_packed_file(tmp_path, name):
     layer = layer_in(tmp_path, SHAPES["conv"])
     settings = settings_of()
     n, k = layer.n, layer.k
-    wanted = {"16-bit": 2 * n * k, "2:4": n * k // 2 + n * k // 8 + 4 * n}
+    wanted = {
+        "16-bit": 2 * n * k,
+        "int4-token": n * k // 2 + n * k // 32 + 4 * n,
+        "2:4": n * k // 2 + n * k // 8 + 4 * n,
+    }
     key = "2:4" if name.startswith("2:4") else name
     edges = (1.0, 2.0) if name.endswith("static") else ()
     found = cost.packed_bytes(layer, BY_NAME[name], settings.weight, edges)
