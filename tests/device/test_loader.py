@@ -1,4 +1,4 @@
-"""The GPU loader on a stand-in HIP runtime: order, arguments, packing, failures, caches, threads.
+"""The GPU loader on a stand-in HIP runtime: order, arguments, packing, failures, threads.
 
 What is above the two vendor files is the same for NVIDIA, and runs there in test_gpu.py.
 """
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,65 +21,28 @@ from click.testing import CliRunner
 
 from quantkit.cli.doctor import doctor
 from quantkit.device import cache, log
-from quantkit.device.aot.codeobject import Resources
-from quantkit.device.aot.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.backends import Backend
 from quantkit.device.geometry import compile_expression
-from quantkit.device.gpu import calls, devices, driver_hip, objects, selftest
+from quantkit.device.gpu import calls, devices, driver_hip, selftest
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_kernel, why_detour
 from quantkit.device.gpu.launcher import prepare_launch
-from quantkit.device.host import library as host
 from quantkit.device.ops.conv import PICTURE
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS
-from quantkit.errors import CompilerMissingError, KernelError
+from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, STRIDED, conv_case
 from tests.support.gated_cases import gated_case
 from tests.support.kernel_cases import covering_variants, deviation, gemm_case, inputs_of, shapes_of
-from tests.support.standin_hip import STREAM, VARIABLES, Standin, build_standin
+from tests.support.standin_calls import GEMM, GEMMS, SMALL, prebuilt, quantize
+from tests.support.standin_hip import STREAM
 
-GEMMS = [OPS["gemm_fp8"], OPS["gemm_fp8_sparse"]]
-SMALL = Variant(OPS["quantize_fp8_token"], ("f32", "e4m3fn", ""))
-GEMM = Variant(OPS["gemm_fp8"], ("e4m3fn", "e4m3fn", "token", "channel", "f16", "t2"))
 SELF_TEST = [
     Variant(op, (*selftest._WORDS, tile)) for op in GEMMS for tile in ("t0", "t1", "t2", "t3", "t4")
 ]
-
-
-@pytest.fixture(scope="session")
-def standin_root(tmp_path_factory):
-    host._folder()  # the host kernels stay in the cache that all tests share
-    return build_standin(tmp_path_factory.mktemp("rocm"))
-
-
-@pytest.fixture
-def hip(standin_root, tmp_path, monkeypatch):
-    """The stand-in, with an empty cache and an empty log."""
-    for name in VARIABLES:
-        monkeypatch.delenv(f"STANDIN_{name}", raising=False)
-    monkeypatch.setenv("ROCM_PATH", str(standin_root))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("QUANTKIT_OBJECTS", raising=False)
-    (tmp_path / "kernels").mkdir()
-    standin = Standin(standin_root, tmp_path / "calls", tmp_path / "kernels", monkeypatch)
-    standin.set(LOG=standin.log, KERNELS=standin.kernels)
-    forgotten = (driver_hip.load_hip, objects._folder, objects._read_folder, cache._prune_once)
-    for function in forgotten:
-        function.cache_clear()
-    yield standin
-    for function in forgotten:
-        function.cache_clear()
-
-
-def quantize(device, x=None):
-    x = torch.randn(5, 48) if x is None else x
-    m, k = x.shape
-    outputs = [((m,), torch.float32), ((m, k), torch.uint8)]
-    return Call(device, SMALL, {"m": m, "k": k}, outputs, [1, 2])(x, None, None)
 
 
 # ---------------------------------------------------------------------------------- what it does
@@ -547,199 +509,6 @@ def test_doctor_names_the_gpu_and_all_about_it(hip, monkeypatch, tmp_path):
     assert {o["backend"] for o in found["operations"] if o["device"] == "cuda:0"} == {"gpu"}
     assert found["gpus"][0]["cached_objects"] == 10
     assert "self-test: gemm_fp8: the self-test of e4m3fn_e4m3fn_tensor_tensor_f16_t0 got" in broken
-
-
-# ------------------------------------------------------------------------------------- the caches
-
-
-def test_an_object_is_compiled_once(hip):
-    hip.provide(SMALL)
-    quantize(hip.device())
-    quantize(hip.device())  # a new device loads, and does not compile
-    assert hip.names().count("hiprtcCompileProgram") == 1
-    assert hip.names().count("hipModuleLoadData") == 2
-
-
-@pytest.mark.parametrize("change", ["sources", "target", "compiler", "runtime", "options"])
-def test_the_key_has_everything_that_the_object_depends_on(hip, change):
-    device = hip.device()
-    before = objects.cached_path(device.driver, "gfx1201", SMALL)
-    target, driver = "gfx1201", device.driver
-    if change == "sources":
-        hip.monkeypatch.setattr(cache, "sources_digest", lambda: "other")
-        objects._folder.cache_clear()
-    elif change == "target":
-        target = "gfx1200"
-    else:
-        compiler = driver.require_compiler()
-        changes: Any = {
-            "compiler": {"compiler": SimpleNamespace(name="hipRTC", version="9.9")},
-            "runtime": {"version": "1"},
-            "options": {"options": lambda target: (f"--offload-arch={target}", "-O2")},
-        }[change]
-        assert compiler.version == "7.1"
-        driver = SimpleNamespace(**{**vars(driver), **changes})
-        driver.compiler_identity = type(device.driver).compiler_identity.fget(
-            SimpleNamespace(
-                require_compiler=lambda: driver.compiler, name="HIP", version=driver.version
-            )
-        )
-    assert objects.cached_path(driver, target, SMALL) != before
-
-
-RACE = """
-import contextlib, sys, torch
-from quantkit.device.archs import find_arch
-from quantkit.device.gpu.driver_hip import load_hip
-from quantkit.device.gpu.objects import read_object
-from quantkit.device.ops.op import all_variants
-from quantkit.device.ops.table import OPS
-driver = load_hip()
-for variant in list(all_variants(OPS["gemm_fp8"]))[:20]:
-    found = read_object(driver, "gfx1201", variant)
-    assert found.content.endswith(b"ppppppiii\\n"), found
-print("whole")
-"""
-
-
-def test_processes_that_start_together_share_one_build(hip):
-    started = [
-        subprocess.Popen([sys.executable, "-c", RACE], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    assert {process.communicate(timeout=120)[0].strip() for process in started} == {"whole"}
-    assert hip.names().count("hiprtcCompileProgram") == 20
-    assert len(list(cache.cache_directory().rglob("*.co"))) == 20
-
-
-def test_a_damaged_object_is_compiled_again(hip):
-    hip.provide(SMALL)
-    quantize(hip.device())
-    path = objects.cached_path(hip.device().driver, "gfx1201", SMALL)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:5])
-    quantize(hip.device())
-    assert path.read_bytes() == whole
-
-
-def prebuilt(hip, folder, *, target="gfx1201", sources=None):
-    """Write a folder like ``kernels build``, of the stand-in's objects."""
-    folder.mkdir(parents=True)
-    hip.provide(SMALL)
-    found = objects.read_object(hip.device().driver, target, SMALL)
-    path = folder / f"{SMALL.symbol}.co"
-    path.write_bytes(found.content)
-    entry = describe_kernel(SMALL, path, Resources(SMALL.symbol, 1, 1, 0, 0, 0, None))
-    digest = cache.device_sources_digest() if sources is None else sources
-    write_manifest(Manifest(target, "clang", (), (entry,), digest), folder)
-    found.path.unlink()
-    objects._read_folder.cache_clear()  # it was looked at before it was whole
-    hip.forget_calls()
-    return path
-
-
-def test_prebuilt_objects_are_preferred(hip, tmp_path):
-    prebuilt(hip, tmp_path / "objects")
-    hip.monkeypatch.setenv("QUANTKIT_OBJECTS", str(tmp_path / "objects"))
-    quantize(hip.device())
-    assert "hiprtcCompileProgram" not in " ".join(hip.calls())
-
-
-def test_prebuilt_objects_in_the_cache_folder_need_no_compiler(hip):
-    prebuilt(hip, cache.cache_directory() / "objects" / "gfx1201")
-    device = hip.device()
-    object.__setattr__(device.driver, "compiler", "libhiprtc: not here")
-    quantize(device)
-    with pytest.raises(CompilerMissingError, match="libhiprtc: not here"):
-        prepare_launch(device, GEMM, {"m": 1, "n": 1, "k": 16})
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [({"target": "gfx1200"}, None), ({"sources": "0" * 64}, "built from other sources")],
-    ids=["target", "sources"],
-)
-def test_prebuilt_objects_that_do_not_match_are_not_used(hip, tmp_path, changes, problem):
-    prebuilt(hip, tmp_path / "objects", **changes)
-    hip.monkeypatch.setenv("QUANTKIT_OBJECTS", str(tmp_path / "objects"))
-    quantize(hip.device())
-    assert hip.names().count("hiprtcCompileProgram") == 1
-    folders = objects.object_folders("gfx1201")
-    assert [bool(f.problem) for f in folders] == ([True] if problem else [])
-    assert all(problem in f.problem for f in folders)
-
-
-def test_a_damaged_prebuilt_object_is_an_error(hip, tmp_path):
-    path = prebuilt(hip, tmp_path / "objects")
-    path.write_bytes(b"damaged")
-    hip.monkeypatch.setenv("QUANTKIT_OBJECTS", str(tmp_path / "objects"))
-    with pytest.raises(KernelError, match=r"SHA-256 differs\); build the folder again"):
-        quantize(hip.device())
-    path.unlink()
-    with pytest.raises(KernelError, match=r"cannot be read.*build the folder again"):
-        quantize(hip.device())
-
-
-def builds(sizes):
-    """Make build folders of so many bytes, the first used longest ago."""
-    folders = []
-    for index, size in enumerate(sizes):
-        folder = cache._builds() / f"{index:024}"
-        folder.mkdir(parents=True)
-        (folder / "kernel.so").write_bytes(bytes(size))
-        os.utime(folder, (1000 + index, 1000 + index))
-        folders.append(folder)
-    return folders
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit", "keep", "left"),
-    [
-        ([10, 10, 10], 30, 2, [0, 1, 2]),
-        ([10, 10, 10], 29, 2, [1, 2]),
-        ([10, 10, 10], 10, 0, [0]),
-        ([10, 10, 10], 0, 1, [1]),
-        ([5, 50, 5], 12, 2, [2]),
-    ],
-)
-def test_what_was_not_used_for_longest_is_deleted(hip, sizes, limit, keep, left):
-    folders = builds(sizes)
-    kept_objects = cache.cache_directory() / "objects" / "gfx1201" / "kernel.co"
-    kept_objects.parent.mkdir(parents=True)
-    kept_objects.write_bytes(bytes(100))
-    deleted = cache.prune(folders[keep], limit)
-    assert [i for i, folder in enumerate(folders) if folder.exists()] == left
-    assert set(deleted) == {f for i, f in enumerate(folders) if i not in left}
-    assert kept_objects.exists()
-
-
-def test_a_build_prunes_the_cache(hip):
-    hip.monkeypatch.setenv("QUANTKIT_CACHE_MB", "1")
-    old, new = builds([2**20, 1000])
-    hip.provide(SMALL)
-    quantize(hip.device())
-    assert not old.exists()
-    assert new.exists()
-    assert list(cache._builds().rglob(f"{SMALL.symbol}.co"))
-
-
-def test_a_folder_that_another_process_deleted_is_made_again(hip):
-    hip.provide(SMALL)
-    device = hip.device()
-    quantize(device)
-    cache.prune(Path("/nowhere"), 0)
-    quantize(hip.device())
-    assert list(cache._builds().rglob("*.co"))
-
-
-def test_pruning_a_cache_that_does_not_exist_does_nothing(hip):
-    assert cache.prune(Path("/nowhere"), 0) == ()
-
-
-def test_a_limit_that_is_no_number_is_refused(monkeypatch):
-    monkeypatch.setenv("QUANTKIT_CACHE_MB", "1G")
-    with pytest.raises(KernelError, match="QUANTKIT_CACHE_MB='1G': wanted a whole number"):
-        cache.cache_limit()
 
 
 @pytest.mark.parametrize("channels", [32, 72])
