@@ -80,7 +80,7 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
         yield f"{where}_group: a factor is 0 or beyond 15; pack the model again"
         return
     codes = stored_codes(parts).flatten(1)
-    if bool(_is_no_number(codes, scheme.weight).any()):
+    if bool(_is_no_number(codes, scheme.weight.byte_format).any()):
         what = "-128, which no weight has" if scheme.weight.is_integer else "NaN or infinite"
         yield f"{where}: a code is {what}; pack the model again"
     meta = parts.get("weight_meta")
@@ -96,13 +96,12 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
 def _is_no_number(codes: Tensor, fmt: NumberFormat) -> Tensor:
     """Return where uint8 codes are NaN or infinite, or integers without a negative."""
     values = decode(codes, fmt.name)
-    # int4 times its factors is read as int8, whose largest is far above 120.
-    return ~values.isfinite() | (values.abs() > (127 if fmt.is_integer else fmt.max))
+    return ~values.isfinite() | (values.abs() > fmt.max)
 
 
 def _zero_groups(codes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
     """Return which scales serve only zeros, of the scales' shape."""
-    zero = decode(codes, scheme.weight.name) == 0
+    zero = decode(codes, scheme.weight.byte_format.name) == 0
     match scheme.granularity:
         case PerTensor():
             return zero.all()

@@ -10,6 +10,7 @@ from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.operators import operator_for
 from quantkit.numerics.formats import NumberFormat
+from quantkit.numerics.scales import decode
 
 #: (M, K) uint8 codes of an input, and their float32 scale: (), (1,) or (M,)
 Term = tuple[Tensor, Tensor]
@@ -62,4 +63,4 @@ def _remainder(
     codes, scale = term
     values = x.float() if shift is None else x.float() - shift
     values = values if smooth is None else values * smooth
-    return values - codes.view(fmt.torch_dtype).float() * scale.reshape(-1, 1)
+    return values - decode(codes, fmt.name) * scale.reshape(-1, 1)

@@ -8,7 +8,7 @@ from quantkit.models.families import Family
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import Component
-from quantkit.numerics.formats import INT8, NumberFormat, find_format
+from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
 from quantkit.numerics.scheme import Activation, Scheme
@@ -78,6 +78,14 @@ def dense_reason(layer: Layer, pattern: Pattern) -> str | None:
     if layer.k % SPARSE_K:
         return f"K {layer.k} is not a multiple of {SPARSE_K}, which sparse kernels need"
     return None
+
+
+def factor_reason(layer: Layer, fmt: NumberFormat, *, sparse: bool) -> str:
+    """Return why factors of a format do not divide the layer's rows; empty when they do."""
+    columns = fmt.factor_columns(sparse=sparse)
+    if columns and layer.channels % columns:
+        return f"{layer.channels} channels are not a multiple of {columns}"
+    return ""
 
 
 def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tuple[float, ...]:
@@ -190,10 +198,8 @@ def _format_of(layer: Layer, settings: LayerSettings, *, sparse: bool) -> tuple[
             f"{layer.name}: activation.terms 2 with weight.format {fmt.name}: an input is the sum "
             "of two FP8 values; drop terms"
         )
-    columns = fmt.subscale_group * (2 if sparse else 1)
-    if columns and layer.channels % columns:
-        return INT8, f"int8: {layer.channels} channels are not a multiple of {columns}"
-    return fmt, ""
+    reason = factor_reason(layer, fmt, sparse=sparse)
+    return (fmt.byte_format, f"{fmt.byte_format.name}: {reason}") if reason else (fmt, "")
 
 
 def _granularity(layer: Layer, settings: LayerSettings) -> Granularity:

@@ -43,6 +43,18 @@ class NumberFormat:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def byte_format(self) -> NumberFormat:
+        """Of codes that have a byte each, and of the inputs that kernels multiply by them.
+
+        int8 for every integer: narrower ones times their factors are int8.
+        """
+        return INT8 if self.is_integer else self
+
+    def factor_columns(self, *, sparse: bool) -> int:
+        """Columns of a dense row that share a factor: twice as many where half of them is kept."""
+        return self.subscale_group * (2 if sparse else 1)
+
+    @property
     def codes_per_byte(self) -> int:
         """How many codes a byte holds."""
         return 8 // self.bits

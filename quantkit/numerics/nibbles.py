@@ -8,13 +8,14 @@ channel, exactly.
 import torch
 from torch import Tensor
 
+from quantkit.numerics.formats import INT4
+
 #: Codes that share a factor, and that 16 bytes hold.
-GROUP = 32
+GROUP = INT4.subscale_group
 #: Largest factor: 8 * 15 = 120 is an int8.
 MAX_FACTOR = 15
 
-_OFFSET = 8
-_LOWEST, _HIGHEST = -8, 7
+_LOWEST, _HIGHEST = int(INT4.min), int(INT4.max)
 #: Factors that a search tries for a group, from the least that clips nothing downwards.
 _TRIED = 6
 
@@ -25,14 +26,14 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     Byte i of a group's 16 has code i in its low half and code i + 16 in its high one, each plus 8:
     GGML's order, in which one load and two masks give two runs of codes.
     """
-    low, high = (codes.to(torch.int16) + _OFFSET).to(torch.uint8).reshape(-1, 2, 16).unbind(1)
+    low, high = (codes.to(torch.int16) - _LOWEST).to(torch.uint8).reshape(-1, 2, 16).unbind(1)
     return (low | high << 4).reshape(codes.shape[0], -1)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Return codes int8 (R, K) from -8 to 7 of (R, K / 2) uint8."""
     blocks = packed.reshape(-1, 16)
-    codes = torch.stack((blocks & 0xF, blocks >> 4), dim=1).to(torch.int8) - _OFFSET
+    codes = torch.stack((blocks & 0xF, blocks >> 4), dim=1).to(torch.int8) + _LOWEST
     return codes.reshape(packed.shape[0], -1)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from quantkit.numerics.formats import INT8, NumberFormat
+from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
 from quantkit.numerics.masks import Pattern
 
@@ -39,15 +39,14 @@ class Scheme:
     @property
     def codes(self) -> NumberFormat:
         """Format of the weight's codes as kernels read them: 2:4 in int4 is decoded to int8."""
-        decoded = self.weight.subscale_group and self.sparsity is not None
-        return INT8 if decoded else self.weight
+        return self.weight if self.sparsity is None else self.weight.byte_format
 
     @property
     def subscale_columns(self) -> int:
-        """Columns of a dense row that share a factor: twice as many where half of them is kept."""
-        return self.weight.subscale_group * (1 if self.sparsity is None else 2)
+        """Columns of a dense row that share a factor; 0: none do."""
+        return self.weight.factor_columns(sparse=self.sparsity is not None)
 
     @property
     def input(self) -> NumberFormat:
         """Format of the input's codes: kernels multiply floats by floats and integers by int8."""
-        return INT8 if self.weight.is_integer else self.weight
+        return self.weight.byte_format

@@ -57,10 +57,11 @@ class WeightGrid:
     def steps(self, k: int) -> Tensor:
         """Return what a code is multiplied by: float32, broadcastable against (N, K)."""
         wide = expand_scale(self.scale, self.granularity, k)
-        if self.factors is None:
-            return wide
-        columns = k // self.factors.shape[1]
-        return wide * self.factors.repeat_interleave(columns, dim=1)
+        return wide if self.factors is None else wide * self._by_column(self.factors, k)
+
+    @staticmethod
+    def _by_column(factors: Tensor, k: int) -> Tensor:
+        return factors.repeat_interleave(k // factors.shape[1], dim=1)
 
     def codes(self, rows: Tensor) -> Tensor:
         """Return the nearest codes of rows (N, K), in ``fmt.torch_dtype``."""
@@ -70,9 +71,8 @@ class WeightGrid:
         """Return what codes (N, K) stand for, float32."""
         values = codes.float()
         if self.factors is not None:
-            columns = codes.shape[1] // self.factors.shape[1]
             # First the integers, which are exact: what the int8 layer that it is would give.
-            values = values * self.factors.repeat_interleave(columns, dim=1)
+            values = values * self._by_column(self.factors, codes.shape[1])
         return values * expand_scale(self.scale, self.granularity, codes.shape[1])
 
     def round(self, rows: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from quantkit.errors import RecipeError
+from quantkit.numerics.formats import find_format
 from quantkit.recipe.fields import (
     Buckets,
     Format,
@@ -47,10 +48,11 @@ class WeightRecipe(Strict):
 
     @model_validator(mode="after")
     def _factors_stand_on_channels(self) -> "WeightRecipe":
-        if self.format == "int4" and self.granularity != "channel":
+        group = find_format(self.format).subscale_group
+        if group and self.granularity != "channel":
             raise RecipeError(
-                f"weight.granularity {self.granularity} with format int4: groups of 32 have an "
-                "integer factor of their channel's scale; set granularity: channel"
+                f"weight.granularity {self.granularity} with format {self.format}: groups of "
+                f"{group} have an integer factor of their channel's scale; set granularity: channel"
             )
         return self
 

@@ -31,7 +31,6 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
-    sample_codes,
     sample_product,
     scales_and_bias,
     with_int4,
@@ -149,14 +148,13 @@ def _sample(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
     m, n, k = sizes
-    x_format, dtype = variant.word("QK_X_FORMAT"), IO_DTYPES[variant.word("QK_IO")]
+    kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XW")
     windows = Windows((3, 3), padding=(1, 1, 1, 1))
     channels = max(_LEAST_CHANNELS, k // 9 // 32 * 32)
-    drawn = sample_product(variant, 1, n, 9 * channels, generator)
     # A row of m pixels, and one more picture than one.
-    x = sample_codes((2, 1, -(-m // 2), channels), x_format, generator)
-    operands = (x, drawn.x_scale, *drawn.weights, drawn.w_scale, drawn.bias.to(dtype))
-    return operands, (windows.numbers, x_format, variant.word("QK_W_FORMAT"), dtype)
+    shape = (2, 1, -(-m // 2), channels)
+    operands = sample_product(variant, shape, n, 9 * channels, generator)
+    return operands, (windows.numbers, *kinds, IO_DTYPES[variant.word("QK_IO")])
 
 
 def _requirements(multiple: int) -> tuple[str, ...]:

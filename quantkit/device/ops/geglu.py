@@ -31,7 +31,6 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
-    sample_codes,
     sample_product,
     scales_and_bias,
     with_int4,
@@ -115,12 +114,9 @@ def _sample(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
     m, n, k = sizes
-    named = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
-    x_format, w_format, y_format = named
-    drawn, dtype = sample_product(variant, m, 2 * n, k, generator), IO_DTYPES[variant.word("QK_IO")]
-    x, y_scale = sample_codes((m, k), x_format, generator), torch.tensor([0.05])
-    products = (x, drawn.x_scale, *drawn.weights, drawn.w_scale, drawn.bias.to(dtype))
-    return (*products, y_scale), (x_format, w_format, y_format, dtype)
+    kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
+    operands = sample_product(variant, (m, k), 2 * n, k, generator)
+    return (*operands, torch.tensor([0.05])), (*kinds, IO_DTYPES[variant.word("QK_IO")])
 
 
 def _on(kind: str) -> tuple[Op, Op]:

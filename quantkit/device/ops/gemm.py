@@ -21,7 +21,6 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
-    sample_codes,
     sample_product,
     scales_and_bias,
     with_int4,
@@ -86,11 +85,10 @@ def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
 def _sample(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
-    (m, n, k), x_format = sizes, variant.word("QK_X_FORMAT")
-    drawn, dtype = sample_product(variant, m, n, k, generator), IO_DTYPES[variant.word("QK_IO")]
-    x = sample_codes((m, k), x_format, generator)
-    operands = (x, drawn.x_scale, *drawn.weights, drawn.w_scale, drawn.bias.to(dtype))
-    return operands, (x_format, variant.word("QK_W_FORMAT"), dtype)
+    m, n, k = sizes
+    kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XW")
+    operands = sample_product(variant, (m, k), n, k, generator)
+    return operands, (*kinds, IO_DTYPES[variant.word("QK_IO")])
 
 
 def _on(kind: str) -> tuple[Op, Op]:

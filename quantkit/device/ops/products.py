@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.checks import Weights, given
+from quantkit.device.ops.checks import IO_DTYPES, Weights, given
 from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant
-from quantkit.numerics.formats import FORMATS, find_format
-from quantkit.numerics.nibbles import integer_codes
+from quantkit.numerics.formats import FORMATS, INT4, INT8, find_format
+from quantkit.numerics.nibbles import GROUP, MAX_FACTOR, integer_codes
 from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 
@@ -18,7 +18,7 @@ from quantkit.numerics.scales import decode
 FP8 = tuple(fmt.name for fmt in FORMATS.values() if not fmt.is_integer)
 #: Word in an operation's name -> formats of the codes that it multiplies. A format's place in
 #: FORMATS is its number in kernels/include/config.h.
-CODES = {"fp8": FP8, "int8": ("int8",)}
+CODES = {"fp8": FP8, "int8": (INT8.name,)}
 IO = Axis("QK_IO", ("f16", "bf16", "f32"))
 X_SCALE_AXIS = Axis("QK_X_SCALE", ("tensor", "token"))
 W_SCALE_AXIS = Axis("QK_W_SCALE", ("tensor", "channel"))
@@ -36,18 +36,16 @@ SUMMED = Budget(
     "and 3.5 sigma of a random walk of K roundings for sums of exact products in another order",
 )
 
-
 #: Weights' arguments: codes, positions of 2:4 ones, scales of groups of int4 ones.
 _WEIGHTS = ("w", "w_meta", "w_group")
-#: Weights of a byte of codes, and of a scale.
-_PACKED, _GROUP = 2, 32
-#: Largest scale of a group of int4 codes: (0 - 8) * 15 is an int8.
-_LARGEST_GROUP = 15
 
 
 def formats(of: str, kind: str) -> Axis:
     """Return the axis of the format of X, W or Y in an operation on ``kind``, a key of CODES."""
-    names = CODES[kind]
+    return _format_axis(of, CODES[kind])
+
+
+def _format_axis(of: str, names: tuple[str, ...]) -> Axis:
     return Axis(f"QK_{of}_FORMAT", names, first=list(FORMATS).index(names[0]))
 
 
@@ -75,18 +73,11 @@ def with_sparse(dense: Op, *, formula: str, requires: tuple[str, ...] = ()) -> t
         formula: of the twin.
         requires: of the twin.
     """
-    w = next(a for a in dense.args if a.name == "w")
-    rows = w.shape.removeprefix("[").partition(",")[0]
-    kept = replace(w, shape=f"[{rows}, k / 2]"), Argument("w_meta", "u8", f"[{rows}, k / 8]")
-    args = tuple(part for a in dense.args for part in (kept if a is w else (a,)))
-    name = f"{dense.name}_sparse"
     sparse = replace(
-        dense,
-        name=name,
+        _with_weights(dense, per_byte=2, behind="w_meta", values=8),
+        name=f"{dense.name}_sparse",
         source=dense.source.replace(".hip", "_sparse.hip"),
         formula=formula,
-        schema=dense.schema.replace("Tensor w,", "Tensor w, Tensor w_meta,"),
-        args=args,
         k_multiple=32,
         reference=_on_kept(dense.reference),
         sparse=True,
@@ -102,26 +93,40 @@ def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
         dense: the operation on int8, whose last axis is the tile.
         requires: of the twin.
     """
+    int4 = _format_axis("W", (INT4.name,))
+    *axes, tile = (int4 if axis.macro == int4.macro else axis for axis in dense.axes)
+    return replace(
+        _with_weights(dense, per_byte=INT4.codes_per_byte, behind="w_group", values=GROUP),
+        name=f"{dense.family}_w4a8",
+        source=dense.source.replace(".hip", "_w4a8.hip"),
+        formula=f"{dense.name} of w[j, k] = (code[j, k] - 8) * w_group[j, k / {GROUP}]",
+        # Operands always go through LDS, and the fifth tile's do not.
+        axes=(*axes, replace(tile, words=tile.words[:4])),
+        k_multiple=GROUP,
+        reference=_on_decoded(dense.reference),
+        requires=requires,
+    )
+
+
+def _with_weights(dense: Op, *, per_byte: int, behind: str, values: int) -> Op:
+    """Return an operation whose weights are packed, with another operand behind them.
+
+    Args:
+        dense: the operation.
+        per_byte: weights of a row that a byte of ``w`` holds.
+        behind: name of the other operand.
+        values: weights of a row that a byte of it is for.
+    """
     w = next(a for a in dense.args if a.name == "w")
     rows = w.shape.removeprefix("[").partition(",")[0]
     packed = (
-        replace(w, shape=f"[{rows}, k / {_PACKED}]"),
-        Argument("w_group", "u8", f"[{rows}, k / {_GROUP}]"),
+        replace(w, shape=f"[{rows}, k / {per_byte}]"),
+        Argument(behind, "u8", f"[{rows}, k / {values}]"),
     )
-    int4 = Axis("QK_W_FORMAT", ("int4",), first=3)
-    *axes, tile = (int4 if axis.macro == int4.macro else axis for axis in dense.axes)
     return replace(
         dense,
-        name=f"{dense.family}_w4a8",
-        source=dense.source.replace(".hip", "_w4a8.hip"),
-        formula=f"{dense.name} of w[j, k] = (code[j, k] - 8) * w_group[j, k / 32]",
-        schema=dense.schema.replace("Tensor w,", "Tensor w, Tensor w_group,"),
-        # Operands always go through LDS, and the fifth tile's do not.
-        axes=(*axes, replace(tile, words=tile.words[:4])),
+        schema=dense.schema.replace("Tensor w,", f"Tensor w, Tensor {behind},"),
         args=tuple(part for a in dense.args for part in (packed if a is w else (a,))),
-        k_multiple=_GROUP,
-        reference=_on_decoded(dense.reference),
-        requires=requires,
     )
 
 
@@ -139,7 +144,7 @@ def _on_decoded(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def decoded(
         x: Tensor, x_scale: Tensor, w: Tensor, w_group: Tensor, *others: Any, **options: Any
     ) -> Tensor:
-        as_int8 = ("int8" if other == "int4" else other for other in others)
+        as_int8 = (INT8.name if other == INT4.name else other for other in others)
         return dense(x, x_scale, decode_int4(w, w_group), *as_int8, **options)
 
     return decoded
@@ -154,16 +159,6 @@ def _on_kept(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return sparse
 
 
-class Sample(NamedTuple):
-    """Operands of a product around its input."""
-
-    x_scale: Tensor
-    #: codes, and positions of a sparse one
-    weights: tuple[Tensor, ...]
-    w_scale: Tensor
-    bias: Tensor
-
-
 def sample_codes(shape: tuple[int, ...], fmt: str, generator: torch.Generator) -> Tensor:
     """Return uniform random codes without NaN and infinity."""
     legal = torch.arange(256, dtype=torch.uint8)
@@ -172,30 +167,45 @@ def sample_codes(shape: tuple[int, ...], fmt: str, generator: torch.Generator) -
 
 
 def sample_product(
-    variant: Variant, m: int, rows: int, k: int, generator: torch.Generator
-) -> Sample:
-    """Return random operands of a product of M tokens and so many rows of weights."""
-    fmt, op = variant.word("QK_W_FORMAT"), variant.op
-    int4 = fmt == "int4"
-    fmt = "int8" if int4 else fmt
-    largest = find_format(fmt).max * find_format(variant.word("QK_X_FORMAT")).max
-    tokens = m if variant.word("QK_X_SCALE") == "token" else 1
+    variant: Variant, shape: tuple[int, ...], rows: int, k: int, generator: torch.Generator
+) -> tuple[Tensor, ...]:
+    """Return random operands of a product up to the bias.
+
+    Args:
+        variant: of the operation.
+        shape: of x, tokens along the first axis.
+        rows: of the weights.
+        k: length of a row.
+        generator: of the numbers.
+    """
+    x_format, stored = variant.word("QK_X_FORMAT"), find_format(variant.word("QK_W_FORMAT"))
+    largest = stored.byte_format.max * find_format(x_format).max
+    tokens = shape[0] if variant.word("QK_X_SCALE") == "token" else 1
     channels = rows if variant.word("QK_W_SCALE") == "channel" else 1
     # Sums come into the range of float16.
     x_scale, w_scale = (
         0.5 / largest**0.5 * (0.5 + torch.rand(count, generator=generator))
         for count in (tokens, channels)
     )
-    if int4:
-        packed = torch.randint(256, (rows, k // _PACKED), generator=generator)
-        group = torch.randint(1, _LARGEST_GROUP + 1, (rows, k // _GROUP), generator=generator)
+    weights = _sample_weights(variant, rows, k, generator)
+    bias = torch.randn(rows, generator=generator).to(IO_DTYPES[variant.word("QK_IO")])
+    x = sample_codes(shape, x_format, generator)
+    return (x, x_scale, *weights, w_scale, bias)
+
+
+def _sample_weights(
+    variant: Variant, rows: int, k: int, generator: torch.Generator
+) -> tuple[Tensor, ...]:
+    """Return codes, and behind them positions of 2:4 ones, or factors of int4 ones."""
+    fmt = variant.word("QK_W_FORMAT")
+    if fmt == INT4.name:
+        packed = torch.randint(256, (rows, k // INT4.codes_per_byte), generator=generator)
+        group = torch.randint(1, MAX_FACTOR + 1, (rows, k // GROUP), generator=generator)
         sign = torch.randint(2, group.shape, generator=generator) * 2 - 1
-        weights = [packed.to(torch.uint8), (group * sign).to(torch.int8).view(torch.uint8)]
-    else:
-        weights = [sample_codes((rows, k // 2 if op.sparse else k), fmt, generator)]
-    if op.sparse:
-        drawn = torch.randint(len(LEGAL_NIBBLES), (rows, k // 4), generator=generator)
-        nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[drawn]
-        weights.append(nibbles[:, ::2] | nibbles[:, 1::2] << 4)
-    bias = torch.randn(rows, generator=generator)
-    return Sample(x_scale, tuple(weights), w_scale, bias)
+        return packed.to(torch.uint8), (group * sign).to(torch.int8).view(torch.uint8)
+    if not variant.op.sparse:
+        return (sample_codes((rows, k), fmt, generator),)
+    codes = sample_codes((rows, k // 2), fmt, generator)
+    drawn = torch.randint(len(LEGAL_NIBBLES), (rows, k // 4), generator=generator)
+    nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[drawn]
+    return codes, nibbles[:, ::2] | nibbles[:, 1::2] << 4

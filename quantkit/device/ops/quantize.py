@@ -17,7 +17,7 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import CODES, formats
+from quantkit.device.ops.products import CODES, IO, K, M, formats
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scales import cast
 
@@ -107,7 +107,6 @@ _X = Argument("x", "io", "[m, k]")
 _SMOOTH = Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)")
 _SHIFT = Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)")
 _Q = Argument("q", "u8", "[m, k]", written=True)
-_M, _K = Argument("m", "i32"), Argument("k", "i32")
 
 
 def _static(kind: str) -> Op:
@@ -155,12 +154,12 @@ def _op(
         formula=formula,
         schema=schema,
         axes=(
-            Axis("QK_IO", ("f16", "bf16", "f32")),
+            IO,
             formats("X", kind),
             # What is done to x before: bit 0 of the index smooths, bit 1 shifts.
             Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth")),
         ),
-        args=(_X, _SMOOTH, _SHIFT, scale, _Q, _M, _K),
+        args=(_X, _SMOOTH, _SHIFT, scale, _Q, M, K),
         k_multiple=1,
         check=_check,
         outputs=outputs,
