@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quantkit.models.layer_plan import dense_reason
+from quantkit.models.layer_plan import dense_reason, factor_reason
 from quantkit.models.layers import Layer
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, NumberFormat
 from quantkit.numerics.granularity import parse_granularity
@@ -27,8 +27,7 @@ class Treatment:
     @property
     def input(self) -> NumberFormat | None:
         """Format of the input's codes; None: 16 bit."""
-        integer = self.format is not None and self.format.is_integer
-        return INT8 if integer else self.format
+        return None if self.format is None else self.format.byte_format
 
     @property
     def packs(self) -> bool:
@@ -66,10 +65,10 @@ BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
 
 def refusal(treatment: Treatment, layer: Layer) -> str:
     """Return why the layer cannot have the treatment; "" when it can."""
-    columns = 0 if treatment.format is None else treatment.format.subscale_group
-    if columns and layer.channels % columns:
-        return f"{layer.channels} channels are not a multiple of {columns}"
-    return (dense_reason(layer, TWO_OF_FOUR) or "") if treatment.method else ""
+    sparse = treatment.method is not None
+    if treatment.format and (reason := factor_reason(layer, treatment.format, sparse=sparse)):
+        return reason
+    return (dense_reason(layer, TWO_OF_FOUR) or "") if sparse else ""
 
 
 def weight_recipe(treatment: Treatment, base: WeightRecipe) -> WeightRecipe:
@@ -98,6 +97,9 @@ def activation_recipe(
     if treatment.activation is not _STATIC:
         buckets = 1
     values = {**base.model_dump(), "mode": treatment.activation.value, "buckets": buckets}
+    if treatment.format is not None and treatment.format.is_integer:
+        # A sum of two FP8 values is FP8's.
+        values["terms"] = 1
     return ActivationRecipe.model_validate(values)
 
 
