@@ -17,7 +17,7 @@ from quantkit.calibration.observed_pipeline import ObservedPipeline
 from quantkit.calibration.resume import PartialFile, PartialSums, WriteInterval, others
 from quantkit.calibration.statistics import Calibration, CalibrationProvenance
 from quantkit.errors import ArtefactError, OutputError, PromptError
-from quantkit.models.layer_plan import kept_reason
+from quantkit.models.layer_plan import is_packed_alone, kept_reason
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
 from quantkit.pipelines.processes import ALONE, Processes
@@ -115,11 +115,12 @@ def calibrate_share(
 
 
 def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the layers whose input is observed: all that the plan does not keep in 16 bit."""
+    """Return the layers whose input is observed: all that the plan packs."""
+    family = component.family
     return tuple(
         layer
         for layer in list_layers(component)
-        if kept_reason(layer, component.family, recipe) is None
+        if kept_reason(layer, family, recipe) is None or is_packed_alone(layer, family, recipe)
     )
 
 

@@ -114,7 +114,7 @@ def _print(summary: "PackSummary", where: str) -> None:
     columns = ("weight", "scale per", "sparsity", "activation", "layers")
     print_table("Packed", columns, rows)
     _print_reasons("Kept in 16 bit", summary.kept())
-    _print_reasons("Dense", summary.dense())
+    _print_reasons("Not as the recipe asks", summary.otherwise())
     if summary.by_alpha():
         alphas = [(a, len(names), _some(names)) for a, names in summary.by_alpha().items()]
         print_table("Smoothed", ("alpha", "layers", "which"), alphas)

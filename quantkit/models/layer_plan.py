@@ -12,7 +12,7 @@ from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.recipe.schema import ActivationRecipe, LayerSettings, Recipe
+from quantkit.recipe.schema import ActivationRecipe, LayerSettings, Recipe, WeightRecipe
 
 #: K of one dense FP8 matrix instruction, and of one sparse one. Source: RDNA4 ISA (V_WMMA
 #: 16x16x16, V_SWMMAC 16x16x32).
@@ -26,8 +26,11 @@ class LayerPlan:
     layer: Layer
     #: None: it stays in 16 bit
     scheme: Scheme | None
-    #: why it stays in 16 bit, or why it is dense though a mask was asked for; else ""
+    #: why it stays in 16 bit, or is dense or in another format though the recipe asks otherwise;
+    #: else ""
     reason: str
+    #: how its weight becomes codes; of the layers that are packed
+    weight: WeightRecipe
 
 
 def plan_layers(
@@ -69,6 +72,13 @@ def kept_reason(layer: Layer, family: Family, recipe: Recipe) -> str | None:
         window = f"{layer.channels} channels x {layer.area} taps, " if layer.area > 1 else ""
         return f"{window}K {layer.k} is not a multiple of {DENSE_K}, which the kernels need"
     return None
+
+
+def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
+    """Return whether the family keeps the layer in 16 bit, but the recipe packs its weight."""
+    if recipe.kept is None or recipe.settings(layer.name).keep is not None:
+        return False
+    return family.keep_reason(layer.name) is not None and layer.k % DENSE_K == 0
 
 
 def dense_reason(layer: Layer, pattern: Pattern) -> str | None:
@@ -130,16 +140,19 @@ class _Context:
     split: frozenset[str]
 
     def treat(self, layer: Layer) -> LayerPlan:
+        if is_packed_alone(layer, self.family, self.recipe):
+            return self._alone(layer)
+        settings = self.recipe.settings(layer.name)
         reason = kept_reason(layer, self.family, self.recipe)
         if reason is not None:
-            return LayerPlan(layer, None, reason)
-        settings = self.recipe.settings(layer.name)
+            return LayerPlan(layer, None, reason, settings.weight)
         sparsity, why_dense = self._sparsity(layer, settings)
         activation = Activation(settings.activation.mode)
-        weight, why_wider = _format_of(layer, settings, sparse=sparsity is not None)
+        weight, why_wider = _format_of(layer, settings.weight, sparse=sparsity is not None)
+        self._refuse_blind(layer, weight, settings.activation)
         scheme = Scheme(
             weight=weight,
-            granularity=_granularity(layer, settings),
+            granularity=_granularity(layer, settings.weight),
             sparsity=sparsity,
             activation=activation,
             buckets=self._buckets(layer, settings.activation),
@@ -147,7 +160,32 @@ class _Context:
             shift=settings.activation.shift,
             terms=settings.activation.terms,
         )
-        return LayerPlan(layer, scheme, why_dense or why_wider)
+        return LayerPlan(layer, scheme, why_dense or why_wider, settings.weight)
+
+    def _alone(self, layer: Layer) -> LayerPlan:
+        """Return the plan of a layer of the family's that is packed, its input in 16 bit."""
+        assert self.recipe.kept is not None
+        weight, why_wider = _format_of(layer, self.recipe.kept, sparse=False)
+        granularity = _granularity(layer, self.recipe.kept)
+        scheme = Scheme(weight, granularity, sparsity=None, activation=Activation.NONE)
+        return LayerPlan(layer, scheme, why_wider, self.recipe.kept)
+
+    def _refuse_blind(self, layer: Layer, fmt: NumberFormat, activation: ActivationRecipe) -> None:
+        """Refuse what the layer cannot have, or nobody should have without a word."""
+        if not fmt.is_integer or activation.mode == "none":
+            return
+        if activation.terms > 1:
+            raise RecipeError(
+                f"{layer.name}: activation.terms 2 with weight.format {fmt.name}: an input is the "
+                "sum of two FP8 values; drop terms"
+            )
+        if not self.calibrated and not self.recipe.data_free:
+            raise RecipeError(
+                f"{layer.name}: {fmt.name} without statistics: one channel that is far larger than "
+                "the rest takes all steps of an int8 input; give a calibration, take a recipe in "
+                "FP8, or set data_free: true",
+                fields=("calibration",),
+            )
 
     def _sparsity(self, layer: Layer, settings: LayerSettings) -> tuple[Pattern | None, str]:
         """Return the pattern or None, and why a layer with or without a mask is dense."""
@@ -190,20 +228,15 @@ class _Context:
         return True
 
 
-def _format_of(layer: Layer, settings: LayerSettings, *, sparse: bool) -> tuple[NumberFormat, str]:
+def _format_of(layer: Layer, weight: WeightRecipe, *, sparse: bool) -> tuple[NumberFormat, str]:
     """Return the format of a layer's weight, and why it is int8 though int4 was asked for."""
-    fmt = find_format(settings.weight.format)
-    if fmt.is_integer and settings.activation.terms > 1:
-        raise RecipeError(
-            f"{layer.name}: activation.terms 2 with weight.format {fmt.name}: an input is the sum "
-            "of two FP8 values; drop terms"
-        )
+    fmt = find_format(weight.format)
     reason = factor_reason(layer, fmt, sparse=sparse)
     return (fmt.byte_format, f"{fmt.byte_format.name}: {reason}") if reason else (fmt, "")
 
 
-def _granularity(layer: Layer, settings: LayerSettings) -> Granularity:
-    granularity = parse_granularity(settings.weight.granularity)
+def _granularity(layer: Layer, weight: WeightRecipe) -> Granularity:
+    granularity = parse_granularity(weight.granularity)
     if isinstance(granularity, PerGroup) and layer.channels % granularity.size:
         axis = "C" if layer.kind == "conv2d" else "K"
         raise ShapeError(

@@ -24,6 +24,7 @@ from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.encode import WeightPlan
+from quantkit.packing.fallback import choose_formats, fell_back
 from quantkit.packing.gptq import Rounder
 from quantkit.packing.inputs import Inputs
 from quantkit.packing.masks import refuse_bare_masks
@@ -89,15 +90,18 @@ def plan_component(
         edges=inputs.edges,
     )
     agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
-    smoothing = _smoothing(component, agreed, inputs, progress)
-    treatments = tuple(_if_smooth(treatment, smoothing) for treatment in agreed)
+    tried = _smoothing(component, agreed, inputs, progress)
+    step = f"formats of {component.name or component.class_name}"
+    chosen = choose_formats(agreed, tried, inputs, step=step, progress=progress)
+    smoothing = dict(_kept_smoothing(chosen, tried))
+    treatments = tuple(_if_smooth(treatment, smoothing) for treatment in chosen)
     refuse_nothing(component, recipe, treatments)
     packed = {
-        t.layer.name: _plan_layer(t.layer, t.scheme, inputs, smoothing.get(t.layer.name))
+        t.layer.name: _plan_layer(t, t.scheme, inputs, smoothing.get(t.layer.name))
         for t in treatments
         if t.scheme is not None
     }
-    told = _told(recipe, smoothing)
+    told = _told(recipe, treatments, smoothing)
     return assemble_plan(component, recipe, treatments, packed, smoothing=smoothing, told=told)
 
 
@@ -178,6 +182,18 @@ def _smoothing(
     return {name: s for name, s in chosen.items() if s != Smoothing(None, None)}
 
 
+def _kept_smoothing(
+    treatments: Sequence[LayerPlan], tried: Mapping[str, Smoothing]
+) -> Iterator[tuple[str, Smoothing]]:
+    """Yield how inputs are rescaled; a layer that took its fallback has no strength."""
+    for treatment in treatments:
+        smoothing, scheme = tried.get(treatment.layer.name), treatment.scheme
+        if smoothing is None or scheme is None or not scheme.smooth:
+            continue
+        alpha = None if fell_back(treatment) else smoothing.alpha
+        yield treatment.layer.name, replace(smoothing, alpha=alpha)
+
+
 def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, Smoothing]) -> LayerPlan:
     """Return the treatment without smoothing where none of it was chosen."""
     if treatment.scheme is None or treatment.layer.name in smoothing:
@@ -191,18 +207,22 @@ def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude={"unmatched"})
 
 
-def _told(recipe: Recipe, smoothing: Mapping[str, Smoothing]) -> dict[str, Any]:
+def _told(
+    recipe: Recipe, treatments: Sequence[LayerPlan], smoothing: Mapping[str, Smoothing]
+) -> dict[str, Any]:
     """Return the recipe for the header, with what was chosen for each layer."""
     told = recipe_for_header(recipe)
+    if fallen := {t.layer.name: t.reason for t in treatments if fell_back(t)}:
+        told["fallback_chosen"] = fallen
     if recipe.smooth == "auto":
         told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
     return told
 
 
 def _plan_layer(
-    layer: Layer, scheme: Scheme, inputs: Inputs, smoothing: Smoothing | None
+    treatment: LayerPlan, scheme: Scheme, inputs: Inputs, smoothing: Smoothing | None
 ) -> PlannedLayer:
-    settings, activation = inputs.recipe.settings(layer.name), inputs.activation(layer, scheme)
+    layer, activation = treatment.layer, inputs.activation(treatment.layer, scheme)
     smooth, input_scale, mean, shift = None, None, None, None
     if scheme.shift:
         shift = input_shift(inputs.statistics(layer), inputs.edges, scheme.buckets)
@@ -222,12 +242,12 @@ def _plan_layer(
         mean = _mean(layer, inputs)
     mask = None if scheme.sparsity is None else inputs.mask_source(layer)
     rounder = None
-    if settings.weight.rounding == "gptq":
+    if treatment.weight.rounding == "gptq":
         rounder = _rounder(layer, inputs, centred=scheme.shift or mean is not None)
     plan = WeightPlan(
         layer.name,
         scheme,
-        settings.weight.observer,
+        treatment.weight.observer,
         mask=mask,
         smooth=smooth,
         input_scale=input_scale,

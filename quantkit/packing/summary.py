@@ -25,7 +25,7 @@ class LayerSummary:
     shape: tuple[int, ...]
     #: None: it stays as it was
     scheme: Scheme | None
-    #: why it stays, or why it is dense though sparsity was wanted; else ""
+    #: why it stays, or is dense or in another format though the recipe asks otherwise; else ""
     reason: str
     #: SmoothQuant's strength; None: none of it
     smooth_alpha: float | None
@@ -98,8 +98,8 @@ class PackSummary:
         """Return the packed layers whose bias was to be corrected, and that have none."""
         return [layer.name for layer in self.layers if layer.bias_corrected is False]
 
-    def dense(self) -> dict[str, list[str]]:
-        """Return the layers that are packed, but not sparse as the recipe wants, by reason."""
+    def otherwise(self) -> dict[str, list[str]]:
+        """Return the layers that are packed, but not quite as the recipe asks, by reason."""
         return _by_reason(layer for layer in self.layers if layer.scheme and layer.reason)
 
     @property

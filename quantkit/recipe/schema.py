@@ -45,6 +45,20 @@ class WeightRecipe(Strict):
     observer: Literal["amax", "mse"] = "amax"
     #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
     rounding: Literal["nearest", "gptq"] = "nearest"
+    #: of an integer: what a layer takes instead whose output, weight and input in 8 bits, would be
+    #: nearer in it
+    fallback: Format | None = None
+
+    @model_validator(mode="after")
+    def _falls_back_on_a_float(self) -> "WeightRecipe":
+        if self.fallback is None:
+            return self
+        if not find_format(self.format).is_integer or find_format(self.fallback).is_integer:
+            raise RecipeError(
+                f"weight.fallback {self.fallback} with format {self.format}: a float stands in for "
+                "an integer; set e4m3fn, or drop fallback"
+            )
+        return self
 
     @model_validator(mode="after")
     def _factors_stand_on_channels(self) -> "WeightRecipe":
@@ -171,6 +185,11 @@ class Recipe(Strict):
     split_concat: bool = False
     #: add what quantizing a weight takes from its layer's mean output to the bias
     bias_correction: bool = False
+    #: how weights are packed that the family keeps in 16 bit, alone: their inputs stay in 16 bit;
+    #: None: not at all
+    kept: WeightRecipe | None = None
+    #: quantize inputs to integers with no statistics of them at hand
+    data_free: bool = False
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     overrides: tuple[Override, ...] = ()
@@ -196,16 +215,27 @@ class Recipe(Strict):
             or self.smooth is not None
             or self.split_concat
             or self.bias_correction
+            or self._integer_inputs
             or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
         )
 
     @property
     def needs_hessians(self) -> bool:
         """True when weights make up for each other's errors."""
-        weights = (self.weight, *(o.weight for o in self.overrides if o.weight))
         rule = self.sparsity
         sparse = rule is not None and rule.method == "sparsegpt"
-        return sparse or any(weight.rounding == "gptq" for weight in weights)
+        kept = () if self.kept is None else (self.kept,)
+        return sparse or any(w.rounding == "gptq" for w in (*self._weights, *kept))
+
+    @model_validator(mode="after")
+    def _fallback_has_statistics(self) -> "Recipe":
+        if self.data_free and any(weight.fallback for weight in self._weights):
+            raise RecipeError(
+                "weight.fallback with data_free: the better format is found by statistics; drop one"
+            )
+        if self.kept is not None and self.kept.fallback:
+            raise RecipeError("kept.fallback: no input is quantized there; drop it")
+        return self
 
     @model_validator(mode="after")
     def _smoothing_has_a_scale(self) -> "Recipe":
@@ -222,13 +252,28 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _shifts_are_not_rescaled_by_layer(self) -> "Recipe":
-        if any(a.shift for a in self._activations) and (self.smooth == "auto" or self.split_concat):
-            key = "split_concat" if self.split_concat else "smooth auto"
+        judges = {
+            "smooth auto": self.smooth == "auto",
+            "split_concat": self.split_concat,
+            "weight.fallback": any(weight.fallback for weight in self._weights),
+        }
+        if any(a.shift for a in self._activations) and any(judges.values()):
+            key = next(name for name, used in judges.items() if used)
             raise RecipeError(
                 f"{key}: cannot be used with activation.shift, because it judges inputs before "
                 "the shift; set smooth to a number, or drop one of the two"
             )
         return self
+
+    @property
+    def _weights(self) -> tuple[WeightRecipe, ...]:
+        return (self.weight, *(o.weight for o in self.overrides if o.weight))
+
+    @property
+    def _integer_inputs(self) -> bool:
+        """True when inputs may become integers, which without statistics is to be asked for."""
+        weighs = any(find_format(weight.format).is_integer for weight in self._weights)
+        return not self.data_free and weighs and any(a.mode != "none" for a in self._activations)
 
     @property
     def _activations(self) -> tuple[ActivationRecipe, ...]:

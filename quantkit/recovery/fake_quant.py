@@ -57,7 +57,7 @@ def plan_quants(
     quants = {
         t.layer.name: LayerQuant(
             t.scheme,
-            recipe.settings(t.layer.name).weight.observer,
+            t.weight.observer,
             _STORED[t.layer.weight.dtype],
         )
         for t in planned

@@ -62,7 +62,9 @@ class MeasuredModel:
                 "pipeline with one"
             )
         component = model.components[0]
-        layers = {layer.name: layer for layer in observed_layers(component, recipe)}
+        # No input of what the family keeps is quantized, so there is nothing to choose.
+        compared = recipe.model_copy(update={"kept": None})
+        layers = {layer.name: layer for layer in observed_layers(component, compared)}
         stored = calibration.of(component)
         for name in layers:
             if name not in stored:

@@ -48,7 +48,8 @@ def _block(request, monkeypatch):
 def test_bytes_are_those_of_torch(tmp_path, fmt, sparse, granularity):
     folder = component(tmp_path / "source", small_tensors())
     weight = {"format": fmt.name, "granularity": granularity}
-    run(folder, tmp_path / "packed", {"weight": weight, "sparsity": {} if sparse else None})
+    recipe = {"weight": weight, "sparsity": {} if sparse else None, "data_free": True}
+    run(folder, tmp_path / "packed", recipe)
     found = load_file(tmp_path / "packed" / WEIGHTS)
     for name in ("a.conv", "a.point", "a.fc"):
         wanted = expected(small_tensors()[f"{name}.weight"], fmt, granularity, sparse=sparse)
@@ -77,7 +78,8 @@ def int4_by_numpy(rows, columns):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_int4_is_two_codes_a_byte_with_integer_factors(tmp_path, sparse):
     folder = component(tmp_path / "source", small_tensors())
-    recipe = {"weight": {"format": "int4"}, "sparsity": {} if sparse else None}
+    weight = {"format": "int4"}
+    recipe = {"weight": weight, "sparsity": {} if sparse else None, "data_free": True}
     run(folder, tmp_path / "packed", recipe)
     found = load_file(tmp_path / "packed" / WEIGHTS)
     name = "a.point" if sparse else "a.conv"

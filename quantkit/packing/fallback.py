@@ -1,0 +1,94 @@
+"""``weight.fallback``: the layers that a float holds better than an integer.
+
+Steps of int8 are all alike, so that one channel far above the rest leaves it few of them; those of
+FP8 grow with the number. Smoothing moves such channels into the weight, mostly.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from quantkit.calibration.smoothing import Smoothing
+from quantkit.models.layer_plan import LayerPlan
+from quantkit.numerics.formats import find_format
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.threads import one_torch_thread
+from quantkit.packing.inputs import Inputs
+from quantkit.packing.output_error import Candidate, OutputErrors, output_errors
+from quantkit.progress import Progress
+
+
+def choose_formats(
+    treatments: Sequence[LayerPlan],
+    smoothing: Mapping[str, Smoothing],
+    inputs: Inputs,
+    *,
+    step: str,
+    progress: Progress,
+) -> tuple[LayerPlan, ...]:
+    """Return the plans, of which layers have their fallback whose output is nearer in it.
+
+    Weights are compared in 8 bits also where they are to have four: those lose more than any input,
+    and cannot tell what is better for it.
+
+    Args:
+        treatments: of the component.
+        smoothing: of the layers whose input is rescaled as an integer.
+        inputs: with statistics, where a layer has a fallback.
+        step: what progress calls this.
+        progress: told of layers done.
+
+    Raises:
+        ArtefactError: statistics without samples.
+        NonFiniteError: NaN or Inf in a weight.
+    """
+    wanted = [t for t in treatments if _may_fall_back(t)]
+    chosen: dict[str, LayerPlan] = {}
+    with one_torch_thread():
+        for done, treatment in enumerate(wanted):
+            progress(step, done, len(wanted))
+            name = treatment.layer.name
+            chosen[name] = _nearer(treatment, smoothing.get(name), inputs)
+    if wanted:
+        progress(step, len(wanted), len(wanted))
+    return tuple(chosen.get(t.layer.name, t) for t in treatments)
+
+
+def fell_back(treatment: LayerPlan) -> bool:
+    """Return whether a layer has its fallback."""
+    scheme = treatment.scheme
+    return scheme is not None and scheme.weight.name == treatment.weight.fallback
+
+
+def _may_fall_back(treatment: LayerPlan) -> bool:
+    scheme = treatment.scheme
+    if scheme is None or treatment.weight.fallback is None:
+        return False
+    return scheme.weight.is_integer and scheme.activation is not Activation.NONE
+
+
+def _nearer(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -> LayerPlan:
+    layer, scheme = treatment.layer, treatment.scheme
+    assert scheme is not None
+    assert treatment.weight.fallback is not None
+    plain = Smoothing(None, inputs.boundaries.get(layer.name))
+    integer = replace(scheme, weight=scheme.weight.byte_format)
+    other = replace(
+        scheme,
+        weight=find_format(treatment.weight.fallback),
+        smooth=plain.boundary is not None,
+    )
+    candidates = (Candidate(integer, smoothing or plain), Candidate(other, plain))
+    errors = output_errors(layer, candidates, inputs, asked_by="weight.fallback")
+    as_integer, as_float = errors.squares.tolist()
+    if as_integer <= as_float:
+        return treatment
+    return replace(treatment, scheme=other, reason=_reason(integer, other, errors))
+
+
+def _reason(integer: Scheme, other: Scheme, errors: OutputErrors) -> str:
+    # Rounded, so that layers of much the same losses stand in one line of the summary.
+    lost = [f"{share:.1g}" for share in (errors.squares / errors.power).tolist()]
+    return (
+        f"{other.weight.name}: the output loses {lost[1]} of its power, "
+        f"in {integer.weight.name} {lost[0]}"
+    )
