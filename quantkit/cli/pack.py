@@ -1,5 +1,6 @@
 """``quantkit pack``: write the packed checkpoint of a model."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,16 +102,12 @@ def _print_forecast(forecast: "Forecast", *, as_json: bool) -> None:
 
 
 def _print(summary: "PackSummary", where: str) -> None:
-    rows = [
-        (
-            scheme.weight.name,
-            str(scheme.granularity),
-            "dense" if scheme.sparsity is None else str(scheme.sparsity),
-            scheme.activation.value,
-            count,
-        )
-        for scheme, count in summary.by_scheme().items()
-    ]
+    treatments: Counter[tuple[str, ...]] = Counter()
+    for scheme, count in summary.by_scheme().items():
+        pattern = "dense" if scheme.sparsity is None else str(scheme.sparsity)
+        activation = scheme.activation.value
+        treatments[scheme.weight.name, str(scheme.granularity), pattern, activation] += count
+    rows = [(*words, count) for words, count in treatments.items()]
     columns = ("weight", "scale per", "sparsity", "activation", "layers")
     print_table("Packed", columns, rows)
     _print_reasons("Kept in 16 bit", summary.kept())
