@@ -217,7 +217,7 @@ def layer_tensors(
     if scheme.sparsity is not None:
         specs.append(TensorSpec(f"{layer}.weight_meta", "U8", (n, k // 8)))
     if scheme.weight.subscale_group:
-        groups = k // scheme.subscale_columns
+        groups = k // scheme.weight.subscale_group
         specs.append(TensorSpec(f"{layer}.weight_group", "I8", (n, groups)))
     scales = scale_shape(scheme.granularity, n, k)
     specs.append(TensorSpec(f"{layer}.weight_scale", "F32", scales))
@@ -245,10 +245,11 @@ def check_divides(layer: str, scheme: Scheme, shape: tuple[int, ...]) -> None:
         raise CheckpointError(f"{layer}: {axis} {channels} is not a multiple of 4, which 2:4 needs")
     if scheme.sparsity is not None and k % 8:
         raise CheckpointError(f"{layer}: K {k} is not a multiple of 8, which weight_meta needs")
-    if scheme.weight.subscale_group and channels % scheme.subscale_columns:
+    group = scheme.weight.subscale_group
+    if group and channels % group:
         raise CheckpointError(
-            f"{layer}: {axis} {channels} is not a multiple of {scheme.subscale_columns}, which "
-            f"{scheme.weight.name} needs"
+            f"{layer}: {axis} {channels} is not a multiple of {group}, which {scheme.weight.name} "
+            "needs"
         )
     size = getattr(scheme.granularity, "size", 1)
     if channels % size:

@@ -90,9 +90,9 @@ def dense_reason(layer: Layer, pattern: Pattern) -> str | None:
     return None
 
 
-def factor_reason(layer: Layer, fmt: NumberFormat, *, sparse: bool) -> str:
+def factor_reason(layer: Layer, fmt: NumberFormat) -> str:
     """Return why factors of a format do not divide the layer's rows; empty when they do."""
-    columns = fmt.factor_columns(sparse=sparse)
+    columns = fmt.subscale_group
     if columns and layer.channels % columns:
         return f"{layer.channels} channels are not a multiple of {columns}"
     return ""
@@ -148,7 +148,7 @@ class _Context:
             return LayerPlan(layer, None, reason, settings.weight)
         sparsity, why_dense = self._sparsity(layer, settings)
         activation = Activation(settings.activation.mode)
-        weight, why_wider = _format_of(layer, settings.weight, sparse=sparsity is not None)
+        weight, why_wider = _format_of(layer, settings.weight)
         self._refuse_blind(layer, weight, settings.activation)
         scheme = Scheme(
             weight=weight,
@@ -165,7 +165,7 @@ class _Context:
     def _alone(self, layer: Layer) -> LayerPlan:
         """Return the plan of a layer of the family's that is packed, its input in 16 bit."""
         assert self.recipe.kept is not None
-        weight, why_wider = _format_of(layer, self.recipe.kept, sparse=False)
+        weight, why_wider = _format_of(layer, self.recipe.kept)
         granularity = _granularity(layer, self.recipe.kept)
         scheme = Scheme(weight, granularity, sparsity=None, activation=Activation.NONE)
         return LayerPlan(layer, scheme, why_wider, self.recipe.kept)
@@ -228,10 +228,10 @@ class _Context:
         return True
 
 
-def _format_of(layer: Layer, weight: WeightRecipe, *, sparse: bool) -> tuple[NumberFormat, str]:
+def _format_of(layer: Layer, weight: WeightRecipe) -> tuple[NumberFormat, str]:
     """Return the format of a layer's weight, and why it is int8 though int4 was asked for."""
     fmt = find_format(weight.format)
-    reason = factor_reason(layer, fmt, sparse=sparse)
+    reason = factor_reason(layer, fmt)
     return (fmt.byte_format, f"{fmt.byte_format.name}: {reason}") if reason else (fmt, "")
 
 

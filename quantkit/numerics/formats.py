@@ -26,8 +26,8 @@ class NumberFormat:
     #: True: the top exponent holds infinities and NaNs (IEEE); False: it holds numbers, and only
     #: the all-ones code of each sign is NaN ("fn" in the name)
     has_infinity: bool = False
-    #: a factor of codes that follow one another along K, an integer to 15 times the channel's scale
-    #: (FORMAT.md); 0: none
+    #: columns that follow one another along K and share a factor, an integer to 15 times the
+    #: channel's scale (FORMAT.md); 0: none
     subscale_group: int = 0
     #: an integer whose lowest code is minus its largest
     symmetric: bool = True
@@ -49,10 +49,6 @@ class NumberFormat:
         int8 for every integer: narrower ones times their factors are int8.
         """
         return INT8 if self.is_integer else self
-
-    def factor_columns(self, *, sparse: bool) -> int:
-        """Columns of a dense row that share a factor: twice as many where half of them is kept."""
-        return self.subscale_group * (2 if sparse else 1)
 
     @property
     def codes_per_byte(self) -> int:

@@ -1,4 +1,4 @@
-"""int4 weights: two codes a byte, and an integer factor for every 32 codes along a row.
+"""int4 weights: two codes a byte, and an integer factor for every 32 columns of a row.
 
 A weight is (nibble - 8) * g * scale: g an integer to 15 of either sign, scale a float32 of the
 output channel. (nibble - 8) * g is an int8, so every int4 layer is an int8 one with a scale per
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.numerics.formats import INT4
 
-#: Codes that share a factor, and that 16 bytes hold.
+#: Columns that share a factor: 32 codes, or the 16 kept ones of 2:4.
 GROUP = INT4.subscale_group
 #: Largest factor: 8 * 15 = 120 is an int8.
 MAX_FACTOR = 15
@@ -20,26 +20,36 @@ _LOWEST, _HIGHEST = int(INT4.min), int(INT4.max)
 _TRIED = 6
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Return (R, K / 2) uint8 of codes (R, K) from -8 to 7, K a multiple of 32.
+def pack_nibbles(codes: Tensor, group: int = GROUP) -> Tensor:
+    """Return (R, K / 2) uint8 of codes (R, K) from -8 to 7, K a multiple of the group.
 
-    Byte i of a group's 16 has code i in its low half and code i + 16 in its high one, each plus 8:
-    GGML's order, in which one load and two masks give two runs of codes.
+    Byte i of a group's has code i in its low half and code i + group / 2 in its high one, each plus
+    8: GGML's order, in which one load and two masks give two runs of codes.
     """
-    low, high = (codes.to(torch.int16) - _LOWEST).to(torch.uint8).reshape(-1, 2, 16).unbind(1)
+    stored = (codes.to(torch.int16) - _LOWEST).to(torch.uint8)
+    low, high = stored.reshape(-1, 2, group // 2).unbind(1)
     return (low | high << 4).reshape(codes.shape[0], -1)
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor, group: int = GROUP) -> Tensor:
     """Return codes int8 (R, K) from -8 to 7 of (R, K / 2) uint8."""
-    blocks = packed.reshape(-1, 16)
+    blocks = packed.reshape(-1, group // 2)
     codes = torch.stack((blocks & 0xF, blocks >> 4), dim=1).to(torch.int8) + _LOWEST
     return codes.reshape(packed.shape[0], -1)
 
 
 def integer_codes(packed: Tensor, factors: Tensor) -> Tensor:
-    """Return the int8 codes (R, K) that (R, K / 2) nibbles and (R, K / 32) factors stand for."""
-    codes = unpack_nibbles(packed).reshape(*factors.shape, GROUP)
+    """Return the int8 codes that nibbles stand for.
+
+    Args:
+        packed: (R, K / 2) uint8, or (R, K / 4) of the kept half of a row.
+        factors: (R, K / 32) int8.
+
+    Returns:
+        int8, two codes for each byte.
+    """
+    group = 2 * packed.shape[1] // factors.shape[1]
+    codes = unpack_nibbles(packed, group).reshape(*factors.shape, group)
     return (codes * factors.unsqueeze(-1)).reshape(packed.shape[0], -1)
 
 
@@ -49,19 +59,18 @@ def factors_are_legal(factors: Tensor) -> bool:
     return bool(((sizes >= 1) & (sizes <= MAX_FACTOR)).all())
 
 
-def amax_factors(rows: Tensor, columns: int = GROUP) -> tuple[Tensor, Tensor]:
+def amax_factors(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale of each row, and of each group the least factor that clips nothing.
 
     The code -8 stands for the value of largest size, so that factors have its sign turned round.
 
     Args:
-        rows: (R, K) float32, finite.
-        columns: of the rows that share a factor; 64 where two of four are stored.
+        rows: (R, K) float32, finite; zero where nothing is kept.
 
     Returns:
-        (R,) float32, 1.0 for a row of zeros; (R, K / columns) int8, 1 for a group of zeros.
+        (R,) float32, 1.0 for a row of zeros; (R, K / 32) int8, 1 for a group of zeros.
     """
-    groups = rows.reshape(len(rows), -1, columns)
+    groups = rows.reshape(len(rows), -1, GROUP)
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
     wanted = largest / _LOWEST
     scale = wanted.abs().amax(dim=1) / MAX_FACTOR
@@ -70,19 +79,16 @@ def amax_factors(rows: Tensor, columns: int = GROUP) -> tuple[Tensor, Tensor]:
     return scale, torch.where(wanted < 0, -sizes, sizes).to(torch.int8)
 
 
-def mse_factors(
-    rows: Tensor, columns: int = GROUP, power: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def mse_factors(rows: Tensor, power: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return scales and factors as ``amax_factors``, but factors of least squared error.
 
     Args:
-        rows: (R, K) float32, finite.
-        columns: of the rows that share a factor.
+        rows: (R, K) float32, finite; zero where nothing is kept.
         power: (K,) what an error of each column costs; None: all the same.
     """
-    scale, start = amax_factors(rows, columns)
-    groups = rows.reshape(len(rows), -1, columns) / scale.reshape(-1, 1, 1)
-    costs = None if power is None else power.reshape(-1, columns)
+    scale, start = amax_factors(rows)
+    groups = rows.reshape(len(rows), -1, GROUP) / scale.reshape(-1, 1, 1)
+    costs = None if power is None else power.reshape(-1, GROUP)
     best, least = start, _error(groups, start, costs)
     sizes = start.abs()
     for sign in (1, -1):

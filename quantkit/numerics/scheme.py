@@ -42,11 +42,6 @@ class Scheme:
         return self.weight if self.sparsity is None else self.weight.byte_format
 
     @property
-    def subscale_columns(self) -> int:
-        """Columns of a dense row that share a factor; 0: none do."""
-        return self.weight.factor_columns(sparse=self.sparsity is not None)
-
-    @property
     def input(self) -> NumberFormat:
         """Format of the input's codes: kernels multiply floats by floats and integers by int8."""
         return self.weight.byte_format

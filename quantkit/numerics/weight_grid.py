@@ -19,7 +19,7 @@ class WeightGrid:
     granularity: Granularity
     #: float32, [], [N] or [N, K / G]
     scale: Tensor
-    #: int8 (N, K / columns), of formats that have them
+    #: int8 (N, K / 32), of formats that have them
     factors: Tensor | None = None
 
     @classmethod
@@ -49,10 +49,9 @@ class WeightGrid:
             if scale is None:
                 scale = WEIGHT_SCALES[observer](rows, fmt, granularity)
             return cls(fmt, granularity, scale)
-        columns = scheme.subscale_columns
         if observer == "amax":
-            return cls(fmt, granularity, *amax_factors(rows, columns))
-        return cls(fmt, granularity, *mse_factors(rows, columns, power))
+            return cls(fmt, granularity, *amax_factors(rows))
+        return cls(fmt, granularity, *mse_factors(rows, power))
 
     def steps(self, k: int) -> Tensor:
         """Return what a code is multiplied by: float32, broadcastable against (N, K)."""

@@ -148,7 +148,9 @@ class _Encoder:
             except ShapeError as error:
                 raise ShapeError(f"{self._plan.layer}: {error}") from error
             _append(sinks["weight_meta"], meta)
-        _append(sinks["weight"], codes if grid.factors is None else _nibbles(codes))
+        if grid.factors is not None:
+            codes = pack_nibbles(codes.view(torch.int8), codes.shape[1] // grid.factors.shape[1])
+        _append(sinks["weight"], codes)
 
     def _grid(self, rows: Tensor, scale: Tensor | None) -> WeightGrid:
         power = None if self._rounding is None else self._rounding.moment.diagonal()
@@ -218,10 +220,6 @@ class _Encoder:
             errors += torch.stack([_squared_error(block.rows, scale, fmt) for scale in candidates])
         # argmin takes the first of equals, which is nearest to the amax scale.
         return candidates[int(errors.argmin())]
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes.view(torch.int8))
 
 
 def _quantize_(rows: Tensor, steps: Tensor, fmt: NumberFormat) -> Tensor:

@@ -65,10 +65,9 @@ BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
 
 def refusal(treatment: Treatment, layer: Layer) -> str:
     """Return why the layer cannot have the treatment; "" when it can."""
-    sparse = treatment.method is not None
-    if treatment.format and (reason := factor_reason(layer, treatment.format, sparse=sparse)):
+    if treatment.format and (reason := factor_reason(layer, treatment.format)):
         return reason
-    return (dense_reason(layer, TWO_OF_FOUR) or "") if sparse else ""
+    return (dense_reason(layer, TWO_OF_FOUR) or "") if treatment.method else ""
 
 
 def weight_recipe(treatment: Treatment, base: WeightRecipe) -> WeightRecipe:

@@ -11,7 +11,7 @@ from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadat
 from quantkit.checkpoint.spec import make_config, needed_version
 from quantkit.inference.modules import pack_module
 from quantkit.numerics.masks import choose_mask
-from quantkit.numerics.nibbles import amax_factors, pack_nibbles
+from quantkit.numerics.nibbles import GROUP, amax_factors, pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four, to_rows
 from quantkit.numerics.scales import amax_scale, quantize
 from quantkit.numerics.scheme import Activation
@@ -32,8 +32,8 @@ def packed_tensors(weight, scheme, *, input_amax=4.0):
         mask = choose_mask(rows.abs(), scheme.sparsity)
         rows = rows * mask
     if scheme.weight.subscale_group:
-        scale, parts["weight_group"] = amax_factors(rows, scheme.subscale_columns)
-        wide = parts["weight_group"].repeat_interleave(scheme.subscale_columns, dim=1)
+        scale, parts["weight_group"] = amax_factors(rows)
+        wide = parts["weight_group"].repeat_interleave(GROUP, dim=1)
         codes = (rows / (wide * scale.unsqueeze(1))).round().clamp(-8, 7).to(torch.int8)
     else:
         scale = amax_scale(rows, scheme.weight, scheme.granularity)
@@ -42,7 +42,7 @@ def packed_tensors(weight, scheme, *, input_amax=4.0):
         values, parts["weight_meta"] = pack_two_of_four(codes.view(torch.uint8), mask)
         codes = values.view(scheme.weight.torch_dtype)
     if scheme.weight.subscale_group:
-        codes = pack_nibbles(codes)
+        codes = pack_nibbles(codes, GROUP if mask is None else GROUP // 2)
     elif mask is None and weight.ndim == 4:
         n, c, kh, kw = weight.shape
         codes = codes.reshape(n, kh, kw, c)
