@@ -14,11 +14,11 @@ from .statistics import Summary
 class Compression(Enum):
     """What was done to the weights: it decides how much CLIP score may be lost."""
 
-    FP8 = "FP8"
+    QUANTIZED = "quantized"
     SPARSE = "4:2"
-    BOTH = "FP8 and 4:2"
-    #: nothing: a 16-bit pipeline whose weights are others, as finetuned for FP8
-    NONE = "16 bit"
+    BOTH = "quantized and 4:2"
+    #: nothing: a 16-bit pipeline whose weights are others, as finetuned to be packed
+    NONE = "16-bit"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Limits:
     def clip_loss(self, compression: Compression) -> float | None:
         """Return the limit of the CLIP score loss that applies."""
         return {
-            Compression.FP8: self.clip_fp8,
+            Compression.QUANTIZED: self.clip_fp8,
             Compression.SPARSE: self.clip_sparse,
             Compression.BOTH: self.clip_both,
             Compression.NONE: self.clip_fp8,
@@ -66,9 +66,9 @@ class Gate:
 
 
 def find_compression(schemes: Collection[Scheme]) -> Compression:
-    """Return what a packed checkpoint's schemes amount to; every scheme has FP8 weights."""
+    """Return what a packed checkpoint's schemes amount to; every scheme quantizes."""
     sparse = any(scheme.sparsity is not None for scheme in schemes)
-    return Compression.BOTH if sparse else Compression.FP8
+    return Compression.BOTH if sparse else Compression.QUANTIZED
 
 
 def judge(comparison: Comparison, limits: Limits, compression: Compression) -> tuple[Gate, ...]:

@@ -70,13 +70,14 @@ def judge_gates(gates: tuple[Gate, ...], compression: Compression) -> str:
         "the interval includes the limit."
     ) * bool(close)
     tail += f" Not measured: {', '.join(missing)}." if missing else ""
+    what = f"{compression.value.capitalize()} weights"
     if failed:
-        return f"{compression.value} fails: {'; '.join(failed)}.{tail}"
+        return f"{what} fail: {'; '.join(failed)}.{tail}"
     if not passed(gates):
-        return f"{compression.value} was not judged.{tail}"
+        return f"{what} were not judged.{tail}"
     held = ", ".join(f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})"
                      for gate in gates if gate.passed)  # fmt: skip
-    return f"{compression.value} passes: {held}.{tail}"
+    return f"{what} pass: {held}.{tail}"
 
 
 def describe_clip(clip: ClipScores | None, count: int) -> str:

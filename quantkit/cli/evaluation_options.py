@@ -79,7 +79,7 @@ gate_clip_fp8 = click.option(
     type=options.NUMBER,
     default=1.0,
     show_default=True,
-    help="CLIP score loss in % must be below, for FP8.",
+    help="CLIP score loss in % must be below, for quantized weights.",
 )
 gate_clip_sparse = click.option(
     "--gate-clip-sparse",

@@ -86,7 +86,7 @@ def compare_images(
     place = choose_device(device)
     backbones = load_backbones(as_path(lpips_weights), clip, left_out, device=place)
     comparison = measure(pairs, backbones, progress=progress)
-    return ComparedImages(comparison, judge(comparison, limits, Compression.FP8))
+    return ComparedImages(comparison, judge(comparison, limits, Compression.QUANTIZED))
 
 
 def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: bool) -> None:

@@ -52,7 +52,7 @@ def test_run_writes_every_artefact_and_the_report_it_prints(ran):
         "calibration.safetensors", "masks.safetensors", "packed", "report",
     }  # fmt: skip
     assert json.loads((folder / "report" / "report.json").read_text()) == printed
-    assert printed["compression"] == "FP8 and 4:2"
+    assert printed["compression"] == "quantized and 4:2"
     assert printed["run"]["dtype"] == "float32"
     assert printed["gates"][0]["limit"] == -1.0
 

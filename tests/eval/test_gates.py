@@ -21,7 +21,7 @@ def scheme(*, sparse):
 @pytest.mark.parametrize(
     ("sparse", "compression", "limit"),
     [
-        ((False,), Compression.FP8, 1.0),
+        ((False,), Compression.QUANTIZED, 1.0),
         ((True,), Compression.BOTH, 3.0),
         ((False, True), Compression.BOTH, 3.0),
     ],
@@ -36,8 +36,10 @@ def test_the_clip_gate_follows_from_the_schemes(sparse, compression, limit):
 def test_gates_compare_the_mean_strictly():
     comparison = compare(made_pairs(prompts=("a",) * 4), Backbones(small_lpips(), fake_clip()))
     ssim = comparison.scores["ssim"].summary.mean
-    at = judge(comparison, Limits(ssim=ssim, lpips=9.0, clip_fp8=50.0), Compression.FP8)
-    below = judge(comparison, Limits(ssim=ssim - 1e-9, lpips=9.0, clip_fp8=50.0), Compression.FP8)
+    at = judge(comparison, Limits(ssim=ssim, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED)
+    below = judge(
+        comparison, Limits(ssim=ssim - 1e-9, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED
+    )
     assert [gate.passed for gate in at] == [False, True, True]
     assert not passed(at)
     assert passed(below)
@@ -48,13 +50,14 @@ def test_gates_compare_the_mean_strictly():
 
 
 def test_a_gate_that_was_not_measured_neither_passes_nor_fails():
-    gates = judge(compare(made_pairs(), Backbones()), Limits(ssim=0.0), Compression.FP8)
+    gates = judge(compare(made_pairs(), Backbones()), Limits(ssim=0.0), Compression.QUANTIZED)
     assert [gate.passed for gate in gates] == [True, None, None]
     assert gates[1].note == "not measured"
     assert passed(gates)
     assert not passed(gates[1:])
     assert (
-        judge(compare(made_pairs(), Backbones()), Limits(None, None, None), Compression.FP8) == ()
+        judge(compare(made_pairs(), Backbones()), Limits(None, None, None), Compression.QUANTIZED)
+        == ()
     )
 
 
@@ -64,5 +67,5 @@ def test_a_clip_score_that_is_not_positive_is_not_judged():
     worthless = replace(
         comparison, clip=replace(comparison.clip, loss=replace(comparison.clip.loss, mean=None))
     )
-    gate = judge(worthless, Limits(), Compression.FP8)[2]
+    gate = judge(worthless, Limits(), Compression.QUANTIZED)[2]
     assert (gate.passed, gate.note) == (None, "the original's score is not positive")

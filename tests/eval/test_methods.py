@@ -204,7 +204,7 @@ def test_an_unchanged_pipeline_is_judged_as_sixteen_bit(pipeline_dir, tmp_path):
     )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["compression"] == "16 bit"
+    assert report["compression"] == "16-bit"
     assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] == 1
     assert report["timesteps"]["divergence"]["mean"][-1] == 0
 

@@ -132,7 +132,11 @@ def test_html_escapes_prompts_and_warnings(written):
 
 def test_html_says_the_verdict_before_anything_else(written):
     text = "".join(page_of(written).text)
-    assert text.index("Failed.") < text.index("FP8 fails: SSIM is") < text.index("Metrics")
+    assert (
+        text.index("Failed.")
+        < text.index("Quantized weights fail: SSIM is")
+        < text.index("Metrics")
+    )
     assert "Not measured: LPIPS, CLIP score loss." in text
     assert "73 calls: 70 on host, 3 on reference" in text
 
@@ -179,7 +183,7 @@ def test_markdown_tables_have_as_many_cells_as_headings(written):
         assert cells is None or width is None or cells == width, line
         width = cells
     assert tables == 7
-    assert lines[2].startswith("**Failed.** FP8 fails: SSIM is")
+    assert lines[2].startswith("**Failed.** Quantized weights fail: SSIM is")
     for i, line in enumerate(lines):
         assert not line.startswith("#") or i == 0 or lines[i - 1] == "", line
 
@@ -254,11 +258,13 @@ def test_verdict_names_what_passes_fails_and_was_not_measured():
     assert good.passed
     assert headline(good) == "Passed."
     assert headline(made_report(pairs, Limits(ssim=0.0))) == "Passed what was measured."
-    assert re.match(r"FP8 passes: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
+    assert re.match(r"Quantized weights pass: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
     none = made_report(pairs, Limits(ssim=None))
     assert not none.passed
     assert headline(none) == "Not judged."
-    assert none.verdict.startswith("FP8 was not judged. Not measured: LPIPS, CLIP score loss. ")
+    assert none.verdict.startswith(
+        "Quantized weights were not judged. Not measured: LPIPS, CLIP score loss. "
+    )
 
 
 def test_gate_remark_warns_when_more_prompts_could_turn_it():

@@ -194,14 +194,16 @@ def test_identical_pictures_have_no_worst():
 def test_gates_say_by_how_much_they_fail_and_which_could_turn():
     found = judge(comparison([0.5, 0.6, 0.4, 0.55]), Limits(), Compression.BOTH)
     assert judge_gates(found, Compression.BOTH) == (
-        "FP8 and 4:2 fails: SSIM is 0.5125, wanted > 0.95 (0.4375 off). "
+        "Quantized and 4:2 weights fail: SSIM is 0.5125, wanted > 0.95 (0.4375 off). "
         "Not measured: LPIPS, CLIP score loss."
     )
     close = judge(
-        comparison([0.93, 0.99, 0.94, 0.98]), Limits(lpips=None, clip_fp8=None), Compression.FP8
+        comparison([0.93, 0.99, 0.94, 0.98]),
+        Limits(lpips=None, clip_fp8=None),
+        Compression.QUANTIZED,
     )
-    assert judge_gates(close, Compression.FP8) == (
-        "FP8 passes: SSIM 0.96 (> 0.95). More prompts could change the result of SSIM: the "
+    assert judge_gates(close, Compression.QUANTIZED) == (
+        "Quantized weights pass: SSIM 0.96 (> 0.95). More prompts could change the result of SSIM: the "
         "interval includes the limit."
     )
 
@@ -212,7 +214,7 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
 )
 def test_gates_hold_on_the_better_side_of_their_limits_alone(ssim, lpips, wanted):
     limits = Limits(ssim=0.95, lpips=0.1, clip_fp8=None)
-    gates = judge(comparison([ssim] * 3, lpips=[lpips] * 3), limits, Compression.FP8)
+    gates = judge(comparison([ssim] * 3, lpips=[lpips] * 3), limits, Compression.QUANTIZED)
     assert tuple(gate.passed for gate in gates) == wanted
     # An interval of one value holds the limit only where it is the limit.
     assert tuple(gate.settled for gate in gates) == (ssim != 0.95, lpips != 0.1)
@@ -230,9 +232,17 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
     )
     assert floors[0].differences["clip"].mean == 0.0
     assert "clip" not in floors[1].differences
-    gates = judge(packed, Limits(), Compression.FP8)
-    text = write_verdict(gates, Compression.FP8, packed, floors)
-    parts = ("FP8 fails: SSIM is 0.93", BF16, "batches of 1", "CLIP score [", "The worst")
+    gates = judge(packed, Limits(), Compression.QUANTIZED)
+    text = write_verdict(gates, Compression.QUANTIZED, packed, floors)
+    parts = (
+        "Quantized weights fail: SSIM is 0.93",
+        BF16,
+        "batches of 1",
+        "CLIP score [",
+        "The worst",
+    )
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert write_verdict((), Compression.FP8, packed, ()).startswith("FP8 was not judged. CLIP")
+    assert write_verdict((), Compression.QUANTIZED, packed, ()).startswith(
+        "Quantized weights were not judged. CLIP"
+    )

@@ -13,7 +13,7 @@ from quantkit.errors import ModelError, RecipeError
 from quantkit.inference.loading import load_pipeline as load_packed
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.models.source import open_model
-from quantkit.numerics.formats import E4M3FN, E5M2
+from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.packing import from_rows
@@ -38,6 +38,11 @@ SCHEMES = {
     "static": Scheme(E4M3FN, PerChannel(), None, STATIC),
     "static-smooth-sparse": Scheme(E4M3FN, PerTensor(), TWO_OF_FOUR, STATIC, smooth=True),
     "group": Scheme(E4M3FN, PerGroup(16), None, TOKEN),
+    "int8-static": Scheme(INT8, PerChannel(), None, STATIC),
+    "int8-token-sparse": Scheme(INT8, PerChannel(), TWO_OF_FOUR, TOKEN, smooth=True),
+    "int4-token": Scheme(INT4, PerChannel(), None, TOKEN),
+    "int4-token-sparse": Scheme(INT4, PerChannel(), TWO_OF_FOUR, TOKEN),
+    "int4-none": Scheme(INT4, PerChannel(), None, NONE),
     "none": Scheme(E4M3FN, PerChannel(), None, NONE),
     "none-smooth-sparse": Scheme(E5M2, PerChannel(), TWO_OF_FOUR, NONE, smooth=True),
 }
@@ -196,6 +201,13 @@ RECIPES = {
             ),
             Override(layers=("*.resnets.*",), weight=WeightRecipe(observer="mse")),
         ),
+    ),
+    "integers": Recipe(
+        name="integers",
+        weight=WeightRecipe(format="int4", observer="mse"),
+        kept=WeightRecipe(format="int4"),
+        overrides=(Override(layers=("*.resnets.*",), weight=WeightRecipe(format="int8")),),
+        data_free=True,
     ),
     "sparse": load_recipe("fp8-sparse").model_copy(
         update={"sparsity": load_recipe("fp8-sparse").sparsity.model_copy(

@@ -83,7 +83,7 @@ def made_report(pairs, limits=None):
         title="tiny against tiny",
         created="2026-01-02 03:04 UTC",
         quantkit_version="0.1.0",
-        compression=Compression.FP8,
+        compression=Compression.QUANTIZED,
         original=ModelFacts("pipeline", "ab" * 32, 4_000_000),
         packed=ModelFacts("packed", "cd" * 32, 2_100_000),
         packing=Packing("fp8-static", 5, 4, 0, 0.0),
@@ -93,7 +93,7 @@ def made_report(pairs, limits=None):
         comparison=comparison,
         noise_floor=measure_gaps(comparison, made_floors(pairs)),
         timesteps=STEPS,
-        gates=judge(comparison, limits or Limits(), Compression.FP8),
+        gates=judge(comparison, limits or Limits(), Compression.QUANTIZED),
         kernels=Kernels(
             tuple(KernelCalls("gemm_fp8", "t0", *row) for row in (("host", 70), ("reference", 3))),
             2.5e-7, "unet.block.1.conv", "8 calls of 4 layers were computed again on reference",
