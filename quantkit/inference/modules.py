@@ -27,6 +27,16 @@ class PackedLinear(PackedLayer):
 
     kind: Kind = "linear"
 
+    @property
+    def in_features(self) -> int:
+        """Length of a row, which pipelines ask embedding layers for (SDXL's add_embedding)."""
+        return self.k
+
+    @property
+    def out_features(self) -> int:
+        """Number of outputs."""
+        return self.n
+
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``."""
         if x.shape[-1] != self.k:

@@ -43,6 +43,13 @@ class Family:
     not_layers: tuple[str, ...] = ()
     skips: Skips | None = None
 
+    def packs_alone(self, layer: str) -> bool:
+        """Return whether a recipe may pack a kept layer, as a weight alone.
+
+        Not what reads or writes the latent: a per mille of the bytes, and all of the picture.
+        """
+        return self.keep_reason(layer) not in {None, _FIRST, _LAST}
+
     def keep_reason(self, layer: str) -> str | None:
         """Return why the layer stays in 16 bit, or None when it is packed."""
         for keep in self.keep:

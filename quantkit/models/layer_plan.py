@@ -78,7 +78,7 @@ def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
     """Return whether the family keeps the layer in 16 bit, but the recipe packs its weight."""
     if recipe.kept is None or recipe.settings(layer.name).keep is not None:
         return False
-    return family.keep_reason(layer.name) is not None and layer.k % DENSE_K == 0
+    return family.packs_alone(layer.name) and layer.k % DENSE_K == 0
 
 
 def dense_reason(layer: Layer, pattern: Pattern) -> str | None:

@@ -185,8 +185,8 @@ class Recipe(Strict):
     split_concat: bool = False
     #: add what quantizing a weight takes from its layer's mean output to the bias
     bias_correction: bool = False
-    #: how weights are packed that the family keeps in 16 bit, alone: their inputs stay in 16 bit;
-    #: None: not at all
+    #: how weights are packed that the family keeps in 16 bit, alone: their inputs stay in 16 bit,
+    #: and so do layers that read or write the latent; None: not at all
     kept: WeightRecipe | None = None
     #: quantize inputs to integers with no statistics of them at hand
     data_free: bool = False

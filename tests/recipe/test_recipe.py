@@ -22,7 +22,7 @@ from tests.support.headers import golden_keys, write_component
 #: The recipes that are for one kind of model; the others suit all.
 MADE_FOR = {
     f"{family}-{kind}": models
-    for kind in ("fp8", "fp8-gptq", "fp8-sparse-budget")
+    for kind in ("fp8", "fp8-gptq", "fp8-sparse-budget", "int8", "int4")
     for family, models in {
         "sd15": ("sd15",),
         "sdxl": ("sdxl",),
