@@ -10,6 +10,8 @@ from pathlib import Path
 
 #: What several commands share; {model} and {out} are the bundled pipeline and the demo's folder.
 _SHARED = {
+    # The recipe that packs most layers, and so observes them for all rows.
+    "calibrated": "int4-gptq",
     "sampling": "--prompts {out}/captions.txt --guidance 4 --count {count} --steps {steps} "
     "--batch {batch} --device {device}",
     "moments": "--hessians {out}/hessians --device {device}",
@@ -69,7 +71,7 @@ _STATIC = DemoRow(
     "FP8, static",
     "fp8-static",
     """
-    calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
     pack {model} -r fp8-static -c {out}/calibration -o {out}/fp8-static
     """,
     "FP8 alone should hold its gates: please report this.",
@@ -78,16 +80,34 @@ _GPTQ = DemoRow(
     "FP8, static by timestep, shifted, GPTQ",
     "fp8-gptq",
     """
-    calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
-    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+    calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
     pack {model} -r fp8-gptq -c {out}/calibration --hessians {out}/hessians -o {out}/fp8-gptq
+    """,
+)
+_INT8 = DemoRow(
+    "INT8, per token, smoothed",
+    "int8",
+    """
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+    pack {model} -r int8 -c {out}/calibration -o {out}/int8
+    """,
+    "INT8 should hold its gates: please report this.",
+)
+_INT4 = DemoRow(
+    "INT4 by GPTQ, and INT8 inputs",
+    "int4",
+    """
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+    calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
+    pack {model} -r int4-gptq -c {out}/calibration --hessians {out}/hessians -o {out}/int4
     """,
 )
 _WANDA = DemoRow(
     "4:2 by Wanda, and FP8",
     "wanda-fp8",
     """
-    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
     sparsify {model} -r fp8-sparse --method wanda {moments} -o {out}/wanda.masks
     pack {model} -r fp8-sparse --masks {out}/wanda.masks -o {out}/wanda-fp8
     """,
@@ -97,7 +117,7 @@ _SPARSEGPT = DemoRow(
     "4:2 by SparseGPT, refitted, 16 bit",
     "sparsegpt",
     """
-    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
     recover {model} -r fp8-sparsegpt --method obs {moments} -o {out}/sparsegpt
     """,
     _REFITTED,
@@ -106,8 +126,8 @@ _BUDGET = DemoRow(
     "4:2 by SparseGPT where it costs little, and FP8",
     "budget-fp8",
     """
-    calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
-    calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+    calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
     sparsify {model} -r fp8-sparse-budget {moments} -o {out}/budget.masks
     pack {model} -r fp8-sparse-budget -c {out}/calibration --hessians {out}/hessians \
 --masks {out}/budget.masks -o {out}/budget-fp8
@@ -116,7 +136,7 @@ _BUDGET = DemoRow(
 
 #: Minutes on two cores.
 SHORT = DemoPlan(
-    rows=(_STATIC, _WANDA, _SPARSEGPT, _BUDGET),
+    rows=(_STATIC, _INT8, _INT4, _WANDA, _SPARSEGPT, _BUDGET),
     captions=64,
     count=8,
     steps=12,
@@ -132,14 +152,16 @@ FULL = DemoPlan(
             "FP8, per token, shifted by timestep, GPTQ",
             "fp8-token-gptq",
             """
-            calibrate model {model} -r fp8-gptq {sampling} -o {out}/calibration
-            calibrate hessian {model} -r fp8-gptq {sampling} -o {out}/hessians
+            calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+            calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
             pack {model} -r fp8-token-gptq -c {out}/calibration --hessians {out}/hessians \
 -o {out}/fp8-token-gptq
             """,
         ),
         _STATIC,
         _GPTQ,
+        _INT8,
+        _INT4,
         DemoRow(
             "4:2 by magnitude, and FP8",
             "magnitude-fp8",

@@ -203,8 +203,8 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
         Compression.QUANTIZED,
     )
     assert judge_gates(close, Compression.QUANTIZED) == (
-        "Quantized weights pass: SSIM 0.96 (> 0.95). More prompts could change the result of SSIM: the "
-        "interval includes the limit."
+        "Quantized weights pass: SSIM 0.96 (> 0.95). More prompts could change the result of SSIM: "
+        "the interval includes the limit."
     )
 
 
