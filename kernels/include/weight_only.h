@@ -80,8 +80,8 @@ struct WeightOnlyLoop {
   struct Fragments {
     u32 codes[kGroups][kBlocksN][kRows][Codes::kHalves * kRun / 4];
     u32 beside[kGroups][kBlocksN][kRows];
-    typename Mma::Tokens x[kGroups][2][kBlocksM];
   };
+  using Tokens = typename Mma::Tokens[kGroups][2][kBlocksM];
 
   const u8 *x, *w, *beside;  // of the pass, at the tile's first row
   u32 x_offsets[kBlocksM][kTokens], w_offsets[kBlocksN][kRows], beside_offsets[kBlocksN][kRows];
@@ -106,20 +106,19 @@ struct WeightOnlyLoop {
     }
   }
 
-  QK_DEVICE void advance(int groups) {
-    x += groups * kGroup * 2;
+  QK_DEVICE void advance_tokens(int groups) { x += groups * kGroup * 2; }
+  QK_DEVICE void advance_weights(int groups) {
     w += groups * Codes::kGroupBytes;
     beside += groups * Codes::kBesideBytes;
   }
 
-  /// count: how many groups of the pass exist; the others become zeros.
-  template <bool kWhole>
-  QK_DEVICE void load_pass(Fragments& to, int count) {
+  /// The first pass: `count` of its groups exist, and the others become zeros.
+  QK_DEVICE void load_partial_pass(Fragments& to, Tokens& tokens, int count) {
     QK_UNROLL for (int d = 0; d < kGroups; ++d) {
-      if (kWhole || wave_index() * kGroups + d < count) {
-        load_weights(to, d);
-        load_tokens(to, d);
-      }
+      if (wave_index() * kGroups + d >= count) continue;
+      load_weights(to, d);
+      QK_UNROLL for (int j = 0; j < kBlocksM; ++j)
+        load_tokens(tokens, d, j);
     }
   }
 
@@ -139,17 +138,15 @@ struct WeightOnlyLoop {
     }
   }
 
-  QK_DEVICE void load_tokens(Fragments& to, int d) {
+  QK_DEVICE void load_tokens(Tokens& to, int d, int j) {
     constexpr int kWords = kRun / 2;
-    QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
-      QK_UNROLL for (int q = 0; q < kTokens; ++q) {
-        x_offsets[j][q] = opaque(x_offsets[j][q]);
-        QK_UNROLL for (int step = 0; step < 2; ++step) {
-          u32 words[kWords];
-          load_words<kWords>(x + x_offsets[j][q] + 2 * (d * kGroup + step * kGroup / 2), words);
-          QK_UNROLL for (int i = 0; i < kWords; ++i)
-            to.x[d][step][j].v[Mma::token_word(q, i)] = words[i];
-        }
+    QK_UNROLL for (int q = 0; q < kTokens; ++q) {
+      x_offsets[j][q] = opaque(x_offsets[j][q]);
+      QK_UNROLL for (int step = 0; step < 2; ++step) {
+        u32 words[kWords];
+        load_words<kWords>(x + x_offsets[j][q] + 2 * (d * kGroup + step * kGroup / 2), words);
+        QK_UNROLL for (int i = 0; i < kWords; ++i)
+          to[d][step][j].v[Mma::token_word(q, i)] = words[i];
       }
     }
   }
@@ -174,19 +171,25 @@ struct WeightOnlyLoop {
     return kIo == Io::kF16 ? halves : bfloats_of_halves(halves);
   }
 
-  static QK_DEVICE void multiply(Accumulators& acc, const Fragments& from) {
+  /// Tokens of the next pass take the registers of those that are multiplied: two sets of 64 rows
+  /// would spill on gfx1100.
+  template <bool kLast>
+  QK_DEVICE void multiply(Accumulators& acc, const Fragments& from, Tokens& tokens) {
     QK_UNROLL for (int d = 0; d < kGroups; ++d) {
+      typename Mma::Weights weights[kBlocksN][2];
       QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
-        const typename Mma::Weights first = decoded(from, d, i, 0), second = decoded(from, d, i, 1);
-        QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
+        QK_UNROLL for (int step = 0; step < 2; ++step)
+          weights[i][step] = decoded(from, d, i, step);
+      }
+      QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
+        QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
           Acc sums = {};
           if constexpr (!Codes::kGroupScales) sums = acc[i][j];
-          sums = Mma::multiply(first, from.x[d][0][j], sums);
-          sums = Mma::multiply(second, from.x[d][1][j], sums);
+          QK_UNROLL for (int step = 0; step < 2; ++step)
+            sums = Mma::multiply(weights[i][step], tokens[d][step][j], sums);
           acc[i][j] = Codes::kGroupScales ? scaled(sums, from.beside[d][i], acc[i][j]) : sums;
         }
-        // Else sums of two rows of blocks live at once, and registers spill on gfx1100.
-        if constexpr (Codes::kGroupScales) schedule_barrier();
+        if constexpr (!kLast) load_tokens(tokens, d, j);
       }
     }
   }
@@ -205,16 +208,20 @@ struct WeightOnlyLoop {
     const int groups = op.k / kGroup, first = (groups - 1) % kPass + 1;
     set_offsets(op, m0, n0);
     Fragments now = {};
-    load_pass<false>(now, first);
-    advance(first);
+    Tokens tokens = {};
+    load_partial_pass(now, tokens, first);
+    advance_weights(first);
+    advance_tokens(first);
     QK_NO_UNROLL for (int left = groups - first; left > 0; left -= kPass) {
-      Fragments next = {};
-      load_pass<true>(next, kPass);
-      advance(kPass);
-      multiply(acc, now);
+      Fragments next;
+      QK_UNROLL for (int d = 0; d < kGroups; ++d)
+        load_weights(next, d);
+      advance_weights(kPass);
+      multiply<false>(acc, now, tokens);
+      advance_tokens(kPass);
       now = next;
     }
-    multiply(acc, now);
+    multiply<true>(acc, now, tokens);
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j)
         finish(acc[i][j]);
