@@ -15,7 +15,7 @@
 #include "mma.h"
 #include "weight_only.h"
 
-constexpr int kTokenBlocks = QK_TOKENS == 0 ? 1 : 4;
+constexpr int kTokenBlocks = QK_TOKENS == QK_M16 ? 1 : 4;
 constexpr qk::Io kIo = qk::Io(QK_IO);
 using Mma = qk::HalfMma<kIo>;
 using Loop = qk::WeightOnlyLoop<kTokenBlocks, QK_THREADS, Mma, QK_W_FORMAT, kIo>;

@@ -15,6 +15,9 @@
 #define QK_F16 0
 #define QK_BF16 1
 #define QK_F32 2
+// Tokens of a block beside weights alone.
+#define QK_M16 0
+#define QK_M64 1
 #define QK_GFX12 0
 #define QK_GFX11 1
 #define QK_SM89 2

@@ -88,6 +88,7 @@ def test_the_reference_can_be_asked_for():
 
 @pytest.mark.parametrize("scheme", TAKEN.values(), ids=TAKEN)
 def test_it_compiles_into_one_graph(scheme):
+    torch._dynamo.reset()
     model = nn.Sequential(packed_module(nn.Linear(64, 32), scheme), nn.SiLU())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for rows in (2, 5, 80):
