@@ -27,6 +27,14 @@ struct IsaGfx12 {
   static constexpr Location d(int row, int column) { return {16 * (row / 8) + column, row % 8}; }
 };
 
+/// v_wmma_f32_16x16x16_f16 and _bf16.
+struct IsaHalfGfx12 : IsaGfx12 {
+  static constexpr int kBytes = 2;
+  static constexpr int kRegsA = 4, kRegsB = 4;
+  static constexpr Location a(int row, int k) { return {16 * (k / 8) + row, k % 8 * 2}; }
+  static constexpr Location b(int column, int k) { return {16 * (k / 8) + column, k % 8 * 2}; }
+};
+
 /// v_swmmac_f32_16x16x32_fp8_fp8 and its bf8 forms. a() counts kept elements; index() places a
 /// group's nibble: bit offset in the 16 bits that OPSEL picks.
 struct SparseIsaGfx12 {
@@ -77,6 +85,17 @@ struct IsaSm89 {
   }
   static constexpr Location d(int row, int column) {
     return {4 * (row % 8) + column / 2, 2 * (row / 8) + column % 2};
+  }
+};
+
+/// mma.sync.m16n8k16 on f16 and bf16.
+struct IsaHalfSm89 : IsaSm89 {
+  static constexpr int kDepth = 16, kBytes = 2;
+  static constexpr Location a(int row, int k) {
+    return {4 * (row % 8) + k % 8 / 2, 4 * (row / 8) + 8 * (k / 8) + k % 2 * 2};
+  }
+  static constexpr Location b(int column, int k) {
+    return {4 * column + k % 8 / 2, 4 * (k / 8) + k % 2 * 2};
   }
 };
 

@@ -66,4 +66,35 @@ template <Format kW, Format kX>
 using SparseMma = CodesMma<SparseLayoutSm89, host::SparseIsaSm89, kW, kX>;
 #endif
 
+/// 16-bit inputs and weights, a 16x16 block at a time. kTokensFirst: tokens are the instruction's A.
+template <class Layout, class Isa, Io kIo, bool kTokensFirst>
+struct HostHalfMma : Layout {
+  static constexpr host::Number kNumber =
+      kIo == Io::kF16 ? host::Number::kF16 : host::Number::kBF16;
+  struct Acc {
+    f32 v[8];
+    f32& operator[](int e) { return v[e]; }
+    const f32& operator[](int e) const { return v[e]; }
+  };
+
+  static QK_DEVICE Acc multiply(const typename Layout::Weights& weights,
+                                const typename Layout::Tokens& tokens, Acc acc) {
+    const u8 *w = reinterpret_cast<const u8*>(&weights), *x = reinterpret_cast<const u8*>(&tokens);
+    host::LaneOperands mine{acc.v, kTokensFirst ? x : w, kTokensFirst ? w : x};
+    host::wave_collective(&host::Matrix<Layout, Isa, kNumber, kNumber, f32, 1, 1>::run, &mine);
+    return acc;
+  }
+};
+
+#if QK_HOST_LAYOUT == QK_GFX12
+template <Io kIo>
+using HalfMma = HostHalfMma<HalfLayoutGfx12, host::IsaHalfGfx12, kIo, true>;
+#elif QK_HOST_LAYOUT == QK_GFX11
+template <Io kIo>
+using HalfMma = HostHalfMma<HalfLayoutGfx11, host::IsaGfx11, kIo, true>;
+#else
+template <Io kIo>
+using HalfMma = HostHalfMma<HalfLayoutSm89, host::IsaHalfSm89, kIo, false>;
+#endif
+
 }  // namespace qk

@@ -6,7 +6,7 @@
 namespace qk {
 namespace host {
 
-enum class Number { kE4M3FN, kE5M2, kF16, kInt8 };
+enum class Number { kE4M3FN, kE5M2, kF16, kBF16, kInt8 };
 
 /// Of codes.
 constexpr Number number_of(Format format) {
@@ -16,7 +16,9 @@ constexpr Number number_of(Format format) {
 }
 
 /// Bytes of an element.
-constexpr int bytes_of(Number number) { return number == Number::kF16 ? 2 : 1; }
+constexpr int bytes_of(Number number) {
+  return number == Number::kF16 || number == Number::kBF16 ? 2 : 1;
+}
 
 /// One code. No subnormal f32 takes part: some CPUs multiply those slowly.
 template <Format kFormat>
@@ -44,6 +46,8 @@ inline void decode_run(const u8* elements, f32* values) {
   for (int i = 0; i < kCount; ++i) {
     if constexpr (kNumber == Number::kF16) {
       values[i] = half_to_float(load<u16>(elements + 2 * i));
+    } else if constexpr (kNumber == Number::kBF16) {
+      values[i] = bfloat_to_float(load<u16>(elements + 2 * i));
     } else if constexpr (kNumber == Number::kInt8) {
       values[i] = static_cast<f32>(static_cast<signed char>(elements[i]));
     } else {

@@ -7,12 +7,17 @@
 #define QK_E5M2 1
 #define QK_INT8 2
 #define QK_INT4 3  // of weights in memory alone: they are int8 when they multiply
+#define QK_Q4_0 4  // GGUF's blocks of 32 codes with a scale: of weights beside 16-bit inputs alone
+#define QK_Q8_0 5
 #define QK_TENSOR 0
 #define QK_TOKEN 1
 #define QK_CHANNEL 1
 #define QK_F16 0
 #define QK_BF16 1
 #define QK_F32 2
+// Tokens of a block beside weights alone.
+#define QK_M16 0
+#define QK_M64 1
 #define QK_GFX12 0
 #define QK_GFX11 1
 #define QK_SM89 2

@@ -15,38 +15,9 @@
 // There is no sparse instruction: the kept codes are spread over a dense row in registers.
 #pragma once
 
-#include "fp8.h"
+#include "widen.h"
 
 namespace qk {
-
-/// Two codes of one 32-bit word (bytes 0, 1 or 2, 3, already moved into the high byte of each half)
-/// to two f16, exactly. NaN and Inf stay NaN and Inf.
-template <Format kFormat>
-QK_DEVICE u32 widen_high_bytes(u32 pair);
-
-/// e5m2 is the high byte of f16.
-template <>
-QK_DEVICE u32 widen_high_bytes<Format::kE5M2>(u32 pair) {
-  return pair;
-}
-
-/// e4m3fn: the magnitude moves down by one bit and the value becomes 2^-8 of the true one.
-/// Multiplying by 2^8 is exact and turns subnormal codes into normal f16, so that no matrix unit
-/// can flush them. Adding 0x80 carries into bit 14 for the NaN code alone, and with that bit the
-/// pattern is an f16 NaN before and after the product.
-template <>
-QK_DEVICE u32 widen_high_bytes<Format::kE4M3FN>(u32 pair) {
-  const u32 magnitude = pair >> 1 & 0x3f803f80u;
-  const u32 nan = (magnitude + 0x00800080u) & 0x40004000u;
-  return scale_half_pair(magnitude | nan | (pair & 0x80008000u));
-}
-
-/// Four codes, one byte each, to four f16.
-template <Format kFormat>
-QK_DEVICE void widen_word(u32 codes, u32& low, u32& high) {
-  low = widen_high_bytes<kFormat>((codes & 0xffu) << 8 | (codes & 0xff00u) << 16);
-  high = widen_high_bytes<kFormat>((codes >> 8 & 0xff00u) | (codes & 0xff000000u));
-}
 
 /// A group of four from its two kept codes (low byte first) and its nibble of positions.
 QK_DEVICE u32 expand_group(u32 kept, u32 nibble) {
@@ -132,6 +103,29 @@ struct SparseLayoutGfx11 : LayoutGfx11<kW, kX> {
     }
     return Dense::A::of(codes);
   }
+};
+
+/// 16-bit operands: tokens are A and weights B, so that a lane's sums all belong to the weight row
+/// that it loaded, and a scale of that row is one register.
+struct HalfLayoutGfx11 {
+  static constexpr bool kSparse = false;
+  static constexpr int kSteps = 1;
+  static constexpr int kRun = 16;                // K of a row that a lane holds, of an instruction
+  static constexpr int kRows = 1, kTokens = 1;   // rows of a block that a lane holds
+  struct A {
+    u32 v[8];
+  };
+  using B = A;
+  using Weights = A;
+  using Tokens = A;
+
+  static QK_DEVICE int run(int) { return 0; }  // which of a step's runs the lane holds
+  static QK_DEVICE int row(int, int lane) { return lane % 16; }
+  static QK_DEVICE int token_row(int, int lane) { return lane % 16; }
+  static constexpr QK_DEVICE int weight_word(int, int word) { return word; }
+  static constexpr QK_DEVICE int token_word(int, int word) { return word; }
+  static constexpr QK_DEVICE int row_of(int) { return 0; }  // of an accumulator
+  static QK_DEVICE int token_of(int e, int lane) { return 2 * e + lane / 16; }
 };
 
 }  // namespace qk

@@ -116,4 +116,28 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
   }
 };
 
+/// 16-bit operands of WMMA 16x16x16, a run of 8 consecutive k in each half: tokens are A and weights
+/// B, so that a lane's sums all belong to the weight row that it loaded, and a scale of that row is
+/// one register.
+struct HalfLayoutGfx12 {
+  static constexpr bool kSparse = false;
+  static constexpr int kSteps = 1;
+  static constexpr int kRun = 8;                // K of a row that a lane holds, of an instruction
+  static constexpr int kRows = 1, kTokens = 1;  // rows of a block that a lane holds
+  struct A {
+    u32 v[4];
+  };
+  using B = A;
+  using Weights = A;
+  using Tokens = A;
+
+  static QK_DEVICE int run(int lane) { return lane / 16; }  // which of a step's runs the lane holds
+  static QK_DEVICE int row(int, int lane) { return lane % 16; }
+  static QK_DEVICE int token_row(int, int lane) { return lane % 16; }
+  static constexpr QK_DEVICE int weight_word(int, int word) { return word; }
+  static constexpr QK_DEVICE int token_word(int, int word) { return word; }
+  static constexpr QK_DEVICE int row_of(int) { return 0; }  // of an accumulator
+  static QK_DEVICE int token_of(int e, int lane) { return 8 * (lane / 16) + e; }
+};
+
 }  // namespace qk

@@ -120,4 +120,29 @@ struct SparseLayoutSm89 : OutputsSm89 {
   }
 };
 
+/// 16-bit operands of m16n8k16: a lane's registers of a row hold 4 consecutive k, in both operands.
+/// Weights are A, so that a lane's sums belong to the two weight rows that it loaded.
+struct HalfLayoutSm89 {
+  static constexpr bool kSparse = false;
+  static constexpr int kSteps = 1;
+  static constexpr int kRun = 4;                // K of a row that a lane holds, of an instruction
+  static constexpr int kRows = 2, kTokens = 2;  // rows of a block that a lane holds
+  struct A {
+    u32 v[4];  // [word][row]
+  };
+  struct B {
+    u32 v[4];  // [part][word]
+  };
+  using Weights = A;
+  using Tokens = B;
+
+  static QK_DEVICE int run(int lane) { return lane % 4; }  // which of a step's runs the lane holds
+  static QK_DEVICE int row(int which, int lane) { return 8 * which + lane / 4; }
+  static QK_DEVICE int token_row(int which, int lane) { return 8 * which + lane / 4; }
+  static constexpr QK_DEVICE int weight_word(int which, int word) { return 2 * word + which; }
+  static constexpr QK_DEVICE int token_word(int which, int word) { return 2 * which + word; }
+  static constexpr QK_DEVICE int row_of(int e) { return e / 2 % 2; }  // of an accumulator
+  static QK_DEVICE int token_of(int e, int lane) { return 8 * (e / 4) + 2 * (lane % 4) + e % 2; }
+};
+
 }  // namespace qk

@@ -51,4 +51,21 @@ using DenseMma = MmaGfx11<LayoutGfx11<kW, kX>, typename OperandOf<kX>::Type, Sum
 template <Format kW, Format kX>
 using SparseMma = MmaGfx11<SparseLayoutGfx11<kW, kX>, typename OperandOf<kX>::Type, Sum<kW, kX>>;
 
+/// 16-bit inputs and weights, a 16x16 block by 16 of K at a time.
+template <Io kIo>
+struct HalfMma : HalfLayoutGfx11 {
+  using Acc = Eight<f32>;
+
+  static QK_DEVICE Acc multiply(const Weights& weights, const Tokens& tokens, Acc acc) {
+    if constexpr (kIo == Io::kF16) {
+      return __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(__builtin_bit_cast(Half16, tokens),
+                                                        __builtin_bit_cast(Half16, weights), acc);
+    } else {
+      using Short16 = short __attribute__((ext_vector_type(16)));
+      return __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(
+          __builtin_bit_cast(Short16, tokens), __builtin_bit_cast(Short16, weights), acc);
+    }
+  }
+};
+
 }  // namespace qk

@@ -100,4 +100,22 @@ struct SparseMma : SparseLayoutGfx12 {
   }
 };
 
+/// 16-bit inputs and weights, a 16x16 block by 16 of K at a time.
+template <Io kIo>
+struct HalfMma : HalfLayoutGfx12 {
+  using Acc = Eight<f32>;
+
+  static QK_DEVICE Acc multiply(const Weights& weights, const Tokens& tokens, Acc acc) {
+    if constexpr (kIo == Io::kF16) {
+      using Half8 = Eight<_Float16>;
+      return __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(
+          __builtin_bit_cast(Half8, tokens), __builtin_bit_cast(Half8, weights), acc);
+    } else {
+      using Short8 = Eight<short>;
+      return __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(
+          __builtin_bit_cast(Short8, tokens), __builtin_bit_cast(Short8, weights), acc);
+    }
+  }
+};
+
 }  // namespace qk

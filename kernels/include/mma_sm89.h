@@ -89,4 +89,28 @@ struct SparseMma : SparseLayoutSm89 {
 #undef QK_MMA
 #undef QK_MMA_SPARSE
 
+#define QK_MMA_HALF(type)                                                                \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                    \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+/// 16-bit inputs and weights, a 16x16 block by 16 of K at a time.
+template <Io kIo>
+struct HalfMma : HalfLayoutSm89 {
+  using Acc = AccSm89<f32>;
+
+  static QK_DEVICE Acc multiply(const Weights& weights, const Tokens& tokens, Acc acc) {
+    QK_UNROLL for (int part = 0; part < 2; ++part) {
+      f32* const d = acc.v + 4 * part;
+      const u32 *const a = weights.v, *const b = tokens.v + 2 * part;
+      if constexpr (kIo == Io::kF16) QK_MMA_HALF("f16");
+      if constexpr (kIo == Io::kBF16) QK_MMA_HALF("bf16");
+    }
+    return acc;
+  }
+};
+
+#undef QK_MMA_HALF
+
 }  // namespace qk

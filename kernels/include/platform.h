@@ -157,6 +157,19 @@ QK_DEVICE u32 scale_codes(u32 codes, int s) {
   return codes * factor + (0x80808080u - 8 * 0x01010101u * factor);
 }
 
+/// Bytes 0 and 1, or 2 and 3, in the low halves of two f16 from 1024 to 1279.
+QK_DEVICE u32 spread_low_bytes(u32 word) {
+  return 0x64006400u | (word & 0xffu) | (word & 0xff00u) << 8;
+}
+QK_DEVICE u32 spread_high_bytes(u32 word) { return spread_low_bytes(word >> 16); }
+/// Differences of the two f16 in a word.
+QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
+  const f32 low = half_to_float(static_cast<u16>(a)) - half_to_float(static_cast<u16>(b));
+  const f32 high =
+      half_to_float(static_cast<u16>(a >> 16)) - half_to_float(static_cast<u16>(b >> 16));
+  return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
+}
+
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
   const u32 low = float_to_half(half_to_float(static_cast<u16>(pair)) * 0x1p8f);
@@ -283,6 +296,19 @@ QK_DEVICE u32 scale_codes(u32 codes, int s) {
   return __builtin_bit_cast(u32, __builtin_bit_cast(Halves, codes) * factor + offset);
 }
 
+/// Bytes 0 and 1, or 2 and 3, in the low halves of two f16 from 1024 to 1279: v_perm_b32.
+QK_DEVICE u32 spread_low_bytes(u32 word) {
+  return __builtin_amdgcn_perm(0x64646464u, word, 0x04010400u);
+}
+QK_DEVICE u32 spread_high_bytes(u32 word) {
+  return __builtin_amdgcn_perm(0x64646464u, word, 0x04030402u);
+}
+/// Differences of the two f16 in a word: v_pk_add_f16.
+QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
+  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) - __builtin_bit_cast(Half2, b));
+}
+
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
   using Half2 = _Float16 __attribute__((ext_vector_type(2)));
@@ -349,6 +375,21 @@ QK_DEVICE f32 maximum(f32 a, f32 b) { return fmaxf(a, b); }
 QK_DEVICE u32 scale_codes(u32 codes, int s) {
   const u32 factor = static_cast<u32>(s);
   return codes * factor + (0x80808080u - 8 * 0x01010101u * factor);
+}
+
+/// Bytes 0 and 1, or 2 and 3, in the low halves of two f16 from 1024 to 1279.
+QK_DEVICE u32 spread_low_bytes(u32 word) { return __byte_perm(word, 0x64646464u, 0x4140); }
+QK_DEVICE u32 spread_high_bytes(u32 word) { return __byte_perm(word, 0x64646464u, 0x4342); }
+/// Differences of the two f16 in a word.
+QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
+  u32 pair;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+QK_DEVICE u32 scale_half_pair(u32 pair) {
+  u32 scaled;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(0x5c005c00u));
+  return scaled;
 }
 
 /// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes

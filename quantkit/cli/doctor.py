@@ -64,7 +64,7 @@ def _says(choice: "OpChoice") -> tuple[str, str]:
 
 
 def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]", *, quiet: bool) -> None:
-    kernels = sum(not layer.reason for layer in layers)
+    kernels = sum(layer.runs_on_kernel for layer in layers)
     rows = [
         (_path(layer), layer.op, layer.backend, layer.reason)
         for layer in layers

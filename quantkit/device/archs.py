@@ -191,16 +191,22 @@ def _multiplying_int8(dense: str, sparse: str) -> tuple[tuple[str, str], ...]:
     return (*_multiplying("int8", dense, sparse), *int4)
 
 
-# {w} and {x}: fp8 for e4m3fn, bf8 for e5m2.
+# {w} and {x}: fp8 for e4m3fn, bf8 for e5m2; {io}: f16 or bf16.
 _GFX12_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}"),
     *_multiplying_int8("v_wmma_i32_16x16x16_iu8", "v_swmmac_i32_16x16x32_iu8"),
+    ("gemm_w16", "v_wmma_f32_16x16x16_{io}"),
 )
 _GFX11_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16"),
     *_multiplying_int8("v_wmma_i32_16x16x16_iu8", "v_wmma_i32_16x16x16_iu8"),
+    ("gemm_w16", "v_wmma_f32_16x16x16_{io}"),
 )
-_SM89_MATRIX = (*_multiplying("fp8", "QMMA", "QMMA"), *_multiplying_int8("IMMA", "IMMA"))
+_SM89_MATRIX = (
+    *_multiplying("fp8", "QMMA", "QMMA"),
+    *_multiplying_int8("IMMA", "IMMA"),
+    ("gemm_w16", "HMMA"),
+)
 
 
 def _radeon(

@@ -7,17 +7,21 @@ import torch
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.spec import rows_of
+from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.choice import why_detour
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.ops.table import find_op, name_for
+from quantkit.inference.weight_only import OTHERS, why_dequantized
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import ConvShape, Windows
 
-#: What computes a layer whose activations stay in 16 bit; no operator runs, so no back end does.
+#: What computes a layer whose inputs stay in 16 bit where no operator runs, so no back end does.
 DEQUANTIZED = "dequantized"
+
+_WEIGHT_ONLY = "gemm_w16"
 
 #: Axes of a convolution's weight.
 _CONV_RANK = 4
@@ -29,11 +33,17 @@ class LayerChoice:
 
     component: str
     layer: str
+    #: empty where none does
     op: str
-    #: gpu, host, reference, or dequantized (activations stay in 16 bit, so no operation runs)
+    #: gpu, host, reference, or dequantized (inputs stay in 16 bit, and no operation takes them)
     backend: str
-    #: why no kernel runs; empty when one does
+    #: why no kernel runs, or which inputs it does not take; empty when one takes all
     reason: str
+
+    @property
+    def runs_on_kernel(self) -> bool:
+        """True when a kernel takes inputs, though perhaps not all."""
+        return self.backend in {Backend.GPU.value, Backend.HOST.value}
 
 
 def layer_choices(packed: Packed, device: torch.device) -> tuple[LayerChoice, ...]:
@@ -55,9 +65,9 @@ def choose_layer(
         scheme: of the layer.
         device: where it lies, or would.
     """
-    op = op_of(weight, scheme, device)
     if scheme.activation is Activation.NONE:
-        return op, DEQUANTIZED, "activations stay in 16 bit; kernels multiply fp8 by fp8"
+        return _of_weight_only(weight, scheme, device)
+    op = op_of(weight, scheme, device)
     grouped = isinstance(scheme.granularity, PerGroup)
     choice = choose(op, device, k=rows_of(weight)[1], group_scales=grouped)
     return op, choice.backend.value, choice.reason
@@ -80,6 +90,17 @@ def op_of(weight: tuple[int, ...], scheme: Scheme, device: torch.device) -> str:
     shape = ConvShape(1, kernel[0], kernel[1], channels, n, Windows((kernel[0], kernel[1])))
     words = (x_format, codes, "tensor", "channel", "f16")
     return gemm if why_detour(_gpu_of(device), find_op(conv), words, shape) else conv
+
+
+def _of_weight_only(
+    weight: tuple[int, ...], scheme: Scheme, device: torch.device
+) -> tuple[str, str, str]:
+    if reason := why_dequantized(weight, scheme):
+        return "", DEQUANTIZED, reason
+    choice = choose(_WEIGHT_ONLY, device, k=weight[1])
+    if choice.backend is Backend.REFERENCE:
+        return _WEIGHT_ONLY, DEQUANTIZED, f"inputs stay in 16 bit; {choice.reason}"
+    return _WEIGHT_ONLY, choice.backend.value, OTHERS
 
 
 def _gpu_of(device: torch.device) -> Device | None:

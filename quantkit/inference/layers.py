@@ -24,7 +24,7 @@ class LayerInfo:
     scheme: Scheme
     #: "gpu", "host", "reference" or "dequantized"
     backend: str
-    #: why no kernel runs; empty when one does
+    #: why no kernel runs, or which inputs it does not take; empty when one takes all
     reason: str
 
 

@@ -13,8 +13,9 @@ from quantkit.checkpoint.skeleton import why_not_packed
 from quantkit.checkpoint.spec import Kind
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
-from quantkit.inference.operators import operator_for
+from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.weight_only import are_few, why_dequantized
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
 
@@ -26,6 +27,13 @@ class PackedLinear(PackedLayer):
     """
 
     kind: Kind = "linear"
+
+    def __init__(
+        self, name: str, scheme: Scheme, dense: nn.Linear, buckets: TimestepBuckets | None
+    ) -> None:
+        super().__init__(name, scheme, dense, buckets)
+        alone = scheme.activation is Activation.NONE
+        self._takes_few = alone and not why_dequantized(self.dense_shape, scheme)
 
     @property
     def in_features(self) -> int:
@@ -42,10 +50,20 @@ class PackedLinear(PackedLayer):
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
         if self.scheme.activation is Activation.NONE:
-            weight = self.dequantized().to(x.dtype)
-            return functional.linear(_smoothed(x, self.input_smooth), weight, _as(self.bias, x))
+            return self._weight_only_forward(_smoothed(x, self.input_smooth))
         rows = x.reshape(-1, self.k).contiguous()
         return self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
+
+    def _weight_only_forward(self, x: Tensor) -> Tensor:
+        bias = _as(self.bias, x)
+        rows = x.reshape(-1, self.k)
+        if not self._takes_few or not are_few(rows.shape[0], x.dtype):
+            return functional.linear(x, self.dequantized().to(x.dtype), bias)
+        factors, codes = self._part("weight_group"), self._part("weight").view(torch.uint8)
+        factors = None if factors is None else factors.view(torch.uint8)
+        scale, name = self._part("weight_scale"), self.scheme.weight.name
+        y: Tensor = OPERATORS["gemm_w16"](rows, codes, factors, scale, bias, name)
+        return y.reshape(*x.shape[:-1], self.n)
 
     @property
     def takes_codes(self) -> bool:

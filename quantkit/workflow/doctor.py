@@ -20,7 +20,7 @@ class Examination:
 
     def __repr__(self) -> str:
         """Return the devices, and how many layers run on a kernel."""
-        kernels = sum(not layer.reason for layer in self.layers)
+        kernels = sum(layer.runs_on_kernel for layer in self.layers)
         lines = [f"torch {self.survey.torch_version}", *self.survey.devices]
         if self.layers:
             lines.append(f"{kernels} of {len(self.layers)} packed layers run on a kernel")

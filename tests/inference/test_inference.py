@@ -461,8 +461,10 @@ def test_packed_layers_say_what_computes_them():
     model["dense"] = nn.Linear(4, 4)
     infos = {info.name: info for info in packed_layers(model)}
     assert infos.keys() == model.keys() - {"dense"}
-    assert infos["none"].backend == "dequantized"
-    assert "16 bit" in infos["none"].reason
+    assert infos["none"].backend == infos["int4_none"].backend == infos["token"].backend
+    assert "more than 64 rows, or in float32" in infos["none"].reason
+    assert infos["none_smooth_sparse"].backend == "dequantized"
+    assert "no kernel multiplies them by 2:4 weights" in infos["none_smooth_sparse"].reason
     assert infos["odd"].backend == infos["group"].backend == "reference"
     assert "20 is not a multiple of 16" in infos["odd"].reason
     assert "group" in infos["group"].reason

@@ -88,6 +88,7 @@ def required_instruction(arch: Arch, kernel: ManifestKernel) -> str:
     return template.format(
         w=codes.get(kernel.choices.get("w_format", ""), ""),
         x=codes.get(kernel.choices.get("x_format", ""), ""),
+        io=kernel.choices.get("io", ""),
     )
 
 

@@ -23,7 +23,7 @@ _NV_SIZED = 4
 _NV_FRAME_SIZE, _NV_REGISTERS = 0x11, 0x2F
 #: Low bits of the sm_89 instructions that multiply matrices, dense and sparse (.SP) alike: FP8,
 #: agreed with nvdisasm of CUDA 13, and int8.
-_MATRIX = {0x27A: "QMMA", 0x237: "IMMA"}
+_MATRIX = {0x27A: "QMMA", 0x237: "IMMA", 0x23C: "HMMA"}
 
 
 @dataclass(frozen=True)
