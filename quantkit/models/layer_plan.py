@@ -1,13 +1,13 @@
 """What happens to each layer: the recipe, the family and the layer's shape decide together."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import RecipeError, ShapeError
 from quantkit.models.families import Family
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.skip_connections import concat_boundaries
-from quantkit.models.source import Component
+from quantkit.models.source import Component, StoredBlocks
 from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
@@ -54,21 +54,46 @@ def plan_layers(
     """
     layers = list_layers(component)
     split = frozenset(concat_boundaries(component.family, layers) if recipe.split_concat else ())
-    context = _Context(component.family, recipe, calibrated, frozenset(masked), edges, split)
+    kept = frozenset(masked)
+    context = _Context(component.family, recipe, calibrated, kept, edges, split, component.blocks)
     return tuple(context.treat(layer) for layer in layers)
 
 
-def kept_reason(layer: Layer, family: Family, recipe: Recipe) -> str | None:
-    """Return why the layer stays in 16 bit, or None when it is packed."""
-    keep = recipe.settings(layer.name).keep
-    if keep is True:
+def kept_reason(
+    layer: Layer, family: Family, recipe: Recipe, stored: Collection[str] = ()
+) -> str | None:
+    """Return why the layer stays in 16 bit, or None when it is packed.
+
+    Args:
+        layer: of a component of the family.
+        family: what it keeps.
+        recipe: what it keeps, and packs all the same.
+        stored: module paths of layers that a .gguf file holds in blocks, which recipes that ask
+            for blocks leave as they are: 16 bit would be larger, and no better.
+    """
+    settings = recipe.settings(layer.name)
+    if settings.keep is True:
         return "kept by the recipe"
-    if keep is None and (reason := family.keep_reason(layer.name)):
+    block = find_format(settings.weight.format).block
+    if block and layer.name in stored:
+        return None
+    if settings.keep is None and (reason := family.keep_reason(layer.name)):
+        return reason
+    if block and (reason := _block_reason(layer, block)):
         return reason
     if layer.k % DENSE_K:
         window = f"{layer.channels} channels x {layer.area} taps, " if layer.area > 1 else ""
         return f"{window}K {layer.k} is not a multiple of {DENSE_K}, which the kernels need"
     return None
+
+
+def _block_reason(layer: Layer, block: int) -> str:
+    """Return why a weight cannot be cut into blocks along K as GGML cuts it, if it cannot."""
+    if layer.area > 1:
+        return f"a window of {layer.area} taps: GGML's blocks would run over them"
+    if layer.k % block:
+        return f"K {layer.k} is not a multiple of {block}, the length of a block"
+    return ""
 
 
 def dense_reason(layer: Layer, pattern: Pattern) -> str | None:
@@ -128,15 +153,19 @@ class _Context:
     edges: tuple[float, ...]
     #: layers whose input halves are brought to one range
     split: frozenset[str]
+    #: layers that a .gguf file holds in blocks
+    stored: Mapping[str, StoredBlocks]
 
     def treat(self, layer: Layer) -> LayerPlan:
-        reason = kept_reason(layer, self.family, self.recipe)
+        reason = kept_reason(layer, self.family, self.recipe, self.stored)
         if reason is not None:
             return LayerPlan(layer, None, reason)
         settings = self.recipe.settings(layer.name)
         sparsity, why_dense = self._sparsity(layer, settings)
         activation = Activation(settings.activation.mode)
         weight, why_wider = _format_of(layer, settings, sparse=sparsity is not None)
+        if weight.block and layer.name in self.stored:
+            weight = find_format(self.stored[layer.name].format)
         scheme = Scheme(
             weight=weight,
             granularity=_granularity(layer, settings),
@@ -197,6 +226,11 @@ def _format_of(layer: Layer, settings: LayerSettings, *, sparse: bool) -> tuple[
         raise RecipeError(
             f"{layer.name}: activation.terms 2 with weight.format {fmt.name}: an input is the sum "
             "of two FP8 values; drop terms"
+        )
+    if fmt.block and (sparse or settings.activation.mode != "none"):
+        raise RecipeError(
+            f"{layer.name}: weight.format {fmt.name} is for weights alone; set activation.mode: "
+            "none, and drop sparsity"
         )
     reason = factor_reason(layer, fmt, sparse=sparse)
     return (fmt.byte_format, f"{fmt.byte_format.name}: {reason}") if reason else (fmt, "")

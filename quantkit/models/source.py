@@ -4,7 +4,7 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,17 @@ _DENOISERS = ("unet", "transformer")
 
 
 @dataclass(frozen=True)
+class StoredBlocks:
+    """A weight that a .gguf file holds in blocks of a format that quantkit packs to, too."""
+
+    path: Path
+    #: the format's name: q4_0 or q8_0
+    format: str
+    #: bytes of the file that hold the rows, in the order of the rows
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Component:
     """One denoiser: a directory with config.json and weights."""
 
@@ -36,6 +47,8 @@ class Component:
     index: Path | None
     #: as in diffusion_pytorch_model.fp16.safetensors; None for the plain name
     variant: str | None = None
+    #: by module path, what the shards' weights were dequantized from; empty for 16-bit models
+    blocks: Mapping[str, StoredBlocks] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
