@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.evaluate import Limits as Limits
     from quantkit.workflow.evaluate import compare as compare
     from quantkit.workflow.evaluate import evaluate as evaluate
+    from quantkit.workflow.export import export as export
     from quantkit.workflow.hessians import calibrate_hessians as calibrate_hessians
     from quantkit.workflow.inputs import Sampling as Sampling
     from quantkit.workflow.inspect import inspect as inspect
@@ -46,6 +47,7 @@ _HOMES = {
     "calibrate_hessians": "workflow.hessians",
     "compare": "workflow.evaluate",
     "evaluate": "workflow.evaluate",
+    "export": "workflow.export",
     "fast_sums": "device.backends",
     "inspect": "workflow.inspect",
     "load_pipeline": "inference.loading",
@@ -74,6 +76,7 @@ __all__ = [
     "calibrate_hessians",
     "compare",
     "evaluate",
+    "export",
     "fast_sums",
     "inspect",
     "load_pipeline",

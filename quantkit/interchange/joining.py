@@ -9,7 +9,7 @@ from quantkit.interchange.layout_names import OriginalTensor
 
 
 def join(original: OriginalTensor, parts: Sequence[Tensor]) -> Tensor:
-    """Return the original tensor of diffusers' parts, in their order; all have one trailing shape."""
+    """Return the original tensor of diffusers' parts, given in their order."""
     joined = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     return swap_halves(joined) if original.swapped else joined
 

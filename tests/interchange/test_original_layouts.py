@@ -88,7 +88,7 @@ def test_other_architectures_are_refused():
     with pytest.raises(ModelError, match="PixArtTransformer2DModel: its original layout is not"):
         layout_of_model(keys["class_name"], keys["tensors"])
     unet = {**golden_keys("sd15")["tensors"], "encoder_hid_proj.weight": [4, 4]}
-    with pytest.raises(ModelError, match="encoder_hid_proj.weight: not in the original layout"):
+    with pytest.raises(ModelError, match=r"encoder_hid_proj.*: not in the original layout"):
         layout_of_model("UNet2DConditionModel", unet)
     assert layout_of_names(keys["tensors"]) is None
 

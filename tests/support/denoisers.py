@@ -1,4 +1,4 @@
-"""Tiny random denoisers of every original layout, in the original layout, and diffusers' reading."""
+"""Tiny random denoisers of every original layout, and what diffusers reads of them."""
 
 import inspect
 
@@ -104,3 +104,46 @@ def let_diffusers_read_narrow_flux(patch, width=64):
     exec(code.replace("inner_dim = 3072", f"inner_dim = {width}"), space)
     row = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
     patch.setitem(row, "checkpoint_mapping_fn", space[name])
+
+
+def _unet_inputs(context):
+    return {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep": torch.tensor(401.0),
+        "encoder_hidden_states": torch.randn(1, 7, context),
+    }
+
+
+def _sd3_inputs():
+    return {
+        "hidden_states": torch.randn(1, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 7, 64),
+        "pooled_projections": torch.randn(1, 64),
+        "timestep": torch.tensor([401.0]),
+    }
+
+
+def _flux_inputs():
+    return {
+        "hidden_states": torch.randn(1, 9, 16),
+        "encoder_hidden_states": torch.randn(1, 7, 64),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([0.4]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(9, 3),
+        "txt_ids": torch.zeros(7, 3),
+    }
+
+
+INPUTS = {
+    "sd15": lambda: _unet_inputs(32),
+    "sd3": _sd3_inputs,
+    "flux": _flux_inputs,
+}
+
+
+def output_of(name, model):
+    """What a denoiser makes of inputs that are always the same."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(7)
+        return model(**INPUTS[name]()).sample.float()
