@@ -11,6 +11,7 @@ TYPE_CHECKING = False  # the typing module takes longer to import than all of th
 if TYPE_CHECKING:
     from quantkit.device.backends import fast_sums as fast_sums
     from quantkit.inference.loading import load_pipeline as load_pipeline
+    from quantkit.models.source import SingleFile as SingleFile
     from quantkit.models.source import open_model as open_model
     from quantkit.recipe.load import load_recipe as load_recipe
     from quantkit.workflow.calibrate import calibrate as calibrate
@@ -42,6 +43,7 @@ _HOMES = {
     "Limits": "workflow.evaluate",
     "Pictures": "workflow.optimize",
     "Sampling": "workflow.inputs",
+    "SingleFile": "models.source",
     "Training": "workflow.training",
     "calibrate": "workflow.calibrate",
     "calibrate_hessians": "workflow.hessians",
@@ -70,6 +72,7 @@ __all__ = [
     "Limits",
     "Pictures",
     "Sampling",
+    "SingleFile",
     "Training",
     "__version__",
     "calibrate",

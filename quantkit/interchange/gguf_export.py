@@ -119,6 +119,8 @@ def plan_gguf(denoiser: Denoiser, kind: str, *, convolutions: bool) -> GgufPlan:
         shape = (sum(s[0] for s in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
         planned = _Planned(original, layout.prefix + original.name, "F16", shape, shape)
         tensors.append(_typed(planned, denoiser, kind, convolutions=convolutions))
+    # By name: the same model gives the same bytes, however its files are ordered.
+    tensors.sort(key=lambda planned: planned.name)
     return GgufPlan(denoiser, layout.architecture, kind, tuple(tensors))
 
 
@@ -232,7 +234,8 @@ def _encoded(denoiser: Denoiser, name: str, planned: _Planned) -> tuple[Tensor, 
     tensor = denoiser.read(name)
     rows = tensor.reshape(-1, planned.stored[1]).float()
     blocks, lost, power = [], 0.0, 0.0
-    for part in rows.split(max(1, _CHUNK_VALUES // rows.shape[1])):
+    step = max(1, _CHUNK_VALUES // rows.shape[1])
+    for part in (rows[first : first + step] for first in range(0, len(rows), step)):
         blocks.append(torch.from_numpy(gguf.quantize(part.numpy(), kind)))
         values = torch.from_numpy(gguf.dequantize(blocks[-1].numpy(), kind))
         lost += float((values - part).square().sum(dtype=torch.float64))

@@ -1,9 +1,9 @@
 """Writing models for other programs: one row for each kind of file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quantkit.checkpoint.reader import open_packed, read_packed
 from quantkit.errors import CheckpointError, InputError, ModelError
@@ -13,6 +13,8 @@ from quantkit.progress import Progress, silent
 from quantkit.workflow.inputs import ModelLike, as_model
 
 __all__ = ["GgufExport", "export"]
+
+_Component = TypeVar("_Component")
 
 
 @dataclass(frozen=True)
@@ -109,19 +111,17 @@ def _find(to: str) -> tuple[Exporter, str]:
 def _denoiser(model: ModelLike) -> Denoiser:
     """Return the one denoiser of a model, packed or not."""
     if isinstance(model, str | Path) and _is_packed(Path(model)):
-        found: list[Callable[[], Denoiser]] = [
-            lambda c=c: packed_denoiser(c) for c in open_packed(Path(model)).components
-        ]
-        where = str(model)
-    else:
-        opened = as_model(model)
-        found = [lambda c=c: dense_denoiser(c) for c in opened.components]
-        where = str(opened.path)
-    if len(found) > 1:
+        return packed_denoiser(_only(open_packed(Path(model)).components, str(model)))
+    opened = as_model(model)
+    return dense_denoiser(_only(opened.components, str(opened.path)))
+
+
+def _only(components: tuple[_Component, ...], where: str) -> _Component:
+    if len(components) > 1:
         raise ModelError(
-            f"{where}: {len(found)} denoisers, and a file holds one; pass the directory of one"
+            f"{where}: {len(components)} denoisers, and a file holds one; pass the directory of one"
         )
-    return found[0]()
+    return components[0]
 
 
 def _is_packed(path: Path) -> bool:
