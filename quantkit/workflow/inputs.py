@@ -37,6 +37,13 @@ def as_model(model: ModelLike) -> Model:
 def single_file(path: str | Path, config: str | Path) -> SingleFile:
     """Return a model in one file.
 
+    Args:
+        path: the .gguf file.
+        config: the directory of the pipeline or the component that it belongs to.
+
+    Returns:
+        what functions take as a model.
+
     Raises:
         ModelError: no .gguf file.
     """

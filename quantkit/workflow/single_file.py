@@ -24,6 +24,13 @@ _VERSION = 1
 def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Model:
     """Return the model of a .gguf file, whose 16-bit weights lie in quantkit's cache.
 
+    Args:
+        source: the file and its config.
+        progress: told of tensors unpacked.
+
+    Returns:
+        a model as of a directory, which knows the blocks of the file besides.
+
     Raises:
         ModelError: the file or the directory with its config cannot be used.
         OutputError: the cache cannot be written.
