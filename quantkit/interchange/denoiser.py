@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.verification import contents_of
 from quantkit.errors import CheckpointError, ModelError, NonFiniteError
+from quantkit.interchange.gguf_file import all_finite
 from quantkit.models.layers import SOURCE_DTYPES
 from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
@@ -47,7 +47,7 @@ class Denoiser:
             return self._packed.dequantized(name.removesuffix(".weight"))
         with safe_open(self._places[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise NonFiniteError(f"{self._places[name]}: {name}: NaN or infinity")
         return tensor
 

@@ -18,20 +18,22 @@ from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.gguf_file import (
     READABLE,
     SHAPE_KEY,
+    all_finite,
     read_gguf,
     require_gguf,
     stored_bytes,
 )
 from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import OriginalTensor, layout_of_model, original_tensors
+from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.files import staged_file
 
 #: Values in a row of a tensor that ComfyUI-GGUF gives its true shape back.
 _COMFY_ROW = 256
 _F16_MAX = torch.finfo(torch.float16).max
-#: Values that are quantized at a time: 16 MiB in float32.
-_CHUNK_VALUES = 1 << 22
+#: Values that are quantized at a time: 4 MiB in float32.
+_CHUNK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress)
         NonFiniteError: NaN or infinity in a tensor.
         OutputError: the file exists, or cannot be written.
     """
-    with staged_file(output, force=force) as made:
+    with one_torch_thread(), staged_file(output, force=force) as made:
         digests, errors = _write(plan, made, progress)
         _compare(plan, made, digests, progress)
     return plan.summary(output, max(errors, default=None))
@@ -215,7 +217,7 @@ def _data(denoiser: Denoiser, planned: _Planned) -> tuple[Tensor, float | None]:
         return join(original, [denoiser.read(name).float() for name in original.parts]), None
     if planned.type == "F16":
         tensor = join(original, [denoiser.read(name) for name in original.parts]).half()
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise NonFiniteError(f"{denoiser.path}: {original.parts[0]}: beyond float16, at most "
                                  f"{_F16_MAX:g}")  # fmt: skip
         return tensor, None
@@ -232,10 +234,11 @@ def _encoded(denoiser: Denoiser, name: str, planned: _Planned) -> tuple[Tensor, 
     gguf = require_gguf()
     kind = gguf.GGMLQuantizationType[planned.type]
     tensor = denoiser.read(name)
-    rows = tensor.reshape(-1, planned.stored[1]).float()
     blocks, lost, power = [], 0.0, 0.0
+    rows = tensor.reshape(-1, planned.stored[1])
     step = max(1, _CHUNK_VALUES // rows.shape[1])
-    for part in (rows[first : first + step] for first in range(0, len(rows), step)):
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step].float()
         blocks.append(torch.from_numpy(gguf.quantize(part.numpy(), kind)))
         values = torch.from_numpy(gguf.dequantize(blocks[-1].numpy(), kind))
         lost += float((values - part).square().sum(dtype=torch.float64))

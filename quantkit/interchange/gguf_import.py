@@ -22,6 +22,7 @@ from quantkit.interchange.gguf_file import (
     READABLE,
     GgufFile,
     GgufTensor,
+    all_finite,
     dequantized,
     read_gguf,
 )
@@ -36,6 +37,7 @@ from quantkit.models.families import FAMILIES
 from quantkit.models.pipeline_index import read_pipeline_index
 from quantkit.models.source import WEIGHTS, SingleFile, StoredBlocks
 from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import copy_file, is_weight, list_files
 from quantkit.storage.jsonfile import read_json
@@ -150,7 +152,8 @@ def unpack(model: GgufModel, folder: Path, *, progress: Progress) -> None:
             continue
         _link(model.config / file, folder / file)
     (folder / denoiser).mkdir(exist_ok=True)
-    _write_weights(model, folder / denoiser / f"{WEIGHTS}.safetensors", progress)
+    with one_torch_thread():
+        _write_weights(model, folder / denoiser / f"{WEIGHTS}.safetensors", progress)
 
 
 def _component_of(config: Path) -> str:
@@ -253,7 +256,7 @@ def _write_piece(file: GgufFile, piece: _Piece, descriptor: int, slot: Slot) -> 
 
 def _in_16_bit(file: GgufFile, piece: _Piece, values: Tensor) -> Tensor:
     narrow = values.to(PLAIN[piece.dtype])
-    if not bool(torch.isfinite(narrow).all()):
+    if narrow.dtype is not values.dtype and not all_finite(narrow):
         raise NonFiniteError(
             f"{file.path}: {piece.tensor.name}: a number beyond float16; take another file"
         )

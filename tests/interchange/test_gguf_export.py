@@ -24,6 +24,7 @@ from tests.support.denoisers import (
     original_state,
     output_of,
     tiny_denoiser,
+    tiny_sd15,
 )
 
 KINDS = ("Q8_0", "Q4_0")
@@ -103,6 +104,17 @@ def test_convolutions_are_cut_into_rows_for_comfyui(saved, tmp_path):
     expected = gguf.quantize(value.reshape(-1, 256).numpy(), tensor.tensor_type)
     assert np.array_equal(tensor.data, expected)
     assert read_gguf(tmp_path / "m.gguf").tensors[name].shape == (32, 32, 3, 3)
+
+
+def test_rows_of_a_convolution_need_not_be_whole_blocks(tmp_path):
+    # 72 weights a row, 2304 in all: 9 rows of 256.
+    unet = tiny_sd15(in_channels=8)
+    unet.save_pretrained(tmp_path / "m")
+    export(tmp_path / "m", to="gguf:Q8_0", output=tmp_path / "m.gguf", convolutions=True)
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    found = tensors["model.diffusion_model.input_blocks.0.0.weight"]
+    value = unet.conv_in.weight.detach().reshape(-1, 256).numpy()
+    assert np.array_equal(found.data, gguf.quantize(value, found.tensor_type))
 
 
 def packed(source, output, fmt):

@@ -10,9 +10,10 @@ from quantkit.interchange.layout_names import layout_of_model, original_tensors
 from tests.support.pipelines import _flux_transformer, _narrow_unet, _sd3_transformer
 
 
-def tiny_sd15():
+def tiny_sd15(**changed):
     return _narrow_unet(
         "sd15",
+        **changed,
         down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
         up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
         cross_attention_dim=32,
