@@ -11,6 +11,7 @@ TYPE_CHECKING = False  # the typing module takes longer to import than all of th
 if TYPE_CHECKING:
     from quantkit.device.backends import fast_sums as fast_sums
     from quantkit.inference.loading import load_pipeline as load_pipeline
+    from quantkit.models.source import SingleFile as SingleFile
     from quantkit.models.source import open_model as open_model
     from quantkit.recipe.load import load_recipe as load_recipe
     from quantkit.workflow.calibrate import calibrate as calibrate
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.evaluate import Limits as Limits
     from quantkit.workflow.evaluate import compare as compare
     from quantkit.workflow.evaluate import evaluate as evaluate
+    from quantkit.workflow.export import export as export
     from quantkit.workflow.hessians import calibrate_hessians as calibrate_hessians
     from quantkit.workflow.inputs import Sampling as Sampling
     from quantkit.workflow.inspect import inspect as inspect
@@ -41,11 +43,13 @@ _HOMES = {
     "Limits": "workflow.evaluate",
     "Pictures": "workflow.optimize",
     "Sampling": "workflow.inputs",
+    "SingleFile": "models.source",
     "Training": "workflow.training",
     "calibrate": "workflow.calibrate",
     "calibrate_hessians": "workflow.hessians",
     "compare": "workflow.evaluate",
     "evaluate": "workflow.evaluate",
+    "export": "workflow.export",
     "fast_sums": "device.backends",
     "inspect": "workflow.inspect",
     "load_pipeline": "inference.loading",
@@ -68,12 +72,14 @@ __all__ = [
     "Limits",
     "Pictures",
     "Sampling",
+    "SingleFile",
     "Training",
     "__version__",
     "calibrate",
     "calibrate_hessians",
     "compare",
     "evaluate",
+    "export",
     "fast_sums",
     "inspect",
     "load_pipeline",

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, PackedConfig, rows_of
 from quantkit.checkpoint.validate import Index, Shard
-from quantkit.numerics.nibbles import integer_codes
+from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.storage.tensorfile import Header, TensorInfo
@@ -107,4 +107,6 @@ def stored_codes(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the codes of a packed weight as kernels multiply them, uint8, those kept alone."""
     if "weight_group" in parts:
         return integer_codes(parts["weight"], parts["weight_group"]).view(torch.uint8)
+    if parts["weight"].dtype is torch.uint8:
+        return unpack_nibbles(parts["weight"]).view(torch.uint8)
     return parts["weight"].view(torch.uint8)

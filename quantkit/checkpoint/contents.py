@@ -29,13 +29,14 @@ _CHUNK_BYTES = 1 << 20
 
 def broken_scales(component: PackedComponent) -> Iterator[str]:
     """Yield a line for every scale or factor that is not finite and positive, and every shift."""
-    for layer in component.config.layers:
+    for layer, scheme in component.config.layers.items():
         for part in (*_SCALES, *_SHIFTS):
             name = f"{layer}.{part}"
             if name in component.tensors:
                 values = component.read(name).flatten()
-                wanted = "finite" if part in _SHIFTS else "finite and positive"
-                bad = ~torch.isfinite(values) | ((values <= 0) & (part in _SCALES))
+                any_sign = part in _SHIFTS or (part == "weight_scale" and scheme.weight.block)
+                wanted = "finite" if any_sign else "finite and positive"
+                bad = ~torch.isfinite(values) | ((values <= 0) & (not any_sign))
                 if bool(bad.any()):
                     found = float(values[bad][0])
                     yield f"{_where(component, name)}: found {found}, wanted {wanted}"
@@ -74,6 +75,9 @@ def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:
 def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     """Yield a line for every rule that the codes or the metadata of a layer break."""
     scheme, parts = component.config.layers[layer], component.parts(layer)
+    if scheme.weight.block:
+        # Files of other programs hold every code, and every scale beside codes of zero.
+        return
     where = _where(component, f"{layer}.weight")
     groups = parts.get("weight_group")
     if groups is not None and not factors_are_legal(groups):

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError, InputError
 from quantkit.numerics.formats import find_format
-from quantkit.numerics.granularity import parse_granularity
+from quantkit.numerics.granularity import PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.jsonfile import DAMAGE, short
@@ -80,9 +80,30 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth, shift, terms)
     try:
         _check_format(item.get("activation_format"), scheme)
+        check_blocks(scheme)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
     return scheme, _parse_layers(item["layers"], where)
+
+
+def check_blocks(scheme: Scheme) -> None:
+    """Refuse a format of weights alone beside anything else that a scheme may ask for.
+
+    Raises:
+        CheckpointError: naming what it has.
+    """
+    fmt = scheme.weight
+    if not fmt.block:
+        return
+    if scheme.granularity != PerGroup(fmt.block):
+        raise CheckpointError(
+            f"granularity {scheme.granularity} of weight {fmt.name}, wanted group:{fmt.block}"
+        )
+    if scheme.sparsity is not None or scheme.activation is not Activation.NONE:
+        raise CheckpointError(
+            f"sparsity {scheme.sparsity or 'null'} and activation {scheme.activation.value} of "
+            f"weight {fmt.name}, wanted null and none"
+        )
 
 
 def _says_format(scheme: Scheme) -> bool:

@@ -207,6 +207,7 @@ def _on_meta() -> Iterator[None]:
         handle.remove()
 
 
+@lru_cache(maxsize=8)
 def _built_by_child(text: str) -> Skeleton:
     command = [sys.executable, "-m", "quantkit.checkpoint.skeleton"]
     # The modules that are imported here, and none that lie where the user happens to be.

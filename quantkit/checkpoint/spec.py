@@ -35,6 +35,7 @@ PACKED_PARTS = (
 #: torch's dtypes of packed tensors, by their names in a safetensors header.
 PACKED_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
+    "F16": torch.float16,
     "U8": torch.uint8,
     **{f.safetensors_dtype: f.torch_dtype for f in FORMATS.values() if f.codes_per_byte == 1},
 }
@@ -220,7 +221,7 @@ def layer_tensors(
         groups = k // scheme.weight.subscale_group
         specs.append(TensorSpec(f"{layer}.weight_group", "I8", (n, groups)))
     scales = scale_shape(scheme.granularity, n, k)
-    specs.append(TensorSpec(f"{layer}.weight_scale", "F32", scales))
+    specs.append(TensorSpec(f"{layer}.weight_scale", scheme.weight.scale_dtype, scales))
     buckets = (len(scheme.buckets) + 1,) if scheme.buckets else ()
     if scheme.activation is Activation.STATIC:
         specs.append(TensorSpec(f"{layer}.input_scale", "F32", buckets))

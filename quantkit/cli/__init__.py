@@ -20,6 +20,7 @@ from quantkit.cli import (
     demo,
     doctor,
     evaluate,
+    export,
     hessian,
     inspect,
     kernels,
@@ -60,6 +61,7 @@ quantkit.add_command(sparsify.sparsify)
 quantkit.add_command(permute.permute)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
+quantkit.add_command(export.export)
 quantkit.add_command(inspect.inspect)
 quantkit.add_command(verify.verify)
 quantkit.add_command(evaluate.evaluate)

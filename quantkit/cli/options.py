@@ -7,12 +7,16 @@ device, quiet, as_json: everywhere that works or prints
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
+
+if TYPE_CHECKING:
+    from quantkit.models.source import SingleFile
 
 
 class Place(click.Path):
@@ -66,6 +70,9 @@ def _finite(
     return number
 
 
+#: Where click keeps --config between the option and the argument.
+_CONFIG = "quantkit.config"
+
 PATH = Place()
 COUNT = click.IntRange(1, MAX_COUNT)
 STEPS = click.IntRange(1, MAX_STEPS)
@@ -73,7 +80,37 @@ SEED = click.IntRange(0, MAX_SEED)
 NUMBER = Finite()
 THREADS = click.IntRange(1, MAX_THREADS)
 
-model = click.argument("model", metavar="MODEL")
+
+def model(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add MODEL, and the directory that completes one of a single file."""
+    config = click.option(
+        "--config",
+        type=PATH,
+        expose_value=False,
+        is_eager=True,
+        callback=_remember,
+        metavar="DIR",
+        help="Where MODEL is a .gguf file: the diffusers directory with all but its weights.",
+    )
+    return click.argument("model", metavar="MODEL", callback=_complete)(config(command))
+
+
+def _remember(context: click.Context, option: click.Parameter, value: Path | None) -> None:
+    del option
+    context.meta[_CONFIG] = value
+
+
+def _complete(context: click.Context, argument: click.Parameter, value: str) -> "str | SingleFile":
+    """Return MODEL with its config, if it has one: what every command hands on."""
+    del argument
+    config: Path | None = context.meta.get(_CONFIG)
+    if config is None:
+        return value
+    from quantkit.workflow.inputs import single_file
+
+    return single_file(value, config)
+
+
 packed = click.argument("packed", metavar="PACKED", type=PATH)
 output = click.option("-o", "--output", type=PATH, required=True, help="Where to write.")
 force = click.option("--force", is_flag=True, help="Replace an output that exists.")

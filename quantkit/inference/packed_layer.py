@@ -11,7 +11,7 @@ from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, Kind, TensorSp
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.operators import operator_for
 from quantkit.inference.terms import Term, split
-from quantkit.numerics.nibbles import integer_codes
+from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
@@ -62,6 +62,8 @@ class PackedLayer(nn.Module):
         factors = self._part("weight_group")
         if factors is not None:
             return integer_codes(self._part("weight"), factors).view(torch.uint8)
+        if self.scheme.weight.codes_per_byte > 1:
+            return unpack_nibbles(self._part("weight")).view(torch.uint8)
         codes: Tensor = self._part("weight").view(torch.uint8)
         return codes if codes.ndim == 2 else codes.flatten(1)
 

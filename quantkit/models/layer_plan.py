@@ -1,13 +1,13 @@
 """What happens to each layer: the recipe, the family and the layer's shape decide together."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import RecipeError, ShapeError
 from quantkit.models.families import Family
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.skip_connections import concat_boundaries
-from quantkit.models.source import Component
+from quantkit.models.source import Component, StoredBlocks
 from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
@@ -57,16 +57,32 @@ def plan_layers(
     """
     layers = list_layers(component)
     split = frozenset(concat_boundaries(component.family, layers) if recipe.split_concat else ())
-    context = _Context(component.family, recipe, calibrated, frozenset(masked), edges, split)
+    kept = frozenset(masked)
+    context = _Context(component.family, recipe, calibrated, kept, edges, split, component.blocks)
     return tuple(context.treat(layer) for layer in layers)
 
 
-def kept_reason(layer: Layer, family: Family, recipe: Recipe) -> str | None:
-    """Return why the layer stays in 16 bit, or None when it is packed."""
-    keep = recipe.settings(layer.name).keep
-    if keep is True:
+def kept_reason(
+    layer: Layer, family: Family, recipe: Recipe, stored: Collection[str] = ()
+) -> str | None:
+    """Return why the layer stays in 16 bit, or None when it is packed.
+
+    Args:
+        layer: of a component of the family.
+        family: what it keeps.
+        recipe: what it keeps, and packs all the same.
+        stored: module paths of layers that a .gguf file holds in blocks, which recipes that ask
+            for blocks leave as they are: 16 bit would be larger, and no better.
+    """
+    settings = recipe.settings(layer.name)
+    if settings.keep is True:
         return "kept by the recipe"
-    if keep is None and (reason := family.keep_reason(layer.name)):
+    block = find_format(settings.weight.format).block
+    if block and layer.name in stored:
+        return None
+    if settings.keep is None and (reason := family.keep_reason(layer.name)):
+        return reason
+    if block and (reason := _block_reason(layer, block)):
         return reason
     if layer.k % DENSE_K:
         window = f"{layer.channels} channels x {layer.area} taps, " if layer.area > 1 else ""
@@ -78,7 +94,19 @@ def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
     """Return whether the family keeps the layer in 16 bit, but the recipe packs its weight."""
     if recipe.kept is None or recipe.settings(layer.name).keep is not None:
         return False
+    block = find_format(recipe.kept.format).block
+    if block and _block_reason(layer, block):
+        return False
     return family.packs_alone(layer.name) and layer.k % DENSE_K == 0
+
+
+def _block_reason(layer: Layer, block: int) -> str:
+    """Return why a weight cannot be cut into blocks along K as GGML cuts it, if it cannot."""
+    if layer.area > 1:
+        return f"a window of {layer.area} taps: GGML's blocks would run over them"
+    if layer.k % block:
+        return f"K {layer.k} is not a multiple of {block}, the length of a block"
+    return ""
 
 
 def dense_reason(layer: Layer, pattern: Pattern) -> str | None:
@@ -138,18 +166,22 @@ class _Context:
     edges: tuple[float, ...]
     #: layers whose input halves are brought to one range
     split: frozenset[str]
+    #: layers that a .gguf file holds in blocks
+    stored: Mapping[str, StoredBlocks]
 
     def treat(self, layer: Layer) -> LayerPlan:
-        if is_packed_alone(layer, self.family, self.recipe):
-            return self._alone(layer)
         settings = self.recipe.settings(layer.name)
-        reason = kept_reason(layer, self.family, self.recipe)
+        reason = kept_reason(layer, self.family, self.recipe, self.stored)
+        if reason is not None and is_packed_alone(layer, self.family, self.recipe):
+            return self._alone(layer)
         if reason is not None:
             return LayerPlan(layer, None, reason, settings.weight)
         sparsity, why_dense = self._sparsity(layer, settings)
         activation = Activation(settings.activation.mode)
         weight, why_wider = _format_of(layer, settings.weight)
-        self._refuse_blind(layer, weight, settings.activation)
+        self._refuse_what_cannot_be(layer, weight, settings.activation, sparsity)
+        if weight.block and layer.name in self.stored:
+            weight = find_format(self.stored[layer.name].format)
         scheme = Scheme(
             weight=weight,
             granularity=_granularity(layer, settings.weight),
@@ -170,8 +202,19 @@ class _Context:
         scheme = Scheme(weight, granularity, sparsity=None, activation=Activation.NONE)
         return LayerPlan(layer, scheme, why_wider, self.recipe.kept)
 
-    def _refuse_blind(self, layer: Layer, fmt: NumberFormat, activation: ActivationRecipe) -> None:
+    def _refuse_what_cannot_be(
+        self,
+        layer: Layer,
+        fmt: NumberFormat,
+        activation: ActivationRecipe,
+        sparsity: Pattern | None,
+    ) -> None:
         """Refuse what the layer cannot have, or nobody should have without a word."""
+        if fmt.block and (sparsity is not None or activation.mode != "none"):
+            raise RecipeError(
+                f"{layer.name}: weight.format {fmt.name} is for weights alone; set "
+                "activation.mode: none, and drop sparsity"
+            )
         if not fmt.is_integer or activation.mode == "none":
             return
         if activation.terms > 1:

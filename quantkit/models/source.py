@@ -4,7 +4,7 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,30 @@ _DENOISERS = ("unet", "transformer")
 
 
 @dataclass(frozen=True)
+class SingleFile:
+    """A denoiser in one file, as .gguf, and the directory that says what it is."""
+
+    path: Path
+    #: of the diffusers pipeline that it belongs to, or of the component alone: config.json, and
+    #: all but the denoiser's weights
+    config: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A weight that a .gguf file holds in blocks of a format that quantkit packs to, too."""
+
+    path: Path
+    #: the format's name: q4_0 or q8_0
+    format: str
+    #: bytes of the file that hold the rows, in the order of the rows
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Component:
     """One denoiser: a directory with config.json and weights."""
 
@@ -36,6 +60,8 @@ class Component:
     index: Path | None
     #: as in diffusion_pytorch_model.fp16.safetensors; None for the plain name
     variant: str | None = None
+    #: by module path, what the shards' weights were dequantized from; empty for 16-bit models
+    blocks: Mapping[str, StoredBlocks] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +92,12 @@ def open_model(model: str | Path) -> Model:
     # Not Path's own, which raise for names that are too long or hold a null.
     if os.path.isdir(path):  # noqa: PTH112
         return _open_directory(path)
+    if os.path.lexists(path) and path.suffix == ".gguf":
+        raise ModelError(
+            f"{text}: a GGUF file has no config; give the directory of the pipeline that it "
+            "belongs to as config, too",
+            fields=("config",),
+        )
     if os.path.lexists(path):
         raise ModelError(
             f"{text}: a file, wanted a diffusers directory; convert a single-file checkpoint with "

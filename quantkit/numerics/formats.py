@@ -31,6 +31,9 @@ class NumberFormat:
     subscale_group: int = 0
     #: an integer whose lowest code is minus its largest
     symmetric: bool = True
+    #: codes along K that share a float16 scale, as GGML's blocks do; 0: scales are float32, of the
+    #: scheme's granularity. Weights alone: no kernel multiplies codes of such a format by codes.
+    block: int = 0
 
     @property
     def is_integer(self) -> bool:
@@ -91,6 +94,11 @@ class NumberFormat:
         return dtype
 
     @property
+    def scale_dtype(self) -> str:
+        """The name in a safetensors header of the dtype of a weight's scales."""
+        return "F16" if self.block else "F32"
+
+    @property
     def safetensors_dtype(self) -> str:
         """The name in a safetensors header of the dtype that stores the codes."""
         if self.is_integer:
@@ -103,8 +111,11 @@ E4M3FN = NumberFormat("e4m3fn", exponent_bits=4, mantissa_bits=3)
 E5M2 = NumberFormat("e5m2", exponent_bits=5, mantissa_bits=2, has_infinity=True)
 INT8 = NumberFormat("int8", exponent_bits=0, mantissa_bits=7)
 INT4 = NumberFormat("int4", exponent_bits=0, mantissa_bits=3, subscale_group=32, symmetric=False)
+# Source: ggml-common.h of github.com/ggml-org/ggml, block_q4_0 and block_q8_0.
+Q4_0 = NumberFormat("q4_0", exponent_bits=0, mantissa_bits=3, symmetric=False, block=32)
+Q8_0 = NumberFormat("q8_0", exponent_bits=0, mantissa_bits=7, block=32)
 
-FORMATS: dict[str, NumberFormat] = {f.name: f for f in (E4M3FN, E5M2, INT8, INT4)}
+FORMATS: dict[str, NumberFormat] = {f.name: f for f in (E4M3FN, E5M2, INT8, INT4, Q4_0, Q8_0)}
 
 
 def find_format(name: str) -> NumberFormat:

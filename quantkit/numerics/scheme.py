@@ -38,8 +38,12 @@ class Scheme:
 
     @property
     def codes(self) -> NumberFormat:
-        """Format of the weight's codes as kernels read them: 2:4 in int4 is decoded to int8."""
-        return self.weight if self.sparsity is None else self.weight.byte_format
+        """Format of the weight's codes as kernels read them.
+
+        2:4 in int4 is decoded to int8, and so are blocks, whose scales stand beside.
+        """
+        decoded = self.sparsity is not None or self.weight.block
+        return self.weight.byte_format if decoded else self.weight
 
     @property
     def input(self) -> NumberFormat:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quantkit.numerics.block_scales import choose_block_scales
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
 from quantkit.numerics.nibbles import amax_factors, mse_factors
@@ -45,6 +46,8 @@ class WeightGrid:
             ShapeError: K is not a multiple of the group size.
         """
         fmt, granularity = scheme.weight, scheme.granularity
+        if fmt.block:
+            return cls(fmt, granularity, choose_block_scales(rows, fmt, observer, power))
         if not fmt.subscale_group:
             if scale is None:
                 scale = WEIGHT_SCALES[observer](rows, fmt, granularity)

@@ -18,7 +18,9 @@ from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
 from quantkit.checkpoint.weight_reader import BLOCK_ELEMENTS, Digest, SourceTensor
 from quantkit.errors import NonFiniteError, ShapeError
+from quantkit.models.source import StoredBlocks
 from quantkit.numerics.formats import NumberFormat
+from quantkit.numerics.ggml_blocks import block_bytes, take_apart
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.nibbles import pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four
@@ -52,6 +54,8 @@ class WeightPlan:
     shift: Tensor | None = None
     #: None: every weight becomes its nearest code, and dropped ones are not made up for
     rounder: Rounder | None = None
+    #: what the weight was dequantized from, to be packed without a second rounding
+    blocks: StoredBlocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +93,29 @@ def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Si
         NonFiniteError: NaN or Inf in the weight, after smoothing, or asked for by its moments.
         ShapeError: a mask that does not fit.
     """
+    if plan.blocks is not None:
+        return _copy_blocks(plan, plan.blocks, source, sinks)
     return _Encoder(plan, source).run(sinks)
+
+
+def _copy_blocks(
+    plan: WeightPlan, blocks: StoredBlocks, source: SourceTensor, sinks: Mapping[str, Sink]
+) -> Encoded:
+    digest = sha256()
+    for chunk in source.chunks(BLOCK_ELEMENTS):
+        digest.update(chunk)
+    fmt = plan.scheme.weight
+    size = prod(source.info.shape[1:]) // fmt.block * block_bytes(fmt)
+    with blocks.path.open("rb") as file:
+        for start, stop in blocks.spans:
+            file.seek(start)
+            while (rest := stop - file.tell()) > 0:
+                data = file.read(min(rest, max(BLOCK_ELEMENTS // size, 1) * size))
+                rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(-1, size)
+                codes, scale = take_apart(rows, fmt)
+                _append(sinks["weight_scale"], scale)
+                _append(sinks["weight"], codes)
+    return Encoded(LayerRecord(source.info.shape, digest.hexdigest()), None)
 
 
 class _Encoder:
@@ -131,7 +157,8 @@ class _Encoder:
         rows, fmt = block.rows, self._plan.scheme.weight
         grid = self._grid(rows, scale)
         if scale is None:
-            _append(sinks["weight_scale"], grid.scale)
+            # Those of blocks are float16 values already.
+            _append(sinks["weight_scale"], grid.scale.half() if fmt.block else grid.scale)
         if grid.factors is not None:
             _append(sinks["weight_group"], grid.factors)
         steps = grid.steps(rows.shape[1])
@@ -148,8 +175,10 @@ class _Encoder:
             except ShapeError as error:
                 raise ShapeError(f"{self._plan.layer}: {error}") from error
             _append(sinks["weight_meta"], meta)
-        if grid.factors is not None:
-            codes = pack_nibbles(codes.view(torch.int8), codes.shape[1] // grid.factors.shape[1])
+        if fmt.codes_per_byte > 1:
+            scales = grid.scale if grid.factors is None else grid.factors
+            group = codes.shape[1] // scales.shape[1]
+            codes = pack_nibbles(codes.view(torch.int8), group)
         _append(sinks["weight"], codes)
 
     def _grid(self, rows: Tensor, scale: Tensor | None) -> WeightGrid:

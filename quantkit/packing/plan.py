@@ -244,6 +244,10 @@ def _plan_layer(
     rounder = None
     if treatment.weight.rounding == "gptq":
         rounder = _rounder(layer, inputs, centred=scheme.shift or mean is not None)
+    blocks = inputs.component.blocks.get(layer.name) if scheme.weight.block else None
+    if blocks is not None:
+        # Copied as they are: nothing is lost that a bias could make up for, nothing is rounded.
+        mean, rounder = None, None
     plan = WeightPlan(
         layer.name,
         scheme,
@@ -254,6 +258,7 @@ def _plan_layer(
         mean=mean,
         shift=shift,
         rounder=rounder,
+        blocks=blocks,
     )
     return PlannedLayer(plan, tuple(_expected(layer, inputs)))
 

@@ -62,7 +62,13 @@ class WeightRecipe(Strict):
 
     @model_validator(mode="after")
     def _factors_stand_on_channels(self) -> "WeightRecipe":
-        group = find_format(self.format).subscale_group
+        fmt = find_format(self.format)
+        if fmt.block and self.granularity != f"group:{fmt.block}":
+            raise RecipeError(
+                f"weight.granularity {self.granularity} with format {self.format}: blocks of "
+                f"{fmt.block} have a scale each; set granularity: group:{fmt.block}"
+            )
+        group = fmt.subscale_group
         if group and self.granularity != "channel":
             raise RecipeError(
                 f"weight.granularity {self.granularity} with format {self.format}: groups of "

@@ -17,12 +17,12 @@ from quantkit.eval.generation import GenerationSettings, choose_prompts, make_se
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
-from quantkit.models.source import Model
+from quantkit.models.source import Model, SingleFile
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
-from quantkit.workflow.inputs import ModelLike, PromptsLike, as_path
+from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path
 
 __all__ = ["Compared", "EvaluationSettings", "Limits", "Report", "compare", "evaluate"]
 
@@ -299,7 +299,7 @@ def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -
 
 def _name(model: ModelLike) -> str:
     """Return what reports call the original."""
-    return str(model.path if isinstance(model, Model) else model)
+    return str(as_model(model).path if isinstance(model, Model | SingleFile) else model)
 
 
 def _named(name: str, progress: Progress) -> Progress:

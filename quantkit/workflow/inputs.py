@@ -7,16 +7,18 @@ from typing import TypeAlias
 
 from quantkit.calibration.hessian import Hessians, load_hessians
 from quantkit.calibration.statistics import Calibration, load_calibration
+from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_unmatched
-from quantkit.models.source import Model, open_model
+from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.pipelines.running import choose_device, read_prompts
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import MaskSet, load_masks
 from quantkit.sparsity.sparsegpt import Surgeon
+from quantkit.workflow.single_file import open_single_file
 
-ModelLike: TypeAlias = str | Path | Model
+ModelLike: TypeAlias = str | Path | SingleFile | Model
 RecipeLike: TypeAlias = str | Path | Recipe
 CalibrationLike: TypeAlias = str | Path | Calibration
 HessiansLike: TypeAlias = str | Path | Hessians
@@ -27,7 +29,30 @@ PromptsLike: TypeAlias = str | Path | Sequence[str]
 
 def as_model(model: ModelLike) -> Model:
     """Return the model, opened if it is not."""
+    if isinstance(model, SingleFile):
+        return open_single_file(model)
     return model if isinstance(model, Model) else open_model(model)
+
+
+def single_file(path: str | Path, config: str | Path) -> SingleFile:
+    """Return a model in one file.
+
+    Args:
+        path: the .gguf file.
+        config: the directory of the pipeline or the component that it belongs to.
+
+    Returns:
+        what functions take as a model.
+
+    Raises:
+        ModelError: no .gguf file.
+    """
+    if Path(path).suffix != ".gguf":
+        raise ModelError(
+            f"{path!s:.200}: config goes with a .gguf file; drop it for a directory or a hub id",
+            fields=("config",),
+        )
+    return SingleFile(Path(path), Path(config))
 
 
 def as_recipe(recipe: RecipeLike) -> Recipe:

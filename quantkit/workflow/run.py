@@ -15,7 +15,7 @@ from quantkit.eval.gates import Limits
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.models.recipe_check import refuse_unmatched
-from quantkit.models.source import Model
+from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
 from quantkit.pipelines.running import choose_device
@@ -26,7 +26,7 @@ from quantkit.storage.places import check_directory, check_file, refuse_overlap
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
 from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
 from quantkit.workflow.hessians import MomentPlan, moments_of
-from quantkit.workflow.inputs import ModelLike, RecipeLike, as_prompts, as_recipe, name_of
+from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_prompts, as_recipe, name_of
 
 #: The folder with the report, inside the output.
 REPORT = "report"
@@ -188,8 +188,10 @@ class _RunInputs:
         """Open what was given, and refuse what cannot be done."""
         chosen = as_recipe(recipe)
         refuse_search(chosen)
-        name = str(model.path if isinstance(model, Model) else model)
-        source = require_pipeline(name)
+        opened = as_model(model) if isinstance(model, Model | SingleFile) else None
+        name = str(opened.path if opened else model)
+        found = require_pipeline(name)
+        source = opened or found
         refuse_unmatched(chosen, name_of(recipe), source)
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, source, chosen, Path(output))

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from quantkit.checkpoint.spec import Kind, layer_tensors, make_config, parse_config
+from quantkit.checkpoint.schemes import parse_scheme
+from quantkit.checkpoint.spec import (
+    Kind,
+    TensorSpec,
+    layer_tensors,
+    make_config,
+    needed_version,
+    parse_config,
+)
 from quantkit.errors import CheckpointError
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
@@ -73,6 +81,35 @@ def test_layer_tensors_are_those_of_the_table(scheme, shape, wanted):
 def test_layer_tensors_refuse_shapes_that_do_not_divide(scheme, kind, shape, match):
     with pytest.raises(CheckpointError, match=match):
         layer_tensors("l", scheme, kind, shape, bias_dtype=None)
+
+
+BLOCKS = {
+    "weight": "q4_0", "granularity": "group:32", "sparsity": None, "activation": "none",
+    "buckets": None, "smooth": False, "layers": ["a"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", ["q4_0", "q8_0"])
+def test_blocks_are_weights_alone(weight):
+    item = {**BLOCKS, "weight": weight}
+    scheme, _ = parse_scheme(item, "scheme 0")
+    assert needed_version([scheme]) == 3
+    scales = layer_tensors("a", scheme, "linear", (8, 64), bias_dtype=None)[1]
+    assert scales == TensorSpec("a.weight_scale", "F16", (8, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"granularity": "channel"}, "granularity channel of weight q4_0, wanted group:32"),
+        ({"granularity": "group:64"}, "wanted group:32"),
+        ({"sparsity": "2:4"}, "sparsity 2:4 and activation none of weight q4_0"),
+        ({"activation": "token", "activation_format": "int8"}, "wanted null and none"),
+    ],
+)
+def test_blocks_with_anything_else_are_refused(change, match):
+    with pytest.raises(CheckpointError, match=match):
+        parse_scheme({**BLOCKS, **change}, "scheme 0")
 
 
 def test_config_round_trips_and_gathers_equal_schemes():

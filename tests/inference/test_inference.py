@@ -21,7 +21,7 @@ from quantkit.inference.deviation import watch
 from quantkit.inference.loading import packed_layers
 from quantkit.inference.modules import pack_module
 from quantkit.inference.operators import OPERATORS
-from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8
+from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, Q4_0, Q8_0
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.nibbles import integer_codes
@@ -52,6 +52,8 @@ SCHEMES = {
     "int4-token": Scheme(INT4, PerChannel(), None, TOKEN, smooth=True),
     "int4-static": Scheme(INT4, PerChannel(), None, STATIC),
     "int4-none": Scheme(INT4, PerChannel(), None, NONE),
+    "q4_0": Scheme(Q4_0, PerGroup(32), None, NONE),
+    "q8_0": Scheme(Q8_0, PerGroup(32), None, NONE),
     "none": Scheme(E4M3FN, PerChannel(), None, NONE),
     "none-smooth-sparse": Scheme(E5M2, PerChannel(), TWO_OF_FOUR, NONE, smooth=True),
 }
@@ -141,7 +143,7 @@ def assert_near(y, wanted, dtype, rounded_twice=False):
 def test_linear_is_what_its_scheme_says(scheme, dtype, shape):
     torch.manual_seed(0)
     layer = packed_module(
-        nn.Linear(64 if scheme.sparsity or scheme.weight is INT4 else 48, 24), scheme
+        nn.Linear(64 if scheme.sparsity or scheme.weight in (INT4, Q4_0, Q8_0) else 48, 24), scheme
     ).to(dtype)
     x = torch.randn(*shape[:-1], layer.k).to(dtype)
     assert_near(layer(x), oracle(layer, x), dtype, rounds_twice(scheme))

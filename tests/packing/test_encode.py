@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.ggml_blocks import take_apart
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.scales import MSE_GRID, mse_scale
@@ -32,7 +34,7 @@ from tests.support.packing import (
 )
 
 pytestmark = pytest.mark.usefixtures("any_model")
-OF_A_BYTE = [fmt for fmt in FORMATS.values() if fmt.codes_per_byte == 1]
+OF_A_BYTE = [fmt for fmt in FORMATS.values() if fmt.codes_per_byte == 1 and not fmt.block]
 
 
 @pytest.fixture(params=[1, 100, 1 << 17], ids="block-{}".format)
@@ -72,6 +74,27 @@ def int4_by_numpy(rows):
     steps = factors.astype("f4") * scale[:, None]
     codes = np.clip(np.rint(groups / steps[:, :, None]), -8, 7).astype(np.int8)
     return codes.reshape(rows.shape), factors, scale
+
+
+@pytest.mark.usefixtures("_block")
+@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+def test_blocks_are_ggmls_but_for_the_last_bits_of_a_scale(tmp_path, name):
+    folder = component(tmp_path / "source", small_tensors())
+    weight = {"format": name, "granularity": "group:32"}
+    run(folder, tmp_path / "packed", {"weight": weight, "activation": {"mode": "none"}})
+    found, fmt = load_file(tmp_path / "packed" / WEIGHTS), FORMATS[name]
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    for layer in ("a.fc", "a.point"):
+        rows = small_tensors()[f"{layer}.weight"].float().flatten(1).numpy()
+        codes, scale = take_apart(torch.from_numpy(gguf.quantize(rows, kind)), fmt)
+        assert torch.equal(found[f"{layer}.weight_scale"], scale)
+        # GGML rounds by d before it is a float16, quantkit by the d that is stored.
+        mine = found[f"{layer}.weight"].reshape(codes.shape)
+        assert mine.dtype == codes.dtype
+        assert (mine != codes).float().mean() < 0.03
+    # Windows of 3x3 are no blocks, and 20 columns neither.
+    assert found["a.conv.weight"].dtype == found["a.odd.weight"].dtype == torch.float16
+    verify(tmp_path / "packed", progress=silent)
 
 
 @pytest.mark.usefixtures("_block")

@@ -25,6 +25,7 @@ LAYERS = (
     ("calibration",),
     ("sparsity",),
     ("checkpoint",),
+    ("interchange",),
     ("packing",),
     ("recovery",),
     ("device",),

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import make_config, needed_version
 from quantkit.inference.modules import pack_module
+from quantkit.numerics.block_scales import choose_block_scales
 from quantkit.numerics.masks import choose_mask
 from quantkit.numerics.nibbles import GROUP, amax_factors, pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four, to_rows
@@ -35,13 +36,17 @@ def packed_tensors(weight, scheme, *, input_amax=4.0):
         scale, parts["weight_group"] = amax_factors(rows)
         wide = parts["weight_group"].repeat_interleave(GROUP, dim=1)
         codes = (rows / (wide * scale.unsqueeze(1))).round().clamp(-8, 7).to(torch.int8)
+    elif scheme.weight.block:
+        scale = choose_block_scales(rows, scheme.weight, "amax")
+        codes = quantize(rows, scale, scheme.weight, scheme.granularity)
+        scale = scale.half()
     else:
         scale = amax_scale(rows, scheme.weight, scheme.granularity)
         codes = quantize(rows, scale, scheme.weight, scheme.granularity)
     if mask is not None:
         values, parts["weight_meta"] = pack_two_of_four(codes.view(torch.uint8), mask)
         codes = values.view(scheme.weight.torch_dtype)
-    if scheme.weight.subscale_group:
+    if scheme.weight.codes_per_byte > 1:
         codes = pack_nibbles(codes, GROUP if mask is None else GROUP // 2)
     elif mask is None and weight.ndim == 4:
         n, c, kh, kw = weight.shape

@@ -1,0 +1,1 @@
+"""Files of other programs: the layouts of their denoisers, and reading and writing them."""

@@ -1,0 +1,198 @@
+"""How denoisers are named and cut in the files of their authors: one row for each tensor or group.
+
+ComfyUI, GGUF and single files have these layouts; diffusers splits some weights, swaps halves of
+others and names all of them anew. The rows say what diffusers' converters do
+(``diffusers/loaders/single_file_utils.py``), which the tests compare them with.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Row:
+    """A weight and a bias, or one tensor, in both layouts.
+
+    Names are module paths, which stand for the weight and the bias, or whole names of tensors.
+    ``{i}`` and ``{x}`` are numbers, ``{rest}`` is any rest of a name; other braces hold numbers
+    that ``layout_names`` computes from x and i.
+    """
+
+    original: str
+    #: diffusers' names; several lie one after another along dim 0 of the original
+    parts: tuple[str, ...]
+    #: whether the halves of dim 0 change places: never, always, or in the last block
+    swapped: Literal["never", "always", "last"] = "never"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The original layout of a model class."""
+
+    #: what GGUF files call it (general.architecture)
+    architecture: str
+    #: diffusers' class
+    class_name: str
+    #: what names begin with in files that hold more than the denoiser, and in GGUF files of UNets
+    prefix: str
+    #: tensors that all such files hold
+    markers: tuple[str, ...]
+    rows: tuple[Row, ...]
+    #: tensors that none of them holds
+    foreign: tuple[str, ...] = ()
+
+
+def _one(original: str, diffusers: str) -> Row:
+    return Row(original, (diffusers,))
+
+
+def _resnet(original: str, diffusers: str) -> tuple[Row, ...]:
+    names = {
+        "in_layers.0": "norm1",
+        "in_layers.2": "conv1",
+        "emb_layers.1": "time_emb_proj",
+        "out_layers.0": "norm2",
+        "out_layers.3": "conv2",
+        "skip_connection": "conv_shortcut",
+    }
+    return tuple(_one(f"{original}.{old}", f"{diffusers}.{new}") for old, new in names.items())
+
+
+_UNET = (
+    _one("time_embed.0", "time_embedding.linear_1"),
+    _one("time_embed.2", "time_embedding.linear_2"),
+    _one("label_emb.0.0", "add_embedding.linear_1"),
+    _one("label_emb.0.2", "add_embedding.linear_2"),
+    _one("input_blocks.0.0", "conv_in"),
+    *_resnet("input_blocks.{input}.0", "down_blocks.{x}.resnets.{i}"),
+    _one("input_blocks.{input}.1.{rest}", "down_blocks.{x}.attentions.{i}.{rest}"),
+    _one("input_blocks.{downsampler}.0.op", "down_blocks.{x}.downsamplers.0.conv"),
+    *_resnet("middle_block.0", "mid_block.resnets.0"),
+    _one("middle_block.1.{rest}", "mid_block.attentions.0.{rest}"),
+    *_resnet("middle_block.2", "mid_block.resnets.1"),
+    *_resnet("output_blocks.{output}.0", "up_blocks.{x}.resnets.{i}"),
+    _one("output_blocks.{output}.1.{rest}", "up_blocks.{x}.attentions.{i}.{rest}"),
+    _one("output_blocks.{upsampler}.{after}.conv", "up_blocks.{x}.upsamplers.0.conv"),
+    _one("out.0", "conv_norm_out"),
+    _one("out.2", "conv_out"),
+)
+
+
+def _qkv(original: str, attention: str, names: tuple[str, ...] = ("to_q", "to_k", "to_v")) -> Row:
+    return Row(original, tuple(f"{attention}.{name}" for name in names))
+
+
+_ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+_BLOCK = "transformer_blocks.{i}"
+_SINGLE = "single_transformer_blocks.{i}"
+
+_SD3 = (
+    _one("x_embedder.proj", "pos_embed.proj"),
+    _one("pos_embed", "pos_embed.pos_embed"),
+    _one("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
+    _one("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
+    _one("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
+    _one("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+    _one("context_embedder", "context_embedder"),
+    _qkv("joint_blocks.{i}.x_block.attn.qkv", f"{_BLOCK}.attn"),
+    _one("joint_blocks.{i}.x_block.attn.ln_q", f"{_BLOCK}.attn.norm_q"),
+    _one("joint_blocks.{i}.x_block.attn.ln_k", f"{_BLOCK}.attn.norm_k"),
+    _one("joint_blocks.{i}.x_block.attn.proj", f"{_BLOCK}.attn.to_out.0"),
+    _qkv("joint_blocks.{i}.x_block.attn2.qkv", f"{_BLOCK}.attn2"),
+    _one("joint_blocks.{i}.x_block.attn2.ln_q", f"{_BLOCK}.attn2.norm_q"),
+    _one("joint_blocks.{i}.x_block.attn2.ln_k", f"{_BLOCK}.attn2.norm_k"),
+    _one("joint_blocks.{i}.x_block.attn2.proj", f"{_BLOCK}.attn2.to_out.0"),
+    _one("joint_blocks.{i}.x_block.mlp.fc1", f"{_BLOCK}.ff.net.0.proj"),
+    _one("joint_blocks.{i}.x_block.mlp.fc2", f"{_BLOCK}.ff.net.2"),
+    _one("joint_blocks.{i}.x_block.adaLN_modulation.1", f"{_BLOCK}.norm1.linear"),
+    _qkv("joint_blocks.{i}.context_block.attn.qkv", f"{_BLOCK}.attn", _ADDED),
+    _one("joint_blocks.{i}.context_block.attn.ln_q", f"{_BLOCK}.attn.norm_added_q"),
+    _one("joint_blocks.{i}.context_block.attn.ln_k", f"{_BLOCK}.attn.norm_added_k"),
+    _one("joint_blocks.{i}.context_block.attn.proj", f"{_BLOCK}.attn.to_add_out"),
+    _one("joint_blocks.{i}.context_block.mlp.fc1", f"{_BLOCK}.ff_context.net.0.proj"),
+    _one("joint_blocks.{i}.context_block.mlp.fc2", f"{_BLOCK}.ff_context.net.2"),
+    # The last block only scales and shifts the prompt, in diffusers the other way round.
+    Row(
+        "joint_blocks.{i}.context_block.adaLN_modulation.1",
+        (f"{_BLOCK}.norm1_context.linear",),
+        swapped="last",
+    ),
+    _one("final_layer.linear", "proj_out"),
+    Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
+)
+
+_FLUX = (
+    _one("img_in", "x_embedder"),
+    _one("txt_in", "context_embedder"),
+    _one("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
+    _one("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
+    _one("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
+    _one("vector_in.out_layer", "time_text_embed.text_embedder.linear_2"),
+    _one("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
+    _one("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
+    _one("double_blocks.{i}.img_mod.lin", f"{_BLOCK}.norm1.linear"),
+    _one("double_blocks.{i}.txt_mod.lin", f"{_BLOCK}.norm1_context.linear"),
+    _qkv("double_blocks.{i}.img_attn.qkv", f"{_BLOCK}.attn"),
+    _one("double_blocks.{i}.img_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_q.weight"),
+    _one("double_blocks.{i}.img_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_k.weight"),
+    _one("double_blocks.{i}.img_attn.proj", f"{_BLOCK}.attn.to_out.0"),
+    _qkv("double_blocks.{i}.txt_attn.qkv", f"{_BLOCK}.attn", _ADDED),
+    _one("double_blocks.{i}.txt_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_added_q.weight"),
+    _one("double_blocks.{i}.txt_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_added_k.weight"),
+    _one("double_blocks.{i}.txt_attn.proj", f"{_BLOCK}.attn.to_add_out"),
+    _one("double_blocks.{i}.img_mlp.0", f"{_BLOCK}.ff.net.0.proj"),
+    _one("double_blocks.{i}.img_mlp.2", f"{_BLOCK}.ff.net.2"),
+    _one("double_blocks.{i}.txt_mlp.0", f"{_BLOCK}.ff_context.net.0.proj"),
+    _one("double_blocks.{i}.txt_mlp.2", f"{_BLOCK}.ff_context.net.2"),
+    _one("single_blocks.{i}.modulation.lin", f"{_SINGLE}.norm.linear"),
+    Row(
+        "single_blocks.{i}.linear1",
+        (
+            f"{_SINGLE}.attn.to_q",
+            f"{_SINGLE}.attn.to_k",
+            f"{_SINGLE}.attn.to_v",
+            f"{_SINGLE}.proj_mlp",
+        ),
+    ),
+    _one("single_blocks.{i}.linear2", f"{_SINGLE}.proj_out"),
+    _one("single_blocks.{i}.norm.query_norm.scale", f"{_SINGLE}.attn.norm_q.weight"),
+    _one("single_blocks.{i}.norm.key_norm.scale", f"{_SINGLE}.attn.norm_k.weight"),
+    _one("final_layer.linear", "proj_out"),
+    Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
+)
+
+_IN_PIPELINE = "model.diffusion_model."
+_LABEL = "label_emb.0.0.weight"
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(
+        "sdxl",
+        "UNet2DConditionModel",
+        _IN_PIPELINE,
+        markers=("input_blocks.0.0.weight", _LABEL),
+        rows=_UNET,
+    ),
+    # Stable Diffusion 1.x and 2.x, which GGUF files do not tell apart.
+    Layout(
+        "sd1",
+        "UNet2DConditionModel",
+        _IN_PIPELINE,
+        markers=("input_blocks.0.0.weight",),
+        rows=_UNET,
+        foreign=(_LABEL,),
+    ),
+    Layout(
+        "sd3",
+        "SD3Transformer2DModel",
+        "",
+        markers=("joint_blocks.0.x_block.attn.qkv.weight",),
+        rows=_SD3,
+    ),
+    Layout(
+        "flux",
+        "FluxTransformer2DModel",
+        "",
+        markers=("double_blocks.0.img_attn.norm.key_norm.scale",),
+        rows=_FLUX,
+    ),
+)

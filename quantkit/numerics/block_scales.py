@@ -1,0 +1,54 @@
+"""Float16 scales for groups of weights, as GGML's blocks have them."""
+
+import torch
+from torch import Tensor
+
+from quantkit.numerics.formats import NumberFormat
+from quantkit.numerics.scales import MSE_GRID, cast
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def choose_block_scales(
+    rows: Tensor, fmt: NumberFormat, observer: str, power: Tensor | None = None
+) -> Tensor:
+    """Return a scale for every block of ``fmt.block`` weights of rows.
+
+    Args:
+        rows: (R, K) float32, finite.
+        fmt: q4_0 or q8_0.
+        observer: amax, where the value of largest size gets the code of largest size; or mse, the
+            least squared error among fractions of that scale, of either sign where the codes are
+            not symmetric.
+        power: (K,) what an error of each column costs, for mse; None: all the same.
+
+    Returns:
+        (R, K / block) float32 that float16 holds exactly, never zero: 1.0 for a block of zeros.
+        What float16 cannot hold is its largest value, and weights are clipped.
+    """
+    groups = rows.reshape(len(rows), -1, fmt.block)
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    start = largest.abs() / fmt.max if fmt.symmetric else largest / fmt.min
+    if observer == "amax":
+        return _as_float16(start)
+    costs = None if power is None else power.reshape(-1, fmt.block)
+    best = _as_float16(start)
+    least = _error(groups, best, fmt, costs)
+    for sign in (1,) if fmt.symmetric else (1, -1):
+        for fraction in MSE_GRID:
+            tried = _as_float16(start * (sign * fraction))
+            error = _error(groups, tried, fmt, costs)
+            better = error < least
+            best, least = torch.where(better, tried, best), torch.where(better, error, least)
+    return best
+
+
+def _as_float16(scale: Tensor) -> Tensor:
+    rounded = scale.clamp(-_LARGEST, _LARGEST).half().float()
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+
+
+def _error(groups: Tensor, scale: Tensor, fmt: NumberFormat, costs: Tensor | None) -> Tensor:
+    wide = scale.unsqueeze(-1)
+    error = (cast(groups / wide, fmt).float() * wide - groups).square()
+    return (error if costs is None else error * costs).sum(dim=-1)

@@ -1,0 +1,150 @@
+"""Tiny random denoisers of every original layout, and what diffusers reads of them."""
+
+import inspect
+
+import torch
+from diffusers.loaders import single_file_model, single_file_utils
+
+from quantkit.interchange.joining import join
+from quantkit.interchange.layout_names import layout_of_model, original_tensors
+from tests.support.pipelines import _flux_transformer, _narrow_unet, _sd3_transformer
+
+
+def tiny_sd15(**changed):
+    return _narrow_unet(
+        "sd15",
+        **changed,
+        down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+        up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        layers_per_block=2,
+    )
+
+
+def tiny_sd2():
+    return _narrow_unet(
+        "sd15",
+        down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+        up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+        cross_attention_dim=64,
+        attention_head_dim=[1, 2],
+        use_linear_projection=True,
+    )
+
+
+def tiny_sdxl():
+    return _narrow_unet(
+        "sdxl",
+        down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
+        up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
+        transformer_layers_per_block=[1, 2],
+        attention_head_dim=[1, 2],
+        cross_attention_dim=64,
+        addition_time_embed_dim=32,
+        projection_class_embeddings_input_dim=6 * 32 + 32,
+    )
+
+
+def tiny_sd35():
+    import diffusers
+
+    return diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        caption_projection_dim=64,
+        pooled_projection_dim=64,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0, 1),
+        qk_norm="rms_norm",
+    )
+
+
+#: name -> (the model, GGUF's architecture)
+DENOISERS = {
+    "sd15": (tiny_sd15, "sd1"),
+    "sd2": (tiny_sd2, "sd1"),
+    "sdxl": (tiny_sdxl, "sdxl"),
+    "sd3": (_sd3_transformer, "sd3"),
+    "sd35": (tiny_sd35, "sd3"),
+    "flux": (_flux_transformer, "flux"),
+}
+
+
+def tiny_denoiser(name, seed=0):
+    """A denoiser whose tensors are all random, those too that are made as zeros or ones."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DENOISERS[name][0]().eval()
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def original_state(model):
+    """The tensors of a model in the original layout, without a prefix."""
+    tensors = model.state_dict()
+    layout = layout_of_model(type(model).__name__, tensors)
+    return {
+        original.name: join(original, [tensors[name] for name in original.parts])
+        for original in original_tensors(layout, tensors)
+    }
+
+
+def let_diffusers_read_narrow_flux(patch, width=64):
+    """Put the width of a tiny FLUX into diffusers' converter, which has that of FLUX.1 typed in."""
+    name = "convert_flux_transformer_checkpoint_to_diffusers"
+    code = inspect.getsource(getattr(single_file_utils, name))
+    assert code.count("inner_dim = 3072") == 1
+    space = vars(single_file_utils).copy()
+    exec(code.replace("inner_dim = 3072", f"inner_dim = {width}"), space)
+    row = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
+    patch.setitem(row, "checkpoint_mapping_fn", space[name])
+
+
+def _unet_inputs(context):
+    return {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep": torch.tensor(401.0),
+        "encoder_hidden_states": torch.randn(1, 7, context),
+    }
+
+
+def _sd3_inputs():
+    return {
+        "hidden_states": torch.randn(1, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 7, 64),
+        "pooled_projections": torch.randn(1, 64),
+        "timestep": torch.tensor([401.0]),
+    }
+
+
+def _flux_inputs():
+    return {
+        "hidden_states": torch.randn(1, 9, 16),
+        "encoder_hidden_states": torch.randn(1, 7, 64),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([0.4]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(9, 3),
+        "txt_ids": torch.zeros(7, 3),
+    }
+
+
+INPUTS = {
+    "sd15": lambda: _unet_inputs(32),
+    "sd3": _sd3_inputs,
+    "flux": _flux_inputs,
+}
+
+
+def output_of(name, model):
+    """What a denoiser makes of inputs that are always the same."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(7)
+        return model(**INPUTS[name]()).sample.float()
