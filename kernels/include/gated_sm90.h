@@ -1,12 +1,12 @@
 // GEGLU on Hopper: from the sums of outputs and of their gates to codes for the next product.
 //
-// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N +
+// y = code(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N +
 // j. A tile has kN / 2 columns of y: its first rows of w are theirs, its second half their gates;
 // of a warpgroup's two blocks of 64 rows one is each. So a lane holds h and g of the same tokens
 // and columns.
 #pragma once
 
-#include "fp8.h"
+#include "codec.h"
 #include "gelu.h"
 #include "view_sm90.h"
 
@@ -72,7 +72,8 @@ struct HopperGatedEpilogue {
     return factors;
   }
 
-  QK_DEVICE void run(const f32 (&sums)[2][Tile::kM / 2], const Factors& factors,
+  template <class Sum>
+  QK_DEVICE void run(const Sum (&sums)[2][Tile::kM / 2], const Factors& factors,
                      Position at) const {
     // The last tile's codes have been read by all who get here.
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
@@ -96,6 +97,16 @@ struct HopperGatedEpilogue {
   QK_DEVICE void finish() const {}
 
  private:
+  /// Two codes, the first one lowest.
+  static QK_DEVICE u32 encode_pair(f32 low, f32 high) {
+    if constexpr (kY == Format::kInt8) {
+      using Int8 = Codec<Format::kInt8>;
+      return Int8::encode(low) | static_cast<u32>(Int8::encode(high)) << 8;
+    } else {
+      return kY == Format::kE4M3FN ? encode_pair_e4m3fn(low, high) : encode_pair_e5m2(low, high);
+    }
+  }
+
   /// What the sums of the lane's rows are multiplied with, and what is added: [gate][half of 16
   /// rows].
   struct Lane {
@@ -110,7 +121,8 @@ struct HopperGatedEpilogue {
 
   /// Codes of 32 tokens. Of 16 rows a lane has g and g + 8 of its quad: their codes leave as one
   /// value of 16 bits, in which order `write` finds them.
-  QK_DEVICE void stage_tokens(const f32 (&sums)[2][Tile::kM / 2], const Lane& mine,
+  template <class Sum>
+  QK_DEVICE void stage_tokens(const Sum (&sums)[2][Tile::kM / 2], const Lane& mine,
                               int first) const {
     const int lane = thread % 32;
     u32 words[4];
@@ -122,13 +134,12 @@ struct HopperGatedEpilogue {
         QK_UNROLL for (int half = 0; half < 2; ++half) {
           const int sum = first / 2 + 4 * eight + 2 * half + i;
           const f32 h =
-              multiply_add(sums[0][sum] * token, mine.weight[0][half], mine.bias[0][half]);
+              multiply_add(static_cast<f32>(sums[0][sum]) * token, mine.weight[0][half], mine.bias[0][half]);
           const f32 g =
-              multiply_add(sums[1][sum] * token, mine.weight[1][half], mine.bias[1][half]);
+              multiply_add(static_cast<f32>(sums[1][sum]) * token, mine.weight[1][half], mine.bias[1][half]);
           values[half] = times_gelu(h, g);
         }
-        pairs[i] = kY == Format::kE4M3FN ? encode_pair_e4m3fn(values[0], values[1])
-                                         : encode_pair_e5m2(values[0], values[1]);
+        pairs[i] = encode_pair(values[0], values[1]);
       }
       words[eight] = pairs[0] | pairs[1] << 16;
     }
