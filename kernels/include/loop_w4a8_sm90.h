@@ -17,7 +17,10 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
   using typename Base::Sums;
   using Base::begin, Base::count, Base::first_row, Base::k, Base::lane, Base::next_output,
       Base::nibbles, Base::output, Base::ring, Base::set, Base::view;
-  static constexpr int kSteps = 4;  // matrix instructions per stage and block
+  // Matrix instructions of a block for which weights are decoded at once: where sums leave few
+  // registers, one. Fewer fill the gaps between tiles better, too.
+  static constexpr int kAtOnce = Tile::kBlocks * Base::kSums > 160 ? 1 : 2;
+  static constexpr int kParts = Base::kSteps / kAtOnce;
   static constexpr int kPeriod = 4, kLap = 2 * kPeriod;
 
   /// Factors of kPeriod K steps of the lane's two rows in every block: a word is a step's four, and
@@ -25,9 +28,9 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
   struct Metadata {
     u32 words[Tile::kBlocks][2];
   };
-  /// A stage's weights as int8.
+  /// A part of a stage's weights as int8.
   struct Weights {
-    u32 codes[Tile::kBlocks][kSteps][4];
+    u32 codes[Tile::kBlocks][kAtOnce][4];
   };
 
   /// Loads the factors of the tile's K steps `step` .. step + 3, past its end of the next tile's
@@ -52,8 +55,8 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
     }
   }
 
-  /// Decodes the warpgroup's weights in a stage, step i of a period.
-  QK_DEVICE void decode(Weights& weights, int stage, const Metadata& meta, int i) const {
+  /// Decodes a part of the warpgroup's weights in a stage, step i of a period.
+  QK_DEVICE void decode(Weights& weights, int stage, const Metadata& meta, int i, int part) const {
     const int thread = thread_index() % 128;
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       const int row = first_row + Tile::kBlockStep * block + thread / 32 * 16 + lane / 4;
@@ -61,11 +64,12 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
       QK_UNROLL for (int half = 0; half < 2; ++half) {
         const u32 factors =
             __shfl_sync(0xffffffffu, meta.words[block][half], (lane & ~3) + i);
-        QK_UNROLL for (int s = 0; s < kSteps; ++s) {
+        QK_UNROLL for (int j = 0; j < kAtOnce; ++j) {
+          const int s = kAtOnce * part + j;
           u32 word;
           load_shared(word, (first ^ s << 4) + 8 * half * Tile::kWeightRow);
           const int factor = static_cast<i8>(factors >> 8 * s);
-          u32(&codes)[4] = weights.codes[block][s];
+          u32(&codes)[4] = weights.codes[block][j];
           codes[half] = scale_codes(word & 0x0f0f0f0fu, factor) ^ 0x80808080u;
           codes[2 + half] = scale_codes(word >> 4 & 0x0f0f0f0fu, factor) ^ 0x80808080u;
         }
@@ -73,39 +77,42 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
     }
   }
 
-  QK_DEVICE void multiply(Sums& sums, const Weights& weights, int stage, bool keep) const {
-    const u64 x = operand_at<Tile::kStepK>(ring.tokens(stage));
+  QK_DEVICE void multiply(Sums& sums, const Weights& weights, int stage, int part,
+                          bool keep) const {
+    const u64 x = operand_at<Tile::kStepK>(ring.tokens(stage)) + 2 * kAtOnce * part;
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
-      QK_UNROLL for (int s = 0; s < kSteps; ++s)
-        Operation::held(sums[block], weights.codes[block][s], x + 2 * s, keep || s > 0);
+      QK_UNROLL for (int j = 0; j < kAtOnce; ++j)
+        Operation::held(sums[block], weights.codes[block][j], x + 2 * j, keep || j > 0);
     }
   }
 
-  /// Adds up the tile's K steps, the next ones of `reader`: while one stage's instructions run, the
+  /// Adds up the tile's K steps, the next ones of `reader`: while one part's instructions run, the
   /// next one's weights are decoded. `first` is the factors of the first period, loaded, and then of
   /// the next tile's.
   QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first) const {
     Metadata second;
-    Weights even, odd;
+    Weights weights[2];  // of even parts and of odd ones
     int stage = reader.take(ring, set), previous = 0;
-    decode(even, stage, first, 0);
+    decode(weights[0], stage, first, 0, 0);
     QK_NO_UNROLL for (int lap = 0; lap < count; lap += kLap) {
       QK_UNROLL for (int i = 0; i < kLap; ++i) {
         const int step = lap + i;
         if (i > 0 && step >= count) break;
         Metadata &now = i < kPeriod ? first : second, &other = i < kPeriod ? second : first;
-        Weights &mine = i % 2 == 0 ? even : odd, &next = i % 2 == 0 ? odd : even;
-        settle(mine);
-        wgmma_fence();
-        multiply(sums, mine, stage, step > 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (step > 0) ring.release(previous, lane);
-        if (i % kPeriod == 0) load_metadata(other, step + kPeriod);
+        QK_UNROLL for (int part = 0; part < kParts; ++part) {
+          settle(weights[part % 2]);
+          wgmma_fence();
+          multiply(sums, weights[part % 2], stage, part, step > 0 || part > 0);
+          wgmma_commit();
+          wgmma_wait<1>();  // and the other weights are free
+          if (part == 0 && step > 0) ring.release(previous, lane);
+          if (part == 0 && i % kPeriod == 0) load_metadata(other, step + kPeriod);
+          if (part + 1 < kParts) decode(weights[(part + 1) % 2], stage, now, i % kPeriod, part + 1);
+        }
         previous = stage;
         if (step + 1 < count) {
           stage = reader.take(ring, set);
-          decode(next, stage, i % kPeriod + 1 < kPeriod ? now : other, (i + 1) % kPeriod);
+          decode(weights[0], stage, i % kPeriod + 1 < kPeriod ? now : other, (i + 1) % kPeriod, 0);
         }
       }
     }
@@ -120,8 +127,8 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
   /// Ready before the fence of the instructions that read them, or the assembler runs those one by
   /// one.
   static QK_DEVICE void settle(Weights& weights) {
-    QK_UNROLL for (int i = 0; i < Tile::kBlocks * kSteps * 4; ++i)
-      asm volatile("" : "+r"(weights.codes[i / (4 * kSteps)][i / 4 % kSteps][i % 4])::"memory");
+    QK_UNROLL for (int i = 0; i < Tile::kBlocks * kAtOnce * 4; ++i)
+      asm volatile("" : "+r"(weights.codes[i / (4 * kAtOnce)][i / 4 % kAtOnce][i % 4])::"memory");
   }
 };
 

@@ -30,7 +30,6 @@ TILES: dict[str, HopperTile] = {
     for tile in (
         HopperTile("c256x96", 256, 96, blocks=2),
         HopperTile("c256x128", 256, 128, blocks=2),
-        HopperTile("p128x96", 128, 96, blocks=2, ping_pong=True),
         HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True),
         HopperTile("p128x160", 128, 160, blocks=2, ping_pong=True),
         HopperTile("p128x192", 128, 192, blocks=2, ping_pong=True),
@@ -76,8 +75,8 @@ COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
     (False, Sums.INT4): {
         "c256x96": Cost(5.775, 1.802, 0.631),
         "c256x128": Cost(4.828, 2.550, 0.788),
-        "p128x96": Cost(7.256, 0.690, 0.404),
-        "p128x128": Cost(7.256, 0.690, 0.504),
+        "p128x128": Cost(7.256, 0.690, 0.404),
+        "p128x160": Cost(7.180, 1.050, 0.453),
     },
 }
 

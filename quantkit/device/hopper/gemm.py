@@ -124,6 +124,7 @@ TILES: dict[str, HopperTile] = {
         # The same with a deeper ring: dense weights need it.
         HopperTile("c192x192r", 192, 192, chunk=64, staged=1),
         HopperTile("c256x128", 256, 128, blocks=2, staged=2),
+        HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True, staged=2),
         HopperTile("p128x160", 128, 160, blocks=2, ping_pong=True, staged=2),
         HopperTile("p128x192", 128, 192, blocks=2, ping_pong=True, staged=2),
     )
