@@ -68,10 +68,12 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
           const int s = kAtOnce * part + j;
           u32 word;
           load_shared(word, (first ^ s << 4) + 8 * half * Tile::kWeightRow);
-          const int factor = static_cast<i8>(factors >> 8 * s);
+          const u32 factor = signed_byte(factors, s);
+          u32 offset = 0x80808080u - 8 * 0x01010101u * factor;
+          asm("" : "+r"(offset));  // or it is distributed over the products, an addition to each
           u32(&codes)[4] = weights.codes[block][j];
-          codes[half] = scale_codes(word & 0x0f0f0f0fu, factor) ^ 0x80808080u;
-          codes[2 + half] = scale_codes(word >> 4 & 0x0f0f0f0fu, factor) ^ 0x80808080u;
+          codes[half] = (word & 0x0f0f0f0fu) * factor + offset ^ 0x80808080u;
+          codes[2 + half] = (word >> 4 & 0x0f0f0f0fu) * factor + offset ^ 0x80808080u;
         }
       }
     }
@@ -124,6 +126,13 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
   }
 
  private:
+  /// Byte i of a word, its sign extended, in one instruction.
+  static QK_DEVICE u32 signed_byte(u32 word, int i) {
+    u32 value;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(value) : "r"(word), "r"(0x8880 + 0x1111 * i));
+    return value;
+  }
+
   /// Ready before the fence of the instructions that read them, or the assembler runs those one by
   /// one.
   static QK_DEVICE void settle(Weights& weights) {
