@@ -1,6 +1,5 @@
 """Contenders of int8 and of int4 weights, beside FP8's: quantkit's operators, and torch's."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -90,7 +89,7 @@ def _dynamic(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
 def _int_mm(problem: BenchProblem) -> Call:
     _need_tokens(problem)
     (x, x_scale), (w, w_scale) = problem.x_int8, problem.w_int8
-    compiled: Callable[..., object] = torch.compile(_multiply_and_scale, dynamic=False)
+    compiled = torch.compile(_multiply_and_scale, dynamic=False)
     a, b = x.view(torch.int8), w.view(torch.int8).t()
     return partial(compiled, a, b, x_scale.unsqueeze(1), w_scale.unsqueeze(0))
 
@@ -98,7 +97,7 @@ def _int_mm(problem: BenchProblem) -> Call:
 def _compiled_dynamic(problem: BenchProblem) -> Call:
     _need_tokens(problem)
     w, w_scale = problem.w_int8
-    compiled: Callable[..., object] = torch.compile(_dynamic, dynamic=False)
+    compiled = torch.compile(_dynamic, dynamic=False)
     return partial(compiled, problem.x16, w.view(torch.int8).t(), w_scale.unsqueeze(0))
 
 

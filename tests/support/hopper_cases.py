@@ -15,8 +15,14 @@ from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.resources import kernel_sources
 from tests.support.kernel_cases import need
 
-#: Low bits of a QGMMA and of an IGMMA, dense and sparse; agreed with nvdisasm of CUDA 13.
-QGMMA, IGMMA = 0x9F3, 0xDF1
+#: Low bits of the matrix instruction, dense and sparse alike; agreed with nvdisasm of CUDA 13:
+#: QGMMA, and IGMMA with weights in shared memory and in registers.
+INSTRUCTIONS = {
+    Sums.ACCURATE: 0x9F3,
+    Sums.FAST: 0x9F3,
+    Sums.INT8: 0x9F1,
+    Sums.INT4: 0xDF1,
+}
 #: Formats of inputs and weights that have these sums.
 FORMATS_OF = {
     Sums.ACCURATE: ("e4m3fn", "e4m3fn"),
@@ -73,8 +79,7 @@ def check_machine_code(kernel):
     assert resources.spills == 0
     text = next(s for s in read_sections(content) if s.name == f".text.{kernel.symbol}")
     words = struct.iter_unpack("<IIII", text.content)
-    wanted = IGMMA if kernel.sums in {Sums.INT8, Sums.INT4} else QGMMA
-    assert any(first & 0xFFF == wanted for first, *_ in words)
+    assert any(first & 0xFFF == INSTRUCTIONS[kernel.sums] for first, *_ in words)
 
 
 def codes(shape, fmt, generator):
