@@ -26,8 +26,8 @@ class Cost:
 #: medians of 19 shapes from 1x1280x1280 to 8192x8192x8192 on one H200: random codes, L2 cold, CUDA
 #: events, f16 output, scales per token and channel. Errors weigh the less the longer a launch takes
 #: (time to the -0.15, sparse -0.25), since the clock falls in long ones and the choice is between
-#: tiles of one shape. Of integers on one H100, medians of 13; dense int8's c128x64 and sparse int8's
-#: c128x192 are moved by hand to where the golden times put the choice.
+#: tiles of one shape. Of integers on one H100, medians of 13; c128x64 of dense int8 and c128x192 of
+#: sparse int8 are moved by hand to where the measured times put the choice.
 COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
     (False, Sums.ACCURATE): {
         "c64x16": Cost(3.079, 2.979, 0.143),
