@@ -1,7 +1,8 @@
 // From a warpgroup's sums to y on Hopper: scaled, biased, rounded, turned through shared memory
 // into whole rows.
 //
-// y = sum * x_scale * w_scale + bias in f32, left to right, rounded once to io, as in epilogue.h. A
+// y = sum * x_scale * w_scale + bias in f32, left to right, rounded once to io, as in epilogue.h;
+// an int32 sum is rounded to f32 first. A
 // lane holds two neighbouring tokens of an output, y has outputs contiguous: a chunk of tokens is
 // transposed on the way into shared memory (stmatrix for 16-bit types) and leaves it 16 bytes at a
 // time.
@@ -63,7 +64,8 @@ struct HopperEpilogue {
     return factors;
   }
 
-  QK_DEVICE void run(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
+  template <class Sum>
+  QK_DEVICE void run(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
                      Position at) const {
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
@@ -130,7 +132,8 @@ struct HopperEpilogue {
   }
 
   /// Sixteen tokens from `first + part` into rows part .. of a chunk.
-  QK_DEVICE void stage_tokens(const f32 (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine,
+  template <class Sum>
+  QK_DEVICE void stage_tokens(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine,
                               u8* buffer, int first, int part) const {
     const int lane = thread % 32, warp = thread / 32;
     f32 token[2][2];
@@ -141,7 +144,8 @@ struct HopperEpilogue {
       f32 values[2][2][2];  // eight tokens, half of the outputs, neighbouring tokens
       QK_UNROLL for (int i = 0; i < 8; ++i) {
         const int eight = i / 4, half = i / 2 % 2;
-        const f32 sum = sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2];
+        const f32 sum =
+            static_cast<f32>(sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2]);
         values[eight][half][i % 2] = add_rounded(
             sum * token[eight][i % 2] * mine.weight[block][half], mine.bias[block][half]);
       }

@@ -1,12 +1,12 @@
 // GEGLU on Hopper: from the sums of outputs and of their gates to codes for the next product.
 //
-// y = fp8(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N +
+// y = code(h gelu(g) / y_scale), h = sum * x_scale * w_scale + bias of row j of w and g of row N +
 // j. A tile has kN / 2 columns of y: its first rows of w are theirs, its second half their gates;
 // of a warpgroup's two blocks of 64 rows one is each. So a lane holds h and g of the same tokens
 // and columns.
 #pragma once
 
-#include "fp8.h"
+#include "codec.h"
 #include "gelu.h"
 #include "view_sm90.h"
 
@@ -72,7 +72,8 @@ struct HopperGatedEpilogue {
     return factors;
   }
 
-  QK_DEVICE void run(const f32 (&sums)[2][Tile::kM / 2], const Factors& factors,
+  template <class Sum>
+  QK_DEVICE void run(const Sum (&sums)[2][Tile::kM / 2], const Factors& factors,
                      Position at) const {
     // The last tile's codes have been read by all who get here.
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
@@ -96,6 +97,37 @@ struct HopperGatedEpilogue {
   QK_DEVICE void finish() const {}
 
  private:
+  /// Four codes, the first one lowest.
+  static QK_DEVICE u32 encode_four(const f32 (&values)[4]) {
+    if constexpr (kY == Format::kInt8) {
+      u32 bytes[4];
+      QK_UNROLL for (int i = 0; i < 4; ++i)
+        bytes[i] = mirrored(values[i]);
+      const u32 low = __byte_perm(bytes[0], bytes[1], 0x0040),
+                high = __byte_perm(bytes[2], bytes[3], 0x0040);
+      return __byte_perm(low, high, 0x5410) ^ 0x7f7f7f7fu;
+    } else {
+      u32 pairs[2];
+      QK_UNROLL for (int i = 0; i < 2; ++i) {
+        pairs[i] = kY == Format::kE4M3FN ? encode_pair_e4m3fn(values[2 * i], values[2 * i + 1])
+                                         : encode_pair_e5m2(values[2 * i], values[2 * i + 1]);
+      }
+      return pairs[0] | pairs[1] << 16;
+    }
+  }
+
+  /// 127 - code in the lowest byte: all of its bits are set for NaN alone, as in the NaN that comes
+  /// out of arithmetic, so that 0x7f, exclusive, makes codec.h's codes of both. Asking each value
+  /// whether it is one would take twice the instructions. Ties go to odd codes: gelu's own error is
+  /// larger.
+  static QK_DEVICE u32 mirrored(f32 value) {
+    constexpr f32 kMax = Codec<Format::kInt8>::kMax;
+    f32 inside;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(inside) : "f"(value), "f"(-kMax));
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(inside) : "f"(inside), "f"(kMax));
+    return float_bits(Codec<Format::kInt8>::kMagic + kMax - inside);
+  }
+
   /// What the sums of the lane's rows are multiplied with, and what is added: [gate][half of 16
   /// rows].
   struct Lane {
@@ -110,27 +142,25 @@ struct HopperGatedEpilogue {
 
   /// Codes of 32 tokens. Of 16 rows a lane has g and g + 8 of its quad: their codes leave as one
   /// value of 16 bits, in which order `write` finds them.
-  QK_DEVICE void stage_tokens(const f32 (&sums)[2][Tile::kM / 2], const Lane& mine,
+  template <class Sum>
+  QK_DEVICE void stage_tokens(const Sum (&sums)[2][Tile::kM / 2], const Lane& mine,
                               int first) const {
     const int lane = thread % 32;
     u32 words[4];
     QK_UNROLL for (int eight = 0; eight < 4; ++eight) {
-      u32 pairs[2];
+      f32 values[4];  // of neighbouring tokens, two rows each
       QK_UNROLL for (int i = 0; i < 2; ++i) {
         const f32 token = kPerToken ? scales[first + 8 * eight + 2 * (lane % 4) + i] : 1.0f;
-        f32 values[2];
         QK_UNROLL for (int half = 0; half < 2; ++half) {
           const int sum = first / 2 + 4 * eight + 2 * half + i;
           const f32 h =
-              multiply_add(sums[0][sum] * token, mine.weight[0][half], mine.bias[0][half]);
+              multiply_add(static_cast<f32>(sums[0][sum]) * token, mine.weight[0][half], mine.bias[0][half]);
           const f32 g =
-              multiply_add(sums[1][sum] * token, mine.weight[1][half], mine.bias[1][half]);
-          values[half] = times_gelu(h, g);
+              multiply_add(static_cast<f32>(sums[1][sum]) * token, mine.weight[1][half], mine.bias[1][half]);
+          values[2 * i + half] = times_gelu(h, g);
         }
-        pairs[i] = kY == Format::kE4M3FN ? encode_pair_e4m3fn(values[0], values[1])
-                                         : encode_pair_e5m2(values[0], values[1]);
       }
-      words[eight] = pairs[0] | pairs[1] << 16;
+      words[eight] = encode_four(values);
     }
     store_transposed(shared_address(staged + staged_offset(first + lane, thread / 32)), words);
   }

@@ -1,7 +1,7 @@
 // A GEMM kernel of Hopper: the roles of a block's warpgroups, tile after tile.
 #pragma once
 
-#include "loop_sm90.h"
+#include "loop_w4a8_sm90.h"
 
 namespace qk {
 
@@ -10,7 +10,7 @@ struct HopperOperands {
   const TensorMap& x;
   const TensorMap& w;
   const TensorMap& y;  // used when rows of y are a multiple of 16 bytes
-  const u8* w_meta;    // null unless the weights are sparse
+  const u8* w_meta;    // positions of sparse weights, factors of int4 ones; null for others
   Args out;
   int k, group;
   View view;
@@ -19,7 +19,7 @@ struct HopperOperands {
 template <class Tile, Format kW, Format kX, bool kPromote, class Epilogue>
 struct HopperGemm {
   using View = typename Epilogue::View;
-  using Loop = HopperLoop<Tile, kW, kX, kPromote, View>;
+  using Loop = typename HopperLoopOf<Tile::kInt4>::template Loop<Tile, kW, kX, kPromote, View>;
   using Operands = HopperOperands<typename Epilogue::Args, View>;
   // 65536 registers, the same for every thread at first (168, or 128 beside three multiplying
   // warpgroups): the copying warpgroup hands its share over.
@@ -92,12 +92,12 @@ struct HopperGemm {
         ring,           group,          row,    lane, op.w_meta, 0, output_of(tile), op.out.n, op.k,
         schedule.begin, schedule.count, op.view};
     typename Loop::Metadata meta;
-    if constexpr (Tile::kSparse) loop.load_metadata(meta, schedule.count);
+    if constexpr (Tile::kHasMetadata) loop.load_metadata(meta, schedule.count);
     while (tile < schedule.total) {
       const Position at = schedule.position(tile), mine = {at.m, at.n + row};
       const auto factors = epilogue.load_factors(mine);
       tile += turns * schedule.step;
-      if constexpr (Tile::kSparse) {
+      if constexpr (Tile::kHasMetadata) {
         loop.output = loop.next_output;
         loop.next_output = output_of(tile < schedule.total ? tile : schedule.first);
       }
@@ -131,11 +131,8 @@ struct HopperGemm {
     if (rank > 0) return;
     for (int from = 1; from < Tile::kTeam; ++from) {
       QK_UNROLL for (int i = 0; i < kCount; ++i) {
-        f32 other;
-        asm volatile("ld.shared.f32 %0, [%1];"
-                     : "=f"(other)
-                     : "r"(partial_sum(from, i))
-                     : "memory");
+        typename Loop::Sum other;
+        load_shared(other, partial_sum(from, i));
         sums[i / Loop::kSums][i % Loop::kSums] += other;
       }
     }

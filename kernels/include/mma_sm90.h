@@ -1,9 +1,10 @@
-// Hopper's warpgroup matrix instruction on FP8: wgmma m64nNk32, and wgmma.sp m64nNk64 with 2:4
-// weights.
+// Hopper's warpgroup matrix instruction on FP8 and int8: wgmma m64nNk32, and wgmma.sp m64nNk64 with
+// 2:4 weights.
 //
 // Weights are A (64 outputs), tokens are B (N of them), both K-contiguous in shared memory,
-// swizzled as the copy engine leaves them. Four warps issue together; warp w of them holds outputs
-// 16w .. 16w + 15. With g = lane / 4 and t = lane % 4:
+// swizzled as the copy engine leaves them; A may lie in registers instead. Four warps issue
+// together; warp w of them holds outputs 16w .. 16w + 15. With g = lane / 4 and t = lane % 4:
+//   A   a[i], four codes each: output 16w + g + 8 (i % 2), k = 16 (i / 2) + 4t .. + 3
 //   D   acc[4j + e], j < N / 8: token 8j + 2t + e % 2, output 16w + g + 8 (e / 2)
 //   sp  metadata word of a step of 64 K: output 16w + g + 8 (t % 2), groups
 //       8 (t / 2) .. 8 (t / 2) + 7, as on disk
@@ -40,6 +41,11 @@ QK_DEVICE void settle(f32 (&sums)[kCount]) {
   QK_UNROLL for (int i = 0; i < kCount; ++i)
     asm volatile("" : "+f"(sums[i])::"memory");
 }
+template <int kCount>
+QK_DEVICE void settle(int (&sums)[kCount]) {
+  QK_UNROLL for (int i = 0; i < kCount; ++i)
+    asm volatile("" : "+r"(sums[i])::"memory");
+}
 
 /// d = w x^T (+ d when `keep` is not 0); specialised below for every N in use.
 template <int kTokens>
@@ -72,64 +78,84 @@ struct Wgmma;
 #define QK_REGISTERS_176 QK_REGISTERS_160 ", " QK_R10
 #define QK_REGISTERS_192 QK_REGISTERS_160 ", " QK_R10 ", " QK_R11
 #define QK_REGISTERS_256 QK_REGISTERS_192 ", " QK_R12 ", " QK_R13 ", " QK_R14 ", " QK_R15
-#define QK_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define QK_D8(i) QK_D(i), QK_D(i + 4)
-#define QK_SUMS_16 QK_D8(0)
-#define QK_SUMS_32 QK_SUMS_16, QK_D8(8)
-#define QK_SUMS_64 QK_SUMS_32, QK_D8(16), QK_D8(24)
-#define QK_SUMS_96 QK_SUMS_64, QK_D8(32), QK_D8(40)
-#define QK_SUMS_128 QK_SUMS_96, QK_D8(48), QK_D8(56)
-#define QK_SUMS_144 QK_SUMS_128, QK_D8(64)
-#define QK_SUMS_160 QK_SUMS_128, QK_D8(64), QK_D8(72)
-#define QK_SUMS_176 QK_SUMS_160, QK_D8(80)
-#define QK_SUMS_192 QK_SUMS_160, QK_D8(80), QK_D8(88)
-#define QK_SUMS_256 QK_SUMS_192, QK_D8(96), QK_D8(104), QK_D8(112), QK_D8(120)
+// s: the constraint of a sum.
+#define QK_D(s, i) s(d[i]), s(d[i + 1]), s(d[i + 2]), s(d[i + 3])
+#define QK_D8(s, i) QK_D(s, i), QK_D(s, i + 4)
+#define QK_SUMS_16(s) QK_D8(s, 0)
+#define QK_SUMS_32(s) QK_SUMS_16(s), QK_D8(s, 8)
+#define QK_SUMS_64(s) QK_SUMS_32(s), QK_D8(s, 16), QK_D8(s, 24)
+#define QK_SUMS_96(s) QK_SUMS_64(s), QK_D8(s, 32), QK_D8(s, 40)
+#define QK_SUMS_128(s) QK_SUMS_96(s), QK_D8(s, 48), QK_D8(s, 56)
+#define QK_SUMS_144(s) QK_SUMS_128(s), QK_D8(s, 64)
+#define QK_SUMS_160(s) QK_SUMS_128(s), QK_D8(s, 64), QK_D8(s, 72)
+#define QK_SUMS_176(s) QK_SUMS_160(s), QK_D8(s, 80)
+#define QK_SUMS_192(s) QK_SUMS_160(s), QK_D8(s, 80), QK_D8(s, 88)
+#define QK_SUMS_256(s) QK_SUMS_192(s), QK_D8(s, 96), QK_D8(s, 104), QK_D8(s, 112), QK_D8(s, 120)
 
-#define QK_DENSE(n, types, w, x, keep)                                                       \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                  \
-               ", 0;\n\t"                                                                    \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." types " {" QK_REGISTERS_##n \
-               "}, " w ", " x ", p, 1, 1;\n\t}"                                              \
-               : QK_SUMS_##n                                                                 \
+// `behind`: the factors of A and B, which float types have.
+#define QK_FLOAT ", 1, 1"
+#define QK_DENSE(n, s, types, behind, w, x, keep)                                          \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                \
+               ", 0;\n\t"                                                                  \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" QK_REGISTERS_##n   \
+               "}, " w ", " x ", p" behind ";\n\t}"                                        \
+               : QK_SUMS_##n(s)                                                            \
                : "l"(weights), "l"(tokens), "r"(keep_sums))
-#define QK_SPARSE(n, types, w, x, meta, keep)                                                   \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                     \
-               ", 0;\n\t"                                                                       \
-               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64.f32." types " {" QK_REGISTERS_##n \
-               "}, " w ", " x ", " meta ", 0, p, 1, 1;\n\t}"                                    \
-               : QK_SUMS_##n                                                                    \
+#define QK_SPARSE(n, s, types, behind, w, x, meta, keep)                                      \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                   \
+               ", 0;\n\t"                                                                     \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64." types " {" QK_REGISTERS_##n   \
+               "}, " w ", " x ", " meta ", 0, p" behind ";\n\t}"                              \
+               : QK_SUMS_##n(s)                                                               \
                : "l"(weights), "l"(tokens), "r"(metadata), "r"(keep_sums))
-// i0 .. i3: the numbers of the operands after the sums.
-#define QK_WGMMA(n, i0, i1, i2, i3)                                                        \
-  template <>                                                                              \
-  struct Wgmma<n> {                                                                        \
-    template <Format kW, Format kX>                                                        \
-    static QK_DEVICE void dense(f32 (&d)[n / 2], u64 weights, u64 tokens, int keep_sums) { \
-      constexpr bool kW4 = kW == Format::kE4M3FN, kX4 = kX == Format::kE4M3FN;             \
-      if constexpr (kW4 && kX4) QK_DENSE(n, "e4m3.e4m3", i0, i1, i2);                      \
-      if constexpr (kW4 && !kX4) QK_DENSE(n, "e4m3.e5m2", i0, i1, i2);                     \
-      if constexpr (!kW4 && kX4) QK_DENSE(n, "e5m2.e4m3", i0, i1, i2);                     \
-      if constexpr (!kW4 && !kX4) QK_DENSE(n, "e5m2.e5m2", i0, i1, i2);                    \
-    }                                                                                      \
-    template <Format kW, Format kX>                                                        \
-    static QK_DEVICE void sparse(f32 (&d)[n / 2], u64 weights, u64 tokens, u32 metadata,   \
-                                 int keep_sums) {                                          \
-      constexpr bool kW4 = kW == Format::kE4M3FN, kX4 = kX == Format::kE4M3FN;             \
-      if constexpr (kW4 && kX4) QK_SPARSE(n, "e4m3.e4m3", i0, i1, i2, i3);                 \
-      if constexpr (kW4 && !kX4) QK_SPARSE(n, "e4m3.e5m2", i0, i1, i2, i3);                \
-      if constexpr (!kW4 && kX4) QK_SPARSE(n, "e5m2.e4m3", i0, i1, i2, i3);                \
-      if constexpr (!kW4 && !kX4) QK_SPARSE(n, "e5m2.e5m2", i0, i1, i2, i3);               \
-    }                                                                                      \
+#define QK_HELD(n, a0, a1, a2, a3, x, keep)                                                      \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                      \
+               ", 0;\n\t"                                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QK_REGISTERS_##n         \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " x ", p;\n\t}"                             \
+               : QK_SUMS_##n("+r")                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(keep_sums))
+// i0 .. i5: the numbers of the operands after the sums.
+#define QK_WGMMA(n, i0, i1, i2, i3, i4, i5)                                                      \
+  template <>                                                                                    \
+  struct Wgmma<n> {                                                                              \
+    template <Format kW, Format kX>                                                              \
+    static QK_DEVICE void dense(Sum<kW, kX> (&d)[n / 2], u64 weights, u64 tokens,                \
+                                int keep_sums) {                                                 \
+      constexpr bool kInteger = kX == Format::kInt8, kW4 = kW == Format::kE4M3FN,                \
+                     kX4 = kX == Format::kE4M3FN;                                                \
+      if constexpr (kInteger) QK_DENSE(n, "+r", "s32.s8.s8", "", i0, i1, i2);                    \
+      else if constexpr (kW4 && kX4) QK_DENSE(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2);   \
+      else if constexpr (kW4) QK_DENSE(n, "+f", "f32.e4m3.e5m2", QK_FLOAT, i0, i1, i2);          \
+      else if constexpr (kX4) QK_DENSE(n, "+f", "f32.e5m2.e4m3", QK_FLOAT, i0, i1, i2);          \
+      else QK_DENSE(n, "+f", "f32.e5m2.e5m2", QK_FLOAT, i0, i1, i2);                             \
+    }                                                                                            \
+    template <Format kW, Format kX>                                                              \
+    static QK_DEVICE void sparse(Sum<kW, kX> (&d)[n / 2], u64 weights, u64 tokens, u32 metadata, \
+                                 int keep_sums) {                                                \
+      constexpr bool kInteger = kX == Format::kInt8, kW4 = kW == Format::kE4M3FN,                \
+                     kX4 = kX == Format::kE4M3FN;                                                \
+      if constexpr (kInteger) QK_SPARSE(n, "+r", "s32.s8.s8", "", i0, i1, i2, i3);               \
+      else if constexpr (kW4 && kX4)                                                             \
+        QK_SPARSE(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2, i3);                           \
+      else if constexpr (kW4) QK_SPARSE(n, "+f", "f32.e4m3.e5m2", QK_FLOAT, i0, i1, i2, i3);     \
+      else if constexpr (kX4) QK_SPARSE(n, "+f", "f32.e5m2.e4m3", QK_FLOAT, i0, i1, i2, i3);     \
+      else QK_SPARSE(n, "+f", "f32.e5m2.e5m2", QK_FLOAT, i0, i1, i2, i3);                        \
+    }                                                                                            \
+    /* int8 weights in registers, which stay as they are until the instruction has ended. */     \
+    static QK_DEVICE void held(int (&d)[n / 2], const u32 (&a)[4], u64 tokens, int keep_sums) {  \
+      QK_HELD(n, i0, i1, i2, i3, i4, i5);                                                        \
+    }                                                                                            \
   };
-QK_WGMMA(16, "%8", "%9", "%10", "%11")
-QK_WGMMA(32, "%16", "%17", "%18", "%19")
-QK_WGMMA(64, "%32", "%33", "%34", "%35")
-QK_WGMMA(96, "%48", "%49", "%50", "%51")
-QK_WGMMA(128, "%64", "%65", "%66", "%67")
-QK_WGMMA(144, "%72", "%73", "%74", "%75")
-QK_WGMMA(160, "%80", "%81", "%82", "%83")
-QK_WGMMA(176, "%88", "%89", "%90", "%91")
-QK_WGMMA(192, "%96", "%97", "%98", "%99")
-QK_WGMMA(256, "%128", "%129", "%130", "%131")
+QK_WGMMA(16, "%8", "%9", "%10", "%11", "%12", "%13")
+QK_WGMMA(32, "%16", "%17", "%18", "%19", "%20", "%21")
+QK_WGMMA(64, "%32", "%33", "%34", "%35", "%36", "%37")
+QK_WGMMA(96, "%48", "%49", "%50", "%51", "%52", "%53")
+QK_WGMMA(128, "%64", "%65", "%66", "%67", "%68", "%69")
+QK_WGMMA(144, "%72", "%73", "%74", "%75", "%76", "%77")
+QK_WGMMA(160, "%80", "%81", "%82", "%83", "%84", "%85")
+QK_WGMMA(176, "%88", "%89", "%90", "%91", "%92", "%93")
+QK_WGMMA(192, "%96", "%97", "%98", "%99", "%100", "%101")
+QK_WGMMA(256, "%128", "%129", "%130", "%131", "%132", "%133")
 
 }  // namespace qk

@@ -11,6 +11,9 @@
 
 namespace qk {
 
+/// How w lies in memory: int8 or FP8 codes, the kept ones of 2:4 weights, or int4 codes.
+enum class Stored { kDense, kSparse, kInt4 };
+
 struct Problem {
   int m, n, k;
   int group;  // token tiles that are walked together, so that they meet in L2
@@ -21,11 +24,14 @@ struct Problem {
 /// last one is written. Large chunks take fewer barriers, small ones less memory and start to leave
 /// earlier. Gated: half of the rows of w gate the other half, and y has a column for two of them
 /// (gated_sm90.h).
-template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, bool Sparse,
-          int OutputBytes, int Chunk, bool Gated = false>
+template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, Stored W, int OutputBytes,
+          int Chunk, bool Gated = false>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
-  static constexpr bool kPingPong = PingPong, kSparse = Sparse, kGated = Gated;
+  static constexpr bool kPingPong = PingPong, kGated = Gated;
+  static constexpr bool kSparse = W == Stored::kSparse, kInt4 = W == Stored::kInt4;
+  static constexpr bool kHasMetadata = kSparse || kInt4;
+  static constexpr int kPerMeta = kSparse ? 8 : 32;  // weights of a row for a byte of metadata
   static constexpr int kConsumers = PingPong ? 2 : N / (64 * Blocks);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kOutputs = 64 * Blocks;  // of a warpgroup
@@ -34,7 +40,7 @@ struct HopperTile {
   static constexpr int kBlockStep =
       Gated ? N / 2 : 64;             // rows from one block of a warpgroup to the next
   static constexpr int kStepK = 128;  // K of a stage: a swizzled row of token codes
-  static constexpr int kWeightRow = Sparse ? kStepK / 2 : kStepK;
+  static constexpr int kWeightRow = kHasMetadata ? kStepK / 2 : kStepK;
   static constexpr int kWeightBytes = N * kWeightRow, kTokenBytes = M * kStepK;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // A warpgroup's staged outputs: boxes of kChunk rows of 128 bytes, swizzled over 8 rows.

@@ -10,22 +10,24 @@
 
 namespace qk {
 
-/// Bytes of a row of metadata: 16 from `begin`, as far as they lie before `end`, which is in the
-/// row.
+/// Bytes of a row of metadata: those of a K step from `begin` (16 positions of sparse weights, four
+/// factors of int4 ones), as far as they lie before `end`, which is in the row.
 struct ByteRange {
   int begin, end;
-  bool whole;  // all of them or none, on 16 bytes
+  bool whole;  // all of them or none, aligned to their number
 };
 
 /// Matrices, as they are: K steps follow one another.
 template <class Tile>
 struct MatrixView {
+  static constexpr int kBytes = Tile::kStepK / Tile::kPerMeta;
+
   QK_DEVICE int depth(int k) const { return k; }
   QK_DEVICE Coordinates<2> tokens(int step, int m) const { return {{step * Tile::kStepK, m}}; }
   QK_DEVICE Coordinates<2> weights(int step, int n) const { return {{step * Tile::kWeightRow, n}}; }
   QK_DEVICE Coordinates<2> outputs(int m, int within, int n) const { return {{n, m + within}}; }
   QK_DEVICE ByteRange metadata(int step, int k) const {
-    return {16 * step, k / 8, k / 8 % 16 == 0};
+    return {kBytes * step, k / Tile::kPerMeta, k / Tile::kPerMeta % kBytes == 0};
   }
 };
 
@@ -42,6 +44,7 @@ struct MatrixView {
 template <class Tile>
 struct PictureView {
   static_assert(Tile::kTeam == 1, "hopper/conv.py has no launches for teams");
+  static constexpr int kBytes = Tile::kStepK / Tile::kPerMeta;
 
   int channels, taps, taps_wide;
   int wide_bits, across, down;
@@ -64,8 +67,9 @@ struct PictureView {
   }
   QK_DEVICE ByteRange metadata(int step, int) const {
     // Behind the last tap, where codes are zeros, that one again.
-    const int last = step / steps(), tap = last < taps ? last : taps - 1, row = channels / 8;
-    return {tap * row + step % steps() * 16, tap * row + row, row % 16 == 0};
+    const int last = step / steps(), tap = last < taps ? last : taps - 1,
+              row = channels / Tile::kPerMeta;
+    return {tap * row + step % steps() * kBytes, tap * row + row, row % kBytes == 0};
   }
 
  private:

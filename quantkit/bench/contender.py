@@ -1,7 +1,7 @@
 """What can be timed: an operation's contenders, and how a result is judged."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class Contender:
     limit: float
     #: sums stay in a matrix unit that keeps fewer bits than float32
     fast: bool = False
+
+    def renamed(self, name: str) -> "Contender":
+        """Return the same under another name, among contenders of other operations."""
+        return replace(self, name=name)
 
     def allowed(self, k: int) -> float:
         """Return the largest error that counts as right over K products."""

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from quantkit.bench import geglu, libraries, operators
+from quantkit.bench import geglu, integers, libraries, operators
 from quantkit.bench.compiling import compiler_settings_kept
 from quantkit.bench.contender import Contender, UnavailableError
 from quantkit.bench.machine import describe_machine, read_clocks
@@ -74,6 +74,17 @@ OPERATIONS: dict[str, Operation] = {
             "quantize and multiply, 2:4 weights",
             operators.LINEAR_SPARSE,
             libraries.LINEAR_SPARSE,
+            32,
+            True,
+        ),
+        Operation(
+            "gemm_int8", "int8 product of codes", integers.GEMM, integers.LIBRARIES_GEMM, 32, False
+        ),
+        Operation(
+            "linear_int8",
+            "quantize to int8 and multiply",
+            integers.LINEAR,
+            integers.LIBRARIES_LINEAR,
             32,
             True,
         ),

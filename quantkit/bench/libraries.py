@@ -17,7 +17,7 @@ from quantkit.bench.contender import Contender, UnavailableError, worst_of
 from quantkit.bench.problem import BenchProblem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
-from quantkit.bench.torchao_fp8 import quantize
+from quantkit.bench.torchao_dynamic import quantize
 
 _E4M3 = torch.float8_e4m3fn
 # bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012.
@@ -84,14 +84,23 @@ def _compiled_dynamic(problem: BenchProblem, *, sparse: bool = False) -> Call:
     return partial(compiled, x, w, w_scale)
 
 
-def _torchao(problem: BenchProblem) -> Call:
+def torchao_layer(problem: BenchProblem, kind: str = "fp8") -> Call:
+    """Return a call of a compiled layer of torchao's.
+
+    Args:
+        problem: whose weights and inputs it has.
+        kind: fp8 or int8.
+
+    Raises:
+        UnavailableError: torchao or a compiler is missing.
+    """
     need_compiler(problem)
     n, k = problem.w16.shape
     layer = torch.nn.Linear(k, n, bias=False, device=problem.device, dtype=torch.bfloat16)
     with torch.no_grad():
         layer.weight.copy_(problem.w16)
     try:
-        quantize(layer, tuned=True)
+        quantize(layer, kind, tuned=True)
     except ImportError as error:
         raise UnavailableError(f"torchao is not installed ({error})") from error
     return partial(torch.compile(layer, dynamic=False), problem.x16.bfloat16())
@@ -217,7 +226,7 @@ QUANTIZE_TOKEN = (
 LINEAR = (
     _F16,
     Contender(_COMPILED, False, Precision.FP8, _compiled_dynamic, _EXACT, _NOISY),
-    Contender("torchao, compiled", False, Precision.FP8, _torchao, _EXACT, _NOISY),
+    Contender("torchao, compiled", False, Precision.FP8, torchao_layer, _EXACT, _NOISY),
 )
 LINEAR_SPARSE = (
     _F16_OF_SPARSE,

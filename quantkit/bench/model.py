@@ -29,7 +29,7 @@ from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Stopwatch, TimingPlan
-from quantkit.bench.torchao_fp8 import quantize
+from quantkit.bench.torchao_dynamic import quantize
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
 from quantkit.progress import Progress
@@ -58,7 +58,7 @@ class _Bench:
         """Return the contender's model, not compiled yet."""
         if contender.torchao:
             # Tuned for all of a model's kernels it is not ready in minutes.
-            return quantize(deepcopy(self.dense), tuned=False)
+            return quantize(deepcopy(self.dense), contender.torchao, tuned=False)
         variant = contender.variant
         if variant is None:
             return self.dense

@@ -13,14 +13,15 @@ class ModelContender:
     compiled: bool
     #: None: as it is, or as torchao makes it
     variant: PackedVariant | None = None
-    torchao: bool = False
+    #: fp8 or int8: what torchao makes of its linear layers
+    torchao: str = ""
     #: under ``fast_sums``
     fast: bool = False
     #: largest ||difference|| / ||output|| from float16, of those that are not packed
     limit: float = 0.05
 
 
-#: FP8's own error over all layers of a random model is not ours to judge.
+#: FP8's and int8's own error over all layers of a random model is not ours to judge.
 _COARSE = 0.5
 
 MODEL_CONTENDERS: dict[str, ModelContender] = {
@@ -28,7 +29,10 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
     for contender in (
         ModelContender("f16", compiled=False),
         ModelContender("f16-compiled", compiled=True),
-        ModelContender("torchao-compiled", compiled=True, torchao=True, limit=_COARSE),
+        *(
+            ModelContender(f"torchao{suffix}-compiled", compiled=True, torchao=kind, limit=_COARSE)
+            for kind, suffix in (("fp8", ""), ("int8", "-int8"))
+        ),
         *(
             ModelContender(f"{name}{suffix}", compiled, variant)
             for name, variant in (
@@ -38,6 +42,10 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
                 ("sparse-static", PackedVariant(sparse=True, static=True)),
                 ("fp8-linear", PackedVariant(linear_only=True)),
                 ("sparse-linear", PackedVariant(sparse=True, linear_only=True)),
+                ("int8", PackedVariant(weights="int8")),
+                ("int8-static", PackedVariant(weights="int8", static=True)),
+                ("w4a8", PackedVariant(weights="int4")),
+                ("w4a8-static", PackedVariant(weights="int4", static=True)),
             )
             for suffix, compiled in (("", False), ("-compiled", True))
         ),

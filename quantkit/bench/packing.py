@@ -17,6 +17,7 @@ from quantkit.calibration.collect import library_versions, observed_layers, weig
 from quantkit.calibration.hooks import Collector
 from quantkit.calibration.statistics import Calibration, CalibrationProvenance
 from quantkit.models.source import Model, open_model
+from quantkit.numerics.formats import find_format
 from quantkit.packing import pack as pipeline
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.progress import Progress
@@ -43,6 +44,8 @@ class PackedVariant:
     linear_only: bool = False
     #: one calibrated scale per layer instead of one per token
     static: bool = False
+    #: format of the weights; inputs are int8 where they are integers
+    weights: str = "e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class Source:
         if variant.static:
             # One step's amax; weights as the others have them, so that inputs alone differ.
             changes["activation"] = ActivationRecipe(mode="static", observer="amax")
-            changes["weight"] = WeightRecipe()
+        if variant.static or find_format(variant.weights).is_integer:
+            changes["weight"] = WeightRecipe(format=variant.weights)
         return recipe.model_copy(update=changes)
 
 

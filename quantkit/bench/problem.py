@@ -7,8 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.bench.shapes import Shape
+from quantkit.device.ops.products import decode_int4
 from quantkit.device.ops.quantize import quantize_static, quantize_token
+from quantkit.numerics.formats import INT4, INT8
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
+from quantkit.numerics.nibbles import GROUP, amax_factors, pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four
 from quantkit.numerics.scales import decode
 
@@ -84,6 +87,51 @@ class BenchProblem:
         return (*pack_two_of_four(codes, self.mask), scale)
 
     @cached_property
+    def x_int8(self) -> tuple[Tensor, Tensor]:
+        """(M, K) uint8, the bytes of int8 codes, and (M,) float32 scales of the inputs."""
+        return _coded(self.x16, INT8.name)
+
+    @cached_property
+    def static_scale_int8(self) -> Tensor:
+        """(1,) float32, of all inputs."""
+        return (self.x16.float().abs().amax() / INT8.max).reshape(1)
+
+    @cached_property
+    def w_int8(self) -> tuple[Tensor, Tensor]:
+        """(N, K) uint8, the bytes of int8 codes, and (N,) float32 scales of the weights."""
+        return _coded(self.w16, INT8.name)
+
+    @cached_property
+    def w_int4(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, K / 2) uint8 nibbles, (N, K / 32) uint8 factors, and (N,) float32 scales."""
+        rows = self.w16.float()
+        scale, factors = amax_factors(rows)
+        steps = (factors.float() * scale.unsqueeze(1)).repeat_interleave(GROUP, dim=1)
+        codes = (rows / steps).round().clamp(INT4.min, INT4.max)
+        return pack_nibbles(codes), factors.view(torch.uint8), scale
+
+    @cached_property
+    def exact_int8(self) -> Tensor:
+        """(M, N) float64: the product of int8 codes, scales included."""
+        x, w = (self._decoded(coded, INT8.name) for coded in (self.x_int8, self.w_int8))
+        return self._product(x, w)
+
+    @cached_property
+    def exact_static_int8(self) -> Tensor:
+        """(M, N) float64: the same with one input scale."""
+        scale = self.static_scale_int8
+        coded = quantize_static(self.x16, None, None, scale, INT8.name), scale
+        x, w = (self._decoded(given, INT8.name) for given in (coded, self.w_int8))
+        return self._product(x, w)
+
+    @cached_property
+    def exact_w4a8(self) -> Tensor:
+        """(M, N) float64: the product of int8 codes and int4 weights."""
+        packed, factors, scale = self.w_int4
+        w = decode_int4(packed, factors), scale
+        return self._product(*(self._decoded(coded, INT8.name) for coded in (self.x_int8, w)))
+
+    @cached_property
     def exact_codes(self) -> Tensor:
         """(M, N) float64: the product of the codes, scales included."""
         return self._product(self._decoded(self.x), self._decoded(self.w))
@@ -150,9 +198,9 @@ class BenchProblem:
         return (made * std).half()
 
     @staticmethod
-    def _decoded(coded: tuple[Tensor, Tensor]) -> Tensor:
+    def _decoded(coded: tuple[Tensor, Tensor], fmt: str = FORMAT) -> Tensor:
         codes, scale = coded
-        return decode(codes, FORMAT, torch.float64) * scale.double().unsqueeze(1)
+        return decode(codes, fmt, torch.float64) * scale.double().unsqueeze(1)
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
         y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.device)
@@ -161,9 +209,9 @@ class BenchProblem:
         return y
 
 
-def _coded(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _coded(rows: Tensor, fmt: str = FORMAT) -> tuple[Tensor, Tensor]:
     """Return uint8 codes and a float32 scale per row."""
-    scale, codes = quantize_token(rows, None, None, FORMAT)
+    scale, codes = quantize_token(rows, None, None, fmt)
     return codes, scale
 
 

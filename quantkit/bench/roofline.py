@@ -20,6 +20,8 @@ class Precision(Enum):
     F16_SPARSE = "f16 2:4"
     FP8 = "fp8"
     FP8_SPARSE = "fp8 2:4"
+    INT8 = "int8"
+    W4A8 = "int4 weights, int8"
 
 
 #: Bytes per weight: 2:4 keeps half of the values and, per kept one, 2 bits of position in FP8
@@ -29,6 +31,9 @@ WEIGHT_BYTES = {
     Precision.F16_SPARSE: 1.125,
     Precision.FP8: 1.0,
     Precision.FP8_SPARSE: 0.625,
+    Precision.INT8: 1.0,
+    # Nibbles, and a byte for 32 of them.
+    Precision.W4A8: 0.53125,
 }
 #: Peak as a multiple of another precision's: 2:4 instructions do twice the work.
 _TWICE = {Precision.F16_SPARSE: Precision.F16, Precision.FP8_SPARSE: Precision.FP8}
@@ -119,6 +124,10 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         sheet = _SHEETS.get(torch.cuda.get_device_name(device))
         if sheet is not None:
             matmul[Precision.FP8] = Ceiling(sheet.fp8, measured=False, source=sheet.source)
+    for integer in (Precision.INT8, Precision.W4A8):
+        # The units that multiply FP8 multiply int8 as fast, on all of these devices.
+        if Precision.FP8 in matmul:
+            matmul[integer] = matmul[Precision.FP8]
     for sparse, dense in _TWICE.items():
         if dense in matmul:
             known = matmul[dense]

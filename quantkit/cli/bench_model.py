@@ -36,9 +36,10 @@ def bench() -> None:
     "--contenders",
     multiple=True,
     metavar="NAME",
-    help="Only this one; may be repeated. f16, torchao, fp8 and sparse (4:2 and FP8), inputs per "
-    "token; -static has calibrated scales, -linear leaves convolutions in 16 bit, -fast has fast "
-    "sums, -compiled goes through torch.compile.",
+    help="Only this one; may be repeated. f16, torchao, torchao-int8, fp8, sparse (4:2 and FP8), "
+    "int8 and w4a8 (int4 weights, int8 inputs), inputs per token; -static has calibrated scales, "
+    "-linear leaves convolutions in 16 bit, -fast has fast sums, -compiled goes through "
+    "torch.compile.",
 )
 @click.option(
     "--compile",

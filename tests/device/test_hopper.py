@@ -1,6 +1,7 @@
 """The Hopper kernels: their launches, the tile that a shape takes, and on a GPU their sums."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,27 +12,43 @@ from quantkit.device.backends import Backend
 from quantkit.device.gpu import nvrtc
 from quantkit.device.gpu.calls import Call
 from quantkit.device.hopper.choice import COSTS, choose_tile, estimate
-from quantkit.device.hopper.gemm import SHARED_LIMIT, TILES, HopperKernel, arguments, plan_launch
+from quantkit.device.hopper.gemm import (
+    SHARED_LIMIT,
+    TILES,
+    HopperKernel,
+    Sums,
+    arguments,
+    plan_launch,
+)
 from quantkit.device.hopper.tensormap import ITEM_BYTES
 from quantkit.errors import KernelError
-from quantkit.numerics.packing import LEGAL_NIBBLES
 from quantkit.numerics.scales import decode
-from tests.support.hopper_cases import check_machine_code, compile_kernel, symbol
+from tests.support.hopper_cases import (
+    UNITS,
+    check_machine_code,
+    codes,
+    compile_kernel,
+    dense_weights,
+    kernel_of,
+    mode_of,
+    symbol,
+    weights,
+)
 from tests.support.kernel_cases import need, operate
 
 TIMES = json.loads((Path(__file__).parents[1] / "golden/hopper_times.json").read_text())["times"]
-MODES = {
-    f"{'sparse' if sparse else 'dense'} {'accurate' if accurate else 'fast'}": (sparse, accurate)
-    for sparse, accurate in COSTS
-}
+MODES = {mode_of(*key): key for key in COSTS}
 #: Every kernel that a shape may take.
 KERNELS = [
-    HopperKernel(TILES[name], sparse=sparse, accurate=accurate)
-    for (sparse, accurate), costs in COSTS.items()
+    kernel_of(TILES[name], sums, sparse=sparse)
+    for (sparse, sums), costs in COSTS.items()
     for name in costs
 ]
-#: Every tile once, sparse and dense in turns.
-COMPILED = {kernel.tile.name: kernel for kernel in (KERNELS[::2] + KERNELS[1::2])}.values()
+#: Every tile of FP8 and of integers once, sparse and dense in turns, and all of int4 weights.
+COMPILED = {
+    (kernel.tile.name, kernel.x_format, kernel.w_format): kernel
+    for kernel in (KERNELS[::2] + KERNELS[1::2])
+}.values()
 
 
 # ------------------------------------------------------------------------------------ the launch
@@ -40,7 +57,7 @@ COMPILED = {kernel.tile.name: kernel for kernel in (KERNELS[::2] + KERNELS[1::2]
 @pytest.mark.parametrize("io", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=symbol)
 def test_a_block_fits_a_multiprocessor(kernel, io):
-    kernel = HopperKernel(kernel.tile, sparse=kernel.sparse, accurate=kernel.accurate, io=io)
+    kernel = replace(kernel, io=io)
     assert kernel.stages >= 2
     assert kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.tile.threads <= 512
@@ -85,7 +102,7 @@ def test_tensor_maps_keep_the_limits_of_the_copy_engine(kernel):
         assert spec.box[0] * ITEM_BYTES[spec.element] == spec.swizzle
         assert spec.box[1] % 8 == 0
     assert (x.sizes, y.sizes) == ((640, 300), (200, 300))
-    assert w.sizes == (320 if kernel.sparse else 640, 200)
+    assert w.sizes == (640 if kernel.weight_row == 128 else 320, 200)
     # What the boxes of one stage bring is what the kernel waits for.
     tile = kernel.tile
     assert (w.box[1], x.box[1]) == (tile.n, tile.m)
@@ -97,10 +114,18 @@ def test_rows_that_the_copy_engine_cannot_write_have_no_map():
     assert plan_launch(kernel, 4, 75, 64).maps[2] is None
 
 
-@pytest.mark.parametrize(("sparse", "k"), [(False, 24), (True, 48), (False, 0)])
-def test_a_k_that_cannot_be_read_is_refused(sparse, k):
+@pytest.mark.parametrize(
+    ("sparse", "sums", "k"),
+    [
+        (False, Sums.ACCURATE, 24),
+        (True, Sums.ACCURATE, 48),
+        (False, Sums.INT8, 0),
+        (False, Sums.INT4, 48),
+    ],
+)
+def test_a_k_that_cannot_be_read_is_refused(sparse, sums, k):
     with pytest.raises(KernelError, match=r"K in (16|32)s"):
-        plan_launch(HopperKernel(TILES["c128x128"], sparse=sparse), 8, 8, k)
+        plan_launch(kernel_of(TILES["c128x128"], sums, sparse=sparse), 8, 8, k)
 
 
 def test_arguments_follow_the_portable_kernels():
@@ -109,6 +134,8 @@ def test_arguments_follow_the_portable_kernels():
     assert dense[6:] == ("y_map", "m", "n", "k", "group")
     sparse = arguments(HopperKernel(TILES["c128x128"], sparse=True))
     assert [name for name in sparse if name not in dense] == ["w_meta"]
+    int4 = arguments(kernel_of(TILES["c128x128"], Sums.INT4))
+    assert [name.replace("w_group", "w_meta") for name in int4] == list(sparse)
 
 
 # ------------------------------------------------------------------------------------ the choice
@@ -119,8 +146,8 @@ def test_arguments_follow_the_portable_kernels():
 def test_the_chosen_tile_is_nearly_the_fastest_measured(shape, mode):
     measured = TIMES[shape][mode]
     m, n, k = (int(size) for size in shape.split("x"))
-    sparse, accurate = MODES[mode]
-    tile = choose_tile(m, n, k, sparse=sparse, accurate=accurate)
+    sparse, sums = MODES[mode]
+    tile = choose_tile(m, n, k, sparse=sparse, sums=sums)
     if tile.name not in measured:
         pytest.skip(f"{tile.name} was not measured")
     assert measured[tile.name] <= 1.10 * min(measured.values())
@@ -128,9 +155,9 @@ def test_the_chosen_tile_is_nearly_the_fastest_measured(shape, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_estimates_are_near_what_was_measured(mode):
-    sparse, accurate = MODES[mode]
+    sparse, sums = MODES[mode]
     errors = [
-        estimate(TILES[name], *map(int, shape.split("x")), sparse=sparse, accurate=accurate) / time
+        estimate(TILES[name], *map(int, shape.split("x")), sparse=sparse, sums=sums) / time
         for shape, times in TIMES.items()
         for name, time in times[mode].items()
     ]
@@ -147,39 +174,22 @@ def test_short_k_is_not_split_and_many_tokens_take_no_narrow_tile():
 # --------------------------------------------------------------------------------- on a GPU, sums
 
 
-def codes(rows, columns, fmt, generator):
-    dtype = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt]
-    values = torch.randn(rows, columns, generator=generator) * 40
-    return values.clamp(-440, 440).to(dtype).view(torch.uint8)
-
-
 def gemm_tensors(kernel, m, n, k, generator):
     dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kernel.io]
-    w = codes(n, k // 2 if kernel.sparse else k, kernel.w_format, generator)
-    nibbles = torch.tensor(sorted(LEGAL_NIBBLES), dtype=torch.uint8)
-    drawn = nibbles[torch.randint(len(nibbles), (n, k // 4), generator=generator)]
     tensors = {
-        "x": codes(m, k, kernel.x_format, generator),
+        "x": codes((m, k), kernel.x_format, generator),
         "x_scale": torch.rand(m if kernel.x_scale == "token" else 1, generator=generator) + 0.5,
-        "w": w,
+        **weights(kernel, n, k, generator),
         "w_scale": torch.rand(n if kernel.w_scale == "channel" else 1, generator=generator) * 1e-3,
         "bias": torch.randn(n, generator=generator).to(dtype),
     }
-    if kernel.sparse:
-        tensors["w_meta"] = drawn[:, 0::2] | drawn[:, 1::2] << 4
     return tensors, dtype
 
 
 def exact(kernel, tensors):
     """Return the float64 result and the sum of sizes, before rounding."""
-    w = decode(tensors["w"], kernel.w_format)
-    if kernel.sparse:
-        meta = tensors["w_meta"]
-        nibbles = torch.stack((meta & 0xF, meta >> 4), dim=-1).flatten(1).long()
-        places = torch.stack((nibbles & 3, nibbles >> 2), dim=-1)
-        groups = torch.zeros(*nibbles.shape, 4, dtype=w.dtype)
-        w = groups.scatter_(2, places, w.unflatten(1, (-1, 2))).flatten(1)
-    x, w = decode(tensors["x"], kernel.x_format).double(), w.double()
+    w = decode(*dense_weights(kernel, tensors)).double()
+    x = decode(tensors["x"], kernel.x_format).double()
     scale = tensors["x_scale"].double().reshape(-1, 1) * tensors["w_scale"].double()
     bias = 0 if tensors["bias"] is None else tensors["bias"].double()
     return x @ w.T * scale + bias, x.abs() @ w.abs().T * scale
@@ -198,12 +208,15 @@ VARIED = [
     HopperKernel(TILES["c128x192"], sparse=True, io="f32", x_format="e5m2"),
     HopperKernel(TILES["c128x160"], sparse=True, io="bf16", w_format="e5m2"),
     HopperKernel(TILES["p128x192"], accurate=False, x_format="e5m2", w_format="e5m2"),
+    kernel_of(TILES["c128x160"], Sums.INT8, io="bf16", x_scale="tensor"),
+    kernel_of(TILES["c128x160"], Sums.INT8, sparse=True, io="f32", w_scale="tensor"),
+    kernel_of(TILES["c128x128"], Sums.INT4, io="f32", x_scale="tensor", w_scale="tensor"),
 ]
 
 
 def run(hopper, kernel, tensors, y):
     """Run a kernel through the loader; ``tensors`` by argument name, in order, bias may be None."""
-    names = ["x", "x_scale", "w", "w_meta", "w_scale", "bias"]
+    names = ["x", "x_scale", "w", "w_meta", "w_group", "w_scale", "bias"]
     inputs = [tensors[name] for name in names if name in tensors]
     (m, k), n = tensors["x"].shape, tensors["w"].shape[0]
     nulls = [i for i, tensor in enumerate(inputs) if tensor is None]
@@ -224,9 +237,7 @@ def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
         y = room[128 : 128 + m * n].view(m, n)
         run(hopper, kernel, tensors, y)
         result, size = exact(kernel, tensors)
-        # The matrix unit aligns products to 14 bits or so; accurate does it to sums of 128 only.
-        # Seen on an H200 up to K 2048, f32 output: 1.3e-4 accurate, 8.7e-4 fast.
-        unit = 2.0**-12 * (1 if kernel.accurate else 4)
+        unit = UNITS[kernel.sums]
         error = (y.cpu().double() - result).abs()
         assert bool((error <= spacing(result, dtype) + 2 * unit * size).all()), (m, n, k)
         assert float(error.norm() / result.norm()) < torch.finfo(dtype).eps + unit
@@ -234,13 +245,39 @@ def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
         assert bool(room[128 + m * n :].isnan().all())
 
 
+#: Their sums are exact whatever the tile, and float32 holds what is left after the first rounding.
+INTEGERS = [kernel for kernel in KERNELS if kernel.sums in {Sums.INT8, Sums.INT4}]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernel", INTEGERS, ids=symbol)
+def test_sums_of_integers_give_the_bits_that_numbers_say(hopper, kernel):
+    """Every output, to the bit: the int32 sum, rounded to float32 before it is scaled."""
+    generator = torch.Generator().manual_seed(8)
+    for m, n, k in SHAPES:
+        if k <= 128 * (kernel.tile.team - 1):
+            continue
+        tensors, dtype = gemm_tensors(kernel, m, n, k, generator)
+        y = torch.empty(m, n, dtype=dtype, device="cuda")
+        run(hopper, kernel, tensors, y)
+        assert torch.equal(y.cpu(), by_epilogue(kernel, tensors, dtype)), (m, n, k)
+
+
+def by_epilogue(kernel, tensors, dtype):
+    """Return what exact sums become, step by step as epilogue.h has it."""
+    x, w = tensors["x"].view(torch.int8), dense_weights(kernel, tensors)[0].view(torch.int8)
+    sums = (x.double() @ w.double().T).float()
+    scaled = sums * tensors["x_scale"].reshape(-1, 1) * tensors["w_scale"]
+    return (scaled + tensors["bias"].float()).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [mode for mode, (_, sums) in MODES.items() if "int" not in mode])
 def test_small_integers_are_bit_exact(hopper, mode):
     """Sums of integers that every format holds: any slot that is swapped or lost shows."""
-    sparse, accurate = MODES[mode]
+    sparse, sums = MODES[mode]
     generator = torch.Generator().manual_seed(6)
-    kernel = HopperKernel(TILES["c128x192"], sparse=sparse, accurate=accurate)
+    kernel = kernel_of(TILES["c128x192"], sums, sparse=sparse)
     tensors, dtype = gemm_tensors(kernel, 200, 264, 160, generator)
     integers = torch.arange(-4, 5).float().to(torch.float8_e4m3fn).view(torch.uint8)
     for name in ("x", "w"):
@@ -255,19 +292,17 @@ def test_small_integers_are_bit_exact(hopper, mode):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("io", ["f16", "bf16", "f32"])
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "fast" not in mode])
 @pytest.mark.parametrize("shape", [(1, 1280, 1280), (16, 320, 1280), (77, 75, 96), (300, 640, 640)])
-def test_operations_take_hopper_kernels(hopper, shape, sparse, io):
-    m, n, k = shape
-    tile = choose_tile(m, n, k, sparse=sparse, multiprocessors=hopper.units)
+def test_operations_take_hopper_kernels(hopper, shape, mode, io):
+    (m, n, k), (sparse, sums) = shape, MODES[mode]
+    tile = choose_tile(m, n, k, sparse=sparse, sums=sums, multiprocessors=hopper.units)
     x_scale = "tensor" if m == 1 else "token"
-    kernel = HopperKernel(tile, sparse=sparse, io=io, x_scale=x_scale)
+    kernel = kernel_of(tile, sums, sparse=sparse, io=io, x_scale=x_scale)
     tensors, dtype = gemm_tensors(kernel, m, n, k, torch.Generator().manual_seed(7))
-    order = [name for name in ("x", "x_scale", "w", "w_meta", "w_scale", "bias") if name in tensors]
+    given = (tensor.cuda() for tensor in tensors.values())
     with log.record() as seen:
-        y = operate(
-            kernel.operation, *(tensors[name].cuda() for name in order), "e4m3fn", "e4m3fn", dtype
-        )
+        y = operate(kernel.operation, *given, kernel.x_format, kernel.w_format, dtype)
     assert dict(seen.calls) == {(kernel.operation, kernel.name, Backend.GPU): 1}
     result, size = exact(kernel, tensors)
     error = (y.cpu().double() - result).abs()
@@ -282,9 +317,7 @@ def test_tensor_maps_follow_operands_to_other_addresses(sparse):
     kept = []
     for seed in range(6):
         tensors, dtype = gemm_tensors(kernel, 50, 72, 320, torch.Generator().manual_seed(seed))
-        on_gpu = [t.cuda() for name, t in tensors.items() if name != "w_meta"]
-        if sparse:
-            on_gpu.insert(3, tensors["w_meta"].cuda())
+        on_gpu = [t.cuda() for t in tensors.values()]
         y = operate(kernel.operation, *on_gpu, "e4m3fn", "e4m3fn", dtype)
         kept.append((on_gpu, y, exact(kernel, tensors)[0]))
     assert len({operands[0].data_ptr() for operands, *_ in kept}) == len(kept)

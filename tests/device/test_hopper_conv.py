@@ -18,7 +18,14 @@ from quantkit.device.hopper.conv import (
     plan_conv,
     why_not,
 )
-from quantkit.device.hopper.gemm import CONV_NUMBERS, TILES, Family, HopperKernel, arguments
+from quantkit.device.hopper.gemm import (
+    CONV_NUMBERS,
+    TILES,
+    Family,
+    HopperKernel,
+    Sums,
+    arguments,
+)
 from quantkit.device.hopper.tensormap import ITEM_BYTES
 from quantkit.device.ops.conv import why_not as why_not_on_the_host
 from quantkit.device.ops.table import OPS
@@ -26,19 +33,26 @@ from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import ConvShape, Windows
-from tests.support.hopper_cases import check_machine_code, symbol
+from tests.support.hopper_cases import (
+    UNITS,
+    check_machine_code,
+    codes,
+    dense_weights,
+    kernel_of,
+    symbol,
+    weights,
+)
 from tests.support.kernel_cases import DTYPES, operate
 from tests.support.packed import packed_module
 
 #: Every kernel that a convolution may take.
 KERNELS = [
-    HopperKernel(tile, sparse=sparse, family=Family.CONV, accurate=accurate, x_scale="tensor")
-    for sparse, accurate in COSTS
-    for tile in conv_tiles(sparse=sparse, accurate=accurate)
+    kernel_of(tile, sums, sparse=sparse, family=Family.CONV)
+    for sparse, sums in COSTS
+    for tile in conv_tiles(sparse=sparse, sums=sums)
 ]
 VARIED = [
     HopperKernel(
@@ -49,6 +63,8 @@ VARIED = [
     ),
     HopperKernel(TILES["c128x96"], True, Family.CONV, io="f32", x_scale="tensor", w_format="e5m2"),
     HopperKernel(TILES["c128x176"], True, Family.CONV, io="bf16", x_scale="tensor"),
+    kernel_of(TILES["c128x160"], Sums.INT8, family=Family.CONV, io="bf16", w_scale="tensor"),
+    kernel_of(TILES["c128x128"], Sums.INT4, family=Family.CONV, io="f32"),
 ]
 SAME = Windows((3, 3), padding=(1, 1, 1, 1))
 #: A window for every edge: sizes 1, tails of tiles, taps and channels, padding that is not even,
@@ -206,8 +222,8 @@ def test_what_the_kernels_cannot_compute_is_refused():
         shape = ConvShape(**{**vars(SHAPES["33x31"]), **change})
         with pytest.raises(KernelError, match=text):
             plan_conv(kernel, shape)
-    assert "not a multiple of 32" in why_not(DENSE_SHAPES["16-channels"], "f16", sparse=True)
-    assert not why_not(ConvShape(1, 8, 8, 16, 20, SAME), "f32", sparse=False)
+    assert "not a multiple of 32" in why_not(DENSE_SHAPES["16-channels"], "f16", 32)
+    assert not why_not(ConvShape(1, 8, 8, 16, 20, SAME), "f32", 16)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +243,9 @@ def test_windows_are_those_of_torch(shape):
 
 def test_the_tile_with_the_lowest_estimate_is_taken():
     small = ConvShape(2, 32, 32, 1280, 1280, SAME)
-    tile, accurate = choose_conv_tile(small, sparse=False, accurate=True, multiprocessors=132)
-    assert accurate
+    wanted = (Sums.ACCURATE,)
+    tile, sums = choose_conv_tile(small, sparse=False, sums=wanted, multiprocessors=132)
+    assert sums is Sums.ACCURATE
     # 120 tiles, one round; of 128 tokens there would be 160.
     assert tile.name == "c128x192"
 
@@ -238,37 +255,22 @@ def test_the_tile_with_the_lowest_estimate_is_taken():
 
 def conv_tensors(kernel, shape, generator, dtype):
     """Return operands by name, in the order of the operation."""
-    formats = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-    def codes(fmt, *size):
-        values = torch.randn(*size, generator=generator) * 40
-        return values.clamp(-440, 440).to(formats[fmt]).view(torch.uint8)
-
     n, k = shape.n, shape.k
+    pictures = (shape.batch, shape.height, shape.width, shape.channels)
     scales = n if kernel.w_scale == "channel" else 1
-    tensors = {
-        "x": codes(kernel.x_format, shape.batch, shape.height, shape.width, shape.channels),
+    return {
+        "x": codes(pictures, kernel.x_format, generator),
         "x_scale": torch.rand(1, generator=generator) + 0.5,
-        "w": codes(kernel.w_format, n, k // 2 if kernel.sparse else k),
-        "w_meta": None,
+        **weights(kernel, n, k, generator),
         "w_scale": torch.rand(scales, generator=generator) * 1e-3,
         "bias": torch.randn(n, generator=generator).to(dtype),
     }
-    if kernel.sparse:
-        nibbles = torch.tensor(sorted(LEGAL_NIBBLES), dtype=torch.uint8)
-        drawn = nibbles[torch.randint(len(nibbles), (n, k // 4), generator=generator)]
-        tensors["w_meta"] = drawn[:, 0::2] | drawn[:, 1::2] << 4
-    else:
-        del tensors["w_meta"]
-    return tensors
 
 
 def exact(kernel, shape, tensors):
     """Return the float64 result and the sum of sizes, before rounding, where the tensors are."""
-    codes = tensors["w"]
-    if kernel.sparse:
-        codes = unpack_two_of_four(codes.cpu(), tensors["w_meta"].cpu()).to(codes.device)
-    w = decode(codes, kernel.w_format, torch.float64)
+    w, fmt = dense_weights(kernel, tensors)
+    w = decode(w, fmt, torch.float64)
     w = w.reshape(shape.n, *shape.windows.kernel, -1).permute(0, 3, 1, 2)
     x = decode(tensors["x"], kernel.x_format, torch.float64)
     scale = tensors["x_scale"].double() * tensors["w_scale"].double()
@@ -286,7 +288,7 @@ def near(y, exactly, dtype, unit):
 
 
 def names_and_shapes(kernel):
-    return SHAPES.items() if kernel.sparse else (SHAPES | DENSE_SHAPES).items()
+    return (SHAPES if kernel.beside else SHAPES | DENSE_SHAPES).items()
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -342,23 +344,27 @@ def test_sums_are_exact_up_to_rounding_at_every_tail(hopper, kernel):
         nulls = [i for i, tensor in enumerate(tensors.values()) if tensor is None]
         call = Call(hopper, kernel, shape, [(result, dtype)], nulls)
         call.launch(*tensors.values(), y)
-        # As in test_hopper.py; fast errors grow with K: 2.5e-3 seen at 23040, 8.7e-4 at 2048.
-        unit = 2.0**-12 * (1 if kernel.accurate else 4 * max(1, shape.k / 2048) ** 0.5)
+        # Fast errors grow with K: 2.5e-3 seen at 23040, 8.7e-4 at 2048.
+        longer = max(1, shape.k / 2048) ** 0.5 if kernel.sums is Sums.FAST else 1
+        unit = UNITS[kernel.sums] * longer
         near(y, exact(kernel, shape, tensors), dtype, unit)
         assert bool(room[: shape.n * 32].isnan().all())
         assert bool(room[-shape.n * 32 :].isnan().all())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    ("sparse", "sums"), [key for key in COSTS if key[1] is not Sums.FAST], ids=str
+)
 @pytest.mark.parametrize("name", ["7x9", "33x31", "strided"])
-def test_operations_take_the_direct_kernel(hopper, name, sparse):
+def test_operations_take_the_direct_kernel(hopper, name, sparse, sums):
     shape = SHAPES[name]
-    tile, _ = choose_conv_tile(shape, sparse=sparse, accurate=True, multiprocessors=hopper.units)
-    kernel = HopperKernel(tile, sparse=sparse, family=Family.CONV, x_scale="tensor")
+    tile, _ = choose_conv_tile(shape, sparse=sparse, sums=(sums,), multiprocessors=hopper.units)
+    kernel = kernel_of(tile, sums, sparse=sparse, family=Family.CONV)
     made = conv_tensors(kernel, shape, torch.Generator().manual_seed(7), torch.float16)
     tensors = {name: tensor.cuda() for name, tensor in made.items()}
-    arguments_ = (*tensors.values(), shape.windows.numbers, "e4m3fn", "e4m3fn", torch.float16)
+    kinds = (kernel.x_format, kernel.w_format)
+    arguments_ = (*tensors.values(), shape.windows.numbers, *kinds, torch.float16)
     with log.record() as seen:
         y = operate(kernel.operation, *arguments_)
         again = operate(kernel.operation, *arguments_)
@@ -367,7 +373,7 @@ def test_operations_take_the_direct_kernel(hopper, name, sparse):
     calls = {key: count for key, count in seen.calls.items() if key[2] is Backend.GPU}
     assert calls == {(kernel.operation, kernel.name, Backend.GPU): 2}
     assert torch.equal(y, again)
-    near(y, exact(kernel, shape, tensors), torch.float16, 2.0**-12)
+    near(y, exact(kernel, shape, tensors), torch.float16, UNITS[sums])
     assert torch.allclose(y.float(), right.float(), rtol=1e-2, atol=1e-2 * float(right.std()))
 
 

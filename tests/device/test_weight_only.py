@@ -210,6 +210,7 @@ def test_an_unknown_format_is_refused(generator):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("io", ["f16", "bf16"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_gpu_gives_the_same(fmt, io, generator):

@@ -65,7 +65,6 @@ def test_diffusers_reads_the_file_and_computes_nearly_the_same(
     assert layers["GGUFLinear"] > 10
     wanted, found = output_of(name, model), output_of(name, again)
     error = float((found - wanted).norm() / wanted.norm())
-    # Measured: .004 to .012, and .07 to .19.
     assert error < (0.02 if kind == "Q8_0" else 0.3)
 
 

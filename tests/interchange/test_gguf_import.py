@@ -122,7 +122,8 @@ def test_a_pipeline_keeps_its_blocks_bit_for_bit(fixture, kind, request, tmp_pat
         assert again.read_bytes() == path.read_bytes()
     pipe = quantkit.load_pipeline(tmp_path / "packed", torch_dtype=torch.float32)
     name = summary.components[0].name
-    assert {layer.backend for layer in packed_layers(pipe)} == {"dequantized"}
+    # Few rows meet blocks as they are; 1x1 convolutions are dequantized.
+    assert {layer.backend for layer in packed_layers(pipe)} <= {"host", "dequantized"}
     reference = type(getattr(pipe, name)).from_single_file(
         str(path),
         config=str(folder / name),

@@ -9,7 +9,7 @@ from quantkit.device.hopper import choice as hopper_choice
 from quantkit.device.hopper import conv as hopper_conv
 from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper import gemm as hopper
-from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile
+from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Sums
 from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.device.tiles import choose_tile
 from quantkit.numerics.windows import ConvShape
@@ -30,7 +30,7 @@ def choose_kernel(
             without.
     """
     choose = _HOPPER.get(op.name) if is_hopper(device) else None
-    own = choose(op, words, sizes, _Sums(accurate, device.units)) if choose else None
+    own = choose(op, words, sizes, _Wanted(accurate, device.units)) if choose else None
     return own or _of_menu(device, op, words, op.integers(sizes))
 
 
@@ -44,7 +44,7 @@ def why_detour(device: Device | None, op: Op, words: tuple[str, ...], sizes: Siz
         sizes: of the call.
     """
     if device and is_hopper(device) and op.name in _HOPPER and isinstance(sizes, ConvShape):
-        return hopper_conv.why_not(sizes, words[-1], sparse=op.sparse)
+        return hopper_conv.why_not(sizes, words[-1], op.k_multiple)
     return op.why_not(op, sizes) if op.why_not else ""
 
 
@@ -61,54 +61,68 @@ def why_not_hopper(device: Device) -> str:
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """How exact they have to be, and on how many multiprocessors."""
+class _Wanted:
+    """How exact sums have to be, and on how many multiprocessors."""
 
     accurate: bool
     units: int
 
+    def sums(self, words: tuple[str, ...]) -> tuple[Sums, ...]:
+        """Return those that will do for a variant's formats."""
+        x_format, w_format, *_ = words
+        return hopper_choice.sums_for(x_format, w_format, accurate=self.accurate)
 
-def _gemm(op: Op, words: tuple[str, ...], sizes: Sizes, sums: _Sums) -> HopperKernel | None:
+
+def _gemm(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
     assert isinstance(sizes, dict)
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     best, mode = hopper_choice.choose_sums(
-        m, n, k, sparse=op.sparse, accurate=sums.accurate, multiprocessors=sums.units
+        m, n, k, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
     )
-    return _hopper_kernel(best, words, Family.GEMM, sparse=op.sparse, accurate=mode)
+    return _hopper_kernel(best, words, Family.GEMM, sparse=op.sparse, sums=mode)
 
 
-def _conv(op: Op, words: tuple[str, ...], sizes: Sizes, sums: _Sums) -> HopperKernel | None:
+def _conv(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
     assert isinstance(sizes, ConvShape)
     best, mode = hopper_conv.choose_conv_tile(
-        sizes, sparse=op.sparse, accurate=sums.accurate, multiprocessors=sums.units
+        sizes, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
     )
-    return _hopper_kernel(best, words, Family.CONV, sparse=op.sparse, accurate=mode)
+    return _hopper_kernel(best, words, Family.CONV, sparse=op.sparse, sums=mode)
 
 
-def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, sums: _Sums) -> HopperKernel | None:
+def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
     """Return Hopper's kernel; None where a row of the result is not made of its pieces."""
     assert isinstance(sizes, dict)
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if n % hopper_gated.COLUMNS:
         return None
     best, mode = hopper_gated.choose_gated_tile(
-        m, n, k, sparse=op.sparse, accurate=sums.accurate, multiprocessors=sums.units
+        m, n, k, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
     )
     *shared, y_format = words
-    kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=op.sparse, accurate=mode)
+    kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=op.sparse, sums=mode)
     return replace(kernel, y_format=y_format)
 
 
-_Choose = Callable[[Op, tuple[str, ...], Sizes, _Sums], HopperKernel | None]
+_Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | None]
 
 #: Operations that Hopper has kernels of its own for.
 _HOPPER: dict[str, _Choose] = {
     "gemm_fp8": _gemm,
     "gemm_fp8_sparse": _gemm,
+    "gemm_int8": _gemm,
+    "gemm_int8_sparse": _gemm,
+    "gemm_w4a8": _gemm,
     "conv_fp8": _conv,
     "conv_fp8_sparse": _conv,
+    "conv_int8": _conv,
+    "conv_int8_sparse": _conv,
+    "conv_w4a8": _conv,
     "geglu_fp8": _geglu,
     "geglu_fp8_sparse": _geglu,
+    "geglu_int8": _geglu,
+    "geglu_int8_sparse": _geglu,
+    "geglu_w4a8": _geglu,
 }
 
 
@@ -121,14 +135,14 @@ def _of_menu(device: Device, op: Op, words: tuple[str, ...], numbers: dict[str, 
 
 
 def _hopper_kernel(
-    tile: HopperTile, words: tuple[str, ...], family: Family, *, sparse: bool, accurate: bool
+    tile: HopperTile, words: tuple[str, ...], family: Family, *, sparse: bool, sums: Sums
 ) -> HopperKernel:
     x_format, w_format, x_scale, w_scale, io = words
     return HopperKernel(
         tile,
         sparse=sparse,
         family=family,
-        accurate=accurate,
+        accurate=sums is Sums.ACCURATE,
         x_format=x_format,
         w_format=w_format,
         x_scale=x_scale,

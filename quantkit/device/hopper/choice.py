@@ -5,7 +5,8 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.gemm import MULTIPROCESSORS, STEP_K, TILES, HopperTile
+from quantkit.device.hopper.gemm import MULTIPROCESSORS, STEP_K, TILES, HopperTile, Sums
+from quantkit.numerics.formats import INT4, INT8
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class Cost:
         return self.launch + rounds * (self.round + steps * self.step)
 
 
-#: (sparse, accurate) -> tile -> cost, fitted by least squares of relative errors (rms 0-9 %) to the
+#: (sparse, sums) -> tile -> cost, fitted by least squares of relative errors (rms 0-9 %) to the
 #: medians of 19 shapes from 1x1280x1280 to 8192x8192x8192 on one H200: random codes, L2 cold, CUDA
 #: events, f16 output, scales per token and channel. Errors weigh the less the longer a launch takes
 #: (time to the -0.15, sparse -0.25), since the clock falls in long ones and the choice is between
-#: tiles of one shape.
-COSTS: dict[tuple[bool, bool], dict[str, Cost]] = {
-    (False, True): {
+#: tiles of one shape. Of integers on one H100, medians of 13; c128x64 of dense int8 and c128x192 of
+#: sparse int8 are moved by hand to where the measured times put the choice.
+COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
+    (False, Sums.ACCURATE): {
         "c64x16": Cost(3.079, 2.979, 0.143),
         "k64x16": Cost(5.126, 1.924, 0.249),
         "c64x64": Cost(5.259, 1.007, 0.181),
@@ -39,14 +41,14 @@ COSTS: dict[tuple[bool, bool], dict[str, Cost]] = {
         "c192x144": Cost(5.517, 1.458, 0.606),
         "c256x128": Cost(4.521, 2.196, 0.716),
     },
-    (False, False): {
+    (False, Sums.FAST): {
         "c128x128": Cost(5.142, 1.100, 0.378),
         "c128x160": Cost(5.467, 1.283, 0.458),
         "p128x160": Cost(6.777, 0.537, 0.451),
         "p128x192": Cost(6.889, 0.452, 0.530),
         "c192x192r": Cost(4.448, 2.313, 0.778),
     },
-    (True, True): {
+    (True, Sums.ACCURATE): {
         "c64x16": Cost(2.872, 2.483, 0.241),
         "k64x16": Cost(5.904, 0.944, 0.336),
         "c64x64": Cost(5.172, 1.060, 0.214),
@@ -57,13 +59,58 @@ COSTS: dict[tuple[bool, bool], dict[str, Cost]] = {
         "c128x176": Cost(5.479, 2.170, 0.412),
         "c128x192": Cost(5.282, 2.503, 0.431),
     },
-    (True, False): {
+    (True, Sums.FAST): {
         "c128x64": Cost(4.627, 1.756, 0.211),
         "c128x128": Cost(4.806, 1.728, 0.301),
         "c128x160": Cost(5.207, 1.726, 0.358),
         "p128x160": Cost(6.311, 1.121, 0.367),
         "c192x192": Cost(4.418, 2.885, 0.498),
         "c128x256": Cost(4.250, 3.045, 0.440),
+    },
+    (False, Sums.INT8): {
+        "c64x16": Cost(2.500, 3.761, 0.113),
+        "k64x16": Cost(3.527, 3.527, 0.415),
+        "c64x64": Cost(3.834, 2.250, 0.142),
+        "c128x64": Cost(5.718, 1.599, 0.201),
+        "c128x96": Cost(5.740, 0.973, 0.281),
+        "c128x128": Cost(5.072, 0.739, 0.445),
+        "c128x160": Cost(5.967, 0.729, 0.524),
+        "c128x192": Cost(5.473, 1.317, 0.541),
+        "c128x256": Cost(6.231, 2.033, 0.658),
+        "c192x144": Cost(6.059, 1.354, 0.615),
+        "c192x192r": Cost(6.030, 2.304, 0.737),
+        "c256x128": Cost(5.183, 1.997, 0.702),
+        "p128x160": Cost(6.658, 0.300, 0.533),
+        "p128x192": Cost(7.387, 0.411, 0.550),
+    },
+    (True, Sums.INT8): {
+        "c64x16": Cost(2.500, 3.018, 0.215),
+        "k64x16": Cost(3.406, 3.406, 0.329),
+        "c64x64": Cost(2.500, 3.835, 0.188),
+        "c128x64": Cost(3.947, 2.358, 0.192),
+        "c128x96": Cost(3.389, 4.379, 0.176),
+        "c128x128": Cost(4.533, 1.511, 0.335),
+        "c128x160": Cost(4.546, 1.034, 0.480),
+        "c128x192": Cost(3.708, 1.492, 0.488),
+        "c128x256": Cost(3.818, 2.594, 0.553),
+        "c192x192": Cost(4.120, 2.569, 0.583),
+        "p128x160": Cost(6.220, 0.480, 0.487),
+    },
+    (False, Sums.INT4): {
+        "c64x16": Cost(2.847, 0.522, 0.500),
+        "k64x16": Cost(3.407, 3.407, 0.429),
+        "c64x64": Cost(2.769, 3.734, 0.243),
+        "c128x64": Cost(2.811, 2.811, 0.445),
+        "c128x96": Cost(5.708, 2.514, 0.309),
+        "c128x128": Cost(5.360, 1.496, 0.483),
+        "c128x160": Cost(5.728, 1.772, 0.508),
+        "c128x192": Cost(6.405, 1.736, 0.545),
+        "c128x256": Cost(5.480, 2.733, 0.670),
+        "c192x144": Cost(6.382, 1.797, 0.635),
+        "c192x192r": Cost(5.609, 2.773, 0.749),
+        "c256x128": Cost(5.523, 2.797, 0.781),
+        "p128x128": Cost(8.223, 0.834, 0.450),
+        "p128x160": Cost(7.898, 0.533, 0.566),
     },
 }
 #: Tiles of 16 tokens were measured up to here; beyond, larger ones read the weights less often.
@@ -77,11 +124,11 @@ def estimate(
     k: int,
     *,
     sparse: bool = False,
-    accurate: bool = True,
+    sums: Sums = Sums.ACCURATE,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> float:
     """Return the microseconds that ``tile`` should take for M tokens x N outputs over K."""
-    cost = COSTS[sparse, accurate][tile.name]
+    cost = COSTS[sparse, sums][tile.name]
     steps = ceil_div(ceil_div(k, STEP_K), tile.team)
     rounds = ceil_div(tile.tiles(m, n), multiprocessors // tile.team)
     return cost.microseconds(rounds, steps)
@@ -94,38 +141,43 @@ def choose_tile(
     k: int,
     *,
     sparse: bool = False,
-    accurate: bool = True,
+    sums: Sums = Sums.ACCURATE,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> HopperTile:
     """Return the tile with the lowest estimate among those that can compute the shape."""
 
     def seconds(tile: HopperTile) -> float:
-        return estimate(
-            tile, m, n, k, sparse=sparse, accurate=accurate, multiprocessors=multiprocessors
-        )
+        return estimate(tile, m, n, k, sparse=sparse, sums=sums, multiprocessors=multiprocessors)
 
-    tiles = (TILES[name] for name in COSTS[sparse, accurate])
+    tiles = (TILES[name] for name in COSTS[sparse, sums])
     return min((tile for tile in tiles if _suits(tile, m, k)), key=seconds)
 
 
-def modes_for(*, accurate: bool) -> tuple[bool, ...]:
-    """Return which sums may be taken, accurate ones being True.
+def sums_for(x_format: str, w_format: str, *, accurate: bool) -> tuple[Sums, ...]:
+    """Return which sums may be taken of codes in these formats.
 
-    Their menu has tiles for fewer tokens, so that they may win where fast ones would do.
+    Accurate ones have tiles for fewer tokens, so that they may win where fast ones would do.
+
+    Args:
+        x_format: of the inputs.
+        w_format: of the weights.
+        accurate: FP8's partial sums have to leave the matrix unit.
     """
-    return (True,) if accurate else (False, True)
+    if w_format == INT4.name:
+        return (Sums.INT4,)
+    if x_format == INT8.name:
+        return (Sums.INT8,)
+    return (Sums.ACCURATE,) if accurate else (Sums.FAST, Sums.ACCURATE)
 
 
 def choose_sums(
-    m: int, n: int, k: int, *, sparse: bool, accurate: bool, multiprocessors: int
-) -> tuple[HopperTile, bool]:
-    """Return the fastest tile, and whether its sums are accurate, as they have to be or not."""
+    m: int, n: int, k: int, *, sparse: bool, sums: tuple[Sums, ...], multiprocessors: int
+) -> tuple[HopperTile, Sums]:
+    """Return the fastest tile, and its sums, of those that will do."""
     found = []
-    for mode in modes_for(accurate=accurate):
-        tile = choose_tile(m, n, k, sparse=sparse, accurate=mode, multiprocessors=multiprocessors)
-        cost = estimate(
-            tile, m, n, k, sparse=sparse, accurate=mode, multiprocessors=multiprocessors
-        )
+    for mode in sums:
+        tile = choose_tile(m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors)
+        cost = estimate(tile, m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors)
         found.append((cost, tile, mode))
     _, tile, mode = min(found, key=itemgetter(0))
     return tile, mode

@@ -10,7 +10,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.choice import COSTS, estimate, modes_for
+from quantkit.device.hopper.choice import COSTS, estimate
 from quantkit.device.hopper.gemm import (
     CONV_NUMBERS,
     GROUP,
@@ -20,6 +20,7 @@ from quantkit.device.hopper.gemm import (
     HopperKernel,
     HopperLaunch,
     HopperTile,
+    Sums,
     grid_of,
 )
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
@@ -31,7 +32,7 @@ _WIDTHS = (32, 64, 128, 256, 16, 8)
 #: Smaller tiles are for a few rows, and a picture has more pixels.
 _LEAST_TOKENS = 64
 #: Where accurate sparse kernels spill: a picture's numbers take registers that the GEMM has left.
-_SPILLING = {(True, True): "c128x192"}
+_SPILLING = {(True, Sums.ACCURATE): "c128x192"}
 #: Pixels along a side of the copy engine's box, and its largest step.
 _BOX, _STEP = 256, 8
 
@@ -73,9 +74,15 @@ def tokens_of(tiles: PixelTiles, shape: ConvShape) -> int:
     return shape.batch * tiles.across * tiles.down * tiles.m
 
 
-def why_not(shape: ConvShape, io: str, *, sparse: bool) -> str:
-    """Return why the kernels cannot compute a convolution, or should not; empty when they do."""
-    multiple, row = 32 if sparse else 16, shape.n * ITEM_BYTES[io]
+def why_not(shape: ConvShape, io: str, multiple: int) -> str:
+    """Return why the kernels cannot compute a convolution, or should not; empty when they do.
+
+    Args:
+        shape: of the convolution.
+        io: of its result.
+        multiple: of the channels, that the operation takes.
+    """
+    row = shape.n * ITEM_BYTES[io]
     if shape.windows.are_pixels:
         return "its windows are the pixels: a GEMM as it is"
     if shape.channels % multiple:
@@ -108,7 +115,7 @@ def plan_conv(
     Raises:
         KernelError: it cannot.
     """
-    problem = why_not(shape, kernel.io, sparse=kernel.sparse)
+    problem = why_not(shape, kernel.io, kernel.op.k_multiple)
     if problem or min(shape.batch, shape.n, *shape.outputs) < 1:
         raise KernelError(f"{kernel.symbol}: {problem or f'{shape}: no output'}")
     numbers = conv_numbers(kernel, shape)
@@ -123,23 +130,23 @@ def plan_conv(
 
 @lru_cache(maxsize=4096)
 def choose_conv_tile(
-    shape: ConvShape, *, sparse: bool, accurate: bool, multiprocessors: int
-) -> tuple[HopperTile, bool]:
-    """Return the fastest tile by the costs of the GEMMs, and whether its sums are accurate."""
+    shape: ConvShape, *, sparse: bool, sums: tuple[Sums, ...], multiprocessors: int
+) -> tuple[HopperTile, Sums]:
+    """Return the fastest tile by the costs of the GEMMs, and its sums, of those that will do."""
     found = [
         (_seconds(tile, shape, sparse, mode, multiprocessors), tile, mode)
-        for mode in modes_for(accurate=accurate)
-        for tile in conv_tiles(sparse=sparse, accurate=mode)
+        for mode in sums
+        for tile in conv_tiles(sparse=sparse, sums=mode)
     ]
     _, tile, mode = min(found, key=itemgetter(0))
     return tile, mode
 
 
-def conv_tiles(*, sparse: bool, accurate: bool) -> Iterator[HopperTile]:
+def conv_tiles(*, sparse: bool, sums: Sums) -> Iterator[HopperTile]:
     """Yield the tiles that can be cut into rows of pixels, but for those of few tokens."""
-    for name in COSTS[sparse, accurate]:
+    for name in COSTS[sparse, sums]:
         tile = TILES[name]
-        spills = _SPILLING.get((sparse, accurate)) == name
+        spills = _SPILLING.get((sparse, sums)) == name
         if tile.m >= _LEAST_TOKENS and tile.team == 1 and not spills:
             yield tile
 
@@ -148,7 +155,7 @@ def _seconds(
     tile: HopperTile,
     shape: ConvShape,
     sparse: bool,  # noqa: FBT001  the key of COSTS
-    accurate: bool,  # noqa: FBT001  likewise
+    sums: Sums,
     multiprocessors: int,
 ) -> float:
     return estimate(
@@ -158,7 +165,7 @@ def _seconds(
         # No step has two taps.
         shape.windows.taps * ceil_div(shape.channels, STEP_K) * STEP_K,
         sparse=sparse,
-        accurate=accurate,
+        sums=sums,
         multiprocessors=multiprocessors,
     )
 
@@ -166,7 +173,7 @@ def _seconds(
 def _maps(kernel: HopperKernel, shape: ConvShape) -> tuple[TensorMap, TensorMap, TensorMap]:
     tile, tiles, windows = kernel.tile, pixel_tiles(kernel.tile, shape), shape.windows
     (stride_y, stride_x), (tall, wide) = windows.stride, shape.outputs
-    stored = shape.channels // 2 if kernel.sparse else shape.channels
+    stored = shape.channels * kernel.weight_row // STEP_K
     row = min(tiles.wide, tile.chunk)
     x = TensorMap(
         "x",

@@ -8,7 +8,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.choice import Cost, modes_for
+from quantkit.device.hopper.choice import Cost
 from quantkit.device.hopper.gemm import (
     GROUP,
     MULTIPROCESSORS,
@@ -16,6 +16,7 @@ from quantkit.device.hopper.gemm import (
     HopperKernel,
     HopperLaunch,
     HopperTile,
+    Sums,
 )
 from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.errors import KernelError
@@ -35,44 +36,63 @@ TILES: dict[str, HopperTile] = {
     )
 }
 
-#: (sparse, accurate) -> tile -> cost, fitted as those of ``hopper_choice`` (relative errors up to
+#: (sparse, sums) -> tile -> cost, fitted as those of ``hopper_choice`` (relative errors up to
 #: 14 %) to the medians of 9 shapes from 128x5120x1280 to 4608x12288x3072 on one H200: random codes,
 #: L2 cold, CUDA events, scales per channel and one for the tokens. Accurate sums of two blocks of
 #: sparse weights leave registers for 96 tokens alone; in turns (p128x96) they are slower.
-COSTS: dict[tuple[bool, bool], dict[str, Cost]] = {
-    (False, True): {
+COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
+    (False, Sums.ACCURATE): {
         "c256x96": Cost(5.775, 1.802, 0.631),
         "c256x128": Cost(4.828, 2.550, 0.788),
         "p128x128": Cost(7.256, 0.690, 0.504),
     },
-    (False, False): {
+    (False, Sums.FAST): {
         "p128x128": Cost(6.223, 1.061, 0.362),
         "p128x160": Cost(7.180, 1.050, 0.453),
         "p128x192": Cost(7.209, 1.035, 0.539),
     },
-    (True, True): {
+    (True, Sums.ACCURATE): {
         "c256x96": Cost(6.701, 2.513, 0.537),
     },
-    (True, False): {
+    (True, Sums.FAST): {
         "c256x128": Cost(6.235, 2.704, 0.553),
         "p128x128": Cost(7.200, 1.299, 0.294),
         "p128x160": Cost(8.230, 1.607, 0.336),
+    },
+    (False, Sums.INT8): {
+        "c256x96": Cost(6.815, 1.531, 0.694),
+        "c256x128": Cost(7.547, 2.470, 0.723),
+        "p128x128": Cost(7.060, 0.916, 0.425),
+        "p128x160": Cost(9.000, 1.252, 0.476),
+        "p128x192": Cost(9.000, 1.558, 0.478),
+    },
+    (True, Sums.INT8): {
+        "c256x96": Cost(8.523, 2.390, 0.506),
+        "c256x128": Cost(6.939, 2.964, 0.577),
+        "p128x128": Cost(8.418, 1.360, 0.364),
+        "p128x160": Cost(7.962, 1.392, 0.430),
+    },
+    (False, Sums.INT4): {
+        "c256x96": Cost(6.164, 2.628, 0.771),
+        "c256x128": Cost(6.218, 3.298, 0.857),
+        "p128x128": Cost(9.000, 1.463, 0.456),
+        "p128x160": Cost(9.000, 1.809, 0.512),
     },
 }
 
 
 @lru_cache(maxsize=4096)
 def choose_gated_tile(
-    m: int, n: int, k: int, *, sparse: bool, accurate: bool, multiprocessors: int
-) -> tuple[HopperTile, bool]:
-    """Return the fastest tile by ``COSTS``, and whether its sums are accurate.
+    m: int, n: int, k: int, *, sparse: bool, sums: tuple[Sums, ...], multiprocessors: int
+) -> tuple[HopperTile, Sums]:
+    """Return the fastest tile by ``COSTS``, and its sums.
 
     Args:
         m: tokens.
         n: columns of y.
         k: length of the sums.
         sparse: two of four weights are stored.
-        accurate: sums have to leave the matrix unit every 128 products.
+        sums: those that will do.
         multiprocessors: of the device.
     """
 
@@ -82,7 +102,7 @@ def choose_gated_tile(
 
     found = [
         (seconds(TILES[name], cost), TILES[name], mode)
-        for mode in modes_for(accurate=accurate)
+        for mode in sums
         for name, cost in COSTS[sparse, mode].items()
     ]
     _, tile, mode = min(found, key=itemgetter(0))
@@ -100,14 +120,15 @@ def plan_gated(
     """Return how ``kernel`` computes M tokens x N columns of y over K.
 
     Raises:
-        KernelError: N is no multiple of 16, or K of 16 (sparse: 32).
+        KernelError: N is no multiple of 16, or K of what the operation takes.
     """
-    tile, multiple = kernel.tile, 32 if kernel.sparse else 16
+    tile, multiple = kernel.tile, kernel.op.k_multiple
     if k % multiple or n % 16 or min(m, n, k) < 1:
         raise KernelError(
             f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1, N in 16s and K in {multiple}s"
         )
-    row, stored = kernel.weight_row, k // 2 if kernel.sparse else k
+    row = kernel.weight_row
+    stored = k * row // STEP_K
     x = TensorMap("x", "u8", (k, m), (STEP_K, tile.m))
     w = TensorMap("w", "u8", (stored, n, 2), (row, tile.n // 2, 2), swizzle=row)
     return HopperLaunch(

@@ -8,11 +8,14 @@ cluster size is compiled in.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
-from quantkit.device.ops.products import FP8
+from quantkit.device.ops.op import Op
+from quantkit.device.ops.table import find_op, name_for
 from quantkit.errors import KernelError
+from quantkit.numerics.formats import FORMATS, INT4, INT8
 
 #: NVRTC's --gpu-architecture; wgmma and setmaxnreg exist in no other.
 ARCHITECTURE = "sm_90a"
@@ -34,7 +37,9 @@ CONV_NUMBERS = (
     *("m", "n", "channels", "taps", "taps_wide", "wide_bits", "across", "down"),
     *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
 )
-_IOS, _FORMATS = ("f16", "bf16", "f32"), FP8
+_IOS, _FORMATS = ("f16", "bf16", "f32"), list(FORMATS)
+#: Weights' arguments beside their codes.
+_BESIDE = ("w_meta", "w_group")
 
 
 class Family(Enum):
@@ -45,6 +50,19 @@ class Family(Enum):
     CONV = "conv"
     #: a GEMM whose second half of outputs gates the first one, quantized (hopper_gated)
     GEGLU = "geglu"
+
+
+class Sums(Enum):
+    """What sums are made of, and how; what tiles cost depends on it."""
+
+    #: of FP8: partial sums go to float32 registers every 128 stored products
+    ACCURATE = "accurate"
+    #: of FP8: they stay in the matrix unit, which adds with fewer bits
+    FAST = "fast"
+    #: of int8, which are exact
+    INT8 = "int8"
+    #: the same, of int4 weights that become int8 in registers
+    INT4 = "int4"
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,7 @@ TILES: dict[str, HopperTile] = {
         # The same with a deeper ring: dense weights need it.
         HopperTile("c192x192r", 192, 192, chunk=64, staged=1),
         HopperTile("c256x128", 256, 128, blocks=2, staged=2),
+        HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True, staged=2),
         HopperTile("p128x160", 128, 160, blocks=2, ping_pong=True, staged=2),
         HopperTile("p128x192", 128, 192, blocks=2, ping_pong=True, staged=2),
     )
@@ -119,8 +138,7 @@ class HopperKernel:
     tile: HopperTile
     sparse: bool = False
     family: Family = Family.GEMM
-    #: partial sums go to float32 registers every 128 stored products; else they stay in the matrix
-    #: unit, which adds with fewer bits
+    #: of FP8's sums: ``Sums.ACCURATE``, else ``Sums.FAST``; those of integers have one way
     accurate: bool = True
     x_format: str = "e4m3fn"
     w_format: str = "e4m3fn"
@@ -136,22 +154,38 @@ class HopperKernel:
         return self.family is Family.GEGLU
 
     @property
+    def sums(self) -> Sums:
+        """How products are summed."""
+        if self.w_format == INT4.name:
+            return Sums.INT4
+        if self.x_format == INT8.name:
+            return Sums.INT8
+        return Sums.ACCURATE if self.accurate else Sums.FAST
+
+    @property
     def source(self) -> str:
         """File below ``kernels``."""
-        return f"{self.operation}_sm90.hip"
+        return self.op.source.replace(".hip", "_sm90.hip")
+
+    @cached_property
+    def op(self) -> Op:
+        """What it computes."""
+        return find_op(self.operation)
 
     @property
     def operation(self) -> str:
-        """Name of the operation; that of a GEMM is in ``OPS``."""
-        return f"{self.family.value}_fp8{'_sparse' if self.sparse else ''}"
+        """Name of the operation in ``OPS``."""
+        return name_for(self.family.value, self.x_format, self.w_format, sparse=self.sparse)
 
     @property
     def name(self) -> str:
         """What was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
-        mode = "accurate" if self.accurate else "fast"
-        formats = f"{self.x_format}_{self.w_format}_{self.x_scale}_{self.w_scale}_{self.io}"
-        codes = f"_{self.y_format}" if self.gated else ""
-        return f"{formats}{codes}_{mode}_{self.tile.name}"
+        codes = (self.y_format,) if self.gated else ()
+        # The formats say it of integers.
+        mode = (self.sums.value,) if self.sums in {Sums.ACCURATE, Sums.FAST} else ()
+        scales = (self.x_scale, self.w_scale, self.io)
+        words = (self.x_format, self.w_format, *scales, *codes, *mode, self.tile.name)
+        return "_".join(words)
 
     @property
     def symbol(self) -> str:
@@ -170,7 +204,7 @@ class HopperKernel:
             "TEAM": tile.team,
             "CHUNK": tile.chunk,
             "STAGED": tile.staged_chunks,
-            "ACCURATE": int(self.accurate),
+            "ACCURATE": int(self.sums is Sums.ACCURATE),
             "X_FORMAT": _FORMATS.index(self.x_format),
             "W_FORMAT": _FORMATS.index(self.w_format),
             "X_SCALE": int(self.x_scale == "token"),
@@ -184,8 +218,13 @@ class HopperKernel:
 
     @property
     def weight_row(self) -> int:
-        """Bytes of a weight row in a stage: codes, or the kept half of them."""
-        return STEP_K // 2 if self.sparse else STEP_K
+        """Bytes of a weight row in a stage: codes, or half as many where they are 2:4 or int4."""
+        return STEP_K // 2 if self.beside else STEP_K
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Arguments of the weights beside their codes: positions, or factors."""
+        return tuple(a.name for a in self.op.args if a.name in _BESIDE)
 
     @property
     def stages(self) -> int:
@@ -238,10 +277,9 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; those behind y and y_map
     are 32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
     """
-    w = ("w_map", "w_meta") if kernel.sparse else ("w_map",)
     numbers = CONV_NUMBERS if kernel.family is Family.CONV else ("m", "n", "k", "group")
     y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
-    return ("x_map", "x_scale", *w, "w_scale", "bias", *y, *numbers)
+    return ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias", *y, *numbers)
 
 
 def plan_launch(
@@ -250,9 +288,9 @@ def plan_launch(
     """Return how ``kernel`` computes M tokens x N outputs over K.
 
     Raises:
-        KernelError: K is no multiple of 16 (sparse: 32), or too short to be split.
+        KernelError: K is no multiple of what the operation takes, or too short to be split.
     """
-    tile, multiple = kernel.tile, 32 if kernel.sparse else 16
+    tile, multiple = kernel.tile, kernel.op.k_multiple
     if k % multiple or min(m, n, k) < 1:
         raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
     steps = ceil_div(k, STEP_K)
@@ -280,8 +318,8 @@ def _maps(
     kernel: HopperKernel, m: int, n: int, k: int
 ) -> tuple[TensorMap, TensorMap, TensorMap | None]:
     tile, item = kernel.tile, ITEM_BYTES[kernel.io]
-    w_columns = k // 2 if kernel.sparse else k
     row = kernel.weight_row
+    w_columns = k * row // STEP_K
     x = TensorMap("x", "u8", (k, m), (STEP_K, tile.m))
     w = TensorMap("w", "u8", (w_columns, n), (row, tile.n), swizzle=row)
     y = TensorMap("y", kernel.io, (n, m), (128 // item, tile.chunk))

@@ -4,12 +4,12 @@
 //
 // w_map   tensor map of the kept codes u8 [N, taps, C/2]: box kN x 1 x 64 bytes, 64-byte swizzle
 // w_meta  u8 [N, taps, C/8]: a nibble per group of four as in gemm_sparse.hip
-// C a multiple of 32. Everything else as in conv_fp8_sm90.hip.
+// C a multiple of 32. Everything else as in conv_sm90.hip.
 #include "epilogue_sm90.h"
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
-                            true, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
+                            qk::Stored::kSparse, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
 using View = qk::PictureView<Tile>;
 using Epilogue =
     qk::HopperEpilogue<Tile, qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL, View>;

@@ -23,7 +23,7 @@
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
-                            false, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
+                            qk::Stored::kDense, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
 using View = qk::PictureView<Tile>;
 using Epilogue =
     qk::HopperEpilogue<Tile, qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL, View>;

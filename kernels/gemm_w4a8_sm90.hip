@@ -1,14 +1,15 @@
-// y[m, n] = (sum_k x[m, k] * w[n, k]) * x_scale * w_scale[n] + bias[n], two of every four
-// w[n, 4g .. 4g+3] stored; Hopper (sm_90a)
+// y[m, n] = (sum_k x[m, k] * w[n, k]) * x_scale * w_scale[n] + bias[n], w int4 codes and their
+// factors; Hopper (sm_90a)
 //
 // x_map   tensor map of the codes u8 [M, K]: box kM x 128 bytes, 128-byte swizzle
-// w_map   tensor map of the kept codes u8 [N, K/2]: box kN x 64 bytes, 64-byte swizzle
-// w_meta  u8 [N, K/8]: a nibble per group of four as in gemm_sparse.hip
+// w_map   tensor map of the codes u8 [N, K/2], two a byte as in gemm_w4a8.hip: box kN x 64 bytes,
+//         64-byte swizzle
+// w_group i8 [N, K/32], -15 to 15: the weight is (code - 8) * w_group, an int8
 // y_map   tensor map of y: box kChunk x 128 bytes, 128-byte swizzle; read only where the rows of y
 //         are a multiple of 16 bytes
 // x_scale f32 [1] or [M]       w_scale f32 [1] or [N]       bias io [N] or null       y io [M, N]
 // group   token tiles that are walked together, at least 1
-// M, N any size >= 1; K a multiple of 32; base pointers 16-byte aligned. Sums as loop_sm90.h says;
+// M, N any size >= 1; K a multiple of 32; base pointers 16-byte aligned. Sums in int32;
 // scales and bias in f32, one rounding to io (nearest even).
 //
 // Launch: 128 threads per multiplying warpgroup and 128 that copy, grid of at most one block per
@@ -19,18 +20,17 @@
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
-                            true, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
+                            qk::Stored::kInt4, QK_IO == QK_F32 ? 4 : 2, QK_CHUNK>;
 using Epilogue =
     qk::HopperEpilogue<Tile, qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL>;
-using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT),
-                            QK_ACCURATE == 1, Epilogue>;
+using Gemm = qk::HopperGemm<Tile, qk::Format::kInt8, qk::Format::kInt8, false, Epilogue>;
 static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper/gemm.py counts the shared memory");
 
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
-          const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_meta, const float* w_scale,
+          const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_group, const float* w_scale,
           const void* bias, void* y, const __grid_constant__ qk::TensorMap y_map, int m, int n,
           int k, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
-  Gemm::run({x_map, w_map, y_map, w_meta, {x_scale, w_scale, bias, y, m, n}, k, group}, shared);
+  Gemm::run({x_map, w_map, y_map, w_group, {x_scale, w_scale, bias, y, m, n}, k, group}, shared);
 }

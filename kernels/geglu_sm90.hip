@@ -1,4 +1,4 @@
-// y[m, n] = fp8(clamp(h * gelu(g) / y_scale, -max, max)), h = z[m, n], g = z[m, N + n],
+// y[m, n] = code(clamp(h * gelu(g) / y_scale, -max, max)), h = z[m, n], g = z[m, N + n],
 // z[m, j] = (sum_k x[m, k] * w[j, k]) * x_scale * w_scale[j] + bias[j], j < 2 N; on Hopper (sm_90a)
 //
 // x_map   tensor map of the codes u8 [M, K]: box kM x 128 bytes, 128-byte swizzle
@@ -16,7 +16,7 @@
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
-                            false, 4, QK_CHUNK, true>;
+                            qk::Stored::kDense, 4, QK_CHUNK, true>;
 using Epilogue = qk::HopperGatedEpilogue<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO),
                                          QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL>;
 using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT),
