@@ -44,8 +44,9 @@ class DemoPlan:
     count: int
     steps: int
     batch: int
-    #: pictures when nobody says how many
+    #: pictures, and the steps of each, when nobody says how many
     prompts: int
+    picture_steps: int
 
     def commands(self, row: DemoRow, model: Path, out: Path, device: str) -> tuple[str, ...]:
         """Return the commands of a row as a shell reads them, without "quantkit"."""
@@ -141,7 +142,8 @@ SHORT = DemoPlan(
     count=8,
     steps=12,
     batch=8,
-    prompts=6,
+    prompts=4,
+    picture_steps=12,
 )
 
 #: Every method, for a GPU.
@@ -216,4 +218,5 @@ FULL = DemoPlan(
     steps=20,
     batch=32,
     prompts=64,
+    picture_steps=20,
 )

@@ -36,9 +36,13 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts",
     type=options.COUNT,
-    help="Pictures to compare; default: 6, with --full 64.",
+    help="Pictures to compare; default: 4, with --full 64.",
 )
-@click.option("--steps", type=options.STEPS, default=20, show_default=True, help="Denoising steps.")
+@click.option(
+    "--steps",
+    type=options.STEPS,
+    help="Denoising steps of a picture; default: 12, with --full 20.",
+)
 @evaluation_options.noise_floor
 @options.device
 @options.quiet
@@ -47,13 +51,13 @@ def demo(
     output: Path,
     full: bool,
     prompts: int | None,
-    steps: int,
+    steps: int | None,
     noise_floor: bool,
     device: str,
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Pack the bundled pipeline to FP8 and 4:2, run it on quantkit's kernels, and report.
+    """Pack the bundled pipeline in several ways, run it on quantkit's kernels, and report.
 
     Calibrates, chooses masks, updates the kept weights, packs, verifies, loads, generates and
     compares, in a few minutes on a CPU. Exits with 1 when FP8 fails its gates; one-shot 4:2 is

@@ -53,7 +53,7 @@ def make_demo(
     command: Callable[[list[str]], dict[str, Any]],
     full: bool = False,
     prompts: int | None = None,
-    steps: int = 20,
+    steps: int | None = None,
     noise_floor: bool = True,
     device: str = "auto",
     tell: Callable[[str], None],
@@ -65,8 +65,8 @@ def make_demo(
         output: where to write; the output of an earlier demo is replaced.
         command: runs one command of quantkit and returns what it prints as JSON.
         full: every method, recovery by distillation included.
-        prompts: pictures to compare; None: 6, with ``full`` 64.
-        steps: denoising steps.
+        prompts: pictures to compare; None: 4, with ``full`` 64.
+        steps: denoising steps of a picture; None: 12, with ``full`` 20.
         noise_floor: run the original twice more, against itself.
         device: auto, cpu or cuda[:N].
         tell: told a line about every step.
@@ -85,7 +85,7 @@ def make_demo(
         DemoContext(Path(output), command, tell, progress, choose_device(device)),
         chosen,
         prompts=prompts or chosen.prompts,
-        steps=steps,
+        steps=steps or chosen.picture_steps,
         noise_floor=noise_floor,
     )
     seconds = perf_counter() - started
