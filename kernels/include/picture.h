@@ -22,8 +22,8 @@ struct Picture {
 constexpr int kLeastChannels = 64;
 
 template <class Tile>
-struct PictureTokens : TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> {
-  using Base = TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads>;
+struct PictureTokens : TokenCopy<Tile> {
+  using Base = TokenCopy<Tile>;
   using Base::kCount, Base::kRowStep, Base::column, Base::vectors;
   // Base::offsets: bytes from x to the first pixel of a row's window, which may lie before x.
 
@@ -37,7 +37,7 @@ struct PictureTokens : TileCopy<Vec16, Tile::kM, Tile::kK / 16, Tile::kThreads> 
   QK_DEVICE void set_offsets(const Operands& op, int m0, int thread) {
     x = op.x;
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      const int row = m0 + thread / (Tile::kK / 16) + i * kRowStep;
+      const int row = m0 + Base::row(thread) + i * kRowStep;
       // Rows beyond the last repeat it: what they give is never written.
       const int m = row < op.m ? row : op.m - 1;
       const int line = m / picture.out_width, batch = line / picture.out_height;

@@ -68,8 +68,8 @@ struct CodeWeights {
   static_assert(!kSparse || Tile::kK / 8 <= kPad,
                 "the metadata of a step must fit into the row padding");
 
-  TileCopy<Vec16, Tile::kN, kCodes / 16, Tile::kThreads> w;
-  TileCopy<u32, Tile::kN, Tile::kK / 32, Tile::kThreads> meta;
+  TileCopy<Vec16, Tile::kN, kCodes / 16, Tile::kThreads, kCodes> w;
+  TileCopy<u32, Tile::kN, Tile::kK / 32, Tile::kThreads, kCodes> meta;
 
   template <class Map>
   QK_DEVICE void set_offsets(int k, const Map& rows, int thread) {
@@ -104,8 +104,8 @@ struct Int4Weights {
   static constexpr int kCodes = Tile::kK;
   static constexpr int kPitch = kCodes + kPad;
 
-  TileCopy<Vec16, Tile::kN, Tile::kK / 32, Tile::kThreads> w;
-  TileCopy<i8, Tile::kN, Tile::kK / 32, Tile::kThreads> scales;
+  TileCopy<Vec16, Tile::kN, Tile::kK / 32, Tile::kThreads, kCodes> w;
+  TileCopy<i8, Tile::kN, Tile::kK / 32, Tile::kThreads, kCodes> scales;
 
   template <class Map>
   QK_DEVICE void set_offsets(int k, const Map& rows, int thread) {
@@ -133,7 +133,7 @@ struct Int4Weights {
 
   QK_DEVICE void store_step(u8* lds, int thread) const {
     constexpr int kPerRow = Tile::kK / 32;
-    u8* const first = lds + thread / kPerRow * kPitch + thread % kPerRow * 32;
+    u8* const first = lds + w.row(thread) * kPitch + thread % kPerRow * 32;
     QK_UNROLL for (int i = 0; i < w.kCount; ++i) {
       Vec16 low, high;
       decode(w.vectors[i], scales.vectors[i], low, high);
