@@ -143,7 +143,7 @@ SHORT = DemoPlan(
     steps=12,
     batch=8,
     prompts=4,
-    picture_steps=12,
+    picture_steps=10,
 )
 
 #: Every method, for a GPU.
