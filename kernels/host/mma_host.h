@@ -66,7 +66,8 @@ template <Format kW, Format kX>
 using SparseMma = CodesMma<SparseLayoutSm89, host::SparseIsaSm89, kW, kX>;
 #endif
 
-/// 16-bit inputs and weights, a 16x16 block at a time. kTokensFirst: tokens are the instruction's A.
+/// 16-bit inputs and weights, a 16x16 block at a time. kTokensFirst: tokens are the instruction's
+/// A.
 template <class Layout, class Isa, Io kIo, bool kTokensFirst>
 struct HostHalfMma : Layout {
   static constexpr host::Number kNumber =

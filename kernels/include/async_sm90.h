@@ -105,23 +105,23 @@ QK_DEVICE void cluster_sync() {
 }
 // store_at      writes to block `rank`, where `address` lies in this block
 // load_shared   reads from this block
-#define QK_SHARED_VALUES(Type, type, constraint)                        \
-  QK_DEVICE void store_at(int rank, u32 address, Type value) {          \
-    asm volatile(                                                       \
-        "{\n\t"                                                         \
-        ".reg .b32 remote;\n\t"                                         \
-        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"                  \
-        "st.shared::cluster." type                                      \
-        " [remote], %2;\n\t"                                            \
-        "}" ::"r"(address),                                             \
-        "r"(rank), constraint(value)                                    \
-        : "memory");                                                    \
-  }                                                                     \
-  QK_DEVICE void load_shared(Type& value, u32 address) {                \
-    asm volatile("ld.shared." type " %0, [%1];"                         \
-                 : "=" constraint(value)                                \
-                 : "r"(address)                                         \
-                 : "memory");                                           \
+#define QK_SHARED_VALUES(Type, type, constraint)               \
+  QK_DEVICE void store_at(int rank, u32 address, Type value) { \
+    asm volatile(                                              \
+        "{\n\t"                                                \
+        ".reg .b32 remote;\n\t"                                \
+        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"         \
+        "st.shared::cluster." type                             \
+        " [remote], %2;\n\t"                                   \
+        "}" ::"r"(address),                                    \
+        "r"(rank), constraint(value)                           \
+        : "memory");                                           \
+  }                                                            \
+  QK_DEVICE void load_shared(Type& value, u32 address) {       \
+    asm volatile("ld.shared." type " %0, [%1];"                \
+                 : "=" constraint(value)                       \
+                 : "r"(address)                                \
+                 : "memory");                                  \
   }
 QK_SHARED_VALUES(f32, "f32", "f")
 QK_SHARED_VALUES(int, "b32", "r")

@@ -153,10 +153,10 @@ struct HopperGatedEpilogue {
         const f32 token = kPerToken ? scales[first + 8 * eight + 2 * (lane % 4) + i] : 1.0f;
         QK_UNROLL for (int half = 0; half < 2; ++half) {
           const int sum = first / 2 + 4 * eight + 2 * half + i;
-          const f32 h =
-              multiply_add(static_cast<f32>(sums[0][sum]) * token, mine.weight[0][half], mine.bias[0][half]);
-          const f32 g =
-              multiply_add(static_cast<f32>(sums[1][sum]) * token, mine.weight[1][half], mine.bias[1][half]);
+          const f32 h = multiply_add(static_cast<f32>(sums[0][sum]) * token, mine.weight[0][half],
+                                     mine.bias[0][half]);
+          const f32 g = multiply_add(static_cast<f32>(sums[1][sum]) * token, mine.weight[1][half],
+                                     mine.bias[1][half]);
           values[2 * i + half] = times_gelu(h, g);
         }
       }

@@ -110,8 +110,8 @@ struct SparseLayoutGfx11 : LayoutGfx11<kW, kX> {
 struct HalfLayoutGfx11 {
   static constexpr bool kSparse = false;
   static constexpr int kSteps = 1;
-  static constexpr int kRun = 16;                // K of a row that a lane holds, of an instruction
-  static constexpr int kRows = 1, kTokens = 1;   // rows of a block that a lane holds
+  static constexpr int kRun = 16;               // K of a row that a lane holds, of an instruction
+  static constexpr int kRows = 1, kTokens = 1;  // rows of a block that a lane holds
   struct A {
     u32 v[8];
   };

@@ -116,9 +116,9 @@ struct SparseLayoutGfx12 : OutputsGfx12 {
   }
 };
 
-/// 16-bit operands of WMMA 16x16x16, a run of 8 consecutive k in each half: tokens are A and weights
-/// B, so that a lane's sums all belong to the weight row that it loaded, and a scale of that row is
-/// one register.
+/// 16-bit operands of WMMA 16x16x16, a run of 8 consecutive k in each half: tokens are A and
+/// weights B, so that a lane's sums all belong to the weight row that it loaded, and a scale of
+/// that row is one register.
 struct HalfLayoutGfx12 {
   static constexpr bool kSparse = false;
   static constexpr int kSteps = 1;

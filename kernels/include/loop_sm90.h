@@ -1,8 +1,9 @@
 // The K loop of a warpgroup of the Hopper kernels: waits for stages, multiplies, hands them back.
 //
-// Sums of int8 are exact. Hopper's FP8 matrix unit adds with fewer bits than f32 has. kPromote (accurate) adds its sums of
-// 128 stored products to f32 registers; else everything is summed in the unit (fast). Measured
-// against float64 at K = 2048, f32 output: relative errors of 1.3e-4 and 8.7e-4.
+// Sums of int8 are exact. Hopper's FP8 matrix unit adds with fewer bits than f32 has. kPromote
+// (accurate) adds its sums of 128 stored products to f32 registers; else everything is summed in
+// the unit (fast). Measured against float64 at K = 2048, f32 output: relative errors of 1.3e-4
+// and 8.7e-4.
 #pragma once
 
 #include "view_sm90.h"
@@ -68,7 +69,8 @@ struct HopperLoop {
   QK_DEVICE const u8* row(int first, int i) const {
     const int wanted = first + (Tile::kGated ? 0 : 64 * (i / 2)) + 8 * (i % 2);
     const int inside = wanted < n ? wanted : n - 1;
-    return nibbles + static_cast<i64>(Tile::kGated ? inside + i / 2 * n : inside) * (k / Tile::kPerMeta);
+    return nibbles +
+           static_cast<i64>(Tile::kGated ? inside + i / 2 * n : inside) * (k / Tile::kPerMeta);
   }
 
   /// Turns what a quad has loaded: lane t needs words t / 2 and t / 2 + 2 of row t % 2 in every

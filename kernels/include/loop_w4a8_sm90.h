@@ -13,10 +13,10 @@ namespace qk {
 template <class Tile, Format kW, Format kX, bool kPromote, class View>
 struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, View> {
   using Base = HopperLoop<Tile, Format::kInt8, Format::kInt8, false, View>;
-  using typename Base::Operation;
-  using typename Base::Sums;
   using Base::begin, Base::count, Base::first_row, Base::k, Base::lane, Base::next_output,
       Base::nibbles, Base::output, Base::ring, Base::set, Base::view;
+  using typename Base::Operation;
+  using typename Base::Sums;
   // Matrix instructions of a block for which weights are decoded at once: where sums leave few
   // registers, one. Fewer fill the gaps between tiles better, too.
   static constexpr int kAtOnce = Tile::kBlocks * Base::kSums > 160 ? 1 : 2;
@@ -62,8 +62,7 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
       const int row = first_row + Tile::kBlockStep * block + thread / 32 * 16 + lane / 4;
       const u32 first = ring.weights(stage) + row * Tile::kWeightRow + lane / 8 * 16 + lane % 4 * 4;
       QK_UNROLL for (int half = 0; half < 2; ++half) {
-        const u32 factors =
-            __shfl_sync(0xffffffffu, meta.words[block][half], (lane & ~3) + i);
+        const u32 factors = __shfl_sync(0xffffffffu, meta.words[block][half], (lane & ~3) + i);
         QK_UNROLL for (int j = 0; j < kAtOnce; ++j) {
           const int s = kAtOnce * part + j;
           u32 word;
@@ -89,8 +88,8 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
   }
 
   /// Adds up the tile's K steps, the next ones of `reader`: while one part's instructions run, the
-  /// next one's weights are decoded. `first` is the factors of the first period, loaded, and then of
-  /// the next tile's.
+  /// next one's weights are decoded. `first` is the factors of the first period, loaded, and then
+  /// of the next tile's.
   QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first) const {
     Metadata second;
     Weights weights[2];  // of even parts and of odd ones

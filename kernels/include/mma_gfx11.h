@@ -62,8 +62,8 @@ struct HalfMma : HalfLayoutGfx11 {
                                                         __builtin_bit_cast(Half16, weights), acc);
     } else {
       using Short16 = short __attribute__((ext_vector_type(16)));
-      return __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(
-          __builtin_bit_cast(Short16, tokens), __builtin_bit_cast(Short16, weights), acc);
+      return __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(__builtin_bit_cast(Short16, tokens),
+                                                         __builtin_bit_cast(Short16, weights), acc);
     }
   }
 };

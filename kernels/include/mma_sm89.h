@@ -89,10 +89,10 @@ struct SparseMma : SparseLayoutSm89 {
 #undef QK_MMA
 #undef QK_MMA_SPARSE
 
-#define QK_MMA_HALF(type)                                                                \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                    \
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                          \
+#define QK_MMA_HALF(type)                                                   \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
 /// 16-bit inputs and weights, a 16x16 block by 16 of K at a time.

@@ -94,58 +94,57 @@ struct Wgmma;
 
 // `behind`: the factors of A and B, which float types have.
 #define QK_FLOAT ", 1, 1"
-#define QK_DENSE(n, s, types, behind, w, x, keep)                                          \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                \
-               ", 0;\n\t"                                                                  \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" QK_REGISTERS_##n   \
-               "}, " w ", " x ", p" behind ";\n\t}"                                        \
-               : QK_SUMS_##n(s)                                                            \
+#define QK_DENSE(n, s, types, behind, w, x, keep)                                        \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                              \
+               ", 0;\n\t"                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" QK_REGISTERS_##n \
+               "}, " w ", " x ", p" behind ";\n\t}"                                      \
+               : QK_SUMS_##n(s)                                                          \
                : "l"(weights), "l"(tokens), "r"(keep_sums))
-#define QK_SPARSE(n, s, types, behind, w, x, meta, keep)                                      \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                   \
-               ", 0;\n\t"                                                                     \
-               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64." types " {" QK_REGISTERS_##n   \
-               "}, " w ", " x ", " meta ", 0, p" behind ";\n\t}"                              \
-               : QK_SUMS_##n(s)                                                               \
+#define QK_SPARSE(n, s, types, behind, w, x, meta, keep)                                    \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                 \
+               ", 0;\n\t"                                                                   \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64." types " {" QK_REGISTERS_##n \
+               "}, " w ", " x ", " meta ", 0, p" behind ";\n\t}"                            \
+               : QK_SUMS_##n(s)                                                             \
                : "l"(weights), "l"(tokens), "r"(metadata), "r"(keep_sums))
-#define QK_HELD(n, a0, a1, a2, a3, x, keep)                                                      \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                      \
-               ", 0;\n\t"                                                                        \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QK_REGISTERS_##n         \
-               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " x ", p;\n\t}"                             \
-               : QK_SUMS_##n("+r")                                                               \
+#define QK_HELD(n, a0, a1, a2, a3, x, keep)                                              \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                              \
+               ", 0;\n\t"                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QK_REGISTERS_##n \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " x ", p;\n\t}"                     \
+               : QK_SUMS_##n("+r")                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(keep_sums))
 // i0 .. i5: the numbers of the operands after the sums.
-#define QK_WGMMA(n, i0, i1, i2, i3, i4, i5)                                                      \
-  template <>                                                                                    \
-  struct Wgmma<n> {                                                                              \
-    template <Format kW, Format kX>                                                              \
-    static QK_DEVICE void dense(Sum<kW, kX> (&d)[n / 2], u64 weights, u64 tokens,                \
-                                int keep_sums) {                                                 \
-      constexpr bool kInteger = kX == Format::kInt8, kW4 = kW == Format::kE4M3FN,                \
-                     kX4 = kX == Format::kE4M3FN;                                                \
-      if constexpr (kInteger) QK_DENSE(n, "+r", "s32.s8.s8", "", i0, i1, i2);                    \
-      else if constexpr (kW4 && kX4) QK_DENSE(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2);   \
-      else if constexpr (kW4) QK_DENSE(n, "+f", "f32.e4m3.e5m2", QK_FLOAT, i0, i1, i2);          \
-      else if constexpr (kX4) QK_DENSE(n, "+f", "f32.e5m2.e4m3", QK_FLOAT, i0, i1, i2);          \
-      else QK_DENSE(n, "+f", "f32.e5m2.e5m2", QK_FLOAT, i0, i1, i2);                             \
-    }                                                                                            \
-    template <Format kW, Format kX>                                                              \
-    static QK_DEVICE void sparse(Sum<kW, kX> (&d)[n / 2], u64 weights, u64 tokens, u32 metadata, \
-                                 int keep_sums) {                                                \
-      constexpr bool kInteger = kX == Format::kInt8, kW4 = kW == Format::kE4M3FN,                \
-                     kX4 = kX == Format::kE4M3FN;                                                \
-      if constexpr (kInteger) QK_SPARSE(n, "+r", "s32.s8.s8", "", i0, i1, i2, i3);               \
-      else if constexpr (kW4 && kX4)                                                             \
-        QK_SPARSE(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2, i3);                           \
-      else if constexpr (kW4) QK_SPARSE(n, "+f", "f32.e4m3.e5m2", QK_FLOAT, i0, i1, i2, i3);     \
-      else if constexpr (kX4) QK_SPARSE(n, "+f", "f32.e5m2.e4m3", QK_FLOAT, i0, i1, i2, i3);     \
-      else QK_SPARSE(n, "+f", "f32.e5m2.e5m2", QK_FLOAT, i0, i1, i2, i3);                        \
-    }                                                                                            \
-    /* int8 weights in registers, which stay as they are until the instruction has ended. */     \
-    static QK_DEVICE void held(int (&d)[n / 2], const u32 (&a)[4], u64 tokens, int keep_sums) {  \
-      QK_HELD(n, i0, i1, i2, i3, i4, i5);                                                        \
-    }                                                                                            \
+#define QK_WGMMA(n, i0, i1, i2, i3, i4, i5)                                                        \
+  template <>                                                                                      \
+  struct Wgmma<n> {                                                                                \
+    template <Format kW, Format kX>                                                                \
+    static QK_DEVICE void dense(Sum<kW, kX> (&d)[n / 2], u64 weights, u64 tokens, int keep_sums) { \
+      constexpr bool kInteger = kX == Format::kInt8, kW4 = kW == Format::kE4M3FN,                  \
+                     kX4 = kX == Format::kE4M3FN;                                                  \
+      if constexpr (kInteger) QK_DENSE(n, "+r", "s32.s8.s8", "", i0, i1, i2);                      \
+      else if constexpr (kW4 && kX4) QK_DENSE(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2);     \
+      else if constexpr (kW4) QK_DENSE(n, "+f", "f32.e4m3.e5m2", QK_FLOAT, i0, i1, i2);            \
+      else if constexpr (kX4) QK_DENSE(n, "+f", "f32.e5m2.e4m3", QK_FLOAT, i0, i1, i2);            \
+      else QK_DENSE(n, "+f", "f32.e5m2.e5m2", QK_FLOAT, i0, i1, i2);                               \
+    }                                                                                              \
+    template <Format kW, Format kX>                                                                \
+    static QK_DEVICE void sparse(Sum<kW, kX> (&d)[n / 2], u64 weights, u64 tokens, u32 metadata,   \
+                                 int keep_sums) {                                                  \
+      constexpr bool kInteger = kX == Format::kInt8, kW4 = kW == Format::kE4M3FN,                  \
+                     kX4 = kX == Format::kE4M3FN;                                                  \
+      if constexpr (kInteger) QK_SPARSE(n, "+r", "s32.s8.s8", "", i0, i1, i2, i3);                 \
+      else if constexpr (kW4 && kX4)                                                               \
+        QK_SPARSE(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2, i3);                             \
+      else if constexpr (kW4) QK_SPARSE(n, "+f", "f32.e4m3.e5m2", QK_FLOAT, i0, i1, i2, i3);       \
+      else if constexpr (kX4) QK_SPARSE(n, "+f", "f32.e5m2.e4m3", QK_FLOAT, i0, i1, i2, i3);       \
+      else QK_SPARSE(n, "+f", "f32.e5m2.e5m2", QK_FLOAT, i0, i1, i2, i3);                          \
+    }                                                                                              \
+    /* int8 weights in registers, which stay as they are until the instruction has ended. */       \
+    static QK_DEVICE void held(int (&d)[n / 2], const u32 (&a)[4], u64 tokens, int keep_sums) {    \
+      QK_HELD(n, i0, i1, i2, i3, i4, i5);                                                          \
+    }                                                                                              \
   };
 QK_WGMMA(16, "%8", "%9", "%10", "%11", "%12", "%13")
 QK_WGMMA(32, "%16", "%17", "%18", "%19", "%20", "%21")

@@ -1,8 +1,8 @@
 // The loop of 16-bit inputs and weights that are packed: their codes become 16-bit numbers, all
 // exactly, in the registers of the wave that multiplies them. As in direct.h, no weight is used
 // twice, so nothing goes through LDS, and the waves of a block share K: a pass is some groups of 32
-// for each. Scales of groups apply to the sums of a group, in f32: times them, 16-bit codes would be
-// rounded, or overflow.
+// for each. Scales of groups apply to the sums of a group, in f32: times them, 16-bit codes would
+// be rounded, or overflow.
 #pragma once
 
 #include "widen.h"
@@ -156,8 +156,8 @@ struct WeightOnlyLoop {
     QK_UNROLL for (int q = 0; q < kRows; ++q) {
       QK_UNROLL for (int word = 0; word < kRun / 4; ++word) {
         const u32* const codes = from.codes[d][i][q];
-        const u32 four = Codes::kNibbles ? codes[word] >> 4 * step & 0x0f0f0f0fu
-                                         : codes[step * kRun / 4 + word];
+        const u32 four =
+            Codes::kNibbles ? codes[word] >> 4 * step & 0x0f0f0f0fu : codes[step * kRun / 4 + word];
         u32 low, high;
         Codes::decode(four, from.beside[d][i][q], low, high);
         weights.v[Mma::weight_word(q, 2 * word)] = as_io(low);
