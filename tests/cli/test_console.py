@@ -154,8 +154,10 @@ from quantkit import cli
 from quantkit.cli.console import echo
 from quantkit.storage.files import staged_directory
 
-# Under nohup it is ignored, and stays so in what is started there.
+# Under nohup the one, in a shell's background the other is ignored, and stays so in what is started
+# there.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @cli.quantkit.command("wait")
 @click.argument("output", type=click.Path(path_type=Path))
