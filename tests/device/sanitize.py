@@ -73,6 +73,13 @@ def launch_all(variant, layout):
         for m, k in rows:
             quantize(variant, layout, m, k)
         return len(rows)
+    if variant.op.name == "gemm_w16":
+        from tests.device.test_weight_only import SHAPES, case_of
+
+        words = variant.word("QK_W_FORMAT"), variant.word("QK_IO")
+        for shape in SHAPES:
+            case_of(*words, shape, generator).run(layout)
+        return len(SHAPES)
     int4 = variant.word("QK_W_FORMAT") == "int4"
     drawn = twin_of(variant) if int4 else variant
     if kind == "conv":
