@@ -25,14 +25,23 @@ _WARM_UP = 3
 def compile_blocks(model: nn.Module) -> nn.Module:
     """Return a copy, its tensors shared, in which every block of a frequent kind is compiled."""
     model = with_shared_weights(model)
-    repeated: Sequence[str] = getattr(model, "_repeated_blocks", ())
-    blocks = _BLOCKS.get(type(model).__name__, repeated)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_SIZES)
-    for module in model.modules():
-        if type(module).__name__ in blocks:
-            module.compile(fullgraph=True, dynamic=False)
+    for block in _blocks(model).values():
+        block.compile(fullgraph=True, dynamic=False)
     return model
+
+
+def outside_blocks(model: nn.Module) -> frozenset[str]:
+    """Return the modules that `compile_blocks` leaves as they are."""
+    blocks = tuple(f"{name}." for name in _blocks(model))
+    return frozenset(n for n, _ in model.named_modules() if not f"{n}.".startswith(blocks))
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    repeated: Sequence[str] = getattr(model, "_repeated_blocks", ())
+    kinds = _BLOCKS.get(type(model).__name__, repeated)
+    return {name: m for name, m in model.named_modules() if type(m).__name__ in kinds}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.compiling import captured, compile_blocks, with_shared_weights
+from quantkit.bench.compiling import captured, compile_blocks, outside_blocks, with_shared_weights
 from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
@@ -29,7 +29,7 @@ from quantkit.bench.profiling import profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Stopwatch, TimingPlan
-from quantkit.bench.torchao_dynamic import quantize
+from quantkit.bench.torchao_dynamic import quantize, short_layers
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
 from quantkit.progress import Progress
@@ -58,7 +58,9 @@ class _Bench:
         """Return the contender's model, not compiled yet."""
         if contender.torchao:
             # Tuned for all of a model's kernels it is not ready in minutes.
-            return quantize(deepcopy(self.dense), contender.torchao, tuned=False)
+            return quantize(
+                deepcopy(self.dense), contender.torchao, tuned=False, keep=self.kept(contender)
+            )
         variant = contender.variant
         if variant is None:
             return self.dense
@@ -67,6 +69,14 @@ class _Bench:
             packed = load_packed(self.source, variant, self.device, self.threads)
             self.packed[variant] = _fused(_laid_out(packed, self.settings), self.settings)
         return self.packed[variant]
+
+    def kept(self, contender: ModelContender) -> frozenset[str]:
+        """Return the layers that torchao cannot compute in the contender's format."""
+        if contender.torchao != "int8":
+            return frozenset()
+        # What is not compiled prints its inputs, which a CUDA graph cannot capture.
+        plain = outside_blocks(self.dense) if self.settings.compile_blocks else frozenset[str]()
+        return plain | short_layers(self.dense, _step(self.dense, self.inputs))
 
     def judge(self, contender: ModelContender, output: Tensor) -> Judgement:
         """Judge what a contender gave."""
@@ -172,7 +182,10 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         return absent(Verdict.WRONG, reason, found.error)
     weights, peak = weight_bytes(model), peak_bytes(step, bench.device)
     if contender.compiled and bench.settings.graph:
-        step = captured(step, bench.device)
+        try:
+            step = captured(step, bench.device)
+        except REFUSALS as refusal:
+            return absent(Verdict.CANNOT, f"in a CUDA graph: {one_line(refusal)}")
     row = ModelRow(
         contender.name,
         Verdict.TIMED,

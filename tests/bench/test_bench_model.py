@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
 from quantkit.bench import judging, timing
 from quantkit.bench import model as bench_model
-from quantkit.bench.compiling import with_shared_weights
+from quantkit.bench.compiling import outside_blocks, with_shared_weights
 from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
 from quantkit.bench.model import run_model_bench
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
@@ -20,6 +21,7 @@ from quantkit.bench.packing import PackedVariant, convolutions
 from quantkit.bench.profiling import GROUPS, IDLE, group_of, profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import TimingPlan
+from quantkit.bench.torchao_dynamic import short_layers
 from quantkit.cli.bench_model import model_command
 from quantkit.device import backends, compilers
 from quantkit.device.ops import call as execute
@@ -123,6 +125,34 @@ def test_missing_libraries_say_so(unet_dir, monkeypatch):
     (row,) = run(unet_dir, "torchao-compiled").rows
     assert row.verdict is Verdict.CANNOT
     assert "torchao" in row.reason
+
+
+def test_steps_that_cannot_be_captured_say_so(unet_dir, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation failed during capture")
+
+    monkeypatch.setattr(bench_model, "_compiled", lambda model, *_: model)
+    monkeypatch.setattr(bench_model, "captured", refuse)
+    first, second = run(unet_dir, "f16-compiled", "f16", graph=True).rows
+    assert first.verdict is Verdict.CANNOT
+    assert first.reason == "in a CUDA graph: RuntimeError: operation failed during capture"
+    assert second.timing
+
+
+def test_layers_of_few_rows_are_left_to_torchao_in_16_bit():
+    wide, short, unused = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+    model = nn.ModuleDict({"wide": wide, "short": short, "unused": unused})
+    found = short_layers(model, lambda: (wide(torch.ones(1, 17, 8)), short(torch.ones(2, 8, 8))))
+    assert found == {"short"}
+    assert not any(m._forward_pre_hooks for m in model.values())
+
+
+def test_layers_outside_blocks_are_those_that_stay_uncompiled(flux_dir):
+    model = build_denoiser(find_denoiser(str(flux_dir)), CPU)
+    inside = {n for n, _ in model.named_modules()} - outside_blocks(model)
+    assert inside
+    assert all(n.startswith(("transformer_blocks.", "single_transformer_blocks.")) for n in inside)
+    assert "x_embedder" in outside_blocks(model)
 
 
 @pytest.mark.parametrize("spoil", [torch.zeros_like, lambda y: y * torch.nan])
