@@ -75,7 +75,7 @@ def kept_reason(
             for blocks leave as they are: 16 bit would be larger, and no better.
     """
     settings = recipe.settings(layer.name)
-    if settings.keep is True:
+    if settings.keep is True or (layer.kind == "conv2d" and not recipe.convolutions):
         return "kept by the recipe"
     block = find_format(settings.weight.format).block
     if block and layer.name in stored:
@@ -93,6 +93,8 @@ def kept_reason(
 def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
     """Return whether the family keeps the layer in 16 bit, but the recipe packs its weight."""
     if recipe.kept is None or recipe.settings(layer.name).keep is not None:
+        return False
+    if layer.kind == "conv2d" and not recipe.convolutions:
         return False
     block = find_format(recipe.kept.format).block
     if block and _block_reason(layer, block):
