@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from quantkit.checkpoint.building import read_skeleton
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.contents import (
     broken_numbers,
@@ -21,7 +22,7 @@ from quantkit.checkpoint.directory import (
 )
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed, read_packed
-from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton, some
+from quantkit.checkpoint.skeleton import Contents, misfits, some
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.errors import CheckpointError
@@ -164,11 +165,13 @@ def _breaches(
 def misfits_of(component: PackedComponent) -> Iterator[str]:
     """Yield a line for everything in which a component does not fit the model of its config."""
     try:
-        skeleton = read_skeleton(component.path / "config.json")
+        contents = contents_of(component)
+        config = component.path / "config.json"
+        skeleton = read_skeleton(config, component.class_name, contents.tensors)
     except CheckpointError as error:
         yield str(error)
         return
-    yield from misfits(contents_of(component), skeleton)
+    yield from misfits(contents, skeleton)
 
 
 def _list_breaches(listed: FileList, changed: set[Path], progress: Progress) -> Iterator[str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.building import read_skeleton
 from quantkit.checkpoint.layout import Slot, encode_header, place, write_at
-from quantkit.checkpoint.skeleton import read_skeleton, some
+from quantkit.checkpoint.skeleton import some
 from quantkit.checkpoint.spec import CONFIG_KEY, TensorSpec
 from quantkit.errors import CheckpointError, ModelError, NonFiniteError
 from quantkit.interchange.gguf_file import (
