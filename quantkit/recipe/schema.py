@@ -395,6 +395,14 @@ class Recipe(Strict):
             unmatched="ignore",
         )
 
+    def with_text_encoders(self, name: str) -> "Recipe":
+        """Return the recipe with text encoders packed as a short name says: fp8, int8 or int4.
+
+        Raises:
+            RecipeError: another name.
+        """
+        return self.model_copy(update={"text_encoders": EncoderRecipe.model_validate(name)})
+
     def with_calibration(self, settings: Mapping[str, Any]) -> "Recipe":
         """Return the recipe with some settings of its calibration section replaced.
 

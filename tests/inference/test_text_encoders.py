@@ -227,7 +227,8 @@ def test_one_recipe_packs_denoiser_and_encoder(pipeline, tmp_path):
     planned = plan_pack(
         pipeline,
         output=tmp_path / "packed",
-        recipe=Recipe(name="t", text_encoders="int4"),
+        recipe=Recipe(name="t"),
+        text_encoders="int4",
     )
     summary = packed(pipeline, tmp_path / "packed", "int4")
     assert planned.to_json() == summary.to_json()
@@ -284,4 +285,23 @@ def test_without_the_section_encoders_are_copied(pipeline, tmp_path):
 )
 def test_what_encoders_cannot_have_is_refused(section, match):
     with pytest.raises(RecipeError, match=match):
-        Recipe(name="t", text_encoders=section)
+        Recipe.model_validate({"name": "t", "text_encoders": section})
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        ({"keep": ["text_model.*"]}, r"text_encoders.keep: 'text_model.\*' matches none of the"),
+        (
+            {"overrides": [{"encoders": ["text_encoder_2"]}]},
+            r"overrides.0.encoders: 'text_encoder_2' .*; did you mean 'text_encoder'",
+        ),
+        (
+            {"overrides": [{"encoders": ["*"], "layers": ["*.fc3"]}]},
+            r"overrides.0.layers: '\*.fc3' .* layers of text encoders; did you mean '\*.fc",
+        ),
+    ],
+)
+def test_globs_that_match_nothing_are_refused(pipeline, tmp_path, section, match):
+    with pytest.raises(RecipeError, match=match):
+        packed(pipeline, tmp_path / "packed", section)

@@ -1,5 +1,7 @@
 """Text encoders with random weights, one of every kind that published pipelines have."""
 
+from typing import Any
+
 import torch
 
 _LM = {
@@ -22,7 +24,7 @@ _SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
            "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 #: class name -> (config class, its arguments)
-ENCODERS = {
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "T5EncoderModel": ("T5Config", {**_T5, **_GATED}),
     "UMT5EncoderModel": ("UMT5Config", {**_T5, **_GATED}),
     "CLIPTextModel": ("CLIPTextConfig", _CLIP),
