@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from quantkit.checkpoint.building import read_skeleton
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.contents import (
     broken_numbers,
@@ -22,10 +21,11 @@ from quantkit.checkpoint.directory import (
 )
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed, read_packed
-from quantkit.checkpoint.skeleton import Contents, misfits, some
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.errors import CheckpointError
+from quantkit.models.building import read_skeleton
+from quantkit.models.skeleton import Contents, misfits, some
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import list_files

@@ -15,7 +15,6 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.skeleton import some
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import feed_forward, projections, saving
@@ -28,6 +27,7 @@ from quantkit.inference.quantizing import (
     refuse_unpacked,
     replace_layers,
 )
+from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
 #: The first diffusers that names the weight files to a quantizer.

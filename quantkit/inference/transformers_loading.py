@@ -15,8 +15,6 @@ from transformers import __version__ as transformers_version
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit.checkpoint.encoder_skeleton import encoder_skeleton, loaded_names
-from quantkit.checkpoint.skeleton import some
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import saving, wide_feed_forward
@@ -30,6 +28,8 @@ from quantkit.inference.quantizing import (
     refuse_unpacked,
     replace_layers,
 )
+from quantkit.models.encoder_skeleton import encoder_skeleton, loaded_names
+from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
 #: The first transformers whose loader asks a quantizer what dtype a tensor is to have.

@@ -1,10 +1,11 @@
 """One literal row per family of text encoders: what stays in 16 bit and why, and what is no layer.
 
 Rows follow the names in published files, which transformers may rename while it loads them. An
-encoder without a row takes the last one, which goes by how transformers names what every model has.
+encoder without a row takes the last one: there the model that transformers builds says what is a
+layer, and usual names say what stays.
 """
 
-from quantkit.models.families import Family, Keep
+from quantkit.models.family import Family, Keep
 
 _LOGITS = "writes logits over the vocabulary, often with the embedding's own weight"
 _POOLED = "projects one pooled row per prompt, which conditions every block"
@@ -66,8 +67,7 @@ TEXT_ENCODERS: tuple[Family, ...] = (
             Keep("*vision*", _PICTURES),
             Keep("*visual*", _PICTURES),
         ),
-        not_layers=("shared", "*embed_tokens", "*embedding", "*embeddings", "*.wte", "*.wpe",
-                    "*attention_bias"),
+        by_structure=True,
     ),
 )  # fmt: skip
 

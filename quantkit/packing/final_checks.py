@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.checkpoint.building import read_skeleton
 from quantkit.checkpoint.directory import broken_pipeline, broken_weights
 from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.reader import Packed
-from quantkit.checkpoint.skeleton import Contents, misfits
 from quantkit.errors import ModelError
+from quantkit.models.building import read_skeleton
+from quantkit.models.skeleton import Contents, misfits
 from quantkit.packing.plan import ComponentPlan
 from quantkit.storage.digest import sha256_of_file
 

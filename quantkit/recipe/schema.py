@@ -265,6 +265,8 @@ class Recipe(Strict):
     data_free: bool = False
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
+    #: modules that are copied as they are, whatever else the recipe says of them
+    not_layers: Patterns = ()
     overrides: tuple[Override, ...] = ()
     #: fp8, int8, int4 or a section; None: text encoders are copied as they are
     text_encoders: EncoderRecipe | None = None

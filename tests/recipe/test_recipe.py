@@ -273,6 +273,7 @@ def test_yaml_agrees_with_the_library():
 
 SECTIONS = {
     "keep": "keep: ['{}']",
+    "not_layers": "not_layers: ['{}']",
     "sparsity.layers": "sparsity: {{layers: ['*', '{}']}}",
     "sparsity.exclude": "sparsity: {{exclude: ['{}']}}",
     "overrides.1.layers": (

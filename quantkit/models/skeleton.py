@@ -1,8 +1,7 @@
 """The model that a component's files must fit, as names and shapes: built without weights.
 
 One judge for pack, verify and loading: what the loader refuses, none of them accepts.
-builds the model on the meta device; where it is not imported yet, a child process does that, for it
-takes 0.3 GB and seconds that a command which only reads files need not spend.
+``building`` makes a skeleton of a config.json.
 """
 
 import contextlib
@@ -125,6 +124,8 @@ def why_not_packed(module: Any) -> str:
             f"Conv2d with padding_mode {module.padding_mode!r} and groups {module.groups}, wanted "
             "'zeros' and 1; keep this layer in 16 bit"
         )
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "MultiheadAttention reads this weight itself; keep this layer in 16 bit"
     if isinstance(module, nn.Linear):
         return ""
     return f"the model has a {type(module).__name__} here, wanted Linear or Conv2d"

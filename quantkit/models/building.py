@@ -17,10 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.encoder_skeleton import build_encoder
-from quantkit.checkpoint.skeleton import Skeleton, on_meta, skeleton_of
-from quantkit.checkpoint.spec import CONFIG_KEY
 from quantkit.errors import CheckpointError
+from quantkit.models.encoder_skeleton import build_encoder
+from quantkit.models.skeleton import Skeleton, on_meta, skeleton_of
 from quantkit.storage.jsonfile import parse_json, read_json, short
 
 #: Seconds that a child process may take; importing diffusers takes most of them.
@@ -39,7 +38,7 @@ def read_skeleton(config: Path, class_name: str = "", names: Iterable[str] = ())
         CheckpointError: unreadable, or no model can be built from it.
     """
     values = read_json(config, error=CheckpointError, cure="download it again")
-    values.pop(CONFIG_KEY, None)
+    values.pop("quantization_config", None)
     of_diffusers = "_class_name" in values
     asked = [values] if of_diffusers else [values, class_name, sorted(names)]
     text = json.dumps(asked)
@@ -90,7 +89,7 @@ def _build_denoiser(config: Mapping[str, Any]) -> Skeleton:
 
 @lru_cache(maxsize=8)
 def _built_by_child(text: str) -> Skeleton:
-    command = [sys.executable, "-m", "quantkit.checkpoint.building"]
+    command = [sys.executable, "-m", "quantkit.models.building"]
     # The modules that are imported here, and none that lie where the user happens to be.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:

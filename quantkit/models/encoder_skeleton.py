@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from quantkit.checkpoint.skeleton import Skeleton, on_meta, why_not_packed
+from quantkit.models.skeleton import Skeleton, on_meta, why_not_packed
 
 
 def build_encoder(config: Mapping[str, Any], class_name: str, names: Collection[str]) -> Skeleton:
