@@ -37,7 +37,7 @@ def pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
@@ -53,7 +53,8 @@ def pack(
     Args:
         model: a pipeline's or component's directory, a hub id, or opened.
         output: the directory to make.
-        recipe: what is wanted: a bundled name, a YAML file, or opened.
+        recipe: what is wanted: a bundled name, a YAML file, or opened; None: what is
+            recommended for the model.
         calibration: statistics of the model; None: weights are scaled from the weights alone.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model, for GPTQ rounding and SparseGPT masks.
@@ -86,7 +87,7 @@ def plan_pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
@@ -98,7 +99,8 @@ def plan_pack(
     Args:
         model: a pipeline's or component's directory, a hub id, or opened.
         output: the directory that would be made.
-        recipe: what is wanted: a bundled name, a YAML file, or opened.
+        recipe: what is wanted: a bundled name, a YAML file, or opened; None: what is
+            recommended for the model.
         calibration: statistics of the model.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model.
@@ -133,7 +135,7 @@ def plan_pack(
 
 
 def _opened(
-    model: ModelLike, recipe: RecipeLike, output: Path, *, force: bool
+    model: ModelLike, recipe: RecipeLike | None, output: Path, *, force: bool
 ) -> tuple[Model, Recipe]:
     """Return model and recipe; refuse an output that could not be written."""
     source, chosen = opened(model, recipe)
