@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.models.families import GENERAL, find_family
+from quantkit.models.families import FAMILIES, find_family
 from quantkit.models.family import Family
 from quantkit.models.source import Model
 from quantkit.recipe.load import load_recipe, recipe_names
@@ -52,7 +52,7 @@ def recipe_of_class(class_name: str, config: Mapping[str, Any]) -> Recipe:
 
 def _prefix_of(family: Family, config: Mapping[str, Any]) -> str | None:
     """Return what the names of the recipes for a denoiser begin with; None: there are none."""
-    if family is GENERAL:
+    if family not in FAMILIES:
         return None
     if family.name != "unet":
         return family.name

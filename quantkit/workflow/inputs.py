@@ -11,6 +11,7 @@ from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model, SingleFile, open_model
+from quantkit.models.treated import recipe_of
 from quantkit.pipelines.running import choose_device, read_prompts
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.load import load_recipe
@@ -88,9 +89,10 @@ def opened(model: ModelLike, recipe: RecipeLike | None) -> tuple[Model, Recipe]:
     """
     if recipe is None:
         source = as_model(model)
-        return source, chosen_recipe(source)
+        return source, recipe_of(source, chosen_recipe(source))
     chosen = as_recipe(recipe)
     source = as_model(model)
+    chosen = recipe_of(source, chosen)
     refuse_misfit(chosen, name_of(recipe), source)
     return source, chosen
 
