@@ -221,6 +221,8 @@ class Recipe(Strict):
     convolutions: bool = True
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
+    #: modules that are copied as they are, whatever else the recipe says of them
+    not_layers: Patterns = ()
     overrides: tuple[Override, ...] = ()
     #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
     unmatched: Literal["error", "ignore"] = "error"

@@ -26,6 +26,7 @@ from quantkit.packing.pack import pack, plan_pack
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import scratch_directory
+from quantkit.storage.jsonfile import read_json
 from quantkit.workflow.inputs import ModelLike, as_model, opened
 from quantkit.workflow.pack import usual_threads
 
@@ -173,5 +174,5 @@ def _stand_ins(recipe: Recipe, layers: Mapping[str, Scheme]) -> Iterator[tuple[s
 
 
 def _is_encoder(component: PackedComponent) -> bool:
-    """Tell whether a component is one of transformers, which has no ``_class_name``."""
-    return not (component.path / "config.json").is_file() or component.class_name == "None"
+    """Tell whether a component is one of transformers, whose configs have no ``_class_name``."""
+    return "_class_name" not in read_json(component.path / "config.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import ModelError, RecipeError, ShapeError
-from quantkit.models.families import FAMILIES, find_family
+from quantkit.models.families import FAMILIES, GENERAL, find_family
 from quantkit.models.layer_plan import choose_edges, plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
@@ -148,9 +148,11 @@ def _hit(module, pattern):
     return fnmatchcase(module, pattern)
 
 
-def test_unknown_denoiser_is_refused_with_the_known_ones():
-    with pytest.raises(ModelError, match=r"WanTransformer3DModel: no family.*FluxTransformer2D"):
-        find_family("WanTransformer3DModel")
+def test_a_class_without_a_row_is_of_the_general_family():
+    assert find_family("AuraFlowTransformer2DModel") is GENERAL
+    assert find_family("AuraFlowTransformer2DModel", "flux").name == "flux"
+    with pytest.raises(ModelError, match=r"family 'fulx': unknown, wanted one of unet, .*general"):
+        find_family("FluxTransformer2DModel", "fulx")
 
 
 def test_layer_has_the_shape_the_kernels_read(published):
@@ -381,7 +383,7 @@ BROKEN = {
         config('{"architectures": ["T5EncoderModel"], "model_type": "t5"}'),
         "T5EncoderModel is a transformers model",
     ),
-    "unknown": (config('{"_class_name": "VQModel"}'), "VQModel: no family describes it"),
+    "unknown": (config('{"_class_name": "VQModel"}'), "VQModel is no denoiser"),
     "packed": (
         config('{"_class_name": "X", "quantization_config": {"quant_method": "quantkit"}}'),
         r"packed already \(by quantkit\)",
@@ -400,8 +402,8 @@ BROKEN = {
         r"names no unet or transformer \(found vae\)",
     ),
     "unknown pipeline": (
-        index('{"transformer": ["diffusers", "WanTransformer3DModel"]}'),
-        "transformer: denoiser WanTransformer3DModel: no family",
+        index('{"transformer": ["diffusers", "SD3ControlNetModel"]}'),
+        r"names no unet or transformer \(found transformer\)",
     ),
     "pipeline without folder": (
         index('{"unet": ["diffusers", "UNet2DConditionModel"]}'),

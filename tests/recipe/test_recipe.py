@@ -212,6 +212,14 @@ BAD = {
     "date": ("{name: t, smooth: 2001-99-99}", "month must be in"),
     "null byte": ("name: t\0", "not YAML"),
     "surrogate": ("name: \ud800", "surrogate"),
+    "power of two of groups": (
+        "{name: t, weight: {format: int4, scale: pow2}}",
+        "weight.scale pow2 with format int4",
+    ),
+    "power of two per token": (
+        "{name: t, activation: {mode: token, scale: pow2}}",
+        "activation.scale pow2 with mode token",
+    ),
     "no layers": ("{name: t, overrides: [{layers: []}]}", "overrides.0.layers"),
 }
 
@@ -266,6 +274,7 @@ def test_yaml_agrees_with_the_library():
 
 SECTIONS = {
     "keep": "keep: ['{}']",
+    "not_layers": "not_layers: ['{}']",
     "sparsity.layers": "sparsity: {{layers: ['*', '{}']}}",
     "sparsity.exclude": "sparsity: {{exclude: ['{}']}}",
     "overrides.1.layers": (
