@@ -34,6 +34,7 @@ from quantkit.workflow.export_source import (
     packed_source,
     planned_source,
     quantized_source,
+    refuse_rest,
 )
 from quantkit.workflow.inputs import (
     CalibrationLike,
@@ -209,6 +210,8 @@ def export(
     _check(place, model, exporter, force=force)
     with ExitStack() as stack:
         source = _source(model, how, exporter, progress)
+        if exporter.directory:
+            refuse_rest(source)
         wish = Wish(source, variant, convolutions, requantize)
         plan = exporter.plan(wish)
         if dry_run:

@@ -84,7 +84,9 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
     components = [c for c in found if _is_encoder(c) == encoders]
     if not components:
         what, other = ("text encoder", "denoiser") if encoders else ("denoiser", "text encoder")
-        raise InputError(f"{path}: no packed {what}, only a {other}; choose another target (to)")
+        raise InputError(
+            f"{path}: no packed {what}, only a {other}; choose another target", fields=("to",)
+        )
     return Source(path, tuple(Part(c.name, packed_denoiser(c)) for c in components))
 
 
@@ -111,6 +113,22 @@ def planned_source(model: ModelLike, how: Quantizing, progress: Progress) -> Sou
         for c in plan.components
     ]  # fmt: skip
     return Source(found.path, tuple(parts))
+
+
+def refuse_rest(source: Source) -> None:
+    """Refuse a packed pipeline of which an output would hold other packed components as they are.
+
+    Raises:
+        InputError: naming the first of them.
+    """
+    folders = {part.folder for part in source.parts}
+    packed = read_packed(source.model).components if is_packed(source.model) else ()
+    for component in packed:
+        if component.name not in folders:
+            raise InputError(
+                f"{component.path}: packed, too, and the target does not hold it; export the "
+                f"directory of {' or '.join(sorted(folders))} alone"
+            )
 
 
 @contextmanager
