@@ -140,10 +140,11 @@ def quantized_source(
     Raises:
         InputError: as ``pack``.
     """
-    found = as_model(model)
+    found, recipe = opened(model, how.recipe)
+    own = replace(how, recipe=recipe)
     # Another name than the output's: that is staged, too, meanwhile.
     with scratch_directory(output.with_name(f"{output.name}.packed")) as scratch:
-        parts = [_quantized(component, how, scratch, progress) for component in found.components]
+        parts = [_quantized(component, own, scratch, progress) for component in found.components]
         yield Source(found.path, tuple(parts))
 
 

@@ -11,7 +11,7 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import make_config
 from quantkit.checkpoint.validate import Shard
-from quantkit.errors import CheckpointError, ModelError
+from quantkit.errors import CheckpointError, InputError, ModelError
 from quantkit.interchange.component_export import ComponentFile, DirectoryPlan
 from quantkit.interchange.compressed_tensors_export import (
     compressed_tensors_config,
@@ -22,7 +22,10 @@ from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
+from quantkit.recipe.load import load_recipe
 from quantkit.storage.tensorfile import read_header
+from quantkit.workflow.export import export
+from quantkit.workflow.pack import pack
 from tests.support.pipelines import _t5_encoder, _text_encoder
 
 ENCODERS = {"t5": _t5_encoder, "clip": _text_encoder}
@@ -136,3 +139,38 @@ def test_buckets_are_refused_or_one_scale(tmp_path):
     with pytest.raises(CheckpointError, match="input scales by timestep"):
         exported(bucketed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text_encoders", ["fp8", "int8", "int4"])
+def test_packed_text_encoders_are_taken_over(text_encoders, transformer_pipeline_dir, tmp_path):
+    pack(transformer_pipeline_dir, output=tmp_path / "p", text_encoders=text_encoders)
+    source = tmp_path / "p" / "text_encoder_3"
+    result = export(source, to="compressed-tensors", output=tmp_path / "out")
+    assert result.worst[0] == 0
+    again = transformers.T5EncoderModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    dense = transformers.T5EncoderModel.from_pretrained(
+        transformer_pipeline_dir / "text_encoder_3", dtype=torch.float32
+    )
+    wanted, found = embeddings(dense), embeddings(again)
+    assert float((found - wanted).norm() / wanted.norm()) < (
+        0.2 if text_encoders == "int4" else 0.1
+    )
+    # The denoiser beside it is packed, too: a directory of encoders does not hold it.
+    with pytest.raises(InputError, match=r"transformer: packed, too, and the target does not hold"):
+        export(tmp_path / "p", to="compressed-tensors", output=tmp_path / "other")
+    with pytest.raises(InputError, match=r"text_encoder.*: packed, too"):
+        export(tmp_path / "p", to="sdnq", output=tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_encoder_is_quantized_on_the_way(transformer_pipeline_dir, tmp_path):
+    source = transformer_pipeline_dir / "text_encoder_3"
+    result = export(source, to="compressed-tensors", output=tmp_path / "out")
+    assert 0.02 < result.mean < 0.03
+    transformers.T5EncoderModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    how = load_recipe("fp8").with_text_encoders("int8")
+    result = export(source, to="compressed-tensors", output=tmp_path / "int8", recipe=how)
+    assert result.types["I8"] == len(result.copied)
+    with pytest.raises(ModelError, match="compressed-tensors is for text encoders"):
+        export(transformer_pipeline_dir, to="compressed-tensors", output=tmp_path / "other")
