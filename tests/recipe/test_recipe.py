@@ -12,10 +12,10 @@ from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import (
     ActivationRecipe,
-    CalibrationRecipe,
     EncoderOverride,
     EncoderRecipe,
     Override,
