@@ -18,6 +18,7 @@ from pydantic import (
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.fields import (
     Buckets,
     Format,
@@ -33,7 +34,6 @@ from quantkit.recipe.fields import (
     section_of,
 )
 from quantkit.recipe.goals import BudgetRecipe, Gates
-from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 
 
 class WeightRecipe(Strict):
@@ -145,33 +145,6 @@ class SparsityRecipe(Strict):
     error_budget: Annotated[float, Field(gt=0)] | None = None
 
 
-class CalibrationRecipe(Strict):
-    """How the pipeline is run for statistics."""
-
-    prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
-    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
-    #: None: the pipeline's own default
-    guidance: float | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    #: timestep buckets kept apart in the statistics
-    buckets: Annotated[int, Field(ge=1)] = 4
-    #: prompts per run of the pipeline
-    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
-    #: what a step counts in second moments: all the same, or its effect on the final sample
-    weighting: Literal["uniform", "schedule"] = "uniform"
-    #: of the rows of each call that second moments look at, drawn at random: neighbours in a
-    #: picture are alike, so a quarter of the rows of four times the prompts says more
-    row_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    @model_validator(mode="after")
-    def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
-        if self.buckets > self.steps:
-            raise RecipeError(
-                f"buckets {self.buckets}: more than the {self.steps} steps; take fewer buckets"
-            )
-        return self
-
-
 class Override(Strict):
     """Another treatment for some layers. Of overrides that match, the last to set a field wins."""
 
@@ -270,6 +243,8 @@ class Recipe(Strict):
 
     name: Annotated[str, AfterValidator(printable)]
     description: str = ""
+    #: of denoisers that it is made for; others are refused; None: any
+    family: str | None = None
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()
     sparsity: SparsityRecipe | None = None

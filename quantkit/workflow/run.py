@@ -14,13 +14,14 @@ from quantkit.eval.evaluation import open_pair, require_pipeline
 from quantkit.eval.gates import Limits
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
-from quantkit.models.recipe_check import refuse_unmatched
+from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
-from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_directory, check_file, refuse_overlap
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
@@ -192,7 +193,7 @@ class _RunInputs:
         name = str(opened.path if opened else model)
         found = require_pipeline(name)
         source = opened or found
-        refuse_unmatched(chosen, name_of(recipe), source)
+        refuse_misfit(chosen, name_of(recipe), source)
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, source, chosen, Path(output))
 
