@@ -15,6 +15,7 @@ from quantkit.inference.checksums import hash_directory
 from quantkit.inference.dtypes import check_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.saving import variant_of
+from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.storage.digest import Hashing
 
@@ -69,14 +70,17 @@ def load_pipeline(
 
 
 def stored_dtypes(packed: Packed) -> frozenset[str]:
-    """Return the dtypes of the denoiser's tensors that are not codes; of the first denoiser."""
-    denoisers = [c for c in packed.components if c.shards and _is_denoiser(c)]
-    component = (denoisers or packed.components)[0]
+    """Return the dtypes of a packed pipeline's denoiser, codes and their scales aside.
+
+    Of its text encoders where only they are packed.
+    """
+    denoisers = denoiser_names(read_pipeline_index(packed.path))
+    component = min(packed.components, key=lambda c: c.name not in denoisers)
     return frozenset(
         info.dtype
         for header in component.headers
         for name, info in header.tensors.items()
-        if name.rpartition(".")[0] not in component.config.layers or name.endswith(".bias")
+        if name.endswith(".bias") or name.rpartition(".")[0] not in component.config.layers
     )
 
 

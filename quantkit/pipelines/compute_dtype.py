@@ -30,4 +30,4 @@ def usual_dtype(stored: Collection[str], device: torch.device) -> torch.dtype:
 def has_bfloat16(device: torch.device) -> bool:
     """Tell whether a GPU computes in bfloat16 itself: NVIDIA from Ampere on, AMD."""
     with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
