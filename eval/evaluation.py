@@ -65,21 +65,22 @@ class Pair:
     plain: Model | None = None
 
 
-def require_pipeline(model: str) -> Model:
+def require_pipeline(model: str | Model) -> Model:
     """Open a pipeline directory or hub id.
 
     Raises:
         ModelError: no pipeline: a component alone makes no pictures.
     """
-    opened = open_model(model)
+    opened = model if isinstance(model, Model) else open_model(model)
     if not opened.is_pipeline:
         raise ModelError(
-            f"{model}: a component alone cannot make pictures; pass the directory of its pipeline"
+            f"{opened.path}: a component alone cannot make pictures; pass the directory of its "
+            "pipeline"
         )
     return opened
 
 
-def open_pair(model: str, packed: Path) -> Pair:
+def open_pair(model: str | Model, packed: Path) -> Pair:
     """Open both directories; the second may be a 16-bit pipeline too.
 
     Raises:
@@ -88,18 +89,19 @@ def open_pair(model: str, packed: Path) -> Pair:
         CheckpointError: PACKED is no pipeline, or breaks a rule of FORMAT.md.
     """
     opened = require_pipeline(model)
+    name = str(opened.path) if isinstance(model, Model) else model
     found = open_packed(packed)
     if not found.components:
-        return Pair(model, opened, found, open_unpacked(packed, opened))
+        return Pair(name, opened, found, open_unpacked(packed, opened))
     names = {component.name for component in opened.components}
     for component in found.components:
         if component.name not in names:
             raise ModelError(
-                f"{packed}: packed {component.name or 'component alone'}, but {model} has "
+                f"{packed}: packed {component.name or 'component alone'}, but {name} has "
                 f"{', '.join(sorted(names))}; pass the original and the packed directory of the "
                 "same pipeline"
             )
-    return Pair(model, opened, found)
+    return Pair(name, opened, found)
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def _finite(
     return number
 
 
-#: Where click keeps --config and --family between the options and the argument.
-_CONFIG, _FAMILY = "quantkit.config", "quantkit.family"
+#: Where click keeps these options between themselves and the argument.
+_CONFIG, _FAMILY, _VARIANT = "quantkit.config", "quantkit.family", "quantkit.variant"
 
 PATH = Place()
 COUNT = click.IntRange(1, MAX_COUNT)
@@ -104,7 +104,16 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Which layers stay in 16 bit: those of this tuned family, or 'general'; default: of "
         "the denoiser's class.",
     )
-    return click.argument("model", metavar="MODEL", callback=_complete)(config(family(command)))
+    variant = click.option(
+        "--variant",
+        expose_value=False,
+        is_eager=True,
+        callback=_remember,
+        metavar="NAME",
+        help="Which weights of MODEL, as fp16; default: those of the plain name, or the only ones.",
+    )
+    argument = click.argument("model", metavar="MODEL", callback=_complete)
+    return argument(config(variant(family(command))))
 
 
 def optional_model(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,13 +171,16 @@ def _complete(
     del argument
     config: Path | None = context.meta.get(_CONFIG)
     family: str | None = context.meta.get(_FAMILY)
-    if config is None and family is None:
+    variant: str | None = context.meta.get(_VARIANT)
+    if config is None and family is None and variant is None:
         return value
     from quantkit.workflow.inputs import as_model
     from quantkit.workflow.single_file import single_file
 
     model = value if config is None else single_file(value, config)
-    return model if family is None else as_model(model, family=family)
+    if family is None and variant is None:
+        return model
+    return as_model(model, family=family, variant=variant)
 
 
 packed = click.argument("packed", metavar="PACKED", type=PATH)

@@ -1,6 +1,8 @@
 """Models behind a hub id: the cache of huggingface_hub first, then the network."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from quantkit.errors import ModelError
@@ -8,16 +10,9 @@ from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
 
 _INDEX = ["model_index.json", "config.json"]
 
-#: Files of a component that a pipeline needs: no variants, no pickles, no other framework's.
-_FILES = (
-    "*.json",
-    "*.txt",
-    "*.model",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model-*-of-*.safetensors",
-)
+#: Files of a component that are no weights.
+_OTHERS = ("*.json", "*.txt", "*.model")
+_STEMS = ("model", "diffusion_pytorch_model")
 
 
 def cached(repository: str) -> Path | None:
@@ -31,13 +26,18 @@ def cached(repository: str) -> Path | None:
         return None
 
 
-def download(repository: str) -> Path:
+def download(repository: str, variant: str | None = None) -> Path:
     """Fetch the files of the pipeline or component that the cache lacks.
+
+    Args:
+        repository: the hub id.
+        variant: of the weights, where a component has it; None: the plain ones. Where they are
+            missing, the other ones are fetched.
 
     Raises:
         ModelError: no such repository, no access, no network, or not of diffusers.
     """
-    return _fetch(repository, _patterns)
+    return _fetch(repository, partial(_patterns, repository, variant))
 
 
 def fetch_config(repository: str) -> Path:
@@ -46,16 +46,17 @@ def fetch_config(repository: str) -> Path:
     Raises:
         ModelError: as ``download``.
     """
-    return _fetch(repository, _patterns_of_config)
+    return _fetch(repository, partial(_patterns_of_config, repository))
 
 
-def _fetch(repository: str, patterns: Callable[[str, Path], list[str]]) -> Path:
-    from huggingface_hub import snapshot_download
+def _fetch(repository: str, patterns: Callable[[Path, Sequence[str]], list[str]]) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         root = Path(snapshot_download(repository, allow_patterns=_INDEX))
-        return Path(snapshot_download(repository, allow_patterns=patterns(repository, root)))
+        files = HfApi().list_repo_files(repository)
+        return Path(snapshot_download(repository, allow_patterns=patterns(root, files)))
     except (OSError, HFValidationError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(
@@ -64,20 +65,36 @@ def _fetch(repository: str, patterns: Callable[[str, Path], list[str]]) -> Path:
         ) from error
 
 
-def _patterns_of_config(repository: str, root: Path) -> list[str]:
+def _patterns(repository: str, variant: str | None, root: Path, files: Sequence[str]) -> list[str]:
+    """Return what is fetched of the files of a repository: no pickles, no other framework's."""
+    if (root / "model_index.json").is_file():
+        folders = [f"{name}/" for name in read_pipeline_index(root)]
+    elif (root / "config.json").is_file():
+        folders = [""]
+    else:
+        raise ModelError(
+            f"{repository}: not a diffusers repository: found neither model_index.json nor "
+            "config.json"
+        )
+    others = [folder + pattern for folder in folders for pattern in _OTHERS]
+    weights = [name for folder in folders for name in _weights(folder, variant, files)]
+    return [*_INDEX, *others, *weights]
+
+
+def _patterns_of_config(repository: str, root: Path, files: Sequence[str]) -> list[str]:
     if not (root / "model_index.json").is_file():
         return _INDEX
     denoisers = tuple(f"{name}/" for name in denoiser_names(read_pipeline_index(root)))
-    kept = [p for p in _patterns(repository, root) if not p.startswith(denoisers)]
-    return [*kept, *(f"{folder}*.json" for folder in denoisers)]
+    found = _patterns(repository, None, root, files)
+    return [p for p in found if not (p.startswith(denoisers) and p.endswith(".safetensors"))]
 
 
-def _patterns(repository: str, root: Path) -> list[str]:
-    if (root / "model_index.json").is_file():
-        folders = [f"{name}/" for name in read_pipeline_index(root)]
-        return [*_INDEX, *(folder + file for folder in folders for file in _FILES)]
-    if (root / "config.json").is_file():
-        return list(_FILES)
-    raise ModelError(
-        f"{repository}: not a diffusers repository: found neither model_index.json nor config.json"
-    )
+def _weights(folder: str, variant: str | None, files: Sequence[str]) -> list[str]:
+    """Return the weights in a folder: of the variant, else the plain ones, else all."""
+    stem = re.escape(folder) + f"(?:{'|'.join(_STEMS)})"
+    shard = r"(?:-\d+-of-\d+)?\.safetensors"
+    wished = [rf"{stem}\.{re.escape(variant)}{shard}"] if variant else []
+    for pattern in (*wished, stem + shard, rf"{stem}(?:\.\w+)?{shard}"):
+        if found := [name for name in files if re.fullmatch(pattern, name)]:
+            return found
+    return []

@@ -23,6 +23,7 @@ from quantkit.storage.jsonfile import read_json
 WEIGHTS = "diffusion_pytorch_model"
 #: transformers' name
 ENCODER_WEIGHTS = "model"
+_VARIANT = re.compile(r"[A-Za-z0-9_]{1,40}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -65,8 +66,16 @@ class Component:
     index: Path | None
     #: as in diffusion_pytorch_model.fp16.safetensors; None for the plain name
     variant: str | None = None
+    #: the plain weights are there, too, but the variant was asked for: what is made has their names
+    has_plain: bool = False
     #: by module path, what the shards' weights were dequantized from; empty for 16-bit models
     blocks: Mapping[str, StoredBlocks] = field(default_factory=dict)
+
+    def name_of(self, file: Path) -> str:
+        """Return what the packed form of one of its files is called, for plain loading."""
+        if not self.has_plain or self.variant is None:
+            return file.name
+        return re.sub(rf"\.{re.escape(self.variant)}(?=[.-])", "", file.name, count=1)
 
 
 @dataclass(frozen=True)
@@ -79,14 +88,27 @@ class Model:
     path: Path
     is_pipeline: bool
     components: tuple[Component, ...]
+    #: of the weights, that was asked for; None: the plain ones
+    variant: str | None = None
 
 
-def open_model(model: str | Path, *, family: str | None = None) -> Model:
+@dataclass(frozen=True)
+class _Wish:
+    """How a model is opened."""
+
+    family: str | None = None
+    variant: str | None = None
+
+
+def open_model(
+    model: str | Path, *, family: str | None = None, variant: str | None = None
+) -> Model:
     """Return the model at a path, or behind a hub id (its cache first).
 
     Args:
         model: a pipeline's directory, a component's (as its unet), or a hub id.
         family: name of the family that its denoisers are taken for; None: that of their class.
+        variant: of the weights, as fp16; None: the plain ones, or the only variant.
 
     Returns:
         what other functions take as a model.
@@ -98,9 +120,12 @@ def open_model(model: str | Path, *, family: str | None = None) -> Model:
     path, text = Path(model), str(model)
     if not text:
         raise ModelError("no model: the name is empty; give a directory or a hub id")
+    if variant is not None and not _VARIANT.fullmatch(variant):
+        raise ModelError(f"variant {variant!r:.80}: wanted a word as fp16", fields=("variant",))
+    wish = _Wish(family, variant)
     # Not Path's own, which raise for names that are too long or hold a null.
     if os.path.isdir(path):  # noqa: PTH112
-        return _open_directory(path, family)
+        return _open_directory(path, wish)
     if os.path.lexists(path):
         raise ModelError(
             f"{text}: a single file has no config; give the directory or the hub id of the "
@@ -108,35 +133,35 @@ def open_model(model: str | Path, *, family: str | None = None) -> Model:
             fields=("config",),
         )
     if HUB_ID.fullmatch(text):
-        return _open_hub(text, family)
+        return _open_hub(text, wish)
     raise ModelError(f"{text!s:.200}: no such directory, and not a hub id (owner/name)")
 
 
-def _open_hub(repository: str, family: str | None) -> Model:
+def _open_hub(repository: str, wish: _Wish) -> Model:
     from quantkit.models.hub import cached, download
 
     path = cached(repository)
     if path is not None:
         try:
-            return _open_directory(path, family)
+            return _open_directory(path, wish)
         except ModelError:
             # Only part of it was ever downloaded, as by another program: fetch the rest below.
             pass
-    return _open_directory(download(repository), family)
+    return _open_directory(download(repository, wish.variant), wish)
 
 
-def _open_directory(path: Path, family: str | None) -> Model:
+def _open_directory(path: Path, wish: _Wish) -> Model:
     if (path / "model_index.json").is_file():
-        return Model(path, is_pipeline=True, components=_open_pipeline(path, family))
+        return Model(path, True, _open_pipeline(path, wish), wish.variant)
     if not (path / "config.json").is_file():
         raise ModelError(
             f"{path}: not a diffusers directory: found neither model_index.json (a pipeline) nor "
             "config.json (a component)"
         )
-    return Model(path, is_pipeline=False, components=(_open_component(path, "", family),))
+    return Model(path, False, (_open_component(path, "", wish),), wish.variant)
 
 
-def _open_pipeline(path: Path, family: str | None) -> tuple[Component, ...]:
+def _open_pipeline(path: Path, wish: _Wish) -> tuple[Component, ...]:
     classes = read_pipeline_index(path)
     names = denoiser_names(classes)
     if not names:
@@ -144,7 +169,7 @@ def _open_pipeline(path: Path, family: str | None) -> tuple[Component, ...]:
         raise ModelError(
             f"{path}: model_index.json names no unet or transformer (found {found:.200})"
         )
-    return tuple(_open_component(path / name, name, family) for name in names)
+    return tuple(_open_component(path / name, name, wish) for name in names)
 
 
 def open_encoders(model: Model) -> tuple[Component, ...]:
@@ -157,13 +182,19 @@ def open_encoders(model: Model) -> tuple[Component, ...]:
         return ()
     classes = read_transformers_classes(model.path)
     found = {name: kind for name, kind in classes.items() if is_encoder(name, kind)}
-    return tuple(_open_encoder(model.path / name, name, kind) for name, kind in found.items())
+    return tuple(
+        _open_encoder(model.path / name, name, kind, model.variant) for name, kind in found.items()
+    )
 
 
-def _open_encoder(path: Path, name: str, class_name: str) -> Component:
+def _open_encoder(path: Path, name: str, class_name: str, variant: str | None) -> Component:
     _read_config(path)
-    shards, index, variant = _find_weights(path, ENCODER_WEIGHTS)
-    return Component(name, path, class_name, find_encoder(class_name), shards, index, variant)
+    # Not every encoder has the variant that the denoiser has.
+    found = _find_weights(path, ENCODER_WEIGHTS, variant)
+    family = find_encoder(class_name)
+    return Component(
+        name, path, class_name, family, found.shards, found.index, found.variant, found.has_plain
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -181,17 +212,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _open_component(path: Path, name: str, wanted: str | None) -> Component:
+def _open_component(path: Path, name: str, wish: _Wish) -> Component:
     config = _read_config(path)
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
-        return _open_encoder(path, name, _architecture(path, config))
+        return _open_encoder(path, name, _architecture(path, config), wish.variant)
     try:
-        family = find_family(class_name, wanted)
+        family = find_family(class_name, wish.family)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    shards, index, variant = _find_weights(path)
-    return Component(name, path, class_name, family, shards, index, variant)
+    found = _find_weights(path, WEIGHTS, wish.variant)
+    if wish.variant not in (None, found.variant):
+        there = ", ".join(sorted(_variants(path, WEIGHTS))) or "no variant"
+        raise ModelError(
+            f"{path}: no weights of variant {wish.variant}, found {there}; choose one of these, or "
+            "none",
+            fields=("variant",),
+        )
+    return Component(
+        name, path, class_name, family, found.shards, found.index, found.variant, found.has_plain
+    )
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:
@@ -205,41 +245,54 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
     )
 
 
-def _find_weights(
-    path: Path, stem: str = WEIGHTS
-) -> tuple[tuple[Path, ...], Path | None, str | None]:
-    """Return the shards, their index and the variant; the plain name wins over a variant's."""
-    index = path / f"{stem}.safetensors.index.json"
-    if index.is_file():
-        return _shards_of(index), index, None
-    plain = path / f"{stem}.safetensors"
-    if plain.is_file():
-        return (plain,), None, None
-    return _find_variant(path, stem)
+@dataclass(frozen=True)
+class _Weights:
+    """A component's files of one variant."""
+
+    shards: tuple[Path, ...]
+    index: Path | None
+    variant: str | None
+    has_plain: bool
 
 
-def _find_variant(path: Path, stem: str) -> tuple[tuple[Path, ...], Path | None, str | None]:
-    found: dict[str, Path] = {}
-    for file in sorted(path.glob(f"{stem}.safetensors.index.*.json")):
-        found[file.name.split(".")[-2]] = file
-    for file in sorted(path.glob(f"{stem}.*.safetensors")):
-        if "-of-" not in file.name:
-            found[file.name.split(".")[-2]] = file
-    if len(found) > 1:
+def _find_weights(path: Path, stem: str, wanted: str | None) -> _Weights:
+    """Return the files of the wanted variant; else the plain ones, else those of the only one."""
+    plain = next(
+        (f for end in (".index.json", "") if (f := path / f"{stem}.safetensors{end}").is_file()),
+        None,
+    )
+    variants = _variants(path, stem)
+    if wanted is not None and wanted in variants:
+        return _weights_of(variants[wanted], wanted, has_plain=plain is not None)
+    if plain is not None:
+        return _weights_of(plain, None, has_plain=True)
+    if len(variants) > 1:
         raise ModelError(
-            f"{path}: found the variants {', '.join(sorted(found))}, wanted one; keep the one to "
-            "pack"
+            f"{path}: found the variants {', '.join(sorted(variants))}, wanted one; choose it as "
+            "variant",
+            fields=("variant",),
         )
-    for variant, file in found.items():
-        if file.suffix == ".json":
-            return _shards_of(file), file, variant
-        return (file,), None, variant
+    for variant, file in variants.items():
+        return _weights_of(file, variant, has_plain=False)
     if list(path.glob("*.bin")):
         raise ModelError(
             f"{path}: only pickled weights (.bin), wanted safetensors; load it in its "
             "library and save_pretrained it"
         )
     raise ModelError(f"{path}: no weights: {stem}.safetensors is missing; download it again")
+
+
+def _weights_of(file: Path, variant: str | None, *, has_plain: bool) -> _Weights:
+    if file.suffix == ".json":
+        return _Weights(_shards_of(file), file, variant, has_plain)
+    return _Weights((file,), None, variant, has_plain)
+
+
+def _variants(path: Path, stem: str) -> dict[str, Path]:
+    """Return the file, or the index, of each variant; an index wins."""
+    files = [f for f in sorted(path.glob(f"{stem}.*.safetensors")) if "-of-" not in f.name]
+    files += sorted(path.glob(f"{stem}.safetensors.index.*.json"))
+    return {file.name.split(".")[-2]: file for file in files}
 
 
 def _shards_of(index: Path) -> tuple[Path, ...]:

@@ -172,7 +172,7 @@ def _write_component(plan: ComponentPlan, stage: Path, threads: int, progress: P
     step = f"pack {component.name or component.class_name}"
     write_shards(plan.shards, folder, threads=threads, step=step, progress=progress)
     if component.index is not None:
-        write_index(component.index, plan.shards, folder / component.index.name)
+        write_index(component.index, plan.shards, folder / component.name_of(component.index))
     write_config(component.path / "config.json", plan.config, folder / "config.json")
 
 

@@ -144,7 +144,7 @@ def assemble_plan(
         smoothing,
         recipe.bias_correction,
         make_config({name: layer.plan.scheme for name, layer in packed.items()}),
-        plan_shards(component.shards, told, packed),
+        plan_shards(component, told, packed),
         tuple(file for file in others if is_weight(file)),
         tuple(file for file in others if not is_weight(file)),
     )

@@ -21,6 +21,7 @@ from quantkit.checkpoint.spec import (
 )
 from quantkit.checkpoint.weight_reader import FLOAT_DTYPES, SourceTensor
 from quantkit.errors import ArtefactError, NonFiniteError
+from quantkit.models.source import Component
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.packing.encode import WeightPlan, encode_weight
 from quantkit.progress import Progress
@@ -47,15 +48,12 @@ class PlannedLayer:
 class ShardPlan:
     """One output file: its source, its tensors, its packed layers."""
 
+    #: of the file
+    name: str
     source: Header
     recipe: Mapping[str, Any]
     #: by module path, those whose weight lies in this shard
     layers: Mapping[str, PlannedLayer]
-
-    @property
-    def name(self) -> str:
-        """File name, as the source's."""
-        return self.source.path.name
 
     @property
     def nbytes(self) -> int:
@@ -98,20 +96,20 @@ class ShardPlan:
 
 
 def plan_shards(
-    paths: Sequence[Path], recipe: Mapping[str, Any], layers: Mapping[str, PlannedLayer]
+    component: Component, recipe: Mapping[str, Any], layers: Mapping[str, PlannedLayer]
 ) -> tuple[ShardPlan, ...]:
     """Return the output files of a component, cut where the source was cut.
 
     Args:
-        paths: the source's shards.
+        component: the source.
         recipe: JSON for the header.
         layers: by module path.
     """
     plans = []
-    for path in paths:
+    for path in component.shards:
         header = read_header(path)
         mine = {name: layer for name, layer in layers.items() if f"{name}.weight" in header.tensors}
-        plans.append(ShardPlan(header, recipe, mine))
+        plans.append(ShardPlan(component.name_of(path), header, recipe, mine))
     return tuple(plans)
 
 

@@ -161,7 +161,7 @@ def evaluate(
     path, place = as_path(output), choose_device(device)
     if path is not None:
         check_directory(path, kind=reports.KIND, force=force)
-    pair = open_pair(_name(model), Path(packed))
+    pair = open_pair(_opened(model), Path(packed))
     if path is not None:
         _refuse_overlaps(path, pair.model, [packed])
     pictures = settings.pictures(place, last=settings.prompts is None)
@@ -212,7 +212,7 @@ def compare(
     check_directory(path, kind=methods.KIND, force=force)
     names = name_methods([Path(folder) for folder in packed])
     # Every directory is opened before the long work: a broken one should not be found out last.
-    opened = [open_pair(_name(model), Path(folder)) for folder in packed]
+    opened = [open_pair(_opened(model), Path(folder)) for folder in packed]
     _refuse_overlaps(path, opened[0].model, packed)
     pictures = settings.pictures(place, last=settings.prompts is None)
     backbones = settings.backbones(place)
@@ -264,7 +264,7 @@ def plan_evaluation(
         kind = reports.KIND if len(packed) == 1 else methods.KIND
         check_directory(path, kind=kind, force=force)
     name_methods([Path(folder) for folder in packed])
-    opened = [open_pair(_name(model), Path(folder)) for folder in packed]
+    opened = [open_pair(_opened(model), Path(folder)) for folder in packed]
     if path is not None:
         _refuse_overlaps(path, opened[0].model, packed)
     pictures = settings.pictures(place, last=settings.prompts is None)
@@ -297,9 +297,9 @@ def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -
         refuse_overlap(output, Path(source))
 
 
-def _name(model: ModelLike) -> str:
-    """Return what reports call the original."""
-    return str(as_model(model).path if isinstance(model, Model | SingleFile) else model)
+def _opened(model: ModelLike) -> str | Model:
+    """Return the original: what is not opened yet keeps its name, as reports call it."""
+    return as_model(model) if isinstance(model, Model | SingleFile) else str(model)
 
 
 def _named(name: str, progress: Progress) -> Progress:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from quantkit.calibration.hessian import Hessians, load_hessians
 from quantkit.calibration.statistics import Calibration, load_calibration
+from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model, SingleFile, open_model
@@ -28,11 +29,21 @@ MasksLike: TypeAlias = str | Path | MaskSet
 PromptsLike: TypeAlias = str | Path | Sequence[str]
 
 
-def as_model(model: ModelLike, *, family: str | None = None) -> Model:
-    """Return the model, opened if it is not, its denoisers as of a family if one is named."""
+def as_model(model: ModelLike, *, family: str | None = None, variant: str | None = None) -> Model:
+    """Return the model, opened if it is not: of a family and a variant of weights if named.
+
+    Raises:
+        ModelError: as ``open_model``; a variant of a single file.
+    """
     if isinstance(model, SingleFile):
+        if variant is not None:
+            raise ModelError(
+                f"{model}: a single file has no variants; drop variant", fields=("variant",)
+            )
         return open_single_file(model, family=family)
-    return model if isinstance(model, Model) else open_model(model, family=family)
+    if isinstance(model, Model):
+        return model
+    return open_model(model, family=family, variant=variant)
 
 
 def as_recipe(recipe: RecipeLike) -> Recipe:

@@ -122,7 +122,7 @@ def run(
     )
     baseline = baseline_of(task.model, pictures, settings, backbones, place, progress=progress)
     report, pairs = evaluation.evaluate(
-        open_pair(task.name, task.output / PACKED),
+        open_pair(task.original, task.output / PACKED),
         baseline,
         limits=limits_of(task.recipe),
         title=f"{Path(task.name).name} with recipe {task.recipe.name}",
@@ -178,6 +178,8 @@ def plan_run(
 class _RunInputs:
     #: the original as the user wrote it
     name: str
+    #: as it was given: a name, or opened
+    original: str | Model
     model: Model
     recipe: Recipe
     output: Path
@@ -191,11 +193,11 @@ class _RunInputs:
         refuse_search(chosen)
         opened = as_model(model) if isinstance(model, Model | SingleFile) else None
         name = str(opened.path if opened else model)
-        found = require_pipeline(name)
+        found = require_pipeline(opened or name)
         source = opened or found
         refuse_misfit(chosen, name_of(recipe), source)
         _check_outputs(Path(output), chosen, source, force=force)
-        return cls(name, source, chosen, Path(output))
+        return cls(name, opened or name, source, chosen, Path(output))
 
 
 def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -> None:

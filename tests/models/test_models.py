@@ -415,9 +415,16 @@ def test_a_variant_is_taken_when_there_is_no_plain_file(tmp_path):
     variant = plain.rename(path / "diffusion_pytorch_model.fp16.safetensors")
     component = open_model(str(path)).components[0]
     assert (component.shards, component.variant) == ((variant,), "fp16")
+    with pytest.raises(ModelError, match="no weights of variant int8, found fp16; choose"):
+        open_model(str(path), variant="int8")
     shutil.copy(variant, path / "diffusion_pytorch_model.bf16.safetensors")
-    with pytest.raises(ModelError, match="found the variants bf16, fp16, wanted one"):
+    with pytest.raises(ModelError, match="found the variants bf16, fp16, wanted one") as caught:
         open_model(str(path))
+    assert caught.value.fields == ("variant",)
+    chosen = open_model(str(path), variant="fp16").components[0]
+    assert (chosen.shards, chosen.variant, chosen.has_plain) == ((variant,), "fp16", False)
+    with pytest.raises(ModelError, match=r"variant '\*': wanted a word as fp16"):
+        open_model(str(path), variant="*")
     shutil.copy(variant, plain)
     assert open_model(str(path)).components[0].variant is None
 
@@ -489,7 +496,7 @@ def test_path_that_is_nothing(tmp_path):
     with pytest.raises(ModelError, match="no such directory, and not a hub id"):
         open_model(str(tmp_path / "none"))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match="a file, wanted a diffusers directory"):
+    with pytest.raises(ModelError, match="a single file has no config; give the directory"):
         open_model(str(tmp_path / "model.safetensors"))
 
 
