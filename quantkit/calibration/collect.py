@@ -120,7 +120,8 @@ def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
     return tuple(
         layer
         for layer in list_layers(component)
-        if kept_reason(layer, family, recipe) is None or is_packed_alone(layer, family, recipe)
+        if kept_reason(layer, family, recipe, calibrated=True) is None
+        or is_packed_alone(layer, family, recipe)
     )
 
 

@@ -21,10 +21,10 @@ from quantkit.checkpoint.directory import (
 )
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed, read_packed
-from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton, some
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.errors import CheckpointError
+from quantkit.models.skeleton import Contents, misfits, read_skeleton, some
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import list_files

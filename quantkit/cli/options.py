@@ -16,7 +16,7 @@ import click
 from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
 
 if TYPE_CHECKING:
-    from quantkit.models.source import SingleFile
+    from quantkit.models.source import Model, SingleFile
 
 
 class Place(click.Path):
@@ -70,8 +70,8 @@ def _finite(
     return number
 
 
-#: Where click keeps --config between the option and the argument.
-_CONFIG = "quantkit.config"
+#: Where click keeps --config and --family between the options and the argument.
+_CONFIG, _FAMILY = "quantkit.config", "quantkit.family"
 
 PATH = Place()
 COUNT = click.IntRange(1, MAX_COUNT)
@@ -82,7 +82,7 @@ THREADS = click.IntRange(1, MAX_THREADS)
 
 
 def model(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add MODEL, and the directory that completes one of a single file."""
+    """Add MODEL, the directory that completes one of a single file, and the family it is of."""
     config = click.option(
         "--config",
         type=PATH,
@@ -92,23 +92,35 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="DIR",
         help="Where MODEL is a .gguf file: the diffusers directory with all but its weights.",
     )
-    return click.argument("model", metavar="MODEL", callback=_complete)(config(command))
+    family = click.option(
+        "--family",
+        expose_value=False,
+        is_eager=True,
+        callback=_remember,
+        metavar="NAME",
+        help="Which layers stay in 16 bit: those of this tuned family, or 'general'; default: of "
+        "the denoiser's class.",
+    )
+    return click.argument("model", metavar="MODEL", callback=_complete)(config(family(command)))
 
 
-def _remember(context: click.Context, option: click.Parameter, value: Path | None) -> None:
-    del option
-    context.meta[_CONFIG] = value
+def _remember(context: click.Context, option: click.Parameter, value: Path | str | None) -> None:
+    context.meta[f"quantkit.{option.name}"] = value
 
 
-def _complete(context: click.Context, argument: click.Parameter, value: str) -> "str | SingleFile":
-    """Return MODEL with its config, if it has one: what every command hands on."""
+def _complete(
+    context: click.Context, argument: click.Parameter, value: str
+) -> "str | SingleFile | Model":
+    """Return MODEL with its config and of its family, if given: what every command hands on."""
     del argument
     config: Path | None = context.meta.get(_CONFIG)
-    if config is None:
+    family: str | None = context.meta.get(_FAMILY)
+    if config is None and family is None:
         return value
-    from quantkit.workflow.inputs import single_file
+    from quantkit.workflow.inputs import as_model, single_file
 
-    return single_file(value, config)
+    model = value if config is None else single_file(value, config)
+    return model if family is None else as_model(model, family=family)
 
 
 packed = click.argument("packed", metavar="PACKED", type=PATH)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoint.skeleton import without_timestep
 from quantkit.errors import CheckpointError, InputError
+from quantkit.models.skeleton import without_timestep
 
 #: The root model's child that holds its buckets; without persistent state, so never in a file.
 CHILD = "quantkit_buckets"

@@ -11,9 +11,9 @@ from torch import nn
 
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.skeleton import misfits, skeleton_of
 from quantkit.checkpoint.verification import contents_of
 from quantkit.errors import CheckpointError
+from quantkit.models.skeleton import misfits, skeleton_of
 
 
 def check_component(folder: Path, model: nn.Module) -> PackedComponent:

@@ -16,7 +16,6 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.skeleton import some
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD, PackedConfig, parse_config
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import buckets, feed_forward, projections, saving
@@ -25,6 +24,7 @@ from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
 from quantkit.inference.modules import pack_module
 from quantkit.inference.packed_layer import PackedLayer
+from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
 #: The first diffusers that names the weight files to a quantizer.

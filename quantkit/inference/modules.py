@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantkit.checkpoint.skeleton import why_not_packed
 from quantkit.checkpoint.spec import Kind
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
 from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.inference.weight_only import are_few, why_dequantized
+from quantkit.models.skeleton import why_not_packed
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
 
@@ -45,8 +45,9 @@ class PackedLinear(PackedLayer):
         """Number of outputs."""
         return self.n
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  some models name it, as torch does
+        """Return ``input @ weight.T + bias``."""
+        x = input
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
         if self.scheme.activation is Activation.NONE:
@@ -119,8 +120,9 @@ class PackedConv2d(PackedLayer):
         padding = dense._reversed_padding_repeated_twice  # noqa: SLF001  the only place that resolves "same"
         self.windows = Windows.of((*dense.kernel_size, *dense.stride, *dense.dilation, *padding))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution of ``x``."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  some models name it, as torch does
+        """Return the convolution of ``input``."""
+        x = input
         channels = self.dense_shape[1]
         if x.ndim not in (3, 4) or x.shape[-3] != channels:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (B, {channels}, H, W)")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.filelist import update_file_list, write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY
-from quantkit.checkpoint.skeleton import some
 from quantkit.errors import CheckpointError, InputError
+from quantkit.models.skeleton import some
 from quantkit.storage.files import staged_file
 from quantkit.storage.tensorfile import read_header
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.layout import Slot, encode_header, place, write_at
-from quantkit.checkpoint.skeleton import read_skeleton, some
 from quantkit.checkpoint.spec import CONFIG_KEY, TensorSpec
 from quantkit.errors import CheckpointError, ModelError, NonFiniteError
 from quantkit.interchange.gguf_file import (
@@ -33,9 +32,9 @@ from quantkit.interchange.layout_names import (
     original_tensors,
 )
 from quantkit.interchange.original_layouts import LAYOUTS
-from quantkit.models.families import FAMILIES
 from quantkit.models.pipeline_index import read_pipeline_index
-from quantkit.models.source import WEIGHTS, SingleFile, StoredBlocks
+from quantkit.models.skeleton import read_skeleton, some
+from quantkit.models.source import WEIGHTS, SingleFile, StoredBlocks, denoiser_names
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
@@ -159,8 +158,7 @@ def unpack(model: GgufModel, folder: Path, *, progress: Progress) -> None:
 def _component_of(config: Path) -> str:
     """Return the sub-folder of the denoiser; empty for a component's directory."""
     if (config / "model_index.json").is_file():
-        known = {name for family in FAMILIES for name in family.class_names}
-        names = [name for name, kind in read_pipeline_index(config).items() if kind in known]
+        names = denoiser_names(read_pipeline_index(config))
         if len(names) != 1:
             raise ModelError(
                 f"{config}: {len(names)} denoisers, wanted one; give the pipeline that the file "

@@ -1,83 +1,40 @@
-"""One literal row per model family: what stays in 16 bit and why, and what is no layer.
+"""One literal row per tuned family of denoisers, and one for all others.
 
 The rows follow the module structure in diffusers; ``tests/golden/keys_*.json.gz`` hold the modules
-of published models, and every row is tested against them.
+of published models, and every row is tested against them. What no row is for is ``GENERAL``: names
+and shapes tell there what a layer does, and tiny models of most classes are packed by the tests.
 """
 
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from quantkit.errors import ModelError
-from quantkit.recipe.schema import matches
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Layers that stay in 16 bit."""
-
-    #: glob on the module path
-    pattern: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Skips:
-    """Layers that read a skip concatenation: what came before, then what the skip brought."""
-
-    #: globs on the layers that read one
-    readers: tuple[str, ...]
-    #: globs on the layers whose output channels flow on, stage after stage as the model runs them:
-    #: the last one before a reader gives the channels of its first half
-    writers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Family:
-    """The denoisers that share a module structure."""
-
-    name: str
-    #: ``_class_name`` in config.json
-    class_names: tuple[str, ...]
-    keep: tuple[Keep, ...]
-    #: globs on modules whose 2-D or 4-D weight is not that of a Linear or a dense Conv2d:
-    #: embedding tables, grouped convolutions
-    not_layers: tuple[str, ...] = ()
-    skips: Skips | None = None
-
-    def packs_alone(self, layer: str) -> bool:
-        """Return whether a recipe may pack a kept layer, as a weight alone.
-
-        Not what reads or writes the latent: a per mille of the bytes, and all of the picture.
-        """
-        return self.keep_reason(layer) not in {None, _FIRST, _LAST}
-
-    def keep_reason(self, layer: str) -> str | None:
-        """Return why the layer stays in 16 bit, or None when it is packed."""
-        for keep in self.keep:
-            if matches(layer, (keep.pattern,)):
-                return keep.reason
-        return None
-
-
-_CONDITION = "embeds timestep or condition: one row per image, and its error reaches every layer"
-_TEXT = "embeds the prompt once per image; its error reaches every block"
-_MODULATION = "scales and shifts whole channels from one row per image: nothing to gain in speed"
-_FIRST = "reads the latent: few channels, and its error reaches every layer"
-_LAST = "writes the latent: its error is the picture's"
+from quantkit.models.family import (
+    CONDITION,
+    FEW,
+    FIRST,
+    LAST,
+    MODULATION,
+    TEXT,
+    UNKNOWN,
+    Family,
+    Keep,
+    Skips,
+)
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         "unet",
         ("UNet2DConditionModel",),
         keep=(
-            Keep("conv_in", _FIRST),
-            Keep("conv_out", _LAST),
-            Keep("time_embedding.*", _CONDITION),
-            Keep("add_embedding.*", _CONDITION),
-            Keep("class_embedding", _CONDITION),
-            Keep("class_embedding.*", _CONDITION),
-            Keep("encoder_hid_proj", _TEXT),
-            Keep("encoder_hid_proj.*", _TEXT),
-            Keep("*.time_emb_proj", _MODULATION),
+            Keep("conv_in", FIRST),
+            Keep("conv_out", LAST),
+            Keep("time_embedding.*", CONDITION),
+            Keep("add_embedding.*", CONDITION),
+            Keep("class_embedding", CONDITION),
+            Keep("class_embedding.*", CONDITION),
+            Keep("encoder_hid_proj", TEXT),
+            Keep("encoder_hid_proj.*", TEXT),
+            Keep("*.time_emb_proj", MODULATION),
         ),
         # With num_class_embeds set, class_embedding is an nn.Embedding; kept either way.
         not_layers=("class_embedding",),
@@ -94,62 +51,246 @@ FAMILIES: tuple[Family, ...] = (
         "sd3",
         ("SD3Transformer2DModel",),
         keep=(
-            Keep("pos_embed.proj", _FIRST),
-            Keep("time_text_embed.*", _CONDITION),
-            Keep("context_embedder", _TEXT),
-            Keep("*.norm1.linear", _MODULATION),
-            Keep("*.norm1_context.linear", _MODULATION),
-            Keep("norm_out.linear", _MODULATION),
-            Keep("proj_out", _LAST),
+            Keep("pos_embed.proj", FIRST),
+            Keep("time_text_embed.*", CONDITION),
+            Keep("context_embedder", TEXT),
+            Keep("*.norm1.linear", MODULATION),
+            Keep("*.norm1_context.linear", MODULATION),
+            Keep("norm_out.linear", MODULATION),
+            Keep("proj_out", LAST),
         ),
     ),
     Family(
         "flux",
         ("FluxTransformer2DModel",),
         keep=(
-            Keep("x_embedder", _FIRST),
-            Keep("time_text_embed.*", _CONDITION),
-            Keep("context_embedder", _TEXT),
-            Keep("*.norm1.linear", _MODULATION),
-            Keep("*.norm1_context.linear", _MODULATION),
-            Keep("single_transformer_blocks.*.norm.linear", _MODULATION),
-            Keep("norm_out.linear", _MODULATION),
-            Keep("proj_out", _LAST),
+            Keep("x_embedder", FIRST),
+            Keep("time_text_embed.*", CONDITION),
+            Keep("context_embedder", TEXT),
+            Keep("*.norm1.linear", MODULATION),
+            Keep("*.norm1_context.linear", MODULATION),
+            Keep("single_transformer_blocks.*.norm.linear", MODULATION),
+            Keep("norm_out.linear", MODULATION),
+            Keep("proj_out", LAST),
         ),
     ),
     Family(
         "pixart",
         ("PixArtTransformer2DModel",),
         keep=(
-            Keep("pos_embed.proj", _FIRST),
-            Keep("adaln_single.*", _MODULATION),
-            Keep("caption_projection.*", _TEXT),
-            Keep("proj_out", _LAST),
+            Keep("pos_embed.proj", FIRST),
+            Keep("adaln_single.*", MODULATION),
+            Keep("caption_projection.*", TEXT),
+            Keep("proj_out", LAST),
         ),
     ),
     Family(
         "sana",
         ("SanaTransformer2DModel",),
         keep=(
-            Keep("patch_embed.proj", _FIRST),
-            Keep("time_embed.*", _MODULATION),
-            Keep("caption_projection.*", _TEXT),
-            Keep("proj_out", _LAST),
+            Keep("patch_embed.proj", FIRST),
+            Keep("time_embed.*", MODULATION),
+            Keep("caption_projection.*", TEXT),
+            Keep("proj_out", LAST),
         ),
         # Depthwise: K is 9, and one channel is no matrix product.
         not_layers=("*.ff.conv_depth",),
     ),
+    Family(
+        "flux2",
+        ("Flux2Transformer2DModel",),
+        keep=(
+            Keep("x_embedder", FIRST),
+            Keep("time_guidance_embed.*", CONDITION),
+            Keep("context_embedder", TEXT),
+            Keep("double_stream_modulation_*.linear", MODULATION),
+            Keep("single_stream_modulation.linear", MODULATION),
+            Keep("norm_out.linear", MODULATION),
+            Keep("proj_out", LAST),
+        ),
+    ),
+    Family(
+        "chroma",
+        ("ChromaTransformer2DModel",),
+        keep=(
+            Keep("x_embedder", FIRST),
+            # Makes the modulation of all blocks, from one row for each.
+            Keep("distilled_guidance_layer.*", MODULATION),
+            Keep("context_embedder", TEXT),
+            Keep("proj_out", LAST),
+        ),
+    ),
+    Family(
+        "qwenimage",
+        ("QwenImageTransformer2DModel",),
+        keep=(
+            Keep("img_in", FIRST),
+            Keep("time_text_embed.*", CONDITION),
+            Keep("txt_in", TEXT),
+            Keep("*.img_mod.1", MODULATION),
+            Keep("*.txt_mod.1", MODULATION),
+            Keep("norm_out.linear", MODULATION),
+            Keep("proj_out", LAST),
+        ),
+        # Of the layered variant: two rows, for a condition and for the picture.
+        not_layers=("time_text_embed.addition_t_embedding",),
+    ),
+    Family(
+        "zimage",
+        ("ZImageTransformer2DModel",),
+        keep=(
+            Keep("all_x_embedder.*", FIRST),
+            Keep("t_embedder.mlp.*", CONDITION),
+            Keep("cap_embedder.*", TEXT),
+            Keep("*.adaLN_modulation.*", MODULATION),
+            Keep("all_final_layer.*.linear", LAST),
+        ),
+    ),
+    Family(
+        "wan",
+        ("WanTransformer3DModel",),
+        # patch_embedding reads the latent, a Conv3d.
+        keep=(
+            Keep("condition_embedder.time_embedder.*", CONDITION),
+            Keep("condition_embedder.time_proj", MODULATION),
+            Keep("condition_embedder.text_embedder.*", TEXT),
+            Keep("condition_embedder.image_embedder.*", TEXT),
+            Keep("proj_out", LAST),
+        ),
+    ),
+    Family(
+        "ltx",
+        ("LTXVideoTransformer3DModel",),
+        keep=(
+            Keep("proj_in", FIRST),
+            Keep("time_embed.*", MODULATION),
+            Keep("caption_projection.*", TEXT),
+            Keep("proj_out", LAST),
+        ),
+    ),
 )
 
+GENERAL = Family(
+    "general",
+    (),
+    by_structure=True,
+    keep=(
+        # Lumina's reads what norm_out.linear_1 scales, and writes the latent.
+        Keep("norm_out.linear_2", LAST),
+        Keep("*adaln*", MODULATION),
+        Keep("*adaLN*", MODULATION),
+        Keep("*modulation*", MODULATION),
+        Keep("*_mod", MODULATION),
+        Keep("*_mod.*", MODULATION),
+        Keep("*.norm*.linear", MODULATION),
+        Keep("*.norm*.linear_[12]", MODULATION),
+        Keep("norm_out.linear*", MODULATION),
+        Keep("*.norm_out.linear*", MODULATION),
+        Keep("final_norm.linear", MODULATION),
+        Keep("*.time_emb_proj", MODULATION),
+        Keep("*time_proj", MODULATION),
+        Keep("time_mod_proj", MODULATION),
+        Keep("*scale_shift*", MODULATION),
+        Keep("*_gate.linear", MODULATION, outside=True),
+        Keep("t_block.*", MODULATION),
+        # Kandinsky 3, Stable Cascade, T5 FiLM.
+        Keep("*.context_mlp.*", MODULATION),
+        Keep("*.mapper", MODULATION),
+        Keep("*.mapper_*", MODULATION),
+        Keep("*.FiLMLayer.*", MODULATION),
+        Keep("*.film.*", MODULATION),
+        Keep("*time_emb*", CONDITION),
+        Keep("*time_text*", CONDITION),
+        Keep("*time_caption*", CONDITION),
+        Keep("*time_guidance*", CONDITION),
+        Keep("*time_condition*", CONDITION),
+        Keep("*time_step*", CONDITION),
+        Keep("*time_extra*", CONDITION),
+        Keep("*timestep*", CONDITION),
+        Keep("*guidance*", CONDITION),
+        Keep("*pooled*", CONDITION),
+        Keep("*class_emb*", CONDITION),
+        Keep("time_in.*", CONDITION),
+        Keep("t_embed*", CONDITION),
+        Keep("add_embedding.*", CONDITION),
+        Keep("fps_embedding.*", CONDITION),
+        Keep("*global*", CONDITION, outside=True),
+        Keep("*text_embed*", TEXT),
+        Keep("*context_embed*", TEXT),
+        Keep("*caption*", TEXT),
+        Keep("*text_proj*", TEXT, outside=True),
+        Keep("*_cond_*", TEXT, outside=True),
+        Keep("txt_in*", TEXT),
+        Keep("cap_embed*", TEXT),
+        Keep("img_emb.*", TEXT),
+        Keep("encoder_hid*", TEXT),
+        Keep("y_embedder.*", TEXT),
+        Keep("clip_*", TEXT),
+        Keep("image_embedder.*", TEXT),
+        Keep("embedding_proj", TEXT),
+        Keep("cond_embed.*", CONDITION),
+        Keep("condition_embedder*", CONDITION),
+        Keep("*x_embed*", FIRST, outside=True),
+        Keep("*patch_emb*", FIRST, outside=True),
+        Keep("pos_embed.proj", FIRST),
+        Keep("*conv_in", FIRST, outside=True),
+        Keep("*proj_in", FIRST, outside=True),
+        Keep("img_in", FIRST),
+        Keep("input_proj", FIRST),
+        Keep("visual_embed*", FIRST),
+        Keep("*conv_out", LAST, outside=True),
+        Keep("*proj_out*", LAST, outside=True),
+        Keep("final_*", LAST),
+        Keep("out_layer.*", LAST),
+        Keep("clf.*", LAST),
+        Keep("lm_head", LAST),
+        Keep("*", FIRST, outside=True, widening=4),
+        Keep("*", LAST, outside=True, narrowing=4),
+        # 24 heads that share one would have as much; 32 are not known to.
+        Keep("*", FEW, narrowing=32),
+        Keep("*", UNKNOWN, outside=True),
+    ),
+)
 
-def find_family(class_name: str) -> Family:
-    """Return the family of the denoiser class.
+#: What diffusers has beside denoisers: globs on class names.
+_NO_DENOISERS = (
+    "*Autoencoder*", "*Adapter*", "*ControlNet*", "*Decoder", "*DecoderModel", "*Embedder",
+    "*Encoder", "*Head", "*Projection", "*ProjectionModel", "*Tokenizer", "*Detokenizer", "*VAE*",
+    "*Vae", "*Vocoder", "AnimaTextConditioner", "Kandinsky6SRLatentUpscalerBank", "VQModel",
+)  # fmt: skip
+
+
+def is_denoiser(class_name: str) -> bool:
+    """Return whether a model class of diffusers may be a denoiser, by its name."""
+    return not any(fnmatchcase(class_name, pattern) for pattern in _NO_DENOISERS)
+
+
+def find_family(class_name: str, name: str | None = None) -> Family:
+    """Return the family of a denoiser class: that of its row, or the general one.
+
+    Args:
+        class_name: of diffusers.
+        name: the family that the user wants instead.
 
     Raises:
-        ModelError: no row has it; the text lists the classes that have one.
+        ModelError: no denoiser, or no family of this name.
     """
+    if name is not None:
+        return _named(name)
     for family in FAMILIES:
         if class_name in family.class_names:
             return family
-    known = ", ".join(name for family in FAMILIES for name in family.class_names)
-    raise ModelError(f"denoiser {class_name!s:.80}: no family describes it, wanted one of {known}")
+    if not is_denoiser(class_name):
+        raise ModelError(
+            f"{class_name!s:.80} is no denoiser, as a unet or a transformer is; quantkit leaves it "
+            "as it is"
+        )
+    return GENERAL
+
+
+def _named(name: str) -> Family:
+    for family in (*FAMILIES, GENERAL):
+        if family.name == name:
+            return family
+    known = ", ".join(family.name for family in (*FAMILIES, GENERAL))
+    raise ModelError(f"family {name!r:.80}: unknown, wanted one of {known}", fields=("family",))

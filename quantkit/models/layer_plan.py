@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import RecipeError, ShapeError
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import Component, StoredBlocks
@@ -12,7 +12,13 @@ from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.recipe.schema import ActivationRecipe, LayerSettings, Recipe, WeightRecipe
+from quantkit.recipe.schema import (
+    ActivationRecipe,
+    LayerSettings,
+    Recipe,
+    WeightRecipe,
+    matches,
+)
 
 #: K of one dense FP8 matrix instruction, and of one sparse one. Source: RDNA4 ISA (V_WMMA
 #: 16x16x16, V_SWMMAC 16x16x32).
@@ -63,7 +69,12 @@ def plan_layers(
 
 
 def kept_reason(
-    layer: Layer, family: Family, recipe: Recipe, stored: Collection[str] = ()
+    layer: Layer,
+    family: Family,
+    recipe: Recipe,
+    stored: Collection[str] = (),
+    *,
+    calibrated: bool = False,
 ) -> str | None:
     """Return why the layer stays in 16 bit, or None when it is packed.
 
@@ -73,31 +84,53 @@ def kept_reason(
         recipe: what it keeps, and packs all the same.
         stored: module paths of layers that a .gguf file holds in blocks, which recipes that ask
             for blocks leave as they are: 16 bit would be larger, and no better.
+        calibrated: statistics are at hand, so that the error of doubtful layers decides later.
     """
+    if matches(layer.name, recipe.not_layers):
+        return "no layer, by the recipe"
     settings = recipe.settings(layer.name)
-    if settings.keep is True:
+    if settings.keep is True or (layer.kind == "conv2d" and not recipe.convolutions):
         return "kept by the recipe"
     block = find_format(settings.weight.format).block
     if block and layer.name in stored:
         return None
-    if settings.keep is None and (reason := family.keep_reason(layer.name)):
+    reason = family.keep_reason(layer.name, layer.shape) if settings.keep is None else None
+    # Its error on real inputs says more than its place does; packing measures it.
+    judged = calibrated and settings.activation.mode != "none" and _is_doubtful(layer, family)
+    if reason is not None and not judged:
         return reason
-    if block and (reason := _block_reason(layer, block)):
-        return reason
-    if layer.k % DENSE_K:
-        window = f"{layer.channels} channels x {layer.area} taps, " if layer.area > 1 else ""
-        return f"{window}K {layer.k} is not a multiple of {DENSE_K}, which the kernels need"
-    return None
+    return (_block_reason(layer, block) if block else "") or _length_reason(layer) or None
 
 
 def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
     """Return whether the family keeps the layer in 16 bit, but the recipe packs its weight."""
     if recipe.kept is None or recipe.settings(layer.name).keep is not None:
         return False
+    if matches(layer.name, recipe.not_layers):
+        return False
+    if layer.kind == "conv2d" and not recipe.convolutions:
+        return False
     block = find_format(recipe.kept.format).block
     if block and _block_reason(layer, block):
         return False
-    return family.packs_alone(layer.name) and layer.k % DENSE_K == 0
+    return family.packs_alone(layer.name, layer.shape) and layer.k % DENSE_K == 0
+
+
+def is_judged(layer: Layer, family: Family, recipe: Recipe) -> bool:
+    """Return whether the layer's error on real inputs decides if it is packed at all."""
+    return recipe.settings(layer.name).keep is None and _is_doubtful(layer, family)
+
+
+def _is_doubtful(layer: Layer, family: Family) -> bool:
+    return family.is_doubtful(layer.name, layer.shape)
+
+
+def _length_reason(layer: Layer) -> str:
+    """Return why the kernels cannot read rows of the layer's length, if they cannot."""
+    if layer.k % DENSE_K == 0:
+        return ""
+    window = f"{layer.channels} channels x {layer.area} taps, " if layer.area > 1 else ""
+    return f"{window}K {layer.k} is not a multiple of {DENSE_K}, which the kernels need"
 
 
 def _block_reason(layer: Layer, block: int) -> str:
@@ -171,7 +204,9 @@ class _Context:
 
     def treat(self, layer: Layer) -> LayerPlan:
         settings = self.recipe.settings(layer.name)
-        reason = kept_reason(layer, self.family, self.recipe, self.stored)
+        reason = kept_reason(
+            layer, self.family, self.recipe, self.stored, calibrated=self.calibrated
+        )
         if reason is not None and is_packed_alone(layer, self.family, self.recipe):
             return self._alone(layer)
         if reason is not None:

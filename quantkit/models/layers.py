@@ -5,7 +5,8 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-from quantkit.errors import ModelError
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.models.skeleton import read_skeleton
 from quantkit.models.source import Component
 from quantkit.recipe.schema import matches
 from quantkit.storage.tensorfile import TensorInfo, read_header
@@ -62,10 +63,12 @@ class Layer:
 def list_layers(component: Component) -> tuple[Layer, ...]:
     """Return the layers in the order of the files.
 
-    A 2-D weight is a Linear's and a 4-D one a Conv2d's, except where the family says otherwise.
+    A 2-D weight is a Linear's and a 4-D one a Conv2d's, except where the family says otherwise. Of
+    the general family, diffusers says which modules are: it builds the model without weights.
 
     Raises:
-        ModelError: a damaged file, a tensor in two files, a weight of a dtype that is not packed.
+        ModelError: a damaged file, a tensor in two files, a weight of a dtype that is not packed;
+            of the general family, a class that the installed diffusers lacks or cannot build.
     """
     tensors: dict[str, tuple[Path, TensorInfo]] = {}
     for shard in component.shards:
@@ -77,10 +80,11 @@ def list_layers(component: Component) -> tuple[Layer, ...]:
                     "download the component again"
                 )
             tensors[info.name] = shard, info
+    others = _other_modules(component)
     return tuple(
         _layer(name.removesuffix(".weight"), shard, info, bias=_bias_of(name) in tensors)
         for name, (shard, info) in tensors.items()
-        if _is_layer(component, info)
+        if _is_layer(component, info) and name.removesuffix(".weight") not in others
     )
 
 
@@ -105,6 +109,17 @@ def _refuse_name(shard: Path, name: str) -> None:
 
 def _bias_of(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.bias"
+
+
+def _other_modules(component: Component) -> frozenset[str]:
+    """Return the modules that cannot be packed, where the model itself is asked for them."""
+    if not component.family.by_structure:
+        return frozenset()
+    try:
+        skeleton = read_skeleton(component.path / "config.json")
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+    return frozenset(name for name, reason in skeleton.modules.items() if reason)
 
 
 def _is_layer(component: Component, info: TensorInfo) -> bool:

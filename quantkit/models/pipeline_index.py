@@ -1,6 +1,7 @@
 """model_index.json: what a pipeline is made of."""
 
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.storage.jsonfile import read_json
@@ -26,3 +27,13 @@ def read_pipeline_index(path: Path) -> dict[str, str]:
                 "folder; download it again"
             )
     return classes
+
+
+def scheduler_config(path: Path) -> dict[str, Any]:
+    """Return the config of a pipeline's scheduler; empty where there is none.
+
+    Raises:
+        ModelError: no JSON.
+    """
+    config = path / "scheduler" / "scheduler_config.json"
+    return read_json(config) if config.is_file() else {}

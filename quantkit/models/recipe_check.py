@@ -13,7 +13,8 @@ def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:
     """Refuse a recipe with a glob on layers that none of any denoiser of the model matches.
 
     Args:
-        recipe: ``keep``, ``sparsity`` and ``overrides`` are looked at, unless it says ignore.
+        recipe: ``keep``, ``not_layers``, ``sparsity`` and ``overrides`` are looked at, unless it
+            says ignore.
         where: what messages call it.
         model: of which headers are read.
 
@@ -35,6 +36,7 @@ def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:
 
 def _globs(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
     yield "keep", recipe.keep
+    yield "not_layers", recipe.not_layers
     if recipe.sparsity is not None:
         yield "sparsity.layers", recipe.sparsity.layers
         yield "sparsity.exclude", recipe.sparsity.exclude

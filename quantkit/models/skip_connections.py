@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 from quantkit.models.layers import Layer
 from quantkit.recipe.schema import matches
 

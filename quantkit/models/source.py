@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.families import FAMILIES, Family, find_family
+from quantkit.models.families import find_family, is_denoiser
+from quantkit.models.family import Family
 from quantkit.models.pipeline_index import read_pipeline_index
 from quantkit.storage.jsonfile import read_json
 
@@ -17,8 +18,8 @@ from quantkit.storage.jsonfile import read_json
 WEIGHTS = "diffusion_pytorch_model"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-#: What a pipeline calls its denoiser, for messages about one that no family describes.
-_DENOISERS = ("unet", "transformer")
+#: What pipelines call their denoisers.
+_DENOISERS = re.compile(r"(?:prior_)?(?:unet|transformer|prior|decoder)(?:_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,26 @@ class Model:
     components: tuple[Component, ...]
 
 
-def open_model(model: str | Path) -> Model:
+def open_model(model: str | Path, *, family: str | None = None) -> Model:
     """Return the model at a path, or behind a hub id (its cache first).
 
     Args:
         model: a pipeline's directory, a component's (as its unet), or a hub id.
+        family: name of the family that its denoisers are taken for; None: that of their class.
 
     Returns:
         what other functions take as a model.
 
     Raises:
         ModelError: neither, not a diffusers directory, no weights, a missing shard, a text
-            encoder, a denoiser of no known family, a model that is quantized already.
+            encoder, no denoiser, no such family, a model that is quantized already.
     """
     path, text = Path(model), str(model)
     if not text:
         raise ModelError("no model: the name is empty; give a directory or a hub id")
     # Not Path's own, which raise for names that are too long or hold a null.
     if os.path.isdir(path):  # noqa: PTH112
-        return _open_directory(path)
+        return _open_directory(path, family)
     if os.path.lexists(path) and path.suffix == ".gguf":
         raise ModelError(
             f"{text}: a GGUF file has no config; give the directory of the pipeline that it "
@@ -104,55 +106,51 @@ def open_model(model: str | Path) -> Model:
             "from_single_file(...) and save_pretrained(...) of diffusers"
         )
     if HUB_ID.fullmatch(text):
-        return _open_hub(text)
+        return _open_hub(text, family)
     raise ModelError(f"{text!s:.200}: no such directory, and not a hub id (owner/name)")
 
 
-def _open_hub(repository: str) -> Model:
+def _open_hub(repository: str, family: str | None) -> Model:
     from quantkit.models.hub import cached, download
 
     path = cached(repository)
     if path is not None:
         try:
-            return _open_directory(path)
+            return _open_directory(path, family)
         except ModelError:
             # Only part of it was ever downloaded, as by another program: fetch the rest below.
             pass
-    return _open_directory(download(repository))
+    return _open_directory(download(repository), family)
 
 
-def _open_directory(path: Path) -> Model:
+def _open_directory(path: Path, family: str | None) -> Model:
     if (path / "model_index.json").is_file():
-        return Model(path, is_pipeline=True, components=_open_pipeline(path))
+        return Model(path, is_pipeline=True, components=_open_pipeline(path, family))
     if not (path / "config.json").is_file():
         raise ModelError(
             f"{path}: not a diffusers directory: found neither model_index.json (a pipeline) nor "
             "config.json (a component)"
         )
-    return Model(path, is_pipeline=False, components=(_open_component(path, ""),))
+    return Model(path, is_pipeline=False, components=(_open_component(path, "", family),))
 
 
-def _open_pipeline(path: Path) -> tuple[Component, ...]:
+def denoiser_names(classes: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of a pipeline's denoisers, of the classes of its components by name."""
+    return tuple(n for n, kind in classes.items() if _DENOISERS.fullmatch(n) and is_denoiser(kind))
+
+
+def _open_pipeline(path: Path, family: str | None) -> tuple[Component, ...]:
     classes = read_pipeline_index(path)
-    known = {class_name for family in FAMILIES for class_name in family.class_names}
-    names = [name for name, class_name in classes.items() if class_name in known]
+    names = denoiser_names(classes)
     if not names:
-        _refuse_pipeline(path, classes)
-    return tuple(_open_component(path / name, name) for name in names)
+        found = ", ".join(sorted(classes)) or "nothing"
+        raise ModelError(
+            f"{path}: model_index.json names no unet or transformer (found {found:.200})"
+        )
+    return tuple(_open_component(path / name, name, family) for name in names)
 
 
-def _refuse_pipeline(path: Path, classes: Mapping[str, str]) -> None:
-    for name in _DENOISERS:
-        if name in classes:
-            try:
-                find_family(classes[name])
-            except ModelError as error:
-                raise ModelError(f"{path / name}: {error}") from error
-    found = ", ".join(sorted(classes)) or "nothing"
-    raise ModelError(f"{path}: model_index.json names no unet or transformer (found {found:.200})")
-
-
-def _open_component(path: Path, name: str) -> Component:
+def _open_component(path: Path, name: str, wanted: str | None) -> Component:
     if not path.is_dir():
         raise ModelError(f"{path}: missing, though model_index.json names it; download it again")
     config = read_json(path / "config.json")
@@ -167,7 +165,7 @@ def _open_component(path: Path, name: str) -> Component:
     if not isinstance(class_name, str):
         raise ModelError(_no_denoiser(path, config))
     try:
-        family = find_family(class_name)
+        family = find_family(class_name, wanted)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     shards, index, variant = _find_weights(path)

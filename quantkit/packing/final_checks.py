@@ -8,8 +8,8 @@ from pathlib import Path
 from quantkit.checkpoint.directory import broken_pipeline, broken_weights
 from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.reader import Packed
-from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
 from quantkit.errors import ModelError
+from quantkit.models.skeleton import Contents, misfits, read_skeleton
 from quantkit.packing.plan import ComponentPlan
 from quantkit.storage.digest import sha256_of_file
 

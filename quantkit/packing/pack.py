@@ -1,6 +1,7 @@
 """``pack``: plan, stream tensor by tensor, check, rename into place."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.calibration.hessian import Hessians
@@ -11,6 +12,7 @@ from quantkit.models.layer_plan import LayerPlan
 from quantkit.models.source import Model
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
+from quantkit.packing.joint_scales import with_joint_scales
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
 from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
@@ -99,6 +101,7 @@ def pack(
     force: bool,
     progress: Progress,
     hessians: Hessians | None = None,
+    joined: Sequence[Collection[str]] = (),
 ) -> PackSummary:
     """Write the packed checkpoint of a model: all of it, or nothing.
 
@@ -112,6 +115,7 @@ def pack(
         force: replace an existing output once the new one is complete.
         progress: told of tensors done.
         hessians: second moments, for gptq rounding and sparsegpt masks.
+        joined: layers that get one scale together, where they have one for the tensor.
 
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
@@ -121,6 +125,9 @@ def pack(
     plan = plan_pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
+    if joined:
+        components = tuple(with_joint_scales(component, joined) for component in plan.components)
+        plan = replace(plan, components=components)
     with (
         staged_directory(output, kind=KIND, force=force) as stage,
         checked_for_loading(plan.components),

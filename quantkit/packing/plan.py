@@ -23,6 +23,7 @@ from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.packing.doubtful import judge_doubtful
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.fallback import choose_formats, fell_back
 from quantkit.packing.gptq import Rounder
@@ -93,8 +94,9 @@ def plan_component(
     tried = _smoothing(component, agreed, inputs, progress)
     step = f"formats of {component.name or component.class_name}"
     chosen = choose_formats(agreed, tried, inputs, step=step, progress=progress)
-    smoothing = dict(_kept_smoothing(chosen, tried))
-    treatments = tuple(_if_smooth(treatment, smoothing) for treatment in chosen)
+    judged = judge_doubtful(chosen, tried, inputs)
+    smoothing = dict(_kept_smoothing(judged, tried))
+    treatments = tuple(_if_smooth(treatment, smoothing) for treatment in judged)
     refuse_nothing(component, recipe, treatments)
     packed = {
         t.layer.name: _plan_layer(t, t.scheme, inputs, smoothing.get(t.layer.name))
@@ -251,7 +253,7 @@ def _plan_layer(
     plan = WeightPlan(
         layer.name,
         scheme,
-        treatment.weight.observer,
+        treatment.weight.scale_rule,
         mask=mask,
         smooth=smooth,
         input_scale=input_scale,

@@ -91,7 +91,7 @@ def write_permuted(
     tensors = PermutedTensors(component, moves)
     moved = Recovered(component, tensors, (), trajectories=0, aside=0.0)
     write_recovered(model, None, moved, outputs.pipeline, None, force=force)
-    written = open_model(str(outputs.pipeline))
+    written = open_model(str(outputs.pipeline), family=component.family.name)
     if calibration is None or outputs.calibration is None:
         return written, None
     fitting = permute_calibration(calibration, moves, written.components[0])

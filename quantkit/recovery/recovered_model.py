@@ -86,7 +86,7 @@ def write_recovered(
         copy_files(model.path, stage, _copied(model, component))
         for shard in component.shards:
             _write_shard(shard, stage / component.name / shard.name, recovered)
-        written = open_model(str(stage)).components[0]
+        written = open_model(str(stage), family=component.family.name).components[0]
         updated = {
             layer.name: replace(
                 chosen[layer.name], source_digest=sha256_of(layer.shard, layer.weight), error=0.0

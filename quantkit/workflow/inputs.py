@@ -27,11 +27,11 @@ MasksLike: TypeAlias = str | Path | MaskSet
 PromptsLike: TypeAlias = str | Path | Sequence[str]
 
 
-def as_model(model: ModelLike) -> Model:
-    """Return the model, opened if it is not."""
+def as_model(model: ModelLike, *, family: str | None = None) -> Model:
+    """Return the model, opened if it is not, its denoisers as of a family if one is named."""
     if isinstance(model, SingleFile):
-        return open_single_file(model)
-    return model if isinstance(model, Model) else open_model(model)
+        return open_single_file(model, family=family)
+    return model if isinstance(model, Model) else open_model(model, family=family)
 
 
 def single_file(path: str | Path, config: str | Path) -> SingleFile:

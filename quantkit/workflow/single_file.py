@@ -21,11 +21,14 @@ KIND = "unpacked single file"
 _VERSION = 1
 
 
-def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Model:
+def open_single_file(
+    source: SingleFile, *, family: str | None = None, progress: Progress = silent
+) -> Model:
     """Return the model of a .gguf file, whose 16-bit weights lie in quantkit's cache.
 
     Args:
         source: the file and its config.
+        family: name of the family that the denoiser is taken for; None: that of its class.
         progress: told of tensors unpacked.
 
     Returns:
@@ -48,7 +51,7 @@ def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Mode
         except OutputError:
             if not folder.is_dir():
                 raise
-    model = open_model(folder)
+    model = open_model(folder, family=family)
     blocks = blocks_of(checked)
     components = tuple(replace(component, blocks=blocks) for component in model.components)
     return replace(model, components=components)

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint import skeleton
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, find_file_list, write_file_list
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.skeleton import Contents, misfits, read_skeleton
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.models import skeleton
+from quantkit.models.skeleton import Contents, misfits, read_skeleton
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent

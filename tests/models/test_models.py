@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import ModelError, RecipeError, ShapeError
-from quantkit.models.families import FAMILIES, find_family
+from quantkit.models.families import FAMILIES, GENERAL, find_family
 from quantkit.models.layer_plan import choose_edges, plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
@@ -67,6 +67,60 @@ KEPT = {
         "proj_out",
     },
 }
+KEPT["flux2_dev"] = {
+    "x_embedder",
+    "context_embedder",
+    "time_guidance_embed.timestep_embedder.linear_#",
+    "time_guidance_embed.guidance_embedder.linear_#",
+    "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.linear",
+    "single_stream_modulation.linear",
+    "norm_out.linear",
+    "proj_out",
+}
+KEPT["chroma1_hd"] = {
+    "x_embedder",
+    "context_embedder",
+    "distilled_guidance_layer.in_proj",
+    "distilled_guidance_layer.layers.#.linear_#",
+    "distilled_guidance_layer.out_proj",
+    "proj_out",
+}
+KEPT["qwen_image"] = {
+    "img_in",
+    "txt_in",
+    "time_text_embed.timestep_embedder.linear_#",
+    "transformer_blocks.#.img_mod.#",
+    "transformer_blocks.#.txt_mod.#",
+    "norm_out.linear",
+    "proj_out",
+}
+KEPT["z_image"] = {
+    "all_x_embedder.#-#",
+    "cap_embedder.#",
+    "t_embedder.mlp.#",
+    "layers.#.adaLN_modulation.#",
+    "noise_refiner.#.adaLN_modulation.#",
+    "all_final_layer.#-#.adaLN_modulation.#",
+    "all_final_layer.#-#.linear",
+}
+KEPT["wan22_t2v_14b"] = {
+    "condition_embedder.time_embedder.linear_#",
+    "condition_embedder.text_embedder.linear_#",
+    "condition_embedder.time_proj",
+    "proj_out",
+}
+KEPT["wan21_i2v_14b"] = KEPT["wan22_t2v_14b"] | {
+    "condition_embedder.image_embedder.ff.net.#",
+    "condition_embedder.image_embedder.ff.net.#.proj",
+}
+KEPT["ltx_video"] = {
+    "proj_in",
+    "time_embed.linear",
+    "time_embed.emb.timestep_embedder.linear_#",
+    "caption_projection.linear_#",
+    "proj_out",
+}
 KEPT["sdxl"] = KEPT["sd15"] | {"add_embedding.linear_#"}
 KEPT["sd35_medium"] = KEPT["sd35_large"] = KEPT["sd3_medium"]
 
@@ -113,6 +167,16 @@ def test_what_stays_in_16_bit(published, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_the_general_family_keeps_what_tuned_ones_keep(published, name):
+    keys, component = published(name)
+    plan = plan_layers(component, load_recipe("fp8"), calibrated=False, masked=())
+    tuned = {t.layer.name for t in plan if t.scheme is None}
+    names = [layer for layer, (_, groups, _) in keys["modules"].items() if groups == 1]
+    shapes = {layer: keys["tensors"][f"{layer}.weight"] for layer in names}
+    assert {layer for layer in names if GENERAL.keep_reason(layer, shapes[layer])} == tuned
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_every_packed_layer_can_be_sparse(published, name):
     _, component = published(name)
     names = [layer.name for layer in list_layers(component)]
@@ -148,9 +212,11 @@ def _hit(module, pattern):
     return fnmatchcase(module, pattern)
 
 
-def test_unknown_denoiser_is_refused_with_the_known_ones():
-    with pytest.raises(ModelError, match=r"WanTransformer3DModel: no family.*FluxTransformer2D"):
-        find_family("WanTransformer3DModel")
+def test_a_class_without_a_row_is_of_the_general_family():
+    assert find_family("AuraFlowTransformer2DModel") is GENERAL
+    assert find_family("AuraFlowTransformer2DModel", "flux").name == "flux"
+    with pytest.raises(ModelError, match=r"family 'fulx': unknown, wanted one of unet, .*general"):
+        find_family("FluxTransformer2DModel", "fulx")
 
 
 def test_layer_has_the_shape_the_kernels_read(published):
@@ -381,7 +447,7 @@ BROKEN = {
         config('{"architectures": ["T5EncoderModel"], "model_type": "t5"}'),
         "T5EncoderModel is a transformers model",
     ),
-    "unknown": (config('{"_class_name": "VQModel"}'), "VQModel: no family describes it"),
+    "unknown": (config('{"_class_name": "VQModel"}'), "VQModel is no denoiser"),
     "packed": (
         config('{"_class_name": "X", "quantization_config": {"quant_method": "quantkit"}}'),
         r"packed already \(by quantkit\)",
@@ -400,8 +466,8 @@ BROKEN = {
         r"names no unet or transformer \(found vae\)",
     ),
     "unknown pipeline": (
-        index('{"transformer": ["diffusers", "WanTransformer3DModel"]}'),
-        "transformer: denoiser WanTransformer3DModel: no family",
+        index('{"transformer": ["diffusers", "SD3ControlNetModel"]}'),
+        r"names no unet or transformer \(found transformer\)",
     ),
     "pipeline without folder": (
         index('{"unet": ["diffusers", "UNet2DConditionModel"]}'),

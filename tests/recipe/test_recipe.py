@@ -29,6 +29,13 @@ MADE_FOR = {
         "sd3": ("sd3_medium", "sd35_medium", "sd35_large"),
         "flux": ("flux1_dev",),
         "pixart": ("pixart_sigma",),
+        "sana": ("sana_1600m",),
+        "flux2": ("flux2_dev",),
+        "chroma": ("chroma1_hd",),
+        "qwenimage": ("qwen_image",),
+        "zimage": ("z_image",),
+        "wan": ("wan22_t2v_14b", "wan21_i2v_14b"),
+        "ltx": ("ltx_video",),
     }.items()
 }
 
@@ -266,6 +273,7 @@ def test_yaml_agrees_with_the_library():
 
 SECTIONS = {
     "keep": "keep: ['{}']",
+    "not_layers": "not_layers: ['{}']",
     "sparsity.layers": "sparsity: {{layers: ['*', '{}']}}",
     "sparsity.exclude": "sparsity: {{exclude: ['{}']}}",
     "overrides.1.layers": (

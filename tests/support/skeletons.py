@@ -1,9 +1,9 @@
 """Models that are what their files say: tests of files need no real model to fit them."""
 
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
-from quantkit.checkpoint.skeleton import Skeleton
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.errors import InputError
+from quantkit.models.skeleton import Skeleton
 from quantkit.storage.tensorfile import read_header
 
 

@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.spec import CONFIG_KEY
 from quantkit.errors import CheckpointError
 from quantkit.storage.jsonfile import parse_json, read_json, short
 
@@ -135,6 +134,8 @@ def why_not_packed(module: Any) -> str:
             f"Conv2d with padding_mode {module.padding_mode!r} and groups {module.groups}, wanted "
             "'zeros' and 1; keep this layer in 16 bit"
         )
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "MultiheadAttention reads this weight itself; keep this layer in 16 bit"
     if isinstance(module, nn.Linear):
         return ""
     return f"the model has a {type(module).__name__} here, wanted Linear or Conv2d"
@@ -147,7 +148,7 @@ def read_skeleton(config: Path) -> Skeleton:
         CheckpointError: unreadable, or no diffusers model can be built from it.
     """
     values = read_json(config, error=CheckpointError, cure="download it again")
-    values.pop(CONFIG_KEY, None)
+    values.pop("quantization_config", None)
     text = json.dumps(values)
     try:
         if "diffusers" in sys.modules:
@@ -209,7 +210,7 @@ def _on_meta() -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _built_by_child(text: str) -> Skeleton:
-    command = [sys.executable, "-m", "quantkit.checkpoint.skeleton"]
+    command = [sys.executable, "-m", "quantkit.models.skeleton"]
     # The modules that are imported here, and none that lie where the user happens to be.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:

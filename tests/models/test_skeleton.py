@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.checkpoint import skeleton
 from quantkit.checkpoint.contents import _zero_groups
-from quantkit.checkpoint.skeleton import Contents, Skeleton, misfits, some, why_not_packed
+from quantkit.models import skeleton
+from quantkit.models.skeleton import Contents, Skeleton, misfits, some, why_not_packed
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.scheme import Activation, Scheme

@@ -1,0 +1,58 @@
+"""Layers of no role that a name or a shape tells: their error on real inputs decides."""
+
+from dataclasses import replace
+
+import pytest
+
+from quantkit.calibration.collect import observed_layers
+from quantkit.checkpoint.reader import open_packed
+from quantkit.models.source import open_model
+from quantkit.packing.pack import pack
+from quantkit.progress import silent
+from quantkit.recipe.schema import Recipe
+from tests.packing.test_formats import outlying
+from tests.support.packing import calibration_of
+
+pytestmark = pytest.mark.usefixtures("any_model")
+INT8 = {"weight": {"format": "int8"}}
+
+
+def packed(folder, output, recipe, calibration):
+    """Pack as a model of the general family: the names of layers, and why others were kept."""
+    model, recipe = open_model(folder, family="general"), Recipe(name="t", **recipe)
+    summary = pack(
+        model, recipe, output, calibration=calibration, masks=None, threads=1, force=False,
+        progress=silent,
+    )  # fmt: skip
+    return set(open_packed(output).components[0].config.layers), summary.kept()
+
+
+def test_statistics_decide_of_layers_outside_of_the_blocks(tmp_path):
+    source, calibration = outlying(tmp_path / "model", "a.fc", 100)
+    layers, kept = packed(source, tmp_path / "packed", INT8, calibration)
+    assert {"a.conv", "a.point"} <= layers
+    assert "a.fc" not in layers
+    (reason,) = [reason for reason, names in kept.items() if names == ["a.fc"]]
+    assert reason.startswith("the output loses ")
+    assert reason.endswith(" in int8: of a layer outside of the blocks 0.005 may be lost")
+    # FP8 holds what is far above the rest.
+    layers, _ = packed(source, tmp_path / "fp8", {}, calibration)
+    assert "a.fc" in layers
+
+
+def test_without_samples_they_stay_in_16_bit(tmp_path):
+    source, _ = outlying(tmp_path / "model", "a.fc", 1)
+    recipe = {"overrides": [{"layers": ["a.point"], "keep": False}]}
+    layers, kept = packed(source, tmp_path / "packed", recipe, calibration_of(source))
+    assert layers == {"a.point"}
+    (reason,) = [reason for reason, names in kept.items() if "a.fc" in names]
+    assert reason.startswith("outside of the blocks, of no role")
+
+
+def test_calibration_observes_them(tmp_path):
+    source, _ = outlying(tmp_path / "model", "a.fc", 1)
+    component = open_model(source, family="general").components[0]
+    observed = {layer.name for layer in observed_layers(component, Recipe(name="t"))}
+    assert observed == {"a.conv", "a.point", "a.fc"}
+    tuned = replace(component, family=open_model(source).components[0].family)
+    assert observed == {layer.name for layer in observed_layers(tuned, Recipe(name="t"))}
