@@ -20,7 +20,7 @@ from quantkit.errors import NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.obs import output_error
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 
 #: Rows of a picture that are looked at whatever the share: where a UNet is narrowest a picture has
 #: 16 or 64, and a share of those says less than the layer has columns.

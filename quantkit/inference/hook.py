@@ -28,7 +28,7 @@ def _agree_on_dtypes(module: "ModuleType") -> None:
     register(module)
 
 
-def _register_refusal(module: "ModuleType") -> None:
+def _register_in_transformers(module: "ModuleType") -> None:
     from quantkit.inference.transformers_loading import register
 
     register(module)
@@ -38,7 +38,7 @@ def _register_refusal(module: "ModuleType") -> None:
 ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
-    "transformers.quantizers.auto": _register_refusal,
+    "transformers.quantizers.auto": _register_in_transformers,
 }
 
 

@@ -17,7 +17,7 @@ from quantkit import resources
 from quantkit.errors import ModelError, PromptError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.limits import MAX_COUNT

@@ -204,7 +204,7 @@ def test_the_command_line_names_another_family(transformer_dir, tmp_path):
 
 
 def test_headers_alone_are_read_of_tuned_families(tmp_path, monkeypatch):
-    def refuse(config):
+    def refuse(config, *_):
         raise AssertionError(config)
 
     monkeypatch.setattr("quantkit.models.layers.read_skeleton", refuse)

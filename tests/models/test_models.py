@@ -442,10 +442,10 @@ BROKEN = {
     ),
     "not json": (config("{"), "config.json: not JSON"),
     "list": (config("[]"), "found list, wanted a JSON object"),
-    "no class": (config("{}"), "no _class_name"),
+    "no class": (config("{}"), "neither _class_name nor architectures"),
     "text encoder": (
         config('{"architectures": ["T5EncoderModel"], "model_type": "t5"}'),
-        "T5EncoderModel is a transformers model",
+        r"no weights: model\.safetensors is missing",
     ),
     "unknown": (config('{"_class_name": "VQModel"}'), "VQModel is no denoiser"),
     "packed": (

@@ -12,8 +12,15 @@ from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
-from quantkit.recipe.schema import ActivationRecipe, CalibrationRecipe, Override, Recipe
+from quantkit.recipe.schema import (
+    ActivationRecipe,
+    EncoderOverride,
+    EncoderRecipe,
+    Override,
+    Recipe,
+)
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.inputs import opened
 from tests.golden.make_keys import MODELS
@@ -341,4 +348,6 @@ def test_documented_keys_are_all_there_are():
     for name in ("weight", "activation", "sparsity", "calibration", "gates", "budget"):
         assert set(documented[name]) == set(type(getattr(recipe, name)).model_fields), name
     assert set(documented["overrides"][0]) == set(Override.model_fields)
+    assert set(documented["text_encoders"]) == set(EncoderRecipe.model_fields)
+    assert set(documented["text_encoders"]["overrides"][0]) == set(EncoderOverride.model_fields)
     assert not [name for name in recipe_names() if f"`{name}`" not in page]
