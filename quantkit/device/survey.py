@@ -1,6 +1,5 @@
 """What this machine has for quantkit: devices, compilers, and the back end of each operation."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from quantkit.device.gpu.selftest import state_of
 from quantkit.device.hopper import gemm as hopper
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
+from quantkit.storage.system import cores
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,8 @@ def _choose(op: str, kind: str) -> OpChoice:
 
 
 def _describe_cpu() -> str:
-    cores = len(os.sched_getaffinity(0))
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"cpu: {cores} cores, {torch.get_num_threads()} torch threads, {capability}"
+    return f"cpu: {cores()} cores, {torch.get_num_threads()} torch threads, {capability}"
 
 
 def _describe_gpu(index: int) -> Gpu:
