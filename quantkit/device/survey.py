@@ -14,6 +14,7 @@ from quantkit.device.gpu.devices import Device, device_name
 from quantkit.device.gpu.nvrtc import load_nvrtc
 from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
+from quantkit.device.headline import Headline, headline
 from quantkit.device.hopper import gemm as hopper
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
@@ -69,6 +70,8 @@ class Gpu:
 class Survey:
     """The whole answer."""
 
+    #: which GPU runs quantkit's kernels, or why none does
+    headline: Headline
     torch_version: str
     devices: tuple[str, ...]
     gpus: tuple[Gpu, ...]
@@ -82,17 +85,19 @@ class Survey:
 
 def survey() -> Survey:
     """Look at the machine; compiles the host runtime and tests the GPUs if that was never done."""
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    gpus = tuple(_describe_gpu(index) for index in range(torch.cuda.device_count()))
+    kinds = ("cpu", *(gpu.device for gpu in gpus))
     folder = cache.cache_directory()
     return Survey(
+        headline=headline(gpus),
         torch_version=torch.__version__,
         devices=(_describe_cpu(),),
-        gpus=tuple(_describe_gpu(index) for index in range(len(gpus))),
+        gpus=gpus,
         tools=_tools(),
         cache=folder,
         cache_bytes=cache.folder_bytes(folder),
         cache_limit=cache.cache_limit(),
-        operations=tuple(_choose(op, kind) for kind in ("cpu", *gpus) for op in OPS),
+        operations=tuple(_choose(op, kind) for kind in kinds for op in OPS),
     )
 
 
