@@ -1,6 +1,7 @@
 """model_index.json: what a pipeline is made of."""
 
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.storage.jsonfile import read_json
@@ -40,3 +41,13 @@ def _read_entries(path: Path) -> dict[str, tuple[object, str]]:
                 "folder; download it again"
             )
     return entries
+
+
+def scheduler_config(path: Path) -> dict[str, Any]:
+    """Return the config of a pipeline's scheduler; empty where there is none.
+
+    Raises:
+        ModelError: no JSON.
+    """
+    config = path / "scheduler" / "scheduler_config.json"
+    return read_json(config) if config.is_file() else {}

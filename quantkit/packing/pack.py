@@ -1,6 +1,7 @@
 """``pack``: plan, stream tensor by tensor, check, rename into place."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.calibration.hessian import Hessians
@@ -12,6 +13,7 @@ from quantkit.models.source import Model
 from quantkit.models.treated import encoders_of
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
+from quantkit.packing.joint_scales import with_joint_scales
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
 from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
@@ -106,6 +108,7 @@ def pack(
     force: bool,
     progress: Progress,
     hessians: Hessians | None = None,
+    joined: Sequence[Collection[str]] = (),
 ) -> PackSummary:
     """Write the packed checkpoint of a model: all of it, or nothing.
 
@@ -119,6 +122,7 @@ def pack(
         force: replace an existing output once the new one is complete.
         progress: told of tensors done.
         hessians: second moments, for gptq rounding and sparsegpt masks.
+        joined: layers that get one scale together, where they have one for the tensor.
 
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
@@ -128,6 +132,9 @@ def pack(
     plan = plan_pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
+    if joined:
+        components = tuple(with_joint_scales(component, joined) for component in plan.components)
+        plan = replace(plan, components=components)
     with (
         staged_directory(output, kind=KIND, force=force) as stage,
         checked_for_loading(plan.components),

@@ -254,7 +254,7 @@ def _plan_layer(
     plan = WeightPlan(
         layer.name,
         scheme,
-        treatment.weight.observer,
+        treatment.weight.scale_rule,
         mask=mask,
         smooth=smooth,
         input_scale=input_scale,

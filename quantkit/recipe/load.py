@@ -10,10 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.goals import BudgetRecipe, Gates
 from quantkit.recipe.schema import (
     ActivationRecipe,
-    CalibrationRecipe,
     EncoderOverride,
     EncoderRecipe,
     Override,

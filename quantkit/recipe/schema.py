@@ -18,6 +18,7 @@ from pydantic import (
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.fields import (
     Buckets,
     Format,
@@ -33,7 +34,6 @@ from quantkit.recipe.fields import (
     section_of,
 )
 from quantkit.recipe.goals import BudgetRecipe, Gates
-from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 
 
 class WeightRecipe(Strict):
@@ -43,11 +43,19 @@ class WeightRecipe(Strict):
     #: tensor, channel or group:SIZE
     granularity: Annotated[str, AfterValidator(checked_granularity)] = "channel"
     observer: Literal["amax", "mse"] = "amax"
+    #: pow2: only powers of two, which make codes portable: other scales that are powers of two
+    #: hold the same values, but for subnormal codes
+    scale: Literal["any", "pow2"] = "any"
     #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
     rounding: Literal["nearest", "gptq"] = "nearest"
     #: of an integer: what a layer takes instead whose output, weight and input in 8 bits, would be
     #: nearer in it
     fallback: Format | None = None
+
+    @property
+    def scale_rule(self) -> str:
+        """What chooses scales: a rule of ``numerics.scales.WEIGHT_SCALES``."""
+        return self.observer if self.scale == "any" else f"{self.observer}_{self.scale}"
 
     @model_validator(mode="after")
     def _falls_back_on_a_float(self) -> "WeightRecipe":
@@ -63,6 +71,11 @@ class WeightRecipe(Strict):
     @model_validator(mode="after")
     def _factors_stand_on_channels(self) -> "WeightRecipe":
         fmt = find_format(self.format)
+        if self.scale == "pow2" and (fmt.block or fmt.subscale_group):
+            raise RecipeError(
+                f"weight.scale pow2 with format {self.format}: its groups have steps of their own; "
+                "take e4m3fn, e5m2 or int8, or drop scale"
+            )
         if fmt.block and self.granularity != f"group:{fmt.block}":
             raise RecipeError(
                 f"weight.granularity {self.granularity} with format {self.format}: blocks of "
@@ -84,6 +97,9 @@ class ActivationRecipe(Strict):
     #: what chooses a static scale from the statistics
     observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
     percentile: Percentile = 99.99
+    #: pow2: static scales are rounded up to powers of two, which programs that multiply by their
+    #: reciprocal in 16 bit (ComfyUI) apply exactly
+    scale: Literal["any", "pow2"] = "any"
     #: subtract each channel's mean before quantizing; the output gets it back
     shift: bool = False
     #: 2: an input is the sum of two FP8 values, the second holding what the first leaves; the layer
@@ -95,6 +111,11 @@ class ActivationRecipe(Strict):
 
     @model_validator(mode="after")
     def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
+        if self.scale == "pow2" and self.mode != "static":
+            raise RecipeError(
+                f"activation.scale pow2 with mode {self.mode}: only static scales are stored; set "
+                "mode: static, or drop scale"
+            )
         for name, given in (("shift", self.shift), ("terms", self.terms > 1)):
             if given and self.mode == "none":
                 raise RecipeError(
@@ -122,33 +143,6 @@ class SparsityRecipe(Strict):
     exclude: Patterns = ()
     #: mask only layers that lose at most this share of their output's power; None: all
     error_budget: Annotated[float, Field(gt=0)] | None = None
-
-
-class CalibrationRecipe(Strict):
-    """How the pipeline is run for statistics."""
-
-    prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
-    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
-    #: None: the pipeline's own default
-    guidance: float | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    #: timestep buckets kept apart in the statistics
-    buckets: Annotated[int, Field(ge=1)] = 4
-    #: prompts per run of the pipeline
-    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
-    #: what a step counts in second moments: all the same, or its effect on the final sample
-    weighting: Literal["uniform", "schedule"] = "uniform"
-    #: of the rows of each call that second moments look at, drawn at random: neighbours in a
-    #: picture are alike, so a quarter of the rows of four times the prompts says more
-    row_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    @model_validator(mode="after")
-    def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
-        if self.buckets > self.steps:
-            raise RecipeError(
-                f"buckets {self.buckets}: more than the {self.steps} steps; take fewer buckets"
-            )
-        return self
 
 
 class Override(Strict):
@@ -263,6 +257,8 @@ class Recipe(Strict):
     kept: WeightRecipe | None = None
     #: quantize inputs to integers with no statistics of them at hand
     data_free: bool = False
+    #: False: they stay in 16 bit, as most programs but quantkit want them
+    convolutions: bool = True
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     #: modules that are copied as they are, whatever else the recipe says of them

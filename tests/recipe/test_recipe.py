@@ -12,10 +12,10 @@ from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import (
     ActivationRecipe,
-    CalibrationRecipe,
     EncoderOverride,
     EncoderRecipe,
     Override,
@@ -36,6 +36,13 @@ MADE_FOR = {
         "sd3": ("sd3_medium", "sd35_medium", "sd35_large"),
         "flux": ("flux1_dev",),
         "pixart": ("pixart_sigma",),
+        "sana": ("sana_1600m",),
+        "flux2": ("flux2_dev",),
+        "chroma": ("chroma1_hd",),
+        "qwenimage": ("qwen_image",),
+        "zimage": ("z_image",),
+        "wan": ("wan22_t2v_14b", "wan21_i2v_14b"),
+        "ltx": ("ltx_video",),
     }.items()
 }
 
