@@ -69,7 +69,7 @@ TREATMENTS = (("int8", None), ("int8", "int8"), ("int8", "int4"), ("int4", "int4
 RECIPES = {
     "FLUX.1-dev": {"int8": "flux-int8", "int4": "flux-int4"},
     "Stable Diffusion 3.5 Large": {"int8": "sd3-int8", "int4": "sd3-int4"},
-    "Qwen-Image": {"int8": "int8", "int4": "int4-gptq"},
+    "Qwen-Image": {"int8": "qwenimage-int8", "int4": "qwenimage-int4"},
 }
 
 
