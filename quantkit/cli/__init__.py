@@ -27,6 +27,7 @@ from quantkit.cli import (
     optimize,
     pack,
     permute,
+    recipes,
     recover,
     run,
     sensitivity,
@@ -69,6 +70,7 @@ quantkit.add_command(run.run)
 kernels.kernels.add_command(bench.bench)
 quantkit.add_command(kernels.kernels)
 quantkit.add_command(bench_model.bench)
+quantkit.add_command(recipes.recipes)
 quantkit.add_command(doctor.doctor)
 quantkit.add_command(demo.demo)
 
