@@ -28,11 +28,6 @@ class Codes(nn.Parameter):
         flat = self.detach().reshape(-1)
         return _codes_of, (flat.view(torch.uint8), self.dtype, tuple(self.shape))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
-        """Return shape, dtype and device: values of codes say nothing."""
-        del tensor_contents
-        return f"Codes({list(self.shape)}, {self.dtype}, {self.device})"
-
 
 def _codes_of(bits: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Codes:
     return Codes(bits.view(dtype).reshape(shape))

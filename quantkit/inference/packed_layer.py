@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes
 from quantkit.inference.operators import operator_for
@@ -121,7 +122,25 @@ class PackedLayer(nn.Module):
         weight = self.dequantized()
         if smooth is not None:
             weight = weight * smooth.reshape(-1, *[1] * (weight.ndim - 2))
-        return weight.to(self.compute_dtype)
+        return weight.to(self.compute_dtype).contiguous()
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802  peft's name
+        """The codes, under the name by which peft knows that a weight has to be dequantized."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """Return the dense weight to peft's DoRA, which scales its rows.
+
+        Raises:
+            InputError: of a convolution, for which peft would take the codes.
+        """
+        if self.kind == "conv2d":
+            raise InputError(
+                f"DoRA: {self.name}: a packed Conv2d takes none; load a LoRA without "
+                "dora_scale, or apply it to the 16-bit model and pack that"
+            )
+        return self.dense_weight()
 
     def extra_repr(self) -> str:
         """Return the shape and the treatment."""

@@ -5,14 +5,12 @@ model still holds what they say. Writing the tensors anew could not do it: biase
 the compute dtype by now, and diffusers cuts shards by its own rule.
 """
 
-import functools
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,6 +33,8 @@ _DETOURS: tuple[tuple[torch.dtype, ...], ...] = (
     (torch.float16, torch.bfloat16),
     (torch.bfloat16, torch.float16),
 )
+
+_PUSHED = "push_to_hub=True: call push_to_hub(repository) itself, which saves first"
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
@@ -77,7 +77,7 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
         f"max_shard_size={max_shard_size!r}: shards stay as they were cut; leave it out": (
             max_shard_size is not None
         ),
-        "push_to_hub=True: save, then upload the directory": push_to_hub,
+        _PUSHED: push_to_hub,
         f"{', '.join(kwargs)}: unknown; leave it out": any(kwargs.values()),
     }
     for text, refused in refusals.items():
@@ -103,20 +103,27 @@ def install_in_pipeline(pipe: Any) -> None:
     Args:
         pipe: a DiffusionPipeline with packed components.
     """
-    original = type(pipe).save_pretrained
+    pipe.save_pretrained = partial(_save_pipeline, pipe)
 
-    @functools.wraps(original)
-    def save(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        original(self, save_directory, *args, **kwargs)
-        folder = Path(save_directory)
-        packed = [
-            path.relative_to(folder)
-            for path in sorted(folder.glob("*/*.safetensors"))
-            if METADATA_KEY in read_header(path).metadata
-        ]
-        write_file_list(folder, {}, packed)
 
-    pipe.save_pretrained = MethodType(save, pipe)
+def _save_pipeline(
+    pipe: Any, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
+) -> None:
+    """Save as diffusers does, then write the list of files.
+
+    Raises:
+        InputError: push_to_hub, which would upload before there is a list.
+    """
+    if push_to_hub:
+        raise InputError(f"save_pretrained: {_PUSHED}")
+    type(pipe).save_pretrained(pipe, save_directory, *args, **kwargs)
+    folder = Path(save_directory)
+    packed = [
+        path.relative_to(folder)
+        for path in sorted(folder.glob("*/*.safetensors"))
+        if METADATA_KEY in read_header(path).metadata
+    ]
+    write_file_list(folder, {}, packed)
 
 
 def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
