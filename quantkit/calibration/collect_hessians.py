@@ -24,7 +24,8 @@ from quantkit.pipelines.running import (
     run_prompts,
 )
 from quantkit.progress import Progress
-from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.storage.digest import sha256_of
 
 

@@ -75,7 +75,8 @@ class Collector:
         handles = [self.denoiser.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             for layer, module in self._modules.items():
-                handles.append(module.register_forward_pre_hook(self._listener(layer, module)))
+                listen = self._listener(layer, module)
+                handles.append(module.register_forward_pre_hook(listen, with_kwargs=True))
             yield
             self.check()
         finally:
@@ -158,8 +159,8 @@ class Collector:
     def _listener(self, layer: str, module: nn.Module) -> Callable[..., None]:
         axis = 1 if isinstance(module, nn.Conv2d) else -1
 
-        def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
-            values = args[0]
+        def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            values = args[0] if args else kwargs["input"]
             sums, call = self._sums_of(layer, values.device), self._layer_calls[layer]
             sums.add(self._bucket, values, axis)
             rows = row_count(values, module)
@@ -194,6 +195,8 @@ def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, .
         RecipeError: fewer distinct steps than buckets.
         ModelError: the denoiser is not called with a multiple of the scheduler's timesteps.
     """
+    if buckets == 1:
+        return ()
     steps = [float(step) for step in scheduler.timesteps]
     unit = first / steps[0] if steps[0] else 0.0
     if unit <= 0:

@@ -20,7 +20,7 @@ from quantkit.errors import NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.obs import output_error
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 
 #: Rows of a picture that are looked at whatever the share: where a UNet is narrowest a picture has
 #: 16 or 64, and a share of those says less than the layer has columns.
@@ -236,7 +236,8 @@ class MomentCollector:
         handles = [self._denoiser.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             for layer, module in self._modules.items():
-                handles.append(module.register_forward_pre_hook(self._listener(layer)))
+                listen = self._listener(layer)
+                handles.append(module.register_forward_pre_hook(listen, with_kwargs=True))
             yield
         finally:
             for handle in handles:
@@ -251,11 +252,12 @@ class MomentCollector:
         return self._sums[layer].moments()
 
     def _listener(self, layer: str) -> Callable[..., None]:
-        def listen(_: nn.Module, args: tuple[Any, ...]) -> None:
+        def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            values = args[0] if args else kwargs["input"]
             if self._holding is None:
-                self._sums[layer].add(args[0], self._weight)
+                self._sums[layer].add(values, self._weight)
             else:
-                self._sums[layer].hold(args[0], self._weight, self._holding)
+                self._sums[layer].hold(values, self._weight, self._holding)
 
         return listen
 

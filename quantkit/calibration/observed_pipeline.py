@@ -12,7 +12,7 @@ from quantkit.models.layers import Layer
 from quantkit.models.source import Model
 from quantkit.pipelines.running import Batch, choose_device, load_pipeline, run_batch
 from quantkit.progress import Progress
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 
 
 class ObservedPipeline:

@@ -12,7 +12,7 @@ from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import choose_edges
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.scales import cast, scale_of_amax
+from quantkit.numerics.scales import cast, power_of_two, scale_of_amax
 from quantkit.recipe.schema import ActivationRecipe
 
 #: Candidates of the MSE search, as fractions of amax: an eighth of a binade apart, over two
@@ -145,7 +145,8 @@ def static_scale(
         shift: (C,) or (buckets, C) that the input is lessened by, before ``smooth``; or None.
 
     Returns:
-        float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen.
+        float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen; powers of two where
+        the recipe says so.
 
     Raises:
         RecipeError: buckets that the calibration cannot be pooled into.
@@ -160,6 +161,9 @@ def static_scale(
     else:
         clip = clip_after(pooled, activation, fmt, smooth)
     scale = scale_of_amax(clip, fmt)
+    if activation.scale == "pow2":
+        # Upwards: a float loses little to a large scale, and much to clipping.
+        scale = power_of_two(scale)
     return scale if wanted else scale[0]
 
 

@@ -80,16 +80,24 @@ class PackedComponent:
             float32, the module's dense shape: (N, K) or (N, C, kh, kw).
         """
         scheme, shape = self.config.layers[layer], self.records[layer].shape
-        parts, (n, k) = self.parts(layer), rows_of(shape)
-        codes = stored_codes(parts).reshape(n, -1)
-        if scheme.sparsity is not None:
-            codes = unpack_two_of_four(codes, parts["weight_meta"])
-        values = codes.view(scheme.weight.torch_dtype)
-        rows = dequantize(values, parts["weight_scale"], scheme.granularity)
+        parts, (_, k) = self.parts(layer), rows_of(shape)
+        rows = dequantize(self.code_rows(layer), parts["weight_scale"], scheme.granularity)
         if scheme.smooth:
             factor = parts["input_smooth"]
             rows = rows * factor.repeat(k // factor.numel())
         return from_rows(rows, shape)
+
+    def code_rows(self, layer: str) -> Tensor:
+        """Return the codes of a layer that its scales are multiplied by, 2:4 expanded.
+
+        Returns:
+            (N, K) float8 or int8, channels last; factors of int4 are multiplied in.
+        """
+        scheme, parts = self.config.layers[layer], self.parts(layer)
+        codes = stored_codes(parts).reshape(self.records[layer].shape[0], -1)
+        if scheme.sparsity is not None:
+            codes = unpack_two_of_four(codes, parts["weight_meta"])
+        return codes.view(scheme.weight.torch_dtype)
 
     def layer_bytes(self, layer: str) -> tuple[int, int]:
         """Return the bytes of a layer's weight before and after packing, its bias left aside.

@@ -11,7 +11,7 @@ from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.spec import CONFIG_KEY, QUANT_METHOD, PackedConfig, parse_config
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError
-from quantkit.models.source import WEIGHTS
+from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.tensorfile import read_header
 
@@ -83,7 +83,18 @@ def _open_component(name: str, path: Path) -> PackedComponent:
     index = _read_index(path)
     files = _single_file(path) if index is None else _indexed_files(index)
     shards = tuple(_open_shard(file) for file in files)
-    return PackedComponent(name, path, str(values.get("_class_name")), config, shards, index)
+    return PackedComponent(name, path, _class_of(name, path, values), config, shards, index)
+
+
+def _class_of(name: str, path: Path, values: dict[str, Any]) -> str:
+    """Return the class of a component; transformers' configs name that of the model as trained."""
+    if "_class_name" not in values and name:
+        entry = read_json(path.parent / "model_index.json", error=CheckpointError).get(name)
+        return str(entry[1]) if isinstance(entry, list) and len(entry) == 2 else "None"
+    match values.get("architectures"):
+        case [str(class_name), *_]:
+            return str(values.get("_class_name", class_name))
+    return str(values.get("_class_name"))
 
 
 def _parsed_config(path: Path, values: dict[str, Any]) -> PackedConfig:
@@ -108,7 +119,7 @@ def _open_shard(path: Path) -> Shard:
 
 
 def _single_file(path: Path) -> tuple[Path, ...]:
-    files = tuple(sorted(path.glob(f"{WEIGHTS}*.safetensors")))
+    files = tuple(sorted(_weights(path, ".safetensors")))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise CheckpointError(
@@ -118,8 +129,14 @@ def _single_file(path: Path) -> tuple[Path, ...]:
     return files
 
 
+def _weights(path: Path, ending: str) -> Iterator[Path]:
+    """Yield weight files, or indexes, by the names that diffusers and transformers give them."""
+    for stem in (WEIGHTS, ENCODER_WEIGHTS):
+        yield from path.glob(f"{stem}*{ending}")
+
+
 def _read_index(path: Path) -> Index | None:
-    files = sorted(path.glob(f"{WEIGHTS}*.safetensors.index*.json"))
+    files = sorted(_weights(path, ".safetensors.index*.json"))
     if not files:
         return None
     if len(files) > 1:
@@ -138,7 +155,7 @@ def _indexed_files(index: Index) -> tuple[Path, ...]:
     """Return the shards that the index names, which must be those that are there."""
     folder = index.path.parent
     named = {folder / name for name in index.weight_map.values()}
-    found = set(folder.glob(f"{WEIGHTS}*.safetensors"))
+    found = set(_weights(folder, ".safetensors"))
     for path in sorted(named - found):
         raise CheckpointError(f"{path}: missing shard; download it or pack the model again")
     for path in sorted(found - named):

@@ -24,7 +24,8 @@ from quantkit.checkpoint.reader import Packed, read_packed
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.errors import CheckpointError
-from quantkit.models.skeleton import Contents, misfits, read_skeleton, some
+from quantkit.models.building import read_skeleton
+from quantkit.models.skeleton import Contents, misfits, some
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import list_files
@@ -164,11 +165,13 @@ def _breaches(
 def misfits_of(component: PackedComponent) -> Iterator[str]:
     """Yield a line for everything in which a component does not fit the model of its config."""
     try:
-        skeleton = read_skeleton(component.path / "config.json")
+        contents = contents_of(component)
+        config = component.path / "config.json"
+        skeleton = read_skeleton(config, component.class_name, contents.tensors)
     except CheckpointError as error:
         yield str(error)
         return
-    yield from misfits(contents_of(component), skeleton)
+    yield from misfits(contents, skeleton)
 
 
 def _list_breaches(listed: FileList, changed: set[Path], progress: Progress) -> Iterator[str]:

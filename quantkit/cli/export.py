@@ -1,4 +1,4 @@
-"""``quantkit export``: write a model's denoiser as a file for other programs."""
+"""``quantkit export``: write a model for other programs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from quantkit.workflow.export import GgufExport
+    from quantkit.workflow.export import Export
 
 
 @click.command()
@@ -17,14 +17,29 @@ if TYPE_CHECKING:
 @click.option(
     "--to",
     required=True,
-    metavar="gguf:Q8_0|gguf:Q4_0",
-    help="What to write.",
+    metavar="TARGET",
+    help="comfyui, comfyui-int8, sdnq, single-file, fp8r, compressed-tensors, gguf:Q8_0 or "
+    "gguf:Q4_0.",
 )
 @options.output
 @click.option(
+    "-r",
+    "--recipe",
+    metavar="NAME|FILE",
+    help="What a 16-bit MODEL is quantized by; default: comfyui, comfyui-int8, or fp8.",
+)
+@options.calibration
+@options.hessians
+@click.option(
+    "--requantize",
+    is_flag=True,
+    help="Convert what the target does not hold, and say what that costs each layer.",
+)
+@click.option(
     "--convolutions",
     is_flag=True,
-    help="Quantize convolutions, too: ComfyUI-GGUF reads them, diffusers refuses the file.",
+    help="Of gguf: quantize convolutions, too. ComfyUI-GGUF reads them, diffusers refuses the "
+    "file.",
 )
 @options.force
 @options.dry_run
@@ -34,17 +49,30 @@ def export(
     model: str,
     to: str,
     output: Path,
+    recipe: str | None,
+    calibration: Path | None,
+    hessians: Path | None,
+    requantize: bool,
     convolutions: bool,
     force: bool,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Export the denoiser of MODEL to a file that other programs read.
+    r"""Export MODEL as a file or a directory that other programs read.
 
-    MODEL is a 16-bit model as everywhere, or a directory packed in q8_0 or q4_0, whose layers are
-    written as they are. A .gguf file has the layout of the model's authors; vectors stay in 32
-    bit, convolutions in 16.
+    MODEL is a 16-bit model as everywhere, which is quantized on the way, or a packed directory,
+    whose codes are taken over without a second rounding. What a target cannot hold is refused
+    before anything is written, with the layer's name; --requantize converts it.
+
+    \b
+    comfyui             ComfyUI in FP8: one file, static input scales (needs --calibration)
+    comfyui-int8        ComfyUI in int8: one file
+    sdnq                diffusers with SDNQ: a directory, convolutions included
+    fp8r                diffusers itself, from_single_file: one file
+    gguf:Q8_0, :Q4_0    ComfyUI-GGUF and diffusers: one file
+    single-file         16 bit in the layout of the model's authors: one file
+    compressed-tensors  transformers, packed text encoders: a directory
     """
     from quantkit.workflow.export import export
 
@@ -53,6 +81,10 @@ def export(
             model,
             to=to,
             output=output,
+            recipe=recipe,
+            calibration=calibration,
+            hessians=hessians,
+            requantize=requantize,
             convolutions=convolutions,
             force=force,
             dry_run=dry_run,
@@ -64,11 +96,13 @@ def export(
         _print(result, "nothing written" if dry_run else f"written to {output}")
 
 
-def _print(result: "GgufExport", where: str) -> None:
+def _print(result: "Export", where: str) -> None:
     print_table("Tensors", ("type", "number"), sorted(result.types.items()))
     if result.copied:
         echo(f"As they were packed, not rounded again: {len(result.copied)} weights")
-    if result.worst is not None:
+    for note in result.notes:
+        echo(f"{note[0].upper()}{note[1:]}")
+    if result.worst is not None and result.worst[0]:
         error, name = result.worst
-        echo(f"Largest relative error of a weight: {error:.4f}, {name}")
+        echo(f"Relative error of a weight: mean {result.mean:.4f}, largest {error:.4f}, {name}")
     echo(f"{result.architecture}: {result.nbytes:,} bytes, {where}")

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     type=options.PATH,
     help="Masks written by 'quantkit sparsify'; default: chosen here, as the recipe says.",
 )
+@click.option(
+    "--text-encoders",
+    type=click.Choice(["fp8", "int8", "int4"]),
+    help="Pack the text encoders, too; default: as the recipe says, which is mostly to copy them.",
+)
 @options.output
 @click.option(
     "--threads",
@@ -40,6 +45,7 @@ def pack(
     calibration: Path | None,
     hessians: Path | None,
     masks: Path | None,
+    text_encoders: str | None,
     output: Path,
     threads: int | None,
     force: bool,
@@ -49,9 +55,10 @@ def pack(
 ) -> None:
     """Pack MODEL: a pipeline directory, a component directory (as its unet) or a hub id.
 
-    Linear and Conv2d weights of the denoiser become FP8 codes, 2:4 sparse where the recipe says
-    so; everything else is copied byte for byte. Without --calibration, weights are scaled from
-    the weights alone and activations per token. Memory stays small whatever the model's size.
+    Linear and Conv2d weights of the denoiser become codes, 2:4 sparse where the recipe says so,
+    and those of text encoders with --text-encoders; everything else is copied byte for byte.
+    Without --calibration, weights are scaled from the weights alone and activations per token.
+    Memory stays small whatever the model's size.
 
     With --dry-run, a calibration or second moments that the recipe needs may still be missing.
     """
@@ -66,6 +73,7 @@ def pack(
                 calibration=calibration,
                 masks=masks,
                 hessians=hessians,
+                text_encoders=text_encoders,
                 force=force,
                 progress=progress,
             )
@@ -77,6 +85,7 @@ def pack(
                 calibration=calibration,
                 masks=masks,
                 hessians=hessians,
+                text_encoders=text_encoders,
                 threads=threads,
                 force=force,
                 progress=progress,

@@ -6,7 +6,6 @@ compute dtype before (float32 scales rounded, e5m2 codes destroyed).
 """
 
 import weakref
-from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +15,18 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD, PackedConfig, parse_config
+from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import buckets, dequantizing, feed_forward, methods, projections
+from quantkit.inference import dequantizing, feed_forward, methods, projections
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
-from quantkit.inference.modules import pack_module
-from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.quantizing import (
+    CarriedConfig,
+    device_of,
+    refuse_unpacked,
+    replace_layers,
+)
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
@@ -31,29 +34,8 @@ from quantkit.storage.digest import Hashing
 DIFFUSERS = "0.39"
 
 
-class _Method(str, Enum):
-    QUANTKIT = QUANT_METHOD
-
-
-class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
+class QuantkitConfig(CarriedConfig, QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
     """The ``quantization_config`` of a packed component, as diffusers carries it."""
-
-    def __init__(self, **config: Any) -> None:
-        self.quant_method = _Method.QUANTKIT
-        self.packed: PackedConfig = parse_config(config)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what stands in config.json."""
-        return self.packed.to_json()
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Return the same: nothing here has a default."""
-        return self.to_dict()
-
-    def __repr__(self) -> str:
-        entries = self.packed.schemes
-        count = sum(len(entry.layers) for entry in entries)
-        return f"QuantkitConfig({count} layers in {len(entries)} schemes)"
 
 
 class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped base
@@ -62,11 +44,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     use_keep_in_fp32_modules = True
 
     def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
-        if not kwargs.get("pre_quantized", True):
-            raise InputError(
-                "quantization_config: quantkit does not quantize while loading; run "
-                "'quantkit pack' and load the packed directory"
-            )
+        refuse_unpacked(kwargs)
         super().__init__(quantization_config, **kwargs)
         self.packed = quantization_config.packed
         #: what float tensors outside the codes are cast to; set while loading
@@ -81,20 +59,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse disk offload; diffusers calls this before and after it knows the device map."""
         del args
-        device_map = kwargs.get("device_map")
-        if isinstance(device_map, str) and torch.cuda.is_available():
-            # "auto" and its kind fill GPUs first
-            self._device = torch.device("cuda")
-        if not isinstance(device_map, dict):
-            return
-        places = list(device_map.values())
-        if "disk" in places:
-            raise InputError(
-                "device_map: packed layers cannot be offloaded to 'disk'; keep the packed model "
-                "in memory, or call enable_model_cpu_offload() on the pipeline"
-            )
-        if places:
-            self._device = torch.device(places[0])
+        self._device = device_of(kwargs.get("device_map")) or self._device
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         """Return the compute dtype: what was asked for, else the default of the device."""
@@ -121,7 +86,8 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         self._hashing = hash_component(component)
         # A load that fails elsewhere needs no more of it.
         weakref.finalize(self, self._hashing.cancel)
-        layers = self._replace(model)
+        schemes = self.packed.layers.items()
+        layers = replace_layers(model, ((name, name, scheme) for name, scheme in schemes))
         self._expected = frozenset(
             f"{name}.{part}"
             for name, layer in layers.items()
@@ -229,18 +195,6 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     def is_compileable(self) -> bool:
         """True: the operators have fake implementations."""
         return True
-
-    def _replace(self, model: nn.Module) -> dict[str, PackedLayer]:
-        """Put empty packed layers in place, which the model was checked to have."""
-        schemes = self.packed.layers
-        modules = dict(model.named_modules())
-        shared = buckets.install(model, {s.buckets for s in schemes.values() if s.buckets})
-        layers = {}
-        for name, scheme in schemes.items():
-            layer = pack_module(name, scheme, modules[name], shared.get(scheme.buckets))
-            model.set_submodule(name, layer)
-            layers[name] = layer
-        return layers
 
 
 def register(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""One compute dtype for all components of a pipeline with a packed denoiser.
+"""One compute dtype for all components of a pipeline with a packed component.
 
 Without a ``torch_dtype``, transformers loads a text encoder in its saved dtype and diffusers a UNet
 in float32; the two then meet in one multiply and fail. Packed pipelines agree instead: the denoiser
@@ -56,16 +56,19 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
         level: how loudly to log a cast.
     """
     modules = {name: m for name, m in modules_of(pipe).items() if name not in passed}
-    quantizers = [q for q in map(_quantizer, modules.values()) if q is not None]
+    found = {name: _quantizer(module) for name, module in modules.items()}
+    # A packed text encoder follows, too.
+    denoisers_first = sorted(found, key=lambda name: not hasattr(modules[name], "save_config"))
+    quantizers = [found[name] for name in denoisers_first if found[name] is not None]
     if not quantizers:
         return
     wanted, root = quantizers[0].compute_dtype, quantizers[0].files[0].parent.parent
     for name, module in modules.items():
-        found = _dtype_of(module)
-        if found not in (None, wanted):
-            _log.log(level, "%s: cast from %s to %s, the denoiser's", name, found, wanted)
+        dtype = _dtype_of(module)
+        if dtype not in (None, wanted):
+            _log.log(level, "%s: cast from %s to %s, the denoiser's", name, dtype, wanted)
             _cast(module, wanted)
-        if _quantizer(module) is None:
+        if found[name] is None:
             restoring.install(module, root / name)
     saving.install_in_pipeline(pipe)
 

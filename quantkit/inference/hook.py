@@ -28,7 +28,7 @@ def _agree_on_dtypes(module: "ModuleType") -> None:
     register(module)
 
 
-def _register_refusal(module: "ModuleType") -> None:
+def _register_in_transformers(module: "ModuleType") -> None:
     from quantkit.inference.transformers_loading import register
 
     register(module)
@@ -59,7 +59,7 @@ ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
     "diffusers.loaders.lora_pipeline": _know_dense_shapes,
-    "transformers.quantizers.auto": _register_refusal,
+    "transformers.quantizers.auto": _register_in_transformers,
     **{f"diffusers.models.{name}": _refuse_copies for name in _COPIERS},
 }
 

@@ -36,6 +36,9 @@ _DETOURS: tuple[tuple[torch.dtype, ...], ...] = (
 
 _PUSHED = "push_to_hub=True: call push_to_hub(repository) itself, which saves first"
 
+#: What a model reads beside its weights; without the last one nothing here loads it.
+_CONFIGS = ("generation_config.json", "config.json")
+
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
@@ -92,9 +95,13 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
         _copy(source, folder / source.name)
     _drop_older(folder, {source.name for source in sources}, variant)
     # Last: without it nothing here loads, should the copies have failed.
-    self.save_config(folder)
+    if hasattr(self, "save_config"):
+        self.save_config(folder)
+    else:
+        _copy_configs(files[0].parent, folder)
     shards, others = ([Path(f.name) for f in of] for of in (files, index_of(files)))
-    update_file_list(folder, [*shards, *others, Path("config.json")], shards)
+    configs = [Path(name) for name in _CONFIGS if (folder / name).is_file()]
+    update_file_list(folder, [*shards, *others, *configs], shards)
 
 
 def install_in_pipeline(pipe: Any) -> None:
@@ -139,8 +146,11 @@ def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
             f"save_pretrained: the files that the model was loaded from are gone: {some(gone)}; "
             "put them back, or load again"
         )
-    state = model.state_dict()
-    extra = state.keys() - {name for name, _ in _saved(files)}
+    state, names = model.state_dict(), _names_of(model, files)
+    known = {state[name].data_ptr() for name in names.values() if name in state}
+    unsaved = state.keys() - names.values()
+    # Tied weights are in a file once.
+    extra = {name for name in unsaved if state[name].data_ptr() not in known}
     if extra:
         raise CheckpointError(
             f"save_pretrained: {type(model).__name__} has tensors that {where} lacks: "
@@ -148,7 +158,9 @@ def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
             "changed 16-bit model"
         )
     changed = [
-        name for name, read in _saved(files) if name in state and not _holds(state[name], read())
+        name
+        for name, read in _saved(files)
+        if names.get(name) in state and not _holds(state[names[name]], read())
     ]
     if changed:
         raise CheckpointError(
@@ -160,6 +172,12 @@ def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
 def _holds(now: Tensor, saved: Tensor) -> bool:
     # The rows of a convolution's codes have two more axes in memory.
     return now.numel() == saved.numel() and same_after_casts(now.reshape(saved.shape), saved)
+
+
+def _names_of(model: Any, files: tuple[Path, ...]) -> dict[str, str]:
+    """Return what the model calls the tensors of its files; transformers renames some."""
+    names = {name: name for name, _ in _saved(files)}
+    return names | getattr(model.hf_quantizer, "names", {})
 
 
 def same_after_casts(now: Tensor, saved: Tensor) -> bool:
@@ -222,11 +240,18 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, stage)
 
 
+def _copy_configs(source: Path, folder: Path) -> None:
+    """Copy the configs of a text encoder: transformers would write the compute dtype into them."""
+    for name in _CONFIGS:
+        if (source / name).is_file():
+            _copy(source / name, folder / name)
+
+
 def _drop_older(folder: Path, current: set[str], variant: str | None) -> None:
     """Remove what an earlier save left: an index or a single file would win over the new ones."""
     tag = re.escape(f".{variant}") if variant else ""
     name = re.compile(
-        rf"diffusion_pytorch_model({tag}({_SHARD.pattern})?\.safetensors"
+        rf"(diffusion_pytorch_)?model({tag}({_SHARD.pattern})?\.safetensors"
         rf"|\.safetensors\.index{tag}\.json)"
     )
     for path in folder.iterdir():

@@ -1,36 +1,149 @@
-"""Packed text encoders are refused: transformers only warns of an unknown method and loads codes.
+"""Loading packed text encoders in transformers: the quantizer that ``from_pretrained`` calls.
 
-quantkit packs denoisers. Were "quantkit" unknown to transformers, a config.json that names it would
-load raw codes as if they were weights; known and refused, it ends in one line.
+transformers builds the model on the meta device, renames the tensors of the files to its own names,
+and sets them one by one. Layers are replaced before that, and codes and scales keep their dtype.
 """
 
+import weakref
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from quantkit.errors import CheckpointError
+import torch
+from torch import Tensor, nn
+from transformers import __version__ as transformers_version
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
+from quantkit.errors import CheckpointError, InputError
+from quantkit.inference import methods, wide_feed_forward
+from quantkit.inference.checks import check_component
+from quantkit.inference.checksums import hash_component
+from quantkit.inference.dtypes import check_dtype, default_dtype
+from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.quantizing import (
+    CarriedConfig,
+    device_of,
+    refuse_unpacked,
+    replace_layers,
+)
+from quantkit.models.encoder_skeleton import encoder_skeleton, loaded_names
+from quantkit.models.skeleton import some
+from quantkit.storage.digest import Hashing
+
+#: The first transformers whose loader asks a quantizer what dtype a tensor is to have.
+TRANSFORMERS = 5
+
+
+class QuantkitConfig(CarriedConfig, QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
+    """The ``quantization_config`` of a packed text encoder, as transformers carries it."""
+
+
+class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
+    """Replaces the layers that the schemes name, and sees that all of them were filled."""
+
+    def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
+        refuse_unpacked(kwargs)
+        if int(transformers_version.partition(".")[0]) < TRANSFORMERS:
+            raise InputError(
+                f"transformers {transformers_version}: packed text encoders want {TRANSFORMERS} or "
+                "newer; upgrade transformers, or use the 16-bit text encoder"
+            )
+        super().__init__(quantization_config, **kwargs)
+        self.packed = quantization_config.packed
+        #: what float tensors outside the codes are cast to; set while loading
+        self.compute_dtype: torch.dtype | None = None
+        #: the files that the tensors came from, kept for saving
+        self.files: tuple[Path, ...] = ()
+        #: the model's names of their tensors
+        self.names: dict[str, str] = {}
+        self._device = torch.device("cpu")
+        self._layers: dict[str, PackedLayer] = {}
+        self._hashing = Hashing(())
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse disk offload."""
+        del args
+        self._device = device_of(kwargs.get("device_map")) or self._device
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the compute dtype; ``auto`` may have found that of codes."""
+        found = default_dtype(self._device) if dtype.itemsize == 1 else dtype
+        self.compute_dtype = check_dtype(found, "from_pretrained")
+        return self.compute_dtype
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        self.files = tuple(Path(file) for file in kwargs.get("checkpoint_files") or ())
+        if not self.files:
+            raise InputError("a packed text encoder is loaded from its directory: from_pretrained")
+        component = check_component(self.files[0].parent, model, encoder_skeleton)
+        self._hashing = hash_component(component)
+        weakref.finalize(self, self._hashing.cancel)
+        schemes = self.packed.layers
+        weights = loaded_names(model, [f"{name}.weight" for name in schemes])
+        self._layers = replace_layers(
+            model,
+            (
+                (name, weights[f"{name}.weight"].removesuffix(".weight"), scheme)
+                for name, scheme in schemes.items()
+            ),
+        )
+        self.names = loaded_names(model, component.tensors)
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """Return None, no cast, for codes: T5 asks for all of ``wo`` in float32."""
+        name = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
+        is_code = "F8" in name or "float8" in name
+        new: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
+        return None if is_code else new
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        del kwargs
+        empty = [
+            f"{name}.{part}"
+            for name, layer in self._layers.items()
+            for part, tensor in _parts(layer)
+            if not getattr(tensor, "_is_hf_initialized", False)
+        ]
+        if empty:
+            raise CheckpointError(f"{self.files[0].parent}: not loaded as packed: {some(empty)}")
+        for layer in self._layers.values():
+            for part, tensor in _parts(layer):
+                # A mapped file is not aligned as kernels want it, and may be replaced.
+                value = tensor.detach()
+                layer.fill(part, value.clone() if value.device.type == "cpu" else value)
+        self._layers = {}
+        self._hashing.join()
+        self._hashing = Hashing(())
+        methods.install(model)
+        wide_feed_forward.install(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        """True: see ``saving``."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """False: codes have no gradient."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """True: the operators have fake implementations."""
+        return True
 
 
 def register(module: ModuleType) -> None:
-    """Add the refusal to the tables of ``transformers.quantizers.auto``."""
-    from transformers.utils.quantization_config import QuantizationConfigMixin
+    """Add "quantkit" to the tables of ``transformers.quantizers.auto``."""
+    module.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = QuantkitConfig
+    module.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = QuantkitQuantizer
 
-    class QuantkitRefusal(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
-        """Stands in transformers' table of configurations; cannot be made."""
 
-        @classmethod
-        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> NoReturn:
-            """Refuse, before any weight is read.
-
-            Raises:
-                CheckpointError: always.
-            """
-            del kwargs
-            raise CheckpointError(
-                "config.json of a transformers model: quant_method "
-                f"{config_dict.get('quant_method')!r}, wanted none: quantkit packs the denoiser "
-                "(unet or transformer) of a pipeline; use the 16-bit text encoder"
-            )
-
-    module.AUTO_QUANTIZATION_CONFIG_MAPPING["quantkit"] = QuantkitRefusal
-    # Looked up only after the configuration, which never gets that far.
-    module.AUTO_QUANTIZER_MAPPING["quantkit"] = QuantkitRefusal
+def _parts(layer: PackedLayer) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a packed layer, its bias left out."""
+    parts = ((part, getattr(layer, part)) for part in PACKED_PARTS)
+    return [(part, tensor) for part, tensor in parts if tensor is not None]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quantkit._version import __version__
-from quantkit.errors import ModelError, NonFiniteError, OutputError
+from quantkit.errors import CheckpointError, ModelError, NonFiniteError, OutputError
 from quantkit.interchange.denoiser import Denoiser
+from quantkit.interchange.exported import Export
 from quantkit.interchange.gguf_file import (
     READABLE,
     SHAPE_KEY,
@@ -34,35 +35,6 @@ _COMFY_ROW = 256
 _F16_MAX = torch.finfo(torch.float16).max
 #: Values that are quantized at a time: 4 MiB in float32.
 _CHUNK_VALUES = 1 << 20
-
-
-@dataclass(frozen=True)
-class GgufExport:
-    """What was written, or would be."""
-
-    output: Path
-    architecture: str
-    #: GGML type -> number of tensors
-    types: Mapping[str, int]
-    #: of the file's tensors
-    nbytes: int
-    #: original names of weights that were in blocks already, which are written as they were
-    copied: tuple[str, ...]
-    #: the largest relative error of a weight (root of the share of its power), and whose; None when
-    #: nothing was written or quantized
-    worst: tuple[float, str] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        worst = None if self.worst is None else {"error": self.worst[0], "tensor": self.worst[1]}
-        return {
-            "output": str(self.output),
-            "architecture": self.architecture,
-            "types": dict(self.types),
-            "bytes": self.nbytes,
-            "copied": list(self.copied),
-            "worst": worst,
-        }
 
 
 @dataclass(frozen=True)
@@ -95,25 +67,34 @@ class GgufPlan:
     type: str
     tensors: tuple[_Planned, ...]
 
-    def summary(self, output: Path, worst: tuple[float, str] | None = None) -> GgufExport:
+    def summary(self, output: Path, errors: Mapping[str, float] | None = None) -> Export:
         """Return what the file holds."""
         copied = (t.name for t in self.tensors if _is_copied(self.denoiser, t))
         types = Counter(t.type for t in self.tensors)
         nbytes = sum(t.nbytes for t in self.tensors)
-        return GgufExport(output, self.architecture, dict(types), nbytes, tuple(copied), worst)
+        return Export(output, self.architecture, dict(types), nbytes, tuple(copied), errors or {})
+
+    def write(self, output: Path, *, force: bool, progress: Progress) -> Export:
+        """Write the file: all of it, or nothing; see ``write_gguf``."""
+        return write_gguf(self, output, force=force, progress=progress)
 
 
-def plan_gguf(denoiser: Denoiser, kind: str, *, convolutions: bool) -> GgufPlan:
+def plan_gguf(
+    denoiser: Denoiser, kind: str, *, convolutions: bool, requantize: bool = False
+) -> GgufPlan:
     """Decide what each tensor becomes.
 
     Args:
         denoiser: 16-bit, or packed in blocks.
         kind: Q8_0 or Q4_0, of weights that are not in blocks yet.
         convolutions: quantize them, too, in rows of 256, which ComfyUI-GGUF alone reads.
+        requantize: round weights a second time that are packed otherwise than in blocks.
 
     Raises:
         ModelError: of no known layout, or joined weights that are packed in different formats.
+        CheckpointError: a layer that is packed otherwise than in blocks.
     """
+    _refuse_codes(denoiser, requantize=requantize)
     layout = layout_of_model(denoiser.class_name, denoiser.shapes)
     tensors = []
     for original in original_tensors(layout, denoiser.shapes):
@@ -126,7 +107,7 @@ def plan_gguf(denoiser: Denoiser, kind: str, *, convolutions: bool) -> GgufPlan:
     return GgufPlan(denoiser, layout.architecture, kind, tuple(tensors))
 
 
-def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress) -> GgufExport:
+def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress) -> Export:
     """Write the file: all of it, or nothing.
 
     Args:
@@ -142,7 +123,24 @@ def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress)
     with one_torch_thread(), staged_file(output, force=force) as made:
         digests, errors = _write(plan, made, progress)
         _compare(plan, made, digests, progress)
-    return plan.summary(output, max(errors, default=None))
+    return plan.summary(output, errors)
+
+
+def _refuse_codes(denoiser: Denoiser, *, requantize: bool) -> None:
+    for name, scheme in denoiser.schemes.items():
+        layer = name.removesuffix(".weight")
+        if scheme.shift:
+            raise CheckpointError(
+                f"{denoiser.path}: {layer}: a shifted input, which GGUF does not hold; export the "
+                "16-bit model"
+            )
+        if not scheme.weight.block and not requantize:
+            raise CheckpointError(
+                f"{denoiser.path}: {layer}: packed in {scheme.weight.name}, which would be "
+                "rounded a second time; export the 16-bit model, pack it with recipe gguf, or set "
+                "requantize",
+                fields=("requantize",),
+            )
 
 
 def _typed(planned: _Planned, denoiser: Denoiser, kind: str, *, convolutions: bool) -> _Planned:
@@ -174,7 +172,7 @@ def _is_copied(denoiser: Denoiser, planned: _Planned) -> bool:
 
 def _write(
     plan: GgufPlan, path: Path, progress: Progress
-) -> tuple[dict[str, str], list[tuple[float, str]]]:
+) -> tuple[dict[str, str], dict[str, float]]:
     """Return the SHA-256 of each tensor's bytes, and the errors of what was quantized."""
     gguf = require_gguf()
     writer = gguf.GGUFWriter(path, plan.architecture)
@@ -183,7 +181,7 @@ def _write(
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.type}"])
         writer.add_string("quantkit.version", __version__)
         digests: dict[str, str] = {}
-        errors: list[tuple[float, str]] = []
+        errors: dict[str, float] = {}
         _declare(plan, writer)
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
@@ -191,7 +189,7 @@ def _write(
         for planned in tracked(progress, "export", plan.tensors):
             data, error = _data(plan.denoiser, planned)
             if error is not None:
-                errors.append((error, planned.name))
+                errors[planned.name] = error
             digests[planned.name] = sha256(data.numpy().data).hexdigest()
             writer.write_tensor_data(data.numpy())
     finally:

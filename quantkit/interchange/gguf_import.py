@@ -32,8 +32,9 @@ from quantkit.interchange.layout_names import (
     original_tensors,
 )
 from quantkit.interchange.original_layouts import LAYOUTS
+from quantkit.models.building import read_skeleton
 from quantkit.models.pipeline_index import read_pipeline_index
-from quantkit.models.skeleton import read_skeleton, some
+from quantkit.models.skeleton import some
 from quantkit.models.source import WEIGHTS, SingleFile, StoredBlocks, denoiser_names
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.threads import one_torch_thread

@@ -96,6 +96,78 @@ FAMILIES: tuple[Family, ...] = (
         # Depthwise: K is 9, and one channel is no matrix product.
         not_layers=("*.ff.conv_depth",),
     ),
+    Family(
+        "flux2",
+        ("Flux2Transformer2DModel",),
+        keep=(
+            Keep("x_embedder", FIRST),
+            Keep("time_guidance_embed.*", CONDITION),
+            Keep("context_embedder", TEXT),
+            Keep("double_stream_modulation_*.linear", MODULATION),
+            Keep("single_stream_modulation.linear", MODULATION),
+            Keep("norm_out.linear", MODULATION),
+            Keep("proj_out", LAST),
+        ),
+    ),
+    Family(
+        "chroma",
+        ("ChromaTransformer2DModel",),
+        keep=(
+            Keep("x_embedder", FIRST),
+            # Makes the modulation of all blocks, from one row for each.
+            Keep("distilled_guidance_layer.*", MODULATION),
+            Keep("context_embedder", TEXT),
+            Keep("proj_out", LAST),
+        ),
+    ),
+    Family(
+        "qwenimage",
+        ("QwenImageTransformer2DModel",),
+        keep=(
+            Keep("img_in", FIRST),
+            Keep("time_text_embed.*", CONDITION),
+            Keep("txt_in", TEXT),
+            Keep("*.img_mod.1", MODULATION),
+            Keep("*.txt_mod.1", MODULATION),
+            Keep("norm_out.linear", MODULATION),
+            Keep("proj_out", LAST),
+        ),
+        # Of the layered variant: two rows, for a condition and for the picture.
+        not_layers=("time_text_embed.addition_t_embedding",),
+    ),
+    Family(
+        "zimage",
+        ("ZImageTransformer2DModel",),
+        keep=(
+            Keep("all_x_embedder.*", FIRST),
+            Keep("t_embedder.mlp.*", CONDITION),
+            Keep("cap_embedder.*", TEXT),
+            Keep("*.adaLN_modulation.*", MODULATION),
+            Keep("all_final_layer.*.linear", LAST),
+        ),
+    ),
+    Family(
+        "wan",
+        ("WanTransformer3DModel",),
+        # patch_embedding reads the latent, a Conv3d.
+        keep=(
+            Keep("condition_embedder.time_embedder.*", CONDITION),
+            Keep("condition_embedder.time_proj", MODULATION),
+            Keep("condition_embedder.text_embedder.*", TEXT),
+            Keep("condition_embedder.image_embedder.*", TEXT),
+            Keep("proj_out", LAST),
+        ),
+    ),
+    Family(
+        "ltx",
+        ("LTXVideoTransformer3DModel",),
+        keep=(
+            Keep("proj_in", FIRST),
+            Keep("time_embed.*", MODULATION),
+            Keep("caption_projection.*", TEXT),
+            Keep("proj_out", LAST),
+        ),
+    ),
 )
 
 GENERAL = Family(

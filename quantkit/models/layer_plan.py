@@ -89,7 +89,7 @@ def kept_reason(
     if matches(layer.name, recipe.not_layers):
         return "no layer, by the recipe"
     settings = recipe.settings(layer.name)
-    if settings.keep is True:
+    if settings.keep is True or (layer.kind == "conv2d" and not recipe.convolutions):
         return "kept by the recipe"
     block = find_format(settings.weight.format).block
     if block and layer.name in stored:
@@ -107,6 +107,8 @@ def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
     if recipe.kept is None or recipe.settings(layer.name).keep is not None:
         return False
     if matches(layer.name, recipe.not_layers):
+        return False
+    if layer.kind == "conv2d" and not recipe.convolutions:
         return False
     block = find_format(recipe.kept.format).block
     if block and _block_reason(layer, block):

@@ -1,12 +1,13 @@
 """The Linear and Conv2d layers of a component, from safetensors headers alone."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models.skeleton import read_skeleton
+from quantkit.models.building import read_skeleton
 from quantkit.models.source import Component
 from quantkit.recipe.schema import matches
 from quantkit.storage.tensorfile import TensorInfo, read_header
@@ -80,7 +81,7 @@ def list_layers(component: Component) -> tuple[Layer, ...]:
                     "download the component again"
                 )
             tensors[info.name] = shard, info
-    others = _other_modules(component)
+    others = _other_modules(component, tensors)
     return tuple(
         _layer(name.removesuffix(".weight"), shard, info, bias=_bias_of(name) in tensors)
         for name, (shard, info) in tensors.items()
@@ -111,12 +112,12 @@ def _bias_of(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.bias"
 
 
-def _other_modules(component: Component) -> frozenset[str]:
+def _other_modules(component: Component, tensors: Collection[str]) -> frozenset[str]:
     """Return the modules that cannot be packed, where the model itself is asked for them."""
     if not component.family.by_structure:
         return frozenset()
     try:
-        skeleton = read_skeleton(component.path / "config.json")
+        skeleton = read_skeleton(component.path / "config.json", component.class_name, tensors)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     return frozenset(name for name, reason in skeleton.modules.items() if reason)

@@ -1,6 +1,7 @@
 """model_index.json: what a pipeline is made of."""
 
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.storage.jsonfile import read_json
@@ -12,17 +13,41 @@ def read_pipeline_index(path: Path) -> dict[str, str]:
     Raises:
         ModelError: no JSON, or a name that is no folder's.
     """
+    return {name: class_name for name, (_, class_name) in _read_entries(path).items()}
+
+
+def read_transformers_classes(path: Path) -> dict[str, str]:
+    """Return the class of each component of a pipeline that is of transformers.
+
+    Raises:
+        ModelError: as ``read_pipeline_index``.
+    """
+    entries = _read_entries(path)
+    return {name: kind for name, (library, kind) in entries.items() if library == "transformers"}
+
+
+def _read_entries(path: Path) -> dict[str, tuple[object, str]]:
     index = read_json(path / "model_index.json")
-    classes = {
-        name: entry[1]
+    entries = {
+        name: (entry[0], entry[1])
         for name, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
     }
-    for name in classes:
+    for name in entries:
         # It becomes a part of paths: ../x or /etc would lead out of the pipeline.
         if not (name.isidentifier() and name.isascii()):
             raise ModelError(
                 f"{path / 'model_index.json'}: component {name!r:.80}, wanted the plain name of a "
                 "folder; download it again"
             )
-    return classes
+    return entries
+
+
+def scheduler_config(path: Path) -> dict[str, Any]:
+    """Return the config of a pipeline's scheduler; empty where there is none.
+
+    Raises:
+        ModelError: no JSON.
+    """
+    config = path / "scheduler" / "scheduler_config.json"
+    return read_json(config) if config.is_file() else {}

@@ -1,10 +1,10 @@
 """The recipe that a command was given, held against the layers of the model that it is for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quantkit.errors import RecipeError
 from quantkit.models.layers import list_layers
-from quantkit.models.source import Model
+from quantkit.models.source import Model, open_encoders
 from quantkit.recipe.load import did_you_mean
 from quantkit.recipe.schema import Recipe, matches
 
@@ -24,12 +24,43 @@ def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:
     if recipe.unmatched == "ignore":
         return
     names = [layer.name for component in model.components for layer in list_layers(component)]
-    for key, globs in _globs(recipe):
+    _refuse(_globs(recipe), where, names, "layers")
+
+
+def refuse_unmatched_encoders(recipe: Recipe, where: str, model: Model) -> None:
+    """Refuse a recipe with a glob on text encoders, or their layers, that none matches.
+
+    Args:
+        recipe: ``text_encoders`` is looked at, unless it says ignore.
+        where: what messages call it.
+        model: of which headers are read.
+
+    Raises:
+        RecipeError: naming the first, and what it may have meant.
+        ModelError: text encoders that cannot be opened.
+    """
+    section = recipe.text_encoders
+    if recipe.unmatched == "ignore" or section is None:
+        return
+    encoders = open_encoders(model)
+    names = [layer.name for encoder in encoders for layer in list_layers(encoder)]
+    overrides = [(f"text_encoders.overrides.{i}", o) for i, o in enumerate(section.overrides)]
+    layers = [("text_encoders.keep", section.keep)]
+    layers += [(f"{key}.layers", override.layers) for key, override in overrides]
+    globs = [(f"{key}.encoders", override.encoders) for key, override in overrides]
+    _refuse(globs, where, [encoder.name for encoder in encoders], "text encoders")
+    _refuse(layers, where, names, "layers of text encoders")
+
+
+def _refuse(
+    keys: Iterable[tuple[str, Sequence[str]]], where: str, names: Sequence[str], what: str
+) -> None:
+    for key, globs in keys:
         for glob in globs:
             if not any(matches(name, (glob,)) for name in names):
                 meant = did_you_mean(glob, sorted(_near(names)))
                 raise RecipeError(
-                    f"{where}: {key}: {glob!r:.80} matches none of the model's {len(names)} layers"
+                    f"{where}: {key}: {glob!r:.80} matches none of the model's {len(names)} {what}"
                     f"{meant or '; correct it, or leave it out'}"
                 )
 

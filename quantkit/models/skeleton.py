@@ -1,29 +1,18 @@
 """The model that a component's files must fit, as names and shapes: built without weights.
 
-One judge for pack, verify and loading: what the loader refuses, none of them accepts. diffusers
-builds the model on the meta device; where it is not imported yet, a child process does that, for it
-takes 0.3 GB and seconds that a command which only reads files need not spend.
+One judge for pack, verify and loading: what the loader refuses, none of them accepts.
+``building`` makes a skeleton of a config.json.
 """
 
 import contextlib
 import inspect
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError
-from quantkit.storage.jsonfile import parse_json, read_json, short
-
 #: Modules of a model; the largest published ones have 10,000. A hostile config asks for more.
 MAX_MODULES = 100_000
-#: Seconds that a child process may take; importing diffusers takes most of them.
-_PATIENCE = 120
 
 _WHY = "config.json, weights and model class do not belong together"
 
@@ -113,8 +102,9 @@ def _layer_misfits(contents: Contents, skeleton: Skeleton, name: str) -> Iterato
         yield f"{contents.folder}: {name}: {texts[0]}, the model has {texts[1]}; {why}"
 
 
-def skeleton_of(model: Any) -> Skeleton:
-    """Return the skeleton of a dense model, on any device."""
+def skeleton_of(model: Any, names: Collection[str] = ()) -> Skeleton:
+    """Return the skeleton of a dense model, on any device; diffusers' files have its own names."""
+    del names
     return Skeleton(
         type(model).__name__,
         {name: why_not_packed(module) for name, module in model.named_modules()},
@@ -141,52 +131,8 @@ def why_not_packed(module: Any) -> str:
     return f"the model has a {type(module).__name__} here, wanted Linear or Conv2d"
 
 
-def read_skeleton(config: Path) -> Skeleton:
-    """Return the skeleton of the model that a config.json describes.
-
-    Raises:
-        CheckpointError: unreadable, or no diffusers model can be built from it.
-    """
-    values = read_json(config, error=CheckpointError, cure="download it again")
-    values.pop("quantization_config", None)
-    text = json.dumps(values)
-    try:
-        if "diffusers" in sys.modules:
-            return _build(text)
-        return _built_by_child(text)
-    except ValueError as error:
-        raise CheckpointError(f"{config}: {error}") from error
-
-
-@lru_cache(maxsize=8)
-def _build(text: str) -> Skeleton:
-    """Return the skeleton of a config; ValueError when there is no such model."""
-    import diffusers
-    from diffusers.utils import logging
-
-    config = json.loads(text)
-    name = config.get("_class_name")
-    found = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not (inspect.isclass(found) and issubclass(found, diffusers.ModelMixin)):
-        raise ValueError(
-            f"_class_name {name!r:.80} is no model of diffusers {diffusers.__version__}; upgrade "
-            "diffusers, or download it again"
-        )
-    cls: Any = found
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # it warns of keys that it does not know
-    try:
-        with _on_meta():
-            return skeleton_of(cls.from_config(config))
-    except Exception as error:
-        # The constructor of somebody else, called with what a file says: it raises what it likes.
-        raise ValueError(f"{name} cannot be built from it ({short(error)})") from error
-    finally:
-        logging.set_verbosity(level)
-
-
 @contextlib.contextmanager
-def _on_meta() -> Iterator[None]:
+def on_meta() -> Iterator[None]:
     """Build as the loader does, parameters without memory, and no more modules than a model has."""
     from accelerate import init_empty_weights
     from torch.nn.modules.module import register_module_module_registration_hook
@@ -206,48 +152,3 @@ def _on_meta() -> Iterator[None]:
             yield
     finally:
         handle.remove()
-
-
-@lru_cache(maxsize=8)
-def _built_by_child(text: str) -> Skeleton:
-    command = [sys.executable, "-m", "quantkit.models.skeleton"]
-    # The modules that are imported here, and none that lie where the user happens to be.
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    try:
-        done = subprocess.run(
-            command,
-            input=text,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_PATIENCE,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        answer = parse_json(done.stdout)
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"no model was built in {_PATIENCE} s") from error
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        raise ValueError(f"no model was built ({short(ValueError(lines[-1]))})") from error
-    if problem := answer.get("problem"):
-        raise ValueError(problem)
-    tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
-    arguments = tuple(answer["arguments"])
-    return Skeleton(answer["class_name"], answer["modules"], tensors, arguments)
-
-
-def _serve() -> None:
-    """Read a config from stdin and print its skeleton, or the problem, as JSON."""
-    import diffusers  # noqa: F401  _build finds it imported
-
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            answer = asdict(_build(sys.stdin.read()))
-        except ValueError as error:
-            answer = {"problem": str(error)}
-    print(json.dumps(answer))  # noqa: T201  the answer to the parent process
-
-
-if __name__ == "__main__":
-    _serve()

@@ -11,11 +11,14 @@ from typing import Any
 from quantkit.errors import ModelError
 from quantkit.models.families import find_family, is_denoiser
 from quantkit.models.family import Family
-from quantkit.models.pipeline_index import read_pipeline_index
+from quantkit.models.pipeline_index import read_pipeline_index, read_transformers_classes
+from quantkit.models.text_encoders import find_encoder, is_encoder
 from quantkit.storage.jsonfile import read_json
 
 #: diffusers' name of a model's weights, before the variant and the extension
 WEIGHTS = "diffusion_pytorch_model"
+#: transformers' name
+ENCODER_WEIGHTS = "model"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 #: What pipelines call their denoisers.
@@ -48,7 +51,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class Component:
-    """One denoiser: a directory with config.json and weights."""
+    """One denoiser or text encoder: a directory with config.json and weights."""
 
     #: sub-folder of the pipeline; "" when MODEL is the component itself
     name: str
@@ -67,7 +70,10 @@ class Component:
 
 @dataclass(frozen=True)
 class Model:
-    """What is quantized: a pipeline's denoisers, or one denoiser alone."""
+    """What is quantized: a pipeline's denoisers, or one component alone.
+
+    A pipeline's text encoders are opened where a recipe packs them: ``open_encoders``.
+    """
 
     path: Path
     is_pipeline: bool
@@ -85,8 +91,8 @@ def open_model(model: str | Path, *, family: str | None = None) -> Model:
         what other functions take as a model.
 
     Raises:
-        ModelError: neither, not a diffusers directory, no weights, a missing shard, a text
-            encoder, no denoiser, no such family, a model that is quantized already.
+        ModelError: neither, not a diffusers directory, no weights, a missing shard, no denoiser, no
+            such family, a model that is quantized already.
     """
     path, text = Path(model), str(model)
     if not text:
@@ -150,7 +156,27 @@ def _open_pipeline(path: Path, family: str | None) -> tuple[Component, ...]:
     return tuple(_open_component(path / name, name, family) for name in names)
 
 
-def _open_component(path: Path, name: str, wanted: str | None) -> Component:
+def open_encoders(model: Model) -> tuple[Component, ...]:
+    """Return the text encoders of a pipeline; none of a component alone.
+
+    Raises:
+        ModelError: no safetensors weights, a missing shard, one that is quantized already.
+    """
+    if not model.is_pipeline:
+        return ()
+    classes = read_transformers_classes(model.path)
+    found = {name: kind for name, kind in classes.items() if is_encoder(name, kind)}
+    return tuple(_open_encoder(model.path / name, name, kind) for name, kind in found.items())
+
+
+def _open_encoder(path: Path, name: str, class_name: str) -> Component:
+    _read_config(path)
+    shards, index, variant = _find_weights(path, ENCODER_WEIGHTS)
+    return Component(name, path, class_name, find_encoder(class_name), shards, index, variant)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the config of a component that is not packed yet."""
     if not path.is_dir():
         raise ModelError(f"{path}: missing, though model_index.json names it; download it again")
     config = read_json(path / "config.json")
@@ -161,9 +187,14 @@ def _open_component(path: Path, name: str, wanted: str | None) -> Component:
             f"{path}: packed already (by {method or 'an unnamed method'!s:.80}); start from the "
             "16-bit model it came from"
         )
+    return config
+
+
+def _open_component(path: Path, name: str, wanted: str | None) -> Component:
+    config = _read_config(path)
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
-        raise ModelError(_no_denoiser(path, config))
+        return _open_encoder(path, name, _architecture(path, config))
     try:
         family = find_family(class_name, wanted)
     except ModelError as error:
@@ -172,33 +203,35 @@ def _open_component(path: Path, name: str, wanted: str | None) -> Component:
     return Component(name, path, class_name, family, shards, index, variant)
 
 
-def _no_denoiser(path: Path, config: Mapping[str, Any]) -> str:
-    if "architectures" in config or "model_type" in config:
-        kinds = config.get("architectures")
-        kind = kinds[0] if isinstance(kinds, list) and kinds else config.get("model_type")
-        return (
-            f"{path}: {kind!s:.80} is a transformers model; quantkit packs the denoiser of a "
-            "pipeline (unet or transformer) and leaves text encoders as they are"
-        )
-    return f"{path / 'config.json'}: no _class_name, wanted the config of a diffusers model"
+def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """Return the class of a transformers model."""
+    match config.get("architectures"):
+        case [str(class_name), *_]:
+            return class_name
+    raise ModelError(
+        f"{path / 'config.json'}: neither _class_name nor architectures, wanted the config of a "
+        "denoiser of diffusers or of a text encoder of transformers"
+    )
 
 
-def _find_weights(path: Path) -> tuple[tuple[Path, ...], Path | None, str | None]:
+def _find_weights(
+    path: Path, stem: str = WEIGHTS
+) -> tuple[tuple[Path, ...], Path | None, str | None]:
     """Return the shards, their index and the variant; the plain name wins over a variant's."""
-    index = path / f"{WEIGHTS}.safetensors.index.json"
+    index = path / f"{stem}.safetensors.index.json"
     if index.is_file():
         return _shards_of(index), index, None
-    plain = path / f"{WEIGHTS}.safetensors"
+    plain = path / f"{stem}.safetensors"
     if plain.is_file():
         return (plain,), None, None
-    return _find_variant(path)
+    return _find_variant(path, stem)
 
 
-def _find_variant(path: Path) -> tuple[tuple[Path, ...], Path | None, str | None]:
+def _find_variant(path: Path, stem: str) -> tuple[tuple[Path, ...], Path | None, str | None]:
     found: dict[str, Path] = {}
-    for file in sorted(path.glob(f"{WEIGHTS}.safetensors.index.*.json")):
+    for file in sorted(path.glob(f"{stem}.safetensors.index.*.json")):
         found[file.name.split(".")[-2]] = file
-    for file in sorted(path.glob(f"{WEIGHTS}.*.safetensors")):
+    for file in sorted(path.glob(f"{stem}.*.safetensors")):
         if "-of-" not in file.name:
             found[file.name.split(".")[-2]] = file
     if len(found) > 1:
@@ -212,10 +245,10 @@ def _find_variant(path: Path) -> tuple[tuple[Path, ...], Path | None, str | None
         return (file,), None, variant
     if list(path.glob("*.bin")):
         raise ModelError(
-            f"{path}: only pickled weights (.bin), wanted safetensors; load it in diffusers and "
-            "save_pretrained it"
+            f"{path}: only pickled weights (.bin), wanted safetensors; load it in its "
+            "library and save_pretrained it"
         )
-    raise ModelError(f"{path}: no weights: {WEIGHTS}.safetensors is missing; download it again")
+    raise ModelError(f"{path}: no weights: {stem}.safetensors is missing; download it again")
 
 
 def _shards_of(index: Path) -> tuple[Path, ...]:

@@ -98,11 +98,45 @@ def mse_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tens
     Returns:
         float32 scale; [], [N] or [N, K / G]; the amax scale on ties.
     """
+    return _of_least_error(rows, fmt, granularity, "mse")
+
+
+def power_of_two_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
+    """Return the least power of two that clips nothing; as ``amax_scale`` otherwise."""
+    return power_of_two(amax_scale(rows, fmt, granularity))
+
+
+def mse_power_of_two_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
+    """Return that of least squared error: the least power of two that clips nothing, or half."""
+    return _of_least_error(rows, fmt, granularity, "mse_pow2")
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """Return the least powers of two, float32, that are not below positive scales."""
+    mantissa, exponent = torch.frexp(scale.float())
+    return torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+
+
+def candidates(base: Tensor, rule: str) -> list[Tensor]:
+    """Return the scales that a rule of ``WEIGHT_SCALES`` tries, the first of equals wins.
+
+    Args:
+        base: the amax scale.
+        rule: its name.
+    """
+    if rule == "amax":
+        return [base]
+    if rule == "mse":
+        return [base * fraction for fraction in MSE_GRID]
+    whole = power_of_two(base)
+    return [whole] if rule == "amax_pow2" else [whole, whole / 2]
+
+
+def _of_least_error(rows: Tensor, fmt: NumberFormat, granularity: Granularity, rule: str) -> Tensor:
     groups = _grouped(rows, granularity)
     base = scale_of_amax(groups.abs().amax(dim=-1), fmt)
     best, best_error = base, torch.full_like(base, torch.inf)
-    for fraction in MSE_GRID:
-        scale = base * fraction
+    for scale in candidates(base, rule):
         error = _squared_error(groups, scale, fmt)
         better = error < best_error
         best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
@@ -120,4 +154,10 @@ def _grouped(rows: Tensor, granularity: Granularity) -> Tensor:
     return rows.reshape(*shape, -1)
 
 
-WEIGHT_SCALES = {"amax": amax_scale, "mse": mse_scale}
+#: How scales of weights are chosen; those of ``_pow2`` are powers of two.
+WEIGHT_SCALES = {
+    "amax": amax_scale,
+    "mse": mse_scale,
+    "amax_pow2": power_of_two_scale,
+    "mse_pow2": mse_power_of_two_scale,
+}

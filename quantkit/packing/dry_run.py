@@ -14,6 +14,7 @@ from quantkit.calibration.statistics import Calibration
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model
+from quantkit.models.treated import encoders_of
 from quantkit.numerics.masks import SPARSEGPT
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.pack import complete_plan, summarize
@@ -108,9 +109,11 @@ def forecast_pack(
         ModelError: a damaged header.
     """
     recipe.refuse_budget()
+    encoders = encoders_of(model, recipe)
 
     def summary(*, budgeted: bool) -> PackSummary:
         plans = tuple(_foresee(c, recipe, masks, budgeted=budgeted) for c in model.components)
+        plans += tuple(_foresee(c, own, None, budgeted=False) for c, own in encoders)
         return summarize(complete_plan(model, plans), output)
 
     rule = recipe.sparsity

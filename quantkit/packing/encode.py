@@ -24,7 +24,7 @@ from quantkit.numerics.ggml_blocks import block_bytes, take_apart
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.nibbles import pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four
-from quantkit.numerics.scales import MSE_GRID, cast, scale_of_amax
+from quantkit.numerics.scales import candidates, cast, scale_of_amax
 from quantkit.numerics.scheme import Scheme
 from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.gptq import Rounder, Rounding
@@ -40,7 +40,7 @@ class WeightPlan:
 
     layer: str
     scheme: Scheme
-    #: amax or mse
+    #: a rule of ``WEIGHT_SCALES``
     observer: str
     #: None: dense
     mask: MaskSource | None = None
@@ -54,6 +54,8 @@ class WeightPlan:
     shift: Tensor | None = None
     #: None: every weight becomes its nearest code, and dropped ones are not made up for
     rounder: Rounder | None = None
+    #: float32 [], of the whole weight, when others share it; None: its own is chosen
+    scale: Tensor | None = None
     #: what the weight was dequantized from, to be packed without a second rounding
     blocks: StoredBlocks | None = None
 
@@ -96,6 +98,11 @@ def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Si
     if plan.blocks is not None:
         return _copy_blocks(plan, plan.blocks, source, sinks)
     return _Encoder(plan, source).run(sinks)
+
+
+def tensor_scale(plan: WeightPlan, source: SourceTensor) -> Tensor:
+    """Return the one scale that a weight would get, float32 []; smoothing is left out."""
+    return _Encoder(plan, source).tensor_scale()
 
 
 def _copy_blocks(
@@ -142,7 +149,7 @@ class _Encoder:
         if self._plan.input_scale is not None:
             _append(sinks["input_scale"], self._plan.input_scale(self._factor))
         whole = isinstance(self._plan.scheme.granularity, PerTensor)
-        scale = self._tensor_scale() if whole else None
+        scale = self.tensor_scale() if whole else None
         if scale is not None:
             _append(sinks["weight_scale"], scale)
         for block in self._blocks():
@@ -235,20 +242,22 @@ class _Encoder:
         columns = self._per_column(shift.reshape(-1, shift.shape[-1]).double())
         return (columns @ rows.double().T).float()
 
-    def _tensor_scale(self) -> Tensor:
+    def tensor_scale(self) -> Tensor:
         """Return the one scale of the weight, shape []."""
+        if self._plan.scale is not None:
+            return self._plan.scale
         fmt = self._plan.scheme.weight
         amax = reduce(torch.maximum, (block.rows.abs().amax() for block in self._blocks()))
-        base = scale_of_amax(amax, fmt)
-        if self._plan.observer == "amax":
-            return base
         # A subnormal base times a fraction can round to zero, which nothing is divided by.
-        candidates = [base * fraction for fraction in MSE_GRID if base * fraction > 0]
-        errors = torch.zeros(len(candidates), dtype=torch.float64)
+        base = scale_of_amax(amax, fmt)
+        tried = [scale for scale in candidates(base, self._plan.observer) if scale > 0]
+        if len(tried) == 1:
+            return tried[0]
+        errors = torch.zeros(len(tried), dtype=torch.float64)
         for block in self._blocks():
-            errors += torch.stack([_squared_error(block.rows, scale, fmt) for scale in candidates])
+            errors += torch.stack([_squared_error(block.rows, scale, fmt) for scale in tried])
         # argmin takes the first of equals, which is nearest to the amax scale.
-        return candidates[int(errors.argmin())]
+        return tried[int(errors.argmin())]
 
 
 def _quantize_(rows: Tensor, steps: Tensor, fmt: NumberFormat) -> Tensor:

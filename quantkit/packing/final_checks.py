@@ -9,7 +9,8 @@ from quantkit.checkpoint.directory import broken_pipeline, broken_weights
 from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.reader import Packed
 from quantkit.errors import ModelError
-from quantkit.models.skeleton import Contents, misfits, read_skeleton
+from quantkit.models.building import read_skeleton
+from quantkit.models.skeleton import Contents, misfits
 from quantkit.packing.plan import ComponentPlan
 from quantkit.storage.digest import sha256_of_file
 
@@ -67,7 +68,7 @@ def _judge(plan: ComponentPlan) -> None:
     tensors = {n: i.shape for shard in plan.shards for n, i in shard.source.tensors.items()}
     packed = {layer: bool(scheme.buckets) for layer, scheme in plan.config.layers.items()}
     cure = "keep what is no layer in 16 bit (overrides: keep), or download the model again"
-    skeleton = read_skeleton(path / "config.json")
+    skeleton = read_skeleton(path / "config.json", plan.component.class_name, tensors)
     for misfit in misfits(Contents(path, packed, tensors, cure), skeleton):
         raise ModelError(misfit)
 

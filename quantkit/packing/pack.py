@@ -1,6 +1,7 @@
 """``pack``: plan, stream tensor by tensor, check, rename into place."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.calibration.hessian import Hessians
@@ -9,8 +10,10 @@ from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.layer_plan import LayerPlan
 from quantkit.models.source import Model
+from quantkit.models.treated import encoders_of
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
+from quantkit.packing.joint_scales import with_joint_scales
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
 from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
@@ -72,13 +75,19 @@ def plan_pack(
         )
         for component in model.components
     )
-    return complete_plan(model, components)
+    encoders = tuple(
+        plan_component(encoder, own, calibration=None, masks=None, progress=progress)
+        for encoder, own in encoders_of(model, recipe)
+    )
+    return complete_plan(model, components + encoders)
 
 
 def complete_plan(model: Model, components: tuple[ComponentPlan, ...]) -> PackPlan:
     """Return the plan of a model whose components are planned: what else is copied, or left out."""
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
-    root = [f for f in list_files(model.path) if _owner(f, model) is None and f.name not in MADE]
+    planned = {plan.component.name for plan in components}
+    others = (file for file in list_files(model.path) if file.name not in MADE)
+    root = [file for file in others if not planned & {"", file.parts[0]}]
     dropped = [file for file in root if is_weight(file) and file.parent == Path()]
     copied = [file for file in root if file not in set(dropped)]
     for plan in components:
@@ -99,6 +108,7 @@ def pack(
     force: bool,
     progress: Progress,
     hessians: Hessians | None = None,
+    joined: Sequence[Collection[str]] = (),
 ) -> PackSummary:
     """Write the packed checkpoint of a model: all of it, or nothing.
 
@@ -112,6 +122,7 @@ def pack(
         force: replace an existing output once the new one is complete.
         progress: told of tensors done.
         hessians: second moments, for gptq rounding and sparsegpt masks.
+        joined: layers that get one scale together, where they have one for the tensor.
 
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
@@ -121,6 +132,9 @@ def pack(
     plan = plan_pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
+    if joined:
+        components = tuple(with_joint_scales(component, joined) for component in plan.components)
+        plan = replace(plan, components=components)
     with (
         staged_directory(output, kind=KIND, force=force) as stage,
         checked_for_loading(plan.components),
@@ -160,14 +174,6 @@ def _write_component(plan: ComponentPlan, stage: Path, threads: int, progress: P
     if component.index is not None:
         write_index(component.index, plan.shards, folder / component.index.name)
     write_config(component.path / "config.json", plan.config, folder / "config.json")
-
-
-def _owner(file: Path, model: Model) -> str | None:
-    """Return the packed component that a file (relative to the model) belongs to."""
-    for component in model.components:
-        if not component.name or file.parts[0] == component.name:
-            return component.name
-    return None
 
 
 def _summarize_component(plan: ComponentPlan) -> ComponentSummary:

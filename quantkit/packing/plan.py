@@ -205,8 +205,9 @@ def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, Smoothing]) -> Laye
 
 def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as the header tells it."""
-    # How globs are read says nothing of what was packed.
-    return recipe.model_dump(mode="json", exclude={"unmatched"})
+    # How globs are read says nothing of what was packed, nor does what was not asked for.
+    unsaid = {"text_encoders"} if recipe.text_encoders is None else set()
+    return recipe.model_dump(mode="json", exclude={"unmatched"} | unsaid)
 
 
 def _told(
@@ -253,7 +254,7 @@ def _plan_layer(
     plan = WeightPlan(
         layer.name,
         scheme,
-        treatment.weight.observer,
+        treatment.weight.scale_rule,
         mask=mask,
         smooth=smooth,
         input_scale=input_scale,

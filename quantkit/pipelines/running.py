@@ -17,7 +17,7 @@ from quantkit import resources
 from quantkit.errors import ModelError, PromptError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.limits import MAX_COUNT
@@ -152,18 +152,20 @@ def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     """
     guidance = {} if settings.guidance is None else {"guidance_scale": settings.guidance}
     try:
-        latents: Tensor = pipe(
+        output = pipe(
             prompt=list(batch.prompts),
             num_inference_steps=settings.steps,
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
             output_type="latent",
             **guidance,
-        ).images
+        )
     except ValueError as error:
         # A scheduler that was trained on fewer steps, say.
         raise ModelError(
             f"{type(pipe).__name__} cannot run {settings.steps} steps: {short(error)}"
         ) from error
+    # Videos have frames.
+    latents: Tensor = output.images if "images" in output else output.frames
     return latents
 
 

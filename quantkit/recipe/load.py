@@ -10,10 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.goals import BudgetRecipe, Gates
 from quantkit.recipe.schema import (
     ActivationRecipe,
-    CalibrationRecipe,
+    EncoderOverride,
+    EncoderRecipe,
     Override,
     Recipe,
     SparsityRecipe,
@@ -101,6 +103,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "sparsity": SparsityRecipe,
     "calibration": CalibrationRecipe,
     "overrides": Override,
+    "text_encoders": EncoderRecipe,
+    "text_encoders.overrides": EncoderOverride,
     "gates": Gates,
     "budget": BudgetRecipe,
 }
@@ -108,7 +112,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 
 def _fields_at(path: Sequence[str | int]) -> tuple[str, ...]:
     names = [part for part in path if isinstance(part, str)]
-    section = _SECTIONS[names[-1]] if names else Recipe
+    section = _SECTIONS.get(".".join(names)) or (_SECTIONS[names[-1]] if names else Recipe)
     return tuple(section.model_fields)
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.fields import (
     Buckets,
     Format,
@@ -33,7 +34,6 @@ from quantkit.recipe.fields import (
     section_of,
 )
 from quantkit.recipe.goals import BudgetRecipe, Gates
-from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 
 
 class WeightRecipe(Strict):
@@ -43,11 +43,19 @@ class WeightRecipe(Strict):
     #: tensor, channel or group:SIZE
     granularity: Annotated[str, AfterValidator(checked_granularity)] = "channel"
     observer: Literal["amax", "mse"] = "amax"
+    #: pow2: only powers of two, which make codes portable: other scales that are powers of two
+    #: hold the same values, but for subnormal codes
+    scale: Literal["any", "pow2"] = "any"
     #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
     rounding: Literal["nearest", "gptq"] = "nearest"
     #: of an integer: what a layer takes instead whose output, weight and input in 8 bits, would be
     #: nearer in it
     fallback: Format | None = None
+
+    @property
+    def scale_rule(self) -> str:
+        """What chooses scales: a rule of ``numerics.scales.WEIGHT_SCALES``."""
+        return self.observer if self.scale == "any" else f"{self.observer}_{self.scale}"
 
     @model_validator(mode="after")
     def _falls_back_on_a_float(self) -> "WeightRecipe":
@@ -63,6 +71,11 @@ class WeightRecipe(Strict):
     @model_validator(mode="after")
     def _factors_stand_on_channels(self) -> "WeightRecipe":
         fmt = find_format(self.format)
+        if self.scale == "pow2" and (fmt.block or fmt.subscale_group):
+            raise RecipeError(
+                f"weight.scale pow2 with format {self.format}: its groups have steps of their own; "
+                "take e4m3fn, e5m2 or int8, or drop scale"
+            )
         if fmt.block and self.granularity != f"group:{fmt.block}":
             raise RecipeError(
                 f"weight.granularity {self.granularity} with format {self.format}: blocks of "
@@ -84,6 +97,9 @@ class ActivationRecipe(Strict):
     #: what chooses a static scale from the statistics
     observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
     percentile: Percentile = 99.99
+    #: pow2: static scales are rounded up to powers of two, which programs that multiply by their
+    #: reciprocal in 16 bit (ComfyUI) apply exactly
+    scale: Literal["any", "pow2"] = "any"
     #: subtract each channel's mean before quantizing; the output gets it back
     shift: bool = False
     #: 2: an input is the sum of two FP8 values, the second holding what the first leaves; the layer
@@ -95,6 +111,11 @@ class ActivationRecipe(Strict):
 
     @model_validator(mode="after")
     def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
+        if self.scale == "pow2" and self.mode != "static":
+            raise RecipeError(
+                f"activation.scale pow2 with mode {self.mode}: only static scales are stored; set "
+                "mode: static, or drop scale"
+            )
         for name, given in (("shift", self.shift), ("terms", self.terms > 1)):
             if given and self.mode == "none":
                 raise RecipeError(
@@ -124,33 +145,6 @@ class SparsityRecipe(Strict):
     error_budget: Annotated[float, Field(gt=0)] | None = None
 
 
-class CalibrationRecipe(Strict):
-    """How the pipeline is run for statistics."""
-
-    prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
-    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
-    #: None: the pipeline's own default
-    guidance: float | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    #: timestep buckets kept apart in the statistics
-    buckets: Annotated[int, Field(ge=1)] = 4
-    #: prompts per run of the pipeline
-    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
-    #: what a step counts in second moments: all the same, or its effect on the final sample
-    weighting: Literal["uniform", "schedule"] = "uniform"
-    #: of the rows of each call that second moments look at, drawn at random: neighbours in a
-    #: picture are alike, so a quarter of the rows of four times the prompts says more
-    row_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    @model_validator(mode="after")
-    def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
-        if self.buckets > self.steps:
-            raise RecipeError(
-                f"buckets {self.buckets}: more than the {self.steps} steps; take fewer buckets"
-            )
-        return self
-
-
 class Override(Strict):
     """Another treatment for some layers. Of overrides that match, the last to set a field wins."""
 
@@ -163,6 +157,73 @@ class Override(Strict):
     sparse: bool | None = None
     #: why, for whoever reads the recipe
     reason: str = ""
+
+
+class EncoderOverride(Strict):
+    """Another treatment for some text encoders, or some of their layers; the last match wins."""
+
+    #: globs on components, as text_encoder_2
+    encoders: Annotated[Patterns, Field(min_length=1)]
+    #: globs on module paths, as the files have them
+    layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
+    #: True: stay in 16 bit; False: pack what the family would keep
+    keep: bool | None = None
+    weight: WeightRecipe | None = None
+    activation: ActivationRecipe | None = None
+    #: why, for whoever reads the recipe
+    reason: str = ""
+
+
+#: What a short name of text_encoders stands for. A prompt is encoded once per picture: only FP8
+#: quantizes inputs, whose steps grow with the number, because some channels of language models are
+#: a thousand times larger than the rest.
+ENCODER_FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"weight": {"format": "e4m3fn", "observer": "mse"}, "activation": {"mode": "token"}},
+    "int8": {"weight": {"format": "int8", "observer": "mse"}, "activation": {"mode": "none"}},
+    "int4": {"weight": {"format": "int4", "observer": "mse"}, "activation": {"mode": "none"}},
+}
+
+
+class EncoderRecipe(Strict):
+    """How text encoders are packed; no statistics are taken of them."""
+
+    weight: WeightRecipe = WeightRecipe()
+    activation: ActivationRecipe = ActivationRecipe(mode="none")
+    #: quantize inputs to integers all the same
+    data_free: bool = False
+    #: layers that stay in 16 bit besides those of the family
+    keep: Patterns = ()
+    overrides: tuple[EncoderOverride, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_short_name(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in ENCODER_FORMATS:
+            raise RecipeError(
+                f"text_encoders {value!r:.80}: wanted {', '.join(ENCODER_FORMATS)}, or a section "
+                "with weight, activation, keep and overrides"
+            )
+        return ENCODER_FORMATS[value]
+
+    @model_validator(mode="after")
+    def _needs_no_statistics(self) -> "EncoderRecipe":
+        weights = (self.weight, *(o.weight for o in self.overrides if o.weight))
+        inputs = (self.activation, *(o.activation for o in self.overrides if o.activation))
+        refused = {
+            "weight.rounding gptq": any(w.rounding == "gptq" for w in weights),
+            "weight.fallback": any(w.fallback for w in weights),
+            "activation.mode static": any(a.mode == "static" for a in inputs),
+            "activation.shift": any(a.shift for a in inputs),
+        }
+        for key, asked in refused.items():
+            if asked:
+                raise RecipeError(
+                    f"text_encoders: {key} needs statistics, and none are taken of text encoders; "
+                    "use rounding nearest with observer mse, and activation.mode none or token"
+                )
+        return self
 
 
 @dataclass(frozen=True)
@@ -196,11 +257,15 @@ class Recipe(Strict):
     kept: WeightRecipe | None = None
     #: quantize inputs to integers with no statistics of them at hand
     data_free: bool = False
+    #: False: they stay in 16 bit, as most programs but quantkit want them
+    convolutions: bool = True
     #: layers that stay in 16 bit besides those of the family
     keep: Patterns = ()
     #: modules that are copied as they are, whatever else the recipe says of them
     not_layers: Patterns = ()
     overrides: tuple[Override, ...] = ()
+    #: fp8, int8, int4 or a section; None: text encoders are copied as they are
+    text_encoders: EncoderRecipe | None = None
     #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
     unmatched: Literal["error", "ignore"] = "error"
     calibration: CalibrationRecipe = CalibrationRecipe()
@@ -298,6 +363,43 @@ class Recipe(Strict):
                 activation = override.activation or activation
                 sparse = sparse if override.sparse is None else override.sparse
         return LayerSettings(keep, weight, activation, sparse)
+
+    def for_encoder(self, encoder: str) -> "Recipe":
+        """Return how the layers of a text encoder are treated.
+
+        Args:
+            encoder: the component's name; empty for one alone.
+
+        Raises:
+            RecipeError: there is no section text_encoders.
+        """
+        section = self.text_encoders
+        if section is None:
+            raise RecipeError(
+                f"recipe {self.name}: says nothing of text encoders; add text_encoders: int8 (or "
+                "int4, fp8)",
+                fields=("text_encoders",),
+            )
+        mine = [o for o in section.overrides if not encoder or matches(encoder, o.encoders)]
+        values = {
+            name: getattr(section, name) for name in ("weight", "activation", "data_free", "keep")
+        }
+        return Recipe(
+            name=self.name,
+            **values,
+            overrides=tuple(
+                Override(**o.model_dump(exclude={"encoders"}, exclude_none=True)) for o in mine
+            ),
+            unmatched="ignore",
+        )
+
+    def with_text_encoders(self, name: str) -> "Recipe":
+        """Return the recipe with text encoders packed as a short name says: fp8, int8 or int4.
+
+        Raises:
+            RecipeError: another name.
+        """
+        return self.model_copy(update={"text_encoders": EncoderRecipe.model_validate(name)})
 
     def with_calibration(self, settings: Mapping[str, Any]) -> "Recipe":
         """Return the recipe with some settings of its calibration section replaced.

@@ -57,7 +57,7 @@ def plan_quants(
     quants = {
         t.layer.name: LayerQuant(
             t.scheme,
-            t.weight.observer,
+            t.weight.scale_rule,
             _STORED[t.layer.weight.dtype],
         )
         for t in planned

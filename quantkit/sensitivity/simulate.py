@@ -13,7 +13,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.packing import from_rows
 from quantkit.pipelines.running import run_batch, split_batches
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.sensitivity.treated_layer import InputCast, round_input
 
 

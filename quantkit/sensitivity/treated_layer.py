@@ -75,7 +75,7 @@ def treat_weight(
     scheme = scheme_of(treatment, settings.weight, ())
     if scheme is None:
         return rows
-    return WeightGrid.choose(rows, scheme, settings.weight.observer).round(rows)
+    return WeightGrid.choose(rows, scheme, settings.weight.scale_rule).round(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class PrunedWeight:
         scheme = scheme_of(treatment, settings.weight, ())
         if scheme is None:
             return self.rows
-        steps = WeightGrid.choose(self.rows, scheme, settings.weight.observer).steps(
+        steps = WeightGrid.choose(self.rows, scheme, settings.weight.scale_rule).steps(
             self.rows.shape[1]
         )
         with surgery_threads(self.rows.shape[1]):

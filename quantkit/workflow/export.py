@@ -1,63 +1,161 @@
-"""Writing models for other programs: one row for each kind of file."""
+"""Writing models for other programs: one row for each kind of output."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
-from quantkit.checkpoint.reader import open_packed, read_packed
-from quantkit.errors import CheckpointError, InputError, ModelError
-from quantkit.interchange.denoiser import Denoiser, dense_denoiser, packed_denoiser
-from quantkit.interchange.gguf_export import GgufExport, plan_gguf, write_gguf
+from quantkit.errors import InputError, ModelError
+from quantkit.interchange.comfyui_export import COMFYUI, COMFYUI_INT8, plan_comfyui
+from quantkit.interchange.component_export import KIND, ComponentFile, DirectoryPlan
+from quantkit.interchange.compressed_tensors_export import (
+    WEIGHTS,
+    compressed_tensors_config,
+    plan_compressed_tensors,
+)
+from quantkit.interchange.exported import Export
+from quantkit.interchange.fp8r_export import plan_fp8r
+from quantkit.interchange.gguf_export import plan_gguf
+from quantkit.interchange.sdnq_export import plan_sdnq, sdnq_config
+from quantkit.interchange.single_file_export import plan_single_file
+from quantkit.interchange.targets import Target
+from quantkit.interchange.tensor_export import OneFile
+from quantkit.models import source as models
+from quantkit.models.pipeline_index import scheduler_config
 from quantkit.progress import Progress, silent
-from quantkit.workflow.inputs import ModelLike, as_model
+from quantkit.storage.places import check_directory, check_file, refuse_overlap
+from quantkit.workflow.export_source import (
+    Part,
+    Quantizing,
+    Source,
+    dense_source,
+    is_packed,
+    packed_source,
+    planned_source,
+    quantized_source,
+)
+from quantkit.workflow.inputs import (
+    CalibrationLike,
+    HessiansLike,
+    ModelLike,
+    RecipeLike,
+    as_calibration,
+    as_hessians,
+    as_recipe,
+)
 
-__all__ = ["GgufExport", "export"]
+__all__ = ["Export", "export"]
 
-_Component = TypeVar("_Component")
+
+class Plan(Protocol):
+    """Everything about an output but its data."""
+
+    def summary(self, output: Path) -> Export:
+        """Return what the output holds."""
+        ...
+
+    def write(self, output: Path, *, force: bool, progress: Progress) -> Export:
+        """Write the output: all of it, or nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is exported, and how."""
+
+    source: Source
+    #: after the colon of ``to``
+    variant: str
+    convolutions: bool
+    requantize: bool
+
+    @property
+    def part(self) -> Part:
+        """The one component of an output that holds one."""
+        if len(self.source.parts) > 1:
+            raise ModelError(
+                f"{self.source.model}: {len(self.source.parts)} denoisers, and a file holds one; "
+                "pass the directory of one"
+            )
+        return self.source.parts[0]
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """A kind of file that models are exported to."""
+    """A kind of output that models are exported to."""
 
+    plan: Callable[[Wish], Plan]
     #: the kinds that it comes in, after the colon
-    variants: tuple[str, ...]
-    run: "_Run"
+    variants: tuple[str, ...] = ()
+    #: what a 16-bit model is quantized by unless told; "": it is not
+    recipe: str = ""
+    #: whether convolutions are quantized on the way
+    convolutions: bool = False
+    #: the output is a directory
+    directory: bool = False
+    #: text encoders are exported, packed ones alone; else denoisers
+    encoders: bool = False
 
 
-class _Run(Protocol):
-    def __call__(
-        self,
-        denoiser: Denoiser,
-        variant: str,
-        output: Path,
-        *,
-        convolutions: bool,
-        force: bool,
-        dry_run: bool,
-        progress: Progress,
-    ) -> GgufExport: ...
+def _plan_comfyui(target: Target) -> Callable[[Wish], Plan]:
+    def plan(wish: Wish) -> OneFile:
+        file = plan_comfyui(
+            wish.part.source,
+            target,
+            requantize=wish.requantize,
+            scheduler=scheduler_config(wish.source.model),
+        )
+        return OneFile(file, wish.part.reference)
+
+    return plan
 
 
-def _export_gguf(
-    denoiser: Denoiser,
-    variant: str,
-    output: Path,
-    *,
-    convolutions: bool,
-    force: bool,
-    dry_run: bool,
-    progress: Progress,
-) -> GgufExport:
-    plan = plan_gguf(denoiser, variant, convolutions=convolutions)
-    if dry_run:
-        return plan.summary(output)
-    return write_gguf(plan, output, force=force, progress=progress)
+def _plan_single_file(wish: Wish) -> OneFile:
+    return OneFile(plan_single_file(wish.part.source), wish.part.reference)
 
 
-#: What ``--to`` takes: a name, and for those with variants one of them after a colon.
-EXPORTERS: Mapping[str, Exporter] = {"gguf": Exporter(("Q8_0", "Q4_0"), _export_gguf)}
+def _plan_fp8r(wish: Wish) -> OneFile:
+    file = plan_fp8r(wish.part.source, requantize=wish.requantize)
+    return OneFile(file, wish.part.reference)
+
+
+def _plan_gguf(wish: Wish) -> Plan:
+    return plan_gguf(
+        wish.part.source,
+        wish.variant,
+        convolutions=wish.convolutions,
+        requantize=wish.requantize,
+    )
+
+
+def _plan_sdnq(wish: Wish) -> DirectoryPlan:
+    files = []
+    for part in wish.source.parts:
+        plan = plan_sdnq(part.source, requantize=wish.requantize)
+        name = f"{models.WEIGHTS}.safetensors"
+        files.append(ComponentFile(part.folder, plan, name, sdnq_config(plan), part.reference))
+    return DirectoryPlan(wish.source.model, tuple(files))
+
+
+def _plan_compressed_tensors(wish: Wish) -> DirectoryPlan:
+    files = []
+    for part in wish.source.parts:
+        plan = plan_compressed_tensors(part.source, requantize=wish.requantize)
+        files.append(ComponentFile(part.folder, plan, WEIGHTS, compressed_tensors_config(plan)))
+    return DirectoryPlan(wish.source.model, tuple(files))
+
+
+#: What ``to`` takes: a name, and for those with variants one of them after a colon.
+EXPORTERS: Mapping[str, Exporter] = {
+    "comfyui": Exporter(_plan_comfyui(COMFYUI), recipe="comfyui"),
+    "comfyui-int8": Exporter(_plan_comfyui(COMFYUI_INT8), recipe="comfyui-int8"),
+    "sdnq": Exporter(_plan_sdnq, recipe="fp8", convolutions=True, directory=True),
+    "single-file": Exporter(_plan_single_file),
+    "fp8r": Exporter(_plan_fp8r, recipe="fp8"),
+    "compressed-tensors": Exporter(_plan_compressed_tensors, directory=True, encoders=True),
+    "gguf": Exporter(_plan_gguf, variants=("Q8_0", "Q4_0")),
+}
 
 
 def export(
@@ -65,67 +163,118 @@ def export(
     *,
     to: str,
     output: str | Path,
+    recipe: RecipeLike | None = None,
+    calibration: CalibrationLike | None = None,
+    hessians: HessiansLike | None = None,
+    requantize: bool = False,
     convolutions: bool = False,
     force: bool = False,
     dry_run: bool = False,
     progress: Progress = silent,
-) -> GgufExport:
-    """Write a model's denoiser as a file for other programs: all of it, or nothing.
+) -> Export:
+    """Write a model for another program: all of it, or nothing.
+
+    Codes of a packed model are taken over where the target holds them. A 16-bit model is quantized
+    on the way, which loses least.
 
     Args:
-        model: a pipeline's or component's directory, 16-bit or packed in blocks, a hub id, a .gguf
-            file with its config, or opened.
-        to: ``gguf:Q8_0`` or ``gguf:Q4_0``.
-        output: the file to make.
-        convolutions: quantize them, too; the file is for ComfyUI-GGUF alone then.
+        model: a pipeline's or component's directory, 16-bit or packed, a hub id, a .gguf file with
+            its config, or opened.
+        to: comfyui, comfyui-int8, sdnq, single-file, fp8r, compressed-tensors, gguf:Q8_0 or
+            gguf:Q4_0.
+        output: the file, or the directory, to make.
+        recipe: that a 16-bit model is quantized by; None: as the target wants it.
+        calibration: statistics of the model, which the recipe may need.
+        hessians: second moments of the model, which the recipe may need.
+        requantize: convert what the target does not hold, at the price of some error.
+        convolutions: of gguf: quantize them, too; the file is for ComfyUI-GGUF alone then.
         force: replace an existing output once the new one is complete.
         dry_run: only say what would be written.
         progress: told of tensors done.
 
     Returns:
-        what the file holds.
+        what the output holds, and what was lost on the way.
 
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
     exporter, variant = _find(to)
-    return exporter.run(
-        _denoiser(model),
-        variant,
-        Path(output),
-        convolutions=convolutions,
-        force=force,
-        dry_run=dry_run,
-        progress=progress,
-    )
+    place = Path(output)
+    if convolutions and not exporter.variants:
+        raise InputError(
+            f"convolutions with {to}: only gguf has a choice; drop it", fields=("convolutions",)
+        )
+    given = {"recipe": recipe, "calibration": calibration, "hessians": hessians}
+    how = _quantizing(model, to, exporter, given)
+    _check(place, model, exporter, force=force)
+    with ExitStack() as stack:
+        source = _source(model, how, exporter, progress)
+        wish = Wish(source, variant, convolutions, requantize)
+        plan = exporter.plan(wish)
+        if dry_run:
+            return plan.summary(place)
+        if how is not None:
+            quantized = quantized_source(model, how, place, progress)
+            plan = exporter.plan(replace(wish, source=stack.enter_context(quantized)))
+        return plan.write(place, force=force, progress=progress)
 
 
 def _find(to: str) -> tuple[Exporter, str]:
     name, _, variant = to.partition(":")
-    if name not in EXPORTERS or variant not in EXPORTERS[name].variants:
-        known = ", ".join(f"{name}:{v}" for name, row in EXPORTERS.items() for v in row.variants)
-        raise InputError(f"to {to!r:.80}: unknown, wanted one of {known}", fields=("to",))
-    return EXPORTERS[name], variant
-
-
-def _denoiser(model: ModelLike) -> Denoiser:
-    """Return the one denoiser of a model, packed or not."""
-    if isinstance(model, str | Path) and _is_packed(Path(model)):
-        return packed_denoiser(_only(open_packed(Path(model)).components, str(model)))
-    opened = as_model(model)
-    return dense_denoiser(_only(opened.components, str(opened.path)))
-
-
-def _only(components: tuple[_Component, ...], where: str) -> _Component:
-    if len(components) > 1:
-        raise ModelError(
-            f"{where}: {len(components)} denoisers, and a file holds one; pass the directory of one"
+    row = EXPORTERS.get(name)
+    if row is None or variant not in (row.variants or ("",)):
+        raise InputError(
+            f"to {to!r:.80}: unknown, wanted one of {', '.join(targets())}", fields=("to",)
         )
-    return components[0]
+    return row, variant
 
 
-def _is_packed(path: Path) -> bool:
-    try:
-        return path.is_dir() and bool(read_packed(path).components)
-    except CheckpointError:
-        return False
+def targets() -> tuple[str, ...]:
+    """Return all that ``to`` takes."""
+    return tuple(
+        f"{name}:{variant}" if variant else name
+        for name, row in EXPORTERS.items()
+        for variant in (row.variants or ("",))
+    )
+
+
+def _quantizing(
+    model: ModelLike, to: str, exporter: Exporter, given: Mapping[str, Any]
+) -> Quantizing | None:
+    """Return how a 16-bit model is packed on the way; None: it is packed, or exported as it is."""
+    if is_packed(model) or not exporter.recipe:
+        for name, value in given.items():
+            if value is not None:
+                why = (
+                    "the model is packed" if is_packed(model) else f"{to} does not quantize by one"
+                )
+                raise InputError(f"{name} {value!s:.200}: {why}; drop it", fields=(name,))
+        return None
+    recipe = as_recipe(exporter.recipe if given["recipe"] is None else given["recipe"])
+    if not exporter.convolutions:
+        recipe = recipe.model_copy(update={"convolutions": False})
+    return Quantizing(recipe, as_calibration(given["calibration"]), as_hessians(given["hessians"]))
+
+
+def _check(output: Path, model: ModelLike, exporter: Exporter, *, force: bool) -> None:
+    """Refuse an output that could not be written, before anything long."""
+    if exporter.directory:
+        if isinstance(model, str | Path) and Path(model).is_dir():
+            refuse_overlap(output, Path(model))
+        check_directory(output, kind=KIND, force=force)
+    else:
+        check_file(output, force=force)
+
+
+def _source(
+    model: ModelLike, how: Quantizing | None, exporter: Exporter, progress: Progress
+) -> Source:
+    """Return what is exported; a model that is packed on the way as if it were packed already."""
+    if is_packed(model):
+        assert isinstance(model, str | Path)
+        return packed_source(Path(model), encoders=exporter.encoders)
+    if exporter.encoders:
+        raise ModelError(
+            f"{model!s:.200}: not packed, and text encoders are not quantized on the way; pack it"
+        )
+    return dense_source(model) if how is None else planned_source(model, how, progress)

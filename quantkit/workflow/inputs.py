@@ -10,6 +10,7 @@ from quantkit.calibration.statistics import Calibration, load_calibration
 from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.source import Model, SingleFile, open_model
+from quantkit.models.treated import recipe_of
 from quantkit.pipelines.running import choose_device, read_prompts
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.load import load_recipe
@@ -71,6 +72,7 @@ def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
     """
     chosen = as_recipe(recipe)
     source = as_model(model)
+    chosen = recipe_of(source, chosen)
     refuse_unmatched(chosen, name_of(recipe), source)
     return source, chosen
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
+from quantkit.models.recipe_check import refuse_unmatched_encoders
 from quantkit.models.source import Model
 from quantkit.packing import dry_run
 from quantkit.packing import pack as packing
@@ -24,6 +25,8 @@ from quantkit.workflow.inputs import (
     as_calibration,
     as_hessians,
     as_masks,
+    as_recipe,
+    name_of,
     opened,
 )
 
@@ -41,14 +44,15 @@ def pack(
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
+    text_encoders: str | None = None,
     threads: int | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> PackSummary:
     """Write the packed checkpoint of a model: all of it, or nothing.
 
-    Linear and Conv2d weights of the denoiser become FP8 codes, 2:4 sparse where the recipe says so;
-    everything else is copied byte for byte.
+    Linear and Conv2d weights of the denoiser become codes, 2:4 sparse where the recipe says so, and
+    those of text encoders where it is asked for; everything else is copied byte for byte.
 
     Args:
         model: a pipeline's or component's directory, a hub id, or opened.
@@ -57,6 +61,7 @@ def pack(
         calibration: statistics of the model; None: weights are scaled from the weights alone.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model, for GPTQ rounding and SparseGPT masks.
+        text_encoders: fp8, int8 or int4; None: as the recipe says, which is not at all by default.
         threads: tensors in work at once; None: the cores, at most 8. The bytes do not depend on it.
         force: replace an existing output once the new one is complete.
         progress: told of tensors done.
@@ -67,7 +72,9 @@ def pack(
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
-    source, chosen = _opened(model, recipe, Path(output), force=force)
+    source, chosen = _opened(
+        model, _with_encoders(recipe, text_encoders), Path(output), force=force
+    )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     return packing.pack(
         task.model,
@@ -90,6 +97,7 @@ def plan_pack(
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
+    text_encoders: str | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> PackSummary | Forecast:
@@ -102,6 +110,7 @@ def plan_pack(
         calibration: statistics of the model.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model.
+        text_encoders: fp8, int8 or int4; None: as the recipe says.
         force: an existing output would be replaced.
         progress: told of masks that must be known first.
 
@@ -112,7 +121,9 @@ def plan_pack(
     Raises:
         InputError: anything that is wrong with the input.
     """
-    source, chosen = _opened(model, recipe, Path(output), force=force)
+    source, chosen = _opened(
+        model, _with_encoders(recipe, text_encoders), Path(output), force=force
+    )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     missing = dry_run.missing_artefacts(
         task.recipe, calibration=task.calibration, masks=task.masks, hessians=task.hessians
@@ -137,9 +148,14 @@ def _opened(
 ) -> tuple[Model, Recipe]:
     """Return model and recipe; refuse an output that could not be written."""
     source, chosen = opened(model, recipe)
+    refuse_unmatched_encoders(chosen, name_of(recipe), source)
     refuse_overlap(output, source.path)
     check_directory(output, kind=packing.KIND, force=force)
     return source, chosen
+
+
+def _with_encoders(recipe: RecipeLike, text_encoders: str | None) -> RecipeLike:
+    return recipe if text_encoders is None else as_recipe(recipe).with_text_encoders(text_encoders)
 
 
 def usual_threads() -> int:

@@ -20,7 +20,8 @@ from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
-from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_directory, check_file, refuse_overlap
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search

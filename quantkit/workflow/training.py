@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 
 from quantkit.errors import RecipeError
-from quantkit.recipe.schema import CalibrationRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recovery.distill.settings import DistillSettings
 
 

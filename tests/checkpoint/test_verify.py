@@ -16,8 +16,9 @@ from quantkit.checkpoint.filelist import FILE_LIST, MADE, find_file_list, write_
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models import skeleton
-from quantkit.models.skeleton import Contents, misfits, read_skeleton
+from quantkit.models import building
+from quantkit.models.building import read_skeleton
+from quantkit.models.skeleton import Contents, misfits
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
@@ -432,7 +433,7 @@ def test_a_child_process_builds_the_same_model(whole, monkeypatch):
     here = read_skeleton(config)
     assert "diffusers" in sys.modules
     monkeypatch.delitem(sys.modules, "diffusers")
-    skeleton._built_by_child.cache_clear()
+    building._built_by_child.cache_clear()
     seen = []
     real = subprocess.run
 
@@ -445,7 +446,7 @@ def test_a_child_process_builds_the_same_model(whole, monkeypatch):
     assert len(seen) == 1
     done = subprocess.CompletedProcess([], 0, stdout='{"problem": "no such class"}')
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    skeleton._built_by_child.cache_clear()
+    building._built_by_child.cache_clear()
     with pytest.raises(CheckpointError, match=r"config\.json: no such class"):
         read_skeleton(config)
 

@@ -106,6 +106,55 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
         {},
         1_604_462_752,
     ),
+    "flux2_dev": (
+        "black-forest-labs/FLUX.2-dev, transformer",
+        "Flux2Transformer2DModel",
+        {},
+        # 32e9 are published.
+        32_223_281_152,
+    ),
+    "chroma1_hd": (
+        "lodestones/Chroma1-HD, transformer",
+        "ChromaTransformer2DModel",
+        {},
+        # 8.9e9 are published.
+        8_899_983_424,
+    ),
+    "qwen_image": (
+        "Qwen/Qwen-Image, transformer",
+        "QwenImageTransformer2DModel",
+        {},
+        # 20e9 are published.
+        20_430_401_088,
+    ),
+    "z_image": (
+        "Tongyi-MAI/Z-Image-Turbo, transformer",
+        "ZImageTransformer2DModel",
+        {},
+        # 6e9 are published.
+        6_154_908_736,
+    ),
+    "wan22_t2v_14b": (
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers, transformer and transformer_2",
+        "WanTransformer3DModel",
+        {},
+        # 14e9 are published.
+        14_288_491_584,
+    ),
+    "wan21_i2v_14b": (
+        "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, transformer",
+        "WanTransformer3DModel",
+        {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        # 16e9 in its files, 14e9 by its name.
+        16_394_878_784,
+    ),
+    "ltx_video": (
+        "Lightricks/LTX-Video, transformer",
+        "LTXVideoTransformer3DModel",
+        {},
+        # 2e9 are published.
+        1_923_385_472,
+    ),
 }
 
 

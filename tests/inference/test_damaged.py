@@ -134,19 +134,19 @@ def test_quantizing_while_loading_is_refused(pipeline_dir, packed_dir):
         )
 
 
-def test_packed_text_encoders_are_refused(broken):
+def test_unknown_packed_text_encoders_are_refused(broken):
     from transformers import CLIPTextModel
 
     path = broken / "text_encoder" / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] = {"quant_method": "quantkit", "format_version": 1}
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="use the 16-bit text encoder") as caught:
+    with pytest.raises(CheckpointError, match="quantization_config: ") as caught:
         CLIPTextModel.from_pretrained(broken / "text_encoder")
     assert "\n" not in str(caught.value)
     from diffusers import DiffusionPipeline
 
-    with pytest.raises(CheckpointError, match="use the 16-bit text encoder"):
+    with pytest.raises(CheckpointError):
         DiffusionPipeline.from_pretrained(broken)
 
 

@@ -1,12 +1,16 @@
 """Tiny models of every denoiser class of diffusers: packed, verified, loaded, run, saved again."""
 
+import json
+
 import pytest
 import torch
+from click.testing import CliRunner
 from diffusers.utils import logging
 
 import quantkit
+from quantkit.cli import quantkit as command
 from quantkit.errors import ModelError
-from quantkit.models.families import GENERAL
+from quantkit.models.families import FAMILIES, GENERAL
 from quantkit.models.family import CONDITION, FEW, FIRST, LAST, MODULATION, TEXT, UNKNOWN
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.layers import list_layers
@@ -67,6 +71,17 @@ def test_any_denoiser_is_packed_and_answers_as_before(row, fmt, tmp_path):
     assert 0 < error < allowed
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(answer(row, type(model).from_pretrained(tmp_path / "again")), after)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:], ids=lambda family: family.name)
+def test_the_family_recipe_packs_its_class(family, tmp_path):
+    (row,) = [row for row in ROWS if row.class_name in family.class_names]
+    model = tiny_model(row)
+    before = answer(row, model)
+    model.save_pretrained(tmp_path / "model")
+    quantkit.pack(tmp_path / "model", output=tmp_path / "packed", recipe=f"{family.name}-fp8")
+    after = answer(row, type(model).from_pretrained(tmp_path / "packed"))
+    assert 0 < float((after - before).square().sum() / before.square().sum()) < 0.05
 
 
 # What is a layer, and what stays in 16 bit
@@ -175,8 +190,21 @@ def test_what_a_recipe_calls_no_layer_is_copied(tmp_path):
     assert all((p.scheme is None) == (p.layer.name in left) for p in plans)
 
 
+def test_the_command_line_names_another_family(transformer_dir, tmp_path):
+    def planned(*words):
+        arguments = ["pack", str(transformer_dir), "-o", str(tmp_path / "o"), "-n", "--json", "-q"]
+        return CliRunner().invoke(command, [*arguments, *words])
+
+    assert planned("--family", "general").stdout == planned().stdout
+    kept = [x for x in json.loads(planned("--family", "unet").stdout)["layers"] if not x["scheme"]]
+    assert not kept
+    refused = planned("--family", "unte")
+    assert isinstance(refused.exception, ModelError)
+    assert "family 'unte': unknown, wanted one of unet, " in str(refused.exception)
+
+
 def test_headers_alone_are_read_of_tuned_families(tmp_path, monkeypatch):
-    def refuse(config):
+    def refuse(config, *_):
         raise AssertionError(config)
 
     monkeypatch.setattr("quantkit.models.layers.read_skeleton", refuse)

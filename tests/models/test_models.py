@@ -67,6 +67,60 @@ KEPT = {
         "proj_out",
     },
 }
+KEPT["flux2_dev"] = {
+    "x_embedder",
+    "context_embedder",
+    "time_guidance_embed.timestep_embedder.linear_#",
+    "time_guidance_embed.guidance_embedder.linear_#",
+    "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.linear",
+    "single_stream_modulation.linear",
+    "norm_out.linear",
+    "proj_out",
+}
+KEPT["chroma1_hd"] = {
+    "x_embedder",
+    "context_embedder",
+    "distilled_guidance_layer.in_proj",
+    "distilled_guidance_layer.layers.#.linear_#",
+    "distilled_guidance_layer.out_proj",
+    "proj_out",
+}
+KEPT["qwen_image"] = {
+    "img_in",
+    "txt_in",
+    "time_text_embed.timestep_embedder.linear_#",
+    "transformer_blocks.#.img_mod.#",
+    "transformer_blocks.#.txt_mod.#",
+    "norm_out.linear",
+    "proj_out",
+}
+KEPT["z_image"] = {
+    "all_x_embedder.#-#",
+    "cap_embedder.#",
+    "t_embedder.mlp.#",
+    "layers.#.adaLN_modulation.#",
+    "noise_refiner.#.adaLN_modulation.#",
+    "all_final_layer.#-#.adaLN_modulation.#",
+    "all_final_layer.#-#.linear",
+}
+KEPT["wan22_t2v_14b"] = {
+    "condition_embedder.time_embedder.linear_#",
+    "condition_embedder.text_embedder.linear_#",
+    "condition_embedder.time_proj",
+    "proj_out",
+}
+KEPT["wan21_i2v_14b"] = KEPT["wan22_t2v_14b"] | {
+    "condition_embedder.image_embedder.ff.net.#",
+    "condition_embedder.image_embedder.ff.net.#.proj",
+}
+KEPT["ltx_video"] = {
+    "proj_in",
+    "time_embed.linear",
+    "time_embed.emb.timestep_embedder.linear_#",
+    "caption_projection.linear_#",
+    "proj_out",
+}
 KEPT["sdxl"] = KEPT["sd15"] | {"add_embedding.linear_#"}
 KEPT["sd35_medium"] = KEPT["sd35_large"] = KEPT["sd3_medium"]
 
@@ -110,6 +164,16 @@ def test_what_stays_in_16_bit(published, name):
     plan = plan_layers(component, load_recipe("fp8"), calibrated=False, masked=())
     assert {without_numbers(t.layer.name) for t in plan if t.scheme is None} == KEPT[name]
     assert all(t.reason for t in plan if t.scheme is None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_general_family_keeps_what_tuned_ones_keep(published, name):
+    keys, component = published(name)
+    plan = plan_layers(component, load_recipe("fp8"), calibrated=False, masked=())
+    tuned = {t.layer.name for t in plan if t.scheme is None}
+    names = [layer for layer, (_, groups, _) in keys["modules"].items() if groups == 1]
+    shapes = {layer: keys["tensors"][f"{layer}.weight"] for layer in names}
+    assert {layer for layer in names if GENERAL.keep_reason(layer, shapes[layer])} == tuned
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -378,10 +442,10 @@ BROKEN = {
     ),
     "not json": (config("{"), "config.json: not JSON"),
     "list": (config("[]"), "found list, wanted a JSON object"),
-    "no class": (config("{}"), "no _class_name"),
+    "no class": (config("{}"), "neither _class_name nor architectures"),
     "text encoder": (
         config('{"architectures": ["T5EncoderModel"], "model_type": "t5"}'),
-        "T5EncoderModel is a transformers model",
+        r"no weights: model\.safetensors is missing",
     ),
     "unknown": (config('{"_class_name": "VQModel"}'), "VQModel is no denoiser"),
     "packed": (

@@ -63,10 +63,10 @@ def test_some_names_stand_for_many(count, tail):
 
 def test_a_model_has_no_more_modules_than_the_limit(monkeypatch):
     monkeypatch.setattr(skeleton, "MAX_MODULES", 2)
-    with skeleton._on_meta():
+    with skeleton.on_meta():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert model[0].weight.is_meta
-    with pytest.raises(ValueError, match="more than 2 modules"), skeleton._on_meta():
+    with pytest.raises(ValueError, match="more than 2 modules"), skeleton.on_meta():
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     # The limit went with the hook.
     nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))

@@ -82,7 +82,8 @@ INNER = {
     "opened", "name_of", "surgeon_of", "with_rule", "masks_to_json", "as_packed", "refuse_foreign",
     "settings_of", "require_packed", "refuse_unknown", "moments_of", "baseline_of", "limits_of",
     "files_of", "usual_threads", "refuse_search", "build", "adapt", "search_ssim",
-    "predicted_errors",
+    "predicted_errors", "is_packed", "packed_source", "dense_source", "planned_source",
+    "quantized_source",
 }  # fmt: skip
 
 

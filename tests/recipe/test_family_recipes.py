@@ -12,8 +12,8 @@ import quantkit
 from quantkit.cli import quantkit as command
 from quantkit.models.source import open_model
 from quantkit.pipelines.running import load_pipeline, run_batch, split_batches
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe, recipe_names
-from quantkit.recipe.schema import CalibrationRecipe
 from quantkit.workflow.build import MASKS, PACKED
 from tests.support import pipelines
 from tests.support.headers import golden_keys, write_pipeline

@@ -12,8 +12,15 @@ from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
-from quantkit.recipe.schema import ActivationRecipe, CalibrationRecipe, Override, Recipe
+from quantkit.recipe.schema import (
+    ActivationRecipe,
+    EncoderOverride,
+    EncoderRecipe,
+    Override,
+    Recipe,
+)
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.inputs import opened
 from tests.golden.make_keys import MODELS
@@ -29,6 +36,13 @@ MADE_FOR = {
         "sd3": ("sd3_medium", "sd35_medium", "sd35_large"),
         "flux": ("flux1_dev",),
         "pixart": ("pixart_sigma",),
+        "sana": ("sana_1600m",),
+        "flux2": ("flux2_dev",),
+        "chroma": ("chroma1_hd",),
+        "qwenimage": ("qwen_image",),
+        "zimage": ("z_image",),
+        "wan": ("wan22_t2v_14b", "wan21_i2v_14b"),
+        "ltx": ("ltx_video",),
     }.items()
 }
 
@@ -334,4 +348,6 @@ def test_documented_keys_are_all_there_are():
     for name in ("weight", "activation", "sparsity", "calibration", "gates", "budget"):
         assert set(documented[name]) == set(type(getattr(recipe, name)).model_fields), name
     assert set(documented["overrides"][0]) == set(Override.model_fields)
+    assert set(documented["text_encoders"]) == set(EncoderRecipe.model_fields)
+    assert set(documented["text_encoders"]["overrides"][0]) == set(EncoderOverride.model_fields)
     assert not [name for name in recipe_names() if f"`{name}`" not in page]

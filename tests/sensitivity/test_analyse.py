@@ -18,9 +18,10 @@ from quantkit.models.source import open_model
 from quantkit.packing.pack import plan_pack, summarize
 from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import silent
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe
-from quantkit.recipe.schema import CalibrationRecipe, Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.result import load_sensitivity

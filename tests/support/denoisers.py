@@ -115,6 +115,12 @@ def _unet_inputs(context):
     }
 
 
+def _sdxl_inputs():
+    sizes = torch.tensor([[64.0, 64, 0, 0, 64, 64]])
+    added = {"text_embeds": torch.randn(1, 32), "time_ids": sizes}
+    return {**_unet_inputs(64), "added_cond_kwargs": added}
+
+
 def _sd3_inputs():
     return {
         "hidden_states": torch.randn(1, 4, 8, 8),
@@ -138,6 +144,7 @@ def _flux_inputs():
 
 INPUTS = {
     "sd15": lambda: _unet_inputs(32),
+    "sdxl": _sdxl_inputs,
     "sd3": _sd3_inputs,
     "flux": _flux_inputs,
 }

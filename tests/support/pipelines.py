@@ -149,6 +149,52 @@ def tiny_flux_pipeline(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
+def tiny_wan_pipeline(path: Path, *, seed: int = 0) -> Path:
+    """Write a WanPipeline of two experts, as Wan 2.2 has, in fp16 to ``path`` and return it."""
+    import diffusers
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipe = diffusers.WanPipeline(
+            tokenizer=_t5_tokenizer(),
+            text_encoder=transformers.UMT5EncoderModel(
+                transformers.UMT5Config(
+                    vocab_size=len(_t5_vocabulary()), d_model=32, d_kv=16, d_ff=32, num_layers=1,
+                    num_heads=2,
+                )
+            ),
+            vae=diffusers.AutoencoderKLWan(
+                base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+            ),
+            scheduler=diffusers.UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            ),
+            transformer=_wan_transformer(),
+            transformer_2=_wan_transformer(),
+            boundary_ratio=0.875,
+        )  # fmt: skip
+    pipe.to(torch.float16).save_pretrained(path)
+    return path
+
+
+def _wan_transformer() -> torch.nn.Module:
+    import diffusers
+
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=1,
+        rope_max_seq_len=32,
+    )
+
+
 def tiny_transformer(path: Path, *, seed: int = 0) -> Path:
     """Write a PixArtTransformer2DModel alone, in fp16, to ``path`` and return it."""
     import diffusers

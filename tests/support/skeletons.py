@@ -7,7 +7,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.storage.tensorfile import read_header
 
 
-def of_files(config):
+def of_files(config, *_):
     """Return the skeleton of a model with exactly the tensors beside ``config``, packed or not."""
     tensors, layers = {}, {}
     for file in sorted(config.parent.glob("*.safetensors")):

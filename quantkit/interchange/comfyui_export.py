@@ -1,0 +1,130 @@
+"""ComfyUI's quantized denoisers: one file in the original layout, a marker beside each layer."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import ModelError
+from quantkit.interchange.denoiser import Denoiser
+from quantkit.interchange.layer_codes import LayerCodes
+from quantkit.interchange.layout_names import layout_of_model, original_tensors
+from quantkit.interchange.targets import Target
+from quantkit.interchange.tensor_export import FilePlan
+from quantkit.interchange.tensor_plan import Entry, plan_tensors
+from quantkit.numerics.formats import E4M3FN, INT8
+from quantkit.storage.jsonfile import read_json
+
+#: Native FP8 products want K and, of NVIDIA's, N as multiples of it.
+_NATIVE = 16
+
+COMFYUI = Target(
+    "ComfyUI's FP8",
+    formats=(E4M3FN,),
+    one_scale=(E4M3FN,),
+    static="pow2",
+    inputs="inputs stay in 16 bit",
+    cure="pack with recipe comfyui",
+)
+#: FP8 layers may stand beside those in int8: the marker says which.
+COMFYUI_INT8 = Target(
+    "ComfyUI's int8",
+    formats=(INT8, E4M3FN),
+    one_scale=(E4M3FN,),
+    static="pow2",
+    inputs="ComfyUI scales inputs in int8 by row",
+    cure="pack with recipe comfyui-int8",
+)
+
+
+def plan_comfyui(
+    source: Denoiser, target: Target, *, requantize: bool, scheduler: Mapping[str, Any]
+) -> FilePlan:
+    """Return the plan of the file.
+
+    Args:
+        source: a denoiser of a published architecture.
+        target: ``COMFYUI`` or ``COMFYUI_INT8``.
+        requantize: convert what the target does not hold.
+        scheduler: the config of the pipeline's scheduler; empty for a denoiser alone.
+
+    Raises:
+        ModelError: of no known layout, or with widths that ComfyUI does not recognize.
+        CheckpointError: a layer that the target does not hold.
+    """
+    _refuse_widths(source)
+    layout = layout_of_model(source.class_name, source.shapes)
+    originals = original_tensors(layout, source.shapes)
+    entries = plan_tensors(source, originals, target, requantize=requantize)
+    is_sdxl = layout.architecture == "sdxl"
+    return FilePlan(
+        source,
+        target,
+        entries,
+        _lay_out,
+        layout.architecture,
+        # Names without a prefix: with one, ComfyUI drops the empty tensors.
+        extra={name: torch.empty(0) for name in _marks(scheduler)} if is_sdxl else {},
+        notes=tuple(_notes(entries, scheduler, is_sdxl=is_sdxl)),
+    )
+
+
+def _marks(scheduler: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of empty tensors that tell ComfyUI how an SDXL model predicts."""
+    if scheduler.get("prediction_type") == "v_prediction":
+        yield "v_pred"
+        if scheduler.get("rescale_betas_zero_snr") is True:
+            yield "ztsnr"
+
+
+def _notes(
+    entries: Sequence[Entry], scheduler: Mapping[str, Any], *, is_sdxl: bool
+) -> Iterator[str]:
+    if not is_sdxl and list(_marks(scheduler)):
+        yield "the model predicts v: set ModelSamplingDiscrete to v_prediction in ComfyUI"
+    fp8 = [entry for entry in entries if entry.fmt is E4M3FN]
+    if bare := sum(not _multiplies_in_fp8(entry.shape, static=entry.static) for entry in fp8):
+        yield f"{bare} weights are multiplied in 16 bit: no static input scale, or odd sizes"
+
+
+def _multiplies_in_fp8(shape: Sequence[int], *, static: bool) -> bool:
+    # Without a scale, inputs would be cast at scale 1.
+    return static and not any(size % _NATIVE for size in shape)
+
+
+def _lay_out(layer: str, codes: LayerCodes) -> dict[str, Tensor]:
+    rows = _int8_tensors if codes.fmt is INT8 else _fp8_tensors
+    return {f"{layer}.{part}": tensor for part, tensor in rows(codes).items()}
+
+
+def _int8_tensors(codes: LayerCodes) -> dict[str, Tensor]:
+    return {
+        "weight": codes.codes,
+        "weight_scale": codes.scale.reshape(-1, 1),
+        "comfy_quant": _marker(format="int8_tensorwise"),
+    }
+
+
+def _fp8_tensors(codes: LayerCodes) -> dict[str, Tensor]:
+    mark = partial(_marker, format="float8_e4m3fn")
+    tensors = {"weight": codes.codes, "weight_scale": codes.scale[0]}
+    if not _multiplies_in_fp8(codes.codes.shape, static=codes.input_scale is not None):
+        return {**tensors, "comfy_quant": mark(full_precision_matrix_mult=True)}
+    return {**tensors, "input_scale": torch.tensor(codes.input_scale), "comfy_quant": mark()}
+
+
+def _marker(**told: str | bool) -> Tensor:
+    text = json.dumps(told, separators=(",", ":"), sort_keys=True).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _refuse_widths(source: Denoiser) -> None:
+    widths = read_json(source.path / "config.json").get("block_out_channels")
+    if isinstance(widths, list) and any(width % widths[0] for width in widths):
+        raise ModelError(
+            f"{source.path}: widths of blocks {', '.join(map(str, widths))}: ComfyUI recognizes "
+            "only multiples of the first; export to sdnq, which has no such rule"
+        )

@@ -1,0 +1,101 @@
+"""What files of other programs hold of a packed layer, and what of one they do not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.interchange.denoiser import Denoiser
+from quantkit.interchange.layer_codes import are_powers_of_two
+from quantkit.numerics.formats import NumberFormat
+from quantkit.numerics.granularity import PerChannel, PerGroup
+from quantkit.numerics.scheme import Activation, Scheme
+
+_CONVOLUTION = 4
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program's files hold of packed layers."""
+
+    #: as messages call it
+    program: str
+    #: of weights: those that are taken over, the first what others are converted to; none: weights
+    #: are dequantized
+    formats: tuple[NumberFormat, ...] = ()
+    #: those of them whose weights have one scale, not one for each output channel
+    one_scale: tuple[NumberFormat, ...] = ()
+    #: a convolution may be quantized
+    convolutions: bool = False
+    #: an input may have a static scale: any, or powers of two alone
+    static: Literal["no", "pow2", "any"] = "no"
+    #: what becomes of inputs without a static scale
+    inputs: str = ""
+    #: the last part of the name of a weight's scale
+    scale: str = "weight_scale"
+    #: what gives a model that the files hold, for messages
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What a target does not hold of a layer."""
+
+    feature: str
+    #: a conversion does without it, at the price of some error
+    convertible: bool = True
+
+
+def obstacles(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]:
+    """Yield what a target does not hold of a packed weight.
+
+    Args:
+        source: the packed model.
+        name: of the weight.
+        target: where it is to go.
+    """
+    scheme = source.schemes[name]
+    if scheme.shift:
+        yield Obstacle("a shifted input", convertible=False)
+    if target.formats:
+        yield from _of_input(source, name, target)
+        yield from _of_weight(source, name, target)
+
+
+def holds_as_convolution(source: Denoiser, name: str, target: Target) -> bool:
+    """Tell whether a weight is no convolution, or one of a target that quantizes them."""
+    return target.convolutions or len(source.shapes[name]) != _CONVOLUTION
+
+
+def _of_input(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]:
+    scheme = source.schemes[name]
+    if scheme.terms > 1:
+        yield Obstacle("an input of two terms")
+    if scheme.buckets:
+        yield Obstacle("input scales by timestep")
+    if scheme.smooth:
+        yield Obstacle("a smoothed input")
+    if target.static == "pow2" and _has_odd_input_scale(source, name, scheme):
+        yield Obstacle("a static input scale that is no power of two")
+
+
+def _has_odd_input_scale(source: Denoiser, name: str, scheme: Scheme) -> bool:
+    if scheme.activation is not Activation.STATIC:
+        return False
+    return not are_powers_of_two(source.part(name, "input_scale"))
+
+
+def _of_weight(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]:
+    scheme = source.schemes[name]
+    fmt = scheme.weight.byte_format
+    if not holds_as_convolution(source, name, target):
+        yield Obstacle("a quantized convolution")
+    elif scheme.weight.block or isinstance(scheme.granularity, PerGroup):
+        yield Obstacle(f"scales of groups ({scheme.weight.name})")
+    elif fmt not in target.formats:
+        yield Obstacle(f"format {fmt.name}")
+    elif (
+        fmt in target.one_scale
+        and isinstance(scheme.granularity, PerChannel)
+        and not are_powers_of_two(source.part(name, "weight_scale"))
+    ):
+        yield Obstacle("scales by channel that are no powers of two")

@@ -1,0 +1,133 @@
+"""The skeleton of a text encoder, in the names of its files: transformers renames while it loads.
+
+It also ties weights that files hold once: an embedding that two modules share, or an output layer.
+"""
+
+import contextlib
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from quantkit.models.skeleton import Skeleton, on_meta, why_not_packed
+
+
+def build_encoder(config: Mapping[str, Any], class_name: str, names: Collection[str]) -> Skeleton:
+    """Return the skeleton of a transformers model that a config describes.
+
+    Args:
+        config: config.json, its quantization_config left out.
+        class_name: as model_index.json has it.
+        names: tensors of the files.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    import transformers
+
+    found = getattr(transformers, class_name, None)
+    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{class_name!r:.80} is no model of transformers {transformers.__version__}; upgrade "
+            "transformers, or download it again"
+        )
+    cls: Any = found
+    with _quiet(), on_meta(), _untied():
+        model = cls(cls.config_class.from_dict(dict(config)))
+        return encoder_skeleton(model, names)
+
+
+def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:
+    """Return the skeleton of a dense transformers model in the names of its files.
+
+    Args:
+        model: on any device.
+        names: tensors of the files; the model's own stand for those that no file has.
+    """
+    state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    modules = dict(model.named_modules())
+    loaded = {name: found for name, found in loaded_names(model, names).items() if found in state}
+    tied = dict(model.all_tied_weights_keys)
+    missing = state.keys() - loaded.values() - _stand_ins(tied, set(loaded.values()))
+    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    tensors = {name: state[found] for name, found in loaded.items()}
+    tensors |= {n: state[n] for n in missing if not any(re.search(i, n) for i in ignored)}
+    shared = set(tied) | set(tied.values())
+    # A bias that no file has is told of by its own name, beside the weight's in the file.
+    biases = {
+        f"{name.removesuffix('weight')}bias": bias
+        for name, found in loaded.items()
+        if name.endswith(".weight") and (bias := f"{found.removesuffix('weight')}bias") in missing
+    }
+    for name, bias in biases.items():
+        tensors[name] = tensors.pop(bias)
+    return Skeleton(
+        type(model).__name__,
+        {
+            name.rpartition(".")[0]: _why_not_packed(modules, found, shared)
+            for name, found in loaded.items()
+        },
+        tensors,
+        tuple(inspect.signature(model.forward).parameters),
+    )
+
+
+def loaded_names(model: Any, names: Collection[str]) -> dict[str, str]:
+    """Return what transformers calls the tensors of files, by their names there.
+
+    Args:
+        model: a transformers model, on any device.
+        names: tensors of the files. Those that are joined while loading are left out.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found = {}
+    for name in names:
+        renamed, joined = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, joined = rename_source_key(name, [], [], prefix, state)
+        if joined is None:
+            found[name] = renamed
+    return found
+
+
+def _stand_ins(tied: Mapping[str, str], loaded: set[str]) -> set[str]:
+    """Return the weights that tying fills from one that is loaded."""
+    filled: set[str] = set()
+    for source in set(tied.values()):
+        group = {source, *(name for name, other in tied.items() if other == source)}
+        if group & loaded:
+            filled |= group
+    return filled
+
+
+def _why_not_packed(modules: Mapping[str, Any], tensor: str, shared: Collection[str]) -> str:
+    if tensor in shared:
+        return "its weight is that of another module, too; keep this layer in 16 bit"
+    return why_not_packed(modules[tensor.rpartition(".")[0]])
+
+
+@contextlib.contextmanager
+def _untied() -> Iterator[None]:
+    """Build as the loader does: tied weights are apart, and nothing is initialised."""
+    from transformers import initialization
+
+    with initialization.no_init_weights(), initialization.no_tie_weights():
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,177 @@
+"""What is exported: a packed model, a 16-bit one, or one that is packed on the way."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.statistics import Calibration
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.reader import open_packed, read_packed
+from quantkit.errors import CheckpointError, InputError
+from quantkit.interchange.denoiser import (
+    Denoiser,
+    dense_denoiser,
+    packed_denoiser,
+    planned_denoiser,
+)
+from quantkit.interchange.layout_names import layout_of_model, original_tensors
+from quantkit.models.source import Component, Model
+from quantkit.numerics.scheme import Scheme
+from quantkit.packing.pack import pack, plan_pack
+from quantkit.progress import Progress
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.files import scratch_directory
+from quantkit.workflow.inputs import ModelLike, as_model, opened
+from quantkit.workflow.pack import usual_threads
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component of a model."""
+
+    #: sub-folder of the pipeline; "" when the model is the component itself
+    folder: str
+    source: Denoiser
+    #: the 16-bit model that the source was packed from; None: the source is what the user has
+    reference: Denoiser | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export."""
+
+    #: a pipeline, or a component alone
+    model: Path
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantizing:
+    """How a 16-bit model is packed on the way."""
+
+    recipe: Recipe
+    calibration: Calibration | None = None
+    hessians: Hessians | None = None
+
+
+def is_packed(model: ModelLike) -> bool:
+    """Tell whether a model is a directory of which quantkit packed something."""
+    if not isinstance(model, str | Path):
+        return False
+    try:
+        return Path(model).is_dir() and bool(read_packed(Path(model)).components)
+    except CheckpointError:
+        return False
+
+
+def packed_source(path: Path, *, encoders: bool) -> Source:
+    """Return a packed model.
+
+    Args:
+        path: its directory.
+        encoders: text encoders alone, else denoisers alone.
+
+    Raises:
+        InputError: none of it is what is exported.
+    """
+    found = open_packed(path).components
+    components = [c for c in found if _is_encoder(c) == encoders]
+    if not components:
+        what, other = ("text encoder", "denoiser") if encoders else ("denoiser", "text encoder")
+        raise InputError(f"{path}: no packed {what}, only a {other}; choose another target (to)")
+    return Source(path, tuple(Part(c.name, packed_denoiser(c)) for c in components))
+
+
+def dense_source(model: ModelLike) -> Source:
+    """Return a 16-bit model as it is."""
+    found = as_model(model)
+    return Source(found.path, tuple(Part(c.name, dense_denoiser(c)) for c in found.components))
+
+
+def planned_source(model: ModelLike, how: Quantizing, progress: Progress) -> Source:
+    """Return a 16-bit model as if it were packed, for plans alone.
+
+    Raises:
+        RecipeError: of no use for the model, or without statistics that it needs.
+    """
+    found, recipe = opened(model, how.recipe)
+    plan = plan_pack(
+        found, recipe, calibration=how.calibration, masks=None, hessians=how.hessians,
+        progress=progress,
+    )  # fmt: skip
+    parts = [
+        Part(c.component.name, planned_denoiser(c.component, c.config.layers,
+                                                dict(_stand_ins(recipe, c.config.layers))))
+        for c in plan.components
+    ]  # fmt: skip
+    return Source(found.path, tuple(parts))
+
+
+@contextmanager
+def quantized_source(
+    model: ModelLike, how: Quantizing, output: Path, progress: Progress
+) -> Iterator[Source]:
+    """Yield a 16-bit model that is packed beside the output, for as long as the body runs.
+
+    Raises:
+        InputError: as ``pack``.
+    """
+    found = as_model(model)
+    # Another name than the output's: that is staged, too, meanwhile.
+    with scratch_directory(output.with_name(f"{output.name}.packed")) as scratch:
+        parts = [_quantized(component, how, scratch, progress) for component in found.components]
+        yield Source(found.path, tuple(parts))
+
+
+def _quantized(component: Component, how: Quantizing, scratch: Path, progress: Progress) -> Part:
+    folder = scratch / (component.name or "component")
+    alone = Model(component.path, is_pipeline=False, components=(replace(component, name=""),))
+    pack(
+        alone,
+        how.recipe,
+        folder,
+        calibration=how.calibration,
+        masks=None,
+        hessians=how.hessians,
+        threads=usual_threads(),
+        force=False,
+        progress=progress,
+        joined=_joined(component),
+    )
+    (packed,) = open_packed(folder).components
+    return Part(component.name, packed_denoiser(packed), dense_denoiser(component))
+
+
+def _joined(component: Component) -> list[tuple[str, ...]]:
+    """Return layers that the original layout joins to one weight; none where it is not known."""
+    dense = dense_denoiser(component)
+    try:
+        layout = layout_of_model(component.class_name, dense.shapes)
+    except InputError:
+        return []
+    return [
+        tuple(part.removesuffix(".weight") for part in original.parts)
+        for original in original_tensors(layout, dense.shapes)
+        if len(original.parts) > 1 and original.name.endswith(".weight")
+    ]
+
+
+def _stand_ins(recipe: Recipe, layers: Mapping[str, Scheme]) -> Iterator[tuple[str, Tensor]]:
+    """Yield scales that are powers of two where those of the recipe will be."""
+    for layer in layers:
+        settings = recipe.settings(layer)
+        for part, scale in (
+            ("weight_scale", settings.weight.scale),
+            ("input_scale", settings.activation.scale),
+        ):
+            yield f"{layer}.{part}", torch.tensor(1.0 if scale == "pow2" else 1 / 3)
+
+
+def _is_encoder(component: PackedComponent) -> bool:
+    """Tell whether a component is one of transformers, which has no ``_class_name``."""
+    return not (component.path / "config.json").is_file() or component.class_name == "None"

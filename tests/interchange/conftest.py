@@ -1,0 +1,38 @@
+"""Shared by the tests of exports: tiny pipelines and what was measured on them."""
+
+import pytest
+
+from quantkit.workflow.calibrate import calibrate
+from quantkit.workflow.inputs import Sampling
+from tests.support import pipelines
+
+PIPELINES = {
+    "sd15": pipelines.tiny_sd15_pipeline,
+    "sdxl": pipelines.tiny_sdxl_pipeline,
+    "sd3": pipelines.tiny_transformer_pipeline,
+    "flux": pipelines.tiny_flux_pipeline,
+}
+
+
+@pytest.fixture(scope="session")
+def calibrated(tmp_path_factory):
+    """Return the directory of a tiny pipeline and its calibration, made when first asked for."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(f"calibrated-{name}")
+            pipeline = PIPELINES[name](folder / "pipeline")
+            path = folder / "calibration.safetensors"
+            calibrate(
+                pipeline,
+                recipe="comfyui",
+                output=path,
+                prompts=["a red cube", "two blue balls"],
+                sampling=Sampling(steps=4),
+                device="cpu",
+            )
+            made[name] = pipeline, path
+        return made[name]
+
+    return of

@@ -1,0 +1,269 @@
+"""Exports to ComfyUI, read by a reader of its documented format, whose answers are compared."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from quantkit.checkpoint.reader import open_packed
+from quantkit.errors import CheckpointError, ModelError, RecipeError
+from quantkit.inference.layers import packed_layers
+from quantkit.recipe.load import load_recipe
+from quantkit.recipe.schema import Recipe
+from quantkit.workflow.export import export
+from quantkit.workflow.pack import pack
+from tests.support import comfyui
+from tests.support.denoisers import (
+    INPUTS,
+    let_diffusers_read_narrow_flux,
+    output_of,
+)
+
+FOLDERS = {"sd15": "unet", "sdxl": "unet", "sd3": "transformer", "flux": "transformer"}
+
+
+def prefix_of(name):
+    return "model.diffusion_model." if FOLDERS[name] == "unet" else ""
+
+
+def dense_model(name, pipeline):
+    import diffusers
+
+    config = json.loads((pipeline / FOLDERS[name] / "config.json").read_text())
+    model = getattr(diffusers, config["_class_name"])
+    return model.from_pretrained(pipeline / FOLDERS[name], torch_dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def written(calibrated, tmp_path_factory):
+    """Return the pipeline, an export of it from 16 bit, and what it says."""
+    made = {}
+
+    def of(name, to):
+        if (name, to) not in made:
+            pipeline, calibration = calibrated(name)
+            path = tmp_path_factory.mktemp("comfyui") / f"{name}.safetensors"
+            given = {"calibration": calibration} if to == "comfyui" else {}
+            made[name, to] = pipeline, path, export(pipeline, to=to, output=path, **given)
+        return made[name, to]
+
+    return of
+
+
+@pytest.mark.parametrize("to", ["comfyui", "comfyui-int8"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_comfyui_answers_nearly_as_the_16_bit_model(name, to, written, monkeypatch):
+    let_diffusers_read_narrow_flux(monkeypatch)
+    pipeline, path, result = written(name, to)
+    model = dense_model(name, pipeline)
+    read = comfyui.load(path, model, pipeline / FOLDERS[name], prefix=prefix_of(name))
+    _, layers = comfyui.read(path)
+    products = [m for m in read.modules() if isinstance(m, comfyui._Product)]
+    assert len(layers) > 8
+    assert len(products) >= len(layers)
+    wanted, found = output_of(name, model), output_of(name, read)
+    error = float((found - wanted).norm() / wanted.norm())
+    assert error < (0.008 if to == "comfyui-int8" else 0.05)
+    assert result.mean < (0.008 if to == "comfyui-int8" else 0.028)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_fp8_layers_have_scales_that_are_powers_of_two(name, written):
+    _, path, result = written(name, "comfyui")
+    _, layers = comfyui.read(path)
+    native = [layer for layer in layers.values() if not layer.full_precision]
+    assert len(native) > 5
+    for layer in native:
+        for scale in (layer.weight_scale, layer.input_scale):
+            assert torch.frexp(scale)[0] == 0.5
+    assert set(result.copied) == {f"{layer}.weight" for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd3"])
+def test_a_packed_model_answers_as_its_export(name, calibrated, tmp_path):
+    pipeline, calibration = calibrated(name)
+    pack(pipeline, output=tmp_path / "p", recipe="comfyui", calibration=calibration)
+    export(tmp_path / "p", to="comfyui", output=tmp_path / "m.safetensors")
+    model = dense_model(name, pipeline)
+    read = comfyui.load(tmp_path / "m.safetensors", model, pipeline / FOLDERS[name],
+                        prefix=prefix_of(name))  # fmt: skip
+    loaded = type(model).from_pretrained(tmp_path / "p" / FOLDERS[name], torch_dtype=torch.float32)
+    assert len(packed_layers(loaded)) > 8
+    wanted, found = output_of(name, loaded), output_of(name, read)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_joined_rows_share_their_scales_decided_at_once(calibrated, written):
+    """From 16 bit, the codes of q, k and v are those nearest under the largest of their scales."""
+    pipeline, path, _ = written("sd3", "comfyui")
+    _, layers = comfyui.read(path)
+    model = dense_model("sd3", pipeline)
+    attention = model.transformer_blocks[0].attn
+    rows = torch.cat([getattr(attention, f"to_{x}").weight for x in "qkv"])
+    layer = layers["joint_blocks.0.x_block.attn.qkv"]
+    nearest = (rows / layer.weight_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(nearest.float(), layer.weight.float())
+    # The statistics of the three are those of one tensor.
+    assert layer.input_scale is not None
+
+
+def test_scales_by_channel_that_are_powers_of_two_become_one(calibrated, tmp_path):
+    pipeline, _ = calibrated("sd3")
+    how = {
+        "name": "t",
+        "weight": {"granularity": "channel", "scale": "pow2"},
+        "activation": {"mode": "none"},
+    }
+    pack(pipeline, output=tmp_path / "p", recipe=Recipe.model_validate(how))
+    result = export(tmp_path / "p", to="comfyui", output=tmp_path / "m.safetensors")
+    # Only codes that become subnormal are rounded.
+    assert result.worst[0] < 0.002
+    assert all(
+        layer.full_precision for layer in comfyui.read(tmp_path / "m.safetensors")[1].values()
+    )
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "channel": ("sd3", {}, "scales by channel that are no powers of two"),
+    "convolutions": (
+        "sd15",
+        {"weight": {"granularity": "tensor"}},
+        "a quantized convolution",
+    ),
+    "joined": (
+        "sd3",
+        {"weight": {"granularity": "tensor"}},
+        "joined under one scale, and its own is no power of two",
+    ),
+    "static": (
+        "sd15",
+        {
+            "weight": {"granularity": "tensor"},
+            "activation": {"mode": "static"},
+            "convolutions": False,
+        },
+        "a static input scale that is no power of two",
+    ),
+    "buckets": (
+        "sd15",
+        {
+            "weight": {"granularity": "tensor"},
+            "activation": {"mode": "static", "scale": "pow2", "buckets": 2},
+            "convolutions": False,
+        },
+        "input scales by timestep",
+    ),
+    "smooth": (
+        "sd15",
+        {"weight": {"granularity": "tensor"}, "smooth": 0.5, "convolutions": False},
+        "a smoothed input",
+    ),
+    "int8": (
+        "sd3",
+        {"weight": {"format": "int8"}, "data_free": True},
+        "format int8",
+    ),
+    "partly": (
+        "sd3",
+        {"weight": {"granularity": "tensor", "scale": "pow2"}, "keep": ["*.to_k"]},
+        "joined with .*to_k.weight, which is not packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_comfyui_does_not_hold_is_refused_or_converted(case, calibrated, tmp_path):
+    name, how, said = REFUSED[case]
+    pipeline, calibration = calibrated(name)
+    pack(pipeline, output=tmp_path / "p", calibration=calibration,
+         recipe=Recipe.model_validate({"name": "t", **how}))  # fmt: skip
+    output = tmp_path / "m.safetensors"
+    with pytest.raises(
+        CheckpointError, match=f"{said}.* which ComfyUI's FP8 does not hold"
+    ) as caught:
+        export(tmp_path / "p", to="comfyui", output=output)
+    assert caught.value.fields == ("requantize",)
+    assert not output.exists()
+    result = export(tmp_path / "p", to="comfyui", output=output, requantize=True)
+    assert result.worst[0] < 0.05
+    _, layers = comfyui.read(output)
+    assert layers
+    for layer in layers.values():
+        assert layer.full_precision == (layer.input_scale is None)
+
+
+def test_int4_is_int8_to_comfyui(calibrated, tmp_path):
+    pipeline, _ = calibrated("sd3")
+    how = {"name": "t", "weight": {"format": "int4"}, "data_free": True}
+    pack(pipeline, output=tmp_path / "p", recipe=Recipe.model_validate(how))
+    result = export(tmp_path / "p", to="comfyui-int8", output=tmp_path / "m.safetensors")
+    assert result.worst[0] == 0
+    _, layers = comfyui.read(tmp_path / "m.safetensors")
+    component = open_packed(tmp_path / "p").components[0]
+    assert torch.equal(
+        layers["joint_blocks.0.x_block.attn.proj"].values(),
+        component.dequantized("transformer_blocks.0.attn.to_out.0"),
+    )
+
+
+def test_statistics_that_the_recipe_needs_are_asked_for(calibrated, tmp_path):
+    with pytest.raises(RecipeError, match="needs statistics"):
+        export(calibrated("sd3")[0], to="comfyui", output=tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def scheduled(pipeline, folder, **changed):
+    shutil.copytree(pipeline, folder)
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "marks"),
+    [
+        ({}, set()),
+        ({"prediction_type": "v_prediction"}, {"v_pred"}),
+        ({"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}, {"v_pred", "ztsnr"}),
+        ({"rescale_betas_zero_snr": True}, set()),
+    ],
+)
+def test_sdxl_says_what_it_predicts(changed, marks, calibrated, tmp_path):
+    folder = scheduled(calibrated("sdxl")[0], tmp_path / "pipeline", **changed)
+    export(folder, to="comfyui-int8", output=tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        found = {name for name in file.keys() if "." not in name}  # noqa: SIM118
+        assert found == marks
+        assert all(file.get_tensor(name).numel() == 0 for name in marks)
+
+
+def test_other_models_that_predict_v_are_told_what_to_set(calibrated, tmp_path):
+    folder = scheduled(calibrated("sd15")[0], tmp_path / "p", prediction_type="v_prediction")
+    result = export(folder, to="comfyui-int8", output=tmp_path / "m.safetensors", dry_run=True)
+    assert any("ModelSamplingDiscrete" in note for note in result.notes)
+
+
+def test_widths_that_comfyui_does_not_recognize_are_refused(tmp_path):
+    import diffusers
+
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(96, 128, 160),
+        down_block_types=("DownBlock2D",) * 3,
+        up_block_types=("UpBlock2D",) * 3,
+        layers_per_block=1,
+        cross_attention_dim=32,
+    )
+    unet.save_pretrained(tmp_path / "m")
+    with pytest.raises(ModelError, match="widths of blocks 96, 128, 160: ComfyUI recognizes only"):
+        export(tmp_path / "m", to="comfyui-int8", output=tmp_path / "m.safetensors")
+
+
+def test_the_bundled_recipe_packs_no_convolution(calibrated, tmp_path):
+    pipeline, calibration = calibrated("sd15")
+    pack(pipeline, output=tmp_path / "p", recipe="comfyui", calibration=calibration)
+    component = open_packed(tmp_path / "p").components[0]
+    assert {len(component.records[layer].shape) for layer in component.config.layers} == {2}
+    assert not load_recipe("comfyui").convolutions
