@@ -16,12 +16,14 @@ from quantkit._version import __version__
 from quantkit.cli import (
     bench,
     bench_model,
+    cache,
     calibrate,
     demo,
     doctor,
     evaluate,
     export,
     hessian,
+    import_,
     inspect,
     kernels,
     optimize,
@@ -65,6 +67,7 @@ quantkit.add_command(permute.permute)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
 quantkit.add_command(export.export)
+quantkit.add_command(import_.import_)
 quantkit.add_command(inspect.inspect)
 quantkit.add_command(verify.verify)
 quantkit.add_command(evaluate.evaluate)
@@ -74,6 +77,7 @@ quantkit.add_command(kernels.kernels)
 quantkit.add_command(bench_model.bench)
 quantkit.add_command(recipes.recipes)
 quantkit.add_command(doctor.doctor)
+quantkit.add_command(cache.cache)
 quantkit.add_command(demo.demo)
 
 
