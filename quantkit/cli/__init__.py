@@ -40,6 +40,8 @@ from quantkit.cli.console import ReaderGoneError, Warnings, print_error
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+#: Windows has neither.
+_SIGPIPE, _SIGHUP = getattr(signal, "SIGPIPE", 13), getattr(signal, "SIGHUP", None)
 _CURES = {
     errno.ENOSPC: "free some space, or choose another path",
     errno.EDQUOT: "free some space, or choose another path",
@@ -130,7 +132,7 @@ def _run(arguments: list[str] | None) -> int:
         return 128 + signal.SIGINT
     except (ReaderGoneError, BrokenPipeError):
         _drop_output()
-        return 128 + signal.SIGPIPE
+        return 128 + _SIGPIPE
     except (QuantkitError, click.ClickException, OSError, RecursionError, MemoryError) as error:
         return _explain(error)
     return code if isinstance(code, int) else 0
@@ -195,9 +197,9 @@ def _ended_by_signals() -> Iterator[None]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, _SIGHUP):
             # nohup and launchers have their own wishes.
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, end)
     try:
         yield

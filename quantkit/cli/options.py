@@ -209,7 +209,7 @@ device = click.option(
     "--device",
     default="auto",
     show_default=True,
-    metavar="auto|cpu|cuda[:N]",
+    metavar="auto|cpu|cuda[:N]|hip[:N]",
     help="Where the pipeline runs.",
 )
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.layout import Slot, encode_header, place, write_at
+from quantkit.checkpoint.layout import Slot, encode_header, place
 from quantkit.checkpoint.spec import TensorSpec
 from quantkit.errors import NonFiniteError
 from quantkit.interchange.gguf_file import PLAIN, all_finite
@@ -16,6 +16,7 @@ from quantkit.models.source import WEIGHTS
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import copy_file, is_weight, list_files
+from quantkit.storage.system import open_new, write_at
 
 
 def unpack(
@@ -67,7 +68,7 @@ def _write_weights(model: SingleFileModel, path: Path, progress: Progress) -> No
     specs = specs_of(model)
     header = encode_header(specs, {"format": "pt"})
     slots = place(specs, len(header))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = open_new(path)
     try:
         write_at(descriptor, header, 0)
         for piece in tracked(progress, f"unpack {model.file.path.name}", model.pieces):

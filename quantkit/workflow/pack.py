@@ -1,6 +1,5 @@
 """Packing a model, and saying beforehand what packing would write."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.places import check_directory, refuse_overlap
+from quantkit.storage.system import cores
 from quantkit.workflow.inputs import (
     CalibrationLike,
     HessiansLike,
@@ -169,7 +169,7 @@ def _with_encoders(
 
 def usual_threads() -> int:
     """Return how many tensors are in work at once when nobody says."""
-    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    return min(cores(), MOST_THREADS)
 
 
 @dataclass(frozen=True, eq=False)
