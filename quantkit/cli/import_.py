@@ -12,6 +12,7 @@ from quantkit.cli.console import echo, print_json, progress_bar
 @click.argument("file", metavar="FILE", type=options.PATH)
 @click.option(
     "--config",
+    type=options.PATH,
     required=True,
     metavar="DIR|HUBID",
     help="The pipeline that FILE belongs to, or its denoiser's directory: all but the weights.",
@@ -22,7 +23,7 @@ from quantkit.cli.console import echo, print_json, progress_bar
 @options.quiet
 @options.as_json
 def import_(
-    file: Path, config: str, output: Path, force: bool, dry_run: bool, quiet: bool, as_json: bool
+    file: Path, config: Path, output: Path, force: bool, dry_run: bool, quiet: bool, as_json: bool
 ) -> None:
     """Write the denoiser of FILE, .safetensors or .gguf, as a 16-bit diffusers directory.
 

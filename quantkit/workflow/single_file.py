@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -83,13 +84,14 @@ def single_file(path: str | Path, config: str | Path) -> SingleFile:
         ModelError: not a file; a hub id that cannot be fetched.
     """
     file, folder = Path(path), Path(config)
-    if not file.is_file():
+    # Not Path's own, which raise for names that are too long or hold a null.
+    if not os.path.isfile(path):  # noqa: PTH113
         raise ModelError(
             f"{path!s:.200}: no file, and config goes with one; drop it for a directory or a hub "
             "id, or look at the name",
             fields=("config",),
         )
-    if not folder.is_dir() and HUB_ID.fullmatch(str(config)):
+    if not os.path.isdir(config) and HUB_ID.fullmatch(str(config)):  # noqa: PTH112
         folder = fetch_config(str(config))
     return SingleFile(file, folder)
 
