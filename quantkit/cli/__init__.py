@@ -34,6 +34,7 @@ from quantkit.cli import (
     verify,
 )
 from quantkit.cli.console import ReaderGoneError, Warnings, print_error
+from quantkit.cli.library_noise import without_noise
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings = Warnings()
     logging.getLogger("quantkit").addHandler(warnings)
     try:
-        with _ended_by_signals():
+        with _ended_by_signals(), without_noise():
             code = _run(arguments)
     finally:
         logging.getLogger("quantkit").removeHandler(warnings)

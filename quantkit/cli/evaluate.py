@@ -7,7 +7,7 @@ import click
 
 from quantkit.cli import evaluation_options, options, report
 from quantkit.cli.console import print_json, progress_bar
-from quantkit.cli.report_tables import print_gates, print_metrics
+from quantkit.cli.report_tables import print_gates, print_metrics, print_outcome
 
 
 @click.group("eval")
@@ -73,6 +73,8 @@ def images(
     else:
         print_metrics(f"{second} against {first}", found.comparison)
         print_gates(found.gates)
+        if found.gates:
+            print_outcome(found.gates)
     if not found.passed:
         sys.exit(1)
 
