@@ -1,17 +1,21 @@
 """Everything in one go: calibrate, sparsify, pack and evaluate with one recipe."""
 
+import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from quantkit.calibration import hessian
 from quantkit.eval import evaluation
 from quantkit.eval import report as reports
 from quantkit.eval.evaluation import open_pair, require_pipeline
 from quantkit.eval.gates import Limits
+from quantkit.eval.generation import GenerationSettings, choose_unseen
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.models.recipe_check import refuse_unmatched
@@ -29,6 +33,8 @@ from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
 from quantkit.workflow.hessians import MomentPlan, moments_of
 from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_prompts, as_recipe, name_of
 
+_log = logging.getLogger(__name__)
+
 #: The folder with the report, inside the output.
 REPORT = "report"
 
@@ -45,6 +51,7 @@ class RunPlan:
     moments: MomentPlan | None
     #: None: a budget chooses
     forecast: Forecast | None
+    pictures: GenerationSettings
 
     def __repr__(self) -> str:
         """Return it in a few lines."""
@@ -57,6 +64,8 @@ class RunPlan:
             lines.append(repr(self.moments))
         if self.forecast is not None:
             lines.append(self.forecast.outlook)
+        compared = self.pictures
+        lines.append(f"evaluation: {len(compared.prompts)} prompts, {compared.steps} steps")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +77,7 @@ class RunPlan:
             values["hessians"] = self.moments.to_json()["components"]
         if self.forecast is not None:
             values["packed"] = self.forecast.to_json()
+        values["evaluation"] = {"prompts": self.pictures.prompts, "steps": self.pictures.steps}
         return values
 
 
@@ -107,7 +117,7 @@ def run(
     """
     task = _RunInputs.of(model, recipe, output, force=force)
     place = choose_device(device)
-    pictures = settings.pictures(place, last=True)
+    pictures = task.pictures(settings, place)
     # Before the long work: a missing network should not be found out after packing.
     backbones = settings.backbones(place)
     build(
@@ -159,18 +169,18 @@ def plan_run(
         InputError: a recipe, model or prompts that cannot be used, or an output that exists.
     """
     task = _RunInputs.of(model, recipe, output, force=force)
-    settings.pictures(choose_device(device), last=True)
+    pictures = task.pictures(settings, choose_device(device))
     chosen, source = task.recipe, task.model
-    calibrated = chosen.needs_calibration or chosen.needs_hessians
     return RunPlan(
         chosen,
         task.output,
         files_of(chosen),
-        chosen.calibration if calibrated else None,
+        chosen.calibration if _is_calibrated(chosen) else None,
         moments_of(source, chosen, memory=HESSIAN_MEMORY) if chosen.needs_hessians else None,
         None
         if chosen.budget is not None
         else forecast_pack(source, chosen, task.output / PACKED, missing=()),
+        pictures,
     )
 
 
@@ -197,6 +207,22 @@ class _RunInputs:
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, source, chosen, Path(output))
 
+    def pictures(self, settings: EvaluationSettings, place: torch.device) -> GenerationSettings:
+        """Return which pictures are made: a bounded number, of prompts not calibrated on."""
+        prompts = as_prompts(settings.prompts)
+        seen = prompts[: self.recipe.calibration.prompts] if _is_calibrated(self.recipe) else ()
+        if settings.count is None:
+            chosen = choose_unseen(prompts, seen, device=place)
+            settings = replace(settings, prompts=chosen)
+        pictures = settings.pictures(place, last=True)
+        if both := set(seen) & set(pictures.prompts):
+            _log.warning(
+                "%d of the %d prompts that are compared are calibrated on, too; give more than %d "
+                "prompts",
+                len(both), len(pictures.prompts), len(seen),
+            )  # fmt: skip
+        return pictures
+
 
 def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -> None:
     """Refuse what could not be written, before the long work.
@@ -215,6 +241,11 @@ def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -
                 check_directory(output / name, kind=kinds[name], force=force)
         else:
             check_file(output / name, force=force)
+
+
+def _is_calibrated(recipe: Recipe) -> bool:
+    """Tell whether prompts are run for the recipe's choices."""
+    return recipe.needs_calibration or recipe.needs_hessians
 
 
 def limits_of(recipe: Recipe) -> Limits:

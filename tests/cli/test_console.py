@@ -223,6 +223,36 @@ def test_without_a_command_the_commands_are_listed(capsys):
     assert "Commands:" in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize(
+    "names", [(), ("pack",), ("eval",), ("eval", "report"), ("calibrate", "model"), ("help",)]
+)
+def test_help_command_prints_what_the_option_prints(capsys, names):
+    shown = []
+    for arguments in (["help", *names], [*names, "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("names", [("pakc",), ("pack", "x"), ("eval", "reprot")])
+def test_help_of_no_command_is_a_line(capsys, names):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["help", *names])
+    assert caught.value.code == 2
+    assert f"No such command '{' '.join(names)}'" in capsys.readouterr().err
+
+
+def test_verbose_shows_what_is_logged_at_info(monkeypatch, capsys):
+    body = click.command("test")(lambda: logging.getLogger("quantkit.x").info("why"))
+    monkeypatch.setitem(cli.quantkit.commands, "test", body)
+    for options_given, told in ((["-v"], "quantkit: info: why\n"), ([], "")):
+        with pytest.raises(SystemExit):
+            cli.main([*options_given, "test"])
+        assert capsys.readouterr().err == told
+
+
 def test_exit_codes_of_commands_are_passed_on(command):
     assert command(lambda: None)[0] == 0
     assert command(lambda: sys.exit(1))[0] == 1

@@ -39,6 +39,8 @@ def ran(pipeline_dir, prompt_file, tmp_path_factory):
         prompt_file,
         "--steps",
         3,
+        "--count",
+        3,
         "--json",
     )
     result = CliRunner().invoke(run, [*map(str, arguments), *NO_NETWORKS])
@@ -113,6 +115,34 @@ def test_run_needs_no_force_to_refuse_and_plans_dry(ran, pipeline_dir, tmp_path)
     assert dry.exit_code == 0, dry.output
     assert "would write packed/, report/ into" in dry.output
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "compared", "warned"),
+    [
+        (None, [f"p{i}" for i in range(40)], [f"p{i}" for i in range(24, 40)], None),
+        (None, ["p0", "p1", "p2", "p0"], ["p2"], None),
+        (None, ["p0", "p1"], ["p0", "p1"], "2 of the 2 prompts"),
+        (3, ["p0", "p1", "p2"], ["p0", "p1", "p2"], "2 of the 3 prompts"),
+    ],
+    ids=["bounded", "repeated", "all seen", "counted"],
+)
+def test_run_compares_what_calibration_did_not_see(
+    pipeline_dir, tmp_path, caplog, count, given, compared, warned
+):
+    from quantkit.workflow.evaluate import EvaluationSettings
+    from quantkit.workflow.run import plan_run
+
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "name: r\nactivation: {mode: static}\ncalibration: {prompts: 2, steps: 2, buckets: 1}\n"
+    )
+    settings = EvaluationSettings(prompts=given, count=count)
+    output = tmp_path / "out"
+    plan = plan_run(pipeline_dir, recipe=recipe, output=output, settings=settings, device="cpu")
+    assert list(plan.pictures.prompts) == compared
+    assert f"evaluation: {len(compared)} prompts, 20 steps" in repr(plan)
+    assert [warned in message for message in caplog.messages] == [True] * (warned is not None)
 
 
 def eval_report(*arguments):
