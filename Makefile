@@ -52,8 +52,12 @@ docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist *.egg-info demo-output
 
+# An index of PyTorch's wheels for ROCm, or for CPUs alone: `make demo TORCH=...`. pip then keeps what it finds installed.
+TORCH ?=
+
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	test -z '$(TORCH)' || $(BIN)/python -m pip install --quiet torch torchvision --index-url '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[dev,docs]'
 	touch $@

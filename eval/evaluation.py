@@ -17,9 +17,10 @@ from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.device import log
 from quantkit.errors import ModelError
 from quantkit.inference.deviation import LayerDeviation, watch
-from quantkit.inference.layers import LayerInfo, packed_layers
+from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.loading import load_pipeline
-from quantkit.models.source import Model, open_model
+from quantkit.models.source import Model, open_encoders, open_model
+from quantkit.models.text_encoders import TEXT_ENCODERS
 from quantkit.pipelines.running import choose_dtype, quiet_libraries
 from quantkit.pipelines.running import load_pipeline as load_original
 from quantkit.progress import Progress, silent
@@ -91,6 +92,7 @@ def open_pair(model: str, packed: Path) -> Pair:
     found = open_packed(packed)
     if not found.components:
         return Pair(model, opened, found, open_unpacked(packed, opened))
+    opened = _with_encoders(opened, found)
     names = {component.name for component in opened.components}
     for component in found.components:
         if component.name not in names:
@@ -100,6 +102,15 @@ def open_pair(model: str, packed: Path) -> Pair:
                 "same pipeline"
             )
     return Pair(model, opened, found)
+
+
+def _with_encoders(model: Model, packed: Packed) -> Model:
+    """Return the original with the text encoders that are packed in the other directory."""
+    names = {component.name for component in packed.components}
+    if names <= {component.name for component in model.components}:
+        return model
+    encoders = tuple(encoder for encoder in open_encoders(model) if encoder.name in names)
+    return replace(model, components=model.components + encoders)
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,10 @@ def evaluate(
     dense = load_original(pair.model, device)
     deviations = {} if pair.plain else _watch(pipe, dense, settings, progress)
     local = _shadow(pair, pipe, dense, original, progress)
-    infos = {(info.component, info.name): info for info in packed_layers(pipe)}
+    # By the names of the files: transformers may have renamed those of a text encoder.
+    places = {(c, path): (c, layer.name) for c, path, layer in iterate_packed(pipe)}
+    infos = {places[info.component, info.name]: info for info in packed_layers(pipe)}
+    deviations = {places.get(place, place): found for place, found in deviations.items()}
     pairs = Pairs(
         picture_names(len(settings.prompts)), original.generated.pictures, packed.pictures,
         settings.prompts,
@@ -250,7 +264,10 @@ def _shadow(
     kind = "cpu" if original.device.type == "cpu" else "cuda"
     few = _first(original.settings, min(LOCAL_PROMPTS[kind], original.settings.batch))
     compared = pair.plain or pair.packed
-    names = tuple(component.name for component in compared.components)
+    encoders = {c.name for c in pair.model.components if c.family in TEXT_ENCODERS}
+    names = tuple(c.name for c in compared.components if c.name not in encoders)
+    if not names:
+        return None
     with shadowed(dense, pipe, names) as local:
         generate(dense, few, label="error of every step", progress=progress, listener=local.listen)
     return local.errors()

@@ -3,7 +3,7 @@
 #pragma once
 
 #ifndef QK_FIBER_ASM
-#  if defined(__ELF__) && (defined(__x86_64__) || defined(__aarch64__))
+#  if (defined(__ELF__) || defined(__APPLE__)) && (defined(__x86_64__) || defined(__aarch64__))
 #    define QK_FIBER_ASM 1
 #  else
 #    define QK_FIBER_ASM 0
@@ -13,13 +13,19 @@
 #  include <ucontext.h>
 #endif
 
+// Apple's assembler puts a _ before names of C and knows neither .type nor .size.
+#if defined(__APPLE__)
+#  define QK_ASM_BEGIN(name) \
+    ".text\n.private_extern _" #name "\n.globl _" #name "\n.p2align 4\n_" #name ":\n"
+#  define QK_ASM_END(name) ""
+#else
+#  define QK_ASM_BEGIN(name) \
+    ".text\n.hidden " #name "\n.globl " #name "\n.type " #name ", %function\n" #name ":\n"
+#  define QK_ASM_END(name) ".size " #name ", .-" #name "\n"
+#endif
+
 #if QK_FIBER_ASM && defined(__x86_64__)
-__asm__(R"(
-.text
-.hidden qk_fiber_switch
-.globl qk_fiber_switch
-.type qk_fiber_switch, @function
-qk_fiber_switch:
+__asm__(QK_ASM_BEGIN(qk_fiber_switch) R"(
   pushq %rbp
   pushq %rbx
   pushq %r12
@@ -35,22 +41,12 @@ qk_fiber_switch:
   popq %rbx
   popq %rbp
   ret
-.size qk_fiber_switch, .-qk_fiber_switch
-.hidden qk_fiber_start
-.globl qk_fiber_start
-.type qk_fiber_start, @function
-qk_fiber_start:
+)" QK_ASM_END(qk_fiber_switch) QK_ASM_BEGIN(qk_fiber_start) R"(
   callq *%r14
   ud2
-.size qk_fiber_start, .-qk_fiber_start
-)");
+)" QK_ASM_END(qk_fiber_start));
 #elif QK_FIBER_ASM && defined(__aarch64__)
-__asm__(R"(
-.text
-.hidden qk_fiber_switch
-.globl qk_fiber_switch
-.type qk_fiber_switch, %function
-qk_fiber_switch:
+__asm__(QK_ASM_BEGIN(qk_fiber_switch) R"(
   sub sp, sp, #160
   stp x19, x20, [sp, #0]
   stp x21, x22, [sp, #16]
@@ -77,15 +73,10 @@ qk_fiber_switch:
   ldp d14, d15, [sp, #144]
   add sp, sp, #160
   ret
-.size qk_fiber_switch, .-qk_fiber_switch
-.hidden qk_fiber_start
-.globl qk_fiber_start
-.type qk_fiber_start, %function
-qk_fiber_start:
+)" QK_ASM_END(qk_fiber_switch) QK_ASM_BEGIN(qk_fiber_start) R"(
   blr x19
   brk #1
-.size qk_fiber_start, .-qk_fiber_start
-)");
+)" QK_ASM_END(qk_fiber_start));
 #endif
 
 namespace qk {

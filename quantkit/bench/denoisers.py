@@ -1,7 +1,7 @@
 """The denoisers that are measured whole: configs as published, random weights, random inputs."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.bench.denoiser_inputs import INPUTS
 from quantkit.errors import ModelError
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.storage.jsonfile import read_json
 
-#: Tokens of a prompt: CLIP's 77, and the 512 of FLUX.1-dev's T5.
-_CLIP_TOKENS, _T5_TOKENS = 77, 512
+#: Where pipelines keep their denoisers.
+_FOLDERS = ("unet", "transformer", "prior", "decoder")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,78 @@ DENOISERS: dict[str, Denoiser] = {
             {"guidance_embeds": True},
             "black-forest-labs/FLUX.1-dev, transformer/config.json",
         ),
+        Denoiser(
+            "sd15",
+            "UNet2DConditionModel",
+            {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+            "stable-diffusion-v1-5/stable-diffusion-v1-5, unet/config.json",
+        ),
+        Denoiser(
+            "sd3",
+            "SD3Transformer2DModel",
+            {
+                "sample_size": 128,
+                "num_layers": 24,
+                "attention_head_dim": 64,
+                "num_attention_heads": 24,
+                "caption_projection_dim": 1536,
+                "pos_embed_max_size": 192,
+            },
+            "stabilityai/stable-diffusion-3-medium-diffusers, transformer/config.json",
+        ),
+        Denoiser(
+            "pixart",
+            "PixArtTransformer2DModel",
+            {
+                "sample_size": 128,
+                "caption_channels": 4096,
+                "interpolation_scale": 2,
+                "use_additional_conditions": False,
+            },
+            "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS, transformer/config.json",
+        ),
+        Denoiser(
+            "sana",
+            "SanaTransformer2DModel",
+            {},
+            "Efficient-Large-Model/Sana_1600M_1024px_diffusers, transformer/config.json",
+        ),
+        Denoiser(
+            "flux2",
+            "Flux2Transformer2DModel",
+            {},
+            "black-forest-labs/FLUX.2-dev, transformer/config.json",
+        ),
+        Denoiser(
+            "chroma",
+            "ChromaTransformer2DModel",
+            {},
+            "lodestones/Chroma1-HD, transformer/config.json",
+        ),
+        Denoiser(
+            "qwenimage",
+            "QwenImageTransformer2DModel",
+            {},
+            "Qwen/Qwen-Image, transformer/config.json",
+        ),
+        Denoiser(
+            "zimage",
+            "ZImageTransformer2DModel",
+            {},
+            "Tongyi-MAI/Z-Image-Turbo, transformer/config.json",
+        ),
+        Denoiser(
+            "wan",
+            "WanTransformer3DModel",
+            {},
+            "Wan-AI/Wan2.2-T2V-A14B-Diffusers, transformer/config.json",
+        ),
+        Denoiser(
+            "ltx",
+            "LTXVideoTransformer3DModel",
+            {},
+            "Lightricks/LTX-Video, transformer/config.json",
+        ),
     )
 }
 
@@ -66,7 +139,7 @@ def find_denoiser(text: str) -> Denoiser:
     """Return a row of DENOISERS, or what a directory's config.json describes.
 
     Args:
-        text: a name, or a directory: a component's, or a pipeline's with unet or transformer.
+        text: a name, or a directory: a component's, or a pipeline's, of which one denoiser counts.
 
     Raises:
         ModelError: neither, or a class that has no inputs in INPUTS.
@@ -76,14 +149,17 @@ def find_denoiser(text: str) -> Denoiser:
     folder = Path(text)
     if not os.path.isdir(text):  # noqa: PTH112  Path's raises for names that are too long
         raise ModelError(f"{text:.200}: unknown, wanted {', '.join(DENOISERS)} or a directory")
-    places = (folder, folder / "unet", folder / "transformer")
+    places = (folder, *(folder / name for name in _FOLDERS))
     path = next((p / "config.json" for p in places if (p / "config.json").is_file()), None)
     if path is None:
-        raise ModelError(f"{folder}: no config.json, and none in its unet or transformer")
+        raise ModelError(f"{folder}: no config.json, and none in its {', '.join(_FOLDERS)}")
     config = read_json(path)
     class_name = config.get("_class_name")
     if not isinstance(class_name, str) or class_name not in INPUTS:
-        raise ModelError(f"{path}: class {class_name!s:.80}, wanted one of {', '.join(INPUTS)}")
+        raise ModelError(
+            f"{path}: class {class_name!s:.80}, wanted one whose inputs are known: "
+            f"{', '.join(INPUTS)}"
+        )
     # What a packed or published config says beside the architecture.
     own = {k: v for k, v in config.items() if not k.startswith("_") and k != "quantization_config"}
     return Denoiser(text, class_name, own, str(path))
@@ -129,54 +205,3 @@ def make_inputs(model: nn.Module, batch: int, size: int, device: torch.device) -
         return torch.randn(*shape, generator=generator).to(device, torch.float16)
 
     return INPUTS[type(model).__name__](model.config, (batch, size), normal)
-
-
-def _unet_inputs(
-    config: Any, shape: tuple[int, int], normal: Callable[..., Tensor]
-) -> dict[str, Any]:
-    batch, size = shape
-    inputs: dict[str, Any] = {
-        "sample": normal(batch, config.in_channels, size, size),
-        "encoder_hidden_states": normal(batch, _CLIP_TOKENS, config.cross_attention_dim),
-    }
-    device = inputs["sample"].device
-    inputs["timestep"] = torch.full((), 500, device=device)
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        sizes = torch.tensor([8.0 * size] * 2 + [0.0] * 2 + [8.0 * size] * 2)
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal(batch, pooled),
-            "time_ids": sizes.repeat(batch, 1).to(device, torch.float16),
-        }
-    return inputs
-
-
-def _flux_inputs(
-    config: Any, shape: tuple[int, int], normal: Callable[..., Tensor]
-) -> dict[str, Any]:
-    batch, size = shape
-    # Two by two latents are one token.
-    side, axes = size // 2, len(config.axes_dims_rope)
-    hidden = normal(batch, side * side, config.in_channels)
-    device = hidden.device
-    places = torch.zeros(side, side, axes)
-    places[..., 1] += torch.arange(side)[:, None]
-    places[..., 2] += torch.arange(side)[None, :]
-    inputs = {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, _T5_TOKENS, config.joint_attention_dim),
-        "pooled_projections": normal(batch, config.pooled_projection_dim),
-        "timestep": torch.full((batch,), 0.5, device=device, dtype=torch.float16),
-        "img_ids": places.reshape(-1, axes).to(device, torch.float16),
-        "txt_ids": torch.zeros(_T5_TOKENS, axes, device=device, dtype=torch.float16),
-    }
-    if config.guidance_embeds:
-        inputs["guidance"] = torch.full((batch,), 3.5, device=device, dtype=torch.float16)
-    return inputs
-
-
-#: Class -> its inputs, from config, (batch, size), and a maker of normal tensors.
-INPUTS: dict[str, Callable[[Any, tuple[int, int], Callable[..., Tensor]], dict[str, Any]]] = {
-    "UNet2DConditionModel": _unet_inputs,
-    "FluxTransformer2DModel": _flux_inputs,
-}

@@ -241,8 +241,10 @@ def _ready(found: _Ready | ModelRow) -> _Ready | None:
 
 def _step(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Step:
     def step() -> Tensor:
-        output: Tensor = model(**inputs, return_dict=False)[0]
-        return output
+        output: Any = model(**inputs, return_dict=False)[0]
+        # Z-Image has a list of pictures.
+        found: Tensor = output if isinstance(output, Tensor) else torch.stack(output)
+        return found
 
     return step
 

@@ -16,6 +16,7 @@ from torch import nn
 from quantkit.calibration.collect import library_versions, observed_layers, weight_digests
 from quantkit.calibration.hooks import Collector
 from quantkit.calibration.statistics import Calibration, CalibrationProvenance
+from quantkit.models.recommended import recipe_of_class
 from quantkit.models.source import Model, open_model
 from quantkit.numerics.formats import find_format
 from quantkit.packing import pack as pipeline
@@ -26,12 +27,9 @@ from quantkit.recipe.schema import ActivationRecipe, Recipe, SparsityRecipe, Wei
 
 #: diffusers' bound of a file, and so of what is in host memory at once.
 _SHARD = "1GB"
-#: Class -> bundled recipes with inputs per token and for static scales.
-_RECIPES = {
-    "UNet2DConditionModel": ("sdxl-fp8", "fp8-static"),
-    "FluxTransformer2DModel": ("flux-fp8", "flux-fp8"),
-}
-_OTHERS = ("fp8", "fp8-static")
+#: Class -> bundled recipe for static scales, where it is not that of the others.
+_STATIC = {"FluxTransformer2DModel": "flux-fp8"}
+_OTHERS = "fp8-static"
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,13 @@ class Source:
         )
 
     def recipe(self, variant: PackedVariant) -> Recipe:
-        """Return the bundled recipe of the model's class, changed to the variant."""
-        per_token, static = _RECIPES.get(type(self.model).__name__, _OTHERS)
-        recipe = load_recipe(static if variant.static else per_token)
+        """Return the bundled recipe that is made for the model, changed to the variant."""
+        class_name, config = type(self.model).__name__, self.model.config
+        recipe = (
+            load_recipe(_STATIC.get(class_name, _OTHERS))
+            if variant.static
+            else recipe_of_class(class_name, config)  # type: ignore[arg-type]
+        )
         changes: dict[str, Any] = {}
         if variant.sparse:
             changes["sparsity"] = SparsityRecipe(method="magnitude")

@@ -15,6 +15,7 @@ from quantkit.checkpoint.validate import Index, Shard
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
+from quantkit.storage.system import open_to_read, read_at
 from quantkit.storage.tensorfile import Header, TensorInfo
 
 
@@ -61,9 +62,9 @@ class PackedComponent:
             name: as ``conv_in.weight_scale``.
         """
         path, info = self.tensors[name]
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_to_read(path)
         try:
-            data = bytearray(os.pread(descriptor, info.nbytes, info.start))
+            data = bytearray(read_at(descriptor, info.nbytes, info.start))
         finally:
             os.close(descriptor)
         return torch.frombuffer(data, dtype=PACKED_DTYPES[info.dtype]).reshape(info.shape)

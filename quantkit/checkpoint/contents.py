@@ -18,6 +18,7 @@ from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
 from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Scheme
 from quantkit.storage.digest import Claim
+from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import TensorInfo
 
 _SCALES = ("weight_scale", "input_scale", "input_smooth")
@@ -61,7 +62,7 @@ def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:
     if info.dtype not in NUMBER_DTYPES:
         return
     width = NUMBER_DTYPES[info.dtype].itemsize
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_to_read(path)
     try:
         source = SourceTensor(path, descriptor, info)
         for index, chunk in enumerate(source.chunks(_CHUNK_BYTES)):

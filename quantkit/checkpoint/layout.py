@@ -5,13 +5,13 @@ the library has none: it writes the metadata keys in random order, here they asc
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from quantkit.checkpoint.spec import TensorSpec
+from quantkit.storage.system import write_at
 
 #: File order of dtypes: the library sorts by its enumeration, descending, so that every tensor is
 #: aligned to its item. Source: safetensors 0.8.0, observed; the tests compare with the library.
@@ -89,11 +89,3 @@ class Sink:
         """Return the SHA-256 of the whole tensor, in hex."""
         assert self._position == self._slot.stop, self._slot.spec.name
         return self._digest.hexdigest()
-
-
-def write_at(descriptor: int, data: memoryview | bytes, position: int) -> None:
-    """Write all of ``data`` at an offset; one call of the system may take only a part."""
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(descriptor, rest, position)
-        rest, position = rest[count:], position + count

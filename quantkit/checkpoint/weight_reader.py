@@ -1,6 +1,5 @@
 """Reading a weight in blocks of rows, as the kernels read it, through small reused buffers."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, prod
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import ModelError, NonFiniteError
 from quantkit.numerics.formats import FORMATS
+from quantkit.storage.system import read_into
 from quantkit.storage.tensorfile import TensorInfo
 
 #: Elements of a block. 2**17 makes 512 KiB in float32, which stays in the cache of a core with what
@@ -105,7 +105,7 @@ class SourceTensor:
 
     def _fill(self, chunk: memoryview, start: int) -> None:
         while chunk:
-            count = os.preadv(self.descriptor, [chunk], start)
+            count = read_into(self.descriptor, chunk, start)
             if count == 0:
                 raise ModelError(
                     f"{self.path}: {self.info.name}: the file ends at byte {start}, wanted "

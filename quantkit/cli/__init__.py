@@ -28,6 +28,7 @@ from quantkit.cli import (
     optimize,
     pack,
     permute,
+    recipes,
     recover,
     run,
     sensitivity,
@@ -39,6 +40,8 @@ from quantkit.cli.library_noise import without_noise
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+#: Windows has neither.
+_SIGPIPE, _SIGHUP = getattr(signal, "SIGPIPE", 13), getattr(signal, "SIGHUP", None)
 _CURES = {
     errno.ENOSPC: "free some space, or choose another path",
     errno.EDQUOT: "free some space, or choose another path",
@@ -76,6 +79,7 @@ quantkit.add_command(run.run)
 kernels.kernels.add_command(bench.bench)
 quantkit.add_command(kernels.kernels)
 quantkit.add_command(bench_model.bench)
+quantkit.add_command(recipes.recipes)
 quantkit.add_command(doctor.doctor)
 quantkit.add_command(demo.demo)
 quantkit.add_command(help_command.help_command)
@@ -134,7 +138,7 @@ def _run(arguments: list[str] | None) -> int:
         return 128 + signal.SIGINT
     except (ReaderGoneError, BrokenPipeError):
         _drop_output()
-        return 128 + signal.SIGPIPE
+        return 128 + _SIGPIPE
     except (QuantkitError, click.ClickException, OSError, RecursionError, MemoryError) as error:
         return _explain(error)
     return code if isinstance(code, int) else 0
@@ -199,9 +203,9 @@ def _ended_by_signals() -> Iterator[None]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, _SIGHUP):
             # nohup and launchers have their own wishes.
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, end)
     try:
         yield

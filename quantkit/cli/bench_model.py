@@ -21,8 +21,9 @@ def bench() -> None:
     "--config",
     default="sdxl",
     show_default=True,
-    metavar="sdxl|flux|DIR",
-    help="What to build, with random weights: a published denoiser, or a directory's config.json.",
+    metavar="NAME|DIR",
+    help="What to build, with random weights: a published denoiser (sdxl, flux, sd15, sd3, pixart, "
+    "sana, flux2, chroma, qwenimage, zimage, wan, ltx), or a directory's config.json.",
 )
 @click.option("--batch", type=options.COUNT, default=2, show_default=True, help="Latents.")
 @click.option(

@@ -1,5 +1,6 @@
 """``quantkit doctor``: what this machine has, and what would run each operation or layer."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,25 +17,30 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("packed", required=False, type=options.PATH)
 @options.device
+@click.option("--strict", is_flag=True, help="End with 1 unless a GPU runs quantkit's kernels.")
 @options.quiet
 @options.as_json
-def doctor(packed: Path | None, device: str, quiet: bool, as_json: bool) -> None:
+def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Show devices, compilers and caches, and which back end would run each operation and why.
 
-    With PACKED, also which back end each of its packed layers would use.
+    The first line says which GPU runs quantkit's kernels, or why none does. With PACKED, also
+    which back end each of its packed layers would use.
     """
     from quantkit.workflow.doctor import examine
 
     found = examine(packed, device=device)
     if as_json:
         print_json(found.to_json())
-        return
-    _print_survey(found.survey)
-    if packed is not None:
-        _print_layers(packed, found.layers, quiet=quiet)
+    else:
+        _print_survey(found.survey)
+        if packed is not None:
+            _print_layers(packed, found.layers, quiet=quiet)
+    if strict and not found.survey.headline.fine:
+        sys.exit(1)
 
 
 def _print_survey(found: "Survey") -> None:
+    echo(found.headline.text)
     echo(f"torch {found.torch_version}")
     for device in found.devices:
         echo(device)

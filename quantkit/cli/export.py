@@ -72,7 +72,7 @@ def export(
     fp8r                diffusers itself, from_single_file: one file
     gguf:Q8_0, :Q4_0    ComfyUI-GGUF and diffusers: one file
     single-file         16 bit in the layout of the model's authors: one file
-    compressed-tensors  transformers, packed text encoders: a directory
+    compressed-tensors  transformers, text encoders: a directory
     """
     from quantkit.workflow.export import export
 

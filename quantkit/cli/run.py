@@ -14,6 +14,7 @@ from quantkit.cli.report_tables import print_report
 @click.command()
 @click.argument("recipe", metavar="RECIPE")
 @options.model
+@options.force_recipe
 @options.output
 @evaluation_options.sampling
 @options.device
@@ -21,7 +22,7 @@ from quantkit.cli.report_tables import print_report
 @options.quiet
 @options.as_json
 @options.force
-def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
+def run(recipe: str, model: str, force_recipe: bool, as_json: bool, **given: Any) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
     Writes into the output folder: calibration.safetensors, hessians/ and masks.safetensors where
@@ -31,8 +32,9 @@ def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
     from quantkit.workflow.run import REPORT, plan_run, run
 
     request = Request(**given)
+    wanted = options.unbound(recipe) if force_recipe else recipe
     if request.dry_run:
-        plan = plan_run(model, recipe=recipe, **request.task())
+        plan = plan_run(model, recipe=wanted, **request.task())
         if as_json:
             print_json(plan.to_json())
         else:
@@ -41,7 +43,7 @@ def run(recipe: str, model: str, as_json: bool, **given: Any) -> None:
     with progress_bar(quiet=request.quiet) as progress:
         report = run(
             model,
-            recipe=recipe,
+            recipe=wanted,
             **request.task(),
             commands=(command_line(),),
             progress=progress,

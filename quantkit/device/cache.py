@@ -6,7 +6,6 @@ What lies here is loaded as code, so nobody else may write it: folders belong to
 0700, and no link is followed in them.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,8 +16,19 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
+from filelock import lock_descriptor
+
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
+from quantkit.storage.system import (
+    NOFOLLOW,
+    NONBLOCK,
+    is_mine,
+    is_writable_by_others,
+    open_lock,
+    open_to_read,
+    sync,
+)
 
 #: Bytes of all build folders. Every variant for the host and one GPU takes about 60 MB, so this
 #: holds the builds of some ten versions.
@@ -77,7 +87,7 @@ def build_folder(*parts: str) -> Path:
 def read_whole(path: Path) -> bytes | None:
     """Return what was built at ``path``; None unless it is all there, a plain file, and ours."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_to_read(path, NOFOLLOW | NONBLOCK)
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -98,7 +108,7 @@ def why_not_private(folder: Path) -> str:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "is a link or a file"
-    if found.st_uid != os.getuid():
+    if not is_mine(found):
         return "belongs to another user"
     return "" if _is_private(found) else "can be written by others"
 
@@ -127,13 +137,14 @@ def building(target: Path) -> Iterator[Path | None]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     # Truncating nothing and following no link: what a link points to is not ours to touch.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = open_lock(path)
     except OSError as error:
         raise KernelError(f"{path}: cannot be locked ({error.strerror}); delete it") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Without locks in the file system work is done twice, and no harm.
+        with suppress(OSError):
+            lock_descriptor(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -148,12 +159,13 @@ def _keep(built: Path, target: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     built.chmod(0o700)
-    built.replace(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        built.replace(target)
+    except PermissionError:
+        # Windows replaces nothing that a process has open; what it has open is whole.
+        if read_whole(target) is None:
+            raise
+    sync(target.parent)
 
 
 def _make_private(folder: Path) -> None:
@@ -180,7 +192,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return is_mine(found) and not is_writable_by_others(found)
 
 
 def prune(keep: Path, limit: int) -> tuple[Path, ...]:

@@ -1,5 +1,6 @@
 """Which compilers and tools this machine has. Nothing is compiled here."""
 
+import importlib.util
 import os
 import platform
 import re
@@ -118,9 +119,15 @@ def _numbered_clangs() -> list[str]:
 
 
 def _rocm_clangs() -> list[str]:
-    roots = (os.environ.get("ROCM_PATH", "").strip(), "/opt/rocm")
+    roots = [os.environ.get("ROCM_PATH", "").strip(), "/opt/rocm", *_wheel_roots()]
     places = (str(Path(root) / "lib" / "llvm" / "bin" / "amdclang++") for root in roots if root)
     return ["amdclang++", *places]
+
+
+def _wheel_roots() -> list[str]:
+    """Return where AMD's Python wheels have ROCm; importing them would search for cards."""
+    spec = importlib.util.find_spec("_rocm_sdk_core")
+    return list((spec and spec.submodule_search_locations) or ())
 
 
 def _numbered(program: str) -> list[str]:

@@ -1,6 +1,5 @@
 """What this machine has for quantkit: devices, compilers, and the back end of each operation."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,11 @@ from quantkit.device.gpu.devices import Device, device_name
 from quantkit.device.gpu.nvrtc import load_nvrtc
 from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
+from quantkit.device.headline import Headline, headline
 from quantkit.device.hopper import gemm as hopper
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
+from quantkit.storage.system import cores
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Gpu:
 class Survey:
     """The whole answer."""
 
+    #: which GPU runs quantkit's kernels, or why none does
+    headline: Headline
     torch_version: str
     devices: tuple[str, ...]
     gpus: tuple[Gpu, ...]
@@ -82,17 +85,19 @@ class Survey:
 
 def survey() -> Survey:
     """Look at the machine; compiles the host runtime and tests the GPUs if that was never done."""
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    gpus = tuple(_describe_gpu(index) for index in range(torch.cuda.device_count()))
+    kinds = ("cpu", *(gpu.device for gpu in gpus))
     folder = cache.cache_directory()
     return Survey(
+        headline=headline(gpus),
         torch_version=torch.__version__,
         devices=(_describe_cpu(),),
-        gpus=tuple(_describe_gpu(index) for index in range(len(gpus))),
+        gpus=gpus,
         tools=_tools(),
         cache=folder,
         cache_bytes=cache.folder_bytes(folder),
         cache_limit=cache.cache_limit(),
-        operations=tuple(_choose(op, kind) for kind in ("cpu", *gpus) for op in OPS),
+        operations=tuple(_choose(op, kind) for kind in kinds for op in OPS),
     )
 
 
@@ -102,9 +107,8 @@ def _choose(op: str, kind: str) -> OpChoice:
 
 
 def _describe_cpu() -> str:
-    cores = len(os.sched_getaffinity(0))
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"cpu: {cores} cores, {torch.get_num_threads()} torch threads, {capability}"
+    return f"cpu: {cores()} cores, {torch.get_num_threads()} torch threads, {capability}"
 
 
 def _describe_gpu(index: int) -> Gpu:

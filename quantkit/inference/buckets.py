@@ -10,7 +10,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -102,22 +101,29 @@ def apply_keeping_dtype(
     fn: Callable[[Tensor], Tensor],
     *,
     recurse: bool,
+    but: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Move buffers as ``fn`` does, without the casts and memory formats that come with it.
+    """Move tensors as ``fn`` does, without the casts and memory formats that come with it.
 
     Args:
-        module: its own buffers are kept; parameters and children are applied as usual.
+        module: its own tensors are kept; children are applied as usual.
         apply: ``nn.Module._apply`` bound to the module.
         fn: what ``module.to``, ``half``, ``cuda`` and the like hand down.
         recurse: passed on.
+        but: names of tensors that are cast as usual.
     """
-    before = dict(module.named_buffers(recurse=False))
-    apply(fn, recurse)
-    for name, tensor in before.items():
-        moved = getattr(module, name)
-        if moved.dtype != tensor.dtype or not moved.is_contiguous():
-            setattr(module, name, tensor.to(moved.device))
-    return module
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    kept = {id(tensor) for name, tensor in own if name not in but}
+    result: nn.Module = apply(lambda t: _moved(t, fn) if id(t) in kept else fn(t), recurse)
+    return result
+
+
+def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    # A row of bytes: what casts leaves integers alone, and what lays out pictures wants four axes.
+    row = tensor.detach().reshape(-1).view(torch.uint8)
+    moved = fn(row)
+    moved = moved if moved.dtype is torch.uint8 else row.to(moved.device)
+    return moved.view(tensor.dtype).view(tensor.shape)
 
 
 def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float, ...], Any]:
@@ -140,35 +146,40 @@ def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float
         raise CheckpointError(without_timestep(type(model).__name__, ", ".join(names)))
     buckets = {e: TimestepBuckets(e) for e in sorted(edges)}
     model.add_module(CHILD, nn.ModuleList(buckets.values()))
-    model.forward = MethodType(_with_bucket(type(model).forward), model)
+    forward: Any = functools.partial(_with_bucket, model, names.index("timestep"))
+    # Pipelines ask what a denoiser takes. A function inside of one would say it, and not pickle.
+    forward.__signature__ = inspect.signature(model.forward)
+    model.forward = forward
     return buckets
 
 
-def _with_bucket(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that finds the buckets first.
+def uninstall(model: nn.Module) -> None:
+    """Give a model its class' forward back, if it has buckets."""
+    if hasattr(model, CHILD):
+        delattr(model, CHILD)
+        del model.forward
+
+
+def _with_bucket(model: nn.Module, position: int, *args: Any, **kwargs: Any) -> Any:
+    """Find the buckets, then call the forward of the model's class.
 
     Not a hook: torch.compile would trace that as a graph of its own, and what passes from one graph
     to the next lies in the module, where threads meet.
     """
-    position = list(inspect.signature(forward).parameters).index("timestep") - 1
-
-    @functools.wraps(forward)
-    def with_bucket(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        timestep = args[position] if len(args) > position else kwargs["timestep"]
-        shared: Any = self.get_submodule(CHILD)
-        if torch.compiler.is_compiling():
-            for buckets in shared:
-                buckets.update(timestep)
-            output = forward(self, *args, **kwargs)
-            for buckets in shared:
-                buckets.forget()
-            return output
-        with _alone(self, shared[0].threads.busy):
-            for buckets in shared:
-                buckets.update(timestep)
-            return forward(self, *args, **kwargs)
-
-    return with_bucket
+    forward = type(model).forward
+    timestep = args[position] if len(args) > position else kwargs["timestep"]
+    shared: Any = model.get_submodule(CHILD)
+    if torch.compiler.is_compiling():
+        for buckets in shared:
+            buckets.update(timestep)
+        output = forward(model, *args, **kwargs)
+        for buckets in shared:
+            buckets.forget()
+        return output
+    with _alone(model, shared[0].threads.busy):
+        for buckets in shared:
+            buckets.update(timestep)
+        return forward(model, *args, **kwargs)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import feed_forward, projections, saving
+from quantkit.inference import dequantizing, feed_forward, methods, projections
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
@@ -116,11 +116,13 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     def check_quantized_param_shape(
         self, param_name: str, current_param: Tensor, loaded_param: Tensor
     ) -> bool:
-        """Refuse a tensor of another shape.
+        """Refuse a tensor of another shape, but for the axes that ``PackedLayer.fill`` adds.
 
         Raises:
             CheckpointError: naming both shapes.
         """
+        if param_name.endswith(".weight") and current_param.numel() == loaded_param.numel():
+            return True
         raise CheckpointError(
             f"{self.files[0].parent}: {param_name}: shape {list(loaded_param.shape)}, wanted "
             f"{list(current_param.shape)}; pack the model again"
@@ -139,12 +141,12 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         """Put the uncast tensor into its layer."""
         del param_value, args, kwargs
         name, _, part = param_name.rpartition(".")
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         # A copy, also on the CPU: kernels want aligned operands, which a mapped file need not give,
         # and a mapped file that is replaced later takes the weights with it.
         value = state_dict[param_name]
         assert value.dtype == getattr(layer, part).dtype, "the headers were checked"
-        setattr(layer, part, value.to(target_device, copy=True))
+        layer.fill(part, value.to(target_device, copy=True))
         self._filled.add(param_name)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -158,10 +160,13 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         self._hashing = Hashing(())
         # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
-        saving.install(model)
+        methods.install(model)
         projections.install(model)
         feed_forward.install(model)
         return model
+
+    def _dequantize(self, model: nn.Module) -> nn.Module:
+        return dequantizing.dequantize(model)
 
     def get_state_dict_and_metadata(
         self,

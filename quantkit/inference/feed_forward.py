@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
-from quantkit.inference.modules import PackedLinear
+from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
 
@@ -43,6 +43,13 @@ def install(model: nn.Module) -> None:
             module.__class__ = GatedFeedForward
 
 
+def uninstall(model: nn.Module) -> None:
+    """Undo ``install``."""
+    for module in model.modules():
+        if type(module) is GatedFeedForward:
+            module.__class__ = FeedForward
+
+
 def _fits(module: FeedForward) -> bool:
     up, down = getattr(module.net[0], "proj", None), module.net[2]
     if type(module.net[0]) is not GEGLU or type(up) is not PackedLinear:
@@ -66,12 +73,8 @@ def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Tell whether a call of the layer does nothing but multiply.
-
-    Adapters replace it; hooks and offloading, which has its own ``forward``, want it to be called.
-    """
-    hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
-    return type(layer) is PackedLinear and not hooks and "forward" not in layer.__dict__
+    """Tell whether a call of the layer does nothing but multiply; adapters replace it."""
+    return type(layer) is PackedLinear and not is_watched(layer)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -34,11 +34,33 @@ def _register_in_transformers(module: "ModuleType") -> None:
     register(module)
 
 
+def _know_dense_shapes(module: "ModuleType") -> None:
+    from quantkit.inference.lora_shapes import register
+
+    register(module)
+
+
+def _refuse_copies(module: "ModuleType") -> None:
+    from quantkit.inference.copying import register
+
+    register(module)
+
+
+#: Modules of diffusers with classes that copy a denoiser's weights.
+_COPIERS = (
+    "controlnets.controlnet", "controlnets.controlnet_flux", "controlnets.controlnet_hunyuan",
+    "controlnets.controlnet_qwenimage", "controlnets.controlnet_sd3",
+    "controlnets.controlnet_sparsectrl", "controlnets.controlnet_union",
+    "controlnets.controlnet_xs", "unets.unet_motion_model",
+)  # fmt: skip
+
 #: What to do right after which module has run. Each may be called twice.
 ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
+    "diffusers.loaders.lora_pipeline": _know_dense_shapes,
     "transformers.quantizers.auto": _register_in_transformers,
+    **{f"diffusers.models.{name}": _refuse_copies for name in _COPIERS},
 }
 
 

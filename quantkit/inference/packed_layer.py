@@ -1,6 +1,12 @@
-"""What packed layers share: the buffers of FORMAT.md, quantizing an input, and the multiply."""
+# LEAD: read LEAD_NOTE.md in the root of this worktree, then delete it and this line.
+"""What packed layers share: the tensors of FORMAT.md, quantizing an input, and the multiply.
+
+Codes and scales of a weight are frozen parameters: what offloads a model, and what counts it, looks
+at parameters alone.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -8,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
+from quantkit.inference.codes import Codes
 from quantkit.inference.operators import operator_for
 from quantkit.inference.terms import Term, split
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
@@ -17,20 +25,33 @@ from quantkit.numerics.scales import dequantize
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
 
+#: The parts that are parameters; the others, a row or a number each, are buffers.
+CODES = ("weight", "weight_meta", "weight_group", "weight_scale")
+
 
 class PackedLayer(nn.Module):
-    """What PackedLinear and PackedConv2d share: the buffers of FORMAT.md, and the multiply."""
+    """What PackedLinear and PackedConv2d share: the tensors of FORMAT.md, and the multiply."""
 
     kind: Kind
-    weight: Tensor
-    weight_meta: Tensor | None
-    weight_group: Tensor | None
-    weight_scale: Tensor
+    #: what the layer stands for: nn.Linear or nn.Conv2d
+    dense_class: type[nn.Linear | nn.Conv2d]
+    weight: Codes
+    weight_meta: Codes | None
+    weight_group: Codes | None
+    weight_scale: Codes
     input_scale: Tensor | None
     input_smooth: Tensor | None
     input_shift: Tensor | None
     output_shift: Tensor | None
     bias: nn.Parameter | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a dense layer of a dense layer's arguments.
+
+        peft makes an adapter's matrices by calling the type of the layer that it adapts.
+        """
+        as_dense = not isinstance(args[0], str) if args else bool(kwargs)
+        return cls.dense_class(*args, **kwargs) if as_dense else super().__new__(cls)
 
     def __init__(
         self,
@@ -39,9 +60,12 @@ class PackedLayer(nn.Module):
         dense: nn.Linear | nn.Conv2d,
         buckets: TimestepBuckets | None,
     ) -> None:
-        super().__init__()
+        # Not super(): nn.Linear and nn.Conv2d, which a layer is too, would make a dense weight.
+        nn.Module.__init__(self)
         self.name = name
         self.scheme = scheme
+        #: what the model around it computes in, to which peft casts its adapters
+        self.compute_dtype = dense.weight.dtype
         self.dense_shape = tuple(dense.weight.shape)
         #: output features, and the length of a row: in_features, or kh * kw * C
         self.n, self.k = self.dense_shape[0], prod(self.dense_shape[1:])
@@ -50,22 +74,38 @@ class PackedLayer(nn.Module):
         specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
         parts = {spec.name.removeprefix(f"{name}."): spec for spec in specs}
         for part in PACKED_PARTS:
-            buffer = _empty(parts[part], dense.weight.device) if part in parts else None
-            self.register_buffer(part, buffer)
+            register: Any = self.register_parameter if part in CODES else self.register_buffer
+            register(part, None)
+            if part in parts:
+                self.fill(part, _empty(parts[part], dense.weight.device))
         bias = dense.bias
         bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", bias)
 
+    def fill(self, part: str, value: Tensor) -> None:
+        """Put a tensor of FORMAT.md in its place; a convolution's codes get four axes.
+
+        peft counts the axes of a weight to know what it adapts, and rows of a sparse one have two.
+
+        Args:
+            part: of PACKED_PARTS.
+            value: as FORMAT.md says; it is kept, not copied.
+        """
+        if part == "weight" and self.kind == "conv2d" and value.ndim == 2:
+            value = value.reshape(len(value), 1, 1, -1)
+        setattr(self, part, Codes(value) if part in CODES else value)
+
     @property
     def row_codes(self) -> Tensor:
         """The weight's 8-bit codes as uint8 rows, (N, K) or (N, K / 2)."""
-        factors = self._part("weight_group")
+        codes: Tensor = self._weight("weight")
+        codes = codes if codes.ndim == 2 else codes.flatten(1)
+        factors = self._weight("weight_group")
         if factors is not None:
-            return integer_codes(self._part("weight"), factors).view(torch.uint8)
+            return integer_codes(codes, factors).view(torch.uint8)
         if self.scheme.weight.codes_per_byte > 1:
-            return unpack_nibbles(self._part("weight")).view(torch.uint8)
-        codes: Tensor = self._part("weight").view(torch.uint8)
-        return codes if codes.ndim == 2 else codes.flatten(1)
+            return unpack_nibbles(codes).view(torch.uint8)
+        return codes.view(torch.uint8)
 
     def dequantized(self) -> Tensor:
         """Return the dense weight in float32, shaped as the dense module's."""
@@ -75,6 +115,32 @@ class PackedLayer(nn.Module):
         values = codes.view(self.scheme.weight.torch_dtype)
         rows = dequantize(values, self.weight_scale, self.scheme.granularity)
         return from_rows(rows, self.dense_shape)
+
+    def dense_weight(self) -> Tensor:
+        """Return the weight of the dense layer that this one stands for, in its compute dtype."""
+        smooth = self._part("input_smooth")
+        weight = self.dequantized()
+        if smooth is not None:
+            weight = weight * smooth.reshape(-1, *[1] * (weight.ndim - 2))
+        return weight.to(self.compute_dtype).contiguous()
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802  peft's name
+        """The codes, under the name by which peft knows that a weight has to be dequantized."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """Return the dense weight to peft's DoRA, which scales its rows.
+
+        Raises:
+            InputError: of a convolution, for which peft would take the codes.
+        """
+        if self.kind == "conv2d":
+            raise InputError(
+                f"DoRA: {self.name}: a packed Conv2d takes none; load a LoRA without "
+                "dora_scale, or apply it to the 16-bit model and pack that"
+            )
+        return self.dense_weight()
 
     def extra_repr(self) -> str:
         """Return the shape and the treatment."""
@@ -95,8 +161,12 @@ class PackedLayer(nn.Module):
         return table if buckets is None else table.index_select(0, buckets.index.to(table.device))
 
     def _part(self, name: str) -> Any:
-        """Return a buffer, or None: a call reads six, which ``__getattr__`` finds slowly."""
+        """Return a buffer, or None: a call reads six tensors, and ``getattr`` is slow."""
         return self._buffers[name]
+
+    def _weight(self, name: str) -> Any:
+        """Return a part of the weight, or None."""
+        return self._parameters[name]
 
     @property
     def static_scale(self) -> Tensor:
@@ -105,11 +175,11 @@ class PackedLayer(nn.Module):
 
     def _stored(self) -> tuple[Tensor, ...]:
         """Return the weight's codes, and behind them a sparse one's positions, or factors."""
-        meta, factors = self._part("weight_meta"), self._part("weight_group")
+        meta, factors = self._weight("weight_meta"), self._weight("weight_group")
         if meta is not None:
             return self.row_codes, meta
         if factors is not None:
-            return self._part("weight"), factors.view(torch.uint8)
+            return self._weight("weight").flatten(1), factors.view(torch.uint8)
         return (self.row_codes,)
 
     def _shift(self, taps: int = 1) -> Tensor | None:
@@ -162,13 +232,29 @@ class PackedLayer(nn.Module):
         family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
         sparse = scheme.sparsity is not None
         multiply = operator_for(family, scheme.input.name, scheme.codes.name, sparse=sparse)
-        weights = (*stored, self._part("weight_scale"), bias)
+        weights = (*stored, self._weight("weight_scale"), bias)
         y: Tensor = multiply(*term, *weights, *how, scheme.input.name, scheme.codes.name, dtype)
         return y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
-        return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
+        probe = self.weight.new_empty(0, dtype=self.compute_dtype)
+        self.compute_dtype = _cast(probe, fn).dtype
+        cast = partial(_cast, fn=fn)
+        apply_keeping_dtype(self, super()._apply, cast, recurse=recurse, but=("bias",))
+        for part in CODES:
+            # What leaves the meta device is a new parameter, and a plain one.
+            moved = self._weight(part)
+            if moved is not None and type(moved) is not Codes:
+                self.fill(part, moved.detach())
+        return self
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.empty(spec.shape, dtype=PACKED_DTYPES[spec.dtype], device=device)
+
+
+def _cast(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``fn``'s tensor, but nothing in 8 bit, as diffusers stores layers that it casts."""
+    moved = fn(tensor)
+    as_ever = moved.dtype is tensor.dtype or moved.dtype.itemsize > 1
+    return moved if as_ever else tensor.to(moved.device)

@@ -8,15 +8,15 @@ the projections of an input have its one scale in common: results stay the same 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.inference.modules import PackedLinear
+from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.numerics.granularity import PerChannel, PerTensor
 
 #: Attribute that diffusers' processors read -> the layers that it joins.
@@ -25,16 +25,39 @@ _JOINED = {
     "to_kv": ("to_k", "to_v"),
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
+#: What an adapter would take the place of.
+_PLAIN = (PackedLinear, nn.Linear)
 #: Parts with a row or an entry per output, and those that belong to the input.
 _OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale", "output_shift")
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
 
 
-class JoinedLinear(PackedLinear):
-    """Packed layers of one input as one, rows in order; the model's files do not have it."""
+class _Joined(nn.Module):
+    """Layers of one input as one, rows in order; the model's files do not have it."""
+
+    #: the attention module and the attributes that it has the layers under; a tuple hides it from
+    #: the module tree
+    layers: tuple[nn.Module, tuple[str, ...]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layers' outputs, side by side: of one product where nobody adds to theirs."""
+        attention, names = self.layers
+        layers = [getattr(attention, name) for name in names]
+        if all(type(part) in _PLAIN and not is_watched(part) for part in layers):
+            y: Tensor = super().forward(x)
+            return y
+        return torch.cat([layer(x) for layer in layers], dim=-1)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Add nothing: the layers that were joined hold the same rows."""
+
+
+class JoinedLinear(_Joined, PackedLinear):  # type: ignore[misc]  # as PackedLinear
+    """Packed layers of one input as one."""
+
+
+class JoinedDense(_Joined, nn.Linear):
+    """Layers in 16 bit as one."""
 
 
 def install(model: nn.Module) -> None:
@@ -44,8 +67,29 @@ def install(model: nn.Module) -> None:
             continue
         layers = (getattr(module, n, None) for names in _JOINED.values() for n in names)
         if any(isinstance(layer, PackedLinear) for layer in layers):
-            own: Any = MethodType(fuse_projections, module)
+            own: Any = partial(fuse_projections, module)
             module.fuse_projections = own
+
+
+def uninstall(model: nn.Module) -> None:
+    """Leave ``fuse_projections`` to the modules' classes."""
+    for module in model.modules():
+        vars(module).pop("fuse_projections", None)
+
+
+def separate(model: nn.Module) -> list[Any]:
+    """Take the joined layers away; what they were joined of is still there.
+
+    Returns:
+        the modules that had them.
+    """
+    fused: list[Any] = [m for m in model.modules() if getattr(m, "fused_projections", False)]
+    for module in fused:
+        for name in _JOINED:
+            if isinstance(getattr(module, name, None), _Joined):
+                delattr(module, name)
+        module.fused_projections = False
+    return fused
 
 
 def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT002  diffusers' signature
@@ -62,17 +106,18 @@ def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT
         return
     first = "to_kv" if getattr(self, "is_cross_attention", False) else "to_qkv"
     found = {
-        name: [getattr(self, part, None) for part in _JOINED[name]]
+        name: [_base(getattr(self, part, None)) for part in _JOINED[name]]
         for name in (first, "to_added_qkv")
     }
     joined = {name: _join(name, layers) for name, layers in found.items() if None not in layers}
     for name, layer in joined.items():
+        layer.layers = (self, _JOINED[name])
         setattr(self, name, layer)
     self.fused_projections = fuse
 
 
 @torch.no_grad()
-def _join(name: str, layers: Sequence[Any]) -> nn.Module:
+def _join(name: str, layers: Sequence[Any]) -> Any:
     if all(type(layer) is nn.Linear for layer in layers):
         return _join_dense(layers)
     reason = _why_apart(layers)
@@ -100,7 +145,12 @@ def _why_apart(layers: Sequence[Any]) -> str:
     return ""
 
 
-def _join_packed(name: str, layers: Sequence[PackedLinear]) -> PackedLinear:
+def _base(layer: Any) -> Any:
+    """Return what an adapter is around of."""
+    return getattr(layer, "base_layer", layer)
+
+
+def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
     first = layers[0]
     scheme, per_tensor = first.scheme, isinstance(first.scheme.granularity, PerTensor)
     if per_tensor:
@@ -109,22 +159,22 @@ def _join_packed(name: str, layers: Sequence[PackedLinear]) -> PackedLinear:
     path = first.name.rpartition(".")[0]
     joined = JoinedLinear(f"{path}.{name}".strip("."), scheme, shape, first.buckets[0])
     for part in _OF_INPUT:
-        setattr(joined, part, getattr(first, part))
+        joined.fill(part, getattr(first, part))
     for part in _OF_OUTPUTS:
         if getattr(first, part) is None:
             continue
         parts = [getattr(layer, part) for layer in layers]
         if part == "weight_scale" and per_tensor:
             parts = [scale.expand(layer.n) for scale, layer in zip(parts, layers, strict=True)]
-        setattr(joined, part, _cat(parts, dim=-1 if part == "output_shift" else 0))
+        joined.fill(part, _cat(parts, dim=-1 if part == "output_shift" else 0))
     joined.bias = _biases(layers)
     _share(joined, layers)
     return joined
 
 
-def _join_dense(layers: Sequence[nn.Linear]) -> nn.Linear:
+def _join_dense(layers: Sequence[nn.Linear]) -> JoinedDense:
     weight = torch.cat([layer.weight for layer in layers])
-    joined = nn.Linear(weight.shape[1], len(weight), device="meta")
+    joined = JoinedDense(weight.shape[1], len(weight), device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
     joined.register_parameter("bias", _biases(layers))
     return joined
@@ -148,4 +198,4 @@ def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
     for layer, (start, end) in zip(layers, places, strict=True):
         for part in ("weight", "weight_meta", "weight_group"):
             if getattr(layer, part) is not None:
-                setattr(layer, part, getattr(joined, part)[start:end])
+                layer.fill(part, getattr(joined, part)[start:end])

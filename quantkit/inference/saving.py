@@ -5,14 +5,12 @@ model still holds what they say. Writing the tensors anew could not do it: biase
 the compute dtype by now, and diffusers cuts shards by its own rule.
 """
 
-import functools
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -36,15 +34,12 @@ _DETOURS: tuple[tuple[torch.dtype, ...], ...] = (
     (torch.bfloat16, torch.float16),
 )
 
+_PUSHED = "push_to_hub=True: call push_to_hub(repository) itself, which saves first"
+
 #: What a model reads beside its weights; without the last one nothing here loads it.
 _CONFIGS = ("generation_config.json", "config.json")
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
-
-
-def install(model: nn.Module) -> None:
-    """Give this model its own ``save_pretrained``."""
-    model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
 
 
 def save_pretrained(  # noqa: PLR0917  diffusers' signature
@@ -85,7 +80,7 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
         f"max_shard_size={max_shard_size!r}: shards stay as they were cut; leave it out": (
             max_shard_size is not None
         ),
-        "push_to_hub=True: save, then upload the directory": push_to_hub,
+        _PUSHED: push_to_hub,
         f"{', '.join(kwargs)}: unknown; leave it out": any(kwargs.values()),
     }
     for text, refused in refusals.items():
@@ -115,20 +110,27 @@ def install_in_pipeline(pipe: Any) -> None:
     Args:
         pipe: a DiffusionPipeline with packed components.
     """
-    original = type(pipe).save_pretrained
+    pipe.save_pretrained = partial(_save_pipeline, pipe)
 
-    @functools.wraps(original)
-    def save(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        original(self, save_directory, *args, **kwargs)
-        folder = Path(save_directory)
-        packed = [
-            path.relative_to(folder)
-            for path in sorted(folder.glob("*/*.safetensors"))
-            if METADATA_KEY in read_header(path).metadata
-        ]
-        write_file_list(folder, {}, packed)
 
-    pipe.save_pretrained = MethodType(save, pipe)
+def _save_pipeline(
+    pipe: Any, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
+) -> None:
+    """Save as diffusers does, then write the list of files.
+
+    Raises:
+        InputError: push_to_hub, which would upload before there is a list.
+    """
+    if push_to_hub:
+        raise InputError(f"save_pretrained: {_PUSHED}")
+    type(pipe).save_pretrained(pipe, save_directory, *args, **kwargs)
+    folder = Path(save_directory)
+    packed = [
+        path.relative_to(folder)
+        for path in sorted(folder.glob("*/*.safetensors"))
+        if METADATA_KEY in read_header(path).metadata
+    ]
+    write_file_list(folder, {}, packed)
 
 
 def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
@@ -158,13 +160,18 @@ def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
     changed = [
         name
         for name, read in _saved(files)
-        if names.get(name) in state and not same_after_casts(state[names[name]], read())
+        if names.get(name) in state and not _holds(state[names[name]], read())
     ]
     if changed:
         raise CheckpointError(
             f"save_pretrained: changed since it was loaded from {where}: {some(changed)}; a packed "
             "model is saved as it was loaded: change the 16-bit model and pack it again"
         )
+
+
+def _holds(now: Tensor, saved: Tensor) -> bool:
+    # The rows of a convolution's codes have two more axes in memory.
+    return now.numel() == saved.numel() and same_after_casts(now.reshape(saved.shape), saved)
 
 
 def _names_of(model: Any, files: tuple[Path, ...]) -> dict[str, str]:

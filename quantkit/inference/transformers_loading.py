@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import saving, wide_feed_forward
+from quantkit.inference import methods, wide_feed_forward
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
@@ -113,11 +113,12 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         for layer in self._layers.values():
             for part, tensor in _parts(layer):
                 # A mapped file is not aligned as kernels want it, and may be replaced.
-                setattr(layer, part, tensor.clone() if tensor.device.type == "cpu" else tensor)
+                value = tensor.detach()
+                layer.fill(part, value.clone() if value.device.type == "cpu" else value)
         self._layers = {}
         self._hashing.join()
         self._hashing = Hashing(())
-        saving.install(model)
+        methods.install(model)
         wide_feed_forward.install(model)
         return model
 

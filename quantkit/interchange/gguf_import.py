@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.layout import Slot, encode_header, place, write_at
+from quantkit.checkpoint.layout import Slot, encode_header, place
 from quantkit.checkpoint.spec import CONFIG_KEY, TensorSpec
 from quantkit.errors import CheckpointError, ModelError, NonFiniteError
 from quantkit.interchange.gguf_file import (
@@ -41,6 +41,7 @@ from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import copy_file, is_weight, list_files
 from quantkit.storage.jsonfile import read_json
+from quantkit.storage.system import open_new, write_at
 
 #: Empty tensors of ComfyUI's that say how the model was trained.
 _REMARKS = frozenset({"v_pred", "ztsnr"})
@@ -234,7 +235,7 @@ def _write_weights(model: GgufModel, path: Path, progress: Progress) -> None:
     specs = [TensorSpec(piece.name, piece.dtype, piece.shape) for piece in model.pieces]
     header = encode_header(specs, {"format": "pt"})
     slots = place(specs, len(header))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = open_new(path)
     try:
         write_at(descriptor, header, 0)
         for piece in tracked(progress, f"unpack {model.file.path.name}", model.pieces):

@@ -79,7 +79,7 @@ def under_one_scale(layer: LayerCodes) -> LayerCodes:
 
     The same values, but of codes that become subnormal. A channel of zeros has any scale.
     """
-    used = layer.codes.view(torch.uint8).flatten(1).bitwise_and(0x7F).any(dim=1)
+    used = layer.codes.view(torch.uint8).flatten(1).bitwise_and(0x7F).ne(0).any(dim=1)
     scales = layer.scale[used]
     scale = scales.max() if len(scales) else torch.tensor(1.0)
     ratio = torch.where(used, layer.scale / scale, torch.ones(()))

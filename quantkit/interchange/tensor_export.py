@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit._version import __version__
-from quantkit.checkpoint.layout import Sink, encode_header, place, write_at
+from quantkit.checkpoint.layout import Sink, encode_header, place
 from quantkit.checkpoint.spec import PACKED_DTYPES, TensorSpec
 from quantkit.checkpoint.weight_reader import FLOAT_DTYPES
 from quantkit.errors import NonFiniteError, OutputError
@@ -32,6 +32,7 @@ from quantkit.interchange.tensor_plan import (
 from quantkit.numerics.scheme import Activation
 from quantkit.progress import Progress, tracked
 from quantkit.storage.files import staged_file
+from quantkit.storage.system import open_new, write_at
 
 #: The key in the header metadata of a safetensors file.
 METADATA_KEY = "quantkit"
@@ -149,7 +150,7 @@ def write_tensors(plan: FilePlan, path: Path, progress: Progress) -> None:
     specs = plan.specs()
     blank = _header(plan, {spec.name: _BLANK for spec in specs})
     slots = place(specs, len(blank))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = open_new(path)
     try:
         for tensors in _tensors(plan, progress):
             for name, tensor in tensors.items():

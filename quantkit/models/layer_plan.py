@@ -89,7 +89,7 @@ def kept_reason(
     if matches(layer.name, recipe.not_layers):
         return "no layer, by the recipe"
     settings = recipe.settings(layer.name)
-    if settings.keep is True or (layer.kind == "conv2d" and not recipe.convolutions):
+    if settings.keep is True or _is_excluded(layer, recipe):
         return "kept by the recipe"
     block = find_format(settings.weight.format).block
     if block and layer.name in stored:
@@ -106,14 +106,19 @@ def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
     """Return whether the family keeps the layer in 16 bit, but the recipe packs its weight."""
     if recipe.kept is None or recipe.settings(layer.name).keep is not None:
         return False
-    if matches(layer.name, recipe.not_layers):
-        return False
-    if layer.kind == "conv2d" and not recipe.convolutions:
+    if _is_excluded(layer, recipe):
         return False
     block = find_format(recipe.kept.format).block
     if block and _block_reason(layer, block):
         return False
     return family.packs_alone(layer.name, layer.shape) and layer.k % DENSE_K == 0
+
+
+def _is_excluded(layer: Layer, recipe: Recipe) -> bool:
+    """Tell whether nothing of the recipe packs the layer, whatever it is told of its name."""
+    if matches(layer.name, recipe.not_layers):
+        return True
+    return layer.kind == "conv2d" and not recipe.convolutions
 
 
 def is_judged(layer: Layer, family: Family, recipe: Recipe) -> bool:

@@ -12,6 +12,7 @@ from quantkit.numerics.granularity import PerTensor
 from quantkit.packing.encode import tensor_scale
 from quantkit.packing.plan import ComponentPlan
 from quantkit.packing.writer import PlannedLayer, ShardPlan
+from quantkit.storage.system import open_to_read
 
 
 def with_joint_scales(plan: ComponentPlan, groups: Sequence[Collection[str]]) -> ComponentPlan:
@@ -47,7 +48,7 @@ def _has_one_scale(layer: PlannedLayer) -> bool:
 def _scale_of(shard: ShardPlan, layer: PlannedLayer) -> Tensor:
     path = shard.source.path
     info = shard.source.tensors[f"{layer.plan.layer}.weight"]
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_to_read(path)
     try:
         return tensor_scale(layer.plan, SourceTensor(path, descriptor, info))
     finally:

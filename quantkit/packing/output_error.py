@@ -20,6 +20,7 @@ from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.inputs import Inputs
+from quantkit.storage.system import open_to_read
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def output_errors(
     """
     statistics = inputs.statistics(layer)
     refuse_without_samples(statistics, f"{layer.name}: {asked_by}")
-    descriptor = os.open(layer.shard, os.O_RDONLY)
+    descriptor = open_to_read(layer.shard)
     try:
         source = SourceTensor(layer.shard, descriptor, layer.weight)
         columns = reduce(torch.maximum, (rows.abs().amax(dim=0) for _, rows in source.blocks()))

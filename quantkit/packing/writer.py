@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.layout import Sink, Slot, encode_header, place, write_at
+from quantkit.checkpoint.layout import Sink, Slot, encode_header, place
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import (
     TensorSpec,
@@ -24,6 +24,7 @@ from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.packing.encode import WeightPlan, encode_weight
 from quantkit.progress import Progress
+from quantkit.storage.system import open_new, open_to_read, write_at
 from quantkit.storage.tensorfile import Header, TensorInfo, read_header
 
 #: Bytes of a copied tensor that are read, checked, hashed and written at once; a multiple of every
@@ -164,9 +165,10 @@ class _ShardFile:
         self._slots = plan.slots()
         self._records: dict[str, LayerRecord] = {}
         self._digests: dict[str, str] = {}
-        self._source = _opened(plan.source.path, os.O_RDONLY, stack)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._target = _opened(folder / plan.name, flags, stack)
+        self._source = open_to_read(plan.source.path)
+        stack.callback(os.close, self._source)
+        self._target = open_new(folder / plan.name)
+        stack.callback(os.close, self._target)
 
     def write(self, info: TensorInfo) -> Tensor | None:
         """Write what one source tensor becomes; return what its bias should gain, if it should."""
@@ -264,9 +266,3 @@ def _wait(futures: Sequence[Future[None]], step: str, progress: Progress) -> Non
     for done, future in enumerate(as_completed(futures), 1):
         future.result()
         progress(step, done, len(futures))
-
-
-def _opened(path: Path, flags: int, stack: ExitStack) -> int:
-    descriptor = os.open(path, flags, 0o644)
-    stack.callback(os.close, descriptor)
-    return descriptor

@@ -24,7 +24,7 @@ from quantkit.storage.limits import MAX_COUNT
 
 #: A million prompts of a few words; the largest lists of prompts have less.
 _MAX_PROMPT_BYTES = 64 * 2**20
-_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+_DEVICE = re.compile(r"cpu|(cuda|hip)(:[0-9]{1,3})?")
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:
@@ -53,17 +53,25 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
 
 
 def choose_device(text: str) -> torch.device:
-    """Return the device that ``auto``, ``cpu`` or ``cuda[:N]`` names.
+    """Return the device that ``auto``, ``cpu``, ``cuda[:N]`` or ``hip[:N]`` names.
+
+    To torch, cards of AMD are cuda; hip is one of AMD's and nothing else.
 
     Raises:
         ModelError: torch does not know it, or it is not on this machine.
     """
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # torch knows hip, meta and a dozen more that no pipeline runs on; AMD cards are cuda to it.
+    # torch knows meta and a dozen more that no pipeline runs on.
     if not _DEVICE.fullmatch(text):
-        raise ModelError(f"device {text!r:.80}: unknown, wanted auto, cpu or cuda[:N]")
-    device = torch.device(text)
+        raise ModelError(f"device {text!r:.80}: unknown, wanted auto, cpu, cuda[:N] or hip[:N]")
+    if text.startswith("hip") and torch.version.hip is None:
+        raise ModelError(
+            f"device {text!r}: torch {torch.__version__} is not built for ROCm; install PyTorch "
+            "for ROCm first, or choose cuda or cpu",
+            fields=("device",),
+        )
+    device = torch.device(text.replace("hip", "cuda"))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
             f"device {text!r}: torch sees {torch.cuda.device_count()} GPUs; choose cpu",

@@ -243,6 +243,8 @@ class Recipe(Strict):
 
     name: Annotated[str, AfterValidator(printable)]
     description: str = ""
+    #: of denoisers that it is made for; others are refused; None: any
+    family: str | None = None
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()
     sparsity: SparsityRecipe | None = None

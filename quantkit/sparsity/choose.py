@@ -20,6 +20,7 @@ from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
 from quantkit.sparsity.sparsegpt import Surgeon, lost_share, naming, read_rows, settle_layer
 from quantkit.storage.digest import sha256_of
+from quantkit.storage.system import open_to_read, read_into
 
 #: Weights whose mask is chosen at a time: the comparisons need a dozen bytes for each.
 #: They stay in the cache at this size, which is three times as fast as at 16 times the size.
@@ -196,12 +197,12 @@ def read_blocks(layer: Layer) -> Iterator[Tensor]:
     """
     step = max(1, BLOCK // layer.k)
     row_bytes = layer.weight.nbytes // layer.n
-    descriptor = os.open(layer.shard, os.O_RDONLY)
+    descriptor = open_to_read(layer.shard)
     try:
         for first in range(0, layer.n, step):
             rows = min(step, layer.n - first)
             raw = bytearray(rows * row_bytes)
-            if os.preadv(descriptor, [raw], layer.weight.start + first * row_bytes) != len(raw):
+            if read_into(descriptor, raw, layer.weight.start + first * row_bytes) != len(raw):
                 raise ModelError(
                     f"{layer.shard}: {layer.weight.name}: truncated; download it again"
                 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
+from quantkit.storage.system import cores, open_to_read, read_into
 from quantkit.storage.tensorfile import TensorInfo
 
 #: Bytes that are read at once: large enough that hashing dominates, small enough to stay in cache.
@@ -50,7 +51,7 @@ class Hashing:
         """Start; hashing gives Python's lock free, so threads run beside the caller."""
         # The largest first, so that no thread is left alone with one at the end.
         ordered = sorted(claims, key=lambda claim: claim.start - claim.stop)
-        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        pool = ThreadPoolExecutor(cores())
         self._pending: list[Future[str]] = [pool.submit(claim.breach) for claim in ordered]
         pool.shutdown(wait=False)
 
@@ -100,7 +101,7 @@ def sha256_of_range(descriptor: int, start: int, stop: int) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
     while start < stop:
-        count = os.preadv(descriptor, [buffer[: stop - start]], start)
+        count = read_into(descriptor, buffer[: stop - start], start)
         if count == 0:
             raise EOFError(f"the file ends at byte {start}, wanted {stop}")
         digest.update(buffer[:count])
@@ -109,7 +110,7 @@ def sha256_of_range(descriptor: int, start: int, stop: int) -> str:
 
 
 def _sha256(path: Path, start: int, stop: int) -> str:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_to_read(path)
     try:
         return sha256_of_range(descriptor, start, stop)
     finally:

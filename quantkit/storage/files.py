@@ -16,6 +16,7 @@ from quantkit.storage.marker import MARKER, marker_text, refuse_foreign
 from quantkit.storage.places import already_there, refuse_directory, refuse_file, translated
 from quantkit.storage.renaming import rename_new, rename_over
 from quantkit.storage.staging import aside_of, stage_beside
+from quantkit.storage.system import sync
 
 
 @contextmanager
@@ -41,9 +42,9 @@ def staged_directory(
         made.mkdir()
         yield made
         (made / MARKER).write_text(marker_text(made, kind, later), encoding="utf-8")
-        _sync(made)
+        _sync_all(made)
         _publish(made, output, stage, kind if force else None)
-        _sync_file(output.parent)
+        sync(output.parent)
 
 
 @contextmanager
@@ -70,12 +71,12 @@ def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
         yield made
         # safetensors writes 0600; a file should be as readable as one made by open().
         made.chmod(_plain_mode())
-        _sync_file(made)
+        sync(made)
         if force:
             made.replace(output)
         else:
             _name_new(made, output)
-        _sync_file(output.parent)
+        sync(output.parent)
 
 
 @contextmanager
@@ -160,15 +161,7 @@ def _plain_mode() -> int:
     return 0o666 & ~mask
 
 
-def _sync(folder: Path) -> None:
+def _sync_all(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
-        _sync_file(path)
-    _sync_file(folder)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)

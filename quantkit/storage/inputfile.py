@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantkit.errors import InputError, ModelError
+from quantkit.storage.system import NONBLOCK, open_to_read
 
 #: What is no file, in words.
 KINDS = {
@@ -29,7 +30,7 @@ def open_file(path: Path, *, error: type[InputError] = ModelError) -> BinaryIO:
     """
     try:
         # A named pipe without a writer blocks an ordinary open() for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_to_read(path, NONBLOCK)
     except (OSError, ValueError) as reason:
         raise error(f"{path}: {_why(path, reason)}") from reason
     mode = os.fstat(descriptor).st_mode

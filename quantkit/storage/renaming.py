@@ -6,12 +6,15 @@ its name, and a folder gets it under a lock beside it.
 
 import ctypes
 import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+
+from filelock import lock_descriptor
+
+from quantkit.storage.system import open_lock
 
 _AT_FDCWD = -100
 _NOREPLACE = 1
@@ -96,6 +99,8 @@ def _rename(source: Path, target: Path, flag: int) -> bool:
 
 @cache
 def _renameat2() -> Callable[..., int] | None:
+    if os.name == "nt":
+        return None
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is not None:
         number, text = ctypes.c_int, ctypes.c_char_p
@@ -111,16 +116,18 @@ def locked(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held: whoever waits for it sees that it is gone, and makes another.
-        path.unlink(missing_ok=True)
+        # While it is held: whoever waits for it sees that it is gone, and makes another. Windows
+        # deletes nothing that is open: there the empty file stays.
+        with suppress(PermissionError):
+            path.unlink(missing_ok=True)
         os.close(lock)
 
 
 def _lock(path: Path) -> int:
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = open_lock(path)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_descriptor(lock, poll_interval=0.01)
         except OSError:
             return lock
         with suppress(FileNotFoundError):

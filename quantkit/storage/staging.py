@@ -1,25 +1,30 @@
 """Folders beside an output in which it is made, and what is left of those whose process died.
 
-Every stage is locked by its process (flock), so that the next one can tell the dead from the
-living. Where the file system has no such locks, as NFS for folders, the dead stay.
+Every stage has a file that its process locks, so that the next one can tell the dead from the
+living. Where the file system has no such locks, the dead stay.
 """
 
-import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import lock_descriptor
+
 from quantkit.storage.renaming import locked
+from quantkit.storage.system import is_mine, open_lock
 
 _SUFFIX = ".quantkit-stage"
 #: Letters of the output's name in the stage's: a name has 255 bytes at most.
 _NAME = 50
 #: Inside the stage: where an output waits while its successor takes the name.
 _ASIDE = "aside"
+#: Inside the stage: what its process holds a lock on.
+_LOCK = ".lock"
 
 
 @contextmanager
@@ -37,9 +42,10 @@ def stage_beside(output: Path) -> Iterator[Path]:
     try:
         yield stage
     finally:
-        _drop(stage)
+        # First: Windows deletes nothing that is open.
         if lock is not None:
             os.close(lock)
+        _drop(stage)
 
 
 def aside_of(stage: Path, output: Path) -> Path:
@@ -72,12 +78,13 @@ def _clean(output: Path) -> None:
     for stage in [path for path in output.parent.iterdir() if name.fullmatch(path.name)]:
         # One that cannot be locked or opened, or that is another user's, stays.
         with suppress(OSError):
-            lock = _lock(stage)
-            if lock is None:
+            found = stage.lstat()
+            if not (stat.S_ISDIR(found.st_mode) and is_mine(found)):
                 continue
-            if os.fstat(lock).st_uid == os.geteuid():
+            lock = _lock(stage)
+            if lock is not None:
+                os.close(lock)
                 _drop(stage)
-            os.close(lock)
 
 
 def _drop(stage: Path) -> None:
@@ -98,15 +105,17 @@ def _lock(stage: Path) -> int | None:
     Raises:
         OSError: the file system has no such locks.
     """
+    path = stage / _LOCK
     try:
-        descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_lock(path)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), stage.lstat()):
+        if lock_descriptor(descriptor, blocking=False) and os.path.samestat(
+            os.fstat(descriptor), path.lstat()
+        ):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
+    except FileNotFoundError:
         pass
     except OSError:
         os.close(descriptor)

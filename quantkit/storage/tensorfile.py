@@ -12,6 +12,7 @@ from typing import BinaryIO
 from quantkit.errors import InputError, ModelError
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.jsonfile import parse_json, short
+from quantkit.storage.system import read_at
 
 #: Bytes of one element, by the dtype's name in the header.
 ITEM_BYTES = {
@@ -72,7 +73,7 @@ def read_header(path: Path, *, error: type[InputError] = ModelError) -> Header:
 
 def read_bytes(info: TensorInfo, descriptor: int) -> bytes:
     """Return the data of one tensor from an open file."""
-    return os.pread(descriptor, info.nbytes, info.start)
+    return read_at(descriptor, info.nbytes, info.start)
 
 
 def _read(path: Path, file: BinaryIO, error: type[InputError]) -> Header:

@@ -128,7 +128,8 @@ def bench_model(
     """Time one step of a denoiser in 16 bit, by torchao, and packed, in one run.
 
     Args:
-        config: what to build with random weights: sdxl, flux, or a directory with a config.json.
+        config: what to build with random weights: as sdxl or flux, or a directory with a
+            config.json.
         settings: batch, size, compilation, profile, scratch folder.
         contenders: names, in the order to run; empty: all.
         device: auto, cpu or cuda[:N].

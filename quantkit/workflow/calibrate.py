@@ -103,7 +103,7 @@ class CalibrationPlan:
 def calibrate(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     output: str | Path | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -156,7 +156,7 @@ def calibrate(
 def plan_calibration(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     output: str | Path | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -227,7 +227,7 @@ def merge_calibrations(
 
 def _opened(
     model: ModelLike,
-    recipe: RecipeLike,
+    recipe: RecipeLike | None,
     prompts: PromptsLike | None,
     sampling: Sampling,
     device: str,

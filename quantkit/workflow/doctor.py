@@ -21,7 +21,8 @@ class Examination:
     def __repr__(self) -> str:
         """Return the devices, and how many layers run on a kernel."""
         kernels = sum(layer.runs_on_kernel for layer in self.layers)
-        lines = [f"torch {self.survey.torch_version}", *self.survey.devices]
+        found = self.survey
+        lines = [found.headline.text, f"torch {found.torch_version}", *found.devices]
         if self.layers:
             lines.append(f"{kernels} of {len(self.layers)} packed layers run on a kernel")
         return "\n".join(lines)
@@ -30,6 +31,8 @@ class Examination:
         """Return it as JSON values."""
         found = self.survey
         return {
+            "headline": found.headline.text,
+            "fine": found.headline.fine,
             "torch": found.torch_version,
             "devices": list(found.devices),
             "gpus": [asdict(gpu) for gpu in found.gpus],

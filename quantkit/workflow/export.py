@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.errors import InputError, ModelError
+from quantkit.errors import InputError, ModelError, RecipeError
 from quantkit.interchange.comfyui_export import COMFYUI, COMFYUI_INT8, plan_comfyui
 from quantkit.interchange.component_export import KIND, ComponentFile, DirectoryPlan
 from quantkit.interchange.compressed_tensors_export import (
@@ -34,6 +34,7 @@ from quantkit.workflow.export_source import (
     packed_source,
     planned_source,
     quantized_source,
+    refuse_rest,
 )
 from quantkit.workflow.inputs import (
     CalibrationLike,
@@ -94,7 +95,7 @@ class Exporter:
     convolutions: bool = False
     #: the output is a directory
     directory: bool = False
-    #: text encoders are exported, packed ones alone; else denoisers
+    #: text encoders are exported, else denoisers
     encoders: bool = False
 
 
@@ -142,7 +143,8 @@ def _plan_compressed_tensors(wish: Wish) -> DirectoryPlan:
     files = []
     for part in wish.source.parts:
         plan = plan_compressed_tensors(part.source, requantize=wish.requantize)
-        files.append(ComponentFile(part.folder, plan, WEIGHTS, compressed_tensors_config(plan)))
+        config = compressed_tensors_config(plan)
+        files.append(ComponentFile(part.folder, plan, WEIGHTS, config, part.reference))
     return DirectoryPlan(wish.source.model, tuple(files))
 
 
@@ -153,7 +155,9 @@ EXPORTERS: Mapping[str, Exporter] = {
     "sdnq": Exporter(_plan_sdnq, recipe="fp8", convolutions=True, directory=True),
     "single-file": Exporter(_plan_single_file),
     "fp8r": Exporter(_plan_fp8r, recipe="fp8"),
-    "compressed-tensors": Exporter(_plan_compressed_tensors, directory=True, encoders=True),
+    "compressed-tensors": Exporter(
+        _plan_compressed_tensors, recipe="fp8", directory=True, encoders=True
+    ),
     "gguf": Exporter(_plan_gguf, variants=("Q8_0", "Q4_0")),
 }
 
@@ -209,6 +213,8 @@ def export(
     _check(place, model, exporter, force=force)
     with ExitStack() as stack:
         source = _source(model, how, exporter, progress)
+        if exporter.directory:
+            refuse_rest(source)
         wish = Wish(source, variant, convolutions, requantize)
         plan = exporter.plan(wish)
         if dry_run:
@@ -251,6 +257,15 @@ def _quantizing(
                 raise InputError(f"{name} {value!s:.200}: {why}; drop it", fields=(name,))
         return None
     recipe = as_recipe(exporter.recipe if given["recipe"] is None else given["recipe"])
+    if exporter.encoders:
+        if recipe.text_encoders is None:
+            recipe = recipe.with_text_encoders("fp8")
+    elif recipe.text_encoders is not None:
+        raise RecipeError(
+            f"recipe {recipe.name}: text_encoders: {to} holds one kind of component; drop it, and "
+            "export text encoders to compressed-tensors",
+            fields=("recipe",),
+        )
     if not exporter.convolutions:
         recipe = recipe.model_copy(update={"convolutions": False})
     return Quantizing(recipe, as_calibration(given["calibration"]), as_hessians(given["hessians"]))
@@ -273,8 +288,4 @@ def _source(
     if is_packed(model):
         assert isinstance(model, str | Path)
         return packed_source(Path(model), encoders=exporter.encoders)
-    if exporter.encoders:
-        raise ModelError(
-            f"{model!s:.200}: not packed, and text encoders are not quantized on the way; pack it"
-        )
     return dense_source(model) if how is None else planned_source(model, how, progress)

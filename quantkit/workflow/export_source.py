@@ -26,6 +26,7 @@ from quantkit.packing.pack import pack, plan_pack
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import scratch_directory
+from quantkit.storage.jsonfile import read_json
 from quantkit.workflow.inputs import ModelLike, as_model, opened
 from quantkit.workflow.pack import usual_threads
 
@@ -83,7 +84,9 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
     components = [c for c in found if _is_encoder(c) == encoders]
     if not components:
         what, other = ("text encoder", "denoiser") if encoders else ("denoiser", "text encoder")
-        raise InputError(f"{path}: no packed {what}, only a {other}; choose another target (to)")
+        raise InputError(
+            f"{path}: no packed {what}, only a {other}; choose another target", fields=("to",)
+        )
     return Source(path, tuple(Part(c.name, packed_denoiser(c)) for c in components))
 
 
@@ -112,6 +115,22 @@ def planned_source(model: ModelLike, how: Quantizing, progress: Progress) -> Sou
     return Source(found.path, tuple(parts))
 
 
+def refuse_rest(source: Source) -> None:
+    """Refuse a packed pipeline of which an output would hold other packed components as they are.
+
+    Raises:
+        InputError: naming the first of them.
+    """
+    folders = {part.folder for part in source.parts}
+    packed = read_packed(source.model).components if is_packed(source.model) else ()
+    for component in packed:
+        if component.name not in folders:
+            raise InputError(
+                f"{component.path}: packed, too, and the target does not hold it; export the "
+                f"directory of {' or '.join(sorted(folders))} alone"
+            )
+
+
 @contextmanager
 def quantized_source(
     model: ModelLike, how: Quantizing, output: Path, progress: Progress
@@ -121,10 +140,11 @@ def quantized_source(
     Raises:
         InputError: as ``pack``.
     """
-    found = as_model(model)
+    found, recipe = opened(model, how.recipe)
+    own = replace(how, recipe=recipe)
     # Another name than the output's: that is staged, too, meanwhile.
     with scratch_directory(output.with_name(f"{output.name}.packed")) as scratch:
-        parts = [_quantized(component, how, scratch, progress) for component in found.components]
+        parts = [_quantized(component, own, scratch, progress) for component in found.components]
         yield Source(found.path, tuple(parts))
 
 
@@ -173,5 +193,5 @@ def _stand_ins(recipe: Recipe, layers: Mapping[str, Scheme]) -> Iterator[tuple[s
 
 
 def _is_encoder(component: PackedComponent) -> bool:
-    """Tell whether a component is one of transformers, which has no ``_class_name``."""
-    return not (component.path / "config.json").is_file() or component.class_name == "None"
+    """Tell whether a component is one of transformers, whose configs have no ``_class_name``."""
+    return "_class_name" not in read_json(component.path / "config.json")

@@ -85,7 +85,7 @@ class TakenMoments:
 def calibrate_hessians(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     output: str | Path,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -142,7 +142,7 @@ def calibrate_hessians(
 def plan_hessians(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     weighting: str | None = None,
@@ -209,7 +209,7 @@ def _check_output(output: Path, source: Model, plan: MomentPlan, *, force: bool)
 
 def _opened(
     model: ModelLike,
-    recipe: RecipeLike,
+    recipe: RecipeLike | None,
     prompts: PromptsLike | None,
     sampling: Sampling,
     *,

@@ -8,7 +8,8 @@ from typing import TypeAlias
 from quantkit.calibration.hessian import Hessians, load_hessians
 from quantkit.calibration.statistics import Calibration, load_calibration
 from quantkit.errors import ModelError
-from quantkit.models.recipe_check import refuse_unmatched
+from quantkit.models.recipe_check import refuse_misfit
+from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.models.treated import recipe_of
 from quantkit.pipelines.running import choose_device, read_prompts
@@ -61,19 +62,38 @@ def as_recipe(recipe: RecipeLike) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
-def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
+def of_any_family(recipe: RecipeLike) -> Recipe:
+    """Return the recipe for models of any family, whatever its globs name.
+
+    Args:
+        recipe: a bundled name, a YAML file, or opened.
+
+    Returns:
+        what other functions take as a recipe, for any model.
+
+    Raises:
+        RecipeError: as ``load_recipe``.
+    """
+    return as_recipe(recipe).model_copy(update={"family": None, "unmatched": "ignore"})
+
+
+def opened(model: ModelLike, recipe: RecipeLike | None) -> tuple[Model, Recipe]:
     """Return both, opened, which fit each other.
 
-    The recipe is read first: a mistake in it should not show after a download.
+    The recipe is read first: a mistake in it should not show after a download. Without one, that is
+    taken which is recommended for the model.
 
     Raises:
         ModelError: as ``open_model``.
-        RecipeError: as ``load_recipe`` and ``refuse_unmatched``.
+        RecipeError: as ``load_recipe`` and ``refuse_misfit``.
     """
+    if recipe is None:
+        source = as_model(model)
+        return source, recipe_of(source, chosen_recipe(source))
     chosen = as_recipe(recipe)
     source = as_model(model)
     chosen = recipe_of(source, chosen)
-    refuse_unmatched(chosen, name_of(recipe), source)
+    refuse_misfit(chosen, name_of(recipe), source)
     return source, chosen
 
 

@@ -1,12 +1,12 @@
 """Packing a model, and saying beforehand what packing would write."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.models.recipe_check import refuse_unmatched_encoders
+from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model
 from quantkit.packing import dry_run
 from quantkit.packing import pack as packing
@@ -16,6 +16,7 @@ from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.places import check_directory, refuse_overlap
+from quantkit.storage.system import cores
 from quantkit.workflow.inputs import (
     CalibrationLike,
     HessiansLike,
@@ -25,6 +26,7 @@ from quantkit.workflow.inputs import (
     as_calibration,
     as_hessians,
     as_masks,
+    as_model,
     as_recipe,
     name_of,
     opened,
@@ -40,7 +42,7 @@ def pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
@@ -57,7 +59,8 @@ def pack(
     Args:
         model: a pipeline's or component's directory, a hub id, or opened.
         output: the directory to make.
-        recipe: what is wanted: a bundled name, a YAML file, or opened.
+        recipe: what is wanted: a bundled name, a YAML file, or opened; None: what is
+            recommended for the model.
         calibration: statistics of the model; None: weights are scaled from the weights alone.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model, for GPTQ rounding and SparseGPT masks.
@@ -73,7 +76,7 @@ def pack(
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
     source, chosen = _opened(
-        model, _with_encoders(recipe, text_encoders), Path(output), force=force
+        model, _with_encoders(model, recipe, text_encoders), Path(output), force=force
     )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     return packing.pack(
@@ -93,7 +96,7 @@ def plan_pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
@@ -106,7 +109,8 @@ def plan_pack(
     Args:
         model: a pipeline's or component's directory, a hub id, or opened.
         output: the directory that would be made.
-        recipe: what is wanted: a bundled name, a YAML file, or opened.
+        recipe: what is wanted: a bundled name, a YAML file, or opened; None: what is
+            recommended for the model.
         calibration: statistics of the model.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model.
@@ -122,7 +126,7 @@ def plan_pack(
         InputError: anything that is wrong with the input.
     """
     source, chosen = _opened(
-        model, _with_encoders(recipe, text_encoders), Path(output), force=force
+        model, _with_encoders(model, recipe, text_encoders), Path(output), force=force
     )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     missing = dry_run.missing_artefacts(
@@ -144,23 +148,28 @@ def plan_pack(
 
 
 def _opened(
-    model: ModelLike, recipe: RecipeLike, output: Path, *, force: bool
+    model: ModelLike, recipe: RecipeLike | None, output: Path, *, force: bool
 ) -> tuple[Model, Recipe]:
     """Return model and recipe; refuse an output that could not be written."""
     source, chosen = opened(model, recipe)
-    refuse_unmatched_encoders(chosen, name_of(recipe), source)
+    refuse_unmatched_encoders(chosen, name_of(recipe or chosen), source)
     refuse_overlap(output, source.path)
     check_directory(output, kind=packing.KIND, force=force)
     return source, chosen
 
 
-def _with_encoders(recipe: RecipeLike, text_encoders: str | None) -> RecipeLike:
-    return recipe if text_encoders is None else as_recipe(recipe).with_text_encoders(text_encoders)
+def _with_encoders(
+    model: ModelLike, recipe: RecipeLike | None, text_encoders: str | None
+) -> RecipeLike | None:
+    if text_encoders is None:
+        return recipe
+    chosen = chosen_recipe(as_model(model)) if recipe is None else as_recipe(recipe)
+    return chosen.with_text_encoders(text_encoders)
 
 
 def usual_threads() -> int:
     """Return how many tensors are in work at once when nobody says."""
-    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    return min(cores(), MOST_THREADS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,7 +107,7 @@ def permute(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     calibration: CalibrationLike | None = None,
     masks_output: str | Path | None = None,
     pattern: str | None = None,

@@ -36,7 +36,7 @@ def recover(
     *,
     output: str | Path,
     method: str = "distill",
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
     prompts: PromptsLike | None = None,
@@ -111,7 +111,7 @@ def plan_recovery(
     model: ModelLike,
     *,
     method: str = "distill",
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     masks: MasksLike | None = None,
     training: Training = Training(),  # noqa: B008  frozen
 ) -> RecoveryPlan:

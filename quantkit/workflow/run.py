@@ -18,7 +18,7 @@ from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_unseen
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
-from quantkit.models.recipe_check import refuse_unmatched
+from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
@@ -203,7 +203,7 @@ class _RunInputs:
         name = str(opened.path if opened else model)
         found = require_pipeline(name)
         source = opened or found
-        refuse_unmatched(chosen, name_of(recipe), source)
+        refuse_misfit(chosen, name_of(recipe), source)
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, source, chosen, Path(output))
 

@@ -63,7 +63,7 @@ def measure_sensitivity(
     model: ModelLike,
     *,
     calibration: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     output: str | Path | None = None,
     hessians: HessiansLike | None = None,
     plot: str | Path | None = None,

@@ -30,7 +30,7 @@ def sparsify_and_recover(
     *,
     output: str | Path,
     method: str = "distill",
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike | None = None,
     calibration: CalibrationLike | None = None,
     hessians: HessiansLike | None = None,
     pattern: str | None = None,

@@ -13,6 +13,7 @@ from torch import nn
 from quantkit.bench import judging, timing
 from quantkit.bench import model as bench_model
 from quantkit.bench.compiling import outside_blocks, with_shared_weights
+from quantkit.bench.denoiser_inputs import INPUTS
 from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
 from quantkit.bench.model import run_model_bench
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
@@ -26,12 +27,26 @@ from quantkit.cli.bench_model import model_command
 from quantkit.device import backends, compilers
 from quantkit.device.ops import call as execute
 from quantkit.errors import InputError, ModelError
+from tests.support.denoiser_classes import ROWS
 from tests.support.kernel_cases import need
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 
 CPU = torch.device("cpu")
 #: Name -> keys_*.json.gz, whose config was checked against the published number of parameters.
-PUBLISHED = {"sdxl": "sdxl", "flux": "flux1_dev"}
+PUBLISHED = {
+    "sdxl": "sdxl",
+    "flux": "flux1_dev",
+    "sd15": "sd15",
+    "sd3": "sd3_medium",
+    "pixart": "pixart_sigma",
+    "sana": "sana_1600m",
+    "flux2": "flux2_dev",
+    "chroma": "chroma1_hd",
+    "qwenimage": "qwen_image",
+    "zimage": "z_image",
+    "wan": "wan22_t2v_14b",
+    "ltx": "ltx_video",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +246,10 @@ def test_weights_and_inputs_are_the_same_every_time(unet_dir):
     [
         (None, "no config.json"),
         ("{", "not JSON"),
-        ('{"_class_name": "AutoencoderKL"}', "class AutoencoderKL, wanted one of UNet2D"),
+        (
+            '{"_class_name": "AutoencoderKL"}',
+            "AutoencoderKL, wanted one whose inputs are known: UN",
+        ),
         ("{}", "class None"),
         ('{"_class_name": "UNet2DConditionModel", "down_block_types": ["No"]}', "config.json"),
     ],
@@ -244,8 +262,26 @@ def test_damaged_configs_are_named(tmp_path, content, match):
 
 
 def test_unknown_configs_are_refused():
-    with pytest.raises(ModelError, match="sd15: unknown, wanted sdxl, flux or a directory"):
-        find_denoiser("sd15")
+    with pytest.raises(ModelError, match=r"sd4: unknown, wanted sdxl, .*, ltx or a directory"):
+        find_denoiser("sd4")
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.class_name in INPUTS], ids=lambda row: row.class_name
+)
+def test_every_class_runs_with_its_inputs(row, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": row.class_name, **row.config}))
+    model = build_denoiser(find_denoiser(str(tmp_path)), CPU)
+    inputs = make_inputs(model, 2, 8, CPU)
+    with torch.no_grad():
+        found = model(**inputs, return_dict=False)[0]
+    for picture in found:
+        assert picture.isfinite().all()
+    assert len(found) == 2
+
+
+def test_every_denoiser_has_inputs():
+    assert {denoiser.class_name for denoiser in DENOISERS.values()} == set(INPUTS)
 
 
 # ------------------------------------------------------------------------------------ the profile

@@ -54,6 +54,18 @@ def test_one_bucket_has_a_scale_without_axes():
     assert float(scale) == pytest.approx(2 * float(x.abs().amax()) / 448)
 
 
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_scales_that_are_powers_of_two_are_rounded_up(observer):
+    statistics, fmt = statistics_of(*map(sample, SAMPLES)), FORMATS["e4m3fn"]
+    edges = tuple(map(float, range(len(SAMPLES) - 1)))
+    recipe = ActivationRecipe(mode="static", observer=observer, buckets=edges)
+    plain = static_scale(statistics, recipe, fmt, edges=edges)
+    rounded = recipe.model_copy(update={"scale": "pow2"})
+    scale = static_scale(statistics, rounded, fmt, edges=edges)
+    assert (torch.frexp(scale)[0] == 0.5).all()
+    assert ((scale >= plain) & (scale < 2 * plain)).all()
+
+
 def oracle_dtype(fmt):
     return getattr(ml_dtypes, f"float8_{fmt.name}")
 

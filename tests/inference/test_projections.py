@@ -89,7 +89,7 @@ def test_projections_in_16_bit_are_joined_as_diffusers_does():
     attention.join()
     apart = torch.cat([attention.to_q(x), attention.to_k(x), attention.to_v(x)], dim=-1)
     assert torch.allclose(attention.to_qkv(x), apart, atol=1e-6)
-    assert type(attention.to_qkv) is nn.Linear
+    assert isinstance(attention.to_qkv, nn.Linear)
 
 
 @pytest.mark.parametrize(

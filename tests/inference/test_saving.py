@@ -79,7 +79,7 @@ def test_saving_refuses_what_would_need_other_bytes(packed_dir, tmp_path):
         ({"safe_serialization": False}, "packed files are safetensors"),
         ({"variant": "fp16"}, "files keep their names; pass variant=None"),
         ({"max_shard_size": "1GB"}, "shards stay as they were cut"),
-        ({"push_to_hub": True}, "upload the directory"),
+        ({"push_to_hub": True}, r"call push_to_hub\(repository\) itself"),
         ({"use_flashpack": True}, "use_flashpack: unknown"),
     ):
         with pytest.raises(InputError, match=text):

@@ -15,6 +15,7 @@ from quantkit.recipe.schema import Recipe
 from quantkit.workflow.pack import pack, plan_pack
 from quantkit.workflow.verify import verify
 from tests.support.encoders import ENCODERS, embed, encoder_class, make_encoder
+from tests.support.outliers import encoder_with_outliers
 
 #: What of the embeddings may be lost, random weights of 64 columns: an int8 code is off by a
 #: 440th of a channel's largest weight, e4m3 by a 36th of each, int4 by a 28th of the largest.
@@ -305,3 +306,21 @@ def test_what_encoders_cannot_have_is_refused(section, match):
 def test_globs_that_match_nothing_are_refused(pipeline, tmp_path, section, match):
     with pytest.raises(RecipeError, match=match):
         packed(pipeline, tmp_path / "packed", section)
+
+
+@pytest.mark.parametrize("class_name", ["LlamaForCausalLM"])
+def test_outliers_cost_int8_inputs_more_than_weights_and_fp8_nothing(tmp_path, class_name):
+    cls = encoder_class(class_name)
+    lost = {}
+    for factor in (1, 64):
+        source = tmp_path / f"source{factor}"
+        encoder_with_outliers(class_name, factor).save_pretrained(source)
+        wanted = embed(cls.from_pretrained(source, dtype=torch.float32))
+        for fmt, mode in (("e4m3fn", "token"), ("int8", "none"), ("int8", "token")):
+            section = {"weight": {"format": fmt}, "activation": {"mode": mode}, "data_free": True}
+            packed(source, tmp_path / f"{factor}{fmt}{mode}", section)
+            model = cls.from_pretrained(tmp_path / f"{factor}{fmt}{mode}", dtype=torch.float32)
+            lost[factor, fmt, mode] = error(embed(model), wanted)
+    assert lost[64, "e4m3fn", "token"] < 1.2 * lost[1, "e4m3fn", "token"]
+    assert lost[64, "int8", "token"] > 2 * lost[64, "int8", "none"]
+    assert lost[64, "int8", "token"] > 8 * lost[1, "int8", "token"]

@@ -11,7 +11,7 @@ from diffusers import BFLQuantizationConfig
 from safetensors import safe_open
 
 from quantkit.checkpoint.reader import open_packed
-from quantkit.errors import CheckpointError, InputError, ModelError, OutputError
+from quantkit.errors import CheckpointError, InputError, ModelError, OutputError, RecipeError
 from quantkit.interchange import tensor_export
 from quantkit.workflow.export import export
 from quantkit.workflow.pack import pack
@@ -307,8 +307,8 @@ def test_arguments_that_mean_nothing_are_refused(packed, saved, tmp_path):
         export(saved("sd3"), to="gguf:Q8_0", recipe="fp8", output=output)
     with pytest.raises(InputError, match="convolutions with sdnq"):
         export(saved("sd3"), to="sdnq", convolutions=True, output=output)
-    with pytest.raises(ModelError, match="text encoders are not quantized on the way"):
-        export(saved("sd3"), to="compressed-tensors", output=output)
+    with pytest.raises(RecipeError, match="text_encoders: sdnq holds one kind of component"):
+        export(saved("sd3"), to="sdnq", recipe=recipe(text_encoders={}), output=output)
     with pytest.raises(InputError, match="no packed text encoder, only a denoiser"):
         export(packed("sd3"), to="compressed-tensors", output=output)
     with pytest.raises(InputError, match="to 'sdnq:x': unknown, wanted one of comfyui, "):

@@ -192,8 +192,8 @@ def test_what_a_recipe_calls_no_layer_is_copied(tmp_path):
 
 def test_the_command_line_names_another_family(transformer_dir, tmp_path):
     def planned(*words):
-        arguments = ["pack", str(transformer_dir), "-o", str(tmp_path / "o"), "-n", "--json", "-q"]
-        return CliRunner().invoke(command, [*arguments, *words])
+        arguments = ["pack", str(transformer_dir), "-r", "fp8", "-o", str(tmp_path / "o")]
+        return CliRunner().invoke(command, [*arguments, "-n", "--json", "-q", *words])
 
     assert planned("--family", "general").stdout == planned().stdout
     kept = [x for x in json.loads(planned("--family", "unet").stdout)["layers"] if not x["scheme"]]

@@ -34,7 +34,15 @@ from quantkit.numerics.packing import (
     to_rows,
     unpack_two_of_four,
 )
-from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, cast, decode, dequantize, quantize
+from quantkit.numerics.scales import (
+    WEIGHT_SCALES,
+    amax_scale,
+    cast,
+    decode,
+    dequantize,
+    power_of_two,
+    quantize,
+)
 
 GRANULARITIES = [PerTensor(), PerChannel(), PerGroup(8)]
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
@@ -161,6 +169,30 @@ def test_mse_scale_is_never_worse_than_amax(fmt, granularity):
         back = dequantize(quantize(rows, scale, fmt, granularity), scale, granularity)
         errors[name] = (back - rows).square().sum().item()
     assert errors["mse"] <= errors["amax"]
+
+
+@every_format
+@every_granularity
+def test_power_of_two_scales_clip_nothing_or_lose_less(fmt, granularity):
+    rows = seeded(8, 64, seed=4) * torch.logspace(-2, 2, 8).unsqueeze(1)
+    errors = {}
+    for rule in ("amax_pow2", "mse_pow2"):
+        scale = WEIGHT_SCALES[rule](rows, fmt, granularity)
+        assert (torch.frexp(scale)[0] == 0.5).all()
+        back = dequantize(quantize(rows, scale, fmt, granularity), scale, granularity)
+        errors[rule] = (back - rows).square().sum().item()
+    largest, least = amax_scale(rows, fmt, granularity), WEIGHT_SCALES["amax_pow2"]
+    assert (least(rows, fmt, granularity) >= largest).all()
+    assert (least(rows, fmt, granularity) < 2 * largest).all()
+    assert errors["mse_pow2"] <= errors["amax_pow2"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "power"),
+    [(1.0, 1.0), (1.0 + 2**-23, 2.0), (0.75, 1.0), (2.0**-149, 2.0**-149), (3e-45, 2.0**-148)],
+)
+def test_the_least_power_of_two_that_is_not_below(scale, power):
+    assert power_of_two(torch.tensor(scale)).item() == power
 
 
 @every_granularity

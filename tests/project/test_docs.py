@@ -135,6 +135,22 @@ def test_pages_that_are_made_are_what_makes_them_says(script, page):
     assert made == written, f"run: python docs/make_{script}.py"
 
 
+def test_the_page_of_models_is_that_of_the_installed_diffusers():
+    import diffusers
+
+    written = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    if f"diffusers {diffusers.__version__}." not in written:
+        pytest.skip(f"the page is of another diffusers than {diffusers.__version__}")
+    made = subprocess.run(
+        [sys.executable, "-c", "from make_models import page; print(page(), end='')"],
+        cwd=ROOT / "docs",
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    ).stdout
+    assert made == written, "run: python docs/make_models.py"
+
+
 def slug(heading):
     """Return the anchor of a heading, as GitHub and mkdocs make it."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()

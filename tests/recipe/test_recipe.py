@@ -226,6 +226,14 @@ BAD = {
     "date": ("{name: t, smooth: 2001-99-99}", "month must be in"),
     "null byte": ("name: t\0", "not YAML"),
     "surrogate": ("name: \ud800", "surrogate"),
+    "power of two of groups": (
+        "{name: t, weight: {format: int4, scale: pow2}}",
+        "weight.scale pow2 with format int4",
+    ),
+    "power of two per token": (
+        "{name: t, activation: {mode: token, scale: pow2}}",
+        "activation.scale pow2 with mode token",
+    ),
     "no layers": ("{name: t, overrides: [{layers: []}]}", "overrides.0.layers"),
 }
 

@@ -343,7 +343,7 @@ _KILLS = (
     _COMMON
     + """
 import signal, shutil
-MODULES = ("files.py", "staging.py", "renaming.py")
+MODULES = ("files.py", "staging.py", "renaming.py", "system.py")
 # What a process wrote outlives it; a power cut is another matter.
 os.fsync = lambda descriptor: None
 write = {"directory": directory, "file": file}[sys.argv[3]]

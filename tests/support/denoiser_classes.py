@@ -579,7 +579,7 @@ ROWS = (
         {
             "all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 16, "dim": 32,
             "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
-            "cap_feat_dim": 32, "axes_dims": [8, 4, 4], "axes_lens": [256, 32, 32],
+            "cap_feat_dim": 32, "axes_dims": [8, 4, 4], "axes_lens": [1024, 32, 32],
         },
         {"x": lambda: [torch.randn(16, 1, 8, 8)], "cap_feats": lambda: [torch.randn(16, 32)],
          "t": 0.5},

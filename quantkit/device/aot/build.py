@@ -1,6 +1,5 @@
 """Ahead-of-time builds: linked code objects for AMD, cubins for NVIDIA, and their manifest."""
 
-import os
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,6 +17,7 @@ from quantkit.errors import KernelError
 from quantkit.progress import Progress, silent
 from quantkit.resources import kernel_sources
 from quantkit.storage.files import staged_directory
+from quantkit.storage.system import cores
 
 _CLANG_OPTIONS = (
     "-x",
@@ -101,7 +101,7 @@ def _compile_all(
         builder.compile(variant, path)
         return describe_kernel(variant, path, _resources(builder, path, variant.symbol))
 
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(max_workers=cores()) as pool:
         futures = [pool.submit(compile_one, variant) for variant in variants]
         try:
             for done, future in enumerate(as_completed(futures), start=1):

@@ -5,6 +5,7 @@ streams nor its memory.
 """
 
 import ctypes
+import ctypes.util
 import importlib.util
 import os
 import sys
@@ -23,15 +24,8 @@ _WINDOWS = sys.platform == "win32"
 #: File names in a folder, newest first when sorted backwards, and names that the system resolves.
 _PATTERNS = {
     "amdhip64": ("amdhip64*.dll",) if _WINDOWS else ("libamdhip64.so*",),
-    "hiprtc": ("hiprtc0*.dll",) if _WINDOWS else ("libhiprtc.so*",),
-}
-_NAMES = {
-    "amdhip64": ("amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll")
-    if _WINDOWS
-    else ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"),
-    "hiprtc": ("hiprtc0701.dll", "hiprtc0700.dll", "hiprtc0604.dll")
-    if _WINDOWS
-    else ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6"),
+    # Not hiprtc-builtins.
+    "hiprtc": ("hiprtc[0-9]*.dll",) if _WINDOWS else ("libhiprtc.so*",),
 }
 
 
@@ -71,9 +65,11 @@ def candidates(stem: str) -> Iterator[str]:
     yield from _mapped(stem)
     for folder in _folders():
         for pattern in _PATTERNS[stem]:
-            # Short names first: libamdhip64.so is the link that the distributor keeps.
-            yield from (str(path) for path in sorted(folder.glob(pattern)))
-    yield from _NAMES[stem]
+            # libamdhip64.so is the link that the distributor keeps; else the newest version.
+            found = sorted(folder.glob(pattern), reverse=True)
+            yield from map(str, sorted(found, key=lambda path: path.suffix != ".so"))
+    if name := ctypes.util.find_library(stem):
+        yield name
 
 
 def _open_runtime() -> tuple[str, ctypes.CDLL]:
@@ -112,6 +108,9 @@ def _folders() -> Iterator[Path]:
         if root := os.environ.get(variable, "").strip():
             yield from (Path(root) / "lib", Path(root) / "bin")
     yield Path("/opt/rocm/lib")
+    if _WINDOWS:
+        # AMD's driver brings a runtime.
+        yield Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
 
 
 def _mapped(stem: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """NVRTC, from the wheel that torch depends on: compiles for NVIDIA without a GPU."""
 
+import ctypes.util
 import importlib.util
 import os
 from functools import lru_cache
@@ -7,8 +8,6 @@ from pathlib import Path
 
 from quantkit.device.gpu.rtc import RuntimeCompiler, open_compiler
 from quantkit.errors import CompilerMissingError
-
-_SYSTEM_NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12")
 
 
 def nvrtc_options(target: str) -> tuple[str, ...]:
@@ -23,7 +22,7 @@ def load_nvrtc() -> RuntimeCompiler:
     Raises:
         CompilerMissingError: there is none.
     """
-    for path in (*_wheel_libraries(), *_SYSTEM_NAMES):
+    for path in (*_wheel_libraries(), *filter(None, [ctypes.util.find_library("nvrtc")])):
         try:
             return open_compiler("NVRTC", "nvrtc", "CUBIN", path)
         except OSError:  # noqa: PERF203  a handful of names

@@ -1,7 +1,6 @@
 """The host target: compile a variant with the system's C++ compiler on first use, then call it."""
 
 import ctypes
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from quantkit.device.geometry import compile_expression
 from quantkit.device.ops.op import Variant
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
+from quantkit.storage.system import cores
 
 _FLAGS = (
     "-x",
@@ -84,7 +84,7 @@ def prebuild(variants: Sequence[Variant], layout: str = "gfx12") -> None:
         CompilerMissingError, KernelError: as ``load``.
     """
     _runtime_object()
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(max_workers=cores()) as pool:
         for _ in pool.map(lambda variant: _library(variant, layout), variants):
             pass
 

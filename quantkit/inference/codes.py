@@ -1,0 +1,33 @@
+"""Codes as frozen parameters: what offloads and counts a model sees them as its weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Codes(nn.Parameter):
+    """Codes, positions, factors or scales of a weight: moved as a parameter, never trained or cast.
+
+    Libraries offload parameters, not buffers. They also take the dtype of the first floating-point
+    parameter for the model's, and cast all such: neither FP8 nor a scale must pass for one.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Codes":  # noqa: FBT001, FBT002, PYI034  torch's signature
+        """Return codes over the memory of ``data``; ``requires_grad`` has to be False."""
+        assert not requires_grad, "codes have no gradient"
+        made: Codes = torch.Tensor._make_subclass(cls, data, False)  # noqa: SLF001  as nn.Parameter
+        return made
+
+    def is_floating_point(self) -> bool:
+        """Return False: FP8 is a code, and a scale belongs to codes."""
+        return False
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle as bytes: torch pickles no FP8."""
+        flat = self.detach().reshape(-1)
+        return _codes_of, (flat.view(torch.uint8), self.dtype, tuple(self.shape))
+
+
+def _codes_of(bits: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Codes:
+    return Codes(bits.view(dtype).reshape(shape))

@@ -1,0 +1,89 @@
+"""The bundled recipes, and those for a model with what each would make of it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.models.recommended import chosen_recipe, recipes_for
+from quantkit.packing.dry_run import forecast_pack, missing_artefacts
+from quantkit.recipe.load import load_recipe, recipe_names
+from quantkit.recipe.schema import Recipe
+from quantkit.workflow.inputs import ModelLike, as_model
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A bundled recipe."""
+
+    name: str
+    description: str
+    #: of denoisers that it is made for; None: any
+    family: str | None
+    #: arguments of ``pack`` that it needs
+    needs: tuple[str, ...]
+    #: what speaks for it, of a model that it was listed for
+    why: str = ""
+    #: of the model's denoisers, likewise
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values: dict[str, Any] = {
+            "name": self.name, "description": self.description, "family": self.family,
+            "needs": list(self.needs),
+        }  # fmt: skip
+        if self.why:
+            sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+            values |= {"why": self.why, **sizes}
+        return values
+
+
+def recipes(model: ModelLike | None = None) -> tuple[Listed, ...]:
+    """Return the bundled recipes; with a model those that are made for it, the best one first.
+
+    Args:
+        model: a pipeline's or component's directory, a hub id, or opened; None: list all.
+
+    Returns:
+        a row for each; of a model with the bytes of its denoisers, planned from headers.
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    if model is None:
+        return tuple(_listed(load_recipe(name)) for name in recipe_names())
+    source, found = as_model(model), []
+    for choice in recipes_for(source):
+        ignoring = choice.recipe.model_copy(update={"unmatched": "ignore"})
+        planned = forecast_pack(source, ignoring, Path("packed"), missing=()).summary.components
+        row = replace(
+            _listed(choice.recipe),
+            why=choice.why,
+            bytes_before=sum(component.bytes_before for component in planned),
+            bytes_after=sum(component.bytes_after for component in planned),
+        )
+        found.append(row)
+    return tuple(found)
+
+
+def recipe_for(model: ModelLike) -> tuple[Recipe, str]:
+    """Return the recipe that is taken for a model where nobody names one, and what for.
+
+    Args:
+        model: a pipeline's or component's directory, a hub id, or opened.
+
+    Returns:
+        the recipe; and the class and family of the denoiser that it was chosen for.
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    source = as_model(model)
+    component = source.components[0]
+    return chosen_recipe(source), f"{component.class_name}, of the {component.family.name} family"
+
+
+def _listed(recipe: Recipe) -> Listed:
+    needs = missing_artefacts(recipe, calibration=None, masks=None, hessians=None)
+    return Listed(recipe.name, recipe.description, recipe.family, needs)

@@ -1,0 +1,328 @@
+"""LoRA on packed layers, through peft and diffusers: the side branch is added, and nothing else."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quantkit.errors import InputError
+from quantkit.inference import feed_forward
+from quantkit.inference.layers import iterate_packed
+from quantkit.inference.packed_layer import PackedLayer
+from quantkit.numerics.formats import INT4
+from quantkit.numerics.granularity import PerChannel
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
+from tests.inference.test_feed_forward import PLAIN, network
+from tests.inference.test_inference import SCHEMES
+from tests.support.loading import plain, unet_class, weight_files
+from tests.support.packed import pack_component, packed_module
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and diffusers', of versions to come
+
+RANK = 4
+
+
+def branches(model, seed, *, names=None, rank=RANK):
+    """Return a LoRA of every packed layer as a state dict of diffusers, without a prefix."""
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for _, name, layer in iterate_packed(model):
+        if names is not None and name not in names:
+            continue
+        n, k, *kernel = layer.dense_shape
+        shapes = {"A": (rank, k, *kernel), "B": (n, rank, *(1 for _ in kernel))}
+        for part, shape in shapes.items():
+            value = torch.randn(shape, generator=generator) * 0.1
+            state[f"{name}.lora_{part}.weight"] = value
+    return state
+
+
+def prefixed(state):
+    return {f"unet.{name}": tensor for name, tensor in state.items()}
+
+
+class ByHand:
+    """The oracle: forward hooks that add what adapters say to the outputs of packed layers."""
+
+    def __init__(self, model, *adapters):
+        self.model, self.adapters = model, adapters
+
+    def __enter__(self):
+        layers = {name: layer for _, name, layer in iterate_packed(self.model)}
+        self.handles = [
+            layers[key.removesuffix(".lora_A.weight")].register_forward_hook(
+                self.hook(key, state, scale)
+            )
+            for state, scale in self.adapters for key in state if key.endswith("A.weight")
+        ]  # fmt: skip
+        return self.model
+
+    def __exit__(self, *_):
+        for handle in self.handles:
+            handle.remove()
+
+    @staticmethod
+    def hook(key, state, scale):
+        down, up = state[key], state[key.replace("lora_A", "lora_B")]
+
+        def add(layer, args, output):
+            x = args[0].to(down.dtype)
+            if layer.kind == "linear":
+                return output + scale * (x @ down.T @ up.T)
+            options = (layer.stride, layer.padding, layer.dilation)
+            return output + scale * nn.functional.conv2d(
+                nn.functional.conv2d(x, down, None, *options), up
+            )
+
+        return add
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_peft_adds_its_branch_to_every_scheme(kind, scheme, dtype):
+    torch.manual_seed(0)
+    dense = nn.Linear(64, 24) if kind == "linear" else nn.Conv2d(32, 24, 3, 2, 1)
+    x = torch.randn(2, 5, 64) if kind == "linear" else torch.randn(2, 32, 9, 7)
+    x = x.to(dtype)
+    layer = packed_module(dense, scheme).to(dtype)
+    model = nn.ModuleDict({"it": layer})
+    before = layer(x)
+    config = peft.LoraConfig(r=RANK, target_modules=["it"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    adapted: Any = model["it"]
+    down, up = (table["default"] for table in (adapted.lora_A, adapted.lora_B))
+    assert down.weight.dtype == up.weight.dtype == dtype
+    assert isinstance(adapted.base_layer, PackedLayer)
+    wanted = before + up(down(x)) * adapted.scaling["default"]
+    assert torch.equal(adapted(x), wanted)
+    assert not torch.equal(wanted, before)
+    adapted.enable_adapters(False)
+    assert torch.equal(adapted(x), before)
+
+
+@pytest.fixture
+def unet(packed_dir):
+    return unet_class().from_pretrained(packed_dir / "unet")
+
+
+@pytest.fixture(scope="module")
+def lora(packed_dir):
+    """Three adapters of one packed UNet: files of another rank, too."""
+    model = unet_class().from_pretrained(packed_dir / "unet")
+    return [branches(model, 1), branches(model, 2), branches(model, 3, rank=2)]
+
+
+@torch.no_grad()
+def step(model):
+    generator = torch.Generator().manual_seed(5)
+    x, text = (torch.randn(s, generator=generator) for s in ((2, 4, 8, 8), (2, 16, 32)))
+    return model(x, torch.tensor(500), text).sample
+
+
+def near(a, b):
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pipeline_loads_scales_mixes_and_unloads(packed_dir, lora, tmp_path):
+    from safetensors.torch import save_file
+
+    pipe = plain(packed_dir)
+    first, second, _ = lora
+    alone = step(pipe.unet)
+    with ByHand(pipe.unet, (first, 1.0)) as model:
+        whole = step(model)
+    with ByHand(pipe.unet, (first, 0.5)) as model:
+        half = step(model)
+    with ByHand(pipe.unet, (first, 0.25), (second, 0.75)) as model:
+        mixed = step(model)
+    assert not near(whole, alone)
+    save_file(prefixed(first), tmp_path / "first.safetensors")
+    pipe.load_lora_weights(tmp_path / "first.safetensors", adapter_name="first")
+    pipe.load_lora_weights(prefixed(second), adapter_name="second")
+    pipe.set_adapters("first")
+    assert near(step(pipe.unet), whole)
+    pipe.set_adapters("first", 0.5)
+    assert near(step(pipe.unet), half)
+    pipe.set_adapters(["first", "second"], [0.25, 0.75])
+    assert near(step(pipe.unet), mixed)
+    assert pipe.get_active_adapters() == ["first", "second"]
+    pipe.disable_lora()
+    assert torch.equal(step(pipe.unet), alone)
+    pipe.enable_lora()
+    assert near(step(pipe.unet), mixed)
+    pipe.delete_adapters("second")
+    pipe.set_adapters("first")
+    assert near(step(pipe.unet), whole)
+    with pytest.raises(Exception, match="unload adapters before saving"):
+        pipe.unet.save_pretrained(tmp_path / "copy")
+    pipe.unload_lora_weights()
+    assert torch.equal(step(pipe.unet), alone)
+    pipe.unet.save_pretrained(tmp_path / "copy")
+    assert weight_files(tmp_path / "copy") == weight_files(packed_dir / "unet")
+
+
+def test_adapters_follow_the_models_dtype_and_device(packed_dir, lora):
+    pipe = plain(packed_dir, torch_dtype=torch.float16)
+    pipe.load_lora_weights(prefixed(lora[0]))
+    found = {p.dtype for n, p in pipe.unet.named_parameters() if "lora_" in n}
+    assert found == {torch.float16}
+    pipe.to(torch.bfloat16)
+    assert {p.dtype for n, p in pipe.unet.named_parameters() if "lora_" in n} == {torch.bfloat16}
+    assert pipe.unet.dtype == torch.bfloat16
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(prefixed(lora[0]))
+    assert {p.dtype for n, p in pipe.unet.named_parameters() if "lora_" in n} == {torch.bfloat16}
+
+
+def test_a_call_may_scale_them(packed_dir, lora):
+    pipe = plain(packed_dir)
+    pipe.load_lora_weights(prefixed(lora[0]))
+    x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 16, 32)
+    with torch.no_grad():
+        none = pipe.unet(x, torch.tensor(9), text, cross_attention_kwargs={"scale": 0.0}).sample
+        pipe.disable_lora()
+        assert near(none, pipe.unet(x, torch.tensor(9), text).sample)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_adapters_are_swapped_while_loaded(packed_dir, lora, compiled):
+    pipe = plain(packed_dir)
+    wanted = []
+    for state in (lora[0], lora[2]):
+        with ByHand(pipe.unet, (state, 1.0)) as model:
+            wanted.append(step(model))
+    pipe.enable_lora_hotswap(target_rank=RANK)
+    pipe.load_lora_weights(prefixed(lora[0]), adapter_name="it")
+    model = pipe.unet
+    if compiled:
+        torch._dynamo.reset()
+        model = torch.compile(pipe.unet, fullgraph=True, backend="eager")
+    assert near(step(model), wanted[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        pipe.load_lora_weights(prefixed(lora[2]), adapter_name="it", hotswap=True)
+        assert near(step(model), wanted[1])
+
+
+def test_an_adapted_model_compiles_without_a_graph_break(unet, lora):
+    unet.load_lora_adapter(lora[0], prefix=None)
+    torch._dynamo.reset()
+    compiled = torch.compile(unet, fullgraph=True, backend="aot_eager")
+    assert near(step(compiled), step(unet))
+
+
+def test_fusing_is_refused_in_one_line(packed_dir, lora):
+    pipe = plain(packed_dir)
+    pipe.load_lora_weights(prefixed(lora[0]))
+    before = step(pipe.unet)
+    with pytest.raises(InputError, match=r"^fuse_lora: UNet2DConditionModel is packed.*16-bit"):
+        pipe.fuse_lora()
+    assert torch.equal(step(pipe.unet), before)
+
+
+@torch.no_grad()
+def test_gated_networks_step_aside_for_adapters(monkeypatch):
+    monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: True)
+    model: Any = network(PLAIN, PLAIN)
+    x = torch.randn(3, 32)
+    feed_forward.install(model)
+    alone = model(x)
+    config = peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    gated = model[0].net[0]
+    down, up = (table["default"] for table in (gated.proj.lora_A, gated.proj.lora_B))
+    branch = up(down(x)) * gated.proj.scaling["default"]
+    hidden, gate = (gated.proj.base_layer(x) + branch).chunk(2, dim=-1)
+    assert near(model(x), model[0].net[2](hidden * nn.functional.gelu(gate)))
+    gated.proj = gated.proj.base_layer
+    assert torch.equal(model(x), alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["token-smooth", "token-sparse", "int4-none"])
+def test_weights_decomposed_by_dora_are_those_of_the_codes(name):
+    layer, x = packed_module(nn.Linear(64, 24), SCHEMES[name]), torch.randn(3, 64)
+    model = nn.ModuleDict({"it": layer})
+    config = peft.LoraConfig(r=2, target_modules=["it"], use_dora=True, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    adapted: Any = model["it"]
+    weight = layer.dense_weight()
+    branch = adapted.lora_B["default"].weight @ adapted.lora_A["default"].weight
+    whole = weight + adapted.scaling["default"] * branch
+    # At first the rows keep the lengths that the branch gives them.
+    adapted.lora_magnitude_vector["default"].weight.data = weight.norm(dim=1)
+    kept = weight.norm(dim=1) / whole.norm(dim=1)
+    wanted = nn.functional.linear(x, whole * kept[:, None], layer.bias)
+    # Inputs of the packed product are rounded to 8 bits; codes for weights would be far off.
+    assert (adapted(x) - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_dora_of_a_convolution_is_refused():
+    model = nn.ModuleDict({"it": packed_module(nn.Conv2d(32, 8, 3), SCHEMES["token"], name="a.c")})
+    config = peft.LoraConfig(r=2, target_modules=["it"], use_dora=True)
+    with pytest.raises(InputError, match=r"^DoRA: a\.c: a packed Conv2d"):
+        peft.inject_adapter_in_model(config, model)
+
+
+@pytest.mark.parametrize("order", ["fused-first", "adapted-first"])
+def test_fused_projections_step_aside_for_adapters(pipeline_dir, tmp_path, order):
+    folder = tmp_path / "unet"
+    shutil.copytree(pipeline_dir / "unet", folder)
+    dense = unet_class().from_pretrained(folder)
+    ends = ("to_q", "to_k", "to_v")
+    layers = [n for n, _ in dense.named_modules() if n.rpartition(".")[2] in ends]
+    pack_component(folder, dict.fromkeys(layers, SCHEMES["int4-token"]))
+    model = unet_class().from_pretrained(folder)
+    alone = step(model)
+    state = branches(model, 7)
+    with ByHand(model, (state, 1.0)):
+        wanted = step(model)
+    assert not near(wanted, alone)
+    if order == "fused-first":
+        model.fuse_qkv_projections()
+        assert near(step(model), alone)
+    model.load_lora_adapter(state, prefix=None, adapter_name="it")
+    if order == "adapted-first":
+        model.fuse_qkv_projections()
+    assert near(step(model), wanted)
+    torch._dynamo.reset()
+    assert near(step(torch.compile(model, fullgraph=True, backend="eager")), wanted)
+    model.unload_lora()
+    called: list[int] = []
+    joined = [m for n, m in model.named_modules() if n.endswith(("to_qkv", "to_kv"))]
+    for module in joined:
+        module.register_forward_hook(lambda *_: called.append(1))
+    assert near(step(model), alone)
+    assert len(called) == len(joined) > 0
+
+
+@pytest.mark.parametrize("scheme", [
+    SCHEMES["int4-token"], SCHEMES["token-sparse"], SCHEMES["int4-none"],
+    Scheme(INT4, PerChannel(), TWO_OF_FOUR, Activation.TOKEN),
+], ids=["int4", "2:4", "int4-w16", "int4-2:4"])  # fmt: skip
+def test_flux_adapters_do_not_widen_rows_of_codes(scheme, tmp_path):
+    import diffusers
+
+    from tests.support.pipelines import tiny_flux_pipeline
+
+    folder = tiny_flux_pipeline(tmp_path / "flux")
+    dense = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer")
+    names = [n for n, m in dense.named_modules()
+             if isinstance(m, nn.Linear) and "blocks." in n and "norm" not in n]  # fmt: skip
+    pack_component(folder / "transformer", dict.fromkeys(names, scheme))
+    pipe = plain(folder)
+    before = {name for _, name, _ in iterate_packed(pipe.transformer)}
+    state = branches(pipe.transformer, 1, names=set(names[:6]))
+    for adapter in ("one", "two"):
+        pipe.load_lora_weights(
+            {f"transformer.{k}": v for k, v in state.items()}, adapter_name=adapter
+        )
+    pipe.set_adapters(["one", "two"])
+    packed = [name.replace(".base_layer", "") for _, name, _ in iterate_packed(pipe.transformer)]
+    assert set(packed) == before
+    pipe.unload_lora_weights()
+    assert {name for _, name, _ in iterate_packed(pipe.transformer)} == before
