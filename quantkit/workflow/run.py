@@ -4,8 +4,10 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,15 +25,22 @@ from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
 from quantkit.pipelines.running import choose_device
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import write_or_keep
-from quantkit.storage.places import check_directory, check_file, refuse_overlap
+from quantkit.storage.places import (
+    check_directory,
+    check_file,
+    check_room,
+    refuse_overlap,
+    translated,
+)
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
 from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
 from quantkit.workflow.hessians import MomentPlan, moments_of
 from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_prompts, as_recipe, name_of
+from quantkit.workflow.run_record import LOG, RECORD, RunRecord, logged
 
 _log = logging.getLogger(__name__)
 
@@ -52,10 +61,16 @@ class RunPlan:
     #: None: a budget chooses
     forecast: Forecast | None
     pictures: GenerationSettings
+    #: of the same run from its beginning, on this machine; None: not known
+    last_seconds: float | None
 
     def __repr__(self) -> str:
         """Return it in a few lines."""
-        lines = [f"recipe {self.recipe.name}: would write {', '.join(self.files)}"]
+        return "\n".join(self.lines("would write"))
+
+    def lines(self, verb: str) -> list[str]:
+        """Return it in a few lines, of which the first has the verb."""
+        lines = [f"recipe {self.recipe.name}: {verb} {', '.join(self.files)}"]
         lines[0] += f" into {self.output}"
         if self.calibration is not None:
             settings = self.calibration
@@ -66,7 +81,16 @@ class RunPlan:
             lines.append(self.forecast.outlook)
         compared = self.pictures
         lines.append(f"evaluation: {len(compared.prompts)} prompts, {compared.steps} steps")
-        return "\n".join(lines)
+        if self.last_seconds is not None:
+            lines.append(f"last time all of it took {timedelta(seconds=round(self.last_seconds))}")
+        return lines
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the second moments and the packed directory, as far as they are known."""
+        moments = self.moments.components.values() if self.moments is not None else ()
+        packed = 0 if self.forecast is None else self.forecast.summary.bytes_after
+        return packed + sum(found.nbytes for found in moments)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -89,8 +113,10 @@ def run(
     settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
     device: str = "auto",
     force: bool = False,
+    resume: bool = False,
     commands: Sequence[str] = (),
     progress: Progress = silent,
+    tell: Tell = unheard,
 ) -> Report:
     """Calibrate, sparsify, pack and evaluate a pipeline with one recipe.
 
@@ -104,8 +130,11 @@ def run(
             prompts too.
         device: auto, cpu or cuda[:N].
         force: replace an existing output.
+        resume: go on with an output of the same run: what is complete in it is not made again,
+            only the report is.
         commands: what a reader types to make the report again.
         progress: told of every step.
+        tell: told before the long work what will be done, a line at a time.
 
     Returns:
         the report; ``passed`` says whether the gates hold.
@@ -115,31 +144,49 @@ def run(
             exists.
         NonFiniteError: NaN or Inf in an activation or a picture.
     """
-    task = _RunInputs.of(model, recipe, output, force=force)
+    task = _RunInputs.of(model, recipe, output, force=force or resume)
     place = choose_device(device)
     pictures = task.pictures(settings, place)
+    record = task.record(settings, place)
+    resumed = resume and task.output.exists()
+    if resumed:
+        record.refuse_other(task.output)
     # Before the long work: a missing network should not be found out after packing.
     backbones = settings.backbones(place)
-    build(
-        task.model,
-        task.recipe,
-        task.output,
-        prompts=as_prompts(settings.prompts),
-        device=device,
-        threads=os.cpu_count() or 1,
-        force=force,
-        progress=progress,
-    )
-    baseline = baseline_of(task.model, pictures, settings, backbones, place, progress=progress)
-    report, pairs = evaluation.evaluate(
-        open_pair(task.name, task.output / PACKED),
-        baseline,
-        limits=limits_of(task.recipe),
-        title=f"{Path(task.name).name} with recipe {task.recipe.name}",
-        commands=tuple(commands),
-        progress=progress,
-    )
-    write_or_keep(partial(write_report, report, pairs, force=force), task.output / REPORT)
+    plan = task.plan(pictures, record)
+    if not resumed and plan.forecast is not None:
+        check_room(task.output, plan.nbytes)
+    for line in plan.lines("goes on with" if resumed else "writes"):
+        tell(line)
+    started = perf_counter()
+    with translated(task.output):
+        task.output.mkdir(parents=True, exist_ok=True)
+        record.write(task.output)
+    with logged(task.output / LOG, progress) as heard:
+        build(
+            task.model,
+            task.recipe,
+            task.output,
+            prompts=as_prompts(settings.prompts),
+            device=device,
+            threads=os.cpu_count() or 1,
+            force=force,
+            resume=resumed,
+            progress=heard,
+        )
+        baseline = baseline_of(task.model, pictures, settings, backbones, place, progress=heard)
+        report, pairs = evaluation.evaluate(
+            open_pair(task.name, task.output / PACKED),
+            baseline,
+            limits=limits_of(task.recipe),
+            title=f"{Path(task.name).name} with recipe {task.recipe.name}",
+            commands=tuple(commands),
+            progress=heard,
+        )
+        write = partial(write_report, report, pairs, force=force or resumed)
+        write_or_keep(write, task.output / REPORT)
+    if not resumed:
+        record.remember(perf_counter() - started)
     return report
 
 
@@ -151,6 +198,7 @@ def plan_run(
     settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
     device: str = "auto",
     force: bool = False,
+    resume: bool = False,
 ) -> RunPlan:
     """Say what ``run`` would write; it takes the same arguments.
 
@@ -161,6 +209,7 @@ def plan_run(
         settings: which pictures would be made.
         device: auto, cpu or cuda[:N].
         force: an existing output would be replaced.
+        resume: an existing output would be gone on with.
 
     Returns:
         files, prompts, and the layers and bytes of what would be packed.
@@ -168,20 +217,10 @@ def plan_run(
     Raises:
         InputError: a recipe, model or prompts that cannot be used, or an output that exists.
     """
-    task = _RunInputs.of(model, recipe, output, force=force)
-    pictures = task.pictures(settings, choose_device(device))
-    chosen, source = task.recipe, task.model
-    return RunPlan(
-        chosen,
-        task.output,
-        files_of(chosen),
-        chosen.calibration if _is_calibrated(chosen) else None,
-        moments_of(source, chosen, memory=HESSIAN_MEMORY) if chosen.needs_hessians else None,
-        None
-        if chosen.budget is not None
-        else forecast_pack(source, chosen, task.output / PACKED, missing=()),
-        pictures,
-    )
+    task = _RunInputs.of(model, recipe, output, force=force or resume)
+    place = choose_device(device)
+    pictures = task.pictures(settings, place)
+    return task.plan(pictures, task.record(settings, place))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +261,28 @@ class _RunInputs:
                 len(both), len(pictures.prompts), len(seen),
             )  # fmt: skip
         return pictures
+
+    def record(self, settings: EvaluationSettings, place: torch.device) -> RunRecord:
+        """Return what decides the artefacts."""
+        prompts = as_prompts(settings.prompts)[: self.recipe.calibration.prompts]
+        calibrated = prompts if _is_calibrated(self.recipe) else ()
+        return RunRecord.of(self.model, self.recipe, calibrated, place.type)
+
+    def plan(self, pictures: GenerationSettings, record: RunRecord) -> RunPlan:
+        """Return what will be written."""
+        chosen, source = self.recipe, self.model
+        return RunPlan(
+            chosen,
+            self.output,
+            files_of(chosen),
+            chosen.calibration if _is_calibrated(chosen) else None,
+            moments_of(source, chosen, memory=HESSIAN_MEMORY) if chosen.needs_hessians else None,
+            None
+            if chosen.budget is not None
+            else forecast_pack(source, chosen, self.output / PACKED, missing=()),
+            pictures,
+            record.last_seconds,
+        )
 
 
 def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -> None:
@@ -269,4 +330,4 @@ def files_of(recipe: Recipe) -> tuple[str, ...]:
     files += ["hessians/"] * recipe.needs_hessians
     files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
     files += ["masks.safetensors"] * (recipe.sparsity is not None)
-    return (*files, "packed/", "report/")
+    return (*files, "packed/", "report/", LOG, RECORD)
