@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.recover import recover as recover
     from quantkit.workflow.run import run as run
     from quantkit.workflow.sensitivity import measure_sensitivity as measure_sensitivity
+    from quantkit.workflow.single_file import import_file as import_file
     from quantkit.workflow.sparsify import sparsify as sparsify
     from quantkit.workflow.training import Training as Training
     from quantkit.workflow.verify import verify as verify
@@ -51,6 +52,7 @@ _HOMES = {
     "evaluate": "workflow.evaluate",
     "export": "workflow.export",
     "fast_sums": "device.backends",
+    "import_file": "workflow.single_file",
     "inspect": "workflow.inspect",
     "load_pipeline": "inference.loading",
     "load_recipe": "recipe.load",
@@ -81,6 +83,7 @@ __all__ = [
     "evaluate",
     "export",
     "fast_sums",
+    "import_file",
     "inspect",
     "load_pipeline",
     "load_recipe",

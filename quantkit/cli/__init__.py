@@ -16,6 +16,7 @@ from quantkit._version import __version__
 from quantkit.cli import (
     bench,
     bench_model,
+    cache,
     calibrate,
     demo,
     doctor,
@@ -23,6 +24,7 @@ from quantkit.cli import (
     export,
     help_command,
     hessian,
+    import_,
     inspect,
     kernels,
     optimize,
@@ -72,6 +74,7 @@ quantkit.add_command(permute.permute)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
 quantkit.add_command(export.export)
+quantkit.add_command(import_.import_)
 quantkit.add_command(inspect.inspect)
 quantkit.add_command(verify.verify)
 quantkit.add_command(evaluate.evaluate)
@@ -81,6 +84,7 @@ quantkit.add_command(kernels.kernels)
 quantkit.add_command(bench_model.bench)
 quantkit.add_command(recipes.recipes)
 quantkit.add_command(doctor.doctor)
+quantkit.add_command(cache.cache)
 quantkit.add_command(demo.demo)
 quantkit.add_command(help_command.help_command)
 

@@ -92,8 +92,8 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
         expose_value=False,
         is_eager=True,
         callback=_remember,
-        metavar="DIR",
-        help="Where MODEL is a .gguf file: the diffusers directory with all but its weights.",
+        metavar="DIR|HUBID",
+        help="Where MODEL is a .safetensors or .gguf file: the pipeline with all but its weights.",
     )
     family = click.option(
         "--family",
@@ -164,7 +164,8 @@ def _complete(
     family: str | None = context.meta.get(_FAMILY)
     if config is None and family is None:
         return value
-    from quantkit.workflow.inputs import as_model, single_file
+    from quantkit.workflow.inputs import as_model
+    from quantkit.workflow.single_file import single_file
 
     model = value if config is None else single_file(value, config)
     return model if family is None else as_model(model, family=family)

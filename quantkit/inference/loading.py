@@ -12,9 +12,11 @@ from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.errors import ModelError
 from quantkit.inference.checksums import checksums as checking
 from quantkit.inference.checksums import hash_directory
-from quantkit.inference.dtypes import check_dtype, default_dtype
+from quantkit.inference.dtypes import check_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.saving import variant_of
+from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
+from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.storage.digest import Hashing
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
@@ -31,7 +33,8 @@ def load_pipeline(
 
     Args:
         path: a packed directory, or a hub id of one.
-        torch_dtype: float16, bfloat16 or float32; by default float32 on the CPU, float16 elsewhere.
+        torch_dtype: float16, bfloat16 or float32; by default float32 on the CPU, elsewhere
+            bfloat16 where the denoiser's 16-bit tensors are that, else float16.
         device: where to put it; the CPU by default.
         checksums: hash everything that is read, beside reading it.
 
@@ -47,9 +50,11 @@ def load_pipeline(
     import diffusers
 
     device = torch.device(device or "cpu")
-    dtype = check_dtype(torch_dtype or default_dtype(device), "load_pipeline")
+    if torch_dtype is not None:
+        check_dtype(torch_dtype, "load_pipeline")
     folder = _folder(path)
     packed = _open(folder)
+    dtype = torch_dtype or usual_dtype(stored_dtypes(packed), device)
     # The source's file names are kept, so its variant is too; None is the usual name.
     variants = {variant_of(c.headers[0].path) or "" for c in packed.components}
     variant = max(variants) or None
@@ -62,6 +67,21 @@ def load_pipeline(
     assert loaded == {c.name for c in packed.components}, f"only {loaded} loaded as packed"
     # Where it is already: diffusers warns of every float16 pipeline that is sent to the CPU.
     return pipe if device.type == "cpu" else pipe.to(device)
+
+
+def stored_dtypes(packed: Packed) -> frozenset[str]:
+    """Return the dtypes of a packed pipeline's denoiser, codes and their scales aside.
+
+    Of its text encoders where only they are packed.
+    """
+    denoisers = denoiser_names(read_pipeline_index(packed.path))
+    component = min(packed.components, key=lambda c: c.name not in denoisers)
+    return frozenset(
+        info.dtype
+        for header in component.headers
+        for name, info in header.tensors.items()
+        if name.endswith(".bias") or name.rpartition(".")[0] not in component.config.layers
+    )
 
 
 def _folder(path: str | Path) -> Path:

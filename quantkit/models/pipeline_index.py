@@ -1,10 +1,16 @@
 """model_index.json: what a pipeline is made of."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.models.families import is_denoiser
 from quantkit.storage.jsonfile import read_json
+
+#: What pipelines call their denoisers.
+_DENOISERS = re.compile(r"(?:prior_)?(?:unet|transformer|prior|decoder)(?:_\d+)?")
 
 
 def read_pipeline_index(path: Path) -> dict[str, str]:
@@ -24,6 +30,11 @@ def read_transformers_classes(path: Path) -> dict[str, str]:
     """
     entries = _read_entries(path)
     return {name: kind for name, (library, kind) in entries.items() if library == "transformers"}
+
+
+def denoiser_names(classes: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of a pipeline's denoisers, of the classes of its components by name."""
+    return tuple(n for n, kind in classes.items() if _DENOISERS.fullmatch(n) and is_denoiser(kind))
 
 
 def _read_entries(path: Path) -> dict[str, tuple[object, str]]:

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.families import find_family, is_denoiser
+from quantkit.models.families import find_family
 from quantkit.models.family import Family
-from quantkit.models.pipeline_index import read_pipeline_index, read_transformers_classes
+from quantkit.models.pipeline_index import (
+    denoiser_names,
+    read_pipeline_index,
+    read_transformers_classes,
+)
 from quantkit.models.text_encoders import find_encoder, is_encoder
 from quantkit.storage.jsonfile import read_json
 
@@ -21,13 +25,10 @@ WEIGHTS = "diffusion_pytorch_model"
 ENCODER_WEIGHTS = "model"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-#: What pipelines call their denoisers.
-_DENOISERS = re.compile(r"(?:prior_)?(?:unet|transformer|prior|decoder)(?:_\d+)?")
-
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A denoiser in one file, as .gguf, and the directory that says what it is."""
+    """A denoiser in one file, .safetensors or .gguf, and the directory that says what it is."""
 
     path: Path
     #: of the diffusers pipeline that it belongs to, or of the component alone: config.json, and
@@ -100,16 +101,11 @@ def open_model(model: str | Path, *, family: str | None = None) -> Model:
     # Not Path's own, which raise for names that are too long or hold a null.
     if os.path.isdir(path):  # noqa: PTH112
         return _open_directory(path, family)
-    if os.path.lexists(path) and path.suffix == ".gguf":
-        raise ModelError(
-            f"{text}: a GGUF file has no config; give the directory of the pipeline that it "
-            "belongs to as config, too",
-            fields=("config",),
-        )
     if os.path.lexists(path):
         raise ModelError(
-            f"{text}: a file, wanted a diffusers directory; convert a single-file checkpoint with "
-            "from_single_file(...) and save_pretrained(...) of diffusers"
+            f"{text}: a single file has no config; give the directory or the hub id of the "
+            "pipeline that it belongs to as config, too",
+            fields=("config",),
         )
     if HUB_ID.fullmatch(text):
         return _open_hub(text, family)
@@ -138,11 +134,6 @@ def _open_directory(path: Path, family: str | None) -> Model:
             "config.json (a component)"
         )
     return Model(path, is_pipeline=False, components=(_open_component(path, "", family),))
-
-
-def denoiser_names(classes: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of a pipeline's denoisers, of the classes of its components by name."""
-    return tuple(n for n, kind in classes.items() if _DENOISERS.fullmatch(n) and is_denoiser(kind))
 
 
 def _open_pipeline(path: Path, family: str | None) -> tuple[Component, ...]:

@@ -17,6 +17,7 @@ from quantkit import resources
 from quantkit.errors import ModelError, PromptError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
+from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
@@ -82,10 +83,8 @@ def choose_device(text: str) -> torch.device:
 
 def choose_dtype(model: Model, device: torch.device) -> torch.dtype:
     """Return float32 on the CPU, else the 16-bit dtype of the weights (float16 for float32)."""
-    if device.type == "cpu":
-        return torch.float32
     stored = {layer.weight.dtype for layer in list_layers(model.components[0])}
-    return torch.bfloat16 if "BF16" in stored else torch.float16
+    return usual_dtype(stored, device)
 
 
 def refuse_component(model: Model) -> None:

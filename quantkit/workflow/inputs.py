@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 from quantkit.calibration.hessian import Hessians, load_hessians
 from quantkit.calibration.statistics import Calibration, load_calibration
-from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model, SingleFile, open_model
@@ -34,27 +33,6 @@ def as_model(model: ModelLike, *, family: str | None = None) -> Model:
     if isinstance(model, SingleFile):
         return open_single_file(model, family=family)
     return model if isinstance(model, Model) else open_model(model, family=family)
-
-
-def single_file(path: str | Path, config: str | Path) -> SingleFile:
-    """Return a model in one file.
-
-    Args:
-        path: the .gguf file.
-        config: the directory of the pipeline or the component that it belongs to.
-
-    Returns:
-        what functions take as a model.
-
-    Raises:
-        ModelError: no .gguf file.
-    """
-    if Path(path).suffix != ".gguf":
-        raise ModelError(
-            f"{path!s:.200}: config goes with a .gguf file; drop it for a directory or a hub id",
-            fields=("config",),
-        )
-    return SingleFile(Path(path), Path(config))
 
 
 def as_recipe(recipe: RecipeLike) -> Recipe:

@@ -1,30 +1,143 @@
-"""Models in a single file, unpacked once into the cache as a diffusers directory."""
+"""Models in a single file: unpacked once into the cache, or imported as a diffusers directory."""
 
 import hashlib
 import json
 import logging
+from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from quantkit.device.cache import cache_directory
-from quantkit.errors import OutputError
-from quantkit.interchange.gguf_import import blocks_of, open_gguf, unpack
-from quantkit.models.source import Model, SingleFile, open_model
+from quantkit.errors import ModelError, OutputError
+from quantkit.interchange.gguf_import import blocks_of, open_gguf
+from quantkit.interchange.safetensors_import import open_safetensors
+from quantkit.interchange.single_file_model import SingleFileModel, fit
+from quantkit.interchange.single_file_unpack import link, specs_of, unpack
+from quantkit.interchange.stored_file import StoredFile
+from quantkit.models.hub import fetch_config
+from quantkit.models.source import HUB_ID, Model, SingleFile, open_model
 from quantkit.progress import Progress, silent
 from quantkit.storage.copying import list_files
 from quantkit.storage.files import staged_directory
+from quantkit.storage.inputfile import open_file
+from quantkit.storage.places import check_directory, refuse_overlap
 
 _LOG = logging.getLogger("quantkit")
-#: What the marker calls a folder of the cache.
-KIND = "unpacked single file"
+#: What the marker calls a folder of the cache, and an imported one.
+KIND, IMPORTED = "unpacked single file", "imported model"
 #: Changes with what is written, so that folders of other versions are not taken for it.
-_VERSION = 1
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A single file and what becomes of it."""
+
+    output: Path
+    #: of the file, in words
+    format: str
+    #: the original layout, or "diffusers"
+    layout: str
+    #: the denoiser's sub-folder; empty for a component alone
+    component: str
+    #: dtype -> number of tensors of the denoiser
+    types: dict[str, int]
+    #: of the denoiser's tensors
+    nbytes: int
+    #: what the file holds besides, or loses, a line each
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """Return it in a line."""
+        return (
+            f"{self.format}, {self.layout}: {sum(self.types.values())} tensors, "
+            f"{self.nbytes:,} bytes"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "output": str(self.output),
+            "format": self.format,
+            "layout": self.layout,
+            "component": self.component,
+            "types": self.types,
+            "bytes": self.nbytes,
+            "notes": list(self.notes),
+        }
+
+
+def single_file(path: str | Path, config: str | Path) -> SingleFile:
+    """Return a model in one file.
+
+    Args:
+        path: a .safetensors or .gguf file.
+        config: the directory of the pipeline or the component that it belongs to, or a hub id.
+
+    Returns:
+        what functions take as a model.
+
+    Raises:
+        ModelError: not a file; a hub id that cannot be fetched.
+    """
+    file, folder = Path(path), Path(config)
+    if not file.is_file():
+        raise ModelError(
+            f"{path!s:.200}: no file, and config goes with one; drop it for a directory or a hub "
+            "id, or look at the name",
+            fields=("config",),
+        )
+    if not folder.is_dir() and HUB_ID.fullmatch(str(config)):
+        folder = fetch_config(str(config))
+    return SingleFile(file, folder)
+
+
+def import_file(
+    file: str | Path,
+    *,
+    config: str | Path,
+    output: str | Path,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> Imported:
+    """Write the denoiser of a single file as a 16-bit diffusers directory.
+
+    Args:
+        file: .safetensors or .gguf: in the layout of the model's authors or in diffusers' names,
+            in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF.
+        config: a pipeline's directory or hub id, which gives all but the denoiser's weights; a
+            component's directory, as its unet, makes a component alone.
+        output: the directory to make.
+        force: replace an existing output.
+        dry_run: check the file, and write nothing.
+        progress: told of tensors written.
+
+    Returns:
+        what was in the file, and what was left out.
+
+    Raises:
+        ModelError: a file that is not understood, damaged, or of another model than config.
+        NonFiniteError: NaN or infinity, or numbers that the dtype does not hold.
+        OutputError: ``output`` exists, or cannot be written.
+    """
+    source, place = single_file(file, config), Path(output)
+    check_directory(place, kind=IMPORTED, force=force)
+    for given in (source.path, source.config):
+        refuse_overlap(place, given)
+    model = _checked(source)
+    if not dry_run:
+        with staged_directory(place, kind=IMPORTED, force=force) as stage:
+            unpack(model, stage, progress=progress)
+    return _summary(model, place)
 
 
 def open_single_file(
     source: SingleFile, *, family: str | None = None, progress: Progress = silent
 ) -> Model:
-    """Return the model of a .gguf file, whose 16-bit weights lie in quantkit's cache.
+    """Return the model of a single file, whose 16-bit weights lie in quantkit's cache.
 
     Args:
         source: the file and its config.
@@ -32,22 +145,24 @@ def open_single_file(
         progress: told of tensors unpacked.
 
     Returns:
-        a model as of a directory, which knows the blocks of the file besides.
+        a model as of a directory, which knows the blocks of a .gguf file besides.
 
     Raises:
         ModelError: the file or the directory with its config cannot be used.
         OutputError: the cache cannot be written.
     """
-    checked = open_gguf(source)
+    checked = _checked(source)
     folder = cache_directory() / "single-files" / f"{source.path.stem[:50]}-{_key(source)}"
     if not folder.is_dir():
         _LOG.info("%s: unpacked into %s", source.path, folder)
+        for note in _summary(checked, folder).notes:
+            _LOG.info("%s: %s", source.path, note)
         # Another process may be first: its folder is the same.
         with suppress(FileExistsError):
             cache_directory().mkdir(mode=0o700, parents=True)
         try:
             with staged_directory(folder, kind=KIND, force=False) as stage:
-                unpack(checked, stage, progress=progress)
+                unpack(checked, stage, take=link, progress=progress)
         except OutputError:
             if not folder.is_dir():
                 raise
@@ -55,6 +170,50 @@ def open_single_file(
     blocks = blocks_of(checked)
     components = tuple(replace(component, blocks=blocks) for component in model.components)
     return replace(model, components=components)
+
+
+def _checked(source: SingleFile) -> SingleFileModel:
+    """Return the file, of whatever format, fitted to its config."""
+    return fit(_opened(source.path), source.config)
+
+
+def _opened(path: Path) -> StoredFile:
+    with open_file(path) as file:
+        is_gguf = file.read(4) == b"GGUF"
+    return open_gguf(path) if is_gguf or path.suffix == ".gguf" else open_safetensors(path)
+
+
+def _summary(model: SingleFileModel, output: Path) -> Imported:
+    specs = specs_of(model)
+    types = dict(sorted(Counter(spec.dtype for spec in specs).items()))
+    return Imported(
+        output,
+        model.file.format,
+        model.layout,
+        model.component,
+        types,
+        sum(spec.nbytes for spec in specs),
+        tuple(_notes(model)),
+    )
+
+
+def _notes(model: SingleFileModel) -> list[str]:
+    """Return what the user should know of the file, a line each."""
+    notes = []
+    coded = [piece for piece in model.pieces if piece.quantized]
+    if coded:
+        dtypes = " and ".join(sorted({piece.dtype for piece in coded}))
+        notes.append(
+            f"{len(coded)} weights were quantized before ({model.file.format}) and are dequantized "
+            f"to {dtypes}: what they lost stays lost, so prefer a 16-bit file where there is one"
+        )
+    notes.extend(model.file.notes)
+    if model.others:
+        largest = sorted(model.others.items(), key=lambda item: (-item[1], item[0]))
+        named = ", ".join(f"{name} ({count} tensors)" for name, count in largest[:4])
+        more = f" and {len(largest) - 4} others" if len(largest) > 4 else ""
+        notes.append(f"left out, for it comes from config: {named}{more}")
+    return notes
 
 
 def _key(source: SingleFile) -> str:

@@ -1,11 +1,18 @@
 """The dtypes that a packed pipeline computes in."""
 
+import shutil
+
+import diffusers
 import pytest
 import torch
 from torch import nn
 
 import quantkit
+from quantkit.checkpoint.reader import open_packed
 from quantkit.device.backends import Backend, use
+from quantkit.inference.loading import stored_dtypes
+from quantkit.pipelines import compute_dtype
+from quantkit.pipelines.running import choose_dtype
 from tests.support.loading import assert_bit_exact, draw, plain
 
 
@@ -82,3 +89,42 @@ def test_parts_kept_in_float32_stay_so():
     _cast(model, torch.float16)
     assert (model.wi.weight.dtype, model.wo.weight.dtype) == (torch.float16, torch.float32)
     assert model.count.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "able", "wanted"),
+    [
+        ({"BF16", "F32"}, "cuda", True, torch.bfloat16),
+        ({"BF16"}, "cuda", False, torch.float16),
+        ({"F16"}, "cuda", True, torch.float16),
+        ({"F32"}, "cuda", True, torch.float16),
+        ({"BF16"}, "cpu", True, torch.float32),
+    ],
+)
+def test_a_model_computes_in_its_own_16_bit_dtype(stored, device, able, wanted, monkeypatch):
+    monkeypatch.setattr(compute_dtype, "has_bfloat16", lambda _: able)
+    assert compute_dtype.usual_dtype(stored, torch.device(device)) == wanted
+
+
+def test_a_gpu_without_bfloat16_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(compute_dtype, "has_bfloat16", lambda _: False)
+    compute_dtype.usual_dtype({"BF16"}, torch.device("cuda:1"))
+    assert [r.getMessage() for r in caplog.records] == [
+        "cuda:1: no bfloat16, the model's type; computes in float16, may overflow"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_packed_pipeline_and_its_original_choose_one_dtype(
+    dtype, pipeline_dir, tmp_path, monkeypatch
+):
+    """Scales are float32, and codes say nothing: what is left in 16 bit decides, as before."""
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    shutil.copytree(pipeline_dir, source)
+    unet = diffusers.UNet2DConditionModel.from_pretrained(source / "unet", torch_dtype=dtype)
+    unet.save_pretrained(source / "unet")
+    quantkit.pack(source, output=packed)
+    monkeypatch.setattr(compute_dtype, "has_bfloat16", lambda _: True)
+    gpu = torch.device("cuda")
+    assert compute_dtype.usual_dtype(stored_dtypes(open_packed(packed)), gpu) == dtype
+    assert choose_dtype(quantkit.open_model(source), gpu) == dtype

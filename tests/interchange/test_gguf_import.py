@@ -15,7 +15,8 @@ from quantkit.errors import InputError, ModelError, NonFiniteError
 from quantkit.inference.layers import packed_layers
 from quantkit.interchange import gguf_file
 from quantkit.models.source import SingleFile
-from quantkit.workflow.inputs import as_model, single_file
+from quantkit.workflow.inputs import as_model
+from quantkit.workflow.single_file import single_file
 from tests.support.denoisers import DENOISERS, original_state, tiny_denoiser
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -306,10 +307,10 @@ def test_scales_that_are_no_numbers_are_refused(sound, config, cache):
 
 
 def test_a_gguf_file_alone_says_what_is_missing(sound):
-    with pytest.raises(ModelError, match="a GGUF file has no config") as caught:
+    with pytest.raises(ModelError, match="a single file has no config") as caught:
         as_model(sound)
     assert caught.value.fields == ("config",)
-    with pytest.raises(ModelError, match=r"config goes with a \.gguf file"):
+    with pytest.raises(ModelError, match="no file, and config goes with one"):
         single_file("somewhere/else", "config")
 
 

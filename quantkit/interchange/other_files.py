@@ -1,0 +1,70 @@
+"""Telling files that are no denoiser, or in a layout that is not known, for an error that helps."""
+
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from quantkit.errors import ModelError
+from quantkit.interchange.original_layouts import LAYOUTS
+from quantkit.interchange.stored_file import StoredFile
+from quantkit.models.skeleton import some
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A kind of file, told by a tensor that only such files have."""
+
+    what: str
+    #: within a name
+    pattern: re.Pattern[str]
+    cure: str
+
+
+_OTHERS = (
+    _Other(
+        "a LoRA",
+        re.compile(r"lora_|\.lora|lokr_|hada_w|\.oft_"),
+        "import the model that it was trained for, and load the LoRA with load_lora_weights",
+    ),
+    _Other(
+        "a ControlNet",
+        re.compile(r"^control_model\.|^controlnet_|zero_convs?\."),
+        "load it with ControlNetModel.from_single_file of diffusers",
+    ),
+    _Other(
+        "a text encoder",
+        re.compile(
+            r"text_model\.|^encoder\.block\.|^model\.layers\.|transformer\.resblocks"
+            r"|^shared\.weight$"
+        ),
+        "give the file of the denoiser; text encoders come from config",
+    ),
+    _Other(
+        "a VAE",
+        re.compile(r"^(first_stage_model\.|vae\.)?(decoder|encoder)\.(conv_in|mid)"),
+        "give the file of the denoiser; the VAE comes from config",
+    ),
+    _Other(
+        "an embedding",
+        re.compile(r"^(emb_params|string_to_param|clip_[lg])\b"),
+        "give the file of the denoiser, and load the embedding with load_textual_inversion",
+    ),
+)
+
+
+def refuse_other(file: StoredFile, folder: object) -> NoReturn:
+    """Say what a file without the tensors of the model is.
+
+    Raises:
+        ModelError: always.
+    """
+    for other in _OTHERS:
+        if any(other.pattern.search(name) for name in file.tensors):
+            raise ModelError(f"{file.path}: {other.what}, wanted a denoiser; {other.cure}")
+    known = ", ".join(layout.architecture for layout in LAYOUTS)
+    named = f"architecture {file.architecture:.80}" if file.architecture else "a model"
+    raise ModelError(
+        f"{file.path}: {named}, whose layout is not known; wanted one of {known}, or the names of "
+        f"diffusers for {folder}; found {some(file.tensors) or 'no tensors'}",
+        fields=("config",),
+    )

@@ -1,0 +1,82 @@
+"""What lies in quantkit's cache: names, sizes, and deleting it."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.device.cache import cache_directory
+from quantkit.errors import InputError, OutputError
+
+#: The folders of the cache. What is deleted there is made again when it is needed.
+CACHES = ("kernels", "single-files")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One entry of a cache: a build of kernels, or a single file as a 16-bit pipeline."""
+
+    #: one of CACHES
+    cache: str
+    path: Path
+    #: of files that are not linked from elsewhere
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {"cache": self.cache, "path": str(self.path), "bytes": self.nbytes}
+
+
+def list_cache() -> tuple[Kept, ...]:
+    """Return what lies in the cache, the largest first."""
+    found = [
+        Kept(cache, path, _bytes_of(path))
+        for cache in CACHES
+        for path in sorted((cache_directory() / cache).glob("*"))
+        if path.is_dir() and not path.is_symlink()
+    ]
+    return tuple(sorted(found, key=lambda kept: -kept.nbytes))
+
+
+def delete_from_cache(names: Sequence[str]) -> tuple[Kept, ...]:
+    """Delete entries of the cache, which commands that run keep reading until they end.
+
+    Args:
+        names: of entries, as ``list_cache`` has them, or of whole caches.
+
+    Returns:
+        what was deleted.
+
+    Raises:
+        InputError: a name that is neither.
+        OutputError: one that cannot be deleted.
+    """
+    there = list_cache()
+    for name in names:
+        if name not in CACHES and name not in {kept.path.name for kept in there}:
+            raise InputError(
+                f"{name!r:.200}: not in {cache_directory()}; wanted one of {', '.join(CACHES)}, or "
+                "a name that 'quantkit cache' shows"
+            )
+    chosen = tuple(kept for kept in there if {kept.cache, kept.path.name} & set(names))
+    for kept in chosen:
+        _delete(kept.path)
+    return chosen
+
+
+def cache_place() -> Path:
+    """Return the folder of the cache."""
+    return cache_directory()
+
+
+def _delete(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be deleted ({error.strerror})") from error
+
+
+def _bytes_of(folder: Path) -> int:
+    stats = (path.lstat() for path in folder.rglob("*") if path.is_file())
+    return sum(found.st_size for found in stats if found.st_nlink == 1)
