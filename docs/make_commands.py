@@ -7,6 +7,19 @@ import click
 
 from quantkit.cli import quantkit
 
+#: How shells learn the commands: click's own.
+COMPLETION = """
+`quantkit help eval report` shows a command's help, too, and `quantkit -v` before a command says
+more on the way, such as why a kernel was refused. One of these lines teaches a shell to complete
+commands and options:
+
+```sh
+echo 'eval "$(_QUANTKIT_COMPLETE=bash_source quantkit)"' >> ~/.bashrc
+echo 'eval "$(_QUANTKIT_COMPLETE=zsh_source quantkit)"' >> ~/.zshrc
+_QUANTKIT_COMPLETE=fish_source quantkit > ~/.config/fish/completions/quantkit.fish
+```
+"""
+
 
 def walk(group: click.Group, prefix: str) -> Iterator[tuple[str, click.Command]]:
     """Yield every command below ``group`` with its full name."""
@@ -28,7 +41,9 @@ def section(name: str, command: click.Command) -> str:
 def page() -> str:
     """Return the whole page."""
     head = "# Commands\n\nMade by `python docs/make_commands.py`; a test holds it to the code.\n"
-    return "\n".join([head, *(section(*found) for found in walk(quantkit, "quantkit"))])
+    return "\n".join(
+        [head + COMPLETION, *(section(*found) for found in walk(quantkit, "quantkit"))]
+    )
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ Numbers of two backbones cannot be compared, so nothing here returns a number wi
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import URLError
 
 import torch
@@ -29,6 +30,7 @@ CLIP_DEFAULT = "openai/clip-vit-base-patch32"
 IMAGENET_NAME = "ImageNet AlexNet"
 #: AlexNet's 11x11 stride-4 stem and two 3x3 stride-2 poolings leave nothing of less.
 LPIPS_MIN_SIDE = 32
+Network = TypeVar("Network")
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,32 @@ def load_backbones(
     """Return the backbones of all metrics except those that are left out by name.
 
     Raises:
-        ModelError: weights that cannot be found, downloaded or read.
+        ModelError: weights that cannot be found, downloaded or read; of all networks at once.
     """
-    return Backbones(
-        None if "lpips" in without else load_lpips(lpips_weights, device=device),
-        None if "clip" in without else load_clip(clip or CLIP_DEFAULT, device=device),
-    )
+    missing = list[ModelError]()
+    lpips = clip_score = None
+    if "lpips" not in without:
+        lpips = _attempt(partial(load_lpips, lpips_weights, device=device), missing)
+    if "clip" not in without:
+        clip_score = _attempt(partial(load_clip, clip or CLIP_DEFAULT, device=device), missing)
+    if missing:
+        raise _named_together(missing)
+    return Backbones(lpips, clip_score)
+
+
+def _attempt(load: Callable[[], Network], missing: list[ModelError]) -> Network | None:
+    try:
+        return load()
+    except ModelError as error:
+        missing.append(error)
+        return None
+
+
+def _named_together(missing: Sequence[ModelError]) -> ModelError:
+    told = "; ".join(map(str, missing))
+    fields = dict.fromkeys(field for error in missing for field in error.fields)
+    cure = "; 'quantkit eval fetch' downloads both where there is a network" if fields else ""
+    return ModelError(f"{told}{cure}", fields=tuple(fields))
 
 
 def load_lpips(weights: Path | None, *, device: torch.device) -> LpipsBackbone:

@@ -142,6 +142,24 @@ def choose_prompts(
     return prompts[-count:] if last else prompts[:count]
 
 
+def choose_unseen(
+    prompts: Sequence[str], seen: Sequence[str], *, device: torch.device
+) -> tuple[str, ...]:
+    """Return as many prompts as DEFAULT_COUNTS says, at most, that calibration did not see.
+
+    Args:
+        prompts: to choose from; the last are taken.
+        seen: those that scales and masks were chosen on.
+        device: where the pipelines will run.
+
+    Returns:
+        prompts that are not among ``seen``; where all of them are, the last all the same.
+    """
+    known = frozenset(seen)
+    others = [prompt for prompt in prompts if prompt not in known] or list(prompts)
+    return tuple(others[-DEFAULT_COUNTS["cpu" if device.type == "cpu" else "cuda"] :])
+
+
 @dataclass(frozen=True)
 class _Batch:
     """One call of a pipeline, for the prompts from ``start`` on."""

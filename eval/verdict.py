@@ -58,6 +58,19 @@ def write_verdict(
     return " ".join(sentence for sentence in sentences if sentence)
 
 
+def headline(gates: tuple[Gate, ...]) -> str:
+    """Return on one line whether the gates hold, and what each found."""
+    measured = [gate for gate in gates if gate.passed is not None]
+    if not measured:
+        return "NOT JUDGED: no gate was measured"
+    failed = [gate for gate in measured if not gate.passed]
+    told = ", ".join(
+        f"{gate.title} {show(gate.found, gate.unit)} (wanted {gate.wanted})"
+        for gate in failed or measured
+    )
+    return f"{'FAIL' if failed else 'PASS'}: {told}"
+
+
 def judge_gates(gates: tuple[Gate, ...], compression: Compression) -> str:
     """Return which gates hold, fail (and by how much), could turn, or were not measured."""
     failed = [f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.wanted} "

@@ -22,6 +22,7 @@ from quantkit.cli import (
     doctor,
     evaluate,
     export,
+    help_command,
     hessian,
     import_,
     inspect,
@@ -37,6 +38,7 @@ from quantkit.cli import (
     verify,
 )
 from quantkit.cli.console import ReaderGoneError, Warnings, print_error
+from quantkit.cli.library_noise import without_noise
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -53,9 +55,14 @@ _CURES = {
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="quantkit")
-def quantkit() -> None:
+@click.version_option(__version__, "-V", "--version", prog_name="quantkit")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Say more: why a kernel was refused, what was cached."
+)
+def quantkit(verbose: bool) -> None:
     """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
+    if verbose:
+        logging.getLogger("quantkit").setLevel(logging.INFO)
 
 
 calibrate.calibrate.add_command(sensitivity.sensitivity)
@@ -79,6 +86,7 @@ quantkit.add_command(recipes.recipes)
 quantkit.add_command(doctor.doctor)
 quantkit.add_command(cache.cache)
 quantkit.add_command(demo.demo)
+quantkit.add_command(help_command.help_command)
 
 
 def options_of(error: QuantkitError) -> str:
@@ -112,13 +120,15 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a letter shows its number.
         sys.stdout.reconfigure(errors="backslashreplace")
-    warnings = Warnings()
-    logging.getLogger("quantkit").addHandler(warnings)
+    warnings, logger = Warnings(), logging.getLogger("quantkit")
+    level = logger.level
+    logger.addHandler(warnings)
     try:
-        with _ended_by_signals():
+        with _ended_by_signals(), without_noise():
             code = _run(arguments)
     finally:
-        logging.getLogger("quantkit").removeHandler(warnings)
+        logger.removeHandler(warnings)
+        logger.setLevel(level)
     sys.exit(code)
 
 

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from quantkit.bench.compare import Change, RunComparison
     from quantkit.bench.machine import Machine
     from quantkit.bench.model_result import ModelResult, ModelRow
@@ -39,7 +37,7 @@ def print_result(result: "BenchResult") -> None:
         rows = [row for row in result.rows if row.op == operation.name]
         if rows:
             cells = [_cells(row, rows) for row in rows if row.verdict is not Verdict.CANNOT]
-            _print_wide(f"{operation.name}: {operation.title}", _COLUMNS, cells)
+            print_table(f"{operation.name}: {operation.title}", _COLUMNS, cells)
     _print_absent(result)
     if not result.complete:
         echo("interrupted: operations and shapes that are missing above were not measured")
@@ -50,7 +48,7 @@ def print_comparison(comparison: "RunComparison") -> None:
     columns = ("operation", "M x N x K", "contender", "before us", "now us", "ratio", "verdict")
     regressions = set(comparison.regressions)
     rows = [_change(change, slower=change in regressions) for change in comparison.changes]
-    _print_wide(f"against {comparison.baseline.path}", columns, rows)
+    print_table(f"against {comparison.baseline.path}", columns, rows)
     own = sum(change.row.own for change in comparison.changes)
     echo(
         f"{len(regressions)} of {own} medians of quantkit are more than "
@@ -67,7 +65,7 @@ def print_model_result(result: "ModelResult") -> None:
         f"{settings.size}x{settings.size}, random weights ({result.denoiser.source})"
     )
     columns = ("contender", "p50 ms", "p95", "p99", "host ms", "weights MB", "of f16", "peak MB")
-    _print_wide(
+    print_table(
         title, (*columns, "error", "quantkit calls"), [_model_cells(row) for row in result.rows]
     )
     for row in result.rows:
@@ -105,12 +103,7 @@ def _print_profiles(rows: "list[ModelRow]") -> None:
         (group, *(f"{row.profile[group]:.2f}" if group in row.profile else "" for row in rows))
         for group in groups
     ]
-    _print_wide("milliseconds of one step", ("group", *(row.contender for row in rows)), table)
-
-
-def _print_wide(title: str, columns: "Sequence[str]", rows: "Sequence[Sequence[object]]") -> None:
-    # What a whole row takes; a log is not read at 80 letters a line.
-    print_table(title, columns, rows, least_width=160)
+    print_table("milliseconds of one step", ("group", *(row.contender for row in rows)), table)
 
 
 def _print_ceilings(result: "BenchResult") -> None:

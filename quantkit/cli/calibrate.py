@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar, say
+from quantkit.cli.console import echo, print_json, print_table, progress_bar, say
 
 if TYPE_CHECKING:
     from quantkit.workflow.calibrate import Calibrated, CalibrationPlan
@@ -121,4 +121,5 @@ def _print(
         (name, len(layers), plan.prompts, plan.steps, plan.buckets)
         for name, layers in plan.layers.items()
     ]
-    print_table(title, ("component", "layers", "prompts", "steps", "buckets"), rows)
+    print_table("Observed", ("component", "layers", "prompts", "steps", "buckets"), rows)
+    echo(title)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: Letters of a message: where it begins says what and where, its end how to go on.
 _MOST = 500
 _BEGINNING = 300
+#: Letters in a line of a file or a pipe: more than a table of names has.
+_UNFOLDED = 100_000
 
 
 def printable(text: object) -> str:
@@ -88,15 +90,19 @@ def say(line: str) -> None:
 
 def _draw(stack: ExitStack) -> Progress:
     """Return a progress callback whose bars are on the terminal until the stack unwinds."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
+
+    from quantkit.cli.rate_column import RateColumn
 
     columns = (
         # Without markup, as tables.
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        RateColumn(),
+        # What is left; what it took, once it is over.
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
     bars = stack.enter_context(Bars(*columns, console=_console(stderr=True)))
     tasks = {}
@@ -113,14 +119,14 @@ def print_table(
     title: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[object]],
-    *,
-    least_width: int = 0,
 ) -> None:
-    """Print a table; numbers are aligned to the right.
+    """Print a table, but for a command that was told --quiet; numbers are aligned to the right.
 
-    Args:
-        least_width: letters in a line of a file or a pipe, whose width nobody sees.
+    A terminal folds what is too wide; in a file or a pipe a row is one line.
     """
+    context = click.get_current_context(silent=True)
+    if context is not None and context.params.get("quiet"):
+        return
     from rich.table import Table
 
     table = Table(show_edge=False)
@@ -134,10 +140,17 @@ def print_table(
         )
     console = _console()
     if not console.is_terminal:
-        console.width = max(console.width, least_width)
+        # Lines are found with grep there, and nobody sees a width.
+        console.width = _UNFOLDED
     # Apart from the table, and never folded: a path in it can be found and copied.
     console.print(printable(title), style="table.title", soft_wrap=True, highlight=False)
     console.print(table)
+
+
+def print_verdict(text: str, *, passed: bool | None) -> None:
+    """Print how it ended on one line, in green, red, or yellow where nothing was judged."""
+    style = {True: "bold green", False: "bold red", None: "yellow"}[passed]
+    _console().print(printable(text), style=style, soft_wrap=True, highlight=False)
 
 
 def print_json(value: object) -> None:

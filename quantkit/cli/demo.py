@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
 from quantkit.cli.report_tables import print_methods
 
 if TYPE_CHECKING:
@@ -112,3 +112,5 @@ def print_demo(made: "Demo") -> None:
     for line in made.remarks:
         echo(line)
     echo(f"open {made.output / 'index.html'}")
+    words = "PASS: FP8 keeps its gates" if made.passed else "FAIL: FP8 fails its gates"
+    print_verdict(words, passed=made.passed)

@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from quantkit.cli import evaluation_options, options, report
-from quantkit.cli.console import print_json, progress_bar
-from quantkit.cli.report_tables import print_gates, print_metrics
+from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.cli.report_tables import print_gates, print_metrics, print_outcome
 
 
 @click.group("eval")
@@ -73,8 +73,25 @@ def images(
     else:
         print_metrics(f"{second} against {first}", found.comparison)
         print_gates(found.gates)
+        if found.gates:
+            print_outcome(found.gates)
     if not found.passed:
         sys.exit(1)
+
+
+@evaluate.command("fetch")
+@evaluation_options.clip
+@evaluation_options.without
+@options.as_json
+def fetch(clip: str | None, without: tuple[str, ...], as_json: bool) -> None:
+    """Download the networks of LPIPS and CLIP score, which evaluations look for first."""
+    from quantkit.workflow.evaluate import fetch_networks
+
+    names = fetch_networks(clip=clip, without=without)
+    if as_json:
+        print_json({"networks": names})
+    else:
+        echo(*(f"{name}: there" for name in names))
 
 
 evaluate.add_command(report.report)

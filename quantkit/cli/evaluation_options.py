@@ -42,7 +42,7 @@ count = click.option(
     "--count",
     type=options.COUNT,
     help="Number of prompts; default: all of FILE, or 64 of the bundled set on a GPU and 16 on a "
-    "CPU.",
+    "CPU. Of 'run': at most that, of those that calibration did not see.",
 )
 steps = click.option(
     "--steps", type=options.STEPS, default=20, show_default=True, help="Denoising steps."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.workflow.hessians import MomentPlan, TakenMoments
@@ -119,5 +119,5 @@ def _print(
         (name, len(moments.layers), f"{moments.nbytes:,}", moments.groups)
         for name, moments in plan.components.items()
     ]
-    title = f"Second moments, {plan.weighting} weighting ({where})"
-    print_table(title, ("component", "layers", "bytes", "runs of the prompts"), rows)
+    print_table("Second moments", ("component", "layers", "bytes", "runs of the prompts"), rows)
+    echo(f"Second moments, {plan.weighting} weighting ({where})")

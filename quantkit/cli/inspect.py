@@ -35,13 +35,12 @@ def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
     """
     from quantkit.workflow.inspect import inspect
 
+    del quiet  # Read where tables are printed.
     found = inspect(packed)
     if as_json:
         print_json(found.to_json())
         return
-    if not quiet:
-        rows = [_row(layer) for layer in found.layers]
-        print_table(str(packed), _COLUMNS, rows, least_width=120)
+    print_table(str(packed), _COLUMNS, [_row(layer) for layer in found.layers])
     echo(found)
 
 

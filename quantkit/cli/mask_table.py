@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import print_table
+from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
     from quantkit.sparsity.maskfile import MaskSet
@@ -36,5 +36,5 @@ def print_masks(masks: "MaskSet", where: str) -> None:
         for d in masks.decisions
     ]
     count = sum(decision.chosen for decision in masks.decisions)
-    title = f"{masks.pattern} by {masks.method}: {count} of {len(rows)} layers masked ({where})"
-    print_table(title, ("layer", "error", "decision"), rows)
+    print_table("Masks", ("layer", "error", "decision"), rows)
+    echo(f"{masks.pattern} by {masks.method}: {count} of {len(rows)} layers masked ({where})")

@@ -114,5 +114,5 @@ def _print(found: "Optimized") -> None:
     if found.trials:
         trials = [(t.assignment.error, t.assignment.size, t.ssim) for t in found.trials]
         print_table("Trials", ("predicted error", "bytes", "SSIM"), trials)
-    print_table(str(found.output), ("treatment", "layers", "predicted error"), rows)
-    echo(found.chosen.summary)
+    print_table("Chosen", ("treatment", "layers", "predicted error"), rows)
+    echo(f"{found.output}: {found.chosen.summary}")

@@ -212,7 +212,9 @@ device = click.option(
     metavar="auto|cpu|cuda[:N]|hip[:N]",
     help="Where the pipeline runs.",
 )
-quiet = click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")
+quiet = click.option(
+    "-q", "--quiet", is_flag=True, help="No progress and no tables, only the result."
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 dry_run = click.option(
     "-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing."

@@ -85,8 +85,8 @@ def print_permuted(found: "Permuted", *, as_json: bool) -> None:
         for permutation in found.permutations
     ]
     before, after = found.lost
-    title = f"{len(rows)} permutations: masks take {after:.4f} instead of {before:.4f} (mean)"
-    print_table(title, ("input channels of", "lost before", "after"), rows)
+    print_table("Permutations", ("input channels of", "lost before", "after"), rows)
+    echo(f"{len(rows)} permutations: masks take {after:.4f} instead of {before:.4f} (mean)")
     if found.masks is None:
         echo("nothing written")
         return

@@ -10,9 +10,6 @@ from quantkit.cli.console import echo, print_json, print_table
 if TYPE_CHECKING:
     from quantkit.workflow.recipes import Listed
 
-#: Letters in a line of a pipe: the longest description stands on one.
-_WIDE = 200
-
 
 @click.command()
 @options.optional_model
@@ -30,11 +27,11 @@ def recipes(model: str | None, as_json: bool) -> None:
     elif model is None:
         rows = [(r.name, r.family or "any", r.description, _needs(r)) for r in found]
         columns = ("name", "family", "what it does", "needs")
-        print_table("Recipes", columns, rows, least_width=_WIDE)
+        print_table("Recipes", columns, rows)
     else:
         rows = [(r.name, _sizes(r), r.why, _needs(r)) for r in found]
         columns = ("name", "GB of denoisers", "why", "needs")
-        print_table("Recipes", columns, rows, least_width=_WIDE)
+        print_table("Recipes", columns, rows)
         echo(f"recommended: {found[0].name}: {found[0].description}")
 
 

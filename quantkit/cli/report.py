@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
 from quantkit.cli.report_tables import print_methods, print_report
 
 if TYPE_CHECKING:
@@ -149,6 +149,12 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
         for method in found.methods:
             echo(f"{method.name}: {method.report.verdict}")
         echo(f"table: {request.output / 'index.html'}")
+        passing = sum(method.report.passed for method in found.methods)
+        print_verdict(
+            f"{'PASS' if found.passed else 'FAIL'}: {passing} of {len(found.methods)} packed "
+            "pipelines keep their gates",
+            passed=found.passed,
+        )
     if not found.passed:
         sys.exit(1)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.cli.console import echo, print_table
+from quantkit.cli.console import echo, print_table, print_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +81,15 @@ def print_report(result: "Report", output: Path) -> None:
     echo(kernel_sentence(result))
     echo(result.verdict)
     echo(f"report: {output / 'report.html'}")
+    print_outcome(result.gates)
+
+
+def print_outcome(gates: "tuple[Gate, ...]") -> None:
+    """Print on the last line whether the gates hold."""
+    from quantkit.eval.verdict import headline
+
+    judged = [gate.passed for gate in gates if gate.passed is not None]
+    print_verdict(headline(gates), passed=all(judged) if judged else None)
 
 
 def print_methods(title: str, rows: "Sequence[Method]") -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar, say
 from quantkit.cli.report import Request, command_line
 from quantkit.cli.report_tables import print_report
+from quantkit.progress import unheard
 
 
 @click.command()
@@ -22,19 +23,27 @@ from quantkit.cli.report_tables import print_report
 @options.quiet
 @options.as_json
 @options.force
-def run(recipe: str, model: str, force_recipe: bool, as_json: bool, **given: Any) -> None:
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with an output of the same run that was stopped: what is complete is kept.",
+)
+def run(
+    recipe: str, model: str, force_recipe: bool, resume: bool, as_json: bool, **given: Any
+) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
     Writes into the output folder: calibration.safetensors, hessians/ and masks.safetensors where
-    the recipe asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/ and
-    report/. The gates are the recipe's; exits with 1 when one fails.
+    the recipe asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/,
+    report/, run.log and run.json, which says what they follow from. The gates are the recipe's;
+    exits with 1 when one fails.
     """
     from quantkit.workflow.run import REPORT, plan_run, run
 
     request = Request(**given)
     wanted = options.unbound(recipe) if force_recipe else recipe
     if request.dry_run:
-        plan = plan_run(model, recipe=wanted, **request.task())
+        plan = plan_run(model, recipe=wanted, resume=resume, **request.task())
         if as_json:
             print_json(plan.to_json())
         else:
@@ -45,8 +54,10 @@ def run(recipe: str, model: str, force_recipe: bool, as_json: bool, **given: Any
             model,
             recipe=wanted,
             **request.task(),
+            resume=resume,
             commands=(command_line(),),
             progress=progress,
+            tell=unheard if request.quiet else say,
         )
     if as_json:
         print_json(report.to_json())

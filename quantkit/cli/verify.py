@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
 from quantkit.errors import CheckpointError
 
 
@@ -34,11 +34,12 @@ def verify(packed: Path, list_all: bool, quiet: bool, as_json: bool) -> None:
     if result.breaches:
         raise CheckpointError(result.breaches[0])
     if not as_json:
-        echo(
+        for line in result.unchecked:
+            echo(f"Not checked: {line}")
+        print_verdict(
             f"{packed}: ok: {result.components} components, {result.layers} packed layers, "
             f"{result.tensors} tensors, {result.nbytes:,} bytes: checksums, shapes, dtypes, "
             f"order, scales, codes and metadata, and the models they are for; {result.files} files "
-            f"by their digests; {result.opened} copied weight files hold numbers"
+            f"by their digests; {result.opened} copied weight files hold numbers",
+            passed=True,
         )
-        for line in result.unchecked:
-            echo(f"Not checked: {line}")

@@ -1,19 +1,19 @@
 """From a pipeline to a packed directory in one call: calibrate, sparsify, pack."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from quantkit.calibration.collect import calibrate
 from quantkit.calibration.collect_hessians import collect_hessians
 from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration, save_calibration
+from quantkit.calibration.statistics import load_calibration, save_calibration
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.source import Model
 from quantkit.packing.pack import pack
-from quantkit.packing.summary import PackSummary
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress
+from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.analyse import measure_sensitivity
 from quantkit.sensitivity.measured_model import MeasuredModel
@@ -21,7 +21,7 @@ from quantkit.sensitivity.recipe_writer import save_recipe
 from quantkit.sensitivity.result import save_sensitivity
 from quantkit.sensitivity.selection import choose
 from quantkit.sparsity.choose import choose_masks
-from quantkit.sparsity.maskfile import MaskSet, save_masks
+from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.storage.digest import sha256_of_file
 from quantkit.workflow.sensitivity import MEASURED
@@ -34,15 +34,7 @@ HESSIANS = "hessians"
 #: Bytes of matrices that are held at a time: a quarter of what a laptop has.
 HESSIAN_MEMORY = 4 * 2**30
 PACKED = "packed"
-
-
-@dataclass(frozen=True)
-class Built:
-    """The artefacts of one build; None for a step that the recipe does not ask for."""
-
-    calibration: Calibration | None
-    masks: MaskSet | None
-    summary: PackSummary
+Artefact = TypeVar("Artefact")
 
 
 def refuse_search(recipe: Recipe) -> None:
@@ -68,8 +60,9 @@ def build(
     device: str,
     threads: int,
     force: bool,
+    resume: bool,
     progress: Progress,
-) -> Built:
+) -> None:
     """Write the artefacts that the recipe asks for into ``output``.
 
     Args:
@@ -81,11 +74,14 @@ def build(
         device: auto, cpu or cuda[:N], for calibration.
         threads: for packing.
         force: replace artefacts that exist.
+        resume: take those that exist, which are complete, instead of making them again.
         progress: told about every step.
 
     Raises:
         InputError: as the three steps do.
     """
+    if resume and (output / PACKED).exists():
+        return
     calibration, masks = None, None
     refuse_search(recipe)
     if (recipe.needs_calibration or recipe.needs_hessians) and not model.is_pipeline:
@@ -94,17 +90,24 @@ def build(
             "cannot be run; pass the pipeline's directory"
         )
     if recipe.needs_calibration:
+        calibration = _there(output / CALIBRATION, load_calibration, resume=resume)
+    if recipe.needs_calibration and calibration is None:
         calibration = calibrate(model, recipe, prompts, device=device, progress=progress)
         save_calibration(calibration, output / CALIBRATION, force=force)
     hessians = _hessians(model, recipe, output, prompts, device=device, progress=progress)
     surgeon = None if hessians is None else Surgeon(hessians, choose_device(device))
-    if recipe.budget is not None:
+    chosen = _there(output / CHOSEN, load_recipe, resume=resume)
+    if chosen is not None and recipe.budget is not None:
+        recipe = chosen
+    elif recipe.budget is not None:
         assert calibration is not None
         subject = MeasuredModel.of(model, recipe, calibration, surgeon)
         recipe = adapt(
             subject, output, prompts=prompts, device=device, force=force, progress=progress
         )
     if recipe.sparsity is not None:
+        masks = _there(output / MASKS, load_masks, resume=resume)
+    if recipe.sparsity is not None and masks is None:
         masks = choose_masks(
             model,
             recipe,
@@ -114,7 +117,7 @@ def build(
             progress=progress,
         )
         save_masks(masks, output / MASKS, force=force)
-    summary = pack(
+    pack(
         model,
         recipe,
         output / PACKED,
@@ -125,7 +128,11 @@ def build(
         force=force,
         progress=progress,
     )
-    return Built(calibration, masks, summary)
+
+
+def _there(path: Path, load: Callable[[Path], Artefact], *, resume: bool) -> Artefact | None:
+    """Return what an earlier run had made, if that is gone on with."""
+    return load(path) if resume and path.exists() else None
 
 
 def _hessians(

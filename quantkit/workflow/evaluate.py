@@ -292,6 +292,23 @@ def baseline_of(
     )
 
 
+def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Download what metrics are measured with, if it is not in the caches.
+
+    Args:
+        clip: hub id of the CLIP score's model; None: openai/clip-vit-base-patch32.
+        without: lpips, clip: the network to leave out.
+
+    Returns:
+        the names of the networks that are there now.
+
+    Raises:
+        ModelError: one that cannot be had; all such are named.
+    """
+    found = load_backbones(None, clip, without, device=torch.device("cpu"))
+    return tuple(network.name for network in (found.lpips, found.clip) if network is not None)
+
+
 def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -> None:
     for source in (model.path, *packed):
         refuse_overlap(output, Path(source))

@@ -1,17 +1,23 @@
 """Everything in one go: calibrate, sparsify, pack and evaluate with one recipe."""
 
+import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
+
+import torch
 
 from quantkit.calibration import hessian
 from quantkit.eval import evaluation
 from quantkit.eval import report as reports
 from quantkit.eval.evaluation import open_pair, require_pipeline
 from quantkit.eval.gates import Limits
+from quantkit.eval.generation import GenerationSettings, choose_unseen
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.models.recipe_check import refuse_misfit
@@ -19,15 +25,24 @@ from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
 from quantkit.pipelines.running import choose_device
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import write_or_keep
-from quantkit.storage.places import check_directory, check_file, refuse_overlap
+from quantkit.storage.places import (
+    check_directory,
+    check_file,
+    check_room,
+    refuse_overlap,
+    translated,
+)
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
 from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
 from quantkit.workflow.hessians import MomentPlan, moments_of
 from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_prompts, as_recipe, name_of
+from quantkit.workflow.run_record import LOG, RECORD, RunRecord, logged
+
+_log = logging.getLogger(__name__)
 
 #: The folder with the report, inside the output.
 REPORT = "report"
@@ -45,10 +60,17 @@ class RunPlan:
     moments: MomentPlan | None
     #: None: a budget chooses
     forecast: Forecast | None
+    pictures: GenerationSettings
+    #: of the same run from its beginning, on this machine; None: not known
+    last_seconds: float | None
 
     def __repr__(self) -> str:
         """Return it in a few lines."""
-        lines = [f"recipe {self.recipe.name}: would write {', '.join(self.files)}"]
+        return "\n".join(self.lines("would write"))
+
+    def lines(self, verb: str) -> list[str]:
+        """Return it in a few lines, of which the first has the verb."""
+        lines = [f"recipe {self.recipe.name}: {verb} {', '.join(self.files)}"]
         lines[0] += f" into {self.output}"
         if self.calibration is not None:
             settings = self.calibration
@@ -57,7 +79,18 @@ class RunPlan:
             lines.append(repr(self.moments))
         if self.forecast is not None:
             lines.append(self.forecast.outlook)
-        return "\n".join(lines)
+        compared = self.pictures
+        lines.append(f"evaluation: {len(compared.prompts)} prompts, {compared.steps} steps")
+        if self.last_seconds is not None:
+            lines.append(f"last time all of it took {timedelta(seconds=round(self.last_seconds))}")
+        return lines
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the second moments and the packed directory, as far as they are known."""
+        moments = self.moments.components.values() if self.moments is not None else ()
+        packed = 0 if self.forecast is None else self.forecast.summary.bytes_after
+        return packed + sum(found.nbytes for found in moments)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -68,6 +101,7 @@ class RunPlan:
             values["hessians"] = self.moments.to_json()["components"]
         if self.forecast is not None:
             values["packed"] = self.forecast.to_json()
+        values["evaluation"] = {"prompts": self.pictures.prompts, "steps": self.pictures.steps}
         return values
 
 
@@ -79,8 +113,10 @@ def run(
     settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
     device: str = "auto",
     force: bool = False,
+    resume: bool = False,
     commands: Sequence[str] = (),
     progress: Progress = silent,
+    tell: Tell = unheard,
 ) -> Report:
     """Calibrate, sparsify, pack and evaluate a pipeline with one recipe.
 
@@ -94,8 +130,11 @@ def run(
             prompts too.
         device: auto, cpu or cuda[:N].
         force: replace an existing output.
+        resume: go on with an output of the same run: what is complete in it is not made again,
+            only the report is.
         commands: what a reader types to make the report again.
         progress: told of every step.
+        tell: told before the long work what will be done, a line at a time.
 
     Returns:
         the report; ``passed`` says whether the gates hold.
@@ -105,31 +144,49 @@ def run(
             exists.
         NonFiniteError: NaN or Inf in an activation or a picture.
     """
-    task = _RunInputs.of(model, recipe, output, force=force)
+    task = _RunInputs.of(model, recipe, output, force=force or resume)
     place = choose_device(device)
-    pictures = settings.pictures(place, last=True)
+    pictures = task.pictures(settings, place)
+    record = task.record(settings, place)
+    resumed = resume and task.output.exists()
+    if resumed:
+        record.refuse_other(task.output)
     # Before the long work: a missing network should not be found out after packing.
     backbones = settings.backbones(place)
-    build(
-        task.model,
-        task.recipe,
-        task.output,
-        prompts=as_prompts(settings.prompts),
-        device=device,
-        threads=os.cpu_count() or 1,
-        force=force,
-        progress=progress,
-    )
-    baseline = baseline_of(task.model, pictures, settings, backbones, place, progress=progress)
-    report, pairs = evaluation.evaluate(
-        open_pair(task.original, task.output / PACKED),
-        baseline,
-        limits=limits_of(task.recipe),
-        title=f"{Path(task.name).name} with recipe {task.recipe.name}",
-        commands=tuple(commands),
-        progress=progress,
-    )
-    write_or_keep(partial(write_report, report, pairs, force=force), task.output / REPORT)
+    plan = task.plan(pictures, record)
+    if not resumed and plan.forecast is not None:
+        check_room(task.output, plan.nbytes)
+    for line in plan.lines("goes on with" if resumed else "writes"):
+        tell(line)
+    started = perf_counter()
+    with translated(task.output):
+        task.output.mkdir(parents=True, exist_ok=True)
+        record.write(task.output)
+    with logged(task.output / LOG, progress) as heard:
+        build(
+            task.model,
+            task.recipe,
+            task.output,
+            prompts=as_prompts(settings.prompts),
+            device=device,
+            threads=os.cpu_count() or 1,
+            force=force,
+            resume=resumed,
+            progress=heard,
+        )
+        baseline = baseline_of(task.model, pictures, settings, backbones, place, progress=heard)
+        report, pairs = evaluation.evaluate(
+            open_pair(task.original, task.output / PACKED),
+            baseline,
+            limits=limits_of(task.recipe),
+            title=f"{Path(task.name).name} with recipe {task.recipe.name}",
+            commands=tuple(commands),
+            progress=heard,
+        )
+        write = partial(write_report, report, pairs, force=force or resumed)
+        write_or_keep(write, task.output / REPORT)
+    if not resumed:
+        record.remember(perf_counter() - started)
     return report
 
 
@@ -141,6 +198,7 @@ def plan_run(
     settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
     device: str = "auto",
     force: bool = False,
+    resume: bool = False,
 ) -> RunPlan:
     """Say what ``run`` would write; it takes the same arguments.
 
@@ -151,6 +209,7 @@ def plan_run(
         settings: which pictures would be made.
         device: auto, cpu or cuda[:N].
         force: an existing output would be replaced.
+        resume: an existing output would be gone on with.
 
     Returns:
         files, prompts, and the layers and bytes of what would be packed.
@@ -158,20 +217,10 @@ def plan_run(
     Raises:
         InputError: a recipe, model or prompts that cannot be used, or an output that exists.
     """
-    task = _RunInputs.of(model, recipe, output, force=force)
-    settings.pictures(choose_device(device), last=True)
-    chosen, source = task.recipe, task.model
-    calibrated = chosen.needs_calibration or chosen.needs_hessians
-    return RunPlan(
-        chosen,
-        task.output,
-        files_of(chosen),
-        chosen.calibration if calibrated else None,
-        moments_of(source, chosen, memory=HESSIAN_MEMORY) if chosen.needs_hessians else None,
-        None
-        if chosen.budget is not None
-        else forecast_pack(source, chosen, task.output / PACKED, missing=()),
-    )
+    task = _RunInputs.of(model, recipe, output, force=force or resume)
+    place = choose_device(device)
+    pictures = task.pictures(settings, place)
+    return task.plan(pictures, task.record(settings, place))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +248,44 @@ class _RunInputs:
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, opened or name, source, chosen, Path(output))
 
+    def pictures(self, settings: EvaluationSettings, place: torch.device) -> GenerationSettings:
+        """Return which pictures are made: a bounded number, of prompts not calibrated on."""
+        prompts = as_prompts(settings.prompts)
+        seen = prompts[: self.recipe.calibration.prompts] if _is_calibrated(self.recipe) else ()
+        if settings.count is None:
+            chosen = choose_unseen(prompts, seen, device=place)
+            settings = replace(settings, prompts=chosen)
+        pictures = settings.pictures(place, last=True)
+        if both := set(seen) & set(pictures.prompts):
+            _log.warning(
+                "%d of the %d prompts that are compared are calibrated on, too; give more than %d "
+                "prompts",
+                len(both), len(pictures.prompts), len(seen),
+            )  # fmt: skip
+        return pictures
+
+    def record(self, settings: EvaluationSettings, place: torch.device) -> RunRecord:
+        """Return what decides the artefacts."""
+        prompts = as_prompts(settings.prompts)[: self.recipe.calibration.prompts]
+        calibrated = prompts if _is_calibrated(self.recipe) else ()
+        return RunRecord.of(self.model, self.recipe, calibrated, place.type)
+
+    def plan(self, pictures: GenerationSettings, record: RunRecord) -> RunPlan:
+        """Return what will be written."""
+        chosen, source = self.recipe, self.model
+        return RunPlan(
+            chosen,
+            self.output,
+            files_of(chosen),
+            chosen.calibration if _is_calibrated(chosen) else None,
+            moments_of(source, chosen, memory=HESSIAN_MEMORY) if chosen.needs_hessians else None,
+            None
+            if chosen.budget is not None
+            else forecast_pack(source, chosen, self.output / PACKED, missing=()),
+            pictures,
+            record.last_seconds,
+        )
+
 
 def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -> None:
     """Refuse what could not be written, before the long work.
@@ -217,6 +304,11 @@ def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -
                 check_directory(output / name, kind=kinds[name], force=force)
         else:
             check_file(output / name, force=force)
+
+
+def _is_calibrated(recipe: Recipe) -> bool:
+    """Tell whether prompts are run for the recipe's choices."""
+    return recipe.needs_calibration or recipe.needs_hessians
 
 
 def limits_of(recipe: Recipe) -> Limits:
@@ -240,4 +332,4 @@ def files_of(recipe: Recipe) -> tuple[str, ...]:
     files += ["hessians/"] * recipe.needs_hessians
     files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)
     files += ["masks.safetensors"] * (recipe.sparsity is not None)
-    return (*files, "packed/", "report/")
+    return (*files, "packed/", "report/", LOG, RECORD)

@@ -3,18 +3,31 @@
 import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import unicodedata
+import warnings
 from pathlib import Path
 
 import click
 import pytest
 
 from quantkit import cli
-from quantkit.cli.console import echo, one_line, print_error, print_table, printable, progress_bar
+from quantkit.cli import options
+from quantkit.cli.console import (
+    echo,
+    one_line,
+    print_error,
+    print_table,
+    print_verdict,
+    printable,
+    progress_bar,
+)
+from quantkit.cli.library_noise import NOISE, without_noise
+from quantkit.cli.rate_column import show_rate
 from quantkit.errors import KernelError, ModelError
 
 FULL = Path("/dev/full")
@@ -47,7 +60,7 @@ def test_escapes_count_as_letters():
 
 
 def test_tables_and_progress_take_names_as_they_are(capsys):
-    print_table(HOSTILE, ("name", "[bold]"), [(HOSTILE, 1.0)], least_width=300)
+    print_table(HOSTILE, ("name", "[bold]"), [(HOSTILE, 1.0)])
     with progress_bar(quiet=False) as progress:
         progress(HOSTILE, 0, 1)
         progress(HOSTILE, 1, 1)
@@ -61,14 +74,90 @@ def test_tables_and_progress_take_names_as_they_are(capsys):
     assert captured.err.splitlines()[-1].startswith(r"quantkit: error: a\x1b[31m\nquantkit: ok")
 
 
+@pytest.mark.parametrize(
+    ("speed", "told"),
+    [(None, ""), (0.0, ""), (12.34, "12.3/s"), (1.0, "1.0/s"), (0.04, "25.0 s each")],
+)
+def test_rates_are_told_in_the_unit_that_reads_well(speed, told):
+    assert show_rate(speed) == told
+
+
+def test_a_bar_shows_rate_and_time(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress_bar(quiet=False) as progress:
+        for done in range(5):
+            progress("pack", done, 4)
+    last = click.unstyle(capsys.readouterr().err).splitlines()[-1]
+    assert re.search(r"pack .* 4/4 +[0-9.]+(/s| s each) +0:00:0", last)
+
+
+def test_a_row_is_one_line_where_nobody_sees_a_width(capsys):
+    name = "down_blocks.0.attentions.0." * 20
+    print_table("Layers", ("layer", "why"), [(name, "its error reaches every layer, " * 10)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert name in lines[-1]
+
+
+def test_quiet_prints_no_table_and_what_came_of_it(command):
+    @click.command("test")
+    @options.quiet
+    def body(quiet):
+        del quiet
+        print_table("Layers", ("layer",), [("conv_in",)])
+        print_verdict("PASS: all", passed=True)
+
+    assert command(body, "-q") == (0, "PASS: all\n", "")
+    assert "conv_in" in command(body)[1]
+
+
+@pytest.mark.parametrize(("passed", "colour"), [(True, "32"), (False, "31"), (None, "33")])
+def test_verdict_is_one_line_in_colour_on_a_terminal(monkeypatch, capsys, passed, colour):
+    print_verdict("x" * 200, passed=passed)
+    assert capsys.readouterr().out == "x" * 200 + "\n"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    print_verdict(f"[red]\x1b{passed}", passed=passed)
+    shown = capsys.readouterr().out
+    assert f"{colour}m[red]\\x1b{passed}" in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_only_the_known_lines_of_other_libraries_are_held_back(name, caplog):
+    logger = logging.getLogger(name)
+    logger.addHandler(caplog.handler)
+    try:
+        with without_noise():
+            logger.warning("%s and what follows", NOISE[name][0])
+            logger.warning("the checkpoint is damaged")
+        logger.warning(NOISE[name][0])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert set(caplog.messages) == {"the checkpoint is damaged", NOISE[name][0]}
+
+
+def test_deprecations_inside_other_libraries_are_held_back_and_others_are_not():
+    modules = ("diffusers.models.unet", "transformers", "diffusersx", "quantkit.cli")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with without_noise():
+            for module in modules:
+                warnings.warn_explicit(module, FutureWarning, "file.py", 1, module=module)
+    assert [str(warning.message) for warning in caught] == ["diffusersx", "quantkit.cli"]
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Run a command of the test's own through ``main``; return exit code, stdout and stderr."""
 
-    def run(body):
-        monkeypatch.setitem(cli.quantkit.commands, "test", click.Command("test", callback=body))
+    def run(body, *arguments):
+        made = body if isinstance(body, click.Command) else click.command("test")(body)
+        monkeypatch.setitem(cli.quantkit.commands, "test", made)
         with pytest.raises(SystemExit) as caught:
-            cli.main(["test"])
+            cli.main(["test", *arguments])
         captured = capsys.readouterr()
         return caught.value.code, captured.out, captured.err
 
@@ -132,6 +221,36 @@ def test_without_a_command_the_commands_are_listed(capsys):
         cli.main([])
     assert caught.value.code in {0, 2}
     assert "Commands:" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("pack",), ("eval",), ("eval", "report"), ("calibrate", "model"), ("help",)]
+)
+def test_help_command_prints_what_the_option_prints(capsys, names):
+    shown = []
+    for arguments in (["help", *names], [*names, "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("names", [("pakc",), ("pack", "x"), ("eval", "reprot")])
+def test_help_of_no_command_is_a_line(capsys, names):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["help", *names])
+    assert caught.value.code == 2
+    assert f"No such command '{' '.join(names)}'" in capsys.readouterr().err
+
+
+def test_verbose_shows_what_is_logged_at_info(monkeypatch, capsys):
+    body = click.command("test")(lambda: logging.getLogger("quantkit.x").info("why"))
+    monkeypatch.setitem(cli.quantkit.commands, "test", body)
+    for options_given, told in ((["-v"], "quantkit: info: why\n"), ([], "")):
+        with pytest.raises(SystemExit):
+            cli.main([*options_given, "test"])
+        assert capsys.readouterr().err == told
 
 
 def test_exit_codes_of_commands_are_passed_on(command):

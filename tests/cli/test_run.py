@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,6 +42,8 @@ def ran(pipeline_dir, prompt_file, tmp_path_factory):
         prompt_file,
         "--steps",
         3,
+        "--count",
+        3,
         "--json",
     )
     result = CliRunner().invoke(run, [*map(str, arguments), *NO_NETWORKS])
@@ -49,7 +54,7 @@ def ran(pipeline_dir, prompt_file, tmp_path_factory):
 def test_run_writes_every_artefact_and_the_report_it_prints(ran):
     folder, printed = ran
     assert {path.name for path in folder.iterdir()} == {
-        "calibration.safetensors", "masks.safetensors", "packed", "report",
+        "calibration.safetensors", "masks.safetensors", "packed", "report", "run.json", "run.log",
     }  # fmt: skip
     assert json.loads((folder / "report" / "report.json").read_text()) == printed
     assert printed["compression"] == "quantized and 4:2"
@@ -74,7 +79,8 @@ def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prom
     result = CliRunner().invoke(run, [*map(str, arguments), *options, *NO_NETWORKS])
     assert result.exit_code == 0, result.output
     assert {path.name for path in folder.iterdir()} == {
-        "calibration.safetensors", "hessians", "masks.safetensors", "packed", "report",
+        "calibration.safetensors", "hessians", "masks.safetensors", "packed", "report", "run.json",
+        "run.log",
     }  # fmt: skip
     config = json.loads((folder / "packed" / "unet" / "config.json").read_text())
     schemes = config["quantization_config"]["schemes"]
@@ -111,8 +117,126 @@ def test_run_needs_no_force_to_refuse_and_plans_dry(ran, pipeline_dir, tmp_path)
     assert isinstance(again.exception, OutputError)
     dry = CliRunner().invoke(run, ["fp8", str(pipeline_dir), "-o", str(tmp_path / "x"), "-n"])
     assert dry.exit_code == 0, dry.output
-    assert "would write packed/, report/ into" in dry.output
+    assert "would write packed/, report/, run.log, run.json into" in dry.output
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "compared", "warned"),
+    [
+        (None, [f"p{i}" for i in range(40)], [f"p{i}" for i in range(24, 40)], None),
+        (None, ["p0", "p1", "p2", "p0"], ["p2"], None),
+        (None, ["p0", "p1"], ["p0", "p1"], "2 of the 2 prompts"),
+        (3, ["p0", "p1", "p2"], ["p0", "p1", "p2"], "2 of the 3 prompts"),
+    ],
+    ids=["bounded", "repeated", "all seen", "counted"],
+)
+def test_run_compares_what_calibration_did_not_see(
+    pipeline_dir, tmp_path, caplog, count, given, compared, warned
+):
+    from quantkit.workflow.evaluate import EvaluationSettings
+    from quantkit.workflow.run import plan_run
+
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "name: r\nactivation: {mode: static}\ncalibration: {prompts: 2, steps: 2, buckets: 1}\n"
+    )
+    settings = EvaluationSettings(prompts=given, count=count)
+    output = tmp_path / "out"
+    plan = plan_run(pipeline_dir, recipe=recipe, output=output, settings=settings, device="cpu")
+    assert list(plan.pictures.prompts) == compared
+    assert f"evaluation: {len(compared)} prompts, 20 steps" in repr(plan)
+    assert [warned in message for message in caplog.messages] == [True] * (warned is not None)
+
+
+def test_run_logs_its_steps(ran):
+    log = (ran[0] / "run.log").read_text()
+    assert re.search(r"INFO pack.*: \d+ done in [0-9.]+ s\n", log)
+    assert re.search(r"INFO ended after [0-9.]+ s\n$", log)
+
+
+@pytest.fixture
+def stopped(pipeline_dir, prompt_file, tmp_path, monkeypatch):
+    """A run that was stopped after its masks, and what starts it; the cache is the test's own."""
+    from quantkit.workflow import build
+    from quantkit.workflow.evaluate import EvaluationSettings
+    from quantkit.workflow.run import run
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    recipe = tmp_path / "quick.yaml"
+    recipe.write_text(
+        "name: quick\nsparsity: {method: wanda}\ngates: {ssim: -1.0}\n"
+        "calibration: {prompts: 2, steps: 2, buckets: 1}\n"
+    )
+    settings = EvaluationSettings(
+        prompts=prompt_file, steps=1, without=("lpips", "clip"), noise_floor=False
+    )
+
+    def start(**more):
+        told = []
+        run(pipeline_dir, recipe=recipe, output=tmp_path / "out", device="cpu",
+            **{"settings": settings, **more}, tell=told.append)  # fmt: skip
+        return told
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "pack", lambda *_, **__: sys.exit(143))
+        with pytest.raises(SystemExit):
+            start()
+    return tmp_path / "out", start
+
+
+def test_a_run_that_was_stopped_goes_on(stopped, monkeypatch):
+    from quantkit.workflow import build
+
+    folder, start = stopped
+    assert {path.name for path in folder.iterdir()} == {
+        "calibration.safetensors", "masks.safetensors", "run.json", "run.log",
+    }  # fmt: skip
+    assert "SystemExit: 143" in (folder / "run.log").read_text()
+    with pytest.raises(OutputError, match="exists already"):
+        start()
+    monkeypatch.setattr(build, "calibrate", None)
+    monkeypatch.setattr(build, "choose_masks", None)
+    assert "recipe quick: goes on with" in start(resume=True)[0]
+    assert (folder / "report" / "report.html").exists()
+    # All is there now: the report alone is made again.
+    monkeypatch.setattr(build, "pack", None)
+    start(resume=True)
+
+
+@pytest.mark.parametrize("other", ["prompts", "recipe", "record"])
+def test_a_run_goes_on_with_its_own_artefacts_only(stopped, tmp_path, other):
+    from quantkit.workflow.evaluate import EvaluationSettings
+
+    folder, start = stopped
+    more = {}
+    if other == "prompts":
+        more["settings"] = EvaluationSettings(prompts=["x", "y", "z"], without=("lpips", "clip"))
+    elif other == "recipe":
+        recipe = tmp_path / "quick.yaml"
+        recipe.write_text(recipe.read_text().replace("wanda", "magnitude"))
+    else:
+        (folder / "run.json").unlink()
+    wanted = "run.json: missing" if other == "record" else f"of another {other}.*; set force"
+    with pytest.raises(OutputError, match=wanted):
+        start(resume=True, **more)
+
+
+def test_a_run_says_what_it_will_do_and_how_long_it_took(stopped):
+    _, start = stopped
+    first, second = start(force=True), start(force=True)
+    assert first[0].startswith("recipe quick: writes calibration.safetensors, masks.safetensors")
+    assert first[-1] == "evaluation: 1 prompts, 1 steps"
+    assert second[:-1] == first
+    assert re.fullmatch(r"last time all of it took 0:\d\d:\d\d", second[-1])
+
+
+def test_a_run_that_has_no_room_is_refused_first(stopped, monkeypatch):
+    folder, start = stopped
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OutputError, match="1,000 bytes free, wanted"):
+        start(force=True)
+    assert not (folder / "packed").exists()
 
 
 def eval_report(*arguments):

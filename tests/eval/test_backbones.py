@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from quantkit.eval import backbones as backbones_module
-from quantkit.eval.backbones import load_clip, load_lpips
+from quantkit.eval.backbones import Backbones, load_backbones, load_clip, load_lpips
 from quantkit.eval.demo.world.alexnet import perceptual_distance, save_feature_network
 
 from quantkit.errors import ModelError, ShapeError
@@ -118,3 +118,25 @@ def test_clip_cuts_prompts_that_are_too_long(clip_dir):
 def test_clip_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"no CLIP model could be loaded.*leave clip out"):
         load_clip(str(tmp_path / "nothing"), device=CPU)
+
+
+def test_missing_networks_are_named_together(tmp_path):
+    with pytest.raises(ModelError) as caught:
+        load_backbones(tmp_path / "alexnet.pth", str(tmp_path / "clip"), device=CPU)
+    for words in ("alexnet.pth: missing", "no CLIP model could be loaded", "quantkit eval fetch"):
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match="no CLIP model") as alone:
+        load_backbones(tmp_path / "alexnet.pth", str(tmp_path / "clip"), ("lpips",), device=CPU)
+    assert "alexnet" not in str(alone.value)
+    assert load_backbones(None, None, ("lpips", "clip"), device=CPU) == Backbones()
+
+
+def test_fetch_says_which_networks_are_there(clip_dir):
+    from click.testing import CliRunner
+
+    from quantkit.cli import quantkit
+
+    arguments = ["eval", "fetch", "--clip", str(clip_dir), "--without", "lpips"]
+    result = CliRunner().invoke(quantkit, arguments)
+    assert (result.exit_code, result.stdout) == (0, "tiny-clip (CLIP): there\n")

@@ -1,5 +1,6 @@
 """The verdict in words: every branch, from values that are made to lead there."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from quantkit.eval.verdict import (
     describe_clip,
     describe_floor,
     describe_worst,
+    headline,
     judge_gates,
     standing,
     write_verdict,
@@ -246,3 +248,16 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
     assert write_verdict((), Compression.QUANTIZED, packed, ()).startswith(
         "Quantized weights were not judged. CLIP"
     )
+
+
+@pytest.mark.parametrize(
+    ("ssim", "limits", "wanted"),
+    [
+        (BASE, Limits(0.95, None, None, None, None), "PASS: SSIM 0.98 (wanted > 0.95)"),
+        (BASE, Limits(0.99, None, None, None, None), "FAIL: SSIM 0.98 (wanted > 0.99)"),
+        (BASE, Limits(None, 0.1, None, None, None), "NOT JUDGED: no gate was measured"),
+    ],
+)
+def test_headline_is_one_line(ssim, limits, wanted):
+    found = headline(judge(comparison(ssim), limits, Compression.QUANTIZED))
+    assert re.sub(r"0\.98\d*", "0.98", found) == wanted

@@ -83,7 +83,7 @@ INNER = {
     "settings_of", "require_packed", "refuse_unknown", "moments_of", "baseline_of", "limits_of",
     "files_of", "usual_threads", "refuse_search", "build", "adapt", "search_ssim",
     "predicted_errors", "is_packed", "packed_source", "dense_source", "planned_source",
-    "quantized_source", "refuse_rest",
+    "quantized_source", "refuse_rest", "logged",
 }  # fmt: skip
 
 
@@ -127,8 +127,9 @@ def test_values_are_frozen(found):
 
 def test_every_command_is_a_function_of_the_workflow():
     """No command works by itself: each module of the command line imports the workflow's."""
-    printing = {"__init__", "bench_tables", "console", "evaluation_options", "kernel_tables",
-                "mask_table", "options", "recovery_options", "report_tables"}  # fmt: skip
+    printing = {"__init__", "bench_tables", "console", "evaluation_options", "help_command",
+                "kernel_tables", "library_noise", "mask_table", "options", "rate_column",
+                "recovery_options", "report_tables"}  # fmt: skip
     modules = {path.stem: path.read_text() for path in (ROOT / "quantkit/cli").glob("*.py")}
     idle = [name for name in set(modules) - printing if "quantkit.workflow." not in modules[name]]
     assert not idle

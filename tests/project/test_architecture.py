@@ -181,6 +181,7 @@ FOR_THE_COMMAND_LINE = (
     "quantkit.eval.report.kernel_sentence",
     "quantkit.eval.number_format",
     "quantkit.eval.tables",
+    "quantkit.eval.verdict.headline",
 )
 
 

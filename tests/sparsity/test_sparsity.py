@@ -322,7 +322,7 @@ def test_command_writes_masks_and_prints_decisions(pipeline_dir, tmp_path):
     output = tmp_path / "m.safetensors"
     all_masks = choose_masks(open_model(str(pipeline_dir)), MAGNITUDE, None, progress=silent)
     median = sorted(d.error for d in all_masks.decisions)[35]
-    result = run(pipeline_dir, "-o", output, "--pattern", "4:2", "--budget", median, "-q")
+    result = run(pipeline_dir, "-o", output, "--pattern", "4:2", "--budget", median)
     assert result.exit_code == 0, result.output
     masks = load_masks(output)
     count = sum(d.chosen for d in masks.decisions)
