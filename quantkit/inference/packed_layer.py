@@ -71,6 +71,10 @@ class PackedLayer(nn.Module):
         self.n, self.k = self.dense_shape[0], prod(self.dense_shape[1:])
         # A tuple hides the buckets from the module tree: they belong to the root model.
         self.buckets = (buckets,)
+        # First: models ask their first parameter for the dtype to compute in (Wan's embedder).
+        bias = dense.bias
+        bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", bias)
         specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
         parts = {spec.name.removeprefix(f"{name}."): spec for spec in specs}
         for part in PACKED_PARTS:
@@ -78,9 +82,6 @@ class PackedLayer(nn.Module):
             register(part, None)
             if part in parts:
                 self.fill(part, _empty(parts[part], dense.weight.device))
-        bias = dense.bias
-        bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.register_parameter("bias", bias)
 
     def fill(self, part: str, value: Tensor) -> None:
         """Put a tensor of FORMAT.md in its place; a convolution's codes get four axes.
