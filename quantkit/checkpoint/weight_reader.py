@@ -79,7 +79,7 @@ class SourceTensor:
         shape = self.info.shape
         n, k = shape[0], prod(shape[1:])
         count = max(1, min(n, elements // k))
-        resident = torch.empty(count, k)
+        resident = torch.empty(count, k, dtype=torch.float32)
         dtype = FLOAT_DTYPES[self.info.dtype]
         for index, chunk in enumerate(self.chunks(count * k * dtype.itemsize)):
             if digest is not None:

@@ -33,8 +33,15 @@ def build_encoder(config: Mapping[str, Any], class_name: str, names: Collection[
         )
     cls: Any = found
     with _quiet(), on_meta(), _untied():
-        model = cls(cls.config_class.from_dict(dict(config)))
+        model = cls(cls.config_class.from_dict(_without_dtype(config)))
         return encoder_skeleton(model, names)
+
+
+def _without_dtype(value: Any) -> Any:
+    """Return a config without dtypes: transformers makes them torch's default, in all threads."""
+    if isinstance(value, Mapping):
+        return {k: _without_dtype(v) for k, v in value.items() if k not in ("dtype", "torch_dtype")}
+    return value
 
 
 def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:

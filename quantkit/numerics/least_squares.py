@@ -48,8 +48,8 @@ class EquationSums:
 
     def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
         """Start from nothing; the layer has ``inputs`` columns and ``outputs`` rows."""
-        self._moment = torch.zeros(inputs, inputs, device=device)
-        self._cross = torch.zeros(outputs, inputs, device=device)
+        self._moment = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)
+        self._cross = torch.zeros(outputs, inputs, dtype=torch.float32, device=device)
         self._power = torch.zeros((), dtype=torch.float64, device=device)
         self._x = torch.zeros(inputs, dtype=torch.float64, device=device)
         self._y = torch.zeros(outputs, dtype=torch.float64, device=device)

@@ -42,10 +42,7 @@ def stage_beside(output: Path) -> Iterator[Path]:
     try:
         yield stage
     finally:
-        # First: Windows deletes nothing that is open.
-        if lock is not None:
-            os.close(lock)
-        _drop(stage)
+        _drop(stage, lock)
 
 
 def aside_of(stage: Path, output: Path) -> Path:
@@ -83,12 +80,11 @@ def _clean(output: Path) -> None:
                 continue
             lock = _lock(stage)
             if lock is not None:
-                os.close(lock)
-                _drop(stage)
+                _drop(stage, lock)
 
 
-def _drop(stage: Path) -> None:
-    """Delete a stage, after an output that waits in it took its place again."""
+def _drop(stage: Path, lock: int | None) -> None:
+    """Delete a stage, after an output that waits in it took its place again, and unlock it."""
     with suppress(OSError):
         for waiting in (stage / _ASIDE).iterdir():
             target = stage.parent / waiting.name
@@ -96,7 +92,13 @@ def _drop(stage: Path) -> None:
             with locked(target):
                 if not os.path.lexists(target):
                     waiting.rename(target)
+    # Windows deletes nothing that is open. Elsewhere a lock that is let go before would be taken by
+    # whoever made the stage a moment ago and is about to lock it.
+    if os.name == "nt" and lock is not None:
+        os.close(lock)
     shutil.rmtree(stage, ignore_errors=True)
+    if os.name != "nt" and lock is not None:
+        os.close(lock)
 
 
 def _lock(stage: Path) -> int | None:

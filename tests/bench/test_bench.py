@@ -463,7 +463,7 @@ def test_files_that_are_no_baseline_are_refused(tmp_path, text):
 
 
 def run(*arguments):
-    return CliRunner().invoke(command, ["--device", "cpu", "-q", *arguments])
+    return CliRunner().invoke(command, ["--device", "cpu", *arguments])
 
 
 @pytest.mark.usefixtures("_host")

@@ -347,7 +347,6 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "4",
         "--device",
         "cpu",
-        "-q",
     ]
     arguments += ["--seconds", "0", "--contenders", "f16", "--contenders", "fp8-linear"]
     arguments += ["--batch", "1", "--profile", "--channels-last"]

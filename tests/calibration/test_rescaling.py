@@ -500,7 +500,7 @@ def test_commands_show_what_was_chosen(source, calibration, tmp_path):
 
     save_calibration(calibration, tmp_path / "c.safetensors", force=False)
     (tmp_path / "r.yaml").write_text("name: t\nsmooth: auto\nbias_correction: true\n")
-    arguments = [str(source), "-r", str(tmp_path / "r.yaml"), "-q", "-o", str(tmp_path / "out")]
+    arguments = [str(source), "-r", str(tmp_path / "r.yaml"), "-o", str(tmp_path / "out")]
     arguments += ["-c", str(tmp_path / "c.safetensors")]
     dry = CliRunner().invoke(pack_command, [*arguments, "--dry-run", "--json"])
     assert dry.exit_code == 0, dry.output
