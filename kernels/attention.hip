@@ -58,7 +58,9 @@ QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
         QK_UNROLL for (int e = 0; e < 8; ++e)
           values[e] = qk::add_rounded(values[e], mean.v[e]);
       }
-      qk::store(y + column, Type::round_vector(values));
+      constexpr int kPerVector = sizeof(qk::Vec16) / sizeof(Memory);
+      QK_UNROLL for (int e = 0; e < 8; e += kPerVector)
+        qk::store(y + column + e, Type::round_vector(values + e));
     }
   }
 }

@@ -18,7 +18,7 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import M, N
+from quantkit.device.ops.products import IO, M, N
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import COLUMNS, KEYS, RUN, attention_codes, padded
 from quantkit.numerics.formats import E4M3FN, FORMATS, INT8
@@ -28,7 +28,6 @@ from quantkit.numerics.scales import cast, decode
 LARGEST_HEAD = 160
 SOURCE = "attention.hip"
 
-_IO = Axis("QK_IO", ("f16", "bf16"))
 _HEAD = Axis("QK_HEAD", tuple(f"d{d}" for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)), first=1)
 
 #: kernels/include/softmax.h: where probabilities start, and what a score may exceed it by.
@@ -95,7 +94,8 @@ def attention(
     y = out / total * _of_heads(v_scale, len(q), precision)
     if v_mean is not None:
         y = y + _of_heads(v_mean, len(q), precision)
-    return y.to(dtype).unflatten(0, (-1, heads)).transpose(1, 2)[..., :head_size].contiguous()
+    pictures = y.to(dtype).reshape(len(q) // heads, heads, q.shape[1], q.shape[2])
+    return pictures.transpose(1, 2)[..., :head_size].contiguous()
 
 
 def _tile_of(columns: int) -> int:
@@ -121,8 +121,6 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         wanted = ", ".join(op.words("QK_X_FORMAT"))
         raise KernelError(f"{op.name}: format {qk_format!r}, wanted {wanted}")
     word = io_word(op.name, dtype)
-    if word not in _IO.words:
-        raise KernelError(f"{op.name}: results of {dtype}, wanted float16 or bfloat16")
     if q.ndim != 3 or q.dtype != torch.uint8:
         raise ShapeError(
             f"{op.name}: q is {q.dtype} of shape {tuple(q.shape)}, wanted uint8 codes (N, M, D)"
@@ -223,7 +221,7 @@ def _op(name: str, qk_format: str, score: str) -> Op:
             "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype) "
             "-> Tensor"
         ),
-        axes=(_IO, Axis("QK_X_FORMAT", (qk_format,), first=list(FORMATS).index(qk_format)), _HEAD),
+        axes=(IO, Axis("QK_X_FORMAT", (qk_format,), first=list(FORMATS).index(qk_format)), _HEAD),
         args=(
             Argument("q", "u8", "[n, m, QK_HEAD * 16]"),
             Argument("k", "u8", "[n, keys, QK_HEAD * 16]"),
