@@ -9,7 +9,9 @@
 // y       io [N / heads, M, heads, d], d <= D a multiple of 8; columns of q, k, v from d on are zero
 // The product of FP8 codes is the score in powers of two (softmax scale and log2 e are in the
 // codes' factors); that of int8 codes times q_scale and k_scale is. M, keys >= 1; base pointers
-// 16-byte aligned. A NaN in a row of q makes its result NaN, one in k or v the whole head's.
+// 16-byte aligned. A NaN in a row of q makes its result NaN, one in a row of k that of the
+// whole head, one in v that of its column. int8 scores from 2^27 on, where float32 is 16 apart, may
+// give NaN on a card; the host's encoder saturates.
 //
 // Launch: 256 threads, grid (ceil(M / TILE_M), N, 1). A wave has 32 queries (of heads beyond 128: 16)
 // and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h.
