@@ -22,16 +22,13 @@ from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import CODES, PackedLayer
 from tests.support.loading import (
     DTYPES,
-    TOKEN,
     assert_bit_exact,
     draw,
-    packable,
     plain,
     tensors_on_disk,
     unet_class,
     weight_files,
 )
-from tests.support.packed import pack_component
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate's and diffusers', of their own calls
 
@@ -42,11 +39,8 @@ def unet(packed_dir):
 
 
 @pytest.fixture
-def uniform(pipeline_dir, tmp_path):
-    """A UNet whose projections can be fused: all are packed alike."""
-    shutil.copytree(pipeline_dir / "unet", tmp_path / "uniform")
-    pack_component(tmp_path / "uniform", dict.fromkeys(packable(tmp_path / "uniform"), TOKEN))
-    return unet_class().from_pretrained(tmp_path / "uniform")
+def uniform(uniform_dir):
+    return unet_class().from_pretrained(uniform_dir / "unet")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError, InputError, ModelError, RecipeError
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers import iterate_packed, packed_layers
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.pack import pack, plan_pack
 from quantkit.workflow.verify import verify
@@ -70,6 +70,41 @@ def test_t5_stays_finite_in_float16_as_it_does_in_16_bit(tmp_path, class_name, f
     assert found.encoder.block[0].layer[0].SelfAttention.q.weight.dtype != torch.float16
     # All that they add to the residual stream is the network's.
     assert error(embed(found), wanted) < 2 * MOST[fmt]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("class_name", ["T5EncoderModel", "CLIPTextModel", "Qwen3ForCausalLM"])
+def test_dequantized_encoders_are_dense_and_save_in_16_bit(tmp_path, class_name, dtype):
+    cls = encoder_class(class_name)
+    make_encoder(class_name).half().save_pretrained(tmp_path / "source")
+    packed(tmp_path / "source", tmp_path / "packed")
+    model = cls.from_pretrained(tmp_path / "packed", dtype=dtype)
+    before = embed(model)
+    layers = {name: layer.dense_weight() for _, name, layer in iterate_packed(model)}
+    classes = {type(m) for m in cls.from_pretrained(tmp_path / "source").modules()}
+    assert model.dequantize() is model
+    assert {type(module) for module in model.modules()} == classes
+    assert all(torch.equal(model.get_submodule(n).weight, w) for n, w in layers.items())
+    assert error(embed(model), before) < MOST["int8"]
+    model.save_pretrained(tmp_path / "dense")
+    again = cls.from_pretrained(tmp_path / "dense", dtype=dtype)
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    assert torch.equal(embed(again), embed(model))
+    with pytest.raises(ValueError, match="first quantize"):
+        model.dequantize()
+
+
+def test_a_dequantized_t5_stays_finite_in_float16(tmp_path):
+    model = make_encoder("T5EncoderModel")
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[-1].DenseReluDense.wo.weight.mul_(3e4)
+    model.half().save_pretrained(tmp_path / "source")
+    packed(tmp_path / "source", tmp_path / "packed")
+    cls = encoder_class("T5EncoderModel")
+    wanted = embed(cls.from_pretrained(tmp_path / "source", dtype=torch.float32))
+    found = cls.from_pretrained(tmp_path / "packed", dtype=torch.float16).dequantize()
+    assert error(embed(found), wanted) < 2 * MOST["int8"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
