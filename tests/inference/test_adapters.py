@@ -18,6 +18,7 @@ from quantkit.numerics.scheme import Activation, Scheme
 from tests.inference.test_feed_forward import PLAIN, network
 from tests.inference.test_inference import SCHEMES
 from tests.support.adapters import RANK, ByHand, branches
+from tests.support.answers import step
 from tests.support.loading import plain, unet_class, weight_files
 from tests.support.packed import pack_component, packed_module
 
@@ -30,11 +31,11 @@ def prefixed(state):
     return {f"unet.{name}": tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_peft_adds_its_branch_to_every_scheme(kind, scheme, dtype):
+def test_peft_adds_its_branch_to_every_scheme(kind, scheme):
     torch.manual_seed(0)
+    dtype = torch.bfloat16  # neither the codes' nor peft's own
     dense = nn.Linear(64, 24) if kind == "linear" else nn.Conv2d(32, 24, 3, 2, 1)
     x = torch.randn(2, 5, 64) if kind == "linear" else torch.randn(2, 32, 9, 7)
     x = x.to(dtype)
@@ -64,13 +65,6 @@ def lora(packed_dir):
     """Three adapters of one packed UNet: files of another rank, too."""
     model = unet_class().from_pretrained(packed_dir / "unet")
     return [branches(model, 1), branches(model, 2), branches(model, 3, rank=2)]
-
-
-@torch.no_grad()
-def step(model):
-    generator = torch.Generator().manual_seed(5)
-    x, text = (torch.randn(s, generator=generator) for s in ((2, 4, 8, 8), (2, 16, 32)))
-    return model(x, torch.tensor(500), text).sample
 
 
 def near(a, b):
@@ -141,27 +135,34 @@ def test_a_call_may_scale_them(packed_dir, lora):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_adapters_are_swapped_while_loaded(packed_dir, lora, compiled):
     pipe = plain(packed_dir)
-    wanted = []
+    model, wanted = pipe.unet, []
     for state in (lora[0], lora[2]):
-        with ByHand(pipe.unet, (state, 1.0)) as model:
+        with ByHand(model, (state, 1.0)):
             wanted.append(step(model))
     pipe.enable_lora_hotswap(target_rank=RANK)
     pipe.load_lora_weights(prefixed(lora[0]), adapter_name="it")
-    model = pipe.unet
     if compiled:
         torch._dynamo.reset()
-        model = torch.compile(pipe.unet, fullgraph=True, backend="eager")
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
     assert near(step(model), wanted[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
         pipe.load_lora_weights(prefixed(lora[2]), adapter_name="it", hotswap=True)
         assert near(step(model), wanted[1])
 
 
-def test_an_adapted_model_compiles_without_a_graph_break(unet, lora):
-    unet.load_lora_adapter(lora[0], prefix=None)
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_adapted_layers_compile_without_a_graph_break(kind):
+    """As aot_eager traces them, through their operators' fake implementations."""
+    dense = nn.Linear(32, 32) if kind == "linear" else nn.Conv2d(32, 32, 3, 1, 1)
+    x = torch.randn(2, 5, 32) if kind == "linear" else torch.randn(2, 32, 5, 5)
+    model = nn.Sequential(*(packed_module(dense, scheme) for scheme in SCHEMES.values()))
+    names = [str(i) for i in range(len(model))]
+    config = peft.LoraConfig(r=RANK, target_modules=names, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
     torch._dynamo.reset()
-    compiled = torch.compile(unet, fullgraph=True, backend="aot_eager")
-    assert near(step(compiled), step(unet))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), model(x), rtol=1e-3, atol=1e-4)
 
 
 def test_fusing_is_refused_in_one_line(packed_dir, lora):
@@ -238,8 +239,9 @@ def test_fused_projections_step_aside_for_adapters(pipeline_dir, tmp_path, order
     if order == "adapted-first":
         model.fuse_qkv_projections()
     assert near(step(model), wanted)
-    torch._dynamo.reset()
-    assert near(step(torch.compile(model, fullgraph=True, backend="eager")), wanted)
+    if order == "fused-first":
+        torch._dynamo.reset()
+        assert near(step(torch.compile(model, fullgraph=True, backend="eager")), wanted)
     model.unload_lora()
     called: list[int] = []
     joined = [m for n, m in model.named_modules() if n.endswith(("to_qkv", "to_kv"))]

@@ -12,6 +12,7 @@ from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.adapters import branches
+from tests.support.answers import step
 from tests.support.loading import packable, plain, unet_class, weight_files
 from tests.support.packed import pack_component
 
@@ -161,13 +162,6 @@ def test_model_offload_draws_the_same(pipe, fused):
 def test_a_device_map_places_a_pipeline(folder, pipe, strategy):
     placed = plain(folder, device_map=strategy)
     assert torch.equal(drawn(placed), drawn(pipe))
-
-
-@torch.no_grad()
-def step(model):
-    generator = torch.Generator().manual_seed(5)
-    x, text = (torch.randn(s, generator=generator) for s in ((2, 4, 8, 8), (2, 16, 32)))
-    return model(x, torch.tensor(500), text).sample
 
 
 @pytest.mark.parametrize("order", ["fused-first", "offloaded-first"])

@@ -31,16 +31,17 @@ def error(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.fixture(params=list(ENCODERS))
-def source(request, tmp_path):
-    """A saved encoder in float16, and its class."""
-    make_encoder(request.param).half().save_pretrained(tmp_path / "source")
-    return tmp_path / "source", encoder_class(request.param)
+#: A class and a format of each: how one is stored does not depend on the other.
+KINDS = [
+    *((name, "int4") for name in ENCODERS),
+    *((name, fmt) for name in ("T5EncoderModel", "CLIPTextModel") for fmt in ("fp8", "int8")),
+]
 
 
-@pytest.mark.parametrize("fmt", list(MOST))
-def test_every_kind_answers_within_the_error_of_its_format(source, tmp_path, fmt):
-    folder, cls = source
+@pytest.mark.parametrize(("class_name", "fmt"), KINDS)
+def test_every_kind_answers_within_the_error_of_its_format(class_name, tmp_path, fmt):
+    folder, cls = tmp_path / "source", encoder_class(class_name)
+    make_encoder(class_name).half().save_pretrained(folder)
     summary = packed(folder, tmp_path / "packed", fmt)
     model = cls.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     assert not verify(tmp_path / "packed").breaches
@@ -53,9 +54,15 @@ def test_every_kind_answers_within_the_error_of_its_format(source, tmp_path, fmt
     torch.testing.assert_close(embed(again), embed(model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("class_name", ["T5EncoderModel", "UMT5EncoderModel"])
-@pytest.mark.parametrize("fmt", list(MOST))
-@pytest.mark.parametrize("gated", ["gated-gelu", "relu"])
+@pytest.mark.parametrize(
+    ("class_name", "fmt", "gated"),
+    [
+        *(("T5EncoderModel", fmt, "gated-gelu") for fmt in MOST),
+        ("T5EncoderModel", "int8", "relu"),
+        ("UMT5EncoderModel", "int8", "gated-gelu"),
+        ("UMT5EncoderModel", "int4", "relu"),
+    ],
+)
 def test_t5_stays_finite_in_float16_as_it_does_in_16_bit(tmp_path, class_name, fmt, gated):
     """Activations of T5-XXL leave float16's range in the last product of a feed-forward."""
     model = make_encoder(class_name, feed_forward_proj=gated)
