@@ -31,7 +31,10 @@ from tests.support.loading import (
     weight_files,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate's and diffusers', of their own calls
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # accelerate's and diffusers', of their own calls
+]
 
 
 @pytest.fixture

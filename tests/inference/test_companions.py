@@ -16,7 +16,10 @@ from tests.support.answers import step
 from tests.support.loading import packable, plain, unet_class, weight_files
 from tests.support.packed import pack_component
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate's and diffusers', of their own calls
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # accelerate's and diffusers', of their own calls
+]
 
 CPU = torch.device("cpu")
 

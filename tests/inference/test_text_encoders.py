@@ -17,6 +17,8 @@ from quantkit.workflow.verify import verify
 from tests.support.encoders import ENCODERS, embed, encoder_class, make_encoder
 from tests.support.outliers import encoder_with_outliers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: What of the embeddings may be lost, random weights of 64 columns: an int8 code is off by a
 #: 440th of a channel's largest weight, e4m3 by a 36th of each, int4 by a 28th of the largest.
 MOST = {"fp8": 0.1, "int8": 0.025, "int4": 0.25}

@@ -31,7 +31,10 @@ from tests.support.loading import plain
 from tests.support.qwen_pipeline import tiny_qwen_pipeline
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and diffusers', of versions to come
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # peft's and diffusers', of versions to come
+]
 
 #: Two networks that nobody here has.
 PICTURES = ("--count", 1, "--steps", 2, "--without", "lpips", "--without", "clip",
