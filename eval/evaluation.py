@@ -332,14 +332,15 @@ def _shadow(
 
 
 def _timesteps(divergence: StepErrors | None, local: StepErrors | None) -> Timesteps:
-    if local is None:
+    if local is None and divergence is None:
         return Timesteps(None, None, "not measured: the pipeline calls nobody back after a step")
-    note = (
-        f"local error over {len(local.values[0])} rows of the denoiser's batches; with guidance a "
-        "prompt has two"
-    )
-    if divergence is None:
-        return Timesteps(None, local, f"{note}; the latents are too large to be kept and compared")
-    return Timesteps(
-        divergence, local, f"divergence over {len(divergence.values[0])} prompts, {note}"
-    )
+    apart = "the latents are too large to be kept and compared"
+    if divergence is not None:
+        apart = f"divergence over {len(divergence.values[0])} prompts"
+    alone = "no local error: the denoisers are the original's own"
+    if local is not None:
+        alone = (
+            f"local error over {len(local.values[0])} rows of the denoiser's batches; with "
+            "guidance a prompt has two"
+        )
+    return Timesteps(divergence, local, f"{apart}, {alone}")

@@ -33,8 +33,8 @@ from quantkit.storage.tensorfile import TensorInfo, read_header
 
 from .result import LayerRow, Packing, QuantizedBy
 
-#: What a layer that was left alone is stored in, and its dtype in torch.
-_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+#: What tools leave in 16 bit, and its dtype in torch.
+_SIXTEEN = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class QuantizedComponent:
         """The dtype that it has to run in: that of most tensors left in 16 bit. None: any."""
         if not self.quantizer.own_dtype:
             return None
-        counts = Counter(t.dtype for t in self.tensors if t.dtype in _PLAIN)
-        return _PLAIN[counts.most_common(1)[0][0]] if counts else None
+        # Not float32, which tools have scales in whatever they left alone.
+        counts = Counter(t.dtype for t in self.tensors if t.dtype in _SIXTEEN)
+        return _SIXTEEN[counts.most_common(1)[0][0]] if counts else None
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def refuse_device(pipeline: QuantizedPipeline, device: torch.device) -> None:
         ModelError: the device is a CPU.
     """
     for component in pipeline.components:
-        if component.quantizer.needs_gpu and device.type == "cpu":
+        by_diffusers = component.stem == WEIGHTS
+        if by_diffusers and component.quantizer.needs_gpu and device.type == "cpu":
             raise ModelError(
                 f"{component.path}: quantized by {component.quantizer.name}, which runs on a GPU "
                 "alone, found device cpu; run it where torch sees a GPU",
@@ -196,7 +198,7 @@ def quantized_layers(
             layers = _layers(model, component.name)
             stored = _by_layer(component, layers)
             rows += [_row(component, layer, stored.get(layer.name, [])) for layer in layers]
-    count = sum(not _left_alone(row.format) for row in rows)
+    count = sum(row.format not in {*_SIXTEEN, "F32"} for row in rows)
     return tuple(rows), Packing(_recipe(pipeline), len(rows), count, 0, 0.0)
 
 
@@ -376,10 +378,6 @@ def _row(component: QuantizedComponent, layer: Layer, stored: list[TensorInfo]) 
         bytes_before=layer.weight.nbytes,
         bytes_after=sum(tensor.nbytes for tensor in stored),
     )
-
-
-def _left_alone(stored: str) -> bool:
-    return stored in _PLAIN
 
 
 def _recipe(pipeline: QuantizedPipeline) -> str:

@@ -23,9 +23,10 @@ class Quantizer:
     module: str
     #: keys of quantization_config that say what was done; "a:b" is b where a is set
     settings: tuple[str, ...]
-    #: diffusers refuses to load it for a CPU
+    #: diffusers refuses to load it for a CPU; transformers may not
     needs_gpu: bool = False
-    #: products want inputs in the dtype of the tensors that stayed in 16 bit
+    #: runs in the dtype of the tensors that stayed in 16 bit alone: torchao's products want it, and
+    #: transformers leaves the embeddings of bitsandbytes' models in it whatever it is asked for
     own_dtype: bool = False
 
     @property
@@ -57,7 +58,7 @@ QUANTIZERS: dict[str, Quantizer] = {
         "bitsandbytes", "bitsandbytes>=0.43.3", "bitsandbytes",
         ("load_in_8bit", "load_in_4bit:bnb_4bit_quant_type", "load_in_4bit:bnb_4bit_compute_dtype",
          "load_in_4bit:bnb_4bit_use_double_quant"),
-        needs_gpu=True,
+        needs_gpu=True, own_dtype=True,
     ),
     "quanto": Quantizer(
         "optimum-quanto", "optimum-quanto>=0.2.6", "optimum.quanto", ("weights_dtype",)
@@ -147,11 +148,12 @@ def settings_of(quantizer: Quantizer, entry: Mapping[str, Any]) -> tuple[tuple[s
 
 
 def _words(value: object) -> str:
-    """Return a value of somebody else's config in a few words."""
+    """Return a value of somebody else's config in a few words, on one line."""
     if isinstance(value, Mapping):
         # torchao's: {"default": {"_type": "Int8WeightOnlyConfig", "_data": {...}}}
         if isinstance(value.get("_type"), str):
-            return f"{value['_type']:.80}"
-        parts = [f"{_words(v)}" if k == "default" else f"{k} {_words(v)}" for k, v in value.items()]
-        return f"{', '.join(parts):.80}"
-    return f"{value!s:.80}"
+            return _words(value["_type"])
+        parts = [_words(v) if k == "default" else f"{k} {_words(v)}" for k, v in value.items()]
+        return _words(", ".join(parts))
+    text = str(value)
+    return (text if text.isprintable() else repr(text))[:80]

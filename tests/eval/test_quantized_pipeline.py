@@ -179,9 +179,9 @@ def installed(monkeypatch):
 def forged(pipeline_dir, tmp_path):
     """Return a function that writes a pipeline whose UNet says that a tool quantized it."""
 
-    def write(entry):
+    def write(entry, component="unet"):
         folder = shutil.copytree(pipeline_dir, tmp_path / "other")
-        file = folder / "unet" / "config.json"
+        file = folder / component / "config.json"
         config = json.loads(file.read_text()) | {"quantization_config": entry}
         file.write_text(json.dumps(config))
         return folder
@@ -233,6 +233,14 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(entry, forged, pipeline_dir, insta
             command, pipeline_dir, other, "--device", "cpu",
             match=r"other/unet: quantized by .*, which runs on a GPU alone, found device cpu",
         )  # fmt: skip
+
+
+def test_text_encoders_are_left_to_transformers_on_a_cpu(forged, pipeline_dir, installed):
+    installed["bitsandbytes"] = "0.50.2"
+    other = forged({"quant_method": "bitsandbytes", "load_in_4bit": True}, "text_encoder")
+    result = run("report", pipeline_dir, other, "-o", other.parent / "out", "-n", "--device", "cpu")
+    assert result.exit_code == 0, result.exception
+    assert "would run 1 prompts of 1 steps through both pipelines" in result.output
 
 
 @pytest.mark.parametrize(
@@ -355,7 +363,9 @@ def torchao_of(forged, dtype):
     name = "mid_block.resnets.0.time_emb_proj"
     weight = tensors.pop(f"{name}.weight")
     tensors[f"{name}._weight_qdata"] = weight.to(torch.int8)
-    tensors[f"{name}._weight_scale"] = torch.ones(len(weight), 1)
+    # Scales in float32, as many as there are other tensors: they say nothing of the dtype.
+    for index in range(len(tensors) + 1):
+        tensors[f"{name}._weight_scale{index}"] = torch.ones(len(weight), 1)
     save_file(tensors, file)
     return other
 
@@ -399,6 +409,8 @@ CONFIGS = [
     ("sdnq", {"weights_dtype": ["a"] * 99, "group_size": {"x": [1]}, "use_svd": "?"},
      {"weights_dtype": str(["a"] * 99)[:80], "group_size": "x [1]"}),
     ("torchao", {}, {}),
+    ("torchao", {"quant_type": {"default": {"_type": "a\nb"}, "k": None}},
+     {"quant_type": "'a\\nb', k None"}),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 PROMPTS = ("a red ball", "a blue box")
-STEPS = 2
+STEPS = 1
 
 
 def main(pipeline, folder, others):
