@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.spec import QUANT_METHOD
-from quantkit.errors import ModelError
+from quantkit.errors import ModelError, QuantkitError
 from quantkit.interchange.gguf_file import read_gguf
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.pipeline_index import read_pipeline_index
@@ -27,12 +27,16 @@ from quantkit.models.quantizers import (
     settings_of,
 )
 from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS, Model, find_weights
-from quantkit.pipelines.running import load_directory, loading
+from quantkit.pipelines.running import choose_dtype, load_directory, quiet_libraries
+from quantkit.progress import Progress
 from quantkit.storage.jsonfile import read_json, short
 from quantkit.storage.tensorfile import TensorInfo, read_header
 
+from .generation import GenerationSettings, generate
 from .result import LayerRow, Packing, QuantizedBy
 
+#: Few, but more than the one that some schedulers refuse.
+REHEARSED_STEPS = 2
 #: What tools leave in 16 bit, and its dtype in torch.
 _SIXTEEN = {"BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -149,17 +153,54 @@ def load_quantized(
     Raises:
         ModelError: a tool or diffusers cannot load it.
     """
-    for component in pipeline.components:
-        with loading(component.path, _cure(pipeline)):
+    with _blamed(pipeline, "it cannot be loaded here"):
+        for component in pipeline.components:
             importlib.import_module(component.quantizer.module)
-    if pipeline.is_pipeline:
-        variant = next((c.variant for c in pipeline.components if c.variant), None)
-        return load_directory(pipeline.path, device, dtype, variant=variant, cure=_cure(pipeline))
-    (component,) = pipeline.components
-    with loading(component.path, _cure(pipeline)):
+        if pipeline.is_pipeline:
+            variant = next((c.variant for c in pipeline.components if c.variant), None)
+            return load_directory(pipeline.path, device, dtype, variant=variant)
+        (component,) = pipeline.components
         loaded = {component.name: _load_component(component, model, dtype)}
-    variant = model.components[0].variant
-    return load_directory(model.path, device, dtype, variant=variant, components=loaded)
+        variant = model.components[0].variant
+        return load_directory(model.path, device, dtype, variant=variant, components=loaded)
+
+
+@quiet_libraries()
+def rehearse(
+    pipeline: QuantizedPipeline,
+    model: Model,
+    settings: GenerationSettings,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    progress: Progress,
+) -> None:
+    """Load the pipeline, draw one picture in few steps, and drop both.
+
+    No header says whether a tool's version reads these files, or has kernels for this device: that
+    should not be found out after the original ran for an hour.
+
+    Args:
+        pipeline: what ``open_quantized`` returned.
+        model: the original.
+        settings: of the evaluation.
+        device: where it runs.
+        dtype: None for ``choose_dtype``'s.
+        progress: told about every step.
+
+    Raises:
+        ModelError: it cannot be loaded, or computed here.
+        NonFiniteError: the picture holds NaN or Inf.
+    """
+    pipe = load_quantized(pipeline, model, device, dtype or choose_dtype(model, device))
+    few = replace(
+        settings,
+        prompts=settings.prompts[:1],
+        seeds=settings.seeds[:1],
+        steps=min(settings.steps, REHEARSED_STEPS),
+    )
+    with computing(pipeline):
+        generate(pipe, few, label=f"trial of {pipeline.path.name}", progress=progress)
 
 
 @contextmanager
@@ -169,14 +210,23 @@ def computing(pipeline: QuantizedPipeline | None) -> Iterator[None]:
     Raises:
         ModelError: instead of a tool's own exceptions.
     """
+    if pipeline is None:
+        yield
+        return
+    with _blamed(pipeline, "it cannot be computed here"):
+        yield
+
+
+@contextmanager
+def _blamed(pipeline: QuantizedPipeline, what: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        if pipeline is None:
-            raise
-        raise ModelError(
-            f"{pipeline.path}: it cannot be computed here: {short(error)}; {_cure(pipeline)}"
-        ) from error
+    except (QuantkitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Nine tools, and what they import: diffusers' single files alone have an exception of
+        # their own that is a plain Exception.
+        raise ModelError(f"{pipeline.path}: {what}: {short(error)}; {_cure(pipeline)}") from error
 
 
 def _cure(pipeline: QuantizedPipeline) -> str:

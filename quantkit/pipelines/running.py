@@ -114,7 +114,12 @@ def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None 
     """
     refuse_component(model)
     dtype = dtype or choose_dtype(model, device)
-    return load_directory(model.path, device, dtype, variant=model.components[0].variant)
+    try:
+        return load_directory(model.path, device, dtype, variant=model.components[0].variant)
+    except (*DAMAGE, OSError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"{model.path}: diffusers cannot load it: {short(error)}; download it again"
+        ) from error
 
 
 def load_directory(
@@ -124,7 +129,6 @@ def load_directory(
     *,
     variant: str | None = None,
     components: Mapping[str, Any] = MappingProxyType({}),
-    cure: str = "download it again",
 ) -> Any:
     """Return the pipeline in a directory, whoever wrote it, without a safety checker.
 
@@ -134,10 +138,9 @@ def load_directory(
         dtype: of every component that is not quantized.
         variant: of the weights.
         components: loaded already, in place of those of the directory.
-        cure: what the user should do where it cannot be loaded.
 
     Raises:
-        ModelError: diffusers cannot load it.
+        ModelError: a file that would block. And what diffusers raises.
     """
     from diffusers import DiffusionPipeline
 
@@ -145,21 +148,9 @@ def load_directory(
     if "safety_checker" in read_json(path / "model_index.json"):
         extra |= {"safety_checker": None, "requires_safety_checker": False}
     refuse_odd_files(path)
-    with loading(path, cure):
-        pipe = DiffusionPipeline.from_pretrained(
-            str(path), torch_dtype=dtype, variant=variant, **extra
-        )
+    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=dtype, variant=variant, **extra)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
-
-
-@contextmanager
-def loading(path: Path, cure: str) -> Iterator[None]:
-    """Make a ``ModelError`` of what diffusers and its libraries raise while they load a path."""
-    try:
-        yield
-    except (*DAMAGE, OSError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
-        raise ModelError(f"{path}: diffusers cannot load it: {short(error)}; {cure}") from error
 
 
 @dataclass(frozen=True)

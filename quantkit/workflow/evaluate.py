@@ -15,7 +15,7 @@ from quantkit.eval.evaluation import Baseline, Pair, common_dtype, measure_basel
 from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
 from quantkit.eval.methods import Method, name_methods, write_methods
-from quantkit.eval.quantized_pipeline import refuse_device
+from quantkit.eval.quantized_pipeline import refuse_device, rehearse
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.models.source import Model, SingleFile
@@ -168,6 +168,7 @@ def evaluate(
         _refuse_overlaps(path, pair.model, [packed])
     pictures = settings.pictures(place, last=settings.prompts is None)
     backbones = settings.backbones(place)
+    _rehearse([pair], pictures, place, progress)
     baseline = baseline_of(
         pair.model, pictures, settings, backbones, place, dtype=pair.dtype, progress=progress
     )
@@ -220,6 +221,7 @@ def compare(
     _refuse_overlaps(path, opened[0].model, packed)
     pictures = settings.pictures(place, last=settings.prompts is None)
     backbones = settings.backbones(place)
+    _rehearse(opened, pictures, place, progress)
     rows = []
     with staged_directory(path, kind=methods.KIND, force=force) as stage:
         first, dtype = opened[0].model, common_dtype(opened)
@@ -325,6 +327,16 @@ def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.de
             refuse_device(pair.quantized, device)
     common_dtype(pairs)
     return pairs
+
+
+def _rehearse(
+    pairs: Sequence[Pair], pictures: GenerationSettings, device: torch.device, progress: Progress
+) -> None:
+    """Try what other tools quantized, before the original runs."""
+    dtype = common_dtype(pairs)
+    for pair in pairs:
+        if pair.quantized:
+            rehearse(pair.quantized, pair.model, pictures, device, dtype, progress=progress)
 
 
 def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -> None:

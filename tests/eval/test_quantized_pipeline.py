@@ -345,6 +345,27 @@ def test_other_files_are_refused(name, content, match, pipeline_dir, tmp_path):
     refused("report", pipeline_dir, tmp_path / name, match=match)
 
 
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_what_cannot_be_loaded_is_refused_before_the_original_runs(
+    command, pipeline_dir, tmp_path, monkeypatch
+):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "sd1")
+    writer.add_tensor("time_embed.0.weight", np.zeros((7, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(
+        "quantkit.workflow.evaluate.measure_baseline", lambda *_, **__: pytest.fail("it ran")
+    )
+    refused(
+        command, pipeline_dir, tmp_path / "other.gguf",
+        match=r"other\.gguf: it cannot be loaded here: .*; try it in diffusers alone, or pip insta",
+    )  # fmt: skip
+
+
 def test_a_gguf_file_of_a_class_that_diffusers_reads_none_of(gguf_file, pipeline_dir, monkeypatch):
     import diffusers
 
