@@ -28,13 +28,14 @@ def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json:
     """
     from quantkit.workflow.doctor import examine
 
+    del quiet  # Read where tables are printed.
     found = examine(packed, device=device)
     if as_json:
         print_json(found.to_json())
     else:
         _print_survey(found.survey)
         if packed is not None:
-            _print_layers(packed, found.layers, quiet=quiet)
+            _print_layers(packed, found.layers)
     if strict and not found.survey.headline.fine:
         sys.exit(1)
 
@@ -69,13 +70,9 @@ def _says(choice: "OpChoice") -> tuple[str, str]:
     return choice.choice.backend.value, choice.choice.reason or "a kernel runs"
 
 
-def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]", *, quiet: bool) -> None:
+def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]") -> None:
     kernels = sum(layer.runs_on_kernel for layer in layers)
-    rows = [
-        (_path(layer), layer.op, layer.backend, layer.reason)
-        for layer in layers
-        if layer.reason or not quiet
-    ]
+    rows = [(_path(layer), layer.op, layer.backend, layer.reason) for layer in layers]
     print_table(str(packed), ("layer", "operation", "back end", "why"), rows)
     echo(f"{kernels} of {len(layers)} packed layers run on a kernel")
 

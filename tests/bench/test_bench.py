@@ -485,7 +485,7 @@ def test_the_command_saves_compares_and_fails_past_the_threshold(tmp_path):
     spoiled(saved, lambda v: v["rows"][0]["timing"].update(p50_us=1e-3))
     slower = run(*common, "--compare", str(saved), "--json")
     assert slower.exit_code == 1
-    (change,) = json.loads(slower.output)["comparison"]["changes"]
+    (change,) = json.loads(slower.stdout)["comparison"]["changes"]
     assert change["regression"]
     spoiled(saved, lambda v: v["machine"].update(device="Other"))
     refused = run(*common, "--compare", str(saved))

@@ -28,7 +28,7 @@ def test_eval_images_prints_what_the_metrics_give(tmp_path):
     assert found["names"] == list(pairs.names)
     for name, score in wanted.scores.items():
         assert found["metrics"][name]["values"] == pytest.approx(score.values)
-    table = run_images(*folders, "--without", "lpips", "--quiet")
+    table = run_images(*folders, "--without", "lpips")
     assert "SSIM" in table.stdout
     assert "3 pairs" in table.stdout
 
@@ -55,7 +55,7 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
     folders = write_folders(tmp_path, Pairs(("a", "b"), originals, originals))
     (tmp_path / "prompts.txt").write_text("a red ball\na blue box\n")
     arguments = (
-        *folders, "--prompts", tmp_path / "prompts.txt", "--clip", clip_dir, "--quiet",
+        *folders, "--prompts", tmp_path / "prompts.txt", "--clip", clip_dir,
         "--lpips-weights", alexnet_file, "--json",
     )  # fmt: skip
     good = run_images(*arguments, "--gate-clip", "1", "--gate-lpips", "0.1", "--gate-ssim", "0.9")

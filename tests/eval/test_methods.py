@@ -107,7 +107,8 @@ def test_compare_fails_with_1_when_a_gate_of_any_fails(pipeline_dir, packed, tmp
         "--no-noise-floor",
     )  # fmt: skip
     assert result.exit_code == 1, result.output
-    assert "FAIL: SSIM" in result.output
+    assert "fail: SSIM is" in result.output
+    assert "FAIL: 0 of 1 packed pipelines" in result.output
     assert "noise floor" not in (tmp_path / "out" / "methods.md").read_text()
 
 
