@@ -9,6 +9,7 @@ from torch import nn
 
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians, moment_layers
+from quantkit.calibration.hessian import load_hessians
 from quantkit.calibration.hooks import find_modules
 from quantkit.calibration.moments import token_rows
 from quantkit.cli.hessian import hessian as command
@@ -18,7 +19,9 @@ from quantkit.models.treated import encoders_of
 from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
+from quantkit.workflow.build import build
 from quantkit.workflow.pack import Forecast, pack, plan_pack
+from quantkit.workflow.verify import verify
 from tests.support.encoders import ENCODERS, encoder_class, make_encoder
 from tests.support.pipelines import tiny_flux_pipeline, tiny_pipeline
 
@@ -247,3 +250,17 @@ def test_the_command_says_what_it_would_observe(tmp_path):
     (found,) = json.loads(done.stdout)["components"].items()
     assert found[0] == "text_encoder"
     assert found[1]["groups"] == 1
+
+
+def test_a_run_takes_moments_of_encoders_and_chooses_masks_without(tmp_path):
+    model = open_model(tiny_pipeline(tmp_path / "model"))
+    recipe = recipe_with(
+        sparsity={"method": "magnitude"},
+        calibration={**CALIBRATION, "prompts": 2},
+    )
+    build(
+        model, recipe, tmp_path / "run", prompts=PROMPTS, device="cpu", threads=1, force=False,
+        resume=False, progress=silent,
+    )  # fmt: skip
+    assert set(load_hessians(tmp_path / "run" / "hessians").index.digests) == {"text_encoder"}
+    assert not verify(tmp_path / "run" / "packed").breaches
