@@ -128,7 +128,7 @@ def calibrate_hessians(
     """
     source, chosen, texts = _opened(
         model,
-        with_encoders(model, recipe, text_encoders),
+        with_encoders(model, recipe, text_encoders=text_encoders),
         prompts,
         sampling,
         weighting=weighting,
@@ -180,7 +180,7 @@ def plan_hessians(
     """
     source, chosen, _ = _opened(
         model,
-        with_encoders(model, recipe, text_encoders),
+        with_encoders(model, recipe, text_encoders=text_encoders),
         prompts,
         sampling,
         weighting=weighting,

@@ -87,7 +87,7 @@ def opened(model: ModelLike, recipe: RecipeLike | None) -> tuple[Model, Recipe]:
 
 
 def with_encoders(
-    model: ModelLike, recipe: RecipeLike | None, text_encoders: str | None
+    model: ModelLike, recipe: RecipeLike | None, *, text_encoders: str | None
 ) -> RecipeLike | None:
     """Return the recipe, text encoders packed as a short name says if there is one.
 
@@ -95,6 +95,9 @@ def with_encoders(
         model: whose recommended recipe is taken where there is none.
         recipe: None: the recommended one.
         text_encoders: a name in ENCODER_FORMATS; None: as the recipe says.
+
+    Returns:
+        what other functions take as a recipe.
 
     Raises:
         InputError: as ``opened``; another name.

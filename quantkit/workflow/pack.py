@@ -75,7 +75,7 @@ def pack(
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
     source, chosen = _opened(
-        model, with_encoders(model, recipe, text_encoders), Path(output), force=force
+        model, with_encoders(model, recipe, text_encoders=text_encoders), Path(output), force=force
     )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     return packing.pack(
@@ -125,7 +125,7 @@ def plan_pack(
         InputError: anything that is wrong with the input.
     """
     source, chosen = _opened(
-        model, with_encoders(model, recipe, text_encoders), Path(output), force=force
+        model, with_encoders(model, recipe, text_encoders=text_encoders), Path(output), force=force
     )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     missing = dry_run.missing_artefacts(
