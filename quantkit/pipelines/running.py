@@ -4,7 +4,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -202,6 +202,35 @@ def run_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) 
     """Denoise all prompts, in batches; the latents are thrown away."""
     for batch in split_batches(prompts, settings):
         run_batch(pipe, batch, settings)
+
+
+class _EncodedError(Exception):
+    """The prompts are encoded, and denoising would begin."""
+
+
+def encode_prompts(
+    pipe: Any, denoisers: Sequence[str], prompts: Sequence[str], settings: CalibrationRecipe
+) -> None:
+    """Run the pipeline's text encoders on all prompts, in batches, as the pipeline runs them.
+
+    Args:
+        pipe: whose own call encodes; it is left where a denoiser would be called.
+        denoisers: names of its components.
+        prompts: texts.
+        settings: batch and guidance, which decides if empty prompts are encoded, too.
+    """
+
+    def leave(*_: Any) -> None:
+        raise _EncodedError
+
+    handles = [getattr(pipe, name).register_forward_pre_hook(leave) for name in denoisers]
+    try:
+        for batch in split_batches(prompts, settings):
+            with suppress(_EncodedError):
+                run_batch(pipe, batch, settings)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
