@@ -4,7 +4,7 @@ The original runs once, in ``measure_baseline``; any number of packed pipelines 
 with it by ``evaluate``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,14 +32,24 @@ from .generation import GenerationSettings, generate
 from .images import Pairs
 from .layers import Place, layer_rows
 from .noise_floor import Floor, Original, measure_floors, measure_gaps, picture_names
+from .quantized_pipeline import (
+    QuantizedPipeline,
+    computing,
+    files_before,
+    load_quantized,
+    open_quantized,
+    quantized_by,
+    quantized_layers,
+)
 from .report_facts import (
     describe_environment,
     kernel_facts,
-    original_facts,
-    packed_facts,
+    model_facts,
+    original_files,
+    packed_files,
     packing_facts,
     run_facts,
-    unpacked_facts,
+    unpacked_files,
     warn,
 )
 from .result import LayerRow, Packing, Report, Timesteps
@@ -64,6 +74,13 @@ class Pair:
     packed: Packed
     #: the second directory where nothing in it is packed: a 16-bit pipeline, as a recovered one
     plain: Model | None = None
+    #: the second directory, or .gguf file, where another tool quantized it
+    quantized: QuantizedPipeline | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that the second pipeline has to run in, and so both; None: any."""
+        return self.quantized.dtype if self.quantized else None
 
 
 def require_pipeline(model: str | Model) -> Model:
@@ -82,19 +99,28 @@ def require_pipeline(model: str | Model) -> Model:
 
 
 def open_pair(model: str | Model, packed: Path) -> Pair:
-    """Open both directories; the second may be a 16-bit pipeline too.
+    """Open both directories.
+
+    Args:
+        model: the original.
+        packed: packed by quantkit; or a 16-bit pipeline of the model; or what another tool
+            quantized: a pipeline, a component alone, a .gguf file.
 
     Raises:
         ModelError: MODEL is no pipeline: a component alone makes no pictures. Or the two do not
-            belong together.
+            belong together. Or what another tool quantized cannot be loaded here.
         CheckpointError: PACKED is no pipeline, or breaks a rule of FORMAT.md.
     """
     opened = require_pipeline(model)
     name = str(opened.path) if isinstance(model, Model) else model
-    found = open_packed(packed)
+    found = Packed(packed, ()) if packed.is_file() else open_packed(packed)
     if not found.components:
-        return Pair(name, opened, found, open_unpacked(packed, opened))
-    opened = _with_encoders(opened, found)
+        quantized = open_quantized(packed, opened)
+        if quantized is None:
+            return Pair(name, opened, found, open_unpacked(packed, opened))
+        opened = _with_encoders(opened, {c.name for c in quantized.components})
+        return Pair(name, opened, found, quantized=quantized)
+    opened = _with_encoders(opened, {c.name for c in found.components})
     names = {component.name for component in opened.components}
     for component in found.components:
         if component.name not in names:
@@ -106,10 +132,22 @@ def open_pair(model: str | Model, packed: Path) -> Pair:
     return Pair(name, opened, found)
 
 
-def _with_encoders(model: Model, packed: Packed) -> Model:
+def common_dtype(pairs: Sequence[Pair]) -> torch.dtype | None:
+    """Return the dtype that all pipelines have to run in; None: any.
+
+    Raises:
+        ModelError: there is none that all can run in.
+    """
+    wanted = {pair.dtype: pair.packed.path for pair in pairs if pair.dtype is not None}
+    if len(wanted) > 1:
+        told = ", ".join(f"{path} {dtype}".replace("torch.", "") for dtype, path in wanted.items())
+        raise ModelError(f"each runs in its own dtype alone ({told}); report on them one by one")
+    return next(iter(wanted), None)
+
+
+def _with_encoders(model: Model, names: Collection[str]) -> Model:
     """Return the original with the text encoders that are packed in the other directory."""
-    names = {component.name for component in packed.components}
-    if names <= {component.name for component in model.components}:
+    if set(names) <= {component.name for component in model.components}:
         return model
     encoders = tuple(encoder for encoder in open_encoders(model) if encoder.name in names)
     return replace(model, components=model.components + encoders)
@@ -133,6 +171,7 @@ def measure_baseline(
     backbones: Backbones,
     device: torch.device,
     noise_floor: bool,
+    dtype: torch.dtype | None = None,
     progress: Progress = silent,
 ) -> Baseline:
     """Run the original, and twice more for its noise floor.
@@ -143,17 +182,18 @@ def measure_baseline(
         backbones: the networks of LPIPS and CLIP score.
         device: where every pipeline runs.
         noise_floor: whether to measure it.
+        dtype: of every pipeline; None for ``choose_dtype``'s.
         progress: told about every step.
 
     Raises:
         NonFiniteError: a picture holds NaN or Inf.
     """
-    pipe = load_original(model, device)
+    dtype = dtype or choose_dtype(model, device)
+    pipe = load_original(model, device, dtype)
     trajectory = Trajectory(settings.steps)
     pictures = generate(
         pipe, settings, label="original", progress=progress, listener=trajectory.listen
     )
-    dtype = choose_dtype(model, device)
     original = Original(model, settings, device, dtype, pictures, trajectory)
     floors = measure_floors(pipe, original, backbones, progress) if noise_floor else ()
     return Baseline(original, floors, backbones)
@@ -186,12 +226,13 @@ def evaluate(
     settings, device = original.settings, original.device
     pipe = _load(pair, original)
     divergence = Divergence(original.trajectory)
-    with log.record() as calls:
+    with log.record() as calls, computing(pair.quantized):
         packed = generate(
             pipe, settings, label="packed", progress=progress, listener=divergence.listen
         )
-    dense = load_original(pair.model, device)
-    deviations = {} if pair.plain else _watch(pipe, dense, settings, progress)
+    dense = load_original(pair.model, device, original.dtype)
+    # Only of quantkit's own layers is there a reference to hold them against.
+    deviations = _watch(pipe, dense, settings, progress) if pair.packed.components else {}
     local = _shadow(pair, pipe, dense, original, progress)
     # By the names of the files: transformers may have renamed those of a text encoder.
     places = {(c, path): (c, layer.name) for c, path, layer in iterate_packed(pipe)}
@@ -203,13 +244,15 @@ def evaluate(
     )  # fmt: skip
     comparison = compare(pairs, baseline.backbones, progress=progress)
     layers, packing, compression = _describe(pair, infos, deviations, progress)
+    before, after = _files(pair)
+    by = quantized_by(pair.quantized) if pair.quantized else ()
     report = Report(
         title=title or f"{pair.packed.path.name} against {Path(pair.name).name}",
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         quantkit_version=__version__,
         compression=compression,
-        original=original_facts(pair.name, pair.model, pair.packed),
-        packed=unpacked_facts(pair.plain) if pair.plain else packed_facts(pair.packed),
+        original=model_facts(pair.name, before),
+        packed=model_facts(str(pair.packed.path), after),
         packing=packing,
         run=run_facts(original, packed=packed, calls=calls),
         comparison=comparison,
@@ -218,13 +261,16 @@ def evaluate(
         gates=judge(comparison, limits, compression),
         kernels=kernel_facts(calls, deviations),
         layers=layers,
-        environment=describe_environment(device),
+        environment=describe_environment(device, by),
         commands=tuple(commands),
+        quantized_by=by,
     )
     return replace(report, warnings=warn(pair.model, pair.packed, report)), pairs
 
 
 def _load(pair: Pair, original: Original) -> Any:
+    if pair.quantized:
+        return load_quantized(pair.quantized, pair.model, original.device, original.dtype)
     if pair.plain:
         return load_original(pair.plain, original.device, original.dtype)
     return load_pipeline(pair.packed.path, torch_dtype=original.dtype, device=original.device)
@@ -236,12 +282,22 @@ def _describe(
     deviations: Mapping[Place, LayerDeviation],
     progress: Progress,
 ) -> tuple[tuple[LayerRow, ...], Packing, Compression]:
+    if pair.quantized:
+        return *quantized_layers(pair.quantized, pair.model), Compression.QUANTIZED
     if pair.plain:
         layers, packing = unpacked_layers(pair.model, pair.plain, progress)
         return layers, packing, Compression.SPARSE if packing.sparse else Compression.NONE
     layers = layer_rows(pair.model, pair.packed, infos, deviations, progress)
     schemes = {entry.scheme for c in pair.packed.components for entry in c.config.schemes}
     return layers, packing_facts(pair.packed, layers), find_compression(schemes)
+
+
+def _files(pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Return the weight files of what was packed, before and after."""
+    if pair.quantized:
+        return files_before(pair.quantized, pair.model), pair.quantized.files
+    before = original_files(pair.model, pair.packed)
+    return before, unpacked_files(pair.plain) if pair.plain else packed_files(pair.packed)
 
 
 def _first(settings: GenerationSettings, count: int) -> GenerationSettings:
@@ -265,25 +321,26 @@ def _shadow(
 ) -> StepErrors | None:
     kind = "cpu" if original.device.type == "cpu" else "cuda"
     few = _first(original.settings, min(LOCAL_PROMPTS[kind], original.settings.batch))
-    compared = pair.plain or pair.packed
-    encoders = {c.name for c in pair.model.components if c.family in TEXT_ENCODERS}
-    names = tuple(c.name for c in compared.components if c.name not in encoders)
+    compared = pair.quantized or pair.plain or pair.packed
+    denoisers = {c.name for c in pair.model.components if c.family not in TEXT_ENCODERS}
+    names = tuple(c.name for c in compared.components if c.name in denoisers)
     if not names:
         return None
-    with shadowed(dense, pipe, names) as local:
+    with shadowed(dense, pipe, names) as local, computing(pair.quantized):
         generate(dense, few, label="error of every step", progress=progress, listener=local.listen)
     return local.errors()
 
 
 def _timesteps(divergence: StepErrors | None, local: StepErrors | None) -> Timesteps:
-    if local is None:
+    if local is None and divergence is None:
         return Timesteps(None, None, "not measured: the pipeline calls nobody back after a step")
-    note = (
-        f"local error over {len(local.values[0])} rows of the denoiser's batches; with guidance a "
-        "prompt has two"
-    )
-    if divergence is None:
-        return Timesteps(None, local, f"{note}; the latents are too large to be kept and compared")
-    return Timesteps(
-        divergence, local, f"divergence over {len(divergence.values[0])} prompts, {note}"
-    )
+    apart = "the latents are too large to be kept and compared"
+    if divergence is not None:
+        apart = f"divergence over {len(divergence.values[0])} prompts"
+    alone = "no local error: the denoisers are the original's own"
+    if local is not None:
+        alone = (
+            f"local error over {len(local.values[0])} rows of the denoiser's batches; with "
+            "guidance a prompt has two"
+        )
+    return Timesteps(divergence, local, f"{apart}, {alone}")

@@ -84,7 +84,7 @@ def cells(method: Method) -> tuple[str, ...]:
         "-" if clip is None else _clip_change(clip.change, clip.loss),
         show_mean(scores["psnr"].summary),
         judge_cell(report),
-        ", ".join(report.kernels.by_backend) or "torch",
+        report.computed_by or "torch",
     )
 
 

@@ -143,6 +143,8 @@ def headline(report: Report) -> str:
 def kernel_sentence(report: Report) -> str:
     """Return which backends ran how often, and how far they were from reference."""
     kernels = report.kernels
+    if report.quantized_by:
+        return _tool_sentence(report)
     if not kernels.total:
         return "No packed layer ran."
     parts = [f"{count:,} on {backend}" for backend, count in kernels.by_backend.items()]
@@ -151,6 +153,18 @@ def kernel_sentence(report: Report) -> str:
     return (
         f"{kernels.total:,} calls: {', '.join(parts)}. Largest deviation from reference "
         f"{kernels.worst_deviation:.3g} of the rms, in {kernels.worst_layer} ({kernels.watched})."
+    )
+
+
+def _tool_sentence(report: Report) -> str:
+    """Return which tool quantized what, and that quantkit neither computed nor checked it."""
+    found: dict[str, list[str]] = {}
+    for by in report.quantized_by:
+        found.setdefault(by.words, []).append(by.component)
+    parts = [f"{' and '.join(names)} by {words}" for words, names in found.items()]
+    return (
+        f"Quantized: {'; '.join(parts)}. The tool's own code loaded and computed it: no kernel of "
+        "quantkit ran, and no layer was held against a reference."
     )
 
 
@@ -168,7 +182,7 @@ def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
         "headline": headline(report),
         "ratio": f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
         "packed_layers": report.packing.packed,
-        "backends": ", ".join(report.kernels.by_backend) or "nothing",
+        "backends": report.computed_by or "nothing",
         "kernel_sentence": kernel_sentence(report),
         "metrics": rows,
         "interval_methods": ", ".join(sorted({row.method for row in intervals})) or "none",
@@ -190,10 +204,13 @@ def _plots(report: Report) -> list[dict[str, str]]:
     ssim = plot_scores(scores["ssim"], gates.get("ssim"), report.comparison.names, floor)
     found = [
         {"svg": ssim, "caption": "SSIM of every prompt, worst first, with mean and gate."},
-        {"svg": plot_layer_errors(report.layers),
-         "caption": "Relative error of every packed layer: weight, output, kernel."},
         {"svg": plot_bytes(report), "caption": "Weight files before and after."},
-    ]  # fmt: skip
+    ]
+    if not report.quantized_by:
+        found.insert(1, {
+            "svg": plot_layer_errors(report.layers),
+            "caption": "Relative error of every packed layer: weight, output, kernel.",
+        })  # fmt: skip
     return _step_plots(report) + found
 
 

@@ -18,7 +18,16 @@ from quantkit.models.source import Model
 from .generation import Generated
 from .layers import Place, foreign_layers
 from .noise_floor import Original
-from .result import GenerationFacts, KernelCalls, Kernels, LayerRow, ModelFacts, Packing, Report
+from .result import (
+    GenerationFacts,
+    KernelCalls,
+    Kernels,
+    LayerRow,
+    ModelFacts,
+    Packing,
+    QuantizedBy,
+    Report,
+)
 
 #: The libraries whose version can change a number.
 LIBRARIES = (
@@ -71,23 +80,20 @@ def run_facts(original: Original, *, packed: Generated, calls: KernelLog) -> Gen
     )
 
 
-def original_facts(name: str, model: Model, packed: Packed) -> ModelFacts:
-    """Return what identifies the components of the original that were packed, or all denoisers."""
+def original_files(model: Model, packed: Packed) -> tuple[Path, ...]:
+    """Return the weights of the original's components that were packed, or of all denoisers."""
     names = {component.name for component in packed.components or model.components}
-    shards = [path for c in model.components if c.name in names for path in c.shards]
-    return _facts(name, shards)
+    return tuple(path for c in model.components if c.name in names for path in c.shards)
 
 
-def unpacked_facts(model: Model) -> ModelFacts:
-    """Return what identifies the denoisers of a 16-bit pipeline."""
-    return _facts(str(model.path), [path for c in model.components for path in c.shards])
+def unpacked_files(model: Model) -> tuple[Path, ...]:
+    """Return the weights of the denoisers of a 16-bit pipeline."""
+    return tuple(path for c in model.components for path in c.shards)
 
 
-def packed_facts(packed: Packed) -> ModelFacts:
-    """Return what identifies the packed components."""
-    return _facts(
-        str(packed.path), [header.path for c in packed.components for header in c.headers]
-    )
+def packed_files(packed: Packed) -> tuple[Path, ...]:
+    """Return the weights of the packed components."""
+    return tuple(header.path for c in packed.components for header in c.headers)
 
 
 def packing_facts(packed: Packed, layers: Collection[LayerRow]) -> Packing:
@@ -106,7 +112,8 @@ def packing_facts(packed: Packed, layers: Collection[LayerRow]) -> Packing:
     )
 
 
-def _facts(name: str, shards: Iterable[Path]) -> ModelFacts:
+def model_facts(name: str, shards: Iterable[Path]) -> ModelFacts:
+    """Return what identifies a model: its weight files, in order."""
     digest, size = hashlib.sha256(), 0
     for path in shards:
         with path.open("rb") as file:
@@ -116,8 +123,15 @@ def _facts(name: str, shards: Iterable[Path]) -> ModelFacts:
     return ModelFacts(name, digest.hexdigest(), size)
 
 
-def describe_environment(device: torch.device) -> tuple[tuple[str, str], ...]:
-    """Return the machine and the versions of everything that can change a number."""
+def describe_environment(
+    device: torch.device, tools: Iterable[QuantizedBy] = ()
+) -> tuple[tuple[str, str], ...]:
+    """Return the machine and the versions of everything that can change a number.
+
+    Args:
+        device: where the pipelines ran.
+        tools: those that are not of quantkit.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     rows = [
         ("device", name),
@@ -125,7 +139,8 @@ def describe_environment(device: torch.device) -> tuple[tuple[str, str], ...]:
         ("platform", platform.platform()),
         ("python", platform.python_version()),
     ]
-    return (*rows, *((library, version(library)) for library in LIBRARIES))
+    others = dict.fromkeys((tool.package, tool.version) for tool in tools)
+    return (*rows, *((library, version(library)) for library in LIBRARIES), *others)
 
 
 def _processor() -> str:

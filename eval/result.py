@@ -41,6 +41,27 @@ class Packing:
 
 
 @dataclass(frozen=True)
+class QuantizedBy:
+    """What another tool did to a component, as its config says."""
+
+    component: str
+    tool: str
+    #: as pip calls it, and the version that loaded and computed it
+    package: str
+    version: str
+    #: what decides the result, in words by key
+    settings: tuple[tuple[str, str], ...]
+    #: all of its quantization_config
+    config: dict[str, Any]
+
+    @property
+    def words(self) -> str:
+        """Tool, version and settings, as ``SDNQ 0.2.8 (weights_dtype int8)``."""
+        settings = ", ".join(f"{key} {value}" for key, value in self.settings)
+        return f"{self.tool} {self.version}{f' ({settings})' if settings else ''}"
+
+
+@dataclass(frozen=True)
 class LayerRow:
     """One Linear or Conv2d of a denoising component."""
 
@@ -153,6 +174,8 @@ class Report:
     commands: tuple[str, ...]
     #: what a reader must know before trusting the numbers
     warnings: tuple[str, ...] = ()
+    #: which other tools quantized the second pipeline; empty when quantkit packed it
+    quantized_by: tuple[QuantizedBy, ...] = ()
 
     def __repr__(self) -> str:
         """Return title and verdict: the report itself has pages."""
@@ -185,6 +208,12 @@ class Report:
                 "note": self.timesteps.note,
             },
         }
+
+    @property
+    def computed_by(self) -> str:
+        """What computed the packed layers: backends of quantkit, most calls first, or the tools."""
+        tools = dict.fromkeys(by.tool for by in self.quantized_by)
+        return ", ".join(tools or self.kernels.by_backend)
 
     @property
     def passed(self) -> bool:

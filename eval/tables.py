@@ -92,11 +92,12 @@ class StepRow:
 
 def step_rows(timesteps: Timesteps, gaps: tuple[FloorGap, ...]) -> list[StepRow]:
     """Return the mean errors of every step; empty when none were measured."""
-    if timesteps.local is None:
+    measured = timesteps.local or timesteps.divergence
+    if measured is None:
         return []
     runs = [timesteps.divergence, timesteps.local, *(gap.floor.divergence for gap in gaps)]
     means = [None if run is None else run.mean for run in runs]
     return [
         StepRow(timestep, tuple(None if mean is None else mean[index] for mean in means))
-        for index, timestep in enumerate(timesteps.local.timesteps)
+        for index, timestep in enumerate(measured.timesteps)
     ]

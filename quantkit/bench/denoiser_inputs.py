@@ -1,157 +1,163 @@
-"""What the denoisers that are measured are called with: one row per class."""
+"""What any denoiser is called with, by the names of its forward's parameters and its config.
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+``quantkit.bench.class_inputs`` has a row for a class that takes more, or takes it otherwise.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-#: batch, and the side of the latents
-Shape: TypeAlias = tuple[int, int]
-#: maker of normal float16 tensors on the device
-Normal: TypeAlias = Callable[..., Tensor]
+from quantkit.bench.class_inputs import CLASSES
+from quantkit.bench.input_call import Call, Maker
+from quantkit.errors import ModelError
 
-#: Tokens of a prompt: CLIP's 77, the 512 of FLUX.1-dev's T5, the 300 of PixArt's and Sana's.
-_CLIP_TOKENS, _T5_TOKENS, _SHORT_TOKENS = 77, 512, 300
-#: Frames of a video's latents: 17 frames of pictures, at four a frame.
-_FRAMES = 5
+#: Parameters of classes whose latents are rows of tokens.
+_OF_TOKENS = {"img_ids", "img_shapes", "position_ids"}
 
 
-def _unet_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    batch, size = shape
-    inputs: dict[str, Any] = {
-        "sample": normal(batch, config.in_channels, size, size),
-        "encoder_hidden_states": normal(batch, _CLIP_TOKENS, config.cross_attention_dim),
-    }
-    device = inputs["sample"].device
-    inputs["timestep"] = torch.full((), 500, device=device)
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        sizes = torch.tensor([8.0 * size] * 2 + [0.0] * 2 + [8.0 * size] * 2)
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal(batch, pooled),
-            "time_ids": sizes.repeat(batch, 1).to(device, torch.float16),
-        }
-    return inputs
+def _latents(call: Call) -> Tensor:
+    channels = call.width("in_channels", "in_visual_dim")
+    if "3D" in call.class_name or "Motion" in call.class_name:
+        return call.normal(call.batch, channels, call.frames, call.size, call.size)
+    return call.normal(call.batch, channels, call.size, call.size)
 
 
-def _flux_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    inputs = _places(config, shape, normal, config.joint_attention_dim)
-    inputs["pooled_projections"] = normal(shape[0], config.pooled_projection_dim)
-    if config.guidance_embeds:
-        inputs["guidance"] = torch.full_like(inputs["timestep"], 3.5)
-    return inputs
+def _token_latents(call: Call) -> Tensor:
+    return call.normal(call.batch, call.side**2, call.width("in_channels"))
 
 
-def _flux2_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    inputs = _places(config, shape, normal, config.joint_attention_dim)
-    inputs["guidance"] = torch.full_like(inputs["timestep"], 3.5)
-    return inputs
+def _image_places(call: Call) -> Tensor:
+    axes = len(call.config.axes_dims_rope)
+    places = torch.zeros(call.side, call.side, axes)
+    places[..., 1] += torch.arange(call.side)[:, None]
+    places[..., 2] += torch.arange(call.side)[None, :]
+    return places.reshape(-1, axes).to(call.normal(1))
 
 
-def _chroma_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    return _places(config, shape, normal, config.joint_attention_dim)
+def _text_places(call: Call) -> Tensor:
+    return torch.zeros(call.tokens, len(call.config.axes_dims_rope)).to(call.normal(1))
 
 
-def _places(config: Any, shape: Shape, normal: Normal, text: int) -> dict[str, Any]:
-    """Return tokens of a picture and of a text, with their places."""
-    batch, size = shape
-    side, axes = size // 2, len(config.axes_dims_rope)
-    hidden = normal(batch, side * side, config.in_channels)
-    places = torch.zeros(side, side, axes)
-    places[..., 1] += torch.arange(side)[:, None]
-    places[..., 2] += torch.arange(side)[None, :]
-    return {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, _T5_TOKENS, text),
-        "timestep": hidden.new_full((batch,), 0.5),
-        "img_ids": places.reshape(-1, axes).to(hidden),
-        "txt_ids": hidden.new_zeros(_T5_TOKENS, axes),
-    }
+def _pooled(call: Call) -> Tensor | None:
+    if call.config.get("pooled_projection_dim", call.config.get("in_text_dim2")) is None:
+        return None
+    return call.normal(call.batch, call.width("pooled_projection_dim", "in_text_dim2"))
 
 
-def _sd3_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    batch, size = shape
-    hidden = normal(batch, config.in_channels, size, size)
-    return {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, 256 + _CLIP_TOKENS, config.joint_attention_dim),
-        "pooled_projections": normal(batch, config.pooled_projection_dim),
-        "timestep": hidden.new_full((batch,), 500.0),
-    }
+def _guidance(call: Call) -> Tensor | None:
+    # FLUX.2 has no such key in its first configs, and guidance always.
+    return call.full(3.5) if call.config.get("guidance_embeds", True) else None
 
 
-def _caption_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    batch, size = shape
-    hidden = normal(batch, config.in_channels, size, size)
-    return {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, _SHORT_TOKENS, config.caption_channels),
-        "timestep": hidden.new_full((batch,), 500.0),
-    }
+def _vision(call: Call) -> Tensor | None:
+    if call.config.get("image_dim") is None:
+        return None
+    # Tokens of CLIP ViT-H/14.
+    return call.normal(call.batch, 257, call.config.image_dim)
 
 
-def _qwen_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    batch, side = shape[0], shape[1] // 2
-    hidden = normal(batch, side * side, config.in_channels)
-    return {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, _T5_TOKENS, config.joint_attention_dim),
-        "timestep": hidden.new_full((batch,), 0.5),
-        "img_shapes": [[(1, side, side)]] * batch,
-    }
+def _labels(call: Call) -> Tensor | None:
+    if call.config.get("class_embed_type") in {"projection", "simple_projection"}:
+        return call.normal(call.batch, call.config.projection_class_embeddings_input_dim)
+    classes = call.config.get("num_class_embeds")
+    return None if classes is None else call.numbers(call.batch, below=classes)
 
 
-def _z_image_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    batch, size = shape
-    hidden = normal(batch, config.in_channels, 1, size, size)
-    return {
-        "x": list(hidden),
-        "t": hidden.new_full((batch,), 0.5),
-        "cap_feats": list(normal(batch, _T5_TOKENS, config.cap_feat_dim)),
-    }
+def _added(call: Call) -> dict[str, Tensor] | None:
+    config = call.config
+    match config.get("addition_embed_type"):
+        case "text_time":
+            pooled = (
+                config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            )
+            side = 8.0 * call.size
+            return {
+                "text_embeds": call.normal(call.batch, pooled),
+                "time_ids": call.rows(side, side, 0, 0, side, side),
+            }
+        case "image" | "image_hint":
+            return {"image_embeds": call.normal(call.batch, config.encoder_hid_dim)}
+        case _:
+            return None
 
 
-def _wan_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    batch, size = shape
-    hidden = normal(batch, config.in_channels, _FRAMES, size, size)
-    inputs = {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, _T5_TOKENS, config.text_dim),
-        "timestep": hidden.new_full((batch,), 500.0),
-    }
-    if config.image_dim is not None:
-        # Tokens of CLIP ViT-H/14.
-        inputs["encoder_hidden_states_image"] = normal(batch, 257, config.image_dim)
-    return inputs
-
-
-def _ltx_inputs(config: Any, shape: Shape, normal: Normal) -> dict[str, Any]:
-    # A token is 32 pixels wide, a quarter of what latents are elsewhere.
-    batch, side = shape[0], max(shape[1] // 4, 1)
-    hidden = normal(batch, _FRAMES * side * side, config.in_channels)
-    return {
-        "hidden_states": hidden,
-        "encoder_hidden_states": normal(batch, 128, config.caption_channels),
-        "encoder_attention_mask": torch.ones(batch, 128, device=hidden.device),
-        "timestep": hidden.new_full((batch,), 500.0),
-        "num_frames": _FRAMES,
-        "height": side,
-        "width": side,
-    }
-
-
-#: Class -> its inputs, from config, shape and a maker of normal tensors.
-INPUTS: dict[str, Callable[[Any, Shape, Normal], dict[str, Any]]] = {
-    "UNet2DConditionModel": _unet_inputs,
-    "FluxTransformer2DModel": _flux_inputs,
-    "Flux2Transformer2DModel": _flux2_inputs,
-    "ChromaTransformer2DModel": _chroma_inputs,
-    "SD3Transformer2DModel": _sd3_inputs,
-    "PixArtTransformer2DModel": _caption_inputs,
-    "SanaTransformer2DModel": _caption_inputs,
-    "QwenImageTransformer2DModel": _qwen_inputs,
-    "ZImageTransformer2DModel": _z_image_inputs,
-    "WanTransformer3DModel": _wan_inputs,
-    "LTXVideoTransformer3DModel": _ltx_inputs,
+#: Inputs of all classes that have a parameter of this name, with a default or without.
+_GIVEN: dict[str, Maker] = {
+    "sample": _latents,
+    "hidden_states": _latents,
+    # A fraction, as flow matching counts: others read it as a late step of a thousand, but where
+    # it is multiplied by a thousand, 500 is no float16.
+    "timestep": lambda call: call.full(0.5),
+    "timesteps": lambda call: call.full(0.5),
+    "timestep_ratio": lambda call: call.full(0.5),
+    "encoder_hidden_states": Call.text,
+    "encoder_hidden_states_image": _vision,
+    "pooled_projections": _pooled,
+    "guidance": _guidance,
+    "img_ids": _image_places,
+    "txt_ids": _text_places,
+    "img_shapes": lambda call: [[(1, call.side, call.side)]] * call.batch,
+    "class_labels": _labels,
+    "added_cond_kwargs": _added,
+    "return_dict": lambda _: False,
 }
+#: Inputs of classes that do not run without.
+_REQUIRED: dict[str, Maker] = {
+    "timestep_r": lambda call: call.full(0.5),
+    "r_timestep": lambda call: call.full(0.5),
+    "encoder_attention_mask": Call.seen,
+    "original_size": lambda call: call.rows(8.0 * call.size, 8.0 * call.size),
+    "target_size": lambda call: call.rows(8.0 * call.size, 8.0 * call.size),
+    "crop_coords": lambda call: call.rows(0, 0),
+}
+
+
+def make_inputs(model: nn.Module, batch: int, size: int, device: torch.device) -> dict[str, Any]:
+    """Return keyword arguments of one denoising step, which returns a tuple or a tensor.
+
+    Args:
+        model: a denoiser of diffusers.
+        batch: latents at once; 2 is one picture with guidance.
+        size: width and height of the latents, an eighth of the picture's.
+        device: where they are made.
+
+    Returns:
+        tensors on the device, floating ones in the model's dtype; lists and numbers where the
+        class takes those.
+
+    Raises:
+        ModelError: a parameter without a default that no input is known for.
+    """
+    generator = torch.Generator().manual_seed(1)
+    dtype: Any = model.dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype=dtype)
+
+    call = Call(type(model).__name__, model.config, batch, size, normal)
+    made = {name: maker(call) for name, maker in _makers(model).items()}
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return what a denoiser gave, without the tuple; Z-Image's list of pictures as one tensor."""
+    found = output if isinstance(output, Tensor) else output[0]
+    return found if isinstance(found, Tensor) else torch.stack(found)
+
+
+def _makers(model: nn.Module) -> Mapping[str, Maker]:
+    """Return what makes the inputs, by parameter; refuse a class that needs others."""
+    parameters = inspect.signature(model.forward).parameters
+    needed = {name for name, p in parameters.items() if p.default is p.empty}
+    known = {**_GIVEN, **{name: m for name, m in _REQUIRED.items() if name in needed}}
+    if _OF_TOKENS & set(parameters):
+        known["hidden_states"] = _token_latents
+    known |= CLASSES.get(type(model).__name__, {})
+    if missing := sorted(needed - set(known)):
+        raise ModelError(
+            f"{type(model).__name__}: no inputs are known for {', '.join(missing)} of its forward"
+        )
+    return {name: known[name] for name in parameters if name in known}

@@ -1,21 +1,28 @@
 """The denoisers that are measured whole: configs as published, random weights, random inputs."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from quantkit.bench.denoiser_inputs import INPUTS
+from quantkit.bench.kernels import one_line
 from quantkit.errors import ModelError
+from quantkit.models.families import is_denoiser
+from quantkit.models.hub import cached
+from quantkit.models.source import HUB_ID
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.storage.jsonfile import read_json
 
 #: Where pipelines keep their denoisers.
 _FOLDERS = ("unet", "transformer", "prior", "decoder")
+
+#: Of weights that a class does not make random itself.
+_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -136,37 +143,58 @@ DENOISERS: dict[str, Denoiser] = {
 
 
 def find_denoiser(text: str) -> Denoiser:
-    """Return a row of DENOISERS, or what a directory's config.json describes.
+    """Return a row of DENOISERS, what a config.json describes, or a class as it is by default.
 
     Args:
-        text: a name, or a directory: a component's, or a pipeline's, of which one denoiser counts.
+        text: a name; a directory: a component's, or a pipeline's, of which one denoiser counts; a
+            hub id whose files are in the cache; or a denoiser class of diffusers.
 
     Raises:
-        ModelError: neither, or a class that has no inputs in INPUTS.
+        ModelError: none of these, or no denoiser.
     """
     if text in DENOISERS:
         return DENOISERS[text]
-    folder = Path(text)
-    if not os.path.isdir(text):  # noqa: PTH112  Path's raises for names that are too long
-        raise ModelError(f"{text:.200}: unknown, wanted {', '.join(DENOISERS)} or a directory")
+    if os.path.isdir(text):  # noqa: PTH112  Path's raises for names that are too long
+        return _described(text, Path(text))
+    if (folder := cached(text) if HUB_ID.fullmatch(text) else None) is not None:
+        return _described(text, folder)
+    if _is_class(text):
+        return Denoiser(text, text, {}, f"{text}, diffusers' defaults")
+    raise ModelError(
+        f"{text:.200}: unknown, wanted {', '.join(DENOISERS)}, a directory, a hub id that is in "
+        "the cache, or a denoiser class of diffusers"
+    )
+
+
+def _described(text: str, folder: Path) -> Denoiser:
+    """Return what a directory's config.json describes."""
     places = (folder, *(folder / name for name in _FOLDERS))
     path = next((p / "config.json" for p in places if (p / "config.json").is_file()), None)
     if path is None:
         raise ModelError(f"{folder}: no config.json, and none in its {', '.join(_FOLDERS)}")
     config = read_json(path)
     class_name = config.get("_class_name")
-    if not isinstance(class_name, str) or class_name not in INPUTS:
+    if not isinstance(class_name, str) or not _is_class(class_name):
         raise ModelError(
-            f"{path}: class {class_name!s:.80}, wanted one whose inputs are known: "
-            f"{', '.join(INPUTS)}"
+            f"{path}: class {class_name!s:.80}, wanted a denoiser class of the installed diffusers"
         )
     # What a packed or published config says beside the architecture.
     own = {k: v for k, v in config.items() if not k.startswith("_") and k != "quantization_config"}
     return Denoiser(text, class_name, own, str(path))
 
 
+def _is_class(name: str) -> bool:
+    """Return whether the installed diffusers has such a denoiser."""
+    import diffusers
+
+    found = getattr(diffusers, name, None) if name.isidentifier() else None
+    return isinstance(found, type) and issubclass(found, diffusers.ModelMixin) and is_denoiser(name)
+
+
 def build_denoiser(denoiser: Denoiser, device: torch.device) -> nn.Module:
     """Return the model in float16, made on the device with torch's own random weights.
+
+    What its class keeps in float32 is float32, as from_pretrained has it.
 
     Raises:
         ModelError: the config does not describe such a model.
@@ -180,28 +208,37 @@ def build_denoiser(denoiser: Denoiser, device: torch.device) -> nn.Module:
         kept = [device] if device.type == "cuda" else []
         with quiet_libraries(), torch.random.fork_rng(kept), torch.device(device):
             torch.manual_seed(0)
-            model: nn.Module = build(dict(denoiser.config))
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{denoiser.source}: {' '.join(str(error).split())}") from error
+            with _unwritten_as_nan():
+                model: nn.Module = build(dict(denoiser.config))
+            _fill(model)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{denoiser.source}: {one_line(error)}") from error
     finally:
         torch.set_default_dtype(usual)
     # Some parts ask for float32 themselves; diffusers' own to() remarks on every cast.
-    return nn.Module.to(model, device, torch.float16).eval().requires_grad_(False)
+    nn.Module.to(model, device, torch.float16)
+    for name, parameter in model.named_parameters():
+        if set(name.split(".")) & set(getattr(model, "_keep_in_fp32_modules", None) or ()):
+            parameter.data = parameter.data.float()
+    return model.eval().requires_grad_(False)
 
 
-def make_inputs(model: nn.Module, batch: int, size: int, device: torch.device) -> dict[str, Any]:
-    """Return keyword arguments of one denoising step.
+@contextmanager
+def _unwritten_as_nan() -> Iterator[None]:
+    """Let torch.empty give NaN, which shows the weights that a class leaves to its files."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
-    Args:
-        batch: latents at once; 2 is one picture with guidance.
-        size: width and height of the latents, an eighth of the picture's.
 
-    Returns:
-        float16 tensors on the device.
-    """
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, torch.float16)
-
-    return INPUTS[type(model).__name__](model.config, (batch, size), normal)
+def _fill(model: nn.Module) -> None:
+    """Make weights random that are not: unwritten ones, and zeros, which make outputs zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            empty = not parameter.any() or bool(parameter.isnan().any())
+            if parameter.ndim > 1 and empty:
+                parameter.normal_(std=_STD)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bench.compiling import captured, compile_blocks, outside_blocks, with_shared_weights
-from quantkit.bench.denoisers import Denoiser, build_denoiser, make_inputs
+from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
+from quantkit.bench.denoisers import Denoiser, build_denoiser
 from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
 from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
@@ -32,6 +33,7 @@ from quantkit.bench.timing import Stopwatch, TimingPlan
 from quantkit.bench.torchao_dynamic import quantize, short_layers
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
+from quantkit.errors import ModelError
 from quantkit.progress import Progress
 
 #: A step: the denoiser on its inputs.
@@ -134,6 +136,7 @@ def run_model_bench(
         source = stack.enter_context(copy) if packs else None
         dense = with_shared_weights(original) if settings.fuse_projections else original
         bench = _Bench(settings, device, original, _fused(dense, settings), inputs, source, threads)
+        _run_original(bench)
         found: list[_Ready | ModelRow] = []
         # Compiling takes minutes: after an interrupt, those that are ready are measured.
         with stopping_early():
@@ -154,6 +157,22 @@ def run_model_bench(
             ]
     clocks = (before, read_clocks(device))
     return ModelResult(machine, clocks, denoiser, settings, plan, tuple(rows))
+
+
+def _run_original(bench: _Bench) -> None:
+    """Run what contenders are compared with, once.
+
+    Raises:
+        ModelError: it does not take the inputs that were made for it.
+    """
+    try:
+        bench.eager(None)
+    except (*REFUSALS, LookupError, ArithmeticError) as error:
+        where = f"--batch {bench.settings.batch} and --size {bench.settings.size}"
+        raise ModelError(
+            f"{type(bench.original).__name__}: no step runs at {where} with inputs that follow "
+            f"from its forward and config: {one_line(error)}"
+        ) from error
 
 
 def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
@@ -241,10 +260,7 @@ def _ready(found: _Ready | ModelRow) -> _Ready | None:
 
 def _step(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Step:
     def step() -> Tensor:
-        output: Any = model(**inputs, return_dict=False)[0]
-        # Z-Image has a list of pictures.
-        found: Tensor = output if isinstance(output, Tensor) else torch.stack(output)
-        return found
+        return first_tensor(model(**inputs))
 
     return step
 
@@ -270,6 +286,8 @@ def _inputs(model: nn.Module, inputs: Any) -> Any:
     dtype = getattr(model, "dtype", torch.float16)
     if isinstance(inputs, dict):
         return {key: _inputs(model, value) for key, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(_inputs(model, value) for value in inputs)
     floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
     return inputs.to(dtype) if floating else inputs
 

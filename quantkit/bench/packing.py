@@ -104,6 +104,8 @@ class Source:
             changes["activation"] = ActivationRecipe(mode="static", observer="amax")
         if variant.static or find_format(variant.weights).is_integer:
             changes["weight"] = WeightRecipe(format=variant.weights)
+            # Random weights make no channel that is far larger than the rest.
+            changes["data_free"] = True
         return recipe.model_copy(update=changes)
 
 

@@ -15,9 +15,11 @@ from quantkit.calibration.hessian import HessianIndex, Hessians, create_hessians
 from quantkit.calibration.moments import MomentCollector, group_layers
 from quantkit.errors import OutputError, PromptError, QuantkitError
 from quantkit.models.layers import Layer
-from quantkit.models.source import Model
+from quantkit.models.source import Component, Model
+from quantkit.models.treated import encoders_of
 from quantkit.pipelines.running import (
     choose_device,
+    encode_prompts,
     load_pipeline,
     quiet_libraries,
     refuse_component,
@@ -27,6 +29,9 @@ from quantkit.progress import Progress
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.digest import sha256_of
+
+#: A prompt is encoded once, in a few hundred rows: all of them are looked at.
+_ENCODING = {"row_share": 1.0}
 
 
 def collect_hessians(
@@ -40,7 +45,9 @@ def collect_hessians(
     progress: Progress,
     force: bool = False,
 ) -> Hessians:
-    """Run the pipeline on prompts and store the second moments of every layer that can be packed.
+    """Run the pipeline on prompts and store the second moments of the layers that may need them.
+
+    Prompts are denoised for denoisers, and only encoded for text encoders.
 
     Layers that have their file already are not observed again, so a killed run goes on.
 
@@ -66,7 +73,7 @@ def collect_hessians(
         raise PromptError("no prompts, wanted at least one")
     refuse_component(model)
     place = choose_device(device)
-    layers = {c.name: observed_layers(c, recipe) for c in model.components}
+    layers = moment_layers(model, recipe)
     for found in layers.values():
         group_layers(found, memory)
     hessians = create_hessians(output, _index(recipe, chosen, layers), force=force)
@@ -79,11 +86,38 @@ def collect_hessians(
     if groups:
         with quiet_libraries():
             pipe = load_pipeline(model, place)
-            run = _MomentRun(pipe, chosen, recipe.calibration, hessians)
+            denoisers = tuple(component.name for component in model.components)
+            run = _MomentRun(pipe, denoisers, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"
                 run.observe(name, group, step, progress)
     return Hessians(hessians.path, hessians.index)
+
+
+def moment_layers(model: Model, recipe: Recipe) -> dict[str, tuple[Layer, ...]]:
+    """Return the layers whose second moments are taken, by component.
+
+    Of denoisers all that are packed, unless nothing but text encoders is rounded by GPTQ: those of
+    a denoiser are many times larger. Of text encoders the layers that are.
+
+    Args:
+        model: a pipeline, or a component.
+        recipe: what is packed, and how.
+    """
+    layers = {encoder.name: _rounded(encoder, own) for encoder, own in encoders_of(model, recipe)}
+    layers = {name: found for name, found in layers.items() if found}
+    if layers and not recipe.denoisers_need_hessians:
+        return layers
+    return {c.name: observed_layers(c, recipe) for c in model.components} | layers
+
+
+def _rounded(encoder: Component, recipe: Recipe) -> tuple[Layer, ...]:
+    """Return the layers of a text encoder that are rounded by GPTQ."""
+    return tuple(
+        layer
+        for layer in observed_layers(encoder, recipe)
+        if recipe.settings(layer.name).weight.rounding == "gptq"
+    )
 
 
 def _index(
@@ -114,6 +148,8 @@ class _MomentRun:
     """The prompts, and how they are run."""
 
     pipe: Any
+    #: names of its components
+    denoisers: tuple[str, ...]
     prompts: Sequence[str]
     settings: CalibrationRecipe
     hessians: Hessians
@@ -122,27 +158,32 @@ class _MomentRun:
         self, component: str, group: Sequence[Layer], step: str, progress: Progress
     ) -> None:
         """Run the prompts once with a group of layers observed, and store what they read."""
-        fitted, held = hold_out(self.prompts)
-        later = self.settings.model_copy(update={"seed": self.settings.seed + len(fitted)})
-        batches = sum(-(-len(prompts) // self.settings.batch) for prompts in (fitted, held))
+        encodes = component not in self.denoisers
+        settings = self.settings.model_copy(update=_ENCODING if encodes else {})
+        scheduler = None if encodes else self.pipe.scheduler
+        # Held rows judge smoothing, of which text encoders have none.
+        fitted, held = (self.prompts, ()) if encodes else hold_out(self.prompts)
+        later = settings.model_copy(update={"seed": settings.seed + len(fitted)})
+        batches = sum(-(-len(prompts) // settings.batch) for prompts in (fitted, held))
 
         def report(calls: int) -> None:
-            total = batches * len(self.pipe.scheduler.timesteps)
+            total = batches * (1 if scheduler is None else len(scheduler.timesteps))
             progress(step, min(calls, total), total)
 
         try:
-            collector = MomentCollector(
-                component, getattr(self.pipe, component), group, self.settings
-            )
-            with collector.attached(self.pipe.scheduler, report):
-                run_prompts(self.pipe, fitted, self.settings)
+            collector = MomentCollector(component, getattr(self.pipe, component), group, settings)
+            with collector.attached(scheduler, report):
+                if encodes:
+                    encode_prompts(self.pipe, self.denoisers, fitted, settings)
+                else:
+                    run_prompts(self.pipe, fitted, settings)
                 if held:
-                    collector.hold_out(-(-HELD_ROWS // (len(held) * later.steps)))
+                    collector.hold_out(-(-HELD_ROWS // (len(held) * settings.steps)))
                     run_prompts(self.pipe, held, later)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
-                "out of GPU memory while denoising; take a smaller batch, less memory for the "
-                "matrices, or the device cpu",
+                f"out of GPU memory while {'encoding' if encodes else 'denoising'}; take a smaller "
+                "batch, less memory for the matrices, or the device cpu",
                 fields=("batch", "memory", "device"),
             ) from error
         try:

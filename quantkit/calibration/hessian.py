@@ -39,7 +39,7 @@ class HessianIndex:
     #: name of the recipe
     recipe: str
     prompts: int
-    #: the last ones, of which rows are kept and no moments taken
+    #: the last ones, of which rows are kept and no moments taken; of text encoders, none
     held_out: int
     #: SHA-256 of the prompts, one a line
     prompts_digest: str
@@ -51,7 +51,7 @@ class HessianIndex:
     batch: int
     #: of the timesteps
     weighting: str
-    #: of each call's rows, drawn at random
+    #: of each call's rows, drawn at random; of text encoders, all
     row_share: float
     #: of quantkit, torch and diffusers
     versions: dict[str, str]
@@ -138,6 +138,13 @@ class Hessians:
         with parsing(file, cure="delete it and run again"):
             rows = check_moments(tensors, about["rows"])
         return Moments(tensors["second"], tensors["mean"], rows, held)
+
+    def has(self, component: Component) -> bool:
+        """Return whether there are moments of the component."""
+        try:
+            return bool(self.digests_of(component))
+        except ArtefactError:
+            return False
 
     def digests_of(self, component: Component) -> Mapping[str, str]:
         """Return the SHA-256 of the source weights that the moments belong to."""

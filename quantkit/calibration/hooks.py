@@ -16,6 +16,7 @@ from quantkit.calibration.accumulators import Accumulators, LayerSums, statistic
 from quantkit.calibration.sampling import draw_candidates, row_count
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
+from quantkit.models.encoder_skeleton import loaded_names
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
 
@@ -41,7 +42,7 @@ class Collector:
         self.denoiser = denoiser
         self.calls = [0] * buckets
         self.edges: tuple[float, ...] | None = None
-        self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
+        self._modules = find_modules(denoiser, layers, name)
         self._sums: dict[str, Accumulators] = {}
         self._seeds = range(1)
         #: how often each layer was called in this batch
@@ -215,13 +216,32 @@ def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, .
     return tuple(unit * (distinct[cut - 1] + distinct[cut]) / 2 for cut in cuts)
 
 
-def _find_module(denoiser: nn.Module, layer: Layer, component: str) -> nn.Module:
+def find_modules(model: nn.Module, layers: Sequence[Layer], component: str) -> dict[str, nn.Module]:
+    """Return the modules of layers, by the names that the layers have in the files.
+
+    Args:
+        model: of diffusers, or of transformers, which renames while it loads.
+        layers: of its files.
+        component: its name, for messages.
+
+    Raises:
+        ModelError: a layer of the files is not the module that was built.
+    """
+    paths = {layer.name: layer.name for layer in layers}
+    if hasattr(model, "base_model_prefix"):
+        # What is joined while loading is not among them, and is no module then.
+        found = loaded_names(model, [f"{name}.weight" for name in paths])
+        paths |= {n.removesuffix(".weight"): m.removesuffix(".weight") for n, m in found.items()}
+    return {
+        layer.name: _find_module(model, paths[layer.name], layer, component) for layer in layers
+    }
+
+
+def _find_module(model: nn.Module, path: str, layer: Layer, component: str) -> nn.Module:
     try:
-        module = denoiser.get_submodule(layer.name)
+        module = model.get_submodule(path)
     except AttributeError as error:
-        raise ModelError(
-            f"{component}: the model that diffusers builds has no module {layer.name}"
-        ) from error
+        raise ModelError(f"{component}: the model that was built has no module {path}") from error
     wanted = nn.Linear if layer.kind == "linear" else nn.Conv2d
     weight = getattr(module, "weight", None)
     if not isinstance(module, wanted) or weight is None or tuple(weight.shape) != layer.shape:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.held_out_rows import HeldRows
-from quantkit.calibration.hooks import _find_module
+from quantkit.calibration.hooks import find_modules
 from quantkit.calibration.timestep_weights import step_weights
 from quantkit.calibration.windows import kernel_order, read_columns
 from quantkit.errors import NonFiniteError, RecipeError
@@ -173,12 +173,12 @@ class _Sum:
 
 
 class MomentCollector:
-    """Observes some layers of one denoiser while its pipeline runs."""
+    """Observes some layers of a denoiser, or of a text encoder, while its pipeline runs."""
 
     def __init__(
         self,
         name: str,
-        denoiser: nn.Module,
+        model: nn.Module,
         layers: Sequence[Layer],
         settings: CalibrationRecipe,
     ) -> None:
@@ -186,16 +186,16 @@ class MomentCollector:
 
         Args:
             name: the component's, for messages.
-            denoiser: the module the pipeline calls.
+            model: the module that the pipeline calls.
             layers: those to observe.
             settings: how timesteps are weighed, and what share of the rows is looked at.
 
         Raises:
-            ModelError: a layer of the files is not the module that diffusers builds.
+            ModelError: a layer of the files is not the module that was built.
         """
-        self._denoiser = denoiser
+        self._model = model
         self._weighting = settings.weighting
-        self._modules = {layer.name: _find_module(denoiser, layer, name) for layer in layers}
+        self._modules = find_modules(model, layers, name)
         self._sums = {
             layer: _Sum(module, f"{name}.{layer}", settings.row_share, settings.seed)
             for layer, module in self._modules.items()
@@ -203,6 +203,8 @@ class MomentCollector:
         #: by timestep in the unit of the denoiser's calls; empty before the first one
         self._weights: dict[float, float] = {}
         self._weight = 1.0
+        #: of a text encoder's call, the rows that are looked at
+        self._tokens: TokenRows | None = None
         #: rows of each picture to keep of a call; None: calls are summed
         self._holding: int | None = None
         self.calls = 0
@@ -212,11 +214,12 @@ class MomentCollector:
         self._holding = count
 
     @contextmanager
-    def attached(self, scheduler: Any, report: Callable[[int], None]) -> Iterator[None]:
+    def attached(self, scheduler: Any | None, report: Callable[[int], None]) -> Iterator[None]:
         """Listen while the body runs the pipeline.
 
         Args:
-            scheduler: its steps are weighed at the first call, when they are set.
+            scheduler: its steps are weighed at the first call, when they are set; None: of a text
+                encoder, whose calls weigh the same, but for repeated tokens.
             report: called with the number of calls so far, at every call.
 
         Raises:
@@ -224,16 +227,16 @@ class MomentCollector:
         """
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found = timestep_argument(self._denoiser.forward, args, kwargs)
-            timestep = float(torch.as_tensor(found).double().reshape(-1)[0])
-            if not self._weights:
-                self._weights = _in_calls_unit(step_weights(scheduler, self._weighting), timestep)
-            nearest = min(self._weights, key=lambda step: abs(step - timestep))
-            self._weight = self._weights[nearest]
+            if scheduler is None:
+                ids = kwargs.get("input_ids", args[0] if args else None)
+                self._tokens = None if ids is None else token_rows(ids)
+            else:
+                found = timestep_argument(self._model.forward, args, kwargs)
+                self._weigh(float(torch.as_tensor(found).double().reshape(-1)[0]), scheduler)
             self.calls += 1
             report(self.calls)
 
-        handles = [self._denoiser.register_forward_pre_hook(begin, with_kwargs=True)]
+        handles = [self._model.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             for layer, module in self._modules.items():
                 listen = self._listener(layer)
@@ -242,6 +245,13 @@ class MomentCollector:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _weigh(self, timestep: float, scheduler: Any) -> None:
+        """Find what the call at a timestep weighs."""
+        if not self._weights:
+            self._weights = _in_calls_unit(step_weights(scheduler, self._weighting), timestep)
+        nearest = min(self._weights, key=lambda step: abs(step - timestep))
+        self._weight = self._weights[nearest]
 
     def moments(self, layer: str) -> Moments:
         """Return what a layer read.
@@ -254,12 +264,49 @@ class MomentCollector:
     def _listener(self, layer: str) -> Callable[..., None]:
         def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             values = args[0] if args else kwargs["input"]
+            if self._tokens is not None:
+                values = self._tokens.of(values)
             if self._holding is None:
                 self._sums[layer].add(values, self._weight)
             else:
                 self._sums[layer].hold(values, self._weight, self._holding)
 
         return listen
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Which rows of what a text encoder's layers read are looked at."""
+
+    #: (batch, tokens)
+    shape: torch.Size
+    #: into batch * tokens
+    chosen: Tensor
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return these rows of (batch, tokens, K), as (1, rows, K); other shapes as they are."""
+        if values.shape[:-1] != self.shape:
+            return values
+        return values.flatten(0, 1)[self.chosen.to(values.device)].unsqueeze(0)
+
+
+def token_rows(ids: Tensor) -> TokenRows:
+    """Return the rows of all tokens that do not repeat the one before, and as many of the others.
+
+    Prompts are filled up with one token: 20 of T5's 512 may be of the text, and rounding would be
+    fitted to the filling. It is not left out, for denoisers read its embeddings, too.
+
+    Args:
+        ids: integers (batch, tokens).
+    """
+    repeats = torch.zeros_like(ids, dtype=torch.bool)
+    repeats[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    found = []
+    for row, repeated in enumerate(repeats.cpu()):
+        own, others = (mask.nonzero().flatten() for mask in (~repeated, repeated))
+        places = torch.linspace(0, max(len(others) - 1, 0), min(len(own), len(others)))
+        found.append(torch.cat([own, others[places.round().long()]]) + row * ids.shape[1])
+    return TokenRows(ids.shape, torch.cat(found))
 
 
 def _in_calls_unit(weights: Mapping[float, float], first: float) -> dict[float, float]:

@@ -23,7 +23,8 @@ def bench() -> None:
     show_default=True,
     metavar="NAME|DIR",
     help="What to build, with random weights: a published denoiser (sdxl, flux, sd15, sd3, pixart, "
-    "sana, flux2, chroma, qwenimage, zimage, wan, ltx), or a directory's config.json.",
+    "sana, flux2, chroma, qwenimage, zimage, wan, ltx), a directory's config.json, a hub id in the "
+    "cache, or a denoiser class of diffusers.",
 )
 @click.option("--batch", type=options.COUNT, default=2, show_default=True, help="Latents.")
 @click.option(

@@ -59,7 +59,7 @@ def export(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    r"""Export MODEL as a file or a directory that other programs read.
+    """Export MODEL as a file or a directory that other programs read.
 
     MODEL is a 16-bit model as everywhere, which is quantized on the way, or a packed directory,
     whose codes are taken over without a second rounding. What a target cannot hold is refused
@@ -73,7 +73,7 @@ def export(
     gguf:Q8_0, :Q4_0    ComfyUI-GGUF and diffusers: one file
     single-file         16 bit in the layout of the model's authors: one file
     compressed-tensors  transformers, text encoders: a directory
-    """
+    """  # noqa: D301  click wants the character itself before lines that it must not fill
     from quantkit.workflow.export import export
 
     with progress_bar(quiet=quiet) as progress:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 @click.command("hessian")
 @options.model
 @options.recipe
+@click.option(
+    "--text-encoders",
+    type=click.Choice(["int8-gptq", "int4-gptq"]),
+    help="Observe the text encoders, too, for packing them alike; default: as the recipe says.",
+)
 @options.output
 @options.prompts
 @click.option(
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
 def hessian(
     model: str,
     recipe: str,
+    text_encoders: str | None,
     output: Path,
     prompts: Path | None,
     count: int | None,
@@ -72,7 +78,8 @@ def hessian(
 ) -> None:
     """Run MODEL, a pipeline, on prompts and store the second moments of its layers' inputs.
 
-    These are E[x x^T] and E[x], from which SparseGPT masks and GPTQ rounding are computed. OUTPUT
+    These are E[x x^T] and E[x], from which SparseGPT masks and GPTQ rounding are computed. Where
+    the recipe rounds nothing but text encoders, prompts are encoded and not denoised. OUTPUT
     is a directory with a file per layer; a run that was killed continues where it stopped when it
     is started again.
     """
@@ -84,6 +91,7 @@ def hessian(
         plan = plan_hessians(
             model,
             recipe=recipe,
+            text_encoders=text_encoders,
             prompts=prompts,
             sampling=sampling,
             weighting=weighting,
@@ -96,6 +104,7 @@ def hessian(
         taken = calibrate_hessians(
             model,
             recipe=recipe,
+            text_encoders=text_encoders,
             output=output,
             prompts=prompts,
             sampling=sampling,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--text-encoders",
-    type=click.Choice(["fp8", "int8", "int4"]),
+    type=click.Choice(["fp8", "int8", "int4", "int8-gptq", "int4-gptq"]),
     help="Pack the text encoders, too; default: as the recipe says, which is mostly to copy them.",
 )
 @options.output

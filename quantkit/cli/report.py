@@ -83,6 +83,9 @@ class Request:
 def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
     """Run both pipelines on the same prompts and seeds, and write a report on the difference.
 
+    PACKED may also be a 16-bit pipeline, or what another tool quantized (SDNQ, torchao,
+    bitsandbytes, optimum-quanto, GGUF): a pipeline, a component alone, a .gguf file.
+
     Writes report.html, report.md, report.json and the pictures. Exits with 1 when a gate fails.
     """
     from quantkit.workflow.evaluate import evaluate, plan_evaluation
@@ -122,6 +125,8 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
 @options.force
 def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Run the original once and several packed pipelines, and write one table of methods.
+
+    PACKED may be all that 'eval report' takes.
 
     Writes index.html, methods.md and methods.json, and a folder with the report of every packed
     directory. Exits with 1 when a gate of any fails.

@@ -112,8 +112,8 @@ def apply_keeping_dtype(
         recurse: passed on.
         but: names of tensors that are cast as usual.
     """
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    kept = {id(tensor) for name, tensor in own if name not in but}
+    own = {**module._parameters, **module._buffers}  # noqa: SLF001  joined layers name none
+    kept = {id(tensor) for name, tensor in own.items() if name not in but}
     result: nn.Module = apply(lambda t: _moved(t, fn) if id(t) in kept else fn(t), recurse)
     return result
 

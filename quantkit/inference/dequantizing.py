@@ -3,12 +3,10 @@
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
-from quantkit.checkpoint.spec import CONFIG_KEY
 from quantkit.errors import InputError
-from quantkit.inference import buckets, feed_forward, methods, projections
+from quantkit.inference import buckets, feed_forward, methods, projections, wide_feed_forward
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import PackedLayer
 
@@ -32,12 +30,10 @@ def dequantize(model: nn.Module) -> nn.Module:
     for name, layer in layers:
         if not isinstance(layer, projections.JoinedLinear):
             model.set_submodule(name, as_dense(layer))
-    for uninstall in (methods.uninstall, buckets.uninstall, feed_forward.uninstall):
-        uninstall(model)
-    projections.uninstall(model)
+    for installed in (methods, buckets, feed_forward, wide_feed_forward, projections):
+        installed.uninstall(model)
     for module in fused:
         projections.fuse_projections(module)
-    _forget_config(model)
     return model
 
 
@@ -52,8 +48,3 @@ def as_dense(layer: PackedLayer) -> nn.Module:
         dense.bias = nn.Parameter(layer.bias.detach())
     made: nn.Module = dense.train(layer.training)
     return made
-
-
-def _forget_config(model: Any) -> None:
-    config = {key: value for key, value in model.config.items() if key != CONFIG_KEY}
-    model._internal_dict = FrozenDict(config)  # noqa: SLF001  where ConfigMixin keeps it

@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from diffusers.configuration_utils import FrozenDict
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
+from quantkit.checkpoint.spec import CONFIG_KEY, PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import dequantizing, feed_forward, methods, projections
 from quantkit.inference.checks import check_component
@@ -165,8 +166,12 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         feed_forward.install(model)
         return model
 
-    def _dequantize(self, model: nn.Module) -> nn.Module:
-        return dequantizing.dequantize(model)
+    def _dequantize(self, model: Any) -> nn.Module:
+        dequantizing.dequantize(model)
+        config = {key: value for key, value in model.config.items() if key != CONFIG_KEY}
+        model._internal_dict = FrozenDict(config)  # noqa: SLF001  where ConfigMixin keeps it
+        dense: nn.Module = model
+        return dense
 
     def get_state_dict_and_metadata(
         self,

@@ -6,7 +6,7 @@ what reads the joined layers are diffusers' own processors. Rows of a weight kee
 the projections of an input have its one scale in common: results stay the same to the bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -50,6 +50,15 @@ class _Joined(nn.Module):
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Add nothing: the layers that were joined hold the same rows."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield nothing to who asks this layer alone; a model's own include them.
+
+        What offloads layer by layer looks parameters up in the state dict. It watches the layers
+        that were joined, too, which are then called in place of this one.
+        """
+        del args, kwargs
+        return iter(())
 
 
 class JoinedLinear(_Joined, PackedLinear):  # type: ignore[misc]  # as PackedLinear

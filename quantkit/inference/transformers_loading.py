@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import methods, wide_feed_forward
+from quantkit.inference import dequantizing, methods, wide_feed_forward
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
@@ -121,6 +121,18 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         methods.install(model)
         wide_feed_forward.install(model)
         return model
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return the model with dense layers, in ``dtype`` or the one that it computes in.
+
+        Not the base class's, which takes the dtype that it was loaded in.
+
+        Raises:
+            InputError: weights are offloaded.
+        """
+        dense: Any = dequantizing.dequantize(model)
+        self.remove_quantization_config(dense)
+        return dense if dtype is None else dense.to(dtype)
 
     def is_serializable(self) -> bool:
         """True: see ``saving``."""

@@ -33,8 +33,23 @@ _CLASSES = ("T5DenseActDense", "T5DenseGatedActDense", "UMT5DenseActDense",
             "UMT5DenseGatedActDense")  # fmt: skip
 
 
+#: Where a network keeps the class that it had.
+_FORMER = "quantkit_former_class"
+
+
 def install(model: nn.Module) -> None:
     """Let T5's feed-forward networks with a packed ``wo`` choose their dtype by the input's."""
     for module in model.modules():
         if type(module).__name__ in _CLASSES and isinstance(module.wo, PackedLayer):
+            setattr(module, _FORMER, type(module))
             module.__class__ = WideFeedForward
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give the networks back their class, and to ``wo`` the dtype that transformers gives it."""
+    for module in model.modules():
+        if isinstance(module, WideFeedForward):
+            module.__class__ = module.__dict__.pop(_FORMER)
+            wo: Any = module.wo
+            if wo.weight.dtype is torch.float16:
+                wo.to(torch.float32)

@@ -19,8 +19,8 @@ class Target:
 
     #: as messages call it
     program: str
-    #: of weights: those that are taken over, the first what others are converted to; none: weights
-    #: are dequantized
+    #: of weights: those that are taken over, the first what other formats become; none: weights are
+    #: dequantized
     formats: tuple[NumberFormat, ...] = ()
     #: those of them whose weights have one scale, not one for each output channel
     one_scale: tuple[NumberFormat, ...] = ()

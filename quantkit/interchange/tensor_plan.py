@@ -142,9 +142,16 @@ def _planned(
     if not target.formats or not whole or not as_convolution:
         return Entry(original, Treatment.DEQUANTIZED, shape, sparse=sparse)
     treatment = Treatment.CONVERTED if found else Treatment.TAKEN
-    fmt = target.formats[0] if found else source.schemes[packed[0]].weight.byte_format
+    fmt = _format(source, packed, target)
     static = target.static != "no" and all(_keeps_static_scale(source, part) for part in packed)
     return Entry(original, treatment, shape, fmt, static=static, sparse=sparse)
+
+
+def _format(source: Denoiser, packed: Sequence[str], target: Target) -> NumberFormat:
+    """Return the layers' own format where the target has it, to which they lose least."""
+    formats = {source.schemes[part].weight.byte_format for part in packed}
+    held = [fmt for fmt in target.formats if formats == {fmt}]
+    return held[0] if held else target.formats[0]
 
 
 def _keeps_static_scale(source: Denoiser, part: str) -> bool:

@@ -16,6 +16,7 @@ from quantkit.models.pipeline_index import (
     read_pipeline_index,
     read_transformers_classes,
 )
+from quantkit.models.quantizers import CONFIG_KEY, name_quantizer
 from quantkit.models.text_encoders import find_encoder, is_encoder
 from quantkit.storage.jsonfile import read_json
 
@@ -190,7 +191,7 @@ def open_encoders(model: Model) -> tuple[Component, ...]:
 def _open_encoder(path: Path, name: str, class_name: str, variant: str | None) -> Component:
     _read_config(path)
     # Not every encoder has the variant that the denoiser has.
-    found = _find_weights(path, ENCODER_WEIGHTS, variant)
+    found = find_weights(path, ENCODER_WEIGHTS, variant)
     family = find_encoder(class_name)
     return Component(
         name, path, class_name, family, found.shards, found.index, found.variant, found.has_plain
@@ -202,12 +203,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ModelError(f"{path}: missing, though model_index.json names it; download it again")
     config = read_json(path / "config.json")
-    if "quantization_config" in config:
-        entry = config["quantization_config"]
-        method = entry.get("quant_method") if isinstance(entry, dict) else None
+    entry = config.get(CONFIG_KEY)
+    # null is what diffusers takes for a model that nobody quantized.
+    if entry is not None:
         raise ModelError(
-            f"{path}: packed already (by {method or 'an unnamed method'!s:.80}); start from the "
-            "16-bit model it came from"
+            f"{path}: packed already (by {name_quantizer(entry):.80}); start from the 16-bit model "
+            "that it came from ('quantkit import' takes its single file); 'quantkit eval report' "
+            "compares the two"
         )
     return config
 
@@ -221,7 +223,7 @@ def _open_component(path: Path, name: str, wish: _Wish) -> Component:
         family = find_family(class_name, wish.family)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    found = _find_weights(path, WEIGHTS, wish.variant)
+    found = find_weights(path, WEIGHTS, wish.variant)
     if wish.variant not in (None, found.variant):
         there = ", ".join(sorted(_variants(path, WEIGHTS))) or "no variant"
         raise ModelError(
@@ -246,17 +248,30 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Weights:
+class Weights:
     """A component's files of one variant."""
 
+    #: in the order of their names
     shards: tuple[Path, ...]
+    #: the shard index, when there is one
     index: Path | None
+    #: None for the plain names
     variant: str | None
+    #: there are files of plain names, too
     has_plain: bool
 
 
-def _find_weights(path: Path, stem: str, wanted: str | None) -> _Weights:
-    """Return the files of the wanted variant; else the plain ones, else those of the only one."""
+def find_weights(path: Path, stem: str, wanted: str | None) -> Weights:
+    """Return the files of the wanted variant; else the plain ones, else those of the only one.
+
+    Args:
+        path: a component's directory.
+        stem: ``WEIGHTS`` or ``ENCODER_WEIGHTS``.
+        wanted: the variant; None: the plain one.
+
+    Raises:
+        ModelError: no safetensors file, several variants, a damaged index, a missing shard.
+    """
     plain = next(
         (f for end in (".index.json", "") if (f := path / f"{stem}.safetensors{end}").is_file()),
         None,
@@ -282,10 +297,10 @@ def _find_weights(path: Path, stem: str, wanted: str | None) -> _Weights:
     raise ModelError(f"{path}: no weights: {stem}.safetensors is missing; download it again")
 
 
-def _weights_of(file: Path, variant: str | None, *, has_plain: bool) -> _Weights:
+def _weights_of(file: Path, variant: str | None, *, has_plain: bool) -> Weights:
     if file.suffix == ".json":
-        return _Weights(_shards_of(file), file, variant, has_plain)
-    return _Weights((file,), None, variant, has_plain)
+        return Weights(_shards_of(file), file, variant, has_plain)
+    return Weights((file,), None, variant, has_plain)
 
 
 def _variants(path: Path, stem: str) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.layer_plan import LayerPlan
-from quantkit.models.source import Model
+from quantkit.models.source import Component, Model
 from quantkit.models.treated import encoders_of
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
@@ -62,24 +62,47 @@ def plan_pack(
         ModelError: a damaged file.
     """
     recipe.refuse_budget()
+    own_moments = moments_for(model.components, hessians, needed=recipe.denoisers_need_hessians)
     if masks is None:
-        masks = masks_beforehand(model, recipe, calibration, hessians, progress=progress)
+        masks = masks_beforehand(model, recipe, calibration, own_moments, progress=progress)
     components = tuple(
         plan_component(
             component,
             recipe,
             calibration=calibration,
             masks=masks,
-            hessians=hessians,
+            hessians=own_moments,
             progress=progress,
         )
         for component in model.components
     )
     encoders = tuple(
-        plan_component(encoder, own, calibration=None, masks=None, progress=progress)
+        plan_component(
+            encoder,
+            own,
+            calibration=None,
+            masks=None,
+            hessians=moments_for((encoder,), hessians, needed=own.needs_hessians),
+            progress=progress,
+        )
         for encoder, own in encoders_of(model, recipe)
     )
     return complete_plan(model, components + encoders)
+
+
+def moments_for(
+    components: Sequence[Component], hessians: Hessians | None, *, needed: bool
+) -> Hessians | None:
+    """Return the second moments if they are of these components, or should be.
+
+    Args:
+        components: denoisers, or a text encoder: moments may have been taken of either alone.
+        hessians: those that are there.
+        needed: the recipe does not pack the components without.
+    """
+    if hessians is None or needed:
+        return hessians
+    return hessians if all(map(hessians.has, components)) else None
 
 
 def complete_plan(model: Model, components: tuple[ComponentPlan, ...]) -> PackPlan:

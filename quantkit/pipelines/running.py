@@ -3,10 +3,11 @@
 import re
 import unicodedata
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -111,22 +112,43 @@ def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None 
     Raises:
         ModelError: MODEL is one component, or diffusers cannot load it.
     """
-    from diffusers import DiffusionPipeline
-
     refuse_component(model)
-    extra: dict[str, Any] = {}
-    if "safety_checker" in read_json(model.path / "model_index.json"):
-        extra = {"safety_checker": None, "requires_safety_checker": False}
     dtype = dtype or choose_dtype(model, device)
-    refuse_odd_files(model.path)
     try:
-        pipe = DiffusionPipeline.from_pretrained(
-            str(model.path), torch_dtype=dtype, variant=model.components[0].variant, **extra
-        )
+        return load_directory(model.path, device, dtype, variant=model.components[0].variant)
     except (*DAMAGE, OSError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"{model.path}: diffusers cannot load it: {short(error)}; download it again"
         ) from error
+
+
+def load_directory(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    variant: str | None = None,
+    components: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Return the pipeline in a directory, whoever wrote it, without a safety checker.
+
+    Args:
+        path: of a diffusers pipeline.
+        device: where to put it.
+        dtype: of every component that is not quantized.
+        variant: of the weights.
+        components: loaded already, in place of those of the directory.
+
+    Raises:
+        ModelError: a file that would block. And what diffusers raises.
+    """
+    from diffusers import DiffusionPipeline
+
+    extra: dict[str, Any] = dict(components)
+    if "safety_checker" in read_json(path / "model_index.json"):
+        extra |= {"safety_checker": None, "requires_safety_checker": False}
+    refuse_odd_files(path)
+    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=dtype, variant=variant, **extra)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -180,6 +202,35 @@ def run_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) 
     """Denoise all prompts, in batches; the latents are thrown away."""
     for batch in split_batches(prompts, settings):
         run_batch(pipe, batch, settings)
+
+
+class _EncodedError(Exception):
+    """The prompts are encoded, and denoising would begin."""
+
+
+def encode_prompts(
+    pipe: Any, denoisers: Sequence[str], prompts: Sequence[str], settings: CalibrationRecipe
+) -> None:
+    """Run the pipeline's text encoders on all prompts, in batches, as the pipeline runs them.
+
+    Args:
+        pipe: whose own call encodes; it is left where a denoiser would be called.
+        denoisers: names of its components.
+        prompts: texts.
+        settings: batch and guidance, which decides if empty prompts are encoded, too.
+    """
+
+    def leave(*_: Any) -> None:
+        raise _EncodedError
+
+    handles = [getattr(pipe, name).register_forward_pre_hook(leave) for name in denoisers]
+    try:
+        for batch in split_batches(prompts, settings):
+            with suppress(_EncodedError):
+                run_batch(pipe, batch, settings)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.encoder_formats import ENCODER_FORMATS
 from quantkit.recipe.fields import (
     Buckets,
     Format,
@@ -174,18 +170,8 @@ class EncoderOverride(Strict):
     reason: str = ""
 
 
-#: What a short name of text_encoders stands for. A prompt is encoded once per picture: only FP8
-#: quantizes inputs, whose steps grow with the number, because some channels of language models are
-#: a thousand times larger than the rest.
-ENCODER_FORMATS: dict[str, dict[str, Any]] = {
-    "fp8": {"weight": {"format": "e4m3fn", "observer": "mse"}, "activation": {"mode": "token"}},
-    "int8": {"weight": {"format": "int8", "observer": "mse"}, "activation": {"mode": "none"}},
-    "int4": {"weight": {"format": "int4", "observer": "mse"}, "activation": {"mode": "none"}},
-}
-
-
 class EncoderRecipe(Strict):
-    """How text encoders are packed; no statistics are taken of them."""
+    """How text encoders are packed; of what they read second moments are taken, for GPTQ alone."""
 
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe(mode="none")
@@ -207,13 +193,20 @@ class EncoderRecipe(Strict):
             )
         return ENCODER_FORMATS[value]
 
+    @property
+    def needs_hessians(self) -> bool:
+        """True when weights make up for each other's errors."""
+        return any(weight.rounding == "gptq" for weight in self._weights)
+
+    @property
+    def _weights(self) -> tuple[WeightRecipe, ...]:
+        return (self.weight, *(o.weight for o in self.overrides if o.weight))
+
     @model_validator(mode="after")
     def _needs_no_statistics(self) -> "EncoderRecipe":
-        weights = (self.weight, *(o.weight for o in self.overrides if o.weight))
         inputs = (self.activation, *(o.activation for o in self.overrides if o.activation))
         refused = {
-            "weight.rounding gptq": any(w.rounding == "gptq" for w in weights),
-            "weight.fallback": any(w.fallback for w in weights),
+            "weight.fallback": any(w.fallback for w in self._weights),
             "activation.mode static": any(a.mode == "static" for a in inputs),
             "activation.shift": any(a.shift for a in inputs),
         }
@@ -221,7 +214,7 @@ class EncoderRecipe(Strict):
             if asked:
                 raise RecipeError(
                     f"text_encoders: {key} needs statistics, and none are taken of text encoders; "
-                    "use rounding nearest with observer mse, and activation.mode none or token"
+                    "use weight.observer mse, and activation.mode none or token"
                 )
         return self
 
@@ -296,7 +289,13 @@ class Recipe(Strict):
 
     @property
     def needs_hessians(self) -> bool:
-        """True when weights make up for each other's errors."""
+        """True when weights make up for each other's errors, of denoisers or text encoders."""
+        encoders = self.text_encoders is not None and self.text_encoders.needs_hessians
+        return encoders or self.denoisers_need_hessians
+
+    @property
+    def denoisers_need_hessians(self) -> bool:
+        """True when weights of denoisers make up for each other's errors."""
         rule = self.sparsity
         sparse = rule is not None and rule.method == "sparsegpt"
         kept = () if self.kept is None else (self.kept,)
@@ -396,7 +395,7 @@ class Recipe(Strict):
         )
 
     def with_text_encoders(self, name: str) -> "Recipe":
-        """Return the recipe with text encoders packed as a short name says: fp8, int8 or int4.
+        """Return the recipe with text encoders packed as a name in ENCODER_FORMATS says.
 
         Raises:
             RecipeError: another name.

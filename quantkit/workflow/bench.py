@@ -128,8 +128,8 @@ def bench_model(
     """Time one step of a denoiser in 16 bit, by torchao, and packed, in one run.
 
     Args:
-        config: what to build with random weights: as sdxl or flux, or a directory with a
-            config.json.
+        config: what to build with random weights: as sdxl or flux, a directory with a
+            config.json, a hub id in the cache, or a denoiser class of diffusers.
         settings: batch, size, compilation, profile, scratch folder.
         contenders: names, in the order to run; empty: all.
         device: auto, cpu or cuda[:N].
@@ -143,7 +143,8 @@ def bench_model(
         times and memory of every contender, each checked first.
 
     Raises:
-        InputError: a config, contender or device that cannot be used, or a file that exists.
+        InputError: a config, contender or device that cannot be used, a class whose inputs are not
+            known, or a file that exists.
     """
     saved = as_path(save)
     if saved is not None:

@@ -10,7 +10,7 @@ from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import load_calibration, save_calibration
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.source import Model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack import moments_for, pack
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress
 from quantkit.recipe.load import load_recipe
@@ -95,7 +95,8 @@ def build(
         calibration = calibrate(model, recipe, prompts, device=device, progress=progress)
         save_calibration(calibration, output / CALIBRATION, force=force)
     hessians = _hessians(model, recipe, output, prompts, device=device, progress=progress)
-    surgeon = None if hessians is None else Surgeon(hessians, choose_device(device))
+    own_moments = moments_for(model.components, hessians, needed=recipe.denoisers_need_hessians)
+    surgeon = None if own_moments is None else Surgeon(own_moments, choose_device(device))
     chosen = _there(output / CHOSEN, load_recipe, resume=resume)
     if chosen is not None and recipe.budget is not None:
         recipe = chosen

@@ -8,9 +8,10 @@ from typing import Any
 
 from quantkit.device.cache import cache_directory
 from quantkit.errors import InputError, OutputError
+from quantkit.workflow.single_file import SINGLE_FILES
 
 #: The folders of the cache. What is deleted there is made again when it is needed.
-CACHES = ("kernels", "single-files")
+CACHES = ("kernels", SINGLE_FILES)
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Kept:
     path: Path
     #: of files that are not linked from elsewhere
     nbytes: int
+    #: when it was made, or a single file was last opened: seconds since 1970
+    used: float
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -31,7 +34,7 @@ class Kept:
 def list_cache() -> tuple[Kept, ...]:
     """Return what lies in the cache, the largest first."""
     found = [
-        Kept(cache, path, _bytes_of(path))
+        Kept(cache, path, _bytes_of(path), path.stat().st_mtime)
         for cache in CACHES
         for path in sorted((cache_directory() / cache).glob("*"))
         if path.is_dir() and not path.is_symlink()
@@ -63,6 +66,31 @@ def delete_from_cache(names: Sequence[str]) -> tuple[Kept, ...]:
     for kept in chosen:
         _delete(kept.path)
     return chosen
+
+
+def shrink_cache(most: int) -> tuple[Kept, ...]:
+    """Delete single files from the cache, those that were not opened for longest first.
+
+    Nothing does so by itself: what another command is reading would go, too.
+
+    Args:
+        most: bytes that single files may take.
+
+    Returns:
+        what was deleted.
+
+    Raises:
+        OutputError: one that cannot be deleted.
+    """
+    there = [kept for kept in list_cache() if kept.cache == SINGLE_FILES]
+    size, deleted = sum(kept.nbytes for kept in there), []
+    for kept in sorted(there, key=lambda kept: kept.used):
+        if size <= most:
+            break
+        _delete(kept.path)
+        size -= kept.nbytes
+        deleted.append(kept)
+    return tuple(deleted)
 
 
 def cache_place() -> Path:

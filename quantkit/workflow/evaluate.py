@@ -11,10 +11,11 @@ import torch
 from quantkit.eval import evaluation, methods
 from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
-from quantkit.eval.evaluation import Baseline, measure_baseline, open_pair
+from quantkit.eval.evaluation import Baseline, Pair, common_dtype, measure_baseline, open_pair
 from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
 from quantkit.eval.methods import Method, name_methods, write_methods
+from quantkit.eval.quantized_pipeline import refuse_device, rehearse
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.models.source import Model, SingleFile
@@ -140,7 +141,8 @@ def evaluate(
 
     Args:
         model: the original: its directory, a hub id, or opened.
-        packed: the packed directory, or another 16-bit pipeline of the model, as a recovered one.
+        packed: the packed directory; or another 16-bit pipeline of the model, as a recovered one;
+            or what another tool quantized: a pipeline, a component alone, a .gguf file.
         output: the folder for report.html, report.md, report.json and the pictures; None: nothing
             is written.
         settings: which pictures are made, and what they are measured with.
@@ -161,12 +163,15 @@ def evaluate(
     path, place = as_path(output), choose_device(device)
     if path is not None:
         check_directory(path, kind=reports.KIND, force=force)
-    pair = open_pair(_opened(model), Path(packed))
+    (pair,) = _open_pairs(model, [packed], place)
     if path is not None:
         _refuse_overlaps(path, pair.model, [packed])
     pictures = settings.pictures(place, last=settings.prompts is None)
     backbones = settings.backbones(place)
-    baseline = baseline_of(pair.model, pictures, settings, backbones, place, progress=progress)
+    _rehearse([pair], pictures, place, progress)
+    baseline = baseline_of(
+        pair.model, pictures, settings, backbones, place, dtype=pair.dtype, progress=progress
+    )
     report, pairs = evaluation.evaluate(
         pair, baseline, limits=limits, commands=tuple(commands), progress=progress
     )
@@ -191,7 +196,7 @@ def compare(
 
     Args:
         model: the original: its directory, a hub id, or opened.
-        packed: packed directories, or other 16-bit pipelines of the model.
+        packed: packed directories, or what else ``evaluate`` takes.
         output: the folder for index.html, methods.md, methods.json, and a report of each.
         settings: which pictures are made, and what they are measured with.
         limits: of the gates.
@@ -212,14 +217,17 @@ def compare(
     check_directory(path, kind=methods.KIND, force=force)
     names = name_methods([Path(folder) for folder in packed])
     # Every directory is opened before the long work: a broken one should not be found out last.
-    opened = [open_pair(_opened(model), Path(folder)) for folder in packed]
+    opened = _open_pairs(model, packed, place)
     _refuse_overlaps(path, opened[0].model, packed)
     pictures = settings.pictures(place, last=settings.prompts is None)
     backbones = settings.backbones(place)
+    _rehearse(opened, pictures, place, progress)
     rows = []
     with staged_directory(path, kind=methods.KIND, force=force) as stage:
-        first = opened[0].model
-        baseline = baseline_of(first, pictures, settings, backbones, place, progress=progress)
+        first, dtype = opened[0].model, common_dtype(opened)
+        baseline = baseline_of(
+            first, pictures, settings, backbones, place, dtype=dtype, progress=progress
+        )
         for name, pair in zip(names, opened, strict=True):
             report, pairs = evaluation.evaluate(
                 pair,
@@ -264,7 +272,7 @@ def plan_evaluation(
         kind = reports.KIND if len(packed) == 1 else methods.KIND
         check_directory(path, kind=kind, force=force)
     name_methods([Path(folder) for folder in packed])
-    opened = [open_pair(_opened(model), Path(folder)) for folder in packed]
+    opened = _open_pairs(model, packed, place)
     if path is not None:
         _refuse_overlaps(path, opened[0].model, packed)
     pictures = settings.pictures(place, last=settings.prompts is None)
@@ -279,6 +287,7 @@ def baseline_of(
     backbones: Backbones,
     device: torch.device,
     *,
+    dtype: torch.dtype | None = None,
     progress: Progress,
 ) -> Baseline:
     """Run the original, and its noise floor where that is asked for."""
@@ -288,6 +297,7 @@ def baseline_of(
         backbones=backbones,
         device=device,
         noise_floor=settings.noise_floor,
+        dtype=dtype,
         progress=progress,
     )
 
@@ -307,6 +317,26 @@ def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) ->
     """
     found = load_backbones(None, clip, without, device=torch.device("cpu"))
     return tuple(network.name for network in (found.lpips, found.clip) if network is not None)
+
+
+def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.device) -> list[Pair]:
+    """Open the original with each of the others, and refuse what cannot run here, or together."""
+    pairs = [open_pair(_opened(model), Path(folder)) for folder in packed]
+    for pair in pairs:
+        if pair.quantized:
+            refuse_device(pair.quantized, device)
+    common_dtype(pairs)
+    return pairs
+
+
+def _rehearse(
+    pairs: Sequence[Pair], pictures: GenerationSettings, device: torch.device, progress: Progress
+) -> None:
+    """Try what other tools quantized, before the original runs."""
+    dtype = common_dtype(pairs)
+    for pair in pairs:
+        if pair.quantized:
+            rehearse(pair.quantized, pair.model, pictures, device, dtype, progress=progress)
 
 
 def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -> None:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.collect_hessians import collect_hessians
+from quantkit.calibration.collect_hessians import collect_hessians, moment_layers
 from quantkit.calibration.held_out_rows import held_bytes, held_count
 from quantkit.calibration.hessian import KIND, Hessians
 from quantkit.calibration.moments import group_layers, moment_bytes
+from quantkit.models.recipe_check import refuse_unmatched_encoders
 from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
@@ -19,13 +19,15 @@ from quantkit.workflow.inputs import (
     RecipeLike,
     Sampling,
     as_prompts,
+    name_of,
     opened,
+    with_encoders,
 )
 
 
 @dataclass(frozen=True)
 class ComponentMoments:
-    """What is taken of one denoiser."""
+    """What is taken of one denoiser or text encoder."""
 
     layers: tuple[str, ...]
     #: how often the prompts run
@@ -42,7 +44,7 @@ class MomentPlan:
     components: dict[str, ComponentMoments]
 
     def __repr__(self) -> str:
-        """Return a line for each denoiser."""
+        """Return a line for each component."""
         return "\n".join(
             f"second moments: {len(found.layers)} layers, {found.nbytes:,} bytes, "
             f"{found.groups} runs of the prompts"
@@ -86,6 +88,7 @@ def calibrate_hessians(
     model: ModelLike,
     *,
     recipe: RecipeLike | None = None,
+    text_encoders: str | None = None,
     output: str | Path,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -102,7 +105,9 @@ def calibrate_hessians(
 
     Args:
         model: a pipeline: its directory, a hub id, or opened.
-        recipe: whose calibration section says how to run; what it keeps in 16 bit is not observed.
+        recipe: whose calibration section says how to run; what it keeps in 16 bit is not observed,
+            and denoisers are not where it rounds nothing but text encoders by GPTQ.
+        text_encoders: int4-gptq or int8-gptq, to observe text encoders; None: as the recipe says.
         output: the directory to make, or to go on with.
         prompts: texts, or a file with one a line; None: the bundled set.
         sampling: in place of the recipe's.
@@ -122,7 +127,12 @@ def calibrate_hessians(
         NonFiniteError: NaN or Inf in an activation; the text names the layer.
     """
     source, chosen, texts = _opened(
-        model, recipe, prompts, sampling, weighting=weighting, row_share=row_share
+        model,
+        with_encoders(model, recipe, text_encoders=text_encoders),
+        prompts,
+        sampling,
+        weighting=weighting,
+        row_share=row_share,
     )
     plan = moments_of(source, chosen, memory=memory * 2**30)
     _check_output(Path(output), source, plan, force=force)
@@ -143,6 +153,7 @@ def plan_hessians(
     model: ModelLike,
     *,
     recipe: RecipeLike | None = None,
+    text_encoders: str | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     weighting: str | None = None,
@@ -154,6 +165,7 @@ def plan_hessians(
     Args:
         model: a pipeline: its directory, a hub id, or opened.
         recipe: whose calibration section says how to run.
+        text_encoders: int4-gptq or int8-gptq, to observe text encoders; None: as the recipe says.
         prompts: texts, or a file with one a line; None: the bundled set.
         sampling: in place of the recipe's.
         weighting: uniform or schedule: what a timestep counts; None: the recipe's.
@@ -167,7 +179,12 @@ def plan_hessians(
         InputError: a model, recipe or prompts that cannot be used, or a layer that does not fit.
     """
     source, chosen, _ = _opened(
-        model, recipe, prompts, sampling, weighting=weighting, row_share=row_share
+        model,
+        with_encoders(model, recipe, text_encoders=text_encoders),
+        prompts,
+        sampling,
+        weighting=weighting,
+        row_share=row_share,
     )
     return moments_of(source, chosen, memory=memory * 2**30)
 
@@ -184,14 +201,17 @@ def moments_of(model: Model, recipe: Recipe, *, memory: float) -> MomentPlan:
         RecipeError: one layer alone does not fit.
     """
     held = held_count(recipe.calibration.prompts) > 0
-    observed = {c.name: observed_layers(c, recipe) for c in model.components}
+    denoisers = {component.name for component in model.components}
+    observed = moment_layers(model, recipe)
     return MomentPlan(
         recipe.calibration.weighting,
         {
             name: ComponentMoments(
                 tuple(layer.name for layer in layers),
                 len(group_layers(layers, memory)),
-                sum(moment_bytes(x) + held * held_bytes(x.k) for x in layers),
+                sum(
+                    moment_bytes(x) + (held and name in denoisers) * held_bytes(x.k) for x in layers
+                ),
             )
             for name, layers in observed.items()
         },
@@ -219,5 +239,6 @@ def _opened(
     texts = as_prompts(prompts)
     count = sampling.wanted(texts, given=prompts is not None)
     source, chosen = opened(model, recipe)
+    refuse_unmatched_encoders(chosen, name_of(recipe or chosen), source)
     chosen = sampling.apply(chosen, prompts=count, weighting=weighting, row_share=row_share)
     return source, chosen, texts

@@ -86,6 +86,28 @@ def opened(model: ModelLike, recipe: RecipeLike | None) -> tuple[Model, Recipe]:
     return source, chosen
 
 
+def with_encoders(
+    model: ModelLike, recipe: RecipeLike | None, *, text_encoders: str | None
+) -> RecipeLike | None:
+    """Return the recipe, text encoders packed as a short name says if there is one.
+
+    Args:
+        model: whose recommended recipe is taken where there is none.
+        recipe: None: the recommended one.
+        text_encoders: a name in ENCODER_FORMATS; None: as the recipe says.
+
+    Returns:
+        what other functions take as a recipe.
+
+    Raises:
+        InputError: as ``opened``; another name.
+    """
+    if text_encoders is None:
+        return recipe
+    chosen = chosen_recipe(as_model(model)) if recipe is None else as_recipe(recipe)
+    return chosen.with_text_encoders(text_encoders)
+
+
 def name_of(recipe: RecipeLike) -> str:
     """Return what messages call a recipe."""
     return f"recipe {recipe.name}" if isinstance(recipe, Recipe) else str(recipe)

@@ -6,7 +6,6 @@ from pathlib import Path
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.models.recipe_check import refuse_unmatched_encoders
-from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model
 from quantkit.packing import dry_run
 from quantkit.packing import pack as packing
@@ -26,10 +25,9 @@ from quantkit.workflow.inputs import (
     as_calibration,
     as_hessians,
     as_masks,
-    as_model,
-    as_recipe,
     name_of,
     opened,
+    with_encoders,
 )
 
 __all__ = ["Forecast", "PackSummary", "pack", "plan_pack", "usual_threads"]
@@ -64,7 +62,8 @@ def pack(
         calibration: statistics of the model; None: weights are scaled from the weights alone.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model, for GPTQ rounding and SparseGPT masks.
-        text_encoders: fp8, int8 or int4; None: as the recipe says, which is not at all by default.
+        text_encoders: fp8, int8, int4, int8-gptq or int4-gptq; None: as the recipe says, which is
+            not at all by default.
         threads: tensors in work at once; None: the cores, at most 8. The bytes do not depend on it.
         force: replace an existing output once the new one is complete.
         progress: told of tensors done.
@@ -76,7 +75,7 @@ def pack(
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
     source, chosen = _opened(
-        model, _with_encoders(model, recipe, text_encoders), Path(output), force=force
+        model, with_encoders(model, recipe, text_encoders=text_encoders), Path(output), force=force
     )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     return packing.pack(
@@ -114,7 +113,7 @@ def plan_pack(
         calibration: statistics of the model.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model.
-        text_encoders: fp8, int8 or int4; None: as the recipe says.
+        text_encoders: fp8, int8, int4, int8-gptq or int4-gptq; None: as the recipe says.
         force: an existing output would be replaced.
         progress: told of masks that must be known first.
 
@@ -126,7 +125,7 @@ def plan_pack(
         InputError: anything that is wrong with the input.
     """
     source, chosen = _opened(
-        model, _with_encoders(model, recipe, text_encoders), Path(output), force=force
+        model, with_encoders(model, recipe, text_encoders=text_encoders), Path(output), force=force
     )
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     missing = dry_run.missing_artefacts(
@@ -156,15 +155,6 @@ def _opened(
     refuse_overlap(output, source.path)
     check_directory(output, kind=packing.KIND, force=force)
     return source, chosen
-
-
-def _with_encoders(
-    model: ModelLike, recipe: RecipeLike | None, text_encoders: str | None
-) -> RecipeLike | None:
-    if text_encoders is None:
-        return recipe
-    chosen = chosen_recipe(as_model(model)) if recipe is None else as_recipe(recipe)
-    return chosen.with_text_encoders(text_encoders)
 
 
 def usual_threads() -> int:

@@ -28,6 +28,8 @@ from quantkit.storage.places import check_directory, refuse_overlap
 _LOG = logging.getLogger("quantkit")
 #: What the marker calls a folder of the cache, and an imported one.
 KIND, IMPORTED = "unpacked single file", "imported model"
+#: The folder of the cache.
+SINGLE_FILES = "single-files"
 #: Changes with what is written, so that folders of other versions are not taken for it.
 _VERSION = 2
 
@@ -154,7 +156,7 @@ def open_single_file(
         OutputError: the cache cannot be written.
     """
     checked = _checked(source)
-    folder = cache_directory() / "single-files" / f"{source.path.stem[:50]}-{_key(source)}"
+    folder = cache_directory() / SINGLE_FILES / f"{source.path.stem[:50]}-{_key(source)}"
     if not folder.is_dir():
         _LOG.info("%s: unpacked into %s", source.path, folder)
         for note in _summary(checked, folder).notes:
@@ -168,6 +170,9 @@ def open_single_file(
         except OutputError:
             if not folder.is_dir():
                 raise
+    # When it was used last, for whoever makes room; a cache that is only read does without.
+    with suppress(OSError):
+        os.utime(folder)
     model = open_model(folder, family=family)
     blocks = blocks_of(checked)
     components = tuple(replace(component, blocks=blocks) for component in model.components)

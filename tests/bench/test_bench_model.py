@@ -13,8 +13,8 @@ from torch import nn
 from quantkit.bench import judging, timing
 from quantkit.bench import model as bench_model
 from quantkit.bench.compiling import outside_blocks, with_shared_weights
-from quantkit.bench.denoiser_inputs import INPUTS
-from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser, make_inputs
+from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
+from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser
 from quantkit.bench.model import run_model_bench
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
 from quantkit.bench.model_result import ModelBenchSettings
@@ -77,8 +77,8 @@ def _host():
     need(compilers.host_compiler)
 
 
-def run(folder, *names, **options):
-    settings = ModelBenchSettings(batch=1, size=4, **options)
+def run(folder, *names, size=4, **options):
+    settings = ModelBenchSettings(batch=1, size=size, **options)
     contenders = [MODEL_CONTENDERS[name] for name in names]
     plan = TimingPlan(0, 5, 0)
     return run_model_bench(
@@ -111,6 +111,12 @@ def test_packed_models_are_right_and_smaller(unet_dir):
     # Per token, 3x3 convolutions keep 16-bit inputs.
     assert everything < sum(static[name] for name in products)
     assert rows["f16"].calls == {}
+
+
+@pytest.mark.usefixtures("_host")
+def test_integers_are_packed_without_statistics(unet_dir):
+    result = run(unet_dir, "int8", "w4a8")
+    assert all(row.timing for row in result.rows), result.rows
 
 
 @pytest.mark.usefixtures("_host")
@@ -248,8 +254,10 @@ def test_weights_and_inputs_are_the_same_every_time(unet_dir):
         ("{", "not JSON"),
         (
             '{"_class_name": "AutoencoderKL"}',
-            "AutoencoderKL, wanted one whose inputs are known: UN",
+            "AutoencoderKL, wanted a denoiser class of the installed diffusers",
         ),
+        ('{"_class_name": "DDIMScheduler"}', "class DDIMScheduler, wanted a denoiser class"),
+        ('{"_class_name": "os.path"}', "class os.path, wanted a denoiser class"),
         ("{}", "class None"),
         ('{"_class_name": "UNet2DConditionModel", "down_block_types": ["No"]}', "config.json"),
     ],
@@ -262,26 +270,90 @@ def test_damaged_configs_are_named(tmp_path, content, match):
 
 
 def test_unknown_configs_are_refused():
-    with pytest.raises(ModelError, match=r"sd4: unknown, wanted sdxl, .*, ltx or a directory"):
+    wanted = r"sd4: unknown, wanted sdxl, .*, ltx, a directory, .* or a denoiser class of diffusers"
+    with pytest.raises(ModelError, match=wanted):
         find_denoiser("sd4")
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.class_name in INPUTS], ids=lambda row: row.class_name
-)
+def test_classes_are_built_by_default():
+    found = find_denoiser("AuraFlowTransformer2DModel")
+    assert (found.class_name, found.config) == ("AuraFlowTransformer2DModel", {})
+
+
+def test_hub_ids_are_looked_for_in_the_cache(unet_dir, monkeypatch):
+    places = {"owner/unet": unet_dir}
+    monkeypatch.setattr("quantkit.bench.denoisers.cached", places.get)
+    assert find_denoiser("owner/unet").class_name == "UNet2DConditionModel"
+    with pytest.raises(ModelError, match="owner/other: unknown"):
+        find_denoiser("owner/other")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.class_name)
 def test_every_class_runs_with_its_inputs(row, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": row.class_name, **row.config}))
-    model = build_denoiser(find_denoiser(str(tmp_path)), CPU)
-    inputs = make_inputs(model, 2, 8, CPU)
+    model = build_denoiser(written(tmp_path, row.class_name, row.config), CPU)
     with torch.no_grad():
-        found = model(**inputs, return_dict=False)[0]
-    for picture in found:
-        assert picture.isfinite().all()
+        found = first_tensor(model(**make_inputs(model, 2, 8, CPU)))
     assert len(found) == 2
+    assert found.isfinite().all()
+    assert found.any()
 
 
-def test_every_denoiser_has_inputs():
-    assert {denoiser.class_name for denoiser in DENOISERS.values()} == set(INPUTS)
+def written(folder, class_name, config):
+    """A denoiser as a config.json describes it."""
+    (folder / "config.json").write_text(json.dumps({"_class_name": class_name, **config}))
+    return find_denoiser(str(folder))
+
+
+@pytest.mark.usefixtures("_host")
+@pytest.mark.parametrize(
+    "class_name",
+    # Tokens, a video, a sound, experts, no return_dict, weights kept in float32.
+    [
+        "AuraFlowTransformer2DModel",
+        "CogVideoXTransformer3DModel",
+        "Kandinsky5Transformer3DModel",
+        "NucleusMoEImageTransformer2DModel",
+        "QwenImageTransformer2DModel",
+        "StableAudioDiTModel",
+        "UVit2DModel",
+        "ZImageTransformer2DModel",
+    ],
+)
+def test_classes_without_a_row_are_measured(class_name, tmp_path):
+    (row,) = (row for row in ROWS if row.class_name == class_name)
+    written(tmp_path, class_name, row.config)
+    result = run(tmp_path, "f16", "fp8", "int8", size=8)
+    assert all(row.timing for row in result.rows), result.rows
+    products = [{"gemm_fp8 host"} <= set(row.calls) for row in result.rows]
+    assert products == [False, True, False]
+    assert "gemm_int8 host" in result.rows[2].calls
+
+
+#: config -> what no input is known for
+UNKNOWN = {
+    "Ideogram4Transformer2DModel": "no inputs are known for indicator, position_ids, segment_ids",
+    "LongCatAudioDiTTransformer": "config has none of in_channels",
+}
+
+
+@pytest.mark.parametrize("class_name", UNKNOWN)
+def test_classes_without_inputs_name_what_is_missing(class_name):
+    import diffusers
+
+    with torch.device("meta"):
+        model = getattr(diffusers, class_name)()
+    with pytest.raises(ModelError, match=UNKNOWN[class_name]) as refused:
+        make_inputs(model, 1, 8, CPU)
+    assert "\n" not in str(refused.value)
+
+
+def test_inputs_that_a_config_does_not_take_are_one_line(tmp_path):
+    (row,) = (row for row in ROWS if row.class_name == "Lumina2Transformer2DModel")
+    # Places of fewer tokens than a prompt has.
+    written(tmp_path, row.class_name, {**row.config, "axes_lens": (32, 32, 32)})
+    with pytest.raises(ModelError, match="no step runs at --batch 1 and --size 4") as refused:
+        run(tmp_path, "f16")
+    assert "\n" not in str(refused.value)
 
 
 # ------------------------------------------------------------------------------------ the profile

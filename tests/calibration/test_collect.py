@@ -1,6 +1,5 @@
 """Calibrating pipelines of every family, against the inputs that their layers see."""
 
-import functools
 import shutil
 from pathlib import Path
 
@@ -23,24 +22,12 @@ from quantkit.pipelines.running import (
 )
 from quantkit.progress import silent
 from tests.support.observed import FIELDS, PROMPTS, RECIPE, statistics_of
+from tests.support.pipelines import small_pictures, tiny_flux_pipeline
 
 
 @pytest.fixture(scope="module")
 def flux_dir(tmp_path_factory):
-    import diffusers
-
-    from tests.support.pipelines import tiny_flux_pipeline
-
-    build = diffusers.FluxPipeline.__init__
-
-    @functools.wraps(build)
-    def smaller(self, *args, **kwargs):
-        build(self, *args, **kwargs)
-        # Its own default is 128, whatever the model: a thousand tokens too many for a test.
-        self.default_sample_size = 16
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diffusers.FluxPipeline, "__init__", smaller)
+    with small_pictures("FluxPipeline"):
         yield tiny_flux_pipeline(tmp_path_factory.mktemp("tiny") / "flux")
 
 

@@ -114,7 +114,8 @@ def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
     monkeypatch.setattr(collecting, "run_prompts", lambda *_: None)
     pipe = SimpleNamespace(scheduler=SimpleNamespace(timesteps=[3, 2, 1]), unet=None)
     told = []
-    run = collecting._MomentRun(pipe, ["p"] * 7, recipe_with(buckets=1).calibration, hessians=None)
+    settings = recipe_with(buckets=1).calibration
+    run = collecting._MomentRun(pipe, ("unet",), ["p"] * 7, settings, hessians=None)
     run.observe("unet", (), "step", lambda *about: told.append(about))
     assert told == [("step", calls, 12) for calls in (1, 2, 12, 12)]
 

@@ -57,3 +57,18 @@ def test_an_empty_cache_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     assert list_cache() == ()
     assert CliRunner().invoke(command, ["cache"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("gib", "left"),
+    [(200 / 2**30, ["a", "b"]), (107 / 2**30, ["a", "b"]), (50 / 2**30, ["a"]), (0, [])],
+)
+def test_single_files_that_were_not_opened_for_longest_go_first(gib, left, cache):
+    os.utime(cache / "single-files" / "b", (1, 1))
+    os.utime(cache / "kernels" / "c", (0, 0))
+    done = CliRunner().invoke(command, ["cache", "--limit", str(gib), "--json"])
+    assert done.exit_code == 0, done.output
+    deleted = {entry["path"].rpartition("/")[2] for entry in json.loads(done.stdout)["entries"]}
+    there = {kept.path.name for kept in list_cache()}
+    assert there == {*left, "c"}
+    assert deleted == {"a", "b"} - set(left)

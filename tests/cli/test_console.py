@@ -236,7 +236,7 @@ def test_help_command_prints_what_the_option_prints(capsys, names):
     assert shown[0] == shown[1]
 
 
-@pytest.mark.parametrize("names", [("pakc",), ("pack", "x"), ("eval", "reprot")])
+@pytest.mark.parametrize("names", [("pakc",), ("pack", "x"), ("eval", "repo")])
 def test_help_of_no_command_is_a_line(capsys, names):
     with pytest.raises(SystemExit) as caught:
         cli.main(["help", *names])

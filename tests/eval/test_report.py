@@ -23,11 +23,11 @@ from quantkit.eval.report import (
     kernel_sentence,
     write_report,
 )
-from quantkit.eval.result import SCHEMA_VERSION, Kernels, Timesteps
+from quantkit.eval.result import SCHEMA_VERSION, Kernels, QuantizedBy, Timesteps
 from quantkit.eval.statistics import Interval, summarize
 
 from quantkit.errors import OutputError
-from tests.support.reports import layer, made, made_report
+from tests.support.reports import NASTY, STEPS, layer, made, made_report
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +250,33 @@ def test_one_prompt_and_no_packed_layer_still_make_a_report(tmp_path):
     )  # fmt: skip
     write_report(report, pairs, tmp_path / "r", force=False)
     assert "No packed layer ran." in (tmp_path / "r" / "report.md").read_text()
+
+
+def test_what_another_tool_did_is_shown_as_it_is_written(tmp_path):
+    by = QuantizedBy("unet", "SDNQ", "sdnq", "0.2.8", (("weights_dtype", NASTY),), {"a": [None]})
+    report = replace(
+        made_report(made()), quantized_by=(by,), layers=(), kernels=Kernels((), None, "", "none")
+    )
+    write_report(report, made(), tmp_path / "r", force=False)
+    page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+    assert f"unet by SDNQ 0.2.8 (weights_dtype {html.escape(NASTY)[:9]}" in page
+    assert "<script>alert" not in page
+    assert "no kernel of quantkit ran" in page
+    text = (tmp_path / "r" / "report.md").read_text(encoding="utf-8")
+    for heading in ("Layers", "Kernels"):
+        assert f"## {heading}" not in text
+    for missing in ("kernel calls", "computed the packed layers", "largest deviation", "No packed"):
+        assert missing not in page + text
+    found = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert found["quantized_by"][0]["settings"] == [["weights_dtype", NASTY]]
+    assert found["quantized_by"][0]["config"] == {"a": [None]}
+
+
+def test_steps_without_a_local_error_are_shown(tmp_path):
+    report = replace(made_report(made()), timesteps=replace(STEPS, local=None))
+    write_report(report, made(), tmp_path / "r", force=False)
+    text = (tmp_path / "r" / "report.md").read_text(encoding="utf-8")
+    assert "| 1 | 900 | 0.00015 | - | 1e-06 | - |" in text
 
 
 def test_verdict_names_what_passes_fails_and_was_not_measured():

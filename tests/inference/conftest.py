@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.loading import mixed
+from tests.support.loading import TOKEN, mixed, packable
 from tests.support.packed import pack_component
 
 
@@ -14,6 +14,15 @@ def packed_dir(pipeline_dir, tmp_path_factory):
     path = tmp_path_factory.mktemp("loading") / "packed"
     shutil.copytree(pipeline_dir, path)
     pack_component(path / "unet", mixed(path / "unet"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def uniform_dir(pipeline_dir, tmp_path_factory):
+    """A pipeline whose projections can be fused: all of the UNet's layers are packed alike."""
+    path = tmp_path_factory.mktemp("loading") / "uniform"
+    shutil.copytree(pipeline_dir, path)
+    pack_component(path / "unet", dict.fromkeys(packable(path / "unet"), TOKEN))
     return path
 
 

@@ -17,6 +17,8 @@ from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.inference.test_feed_forward import PLAIN, network
 from tests.inference.test_inference import SCHEMES
+from tests.support.adapters import RANK, ByHand, branches
+from tests.support.answers import step
 from tests.support.loading import plain, unet_class, weight_files
 from tests.support.packed import pack_component, packed_module
 
@@ -24,68 +26,16 @@ peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and diffusers', of versions to come
 
-RANK = 4
-
-
-def branches(model, seed, *, names=None, rank=RANK):
-    """Return a LoRA of every packed layer as a state dict of diffusers, without a prefix."""
-    generator, state = torch.Generator().manual_seed(seed), {}
-    for _, name, layer in iterate_packed(model):
-        if names is not None and name not in names:
-            continue
-        n, k, *kernel = layer.dense_shape
-        shapes = {"A": (rank, k, *kernel), "B": (n, rank, *(1 for _ in kernel))}
-        for part, shape in shapes.items():
-            value = torch.randn(shape, generator=generator) * 0.1
-            state[f"{name}.lora_{part}.weight"] = value
-    return state
-
 
 def prefixed(state):
     return {f"unet.{name}": tensor for name, tensor in state.items()}
 
 
-class ByHand:
-    """The oracle: forward hooks that add what adapters say to the outputs of packed layers."""
-
-    def __init__(self, model, *adapters):
-        self.model, self.adapters = model, adapters
-
-    def __enter__(self):
-        layers = {name: layer for _, name, layer in iterate_packed(self.model)}
-        self.handles = [
-            layers[key.removesuffix(".lora_A.weight")].register_forward_hook(
-                self.hook(key, state, scale)
-            )
-            for state, scale in self.adapters for key in state if key.endswith("A.weight")
-        ]  # fmt: skip
-        return self.model
-
-    def __exit__(self, *_):
-        for handle in self.handles:
-            handle.remove()
-
-    @staticmethod
-    def hook(key, state, scale):
-        down, up = state[key], state[key.replace("lora_A", "lora_B")]
-
-        def add(layer, args, output):
-            x = args[0].to(down.dtype)
-            if layer.kind == "linear":
-                return output + scale * (x @ down.T @ up.T)
-            options = (layer.stride, layer.padding, layer.dilation)
-            return output + scale * nn.functional.conv2d(
-                nn.functional.conv2d(x, down, None, *options), up
-            )
-
-        return add
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_peft_adds_its_branch_to_every_scheme(kind, scheme, dtype):
+def test_peft_adds_its_branch_to_every_scheme(kind, scheme):
     torch.manual_seed(0)
+    dtype = torch.bfloat16  # neither the codes' nor peft's own
     dense = nn.Linear(64, 24) if kind == "linear" else nn.Conv2d(32, 24, 3, 2, 1)
     x = torch.randn(2, 5, 64) if kind == "linear" else torch.randn(2, 32, 9, 7)
     x = x.to(dtype)
@@ -115,13 +65,6 @@ def lora(packed_dir):
     """Three adapters of one packed UNet: files of another rank, too."""
     model = unet_class().from_pretrained(packed_dir / "unet")
     return [branches(model, 1), branches(model, 2), branches(model, 3, rank=2)]
-
-
-@torch.no_grad()
-def step(model):
-    generator = torch.Generator().manual_seed(5)
-    x, text = (torch.randn(s, generator=generator) for s in ((2, 4, 8, 8), (2, 16, 32)))
-    return model(x, torch.tensor(500), text).sample
 
 
 def near(a, b):
@@ -192,27 +135,34 @@ def test_a_call_may_scale_them(packed_dir, lora):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_adapters_are_swapped_while_loaded(packed_dir, lora, compiled):
     pipe = plain(packed_dir)
-    wanted = []
+    model, wanted = pipe.unet, []
     for state in (lora[0], lora[2]):
-        with ByHand(pipe.unet, (state, 1.0)) as model:
+        with ByHand(model, (state, 1.0)):
             wanted.append(step(model))
     pipe.enable_lora_hotswap(target_rank=RANK)
     pipe.load_lora_weights(prefixed(lora[0]), adapter_name="it")
-    model = pipe.unet
     if compiled:
         torch._dynamo.reset()
-        model = torch.compile(pipe.unet, fullgraph=True, backend="eager")
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
     assert near(step(model), wanted[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
         pipe.load_lora_weights(prefixed(lora[2]), adapter_name="it", hotswap=True)
         assert near(step(model), wanted[1])
 
 
-def test_an_adapted_model_compiles_without_a_graph_break(unet, lora):
-    unet.load_lora_adapter(lora[0], prefix=None)
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_adapted_layers_compile_without_a_graph_break(kind):
+    """As aot_eager traces them, through their operators' fake implementations."""
+    dense = nn.Linear(32, 32) if kind == "linear" else nn.Conv2d(32, 32, 3, 1, 1)
+    x = torch.randn(2, 5, 32) if kind == "linear" else torch.randn(2, 32, 5, 5)
+    model = nn.Sequential(*(packed_module(dense, scheme) for scheme in SCHEMES.values()))
+    names = [str(i) for i in range(len(model))]
+    config = peft.LoraConfig(r=RANK, target_modules=names, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
     torch._dynamo.reset()
-    compiled = torch.compile(unet, fullgraph=True, backend="aot_eager")
-    assert near(step(compiled), step(unet))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), model(x), rtol=1e-3, atol=1e-4)
 
 
 def test_fusing_is_refused_in_one_line(packed_dir, lora):
@@ -289,8 +239,9 @@ def test_fused_projections_step_aside_for_adapters(pipeline_dir, tmp_path, order
     if order == "adapted-first":
         model.fuse_qkv_projections()
     assert near(step(model), wanted)
-    torch._dynamo.reset()
-    assert near(step(torch.compile(model, fullgraph=True, backend="eager")), wanted)
+    if order == "fused-first":
+        torch._dynamo.reset()
+        assert near(step(torch.compile(model, fullgraph=True, backend="eager")), wanted)
     model.unload_lora()
     called: list[int] = []
     joined = [m for n, m in model.named_modules() if n.endswith(("to_qkv", "to_kv"))]

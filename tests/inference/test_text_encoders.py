@@ -10,12 +10,14 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError, InputError, ModelError, RecipeError
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers import iterate_packed, packed_layers
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.pack import pack, plan_pack
 from quantkit.workflow.verify import verify
 from tests.support.encoders import ENCODERS, embed, encoder_class, make_encoder
 from tests.support.outliers import encoder_with_outliers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: What of the embeddings may be lost, random weights of 64 columns: an int8 code is off by a
 #: 440th of a channel's largest weight, e4m3 by a 36th of each, int4 by a 28th of the largest.
@@ -31,16 +33,17 @@ def error(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.fixture(params=list(ENCODERS))
-def source(request, tmp_path):
-    """A saved encoder in float16, and its class."""
-    make_encoder(request.param).half().save_pretrained(tmp_path / "source")
-    return tmp_path / "source", encoder_class(request.param)
+#: A class and a format of each: how one is stored does not depend on the other.
+KINDS = [
+    *((name, "int4") for name in ENCODERS),
+    *((name, fmt) for name in ("T5EncoderModel", "CLIPTextModel") for fmt in ("fp8", "int8")),
+]
 
 
-@pytest.mark.parametrize("fmt", list(MOST))
-def test_every_kind_answers_within_the_error_of_its_format(source, tmp_path, fmt):
-    folder, cls = source
+@pytest.mark.parametrize(("class_name", "fmt"), KINDS)
+def test_every_kind_answers_within_the_error_of_its_format(class_name, tmp_path, fmt):
+    folder, cls = tmp_path / "source", encoder_class(class_name)
+    make_encoder(class_name).half().save_pretrained(folder)
     summary = packed(folder, tmp_path / "packed", fmt)
     model = cls.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     assert not verify(tmp_path / "packed").breaches
@@ -53,9 +56,15 @@ def test_every_kind_answers_within_the_error_of_its_format(source, tmp_path, fmt
     torch.testing.assert_close(embed(again), embed(model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("class_name", ["T5EncoderModel", "UMT5EncoderModel"])
-@pytest.mark.parametrize("fmt", list(MOST))
-@pytest.mark.parametrize("gated", ["gated-gelu", "relu"])
+@pytest.mark.parametrize(
+    ("class_name", "fmt", "gated"),
+    [
+        *(("T5EncoderModel", fmt, "gated-gelu") for fmt in MOST),
+        ("T5EncoderModel", "int8", "relu"),
+        ("UMT5EncoderModel", "int8", "gated-gelu"),
+        ("UMT5EncoderModel", "int4", "relu"),
+    ],
+)
 def test_t5_stays_finite_in_float16_as_it_does_in_16_bit(tmp_path, class_name, fmt, gated):
     """Activations of T5-XXL leave float16's range in the last product of a feed-forward."""
     model = make_encoder(class_name, feed_forward_proj=gated)
@@ -70,6 +79,41 @@ def test_t5_stays_finite_in_float16_as_it_does_in_16_bit(tmp_path, class_name, f
     assert found.encoder.block[0].layer[0].SelfAttention.q.weight.dtype != torch.float16
     # All that they add to the residual stream is the network's.
     assert error(embed(found), wanted) < 2 * MOST[fmt]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("class_name", ["T5EncoderModel", "CLIPTextModel", "Qwen3ForCausalLM"])
+def test_dequantized_encoders_are_dense_and_save_in_16_bit(tmp_path, class_name, dtype):
+    cls = encoder_class(class_name)
+    make_encoder(class_name).half().save_pretrained(tmp_path / "source")
+    packed(tmp_path / "source", tmp_path / "packed")
+    model = cls.from_pretrained(tmp_path / "packed", dtype=dtype)
+    before = embed(model)
+    layers = {name: layer.dense_weight() for _, name, layer in iterate_packed(model)}
+    classes = {type(m) for m in cls.from_pretrained(tmp_path / "source").modules()}
+    assert model.dequantize() is model
+    assert {type(module) for module in model.modules()} == classes
+    assert all(torch.equal(model.get_submodule(n).weight, w) for n, w in layers.items())
+    assert error(embed(model), before) < MOST["int8"]
+    model.save_pretrained(tmp_path / "dense")
+    again = cls.from_pretrained(tmp_path / "dense", dtype=dtype)
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    assert torch.equal(embed(again), embed(model))
+    with pytest.raises(ValueError, match="first quantize"):
+        model.dequantize()
+
+
+def test_a_dequantized_t5_stays_finite_in_float16(tmp_path):
+    model = make_encoder("T5EncoderModel")
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[-1].DenseReluDense.wo.weight.mul_(3e4)
+    model.half().save_pretrained(tmp_path / "source")
+    packed(tmp_path / "source", tmp_path / "packed")
+    cls = encoder_class("T5EncoderModel")
+    wanted = embed(cls.from_pretrained(tmp_path / "source", dtype=torch.float32))
+    found = cls.from_pretrained(tmp_path / "packed", dtype=torch.float16).dequantize()
+    assert error(embed(found), wanted) < 2 * MOST["int8"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -279,8 +323,8 @@ def test_without_the_section_encoders_are_copied(pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("section", "match"),
     [
-        ("int3", "wanted fp8, int8, int4"),
-        ({"weight": {"rounding": "gptq"}}, "rounding gptq needs statistics"),
+        ("int3", "wanted fp8, int8, int4, int8-gptq, int4-gptq, or a section"),
+        ({"weight": {"format": "int8", "fallback": "e4m3fn"}}, "fallback needs statistics"),
         ({"activation": {"mode": "static"}}, "mode static needs statistics"),
     ],
 )

@@ -1,6 +1,7 @@
 """Single .safetensors files: what is read of each format, compared with diffusers and by hand."""
 
 import json
+import os
 import shutil
 
 import diffusers
@@ -15,6 +16,8 @@ from quantkit.errors import ModelError, NonFiniteError
 from quantkit.interchange import safetensors_import
 from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
+from quantkit.models.source import SingleFile
+from quantkit.workflow.single_file import open_single_file
 from tests.support.denoisers import (
     DENOISERS,
     let_diffusers_read_narrow_flux,
@@ -456,6 +459,15 @@ def test_a_single_file_is_a_model_to_every_command(checkpoint, pipeline_dir, cac
     assert all(torch.equal(wanted[INSIDE + k.removeprefix(INSIDE)], v) for k, v in found.items())
     cli("calibrate", "model", checkpoint, *config, "-o", tmp_path / "c", "--count", 1, "-n")
     assert len(list(cache.iterdir())) == 1
+
+
+def test_opening_says_when_a_file_was_used_last(checkpoint, pipeline_dir, cache):
+    source = SingleFile(checkpoint, pipeline_dir)
+    open_single_file(source)
+    (folder,) = cache.iterdir()
+    os.utime(folder, (1, 1))
+    open_single_file(source)
+    assert folder.stat().st_mtime > 1
 
 
 def test_import_makes_a_pipeline_that_diffusers_loads(checkpoint, pipeline_dir, tmp_path):

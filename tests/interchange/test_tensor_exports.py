@@ -241,6 +241,16 @@ def test_what_a_target_does_not_hold_is_refused_or_converted(case, packed, tmp_p
     assert result.notes
 
 
+def test_converted_layers_keep_a_format_that_the_target_has(calibrated, tmp_path):
+    """Of two int8 codes one step apart; as FP8, weights would lose .02 and more."""
+    pipeline, calibration = calibrated("sd3")
+    how = recipe(weight={"format": "int8"}, smooth=0.5)
+    pack(pipeline, output=tmp_path / "p", recipe=how, calibration=calibration)
+    result = export(tmp_path / "p", to="sdnq", output=tmp_path / "out", requantize=True)
+    assert set(result.types) & {"I8", "F8_E4M3"} == {"I8"}
+    assert 0 < result.worst[0] < 0.01
+
+
 def test_a_shifted_input_is_refused_even_so(calibrated, tmp_path):
     pipeline, calibration = calibrated("sd3")
     changed = {"mode": "token", "shift": True}

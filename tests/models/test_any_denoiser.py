@@ -58,7 +58,7 @@ def _quiet_diffusers():
 def test_any_denoiser_is_packed_and_answers_as_before(row, fmt, tmp_path):
     text, allowed = RECIPES[fmt]
     model = tiny_model(row)
-    before = answer(row, model)
+    before = answer(model)
     model.save_pretrained(tmp_path / "model")
     recipe = parse_recipe(text, where="test")
     summary = quantkit.pack(tmp_path / "model", output=tmp_path / "packed", recipe=recipe)
@@ -66,21 +66,21 @@ def test_any_denoiser_is_packed_and_answers_as_before(row, fmt, tmp_path):
     loaded = type(model).from_pretrained(tmp_path / "packed")
     packed = [name for name, module in loaded.named_modules() if hasattr(module, "scheme")]
     assert len(packed) == sum(summary.by_scheme().values()) > 0
-    after = answer(row, loaded)
+    after = answer(loaded)
     error = float((after - before).square().sum() / before.square().sum())
     assert 0 < error < allowed
     loaded.save_pretrained(tmp_path / "again")
-    assert torch.equal(answer(row, type(model).from_pretrained(tmp_path / "again")), after)
+    assert torch.equal(answer(type(model).from_pretrained(tmp_path / "again")), after)
 
 
 @pytest.mark.parametrize("family", FAMILIES[1:], ids=lambda family: family.name)
 def test_the_family_recipe_packs_its_class(family, tmp_path):
     (row,) = [row for row in ROWS if row.class_name in family.class_names]
     model = tiny_model(row)
-    before = answer(row, model)
+    before = answer(model)
     model.save_pretrained(tmp_path / "model")
     quantkit.pack(tmp_path / "model", output=tmp_path / "packed", recipe=f"{family.name}-fp8")
-    after = answer(row, type(model).from_pretrained(tmp_path / "packed"))
+    after = answer(type(model).from_pretrained(tmp_path / "packed"))
     assert 0 < float((after - before).square().sum() / before.square().sum()) < 0.05
 
 

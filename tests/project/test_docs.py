@@ -113,6 +113,8 @@ def commands(group=quantkit, prefix=("quantkit",)):
 def test_command_is_in_the_docs_and_helps(path, command):
     assert " ".join(path) in TEXT
     assert command.help
+    # Click's mark of lines as they are is the character; two letters are printed, lines filled.
+    assert "\\b" not in command.help
     undocumented = [
         p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)
     ]

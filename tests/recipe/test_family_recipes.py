@@ -1,6 +1,5 @@
 """The recipes made for families: dry on the published models, and for real on narrow ones."""
 
-import functools
 import json
 from typing import Any
 
@@ -172,25 +171,14 @@ def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
     """The narrow pipelines, made when asked for."""
-    import diffusers
-
     root, made = tmp_path_factory.mktemp("narrow"), {}
-
-    # FLUX's pipeline takes 4096 tokens for any model; 64 are enough here.
-    whole = diffusers.FluxPipeline.__init__
-
-    @functools.wraps(whole)
-    def small(self, *args, **kwargs):
-        whole(self, *args, **kwargs)
-        self.default_sample_size = 16
 
     def get(family):
         if family not in made:
             made[family] = FAMILIES[family][2](root / family)
         return made[family]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diffusers.FluxPipeline, "__init__", small)
+    with pipelines.small_pictures("FluxPipeline"):
         yield get
 
 

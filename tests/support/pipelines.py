@@ -1,9 +1,12 @@
 """Tiny pipelines with random weights, for tests: real module structure, milliseconds a step."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 #: Every character is a token, alone or at the end of a word: no merges needed.
@@ -177,6 +180,38 @@ def tiny_wan_pipeline(path: Path, *, seed: int = 0) -> Path:
         )  # fmt: skip
     pipe.to(torch.float16).save_pretrained(path)
     return path
+
+
+@contextmanager
+def small_pictures(*class_names: str) -> Iterator[None]:
+    """Let pipelines of these classes draw 32 pixels: theirs are 256, whatever the model."""
+    import diffusers
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in class_names:
+            cls = getattr(diffusers, name)
+            patch.setattr(cls, "__init__", _with_small_default(cls.__init__))
+        yield
+
+
+def _with_small_default(build: Callable[..., None]) -> Callable[..., None]:
+    # diffusers reads a pipeline's components from the signature.
+    @functools.wraps(build)
+    def small(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.default_sample_size = 16
+
+    return small
+
+
+def draw_to(pipe: Any, file: Path) -> bytes:
+    """Save a picture in two steps, always of the same noise, and return the file's bytes."""
+    pipe.set_progress_bar_config(disable=True)
+    seed = torch.Generator().manual_seed(0)
+    image = pipe("a red cube", num_inference_steps=2, generator=seed).images[0]
+    file.parent.mkdir(exist_ok=True)
+    image.save(file)
+    return file.read_bytes()
 
 
 def _wan_transformer() -> torch.nn.Module:

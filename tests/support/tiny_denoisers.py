@@ -1,10 +1,10 @@
 """Building the rows of denoiser_classes, and asking the models."""
 
-import inspect
 from typing import Any
 
 import torch
 
+from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
 from tests.support.denoiser_classes import Row
 
 
@@ -23,24 +23,8 @@ def tiny_model(row: Row) -> Any:
     return model.requires_grad_(False)
 
 
-def answer(row: Row, model: Any) -> torch.Tensor:
+def answer(model: Any) -> torch.Tensor:
     """Return what a model makes of inputs that are always the same, in float32."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(7)
-        inputs = {name: _made(value) for name, value in row.inputs.items()}
-        found = model(**inputs, return_dict=False) if _says(model) else model(**inputs)
-    while isinstance(found, list | tuple):
-        found = found[0]
-    return found.float()
-
-
-def _says(model: Any) -> bool:
-    return "return_dict" in inspect.signature(model.forward).parameters
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return torch.randn(value)
-    if isinstance(value, int | float):
-        return torch.tensor([value])
-    return value()
+        return first_tensor(model(**make_inputs(model, 1, 8, torch.device("cpu")))).float()

@@ -1,0 +1,20 @@
+"""The short names of how text encoders are packed: one literal row each."""
+
+from typing import Any
+
+#: What a short name of text_encoders stands for. A prompt is encoded once per picture: only FP8
+#: quantizes inputs, whose steps grow with the number, because some channels of language models are
+#: a thousand times larger than the rest.
+ENCODER_FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"weight": {"format": "e4m3fn", "observer": "mse"}, "activation": {"mode": "token"}},
+    "int8": {"weight": {"format": "int8", "observer": "mse"}, "activation": {"mode": "none"}},
+    "int4": {"weight": {"format": "int4", "observer": "mse"}, "activation": {"mode": "none"}},
+    "int8-gptq": {
+        "weight": {"format": "int8", "observer": "mse", "rounding": "gptq"},
+        "activation": {"mode": "none"},
+    },
+    "int4-gptq": {
+        "weight": {"format": "int4", "observer": "mse", "rounding": "gptq"},
+        "activation": {"mode": "none"},
+    },
+}
