@@ -1,4 +1,3 @@
-# LEAD: read LEAD_NOTE.md in the root of this worktree, then delete it and this line.
 """Packed layers: Linear and Conv2d over FP8 codes, called like the dense layers they replace.
 
 The compute dtype is the input's. Codes and scales never change dtype, whatever ``to`` asks for.

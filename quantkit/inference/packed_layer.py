@@ -1,4 +1,3 @@
-# LEAD: read LEAD_NOTE.md in the root of this worktree, then delete it and this line.
 """What packed layers share: the tensors of FORMAT.md, quantizing an input, and the multiply.
 
 Codes and scales of a weight are frozen parameters: what offloads a model, and what counts it, looks
