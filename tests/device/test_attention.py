@@ -10,7 +10,7 @@ from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import LARGEST_HEAD, OPS, attention
+from quantkit.device.ops.attention import LARGEST_HEAD, OPS
 from quantkit.device.ops.op import all_variants
 from quantkit.errors import KernelError, ShapeError
 from tests.support.attention_cases import SIZES, Heads
@@ -30,8 +30,9 @@ def rms(t):
     return float(t.double().square().mean().sqrt())
 
 
-def both(op, arguments, dtype=torch.float16):
+def both(call, dtype=torch.float16):
     """Return what the kernel and the reference make of the same codes."""
+    op, arguments = call
     with log.record() as seen:
         found = execute.call(op, *arguments, dtype)
     assert [where for _, _, where in seen.calls] == [Backend.HOST]
@@ -52,7 +53,7 @@ def check_same(found, wanted):
 def test_the_kernel_rounds_as_the_reference_does(columns, fmt):
     for sizes in SIZES:
         heads = Heads.draw(sizes, columns, pictures=2, seed=sum(sizes))
-        check_same(*both(*heads.call(fmt)))
+        check_same(*both(heads.call(fmt)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -69,7 +70,7 @@ def test_codes_cost_what_their_format_does(columns, fmt):
 def test_many_keys_with_an_offset_of_the_values(columns):
     """Sums of thousands of terms of one sign are where narrow accumulators fail."""
     heads = Heads.draw((40, 4096), columns, heads=1, offset=4.0)
-    found, wanted = both(*heads.call("e4m3fn"), torch.float32)
+    found, wanted = both(heads.call("e4m3fn"), dtype=torch.float32)
     assert rms(found - wanted) < 1e-5 * rms(wanted)
     assert rms(found - heads.exact()) < 0.004 * rms(heads.exact())
 
@@ -80,7 +81,7 @@ def test_a_maximum_that_grows_in_every_tile(fmt):
     heads = Heads.draw((20, 300), 64, heads=1)
     ramp = torch.linspace(6, 0, 300)[:, None] * torch.ones(64)
     heads = replace(heads, q=heads.q.abs(), k=heads.k + ramp)
-    found, wanted = both(*heads.call(fmt))
+    found, wanted = both(heads.call(fmt))
     check_same(found, wanted)
     assert rms(wanted.double() - heads.exact()) < 0.2 * rms(heads.exact())
 
@@ -93,7 +94,7 @@ def test_scores_far_below_zero_keep_their_order():
     codes.q[:, :, 0] = torch.tensor(100.0).to(torch.float8_e4m3fn).view(torch.uint8)
     codes.k[:, :, 0] = torch.tensor(-104.0).to(torch.float8_e4m3fn).view(torch.uint8)
     op, arguments = heads.call("e4m3fn", codes)
-    found, wanted = both(op, arguments, torch.float32)
+    found, wanted = both((op, arguments), torch.float32)
     assert rms(found - wanted) < 1e-2 * rms(wanted)
     plain = replace(codes, q=codes.q.clone(), k=codes.k.clone())
     plain.q[:, :, 0], plain.k[:, :, 0] = 0, 0
@@ -106,8 +107,9 @@ def test_nan_goes_where_it_came_from():
     heads = Heads.draw((37, 101), 64)
     for part, place in (("q", (0, 5)), ("k", (1, 100)), ("v", (1, 7))):
         codes = heads.codes("e4m3fn")
-        getattr(codes, part)[(*place, 3)] = 0x7F
-        found, wanted = both(*heads.call("e4m3fn", codes))
+        head, row = place
+        getattr(codes, part)[head, row, 3] = 0x7F
+        found, wanted = both(heads.call("e4m3fn", codes))
         check_same(found, wanted)
         assert found.isnan().any()
         other = found[0, :, 1 - place[0]]
@@ -121,7 +123,7 @@ def test_nan_goes_where_it_came_from():
 def test_values_beyond_the_format_are_scaled():
     heads = Heads.draw((9, 70), 48)
     heads = replace(heads, v=heads.v * 3e4)
-    found, wanted = both(*heads.call("e4m3fn"), torch.bfloat16)
+    found, wanted = both(heads.call("e4m3fn"), dtype=torch.bfloat16)
     check_same(found.half(), wanted.half())
     assert rms(found.double() - heads.exact()) < 0.03 * rms(heads.exact())
 
@@ -137,7 +139,7 @@ def test_factors_of_all_pictures_or_of_every_row():
         execute.call(op, *heads.call("e4m3fn", all_alike)[1], torch.float16),
     )
     bare = (*arguments[:6], None, *arguments[7:])
-    found, wanted = both(op, bare)
+    found, wanted = both((op, bare))
     check_same(found, wanted)
 
 
@@ -180,8 +182,8 @@ def test_heads_beyond_the_largest_are_refused():
 
 def test_the_reference_in_double_precision_is_near():
     _, arguments = Heads.draw((37, 101), 64).call("e4m3fn")
-    single = attention(*arguments, torch.float32)
-    double = attention(*arguments, torch.float32, precision=torch.float64)
+    single = OPS[0].reference(*arguments, torch.float32)
+    double = OPS[0].reference(*arguments, torch.float32, precision=torch.float64)
     assert rms(single - double) < 2e-3 * rms(double)
 
 

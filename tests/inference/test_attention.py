@@ -59,6 +59,7 @@ CLASSES = {
     "OvisImageTransformer2DModel": {"OvisImageAttnProcessor"},
     "PRXTransformer2DModel": {"PRXAttnProcessor2_0"},
     "PixArtTransformer2DModel": {"AttnProcessor2_0"},
+    "QwenImageTransformer2DModel": {"QwenDoubleStreamAttnProcessor2_0"},
     "SD3Transformer2DModel": {"JointAttnProcessor2_0"},
     "SanaTransformer2DModel": {"SanaAttnProcessor2_0", "SanaLinearAttnProcessor2_0"},
     "SkyReelsV2Transformer3DModel": {"SkyReelsV2AttnProcessor"},
@@ -73,27 +74,31 @@ CLASSES = {
 def test_known_processors_answer_as_torch_does(name):
     model = tiny_model(ROW[name])
     assert processors(model) == CLASSES[name]
-    wanted = answer(ROW[name], model)
+    wanted = answer(model)
     layers = quantkit.attention(model, min_keys=1)
     assert layers.quantized
-    found = answer(ROW[name], model)
+    found = answer(model)
     assert 0 < error(found, wanted) < 0.03
     quantkit.attention(model, qk=None)
-    assert torch.equal(answer(ROW[name], model), wanted)
+    assert torch.equal(answer(model), wanted)
 
 
 def test_the_table_names_what_is_tested():
     tested = set().union(*CLASSES.values())
     fused = {name for name in PROCESSORS if name.startswith("Fused")}
-    assert set(PROCESSORS) - tested == fused | {"QwenDoubleStreamAttnProcessor2_0"}
+    assert set(PROCESSORS) - tested == fused
 
 
-def test_a_mask_leaves_a_call_to_torch():
-    row = ROW["QwenImageTransformer2DModel"]
-    model = tiny_model(row)
-    wanted = answer(row, model)
-    assert quantkit.attention(model, min_keys=1).quantized
-    assert torch.equal(answer(row, model), wanted)
+def test_a_mask_leaves_a_call_to_torch(unet):
+    masked, own = copy.deepcopy(unet), copy.deepcopy(unet)
+    mask = torch.ones(2, 77, dtype=torch.bool)
+    mask[:, 60:] = False
+    quantkit.attention(masked, min_keys=1)
+    for name, module in own.named_modules():
+        if name.endswith("attn1"):
+            quantkit.attention(module, min_keys=1)
+    assert torch.equal(*(ask(m, encoder_attention_mask=mask) for m in (masked, own)))
+    assert not torch.equal(ask(masked), ask(own))
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +113,11 @@ def unet():
     ).eval().requires_grad_(False)  # fmt: skip
 
 
-def ask(model):
+def ask(model, **options):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 4, 16, 16, generator=generator)
     text = torch.randn(2, 77, 32, generator=generator)
-    return model(x, torch.tensor(500), text).sample
+    return model(x, torch.tensor(500), text, **options).sample
 
 
 def test_few_keys_are_torchs(unet):

@@ -160,7 +160,7 @@ def _check_sizes(
         raise ShapeError(
             f"{op}: head_size {head_size}, wanted a multiple of 8 that {columns} columns hold"
         )
-    if scales < 1 or n % scales:
+    if n and (scales < 1 or n % scales):
         raise ShapeError(f"{op}: v_scale has {scales} rows, wanted a divisor of {n}")
 
 
