@@ -10,6 +10,7 @@ from quantkit.inference import hook as _hook
 TYPE_CHECKING = False  # the typing module takes longer to import than all of this
 if TYPE_CHECKING:
     from quantkit.device.backends import fast_sums as fast_sums
+    from quantkit.inference.attention import attention as attention
     from quantkit.inference.loading import load_pipeline as load_pipeline
     from quantkit.models.source import SingleFile as SingleFile
     from quantkit.models.source import open_model as open_model
@@ -46,6 +47,7 @@ _HOMES = {
     "Sampling": "workflow.inputs",
     "SingleFile": "models.source",
     "Training": "workflow.training",
+    "attention": "inference.attention",
     "calibrate": "workflow.calibrate",
     "calibrate_hessians": "workflow.hessians",
     "compare": "workflow.evaluate",
@@ -77,6 +79,7 @@ __all__ = [
     "SingleFile",
     "Training",
     "__version__",
+    "attention",
     "calibrate",
     "calibrate_hessians",
     "compare",

@@ -35,6 +35,13 @@ struct HostMma : Layout {
     host::wave_collective(
         &host::Matrix<Layout, Isa, kWeights, kTokens, Sum, kBlocksN, kBlocksM>::run, &mine);
   }
+  /// Fragments whose second half is zero.
+  template <int kBlocksN, int kBlocksM>
+  static QK_DEVICE void multiply_half(Acc (&acc)[kBlocksN][kBlocksM],
+                                      const typename Layout::A (&a)[kBlocksN],
+                                      const typename Layout::B (&b)[kBlocksM]) {
+    multiply(acc, a, b);
+  }
 };
 
 /// The same numbers as the codes are.

@@ -63,6 +63,14 @@ struct LayoutGfx12 : OutputsGfx12 {
   /// The lane's run of a chunk, wherever it lies.
   static QK_DEVICE A load_run_a(const u8* codes, const u8*) { return load<Vec16>(codes); }
   static QK_DEVICE B load_run_b(const u8* codes) { return load<Vec16>(codes); }
+  /// The lane's 8 bytes of the 16 that one instruction takes; the rest of the fragment is zero.
+  static QK_DEVICE Vec16 load_half_row(const u8* row, int chunk, int lane) {
+    struct Pair {
+      u32 v[2];
+    };
+    const auto half = load<Pair>(row + kChunk * chunk + 8 * (lane / 16));
+    return {{half.v[0], half.v[1], 0, 0}};
+  }
   static QK_DEVICE A zero_a() { return {}; }
   static QK_DEVICE B zero_b() { return {}; }
 

@@ -56,6 +56,12 @@ struct DenseMma : LayoutGfx12 {
     multiply_blocks<0>(acc, a, b);
     multiply_blocks<1>(acc, a, b);
   }
+  /// Fragments whose second half is zero.
+  template <int kBlocksN, int kBlocksM>
+  static QK_DEVICE void multiply_half(Acc (&acc)[kBlocksN][kBlocksM], const A (&a)[kBlocksN],
+                                      const B (&b)[kBlocksM]) {
+    multiply_blocks<0>(acc, a, b);
+  }
 };
 
 template <Format kW, Format kX>

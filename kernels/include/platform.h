@@ -107,6 +107,24 @@ QK_DEVICE u32 wave_max(u32 value) {
   return value;
 }
 
+/// The value of the lane that differs in bit 4: what the other half of the wave has.
+QK_DEVICE f32 swap_halves(f32 value) {
+  host::wave_collective(
+      [](void* const* lanes) {
+        for (int lane = 0; lane < kWave / 2; ++lane) {
+          f32* const low = static_cast<f32*>(lanes[lane]);
+          f32* const high = static_cast<f32*>(lanes[lane + kWave / 2]);
+          const f32 kept = *low;
+          *low = *high;
+          *high = kept;
+        }
+      },
+      &value);
+  return value;
+}
+/// Whether it holds in any lane of the wave.
+QK_DEVICE bool any_lane(bool condition) { return wave_max(condition ? 1u : 0u) != 0; }
+
 /// Selects by a mask: g++ turns `?:` around a float operation into a branch, and then cannot
 /// vectorise the loop.
 QK_DEVICE u32 select(bool condition, u32 yes, u32 no) {
@@ -259,6 +277,15 @@ QK_DEVICE u32 max_halves(u32 a, u32 b) {
   return __builtin_bit_cast(
       u32, __builtin_elementwise_max(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b)));
 }
+/// The value of the lane that differs in bit 4: what the other half of the wave has. Not lane_xor,
+/// which goes through LDS.
+QK_DEVICE f32 swap_halves(f32 value) {
+  const u32 bits = float_bits(value);
+  return bits_float(
+      __builtin_amdgcn_permlanex16(bits, bits, 0x76543210u, 0xfedcba98u, false, false));
+}
+/// Whether it holds in any lane of the wave.
+QK_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w32(condition) != 0; }
 /// The same number, but the compiler cannot know: a 32-bit offset that it widens before a loop
 /// costs an addition per load.
 QK_DEVICE u32 opaque(u32 value) {

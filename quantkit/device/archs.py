@@ -82,6 +82,8 @@ class Arch:
     #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter, and
     #: tiles beyond the last are not compiled for it
     tile_speed: TileSpeed = ()
+    #: family of operations -> why it has no kernels here
+    without: tuple[tuple[str, str], ...] = ()
 
     @property
     def ahead_of_time(self) -> bool:
@@ -91,6 +93,10 @@ class Arch:
     def has_tile(self, op: str, tile: str) -> bool:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
         return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
+
+    def why_without(self, family: str) -> str:
+        """Return why a family of operations has no kernels here; empty when it has."""
+        return dict(self.without).get(family, "")
 
     def target_for(self, device: str) -> str:
         """Return what the compiler is told for ``device``: itself, unless the row is for one only.
@@ -196,6 +202,8 @@ _GFX12_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}"),
     *_multiplying_int8("v_wmma_i32_16x16x16_iu8", "v_swmmac_i32_16x16x32_iu8"),
     ("gemm_w16", "v_wmma_f32_16x16x16_{io}"),
+    ("attention_fp8", "v_wmma_f32_16x16x16_fp8_fp8"),
+    ("attention_int8", "v_wmma_i32_16x16x16_iu8"),
 )
 _GFX11_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16"),
@@ -209,12 +217,21 @@ _SM89_MATRIX = (
 )
 
 
+# int8 attention took 1.05 times as long as torch's on a 7900 XTX (comfy-kitchen, issue 104).
+_GFX11_WITHOUT = (
+    ("attention", "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8"),
+)
+_NVIDIA_WITHOUT = (("attention", "its kernels are made for RDNA4 and the CPU"),)
+
+
 def _radeon(
     name: str,
     description: str,
     instructions: tuple[tuple[str, str], ...],
     matrix_unit: MatrixUnit,
     tile_speed: TileSpeed,
+    *,
+    without: tuple[tuple[str, str], ...] = (),
 ) -> Arch:
     # torch counts work group processors, of two compute units each, as multiprocessors.
     return Arch(
@@ -228,6 +245,7 @@ def _radeon(
         devices=(name,),
         units=2,
         tile_speed=tile_speed,
+        without=without,
     )
 
 
@@ -239,7 +257,14 @@ ARCHS: dict[str, Arch] = {
         _radeon(
             "gfx1201", "RDNA4, RX 9070 series, R9700", _GFX12_MATRIX, _RDNA4_MATRIX, _GFX12_TILES
         ),
-        _radeon("gfx1100", "RDNA3, RX 7900 series", _GFX11_MATRIX, _RDNA3_MATRIX, _GFX11_TILES),
+        _radeon(
+            "gfx1100",
+            "RDNA3, RX 7900 series",
+            _GFX11_MATRIX,
+            _RDNA3_MATRIX,
+            _GFX11_TILES,
+            without=_GFX11_WITHOUT,
+        ),
         # GEMMs run as hopper.py says; these tiles where the driver has no tensor maps. Not built
         # ahead of time: mma.sync on FP8, emulated, spills, and wgmma's kernels need more than a
         # manifest says.
@@ -249,6 +274,7 @@ ARCHS: dict[str, Arch] = {
             "Hopper, H100 and H200: GEMMs with wgmma, compiled at first use",
             devices=("sm_90",),
             tile_speed=_SM89_TILES,
+            without=_NVIDIA_WITHOUT,
         ),
         Arch(
             "sm_89",
@@ -259,6 +285,7 @@ ARCHS: dict[str, Arch] = {
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
+            without=_NVIDIA_WITHOUT,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )

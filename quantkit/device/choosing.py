@@ -36,7 +36,7 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     if asked is Backend.REFERENCE:
         return Choice(Backend.REFERENCE, "asked for")
     kernel = Backend.GPU if device.type == "cuda" else Backend.HOST
-    reason = _why_no_kernel(op, k, group_scales) or _why_not_here(device)
+    reason = _why_no_kernel(op, k, group_scales) or _why_not_here(device, find_op(op).family)
     if asked not in (None, kernel):
         reason = f"the tensors are on {device}"
     if not reason:
@@ -56,7 +56,7 @@ def _why_no_kernel(op: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
     return ""
 
 
-def _why_not_here(device: torch.device) -> str:
+def _why_not_here(device: torch.device, family: str) -> str:
     if device.type == "cpu":
         return host.why_unavailable()
     if device.type != "cuda":
@@ -66,4 +66,5 @@ def _why_not_here(device: torch.device) -> str:
     index: int | None = device.index
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    return state_of(index).problem
+    state = state_of(index)
+    return state.problem or (state.device.arch.why_without(family) if state.device else "")

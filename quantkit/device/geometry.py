@@ -56,6 +56,18 @@ class Tile:
         return 32 * prod(self.waves)
 
 
+@dataclass(frozen=True)
+class OwnTile:
+    """A tile of a source that shares none with others."""
+
+    #: rows of a block
+    m: int
+    #: of a step of its loop
+    n: int
+    #: static LDS bytes of a block
+    lds: int
+
+
 @lru_cache(maxsize=1)
 def tiles() -> tuple[Tile, ...]:
     """Return the tile menu; variant word ``t1`` is its entry 1."""
@@ -67,11 +79,19 @@ def macros(source: str, tile_word: str) -> tuple[str, ...]:
     """Return what a source is told of its launch, for the compiler's command."""
     launch = geometry_of(source, tile_word)
     values = {"THREADS": launch.block, "LDS_BYTES": launch.lds}
-    if tile_word:
+    if own := own_tile(source, tile_word):
+        values |= {"TILE_M": own.m, "TILE_N": own.n}
+    elif tile_word:
         tile = tiles()[int(tile_word[1:])]
         values |= {"TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
         values |= dict(zip(("WAVES_M", "WAVES_N", "WAVES_K"), tile.waves, strict=True))
     return tuple(f"-DQK_{name}={value}" for name, value in values.items())
+
+
+def own_tile(source: str, tile_word: str) -> OwnTile | None:
+    """Return a tile that a source has instead of the menu's; None when it has none."""
+    found = _entry(source).get("tiles")
+    return OwnTile(**found[tile_word]) if found else None
 
 
 def geometry_of(source: str, tile_word: str) -> Geometry:
@@ -81,18 +101,26 @@ def geometry_of(source: str, tile_word: str) -> Geometry:
         source: file below ``kernels``.
         tile_word: the variant's word for its tile; empty when it has none.
     """
-    path = kernel_sources() / source
-    entry = _launch_file(path.parent)[path.stem]
+    entry = _entry(source)
     x, y, z = entry["grid"]
+    if own := own_tile(source, tile_word):
+        return Geometry(entry["block"], (_filled(x, own), _filled(y, own), z), own.lds)
     if not tile_word:
         return Geometry(entry["block"], (x, y, z), entry["lds"])
     index = int(tile_word[1:])
     tile = tiles()[index]
+    return Geometry(tile.block, (_filled(x, tile), _filled(y, tile), z), entry["lds"][index])
 
-    def fill(text: str) -> str:
-        return text.replace("TILE_M", str(tile.m)).replace("TILE_N", str(tile.n))
 
-    return Geometry(tile.block, (fill(x), fill(y), fill(z)), entry["lds"][index])
+def _filled(text: str, tile: Tile | OwnTile) -> str:
+    return text.replace("TILE_M", str(tile.m)).replace("TILE_N", str(tile.n))
+
+
+def _entry(source: str) -> dict[str, Any]:
+    path = kernel_sources() / source
+    entry = _launch_file(path.parent)[path.stem]
+    assert isinstance(entry, dict)
+    return entry
 
 
 def compile_expression(text: str) -> Expression:

@@ -9,8 +9,12 @@ from quantkit.device.ops.op import Variant
 
 
 def variants_for(arch: Arch, variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Return those whose tile the target has."""
-    return tuple(v for v in variants if arch.has_tile(v.op.name, v.word("QK_TILE")))
+    """Return those that the target has, their tile among them."""
+    return tuple(
+        v
+        for v in variants
+        if not arch.why_without(v.op.family) and arch.has_tile(v.op.name, v.word("QK_TILE"))
+    )
 
 
 @lru_cache(maxsize=4096)

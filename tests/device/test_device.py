@@ -18,6 +18,7 @@ from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS, default_variants, find_op
 from quantkit.device.tiles import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.attention import COLUMNS
 from quantkit.numerics.scales import decode
 from quantkit.resources import kernel_sources
 from tests.support.kernel_cases import need, operate
@@ -54,7 +55,9 @@ def test_words_have_the_numbers_of_the_header():
     numbers = macros()
     named = {(macro, word): number for (macro, word), number in words.items() if macro != "QK_TILE"}
     for (macro, word), number in named.items():
-        if macro != "QK_INPUT":
+        if macro == "QK_HEAD":
+            assert f"d{COLUMNS * number}" == word
+        elif macro != "QK_INPUT":
             assert numbers[word.upper()] == number, (macro, word)
     bits = {"smooth": numbers["SMOOTH"], "shift": numbers["SHIFT"], "": 0}
     for word, number in ((w, n) for (macro, w), n in words.items() if macro == "QK_INPUT"):
@@ -100,10 +103,10 @@ def test_arguments_are_the_kernels(op):
 def test_symbols_follow_the_naming_rule_and_are_unique():
     symbols = [variant.symbol for op in OPS.values() for variant in all_variants(op)]
     fp8, int8 = 24 + 24 + 2 * (240 + 480 + 96), 12 + 12 + 2 * (60 + 60 + 24)
-    assert len(symbols) == len(set(symbols)) == fp8 + int8 + 48 + 48 + 24 + 24
+    assert len(symbols) == len(set(symbols)) == fp8 + int8 + 48 + 48 + 24 + 24 + 2 * 30
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
-    assert len(variants_for(ARCHS["gfx1201"], default_variants())) == 2 * 208 + 80 + 20
+    assert len(variants_for(ARCHS["gfx1201"], default_variants())) == 2 * 208 + 80 + 20 + 40
     assert len(variants_for(ARCHS["gfx1100"], default_variants())) == 2 * 136 + 60 + 20
 
 

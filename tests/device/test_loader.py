@@ -136,7 +136,8 @@ def test_arguments_are_packed_as_the_kernel_declares_them(hip):
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_grid_and_numbers_follow_the_launch_file(hip, op):
     hip.monkeypatch.setenv("STANDIN_KERNELS", "")  # nothing runs
-    device, sizes = hip.device(), {"m": 1000, "n": 300, "k": 256, **dict.fromkeys(PICTURE, 3)}
+    sizes = dict.fromkeys((*PICTURE, "keys", "pitch", "heads", "d", "scales"), 3)
+    device, sizes = hip.device(), {**sizes, "m": 1000, "n": 300, "k": 256}
     for variant in covering_variants(op, pairs=False):
         hip.forget_calls()
         pointers = [a for a in op.args if a.is_pointer]

@@ -20,7 +20,7 @@ from quantkit.device.aot.codeobject import (
 )
 from quantkit.device.aot.disassembly import Instruction, read_code
 from quantkit.device.aot.hazards import unwaited_reads
-from quantkit.device.aot.k_loop import Loop, find_loop
+from quantkit.device.aot.k_loop import Loop, find_loop, find_shortest_loop
 from quantkit.device.aot.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
 from quantkit.device.aot.masks import masked_matrix_instructions
 from quantkit.device.archs import Arch, Toolchain, find_arch
@@ -134,8 +134,12 @@ def _count(text: str) -> Counter[str]:
 
 
 def _loop_of(code: Sequence[Instruction], kernel: ManifestKernel, arch: Arch) -> Loop | None:
+    if not (code and arch.matrix_unit):
+        return None
+    if "head" in kernel.choices:
+        return find_shortest_loop(code, arch.matrix_unit)
     word = kernel.choices.get("tile", "")
-    if not (word and code and arch.matrix_unit):
+    if not word:
         return None
     tile = tiles()[int(word.removeprefix("t"))]
     work = tile.m * tile.n * tile.k // (tile.block // 32)

@@ -83,6 +83,20 @@ def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop 
     return Loop(dict(issued), lds, unit)
 
 
+def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | None:
+    """Return the shortest loop with matrix instructions, None where there is none.
+
+    Of a loop whose pass is written out. What is rare stands behind it and branches back into it
+    without a condition.
+    """
+    spans = _loops([i for i in code if i.mnemonic != "s_branch"])
+    if not spans:
+        return None
+    shortest = min(spans, key=_length)
+    issued = Counter(instruction.kind for instruction in shortest.code)
+    return Loop(dict(issued), sum(lds_bytes(i.mnemonic) for i in shortest.code), unit)
+
+
 def lds_bytes(mnemonic: str) -> int:
     """Return the bytes that an instruction of a full wave moves from or to LDS."""
     match = _LDS_ACCESS.match(mnemonic)

@@ -195,12 +195,17 @@ class Variant:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
         values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
-        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self.source, self.word("QK_TILE")))
+        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self.source, self._tile_word))
 
     @property
     def geometry(self) -> Geometry:
         """How it is launched."""
-        return geometry_of(self.source, self.word("QK_TILE"))
+        return geometry_of(self.source, self._tile_word)
+
+    @property
+    def _tile_word(self) -> str:
+        """The word that says what a block computes."""
+        return self.word("QK_TILE") or self.word("QK_HEAD")
 
     def word(self, macro: str) -> str:
         """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""

@@ -1,0 +1,58 @@
+// Online softmax over scores that arrive in powers of two: a maximum that may lag, probabilities as
+// e4m3fn codes, and their sum.
+//
+//   bias = 8 - m; scores come as S + bias, so exp2 of them is what is encoded: 2^(S - m + 8)
+//   m grows only when a score exceeds it by more than 0.75: e4m3fn ends at 448 = 2^8.81
+//
+// The sum is taken of the codes, not of what they were rounded from: the error of a row's
+// probabilities then cancels, where all values are alike.
+#pragma once
+
+#include "fp8.h"
+
+namespace qk {
+
+/// Where probabilities start below, in powers of two.
+constexpr f32 kTop = 8.0f;
+/// The largest S + bias that is encoded as it is.
+constexpr f32 kOutgrown = 8.75f;
+
+#if defined(QK_AMD)
+/// e4m3fn codes of four values below 464, the first one lowest; NaN becomes NaN.
+QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {
+  // Into a's own register, of which both halves are overwritten: no other has to be cleared.
+  const int low = __builtin_amdgcn_cvt_pk_fp8_f32(a, b, static_cast<int>(float_bits(a)), false);
+  return static_cast<u32>(__builtin_amdgcn_cvt_pk_fp8_f32(c, d, low, true));
+}
+/// sum plus the values of four e4m3fn codes.
+QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
+  constexpr u32 kOnes = 0x38383838u;
+  return __builtin_amdgcn_dot4_f32_fp8_fp8(codes, kOnes, sum);
+}
+#else
+QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {
+  constexpr Format kFormat = Format::kE4M3FN;
+  return encode_fp8<kFormat>(a) | encode_fp8<kFormat>(b) << 8 | encode_fp8<kFormat>(c) << 16 |
+         static_cast<u32>(encode_fp8<kFormat>(d)) << 24;
+}
+/// The value of an e4m3fn code without a sign.
+QK_DEVICE f32 decode_positive(u32 code) {
+  // Shifted into place, the exponent lacks 127 - 7.
+  const f32 value = bits_float(code << 20) * 0x1p120f;
+  return code == 0x7fu ? bits_float(0x7fc00000u) : value;
+}
+QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
+  const f32 low = decode_positive(codes & 0xffu) + decode_positive(codes >> 8 & 0xffu);
+  return sum + (low + (decode_positive(codes >> 16 & 0xffu) + decode_positive(codes >> 24)));
+}
+#endif
+
+/// The row of a lane: its two halves in the wave hold different keys of one query.
+struct SoftmaxRow {
+  f32 bias = kTop;
+  f32 sum = 0.0f;
+
+  QK_DEVICE f32 total() const { return sum + swap_halves(sum); }
+};
+
+}  // namespace qk

@@ -1,0 +1,202 @@
+"""Quantized attention in diffusers' models: every known processor, and what is left alone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from diffusers.utils import logging
+
+import quantkit
+from quantkit.device import compilers
+from quantkit.errors import InputError
+from quantkit.inference.attention import PROCESSORS, AttentionSettings
+from tests.support.denoiser_classes import ROWS
+from tests.support.kernel_cases import need
+from tests.support.tiny_denoisers import answer, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    need(compilers.host_compiler)
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    yield
+    logging.set_verbosity(level)
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def processors(model):
+    return {type(m.processor).__name__ for m in model.modules() if hasattr(m, "processor")}
+
+
+ROW = {row.class_name: row for row in ROWS}
+#: One class for every known processor that a new model has.
+CLASSES = {
+    "AuraFlowTransformer2DModel": {"AuraFlowAttnProcessor2_0"},
+    "BriaFiboTransformer2DModel": {"BriaAttnProcessor", "BriaFiboAttnProcessor"},
+    "ChromaTransformer2DModel": {"FluxAttnProcessor"},
+    "CogVideoXTransformer3DModel": {"CogVideoXAttnProcessor2_0"},
+    "CogView4Transformer2DModel": {"CogView4AttnProcessor"},
+    "CosmosTransformer3DModel": {"CosmosAttnProcessor2_0"},
+    "EasyAnimateTransformer3DModel": {"EasyAnimateAttnProcessor2_0"},
+    "Flux2Transformer2DModel": {"Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"},
+    "FluxTransformer2DModel": {"FluxAttnProcessor"},
+    "GlmImageTransformer2DModel": {"GlmImageAttnProcessor"},
+    "HiDreamImageTransformer2DModel": {"HiDreamAttnProcessor"},
+    "HunyuanDiT2DModel": {"HunyuanAttnProcessor2_0"},
+    "JoyImageEditTransformer3DModel": {"JoyImageAttnProcessor"},
+    "Kandinsky5Transformer3DModel": {"Kandinsky5AttnProcessor"},
+    "Krea2Transformer2DModel": {"Krea2AttnProcessor"},
+    "LTXVideoTransformer3DModel": {"LTXVideoAttnProcessor"},
+    "LongCatImageTransformer2DModel": {"LongCatImageAttnProcessor"},
+    "Lumina2Transformer2DModel": {"Lumina2AttnProcessor2_0"},
+    "OvisImageTransformer2DModel": {"OvisImageAttnProcessor"},
+    "PRXTransformer2DModel": {"PRXAttnProcessor2_0"},
+    "PixArtTransformer2DModel": {"AttnProcessor2_0"},
+    "QwenImageTransformer2DModel": {"QwenDoubleStreamAttnProcessor2_0"},
+    "SD3Transformer2DModel": {"JointAttnProcessor2_0"},
+    "SanaTransformer2DModel": {"SanaAttnProcessor2_0", "SanaLinearAttnProcessor2_0"},
+    "SkyReelsV2Transformer3DModel": {"SkyReelsV2AttnProcessor"},
+    "StableAudioDiTModel": {"StableAudioAttnProcessor2_0"},
+    "UNet2DConditionModel": {"AttnProcessor2_0"},
+    "WanTransformer3DModel": {"WanAttnProcessor"},
+    "ZImageTransformer2DModel": {"ZSingleStreamAttnProcessor"},
+}
+
+
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_known_processors_answer_as_torch_does(name):
+    model = tiny_model(ROW[name])
+    assert processors(model) == CLASSES[name]
+    wanted = answer(model)
+    layers = quantkit.attention(model, min_keys=1)
+    assert layers.quantized
+    found = answer(model)
+    assert 0 < error(found, wanted) < 0.03
+    quantkit.attention(model, qk=None)
+    assert torch.equal(answer(model), wanted)
+
+
+def test_the_table_names_what_is_tested():
+    tested = set().union(*CLASSES.values())
+    fused = {name for name in PROCESSORS if name.startswith("Fused")}
+    assert set(PROCESSORS) - tested == fused
+
+
+def test_a_mask_leaves_a_call_to_torch(unet):
+    masked, own = copy.deepcopy(unet), copy.deepcopy(unet)
+    mask = torch.ones(2, 77, dtype=torch.bool)
+    mask[:, 60:] = False
+    quantkit.attention(masked, min_keys=1)
+    for name, module in own.named_modules():
+        if name.endswith("attn1"):
+            quantkit.attention(module, min_keys=1)
+    assert torch.equal(*(ask(m, encoder_attention_mask=mask) for m in (masked, own)))
+    assert not torch.equal(ask(masked), ask(own))
+
+
+@pytest.fixture(scope="module")
+def unet():
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=16,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=2,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=32,
+    ).eval().requires_grad_(False)  # fmt: skip
+
+
+def ask(model, **options):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, 16, 16, generator=generator)
+    text = torch.randn(2, 77, 32, generator=generator)
+    return model(x, torch.tensor(500), text, **options).sample
+
+
+def test_few_keys_are_torchs(unet):
+    model = copy.deepcopy(unet)
+    quantkit.attention(model, min_keys=257)
+    assert torch.equal(ask(model), ask(unet))
+    quantkit.attention(model, min_keys=100)
+    only_own = error(ask(model), ask(unet))
+    quantkit.attention(model, min_keys=77)
+    assert 0 < only_own < error(ask(model), ask(unet)) < 0.03
+
+
+def test_int8_is_nearer(unet):
+    model = copy.deepcopy(unet)
+    quantkit.attention(model, min_keys=1)
+    fp8 = error(ask(model), ask(unet))
+    assert "8 modules" in str(quantkit.attention(model, qk="int8", min_keys=1))
+    assert 0 < error(ask(model), ask(unet)) < fp8
+
+
+def test_joined_projections_have_it_too(unet):
+    model = copy.deepcopy(unet)
+    model.fuse_qkv_projections()
+    model.requires_grad_(False)
+    assert processors(model) == {"FusedAttnProcessor2_0"}
+    quantkit.attention(model, min_keys=1)
+    assert 0 < error(ask(model), ask(unet)) < 0.03
+
+
+def test_copies_and_pickles_keep_it(unet):
+    model = copy.deepcopy(unet)
+    quantkit.attention(model, min_keys=1)
+    wanted = ask(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(ask(other), wanted)
+        quantkit.attention(other, qk=None)
+        assert torch.equal(ask(other), ask(unet))
+
+
+def test_it_compiles_into_one_graph(unet):
+    model = copy.deepcopy(unet)
+    quantkit.attention(model, min_keys=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(ask(compiled), ask(model))
+
+
+def test_gradients_are_torchs(unet):
+    model = copy.deepcopy(unet).requires_grad_(True)
+    quantkit.attention(model, min_keys=1)
+    ask(model).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_adapters_keep_their_processors(unet):
+    from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+
+    model = copy.deepcopy(unet)
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2"
+    model.get_submodule(name).processor = IPAdapterAttnProcessor2_0(32, 32)
+    layers = quantkit.attention(model)
+    assert layers.kept == {name: "IPAdapterAttnProcessor2_0 is not among the known processors"}
+    assert len(layers.quantized) == 7
+    assert "1 keep theirs (IPAdapterAttnProcessor2_0" in str(layers)
+
+
+def test_a_pipeline_means_its_denoisers(pipeline_dir):
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(pipeline_dir)
+    layers = quantkit.attention(pipe)
+    assert layers.quantized
+    assert all(name.startswith("unet.") for name in layers.quantized)
+
+
+def test_what_is_refused():
+    with pytest.raises(InputError, match="qk 'fp4', wanted one of e4m3fn, int8"):
+        AttentionSettings("fp4")
+    with pytest.raises(InputError, match="min_keys 0"):
+        AttentionSettings(min_keys=0)
+    with pytest.raises(InputError, match="Linear has no attention modules"):
+        quantkit.attention(torch.nn.Linear(2, 2))
