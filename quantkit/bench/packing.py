@@ -22,8 +22,9 @@ from quantkit.numerics.formats import find_format
 from quantkit.packing import pack as pipeline
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.progress import Progress
+from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 from quantkit.recipe.load import load_recipe
-from quantkit.recipe.schema import ActivationRecipe, Recipe, SparsityRecipe, WeightRecipe
+from quantkit.recipe.schema import Recipe, SparsityRecipe
 
 #: diffusers' bound of a file, and so of what is in host memory at once.
 _SHARD = "1GB"

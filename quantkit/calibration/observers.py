@@ -13,7 +13,7 @@ from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import choose_edges
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scales import cast, power_of_two, scale_of_amax
-from quantkit.recipe.schema import ActivationRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
 
 #: Candidates of the MSE search, as fractions of amax: an eighth of a binade apart, over two
 #: binades. A float format loses little to a large scale: the best clip of 200,000 Gaussian, Laplace

@@ -9,7 +9,7 @@ from quantkit.calibration.observers import clip_after
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ShapeError
 from quantkit.numerics.formats import NumberFormat
-from quantkit.recipe.schema import ActivationRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
 
 
 @dataclass(frozen=True)

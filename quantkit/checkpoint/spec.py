@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 
 from quantkit._version import __version__
+from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
+from quantkit.checkpoint.attention import PackedAttention, parse_attention
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.numerics.formats import FORMATS
@@ -18,9 +20,9 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.tensorfile import ITEM_BYTES
 
 #: The newest version. Each checkpoint is written as the first that holds it, for older readers.
-FORMAT_VERSION = 3
-#: What versions brought: shifts and terms, then integers.
-_SHIFTS, _INTEGERS = 2, 3
+FORMAT_VERSION = 4
+#: What versions brought: shifts and terms, then integers, then attention.
+_SHIFTS, _INTEGERS, _ATTENTION = 2, 3, 4
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
 #: The key of config.json that holds the schemes.
@@ -76,6 +78,8 @@ class PackedConfig:
     format_version: int
     quantkit_version: str
     schemes: tuple[SchemeEntry, ...]
+    #: None: in 16 bit
+    attention: PackedAttention | None = None
 
     @cached_property
     def layers(self) -> dict[str, Scheme]:
@@ -88,10 +92,12 @@ class PackedConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return FORMAT.md's ``quantization_config``."""
+        attention = {} if self.attention is None else {ATTENTION_KEY: self.attention.to_json()}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.format_version,
             "quantkit_version": self.quantkit_version,
+            **attention,
             "schemes": [
                 {**scheme_to_json(entry.scheme), "layers": list(entry.layers)}
                 for entry in self.schemes
@@ -99,17 +105,22 @@ class PackedConfig:
         }
 
 
-def make_config(schemes: Mapping[str, Scheme]) -> PackedConfig:
+def make_config(
+    schemes: Mapping[str, Scheme], attention: PackedAttention | None = None
+) -> PackedConfig:
     """Return the config of layers and their treatments, equal treatments gathered.
 
     Args:
         schemes: module path to treatment.
+        attention: None: in 16 bit.
     """
     gathered: dict[Scheme, list[str]] = {}
     for layer, scheme in sorted(schemes.items()):
         gathered.setdefault(scheme, []).append(layer)
     entries = tuple(SchemeEntry(scheme, tuple(layers)) for scheme, layers in gathered.items())
-    return PackedConfig(needed_version(schemes.values()), __version__, entries)
+    version = FIRST_VERSION if attention is None else _ATTENTION
+    needed = max(version, needed_version(schemes.values()))
+    return PackedConfig(needed, __version__, entries, attention)
 
 
 def needed_version(schemes: Iterable[Scheme]) -> int:
@@ -131,7 +142,7 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
             value, a layer with two schemes.
     """
     check_version(config.get("format_version"), CONFIG_KEY)
-    check_keys(config, _CONFIG_KEYS, CONFIG_KEY)
+    check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY,))
     if config["quant_method"] != QUANT_METHOD:
         raise CheckpointError(
             f"{CONFIG_KEY}: quant_method {config['quant_method']!r:.80}, wanted {QUANT_METHOD!r}"
@@ -148,14 +159,17 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     )
     _check_distinct(entries)
     format_version = int(config["format_version"])
+    attention = None
     needed = needed_version(entry.scheme for entry in entries)
+    if ATTENTION_KEY in config:
+        attention, needed = parse_attention(config[ATTENTION_KEY], CONFIG_KEY), _ATTENTION
     if format_version < needed:
-        what = "integers" if needed == _INTEGERS else "a shift or terms"
+        what = {_INTEGERS: "integers", _ATTENTION: "attention"}.get(needed, "a shift or terms")
         raise CheckpointError(
             f"{CONFIG_KEY}: format_version {format_version} with {what}, which came with "
             f"{needed}; pack the model again"
         )
-    return PackedConfig(format_version, version, entries)
+    return PackedConfig(format_version, version, entries, attention)
 
 
 def check_version(found: object, where: str) -> None:

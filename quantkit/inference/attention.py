@@ -5,18 +5,18 @@ diffusers' processors end in one call: torch's ``scaled_dot_product_attention``,
 name. So projections, norms, rotary embeddings and what joins two streams stay diffusers'.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as torch_functional
-from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
+from quantkit.checkpoint.attention import PackedAttention
 from quantkit.device.backends import Backend, forced
 from quantkit.device.choosing import choose
 from quantkit.device.ops.attention import LARGEST_HEAD
@@ -26,6 +26,7 @@ from quantkit.errors import InputError
 from quantkit.inference.operators import OPERATORS
 from quantkit.numerics.attention import QK_FORMATS, attention_codes, padded
 from quantkit.numerics.formats import E4M3FN
+from quantkit.recipe.schema import matches
 
 #: diffusers' processors that are known to compute plain softmax attention. Others, an adapter's
 #: among them, keep theirs.
@@ -66,6 +67,9 @@ PROCESSORS = (
     "ZSingleStreamAttnProcessor",
 )
 
+#: diffusers' method, which an instance gets one of its own for.
+_FUSE = "fuse_qkv_projections"
+
 
 @dataclass(frozen=True)
 class AttentionSettings:
@@ -105,7 +109,11 @@ class AttentionLayers:
 
 
 def attention(
-    model: Any, *, qk: str | None = E4M3FN.name, min_keys: int = AttentionSettings.min_keys
+    model: Any,
+    *,
+    qk: str | None = E4M3FN.name,
+    min_keys: int = AttentionSettings.min_keys,
+    exclude: Sequence[str] = (),
 ) -> AttentionLayers:
     """Let the attention of a pipeline, or of one model, multiply 8-bit codes.
 
@@ -114,6 +122,7 @@ def attention(
         qk: format of queries and keys: e4m3fn, or int8, which is nearer where scores are large;
             None gives diffusers' processors back.
         min_keys: attention over fewer keys stays torch's.
+        exclude: globs on modules that keep their processors, as ``*.attn2``.
 
     Returns:
         which modules are quantized, and why others are not.
@@ -126,7 +135,7 @@ def attention(
     kept: dict[str, str] = {}
     for name, module in _attention_modules(model):
         plain = _plain(module.processor)
-        reason = _why_kept(plain)
+        reason = "excluded" if matches(name, exclude) else _why_kept(plain)
         if reason:
             kept[name] = reason
             continue
@@ -141,6 +150,31 @@ def attention(
     return AttentionLayers(tuple(quantized), kept)
 
 
+def install(model: Any, packed: PackedAttention | None) -> None:
+    """Give a packed model the attention that its config asks for; None: its own."""
+    if packed is None:
+        return
+    _quantize(model, packed)
+    if hasattr(type(model), _FUSE):
+        setattr(model, _FUSE, partial(_fuse_qkv_projections, model, packed))
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give a model that is packed no more diffusers' processors back."""
+    attention(model, qk=None)
+    vars(model).pop(_FUSE, None)
+
+
+def _quantize(model: nn.Module, packed: PackedAttention) -> None:
+    attention(model, qk=packed.qk, min_keys=packed.min_keys, exclude=packed.exclude)
+
+
+def _fuse_qkv_projections(model: Any, packed: PackedAttention) -> None:
+    """Join projections as diffusers does, which sets other processors."""
+    getattr(type(model), _FUSE)(model)
+    _quantize(model, packed)
+
+
 def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
     parts = {"": model} if isinstance(model, nn.Module) else _denoisers(model)
     for part, module in parts.items():
@@ -151,6 +185,9 @@ def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 def _denoisers(pipeline: Any) -> dict[str, nn.Module]:
     """Return the models of a pipeline that make the picture: VAEs, which encode, are not."""
+    # This module is imported while diffusers is.
+    from diffusers import ModelMixin
+
     components = getattr(pipeline, "components", {})
     return {
         name: part

@@ -6,7 +6,14 @@ import torch
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.inference import buckets, feed_forward, methods, projections, wide_feed_forward
+from quantkit.inference import (
+    attention,
+    buckets,
+    feed_forward,
+    methods,
+    projections,
+    wide_feed_forward,
+)
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import PackedLayer
 
@@ -30,7 +37,7 @@ def dequantize(model: nn.Module) -> nn.Module:
     for name, layer in layers:
         if not isinstance(layer, projections.JoinedLinear):
             model.set_submodule(name, as_dense(layer))
-    for installed in (methods, buckets, feed_forward, wide_feed_forward, projections):
+    for installed in (attention, methods, buckets, feed_forward, wide_feed_forward, projections):
         installed.uninstall(model)
     for module in fused:
         projections.fuse_projections(module)

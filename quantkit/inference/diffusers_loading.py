@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import CONFIG_KEY, PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import dequantizing, feed_forward, methods, projections
+from quantkit.inference import attention, dequantizing, feed_forward, methods, projections
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
@@ -164,6 +164,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         methods.install(model)
         projections.install(model)
         feed_forward.install(model)
+        attention.install(model, self.packed.attention)
         return model
 
     def _dequantize(self, model: Any) -> nn.Module:

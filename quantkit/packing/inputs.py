@@ -16,7 +16,8 @@ from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.numerics.scheme import Scheme
 from quantkit.packing.encode import MaskSource
 from quantkit.packing.masks import chosen_mask, stored_mask
-from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 
 

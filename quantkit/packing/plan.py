@@ -15,6 +15,7 @@ from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
@@ -32,7 +33,8 @@ from quantkit.packing.masks import refuse_bare_masks
 from quantkit.packing.smoothing_strength import choose_strengths
 from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
 from quantkit.progress import Progress
-from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.copying import is_weight, list_files
 
@@ -143,11 +145,18 @@ def assemble_plan(
         treatments,
         smoothing,
         recipe.bias_correction,
-        make_config({name: layer.plan.scheme for name, layer in packed.items()}),
+        make_config(
+            {name: layer.plan.scheme for name, layer in packed.items()}, _attention(recipe)
+        ),
         plan_shards(component, told, packed),
         tuple(file for file in others if is_weight(file)),
         tuple(file for file in others if not is_weight(file)),
     )
+
+
+def _attention(recipe: Recipe) -> PackedAttention | None:
+    section = recipe.attention
+    return None if section is None else PackedAttention(**section.model_dump())
 
 
 def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
@@ -206,7 +215,7 @@ def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, Smoothing]) -> Laye
 def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as the header tells it."""
     # How globs are read says nothing of what was packed, nor does what was not asked for.
-    unsaid = {"text_encoders"} if recipe.text_encoders is None else set()
+    unsaid = {key for key in ("text_encoders", "attention") if getattr(recipe, key) is None}
     return recipe.model_dump(mode="json", exclude={"unmatched"} | unsaid)
 
 

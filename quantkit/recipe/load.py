@@ -10,17 +10,11 @@ from pydantic import BaseModel, ValidationError
 
 from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
+from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.goals import BudgetRecipe, Gates
-from quantkit.recipe.schema import (
-    ActivationRecipe,
-    EncoderOverride,
-    EncoderRecipe,
-    Override,
-    Recipe,
-    SparsityRecipe,
-    WeightRecipe,
-)
+from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
+from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe, SparsityRecipe
 from quantkit.storage.inputfile import read_text
 from quantkit.storage.jsonfile import short
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
@@ -104,6 +98,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "calibration": CalibrationRecipe,
     "overrides": Override,
     "text_encoders": EncoderRecipe,
+    "attention": AttentionRecipe,
     "text_encoders.overrides": EncoderOverride,
     "gates": Gates,
     "budget": BudgetRecipe,

@@ -13,121 +13,20 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
+from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.encoder_formats import ENCODER_FORMATS
 from quantkit.recipe.fields import (
-    Buckets,
-    Format,
     Patterns,
-    Percentile,
     Smooth,
     Strict,
     alpha_or_auto,
-    ascending,
-    checked_granularity,
     checked_pattern,
     printable,
     section_of,
 )
 from quantkit.recipe.goals import BudgetRecipe, Gates
-
-
-class WeightRecipe(Strict):
-    """How weights become codes."""
-
-    format: Format = "e4m3fn"
-    #: tensor, channel or group:SIZE
-    granularity: Annotated[str, AfterValidator(checked_granularity)] = "channel"
-    observer: Literal["amax", "mse"] = "amax"
-    #: pow2: only powers of two, which make codes portable: other scales that are powers of two
-    #: hold the same values, but for subnormal codes
-    scale: Literal["any", "pow2"] = "any"
-    #: nearest code, or gptq: column by column, later ones making up for the error of earlier ones
-    rounding: Literal["nearest", "gptq"] = "nearest"
-    #: of an integer: what a layer takes instead whose output, weight and input in 8 bits, would be
-    #: nearer in it
-    fallback: Format | None = None
-
-    @property
-    def scale_rule(self) -> str:
-        """What chooses scales: a rule of ``numerics.scales.WEIGHT_SCALES``."""
-        return self.observer if self.scale == "any" else f"{self.observer}_{self.scale}"
-
-    @model_validator(mode="after")
-    def _falls_back_on_a_float(self) -> "WeightRecipe":
-        if self.fallback is None:
-            return self
-        if not find_format(self.format).is_integer or find_format(self.fallback).is_integer:
-            raise RecipeError(
-                f"weight.fallback {self.fallback} with format {self.format}: a float stands in for "
-                "an integer; set e4m3fn, or drop fallback"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _factors_stand_on_channels(self) -> "WeightRecipe":
-        fmt = find_format(self.format)
-        if self.scale == "pow2" and (fmt.block or fmt.subscale_group):
-            raise RecipeError(
-                f"weight.scale pow2 with format {self.format}: its groups have steps of their own; "
-                "take e4m3fn, e5m2 or int8, or drop scale"
-            )
-        if fmt.block and self.granularity != f"group:{fmt.block}":
-            raise RecipeError(
-                f"weight.granularity {self.granularity} with format {self.format}: blocks of "
-                f"{fmt.block} have a scale each; set granularity: group:{fmt.block}"
-            )
-        group = fmt.subscale_group
-        if group and self.granularity != "channel":
-            raise RecipeError(
-                f"weight.granularity {self.granularity} with format {self.format}: groups of "
-                f"{group} have an integer factor of their channel's scale; set granularity: channel"
-            )
-        return self
-
-
-class ActivationRecipe(Strict):
-    """How inputs of packed layers become codes: FP8 as the weight, int8 where it is an integer."""
-
-    mode: Literal["none", "static", "token"] = "token"
-    #: what chooses a static scale from the statistics
-    observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
-    percentile: Percentile = 99.99
-    #: pow2: static scales are rounded up to powers of two, which programs that multiply by their
-    #: reciprocal in 16 bit (ComfyUI) apply exactly
-    scale: Literal["any", "pow2"] = "any"
-    #: subtract each channel's mean before quantizing; the output gets it back
-    shift: bool = False
-    #: 2: an input is the sum of two FP8 values, the second holding what the first leaves; the layer
-    #: multiplies twice, and its input's error falls to a sixteenth
-    terms: Literal[1, 2] = 1
-    #: timestep buckets that have a static scale and a shift of their own: how many, their edges,
-    #: or auto
-    buckets: Annotated[Buckets, AfterValidator(ascending)] = 1
-
-    @model_validator(mode="after")
-    def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
-        if self.scale == "pow2" and self.mode != "static":
-            raise RecipeError(
-                f"activation.scale pow2 with mode {self.mode}: only static scales are stored; set "
-                "mode: static, or drop scale"
-            )
-        for name, given in (("shift", self.shift), ("terms", self.terms > 1)):
-            if given and self.mode == "none":
-                raise RecipeError(
-                    f"activation.{name} with mode none: nothing is quantized; drop {name}"
-                )
-        if self.shift and self.observer == "moving_average":
-            raise RecipeError(
-                "activation.shift: cannot be used with observer moving_average, which is "
-                "measured before the shift; use mse, kl, percentile or amax"
-            )
-        if self.shift and self.buckets == "auto":
-            raise RecipeError(
-                "activation.buckets auto: cannot be used with shift, because buckets of equal "
-                "scale may have different shifts; give a number of buckets"
-            )
-        return self
+from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 
 
 class SparsityRecipe(Strict):
@@ -261,6 +160,8 @@ class Recipe(Strict):
     overrides: tuple[Override, ...] = ()
     #: fp8, int8, int4 or a section; None: text encoders are copied as they are
     text_encoders: EncoderRecipe | None = None
+    #: None: attention stays in 16 bit
+    attention: AttentionRecipe | None = None
     #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
     unmatched: Literal["error", "ignore"] = "error"
     calibration: CalibrationRecipe = CalibrationRecipe()

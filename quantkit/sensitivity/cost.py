@@ -17,7 +17,7 @@ from quantkit.checkpoint.spec import layer_tensors
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
 from quantkit.pipelines.running import quiet_libraries
-from quantkit.recipe.schema import WeightRecipe
+from quantkit.recipe.layer_recipes import WeightRecipe
 from quantkit.sensitivity.treatments import Treatment, scheme_of
 from quantkit.storage.jsonfile import read_json
 

@@ -22,7 +22,8 @@ from quantkit.numerics.scheme import Activation
 from quantkit.numerics.threads import surgery_threads
 from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.gptq import Rounding
-from quantkit.recipe.schema import ActivationRecipe, LayerSettings
+from quantkit.recipe.layer_recipes import ActivationRecipe
+from quantkit.recipe.schema import LayerSettings
 from quantkit.sensitivity.treatments import Treatment, activation_recipe, scheme_of
 from quantkit.sparsity.sparsegpt import settle_layer, target_moment
 

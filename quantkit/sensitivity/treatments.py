@@ -8,7 +8,7 @@ from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, NumberFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.recipe.schema import ActivationRecipe, WeightRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 
 _STATIC, _TOKEN, _NONE = Activation.STATIC, Activation.TOKEN, Activation.NONE
 

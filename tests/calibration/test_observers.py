@@ -12,7 +12,7 @@ from quantkit.calibration.observers import OBSERVERS, agreeing_edges, clip_grid,
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.scales import cast
-from quantkit.recipe.schema import ActivationRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from tests.support.observed import SAMPLES, sample, statistics_of
 
 

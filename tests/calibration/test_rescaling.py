@@ -34,7 +34,8 @@ from quantkit.numerics.scales import cast
 from quantkit.packing.pack import pack
 from quantkit.packing.smoothing_strength import ALPHAS
 from quantkit.progress import silent
-from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
+from quantkit.recipe.schema import Recipe
 from quantkit.storage.digest import sha256_of
 from tests.support.headers import golden_keys, write_component
 

@@ -15,7 +15,8 @@ from quantkit.errors import ArtefactError, CheckpointError, RecipeError
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
-from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
+from quantkit.recipe.schema import Recipe
 from tests.support.packing import calibration_of, component, run, small_tensors, with_samples
 
 pytestmark = pytest.mark.usefixtures("any_model")

@@ -19,7 +19,7 @@ from quantkit.calibration.statistics import (
 from quantkit.errors import ArtefactError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packing import to_rows
-from quantkit.recipe.schema import ActivationRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.observed import OLDER, sample, statistics_of
 

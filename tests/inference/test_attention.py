@@ -1,16 +1,23 @@
 """Quantized attention in diffusers' models: every known processor, and what is left alone."""
 
 import copy
+import json
 import pickle
+import shutil
 
 import pytest
 import torch
 from diffusers.utils import logging
 
 import quantkit
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.spec import parse_config
+from quantkit.checkpoint.verification import verify
 from quantkit.device import compilers
-from quantkit.errors import InputError
+from quantkit.errors import CheckpointError, InputError, RecipeError
 from quantkit.inference.attention import PROCESSORS, AttentionSettings
+from quantkit.progress import silent
+from quantkit.recipe.load import parse_recipe
 from tests.support.denoiser_classes import ROWS
 from tests.support.kernel_cases import need
 from tests.support.tiny_denoisers import answer, tiny_model
@@ -113,11 +120,16 @@ def unet():
     ).eval().requires_grad_(False)  # fmt: skip
 
 
-def ask(model, **options):
+def with_gradients(model, **options):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 4, 16, 16, generator=generator)
     text = torch.randn(2, 77, 32, generator=generator)
     return model(x, torch.tensor(500), text, **options).sample
+
+
+@torch.no_grad()
+def ask(model, **options):
+    return with_gradients(model, **options)
 
 
 def test_few_keys_are_torchs(unet):
@@ -141,7 +153,6 @@ def test_int8_is_nearer(unet):
 def test_joined_projections_have_it_too(unet):
     model = copy.deepcopy(unet)
     model.fuse_qkv_projections()
-    model.requires_grad_(False)
     assert processors(model) == {"FusedAttnProcessor2_0"}
     quantkit.attention(model, min_keys=1)
     assert 0 < error(ask(model), ask(unet)) < 0.03
@@ -168,7 +179,7 @@ def test_it_compiles_into_one_graph(unet):
 def test_gradients_are_torchs(unet):
     model = copy.deepcopy(unet).requires_grad_(True)
     quantkit.attention(model, min_keys=1)
-    ask(model).sum().backward()
+    with_gradients(model).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -191,6 +202,99 @@ def test_a_pipeline_means_its_denoisers(pipeline_dir):
     layers = quantkit.attention(pipe)
     assert layers.quantized
     assert all(name.startswith("unet.") for name in layers.quantized)
+
+
+@pytest.fixture(scope="module")
+def packed(unet, tmp_path_factory):
+    """The UNet in FP8, with attention on int8 codes but in the first block."""
+    folder = tmp_path_factory.mktemp("attention")
+    copy.deepcopy(unet).half().save_pretrained(folder / "unet")
+    section = {"qk": "int8", "min_keys": 1, "exclude": ["down_blocks.*"]}
+    recipe = parse_recipe(json.dumps({"name": "a", "attention": section}), where="recipe")
+    quantkit.pack(folder / "unet", recipe=recipe, output=folder / "packed")
+    plain = recipe.model_copy(update={"attention": None})
+    quantkit.pack(folder / "unet", recipe=plain, output=folder / "plain")
+    return folder
+
+
+def load(folder):
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel.from_pretrained(folder, torch_dtype=torch.float32).eval()
+
+
+def test_a_recipe_asks_for_it_and_a_packed_model_has_it(packed, tmp_path):
+    config = json.loads((packed / "packed" / "config.json").read_text())["quantization_config"]
+    assert config["format_version"] == 4
+    assert config["attention"] == {"qk": "int8", "min_keys": 1, "exclude": ["down_blocks.*"]}
+    model, plain = load(packed / "packed"), load(packed / "plain")
+    wanted = copy.deepcopy(plain)
+    layers = quantkit.attention(wanted, qk="int8", min_keys=1, exclude=["down_blocks.*"])
+    assert {name.partition(".")[0] for name in layers.kept} == {"down_blocks"}
+    assert torch.equal(ask(model), ask(wanted))
+    assert not torch.equal(ask(model), ask(plain))
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(ask(load(tmp_path / "again")), ask(model))
+    assert not verify(tmp_path / "again", progress=silent).breaches
+    assert torch.equal(ask(pickle.loads(pickle.dumps(model))), ask(model))
+
+
+def test_a_packed_model_keeps_it_when_projections_are_joined(packed):
+    model = load(packed / "packed")
+    wanted = ask(model)
+    model.fuse_qkv_projections()
+    assert processors(model) == {"FusedAttnProcessor2_0"}
+    assert torch.equal(ask(model), wanted)
+    model.unfuse_qkv_projections()
+    assert torch.equal(ask(model), wanted)
+
+
+def test_a_dequantized_model_has_its_own_attention(packed):
+    model, plain = (load(packed / name).dequantize() for name in ("packed", "plain"))
+    assert torch.equal(ask(model), ask(plain))
+    model.fuse_qkv_projections()
+    assert error(ask(model), ask(plain)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"qk": "fp4"}, "qk 'fp4', wanted one of e4m3fn, int8"),
+        ({"min_keys": 0}, "min_keys 0, wanted 1 or more"),
+        ({"min_keys": True}, "min_keys True, wanted 1 or more"),
+        ({"exclude": "a"}, "exclude 'a', wanted a list"),
+        ({"rank": 3}, "unknown key 'rank'"),
+        (None, "attention None, wanted an object"),
+    ],
+)
+def test_malformed_entries_are_refused(packed, tmp_path, changes, text):
+    folder = shutil.copytree(packed / "packed", tmp_path / "packed")
+    values = json.loads((folder / "config.json").read_text())
+    config = values["quantization_config"]
+    config["attention"] = None if changes is None else {**config["attention"], **changes}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError) as caught:
+        open_packed(folder)
+    assert text in str(caught.value)
+
+
+def test_an_older_version_cannot_hold_it(packed):
+    config = json.loads((packed / "packed" / "config.json").read_text())["quantization_config"]
+    with pytest.raises(CheckpointError, match="format_version 3 with attention, which came with 4"):
+        parse_config({**config, "format_version": 3})
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"qk": "none"}, "attention.qk"),
+        ({"min_keys": 0}, "attention.min_keys"),
+        ({"rank": "auto"}, "unknown key 'attention.rank'"),
+    ],
+)
+def test_recipes_are_checked(section, text):
+    with pytest.raises(RecipeError, match=text):
+        parse_recipe(json.dumps({"name": "a", "attention": section}), where="recipe")
 
 
 def test_what_is_refused():

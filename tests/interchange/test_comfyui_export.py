@@ -11,8 +11,9 @@ from safetensors import safe_open
 from quantkit.checkpoint.reader import open_packed
 from quantkit.errors import CheckpointError, ModelError, RecipeError
 from quantkit.inference.layers import packed_layers
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe
-from quantkit.recipe.schema import ActivationRecipe, Recipe
+from quantkit.recipe.schema import Recipe
 from quantkit.workflow.export import export
 from quantkit.workflow.pack import pack
 from tests.support import comfyui

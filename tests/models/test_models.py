@@ -15,8 +15,8 @@ from quantkit.models.timestep import bucket_of, timestep_argument
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe
-from quantkit.recipe.schema import ActivationRecipe
 from tests.golden.make_keys import MODELS, describe
 from tests.support.headers import golden_keys, write_component, write_header
 

@@ -13,14 +13,9 @@ from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
-from quantkit.recipe.schema import (
-    ActivationRecipe,
-    EncoderOverride,
-    EncoderRecipe,
-    Override,
-    Recipe,
-)
+from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.inputs import opened
 from tests.golden.make_keys import MODELS

@@ -21,8 +21,9 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.pack import pack
 from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
+from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 from quantkit.recipe.load import load_recipe
-from quantkit.recipe.schema import ActivationRecipe, Override, Recipe, WeightRecipe
+from quantkit.recipe.schema import Override, Recipe
 from quantkit.recovery import straight_through_estimator
 from quantkit.recovery.fake_quant import fake_quantized, install, plan_quants
 from quantkit.recovery.straight_through_estimator import LayerQuant

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.recipe.schema import ActivationRecipe
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.sensitivity.treatments import BY_NAME, activation_recipe
 
 _TWO_TERMS = ActivationRecipe(mode="token", terms=2)
