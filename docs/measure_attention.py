@@ -1,0 +1,59 @@
+"""Draw the demo's first 64 prompts with attention in 16 bit and on codes, into folders of pictures.
+
+``python docs/measure_attention.py FOLDER`` prints SSIM to the original's; ``quantkit eval images
+FOLDER/original FOLDER/e4m3fn-1 --prompts FOLDER/prompts.txt --clip eval/assets/clip`` the rest.
+"""
+
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from skimage.metrics import structural_similarity
+
+import quantkit
+
+ASSETS = Path(__file__).parents[1] / "eval" / "assets"
+PROMPTS, BATCH = 64, 16
+#: format of queries and keys, and the fewest keys
+SETTINGS = (("e4m3fn", 1), ("e4m3fn", 64), ("int8", 1), ("int8", 64))
+
+
+def draw(pipe: DiffusionPipeline, prompts: list[str], folder: Path) -> np.ndarray:
+    """Return (prompts, height, width, 3) pictures from 0 to 1, which are written too."""
+    folder.mkdir(parents=True)
+    found = []
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
+        seeds = [torch.Generator().manual_seed(start + i) for i in range(len(batch))]
+        drawn = pipe(
+            batch, num_inference_steps=20, guidance_scale=4.0, generator=seeds, output_type="np"
+        )
+        found.append(drawn.images)
+    pictures = np.concatenate(found)
+    for index, picture in enumerate((pictures * 255).round().astype("uint8")):
+        Image.fromarray(picture).save(folder / f"{index:03}.png")
+    return pictures
+
+
+def main() -> None:
+    """Print a line for every setting."""
+    folder = Path(sys.argv[1])
+    prompts = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")[:PROMPTS]
+    pipe = DiffusionPipeline.from_pretrained(ASSETS / "pipeline", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    original = draw(pipe, prompts, folder / "original")
+    (folder / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    for qk, min_keys in SETTINGS:
+        quantkit.attention(pipe, qk=qk, min_keys=min_keys)
+        pictures = draw(pipe, prompts, folder / f"{qk}-{min_keys}")
+        pairs = zip(original, pictures, strict=True)
+        scores = [structural_similarity(a, b, channel_axis=2, data_range=1.0) for a, b in pairs]
+        click.echo(f"{qk}, {min_keys} keys: {np.mean(scores):.4f}, worst {np.min(scores):.4f}")
+
+
+if __name__ == "__main__":
+    main()
