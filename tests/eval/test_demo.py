@@ -155,6 +155,6 @@ def test_demo_has_only_so_many_prompts(small_demo, tmp_path):
 
 def test_demo_says_why_no_kernel_runs(monkeypatch):
     monkeypatch.setattr(
-        "quantkit.device.choosing._why_not_here", lambda device: "no C++ compiler was found"
+        "quantkit.device.choosing._why_not_here", lambda *_: "no C++ compiler was found"
     )
     assert describe_kernels(torch.device("cpu")) == "reference, because no C++ compiler was found"

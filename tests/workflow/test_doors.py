@@ -106,7 +106,7 @@ def _flux(root):
 
 
 def _sdxl(root):
-    config, file = pipelines.tiny_sdxl_pipeline(root / "config"), root / "sdxl.safetensors"
+    config, file = pipelines.tiny_sdxl_pipeline(root / "sdxl-config"), root / "sdxl.safetensors"
     write_original_layout(config, file)
     folder = root / "sdxl"
     said = json.loads(run("import", file, "--config", config, "-o", folder, "--json", "-q"))
@@ -118,7 +118,7 @@ def _sdxl(root):
 
 
 def _sd3(root):
-    config, file = pipelines.tiny_transformer_pipeline(root / "config"), root / "sd3.gguf"
+    config, file = pipelines.tiny_transformer_pipeline(root / "sd3-config"), root / "sd3.gguf"
     write_gguf(config, file)
     folder = root / "sd3"
     run("import", file, "--config", config, "-o", folder, "-q")
