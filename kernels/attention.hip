@@ -1,27 +1,28 @@
 // y[b, i, h, :] = sum_j p[j] (v[j, :] + v_mean) / sum_j p[j],   p[j] = 2^(q[i, :] . k[j, :])
 //
-// of the row n = b * heads + h; p is e4m3fn of 2^(score - m + 8) and its sum that of the codes: softmax.h.
+// of the row n = b * heads + h; p is e4m3fn of 2^(score - m + 8), its sum that of codes: softmax.h.
 //
 // q       codes [N, M, D], D = 16 * QK_HEAD      q_scale f32 [N, M], int8 codes alone
 // k       codes [N, keys, D]                     k_scale f32 [N, ceil(keys / 16)], int8 codes alone
 // v       e4m3fn [N, D, pitch], transposed; columns from `keys` on are zero, pitch a multiple of 16
 // v_scale f32 [scales, D]: row n has n % scales  v_mean  f32 [scales, D] or null
-// y       io [N / heads, M, heads, d], d <= D a multiple of 8; columns of q, k, v from d on are zero
+// y       io [N / heads, M, heads, d], d <= D a multiple of 8; q, k, v are zero from column d on
+//
 // The product of FP8 codes is the score in powers of two (softmax scale and log2 e are in the
 // codes' factors); that of int8 codes times q_scale and k_scale is. M, keys >= 1; base pointers
 // 16-byte aligned. A NaN in a row of q makes its result NaN, one in a row of k that of the
 // whole head, one in v that of its column. int8 scores from 2^27 on, where float32 is 16 apart, may
 // give NaN on a card; the host's encoder saturates.
 //
-// Launch: 256 threads, grid (ceil(M / TILE_M), N, 1). A wave has 32 queries (of heads beyond 128: 16)
-// and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h.
+// Launch: 256 threads, grid (ceil(M / TILE_M), N, 1). A wave has 32 queries (of heads beyond 128:
+// 16) and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h.
 #include "attend.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kWaves = QK_THREADS / qk::kWave;
 constexpr int kHead = 16 * QK_HEAD;
-using Loop = qk::Attention<kHead, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS,
-                           qk::Format(QK_X_FORMAT)>;
+using Loop =
+    qk::Attention<kHead, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS, qk::Format(QK_X_FORMAT)>;
 
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 static_assert(QK_TILE_M == Loop::kWaveQueries * kWaves, "launch.json divides M by this number");
@@ -46,8 +47,8 @@ QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
     const int query = first + 16 * j + lane % 16;
     if (query >= ends.queries) continue;
     const qk::i64 token = static_cast<qk::i64>(ends.row / ends.heads) * ends.queries + query;
-    auto* const y = static_cast<Memory*>(ends.y) +
-                    (token * ends.heads + ends.row % ends.heads) * ends.d;
+    auto* const y =
+        static_cast<Memory*>(ends.y) + (token * ends.heads + ends.row % ends.heads) * ends.d;
     QK_UNROLL for (int block = 0; block < Loop::kHeadBlocks; ++block) {
       const int column = 16 * block + 8 * (lane / 16);
       if (column >= ends.d) continue;

@@ -81,9 +81,9 @@ struct Attention {
   static constexpr bool kInt8 = kQk == Format::kInt8;
   static constexpr int kWaveQueries = 16 * kQueryBlocks;
   static constexpr int kKeyBlocks = kKeys / 16, kHeadBlocks = kD / 16;
-  static constexpr int kChunks = kD / Scores::kChunk;               // whole ones of a row of K
-  static constexpr bool kHalf = kD % Scores::kChunk != 0;           // and a half
-  static constexpr int kPitchK = kD + 16, kPitchV = kKeys + 16;     // an odd number of 16 bytes
+  static constexpr int kChunks = kD / Scores::kChunk;            // whole ones of a row of K
+  static constexpr bool kHalf = kD % Scores::kChunk != 0;        // and a half
+  static constexpr int kPitchK = kD + 16, kPitchV = kKeys + 16;  // an odd number of 16 bytes
   static constexpr int kBytesK = kKeys * kPitchK, kBufferBytes = kBytesK + kD * kPitchV;
   static constexpr int kLdsBytes = 2 * kBufferBytes;
   static_assert(kKeys % Values::kChunk == 0, "a tile must be a whole number of fragments of V^T");
