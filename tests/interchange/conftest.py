@@ -5,6 +5,7 @@ import pytest
 from quantkit.workflow.calibrate import calibrate
 from quantkit.workflow.inputs import Sampling
 from tests.support import pipelines
+from tests.support.denoisers import tiny_denoiser
 
 PIPELINES = {
     "sd15": pipelines.tiny_sd15_pipeline,
@@ -36,3 +37,17 @@ def calibrated(tmp_path_factory):
         return made[name]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the directory of a tiny denoiser, float32, made when it is first asked for."""
+    made = {}
+
+    def directory(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("denoisers") / name
+            tiny_denoiser(name).save_pretrained(made[name])
+        return made[name]
+
+    return directory

@@ -30,20 +30,6 @@ from tests.support.denoisers import (
 KINDS = ("Q8_0", "Q4_0")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return the directory of a tiny denoiser, float32, made when it is first asked for."""
-    made = {}
-
-    def directory(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("denoisers") / name
-            tiny_denoiser(name).save_pretrained(made[name])
-        return made[name]
-
-    return directory
-
-
 def prefix_of(name):
     return "" if DENOISERS[name][1] in {"sd3", "flux"} else "model.diffusion_model."
 

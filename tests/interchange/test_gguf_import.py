@@ -30,20 +30,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "quantkit" / "single-files"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return the directory of a tiny denoiser, made when it is first asked for."""
-    made = {}
-
-    def directory(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("denoisers") / name
-            tiny_denoiser(name).save_pretrained(made[name])
-        return made[name]
-
-    return directory
-
-
 @pytest.fixture
 def config(saved, tmp_path):
     """Return a component's directory without weights."""

@@ -41,20 +41,6 @@ MIXED = recipe(
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return the directory of a tiny denoiser, float32, made when it is first asked for."""
-    made = {}
-
-    def directory(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("denoisers") / name
-            tiny_denoiser(name).save_pretrained(made[name])
-        return made[name]
-
-    return directory
-
-
-@pytest.fixture(scope="module")
 def packed(saved, tmp_path_factory):
     """Return a tiny denoiser packed by a recipe."""
     made = {}
