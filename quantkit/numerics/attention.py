@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.numerics.formats import E4M3FN, INT8, find_format
-from quantkit.numerics.scales import cast
+from quantkit.numerics.scales import cast, scale_of_amax
 
 #: Columns of a head that one matrix instruction takes.
 COLUMNS = 16
@@ -105,8 +105,7 @@ def _codes(t: Tensor, fmt: str) -> Tensor:
 
 def _value_codes(v: Tensor) -> tuple[Tensor, Tensor]:
     """Return (N, D, pitch) codes and (N, D) scales of (N, K, D) values."""
-    amax = v.abs().amax(dim=1)
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / E4M3FN.max)
+    scale = scale_of_amax(v.abs().amax(dim=1), E4M3FN)
     codes = _codes((v / scale.unsqueeze(1)).transpose(1, 2), E4M3FN.name)
     return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1])), scale
 
@@ -115,7 +114,6 @@ def _int8_rows(t: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return codes of (N, R, D) and the scales (N, R / group up) of groups of rows."""
     n, rows, columns = t.shape
     groups = pad(t, (0, 0, 0, padded(rows, group) - rows)).view(n, -1, group * columns)
-    amax = groups.abs().amax(dim=2)
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / INT8.max)
+    scale = scale_of_amax(groups.abs().amax(dim=2), INT8)
     codes = _codes(t / scale.repeat_interleave(group, dim=1)[:, :rows, None], INT8.name)
     return codes, scale

@@ -18,10 +18,10 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import IO, M, N
+from quantkit.device.ops.products import IO, M, N, format_axis
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import COLUMNS, KEYS, RUN, attention_codes, padded
-from quantkit.numerics.formats import E4M3FN, FORMATS, INT8
+from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.scales import cast, decode
 
 #: Columns of the largest head.
@@ -221,7 +221,7 @@ def _op(name: str, qk_format: str, score: str) -> Op:
             "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype) "
             "-> Tensor"
         ),
-        axes=(IO, Axis("QK_X_FORMAT", (qk_format,), first=list(FORMATS).index(qk_format)), _HEAD),
+        axes=(IO, format_axis("X", (qk_format,)), _HEAD),
         args=(
             Argument("q", "u8", "[n, m, QK_HEAD * 16]"),
             Argument("k", "u8", "[n, keys, QK_HEAD * 16]"),

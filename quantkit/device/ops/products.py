@@ -42,10 +42,11 @@ _WEIGHTS = ("w", "w_meta", "w_group")
 
 def formats(of: str, kind: str) -> Axis:
     """Return the axis of the format of X, W or Y in an operation on ``kind``, a key of CODES."""
-    return _format_axis(of, CODES[kind])
+    return format_axis(of, CODES[kind])
 
 
-def _format_axis(of: str, names: tuple[str, ...]) -> Axis:
+def format_axis(of: str, names: tuple[str, ...]) -> Axis:
+    """Return the axis of the format of X, W or Y; ``names`` follow each other in FORMATS."""
     return Axis(f"QK_{of}_FORMAT", names, first=list(FORMATS).index(names[0]))
 
 
@@ -93,7 +94,7 @@ def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
         dense: the operation on int8, whose last axis is the tile.
         requires: of the twin.
     """
-    int4 = _format_axis("W", (INT4.name,))
+    int4 = format_axis("W", (INT4.name,))
     *axes, tile = (int4 if axis.macro == int4.macro else axis for axis in dense.axes)
     return replace(
         _with_weights(dense, per_byte=INT4.codes_per_byte, behind="w_group", values=GROUP),
