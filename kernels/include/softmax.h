@@ -9,6 +9,9 @@
 #pragma once
 
 #include "fp8.h"
+#if defined(QK_HOST) && QK_HOST
+#  include "number.h"
+#endif
 
 namespace qk {
 
@@ -29,21 +32,16 @@ QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
   constexpr u32 kOnes = 0x38383838u;
   return __builtin_amdgcn_dot4_f32_fp8_fp8(codes, kOnes, sum);
 }
-#else
+#elif defined(QK_HOST) && QK_HOST
 QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {
   constexpr Format kFormat = Format::kE4M3FN;
   return encode_fp8<kFormat>(a) | encode_fp8<kFormat>(b) << 8 | encode_fp8<kFormat>(c) << 16 |
          static_cast<u32>(encode_fp8<kFormat>(d)) << 24;
 }
-/// The value of an e4m3fn code without a sign.
-QK_DEVICE f32 decode_positive(u32 code) {
-  // Shifted into place, the exponent lacks 127 - 7.
-  const f32 value = bits_float(code << 20) * 0x1p120f;
-  return code == 0x7fu ? bits_float(0x7fc00000u) : value;
-}
 QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
-  const f32 low = decode_positive(codes & 0xffu) + decode_positive(codes >> 8 & 0xffu);
-  return sum + (low + (decode_positive(codes >> 16 & 0xffu) + decode_positive(codes >> 24)));
+  f32 values[4];
+  host::decode_run<host::Number::kE4M3FN, 4>(reinterpret_cast<const u8*>(&codes), values);
+  return sum + ((values[0] + values[1]) + (values[2] + values[3]));
 }
 #endif
 

@@ -248,30 +248,26 @@ def _quantized_class(plain: Hashable, settings: AttentionSettings) -> Any:
 def _functions(settings: AttentionSettings) -> dict[str, Any]:
     """Return what a processor's names stand for instead of torch's and diffusers' functions."""
 
-    def over_tokens(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Stand for ``dispatch_attention_fn``: (B, N, H, D)."""
-        heads = _Heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        if _why_not(heads, settings, **options):
-            y: Tensor = dispatch_attention_fn(q, k, v, **options)
-            return y
-        return _attend(heads, settings, options.get("scale"))
-
-    def over_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Stand for ``scaled_dot_product_attention``: (B, H, N, D)."""
-        heads = _Heads(q, k, v)
-        if _why_not(heads, settings, **options):
-            return torch_functional.scaled_dot_product_attention(q, k, v, **options)
-        return _attend(heads, settings, options.get("scale")).transpose(1, 2)
-
     def dispatch(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        return over_tokens(query, key, value, attn_mask=attn_mask, **options)
+        """Stand for ``dispatch_attention_fn``: (B, N, H, D)."""
+        heads = _Heads(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        if _why_not(heads, settings, attn_mask=attn_mask, **options):
+            y: Tensor = dispatch_attention_fn(query, key, value, attn_mask=attn_mask, **options)
+            return y
+        return _attend(heads, settings, options.get("scale"))
 
     def scaled_dot_product_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        return over_heads(query, key, value, attn_mask=attn_mask, **options)
+        """Stand for torch's: (B, H, N, D)."""
+        heads = _Heads(query, key, value)
+        if _why_not(heads, settings, attn_mask=attn_mask, **options):
+            return torch_functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=attn_mask, **options
+            )
+        return _attend(heads, settings, options.get("scale")).transpose(1, 2)
 
     functional = ModuleType("functional")
     functional.__dict__.update(vars(torch_functional))
