@@ -106,8 +106,7 @@ def _unet(
         return None
     if not own.takes(context.shape[1], hidden_states):
         return None
-    q, k, v = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
-    y = own.attend([Stream(q, k, v, attn.norm_q, attn.norm_k)])
+    y = own.attend([_projected(attn, hidden_states, encoder_hidden_states)])
     return None if y is None else _out(attn, y) / attn.rescale_output_factor
 
 
@@ -142,7 +141,7 @@ def _flux(
 ) -> Any:
     """Compute FluxAttnProcessor: FLUX, Chroma, the text first."""
     attn, text = own.module, encoder_hidden_states
-    if attention_mask is not None or attn.fused_projections:
+    if attention_mask is not None:
         return None
     joint = text is not None and attn.added_kv_proj_dim is not None
     if (text is not None) != joint:
@@ -160,15 +159,29 @@ def _flux(
     return _out(attn, picture.contiguous()), attn.to_add_out(words.contiguous())
 
 
-def _projected(attn: Any, x: Tensor) -> Stream:
-    return Stream(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.norm_q, attn.norm_k)
+def _fused_joint(own: _Attention, *args: Any, **kwargs: Any) -> Any:
+    """Compute FusedJointAttnProcessor2_0, which leaves norms out."""
+    return None if own.module.norm_q is not None else _joint(own, *args, **kwargs)
+
+
+def _projected(attn: Any, x: Tensor, context: Tensor | None = None) -> Stream:
+    if not attn.fused_projections:
+        context = x if context is None else context
+        q, k, v = attn.to_q(x), attn.to_k(context), attn.to_v(context)
+    elif context is None:
+        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
+    else:
+        q = attn.to_q(x)
+        k, v = attn.to_kv(context).chunk(2, dim=-1)
+    return Stream(q, k, v, attn.norm_q, attn.norm_k)
 
 
 def _projected_text(attn: Any, x: Tensor) -> Stream:
-    return Stream(
-        attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x),
-        attn.norm_added_q, attn.norm_added_k,
-    )  # fmt: skip
+    if attn.fused_projections:
+        q, k, v = attn.to_added_qkv(x).chunk(3, dim=-1)
+    else:
+        q, k, v = attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
+    return Stream(q, k, v, attn.norm_added_q, attn.norm_added_k)
 
 
 def _out(attn: Any, y: Tensor) -> Tensor:
@@ -181,6 +194,8 @@ def _out(attn: Any, y: Tensor) -> Tensor:
 #: Processor -> what computes it; it returns None for calls that are not its own.
 _PROCESSORS: dict[str, Callable[..., Any]] = {
     "AttnProcessor2_0": _unet,
+    "FusedAttnProcessor2_0": _unet,
     "JointAttnProcessor2_0": _joint,
+    "FusedJointAttnProcessor2_0": _fused_joint,
     "FluxAttnProcessor": _flux,
 }
