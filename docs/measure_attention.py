@@ -56,7 +56,7 @@ def main() -> None:
     clip = load_clip(str(ASSETS / "clip"), device=torch.device("cpu"))
     original, rounded = draw(pipe, prompts, folder / "original")
     wanted = clip_score(clip, rounded, prompts)
-    click.echo(f"CLIP score in 16-bit attention: {wanted:.3f}")
+    click.echo(f"CLIP score of torch's attention: {wanted:.3f}")
     (folder / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     for qk, min_keys in SETTINGS:
         quantkit.attention(pipe, qk=qk, min_keys=min_keys)
