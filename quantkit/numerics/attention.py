@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.numerics.attention_scales import AttentionScales, scales_of_ranges
 from quantkit.numerics.formats import E4M3FN, INT8, find_format
 from quantkit.numerics.scales import cast, scale_of_amax
 
@@ -54,9 +55,15 @@ def padded(columns: int, multiple: int = COLUMNS) -> int:
 
 
 def attention_codes(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, qk_format: str = E4M3FN.name
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    qk_format: str = E4M3FN.name,
+    scales: AttentionScales | None = None,
 ) -> AttentionCodes:
-    """Return codes with factors of these very numbers.
+    """Return codes.
 
     Args:
         q: (N, M, D) of any float dtype, N heads of all pictures.
@@ -64,50 +71,71 @@ def attention_codes(
         v: (N, K, D).
         scale: of q k'; None: 1 / sqrt(D).
         qk_format: e4m3fn or int8.
+        scales: of the S heads of a picture, row n has n % S; None: of these very numbers.
     """
     tau = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * math.log2(math.e)
-    q, k, v = (pad(t.float(), (0, padded(t.shape[-1]) - t.shape[-1])) for t in (q, k, v))
-    k = k - k.mean(dim=1, keepdim=True)
-    mean = v.mean(dim=1)
-    values, value_scale = _value_codes(v - mean.unsqueeze(1))
+    q, k, v = (_with_columns(t.float()) for t in (q, k, v))
+    scales = measured_scales(q, k, v) if scales is None else _with_padding(scales)
+    copies = len(q) // scales.heads
+    k = k - scales.key_mean.repeat(copies, 1).unsqueeze(1)
+    v = v - scales.value_mean.repeat(copies, 1).unsqueeze(1)
+    v = v / scales.value_scale.repeat(copies, 1).unsqueeze(1)
+    codes = _codes(v.transpose(1, 2), E4M3FN.name)
+    values = pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
     if qk_format == INT8.name:
-        qc, q_scale = _int8_rows(q * tau, 1)
-        kc, k_scale = _int8_rows(k, KEYS)
-        return AttentionCodes(qc, kc, values, q_scale, k_scale, value_scale, mean, qk_format)
-    a, b = unit_factors(_amax(q), _amax(k), tau)
+        (qc, q_scale), (kc, k_scale) = _int8_rows(q * tau, 1), _int8_rows(k, KEYS)
+        return AttentionCodes(
+            qc, kc, values, q_scale, k_scale, scales.value_scale, scales.value_mean, qk_format
+        )
+    factors = unit_factors(scales.query_range, scales.key_range, tau)
+    a, b = (factor.repeat(copies).reshape(-1, 1, 1) for factor in factors)
     qc, kc = _codes(q * a, E4M3FN.name), _codes(k * b, E4M3FN.name)
-    return AttentionCodes(qc, kc, values, None, None, value_scale, mean, qk_format)
+    return AttentionCodes(
+        qc, kc, values, None, None, scales.value_scale, scales.value_mean, qk_format
+    )
 
 
-def unit_factors(q_amax: Tensor, k_amax: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+def measured_scales(q: Tensor, k: Tensor, v: Tensor) -> AttentionScales:
+    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D) in float32."""
+    k_mean, v_mean = k.mean(dim=1), v.mean(dim=1)
+    ranges = ((k - k_mean.unsqueeze(1)).abs(), (v - v_mean.unsqueeze(1)).abs())
+    return scales_of_ranges(
+        q=q.abs().amax(dim=(1, 2)),
+        k=ranges[0].amax(dim=(1, 2)),
+        k_mean=k_mean,
+        v=ranges[1].amax(dim=1),
+        v_mean=v_mean,
+        margin=1,
+    )
+
+
+def _with_padding(scales: AttentionScales) -> AttentionScales:
+    by_column = (_with_columns(scales.key_mean), _with_columns(scales.value_scale, 1))
+    return AttentionScales(
+        scales.query_range, scales.key_range, *by_column, _with_columns(scales.value_mean)
+    )
+
+
+def _with_columns(t: Tensor, value: float = 0) -> Tensor:
+    return pad(t, (0, padded(t.shape[-1]) - t.shape[-1]), value=value)
+
+
+def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """Return a and b with a b = tau, which bring q and k to the same size where the format allows.
 
     Args:
-        q_amax: of each head, float32.
-        k_amax: likewise, of the keys without their mean.
+        q_range: of each head, float32, positive.
+        k_range: likewise, of the keys without their mean.
         tau: what a product is multiplied by, positive.
     """
     largest = E4M3FN.max
-    one = torch.ones_like(q_amax)
-    q_amax, k_amax = torch.where(q_amax > 0, q_amax, one), torch.where(k_amax > 0, k_amax, one)
-    a = torch.minimum((tau * k_amax / q_amax).sqrt(), largest / q_amax)
-    b = torch.minimum(tau / a, largest / k_amax)
+    a = torch.minimum((tau * k_range / q_range).sqrt(), largest / q_range)
+    b = torch.minimum(tau / a, largest / k_range)
     return a, b
-
-
-def _amax(t: Tensor) -> Tensor:
-    return t.abs().amax(dim=(1, 2), keepdim=True)
 
 
 def _codes(t: Tensor, fmt: str) -> Tensor:
     return cast(t, find_format(fmt)).view(torch.uint8)
-
-
-def _value_codes(v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N, D, pitch) codes and (N, D) scales of (N, K, D) values."""
-    scale = scale_of_amax(v.abs().amax(dim=1), E4M3FN)
-    codes = _codes((v / scale.unsqueeze(1)).transpose(1, 2), E4M3FN.name)
-    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1])), scale
 
 
 def _int8_rows(t: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
 from quantkit.device import compilers
 from quantkit.errors import CheckpointError, InputError, RecipeError
-from quantkit.inference.attention import AttentionSettings
+from quantkit.inference.attention_call import AttentionSettings
 from quantkit.models.attention import PROCESSORS
 from quantkit.progress import silent
 from quantkit.recipe.load import parse_recipe
