@@ -14,6 +14,7 @@ from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
@@ -25,8 +26,6 @@ FORMAT_VERSION = 5
 _SHIFTS, _INTEGERS, _ATTENTION, _STATIC_ATTENTION = 2, 3, 4, 5
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
-#: The key of config.json that holds the schemes.
-CONFIG_KEY = "quantization_config"
 
 #: The tensors that a packed layer may own besides its bias.
 PACKED_PARTS = (

@@ -16,7 +16,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import CONFIG_KEY, PACKED_PARTS, QUANT_METHOD
+from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import (
     attention,
@@ -35,6 +35,7 @@ from quantkit.inference.quantizing import (
     refuse_unpacked,
     replace_layers,
 )
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 

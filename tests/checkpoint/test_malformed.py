@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import cli
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import CONFIG_KEY
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import open_model
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import CONFIG_KEY, FIRST_VERSION
+from quantkit.checkpoint.spec import FIRST_VERSION
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
