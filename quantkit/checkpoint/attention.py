@@ -45,6 +45,12 @@ class PackedAttention:
         value = {"exclude": list(self.exclude), "min_keys": self.min_keys, "qk": self.qk}
         return {**value, _STATIC: self._static_json()} if self.static else value
 
+    def __str__(self) -> str:
+        """Return a line for people."""
+        static = f", static scales in {len(self.static)} modules" if self.static else ""
+        kept = f"; in 16 bit: {', '.join(self.exclude)}" if self.exclude else ""
+        return f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{kept}"
+
     def _static_json(self) -> list[dict[str, Any]]:
         modules = sorted((shape, name) for name, shape in self.static.items())
         return [

@@ -141,7 +141,7 @@ def _codes(t: Tensor, fmt: str) -> Tensor:
 def _int8_rows(t: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return codes of (N, R, D) and the scales (N, R / group up) of groups of rows."""
     n, rows, columns = t.shape
-    groups = pad(t, (0, 0, 0, padded(rows, group) - rows)).view(n, -1, group * columns)
+    groups = pad(t, (0, 0, 0, padded(rows, group) - rows)).reshape(n, -1, group * columns)
     scale = scale_of_amax(groups.abs().amax(dim=2), INT8)
     codes = _codes(t / scale.repeat_interleave(group, dim=1)[:, :rows, None], INT8.name)
     return codes, scale
