@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.numerics.attention_scales import AttentionScales, scales_of_ranges
 from quantkit.numerics.formats import E4M3FN, INT8, NumberFormat
-from quantkit.numerics.scales import cast, scale_of_amax
+from quantkit.numerics.scales import cast
 
 #: Columns of a head that one matrix instruction takes.
 COLUMNS = 16
@@ -54,9 +55,15 @@ def padded(columns: int, multiple: int = COLUMNS) -> int:
 
 
 def attention_codes(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, qk_format: str = E4M3FN.name
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    qk_format: str = E4M3FN.name,
+    scales: AttentionScales | None = None,
 ) -> AttentionCodes:
-    """Return codes with factors of these very numbers.
+    """Return codes.
 
     Args:
         q: (N, M, D) of any float dtype, N heads of all pictures.
@@ -64,20 +71,24 @@ def attention_codes(
         v: (N, K, D).
         scale: of q k'; None: 1 / sqrt(D).
         qk_format: e4m3fn or int8.
+        scales: of the S heads of a picture, row n has n % S; None: of these very numbers.
     """
     tau = score_factor(q.shape[-1], scale)
-    q, k, v = (pad(t.float(), (0, padded(t.shape[-1]) - t.shape[-1])) for t in (q, k, v))
-    k_mean, v_mean = k.mean(dim=1), v.mean(dim=1)
-    v_scale = scale_of_amax(_amax(v, v_mean, dim=1), E4M3FN)
-    values = value_codes(v, v_mean, v_scale)
+    q, k, v = (_with_columns(t.float()) for t in (q, k, v))
+    scales = measured_scales(q, k, v) if scales is None else _with_padding(scales)
+    values = value_codes(v, scales.value_mean, scales.value_scale)
     if qk_format == INT8.name:
-        one = torch.ones(len(q), device=q.device)
+        one = torch.ones(scales.heads, device=q.device)
         qc, q_scale = int8_codes(q, None, tau * one, 1)
-        kc, k_scale = int8_codes(k, k_mean, one, KEYS)
-        return AttentionCodes(qc, kc, values, q_scale, k_scale, v_scale, v_mean, qk_format)
-    a, b = unit_factors(_amax(q, None, dim=(1, 2)), _amax(k, k_mean, dim=(1, 2)), tau)
-    qc, kc = e4m3fn_codes(q, None, a), e4m3fn_codes(k, k_mean, b)
-    return AttentionCodes(qc, kc, values, None, None, v_scale, v_mean, qk_format)
+        kc, k_scale = int8_codes(k, scales.key_mean, one, KEYS)
+        return AttentionCodes(
+            qc, kc, values, q_scale, k_scale, scales.value_scale, scales.value_mean, qk_format
+        )
+    a, b = unit_factors(scales.query_range, scales.key_range, tau)
+    qc, kc = e4m3fn_codes(q, None, a), e4m3fn_codes(k, scales.key_mean, b)
+    return AttentionCodes(
+        qc, kc, values, None, None, scales.value_scale, scales.value_mean, qk_format
+    )
 
 
 def score_factor(columns: int, scale: float | None = None) -> float:
@@ -90,19 +101,42 @@ def score_factor(columns: int, scale: float | None = None) -> float:
     return (1 / math.sqrt(columns) if scale is None else scale) * math.log2(math.e)
 
 
-def unit_factors(q_amax: Tensor, k_amax: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+def measured_scales(q: Tensor, k: Tensor, v: Tensor) -> AttentionScales:
+    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D) in float32."""
+    k_mean, v_mean = k.mean(dim=1), v.mean(dim=1)
+    ranges = ((k - k_mean.unsqueeze(1)).abs(), (v - v_mean.unsqueeze(1)).abs())
+    return scales_of_ranges(
+        q=q.abs().amax(dim=(1, 2)),
+        k=ranges[0].amax(dim=(1, 2)),
+        k_mean=k_mean,
+        v=ranges[1].amax(dim=1),
+        v_mean=v_mean,
+        margin=1,
+    )
+
+
+def _with_padding(scales: AttentionScales) -> AttentionScales:
+    by_column = (_with_columns(scales.key_mean), _with_columns(scales.value_scale, 1))
+    return AttentionScales(
+        scales.query_range, scales.key_range, *by_column, _with_columns(scales.value_mean)
+    )
+
+
+def _with_columns(t: Tensor, value: float = 0) -> Tensor:
+    return pad(t, (0, padded(t.shape[-1]) - t.shape[-1]), value=value)
+
+
+def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """Return a and b with a b = tau, which bring q and k to the same size where the format allows.
 
     Args:
-        q_amax: of each head, float32.
-        k_amax: likewise, of the keys without their mean.
+        q_range: of each head, float32, positive.
+        k_range: likewise, of the keys without their mean.
         tau: what a product is multiplied by, positive.
     """
     largest = E4M3FN.max
-    one = torch.ones_like(q_amax)
-    q_amax, k_amax = torch.where(q_amax > 0, q_amax, one), torch.where(k_amax > 0, k_amax, one)
-    a = torch.minimum((tau * k_amax / q_amax).sqrt(), largest / q_amax)
-    b = torch.minimum(tau / a, largest / k_amax)
+    a = torch.minimum((tau * k_range / q_range).sqrt(), largest / q_range)
+    b = torch.minimum(tau / a, largest / k_range)
     return a, b
 
 
@@ -134,7 +168,7 @@ def int8_codes(t: Tensor, mean: Tensor | None, factor: Tensor, group: int) -> tu
     """
     values = _factored(t, mean, factor)
     n, rows, columns = values.shape
-    groups = pad(values, (0, 0, 0, padded(rows, group) - rows)).view(n, -1, group * columns)
+    groups = pad(values, (0, 0, 0, padded(rows, group) - rows)).reshape(n, -1, group * columns)
     amax = groups.abs().amax(dim=2)
     # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
     scale = amax / torch.full_like(amax, INT8.max)
@@ -171,10 +205,6 @@ def _factored(t: Tensor, mean: Tensor | None, factor: Tensor) -> Tensor:
 
 def _centered(t: Tensor, mean: Tensor | None) -> Tensor:
     return t if mean is None else t - of_heads(mean, len(t)).unsqueeze(1)
-
-
-def _amax(t: Tensor, mean: Tensor | None, dim: int | tuple[int, int]) -> Tensor:
-    return _centered(t, mean).abs().amax(dim=dim)
 
 
 def _codes(t: Tensor, fmt: NumberFormat) -> Tensor:
