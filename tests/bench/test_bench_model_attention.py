@@ -98,11 +98,11 @@ def test_torchao_has_no_twin(unet_dir, monkeypatch):
 @pytest.mark.usefixtures("_host")
 @pytest.mark.parametrize("name", ["f16", "fp8"])
 def test_wrong_attention_is_not_timed(unet_dir, monkeypatch, name):
-    from quantkit.inference import attention_call
+    from quantkit.inference import attention_heads
 
-    right = attention_call.attend_on_codes
+    right = attention_heads.attend_streams
     monkeypatch.setattr(
-        "quantkit.inference.attention_call.attend_on_codes",
+        "quantkit.inference.attention_call.attend_streams",
         lambda *args, **kwargs: -3 * right(*args, **kwargs),
     )
     plain, twin = run(unet_dir, name, attention=("e4m3fn",)).values()
