@@ -58,7 +58,8 @@ def test_contenders_run_with_attention_and_without(unet_dir):
     modules = sum(n.endswith(("attn1", "attn2")) for n, _ in tiny_unet().named_modules())
     calls = {name: row.calls for name, row in rows.items()}
     assert calls["f16"] == {}
-    assert calls["f16-int8-attention"] == {"attention_int8 host": modules}
+    codes = {"head_codes_int8 host": 2 * modules, "value_codes_fp8 host": modules}
+    assert calls["f16-int8-attention"] == {"attention_int8 host": modules, **codes}
     assert calls["fp8-e4m3fn-attention"] == {"attention_fp8 host": modules, **calls["fp8"]}
     assert 0 < rows["f16-int8-attention"].error < rows["f16-e4m3fn-attention"].error < 0.03
     # Weights are shared, and no less than the others'.
