@@ -156,8 +156,6 @@ def test_without_a_calibration_it_says_that_one_is_missing(pipeline_dir, tmp_pat
     assert forecast.missing == ("calibration",)
 
 
-
-
 def of_entry(change):
     return lambda edit: change(edit.config["quantization_config"]["attention"])
 
@@ -182,7 +180,7 @@ def drop(edit):
 
 BROKEN = {
     "missing": (drop, r"key_mean: missing, wanted F32"),
-    "shape": (of_tensor("key_mean", lambda t: t[:, :4].contiguous()), r"key_mean: found F32 .*wanted F32"),
+    "shape": (of_tensor("key_mean", lambda t: t[:, :4].contiguous()), r"key_mean: found F32"),
     "dtype": (of_tensor("key_range", torch.Tensor.half), r"key_range: found F16"),
     "negative": (of_tensor("query_range", torch.neg), "wanted finite and positive"),
     "zero": (of_tensor("value_scale", torch.zeros_like), "wanted finite and positive"),
