@@ -75,7 +75,7 @@ def attention_codes(
     """
     tau = score_factor(q.shape[-1], scale)
     q, k, v = (_with_columns(t.float()) for t in (q, k, v))
-    scales = measured_scales(q, k, v) if scales is None else _with_padding(scales)
+    scales = measured_scales(q, k, v) if scales is None else with_padding(scales)
     values = value_codes(v, scales.value_mean, scales.value_scale)
     if qk_format == INT8.name:
         one = torch.ones(scales.heads, device=q.device)
@@ -102,20 +102,27 @@ def score_factor(columns: int, scale: float | None = None) -> float:
 
 
 def measured_scales(q: Tensor, k: Tensor, v: Tensor) -> AttentionScales:
-    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D) in float32."""
-    k_mean, v_mean = k.mean(dim=1), v.mean(dim=1)
-    ranges = ((k - k_mean.unsqueeze(1)).abs(), (v - v_mean.unsqueeze(1)).abs())
+    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D)."""
+    (k_mean, k_range), (v_mean, v_range) = _spread(k), _spread(v)
     return scales_of_ranges(
         q=q.abs().amax(dim=(1, 2)),
-        k=ranges[0].amax(dim=(1, 2)),
+        k=k_range.amax(dim=1),
         k_mean=k_mean,
-        v=ranges[1].amax(dim=1),
+        v=v_range,
         v_mean=v_mean,
         margin=1,
     )
 
 
-def _with_padding(scales: AttentionScales) -> AttentionScales:
+def _spread(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of each column of (N, T, D), and how far the farthest number is from it."""
+    mean = t.mean(dim=1, dtype=torch.float32)
+    low, high = (end.float() for end in torch.aminmax(t, dim=1))
+    return mean, torch.maximum(high - mean, mean - low)
+
+
+def with_padding(scales: AttentionScales) -> AttentionScales:
+    """Return scales with columns up to a multiple of 16."""
     by_column = (_with_columns(scales.key_mean), _with_columns(scales.value_scale, 1))
     return AttentionScales(
         scales.query_range, scales.key_range, *by_column, _with_columns(scales.value_mean)
