@@ -6,6 +6,7 @@ whose recipe asks for it.
 
 import copy
 import json
+from typing import Any
 
 import diffusers
 import pytest
@@ -26,7 +27,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-SETTINGS = {"qk": "int8", "min_keys": 1}
+SETTINGS: dict[str, Any] = {"qk": "int8", "min_keys": 1}
 IMAGE = {"ip_adapter_image_embeds": [torch.ones(2, 1, 24)]}
 
 
