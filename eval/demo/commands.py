@@ -186,7 +186,7 @@ SHORT = DemoPlan(
     steps=12,
     batch=8,
     prompts=4,
-    picture_steps=10,
+    picture_steps=8,
 )
 
 #: Every method, for a GPU.
