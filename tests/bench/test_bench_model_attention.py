@@ -60,7 +60,9 @@ def test_contenders_run_with_attention_and_without(unet_dir):
     assert calls["f16"] == {}
     codes = {"head_codes_int8 host": 2 * modules, "value_codes_fp8 host": modules}
     assert calls["f16-int8-attention"] == {"attention_int8 host": modules, **codes}
-    assert calls["fp8-e4m3fn-attention"] == {"attention_fp8 host": modules, **calls["fp8"]}
+    codes = {"head_codes_fp8 host": 2 * modules, "value_codes_fp8 host": modules}
+    mine = {"attention_fp8 host": modules, **codes}
+    assert calls["fp8-e4m3fn-attention"] == {**mine, **calls["fp8"]}
     assert 0 < rows["f16-int8-attention"].error < rows["f16-e4m3fn-attention"].error < 0.03
     # Weights are shared, and no less than the others'.
     assert rows["fp8-e4m3fn-attention"].of_f16 == rows["fp8"].of_f16
