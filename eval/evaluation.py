@@ -256,7 +256,7 @@ def evaluate(
         packing=packing,
         run=run_facts(original, packed=packed, calls=calls),
         comparison=comparison,
-        noise_floor=measure_gaps(comparison, baseline.floors),
+        noise_floor=measure_gaps(comparison, baseline.floors, limits.margins),
         timesteps=_timesteps(divergence.errors(), local),
         gates=judge(comparison, limits, compression),
         kernels=kernel_facts(calls, deviations),

@@ -4,15 +4,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .comparison import Comparison
-from .gates import Compression, Gate, passed
+from .gates import Compression, Gate, State, state_of
 from .noise_floor import FloorGap
-from .serialize import comparison_json, gap_json, plain, steps_json
+from .serialize import comparison_json, gap_json, gates_json, plain, steps_json
 from .step_errors import StepErrors
 from .verdict import write_verdict
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 #: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.
-SCHEMA_VERSION = 2
+#: 3: gates have a state, of three; "passed" is null where a gate is open or was not measured.
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,13 @@ class Report:
         return {
             "schema": "quantkit.report",
             "schema_version": SCHEMA_VERSION,
-            "verdict": {"passed": self.passed, "text": self.verdict},
+            "verdict": {
+                "state": self.state.value,
+                "passed": self.passed,
+                "text": self.verdict,
+            },
             **body,
+            "gates": gates_json(self.gates),
             "comparison": comparison_json(self.comparison),
             "kernels": kernels,
             "noise_floor": [gap_json(gap) for gap in self.noise_floor],
@@ -216,9 +222,14 @@ class Report:
         return ", ".join(tools or self.kernels.by_backend)
 
     @property
+    def state(self) -> State:
+        """What the gates show: passed, failed, or undecided."""
+        return state_of(self.gates)
+
+    @property
     def passed(self) -> bool:
-        """True when every gate that was measured holds."""
-        return passed(self.gates)
+        """True when every gate that was measured passes."""
+        return self.state is State.PASSED
 
     @property
     def verdict(self) -> str:

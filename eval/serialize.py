@@ -31,7 +31,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 def gates_json(gates: tuple[Gate, ...]) -> list[dict[str, Any]]:
     """Return the gates as JSON values."""
-    return [plain(gate) | {"wanted": gate.wanted} for gate in gates]
+    return [plain(gate) | {"passed": gate.passed, "wanted": gate.wanted} for gate in gates]
 
 
 def gap_json(gap: FloorGap) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def gap_json(gap: FloorGap) -> dict[str, Any]:
         "comparison": floor.comparison and comparison_json(floor.comparison),
         "divergence": steps_json(floor.divergence),
         "packed_minus_floor": plain(gap.differences),
+        "tests": plain(gap.tests),
     }
 
 

@@ -1,13 +1,12 @@
 """``quantkit eval``: what packing cost, in pictures and numbers."""
 
-import sys
 from pathlib import Path
 
 import click
 
 from quantkit.cli import evaluation_options, options, report
 from quantkit.cli.console import echo, print_json, progress_bar
-from quantkit.cli.report_tables import print_gates, print_metrics, print_outcome
+from quantkit.cli.report_tables import exit_by, print_gates, print_metrics, print_outcome
 
 
 @click.group("eval")
@@ -50,7 +49,7 @@ def images(
 ) -> None:
     """Run the metrics on two folders: pictures of A are the original, equal names make a pair.
 
-    Exits with 1 when a gate was given and fails.
+    Exits with 1 when a gate was given and fails, with 3 when the pictures are too few to tell.
     """
     from quantkit.workflow.evaluate import Limits
     from quantkit.workflow.images import compare_images
@@ -75,8 +74,8 @@ def images(
         print_gates(found.gates)
         if found.gates:
             print_outcome(found.gates)
-    if not found.passed:
-        sys.exit(1)
+    if found.gates:
+        exit_by(found.state)
 
 
 @evaluate.command("fetch")

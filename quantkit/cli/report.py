@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli import evaluation_options, options
 from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
-from quantkit.cli.report_tables import print_methods, print_report
+from quantkit.cli.report_tables import exit_by, print_methods, print_report, shown
 
 if TYPE_CHECKING:
     from quantkit.workflow.evaluate import EvaluationSettings
@@ -86,7 +86,8 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
     PACKED may also be a 16-bit pipeline, or what another tool quantized (SDNQ, torchao,
     bitsandbytes, optimum-quanto, GGUF): a pipeline, a component alone, a .gguf file.
 
-    Writes report.html, report.md, report.json and the pictures. Exits with 1 when a gate fails.
+    Writes report.html, report.md, report.json and the pictures. Exits with 1 when a gate fails,
+    with 3 when the prompts are too few to tell.
     """
     from quantkit.workflow.evaluate import evaluate, plan_evaluation
 
@@ -108,8 +109,7 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
         print_json(found.to_json())
     else:
         print_report(found, request.output)
-    if not found.passed:
-        sys.exit(1)
+    exit_by(found.state)
 
 
 @click.command("compare")
@@ -129,8 +129,9 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
     PACKED may be all that 'eval report' takes.
 
     Writes index.html, methods.md and methods.json, and a folder with the report of every packed
-    directory. Exits with 1 when a gate of any fails.
+    directory. Exits with 1 when a gate of any fails, with 3 when none does and some are open.
     """
+    from quantkit.eval.verdict import WORDS
     from quantkit.workflow.evaluate import compare, plan_evaluation
 
     limits = evaluation_options.pop_limits(given)
@@ -156,12 +157,11 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
         echo(f"table: {request.output / 'index.html'}")
         passing = sum(method.report.passed for method in found.methods)
         print_verdict(
-            f"{'PASS' if found.passed else 'FAIL'}: {passing} of {len(found.methods)} packed "
-            "pipelines keep their gates",
-            passed=found.passed,
+            f"{WORDS[found.state]}: {passing} of {len(found.methods)} packed pipelines keep their "
+            "gates",
+            passed=shown(found.state),
         )
-    if not found.passed:
-        sys.exit(1)
+    exit_by(found.state)
 
 
 def command_line() -> str:

@@ -1,5 +1,6 @@
 """What ``eval``, ``run`` and ``demo`` print: metrics, gates, kernels, methods, verdict."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quantkit.eval.comparison import Comparison
-    from quantkit.eval.gates import Gate
+    from quantkit.eval.gates import Gate, State
     from quantkit.eval.methods import Method
     from quantkit.eval.noise_floor import FloorGap
     from quantkit.eval.result import Report
@@ -61,14 +62,22 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
     """Print what each gate wanted and found."""
-    from quantkit.eval.number_format import show
+    from quantkit.eval.number_format import show, show_interval
 
-    words = {None: "not measured", True: "passes", False: "FAILS"}
     rows = [
-        (gate.title, gate.wanted, show(gate.found, gate.unit), words[gate.passed]) for gate in gates
+        (
+            gate.title,
+            gate.wanted,
+            show(gate.found, gate.unit),
+            show_interval(gate.interval),
+            gate.state.value,
+            gate.prompts_needed or "-",
+        )
+        for gate in gates
     ]
     if rows:
-        print_table("Gates", ("gate", "wanted", "found", "result"), rows)
+        columns = ("gate", "wanted", "found", "95 %", "result", "prompts that would decide")
+        print_table("Gates", columns, rows)
 
 
 def print_report(result: "Report", output: Path) -> None:
@@ -85,11 +94,22 @@ def print_report(result: "Report", output: Path) -> None:
 
 
 def print_outcome(gates: "tuple[Gate, ...]") -> None:
-    """Print on the last line whether the gates hold."""
+    """Print on the last line what the gates show."""
+    from quantkit.eval.gates import state_of
     from quantkit.eval.verdict import headline
 
-    judged = [gate.passed for gate in gates if gate.passed is not None]
-    print_verdict(headline(gates), passed=all(judged) if judged else None)
+    print_verdict(headline(gates), passed=shown(state_of(gates)))
+
+
+def shown(state: "State") -> bool | None:
+    """Return whether gates passed or failed; None where neither is shown."""
+    return {"passed": True, "failed": False}.get(state.value)
+
+
+def exit_by(state: "State") -> None:
+    """End the command with what the gates show: 0 passed, 1 failed or not judged, 3 undecided."""
+    if code := {"passed": 0, "undecided": 3}.get(state.value, 1):
+        sys.exit(code)
 
 
 def print_methods(title: str, rows: "Sequence[Method]") -> None:

@@ -12,7 +12,7 @@ from quantkit.eval import evaluation, methods
 from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
 from quantkit.eval.evaluation import Baseline, Pair, common_dtype, measure_baseline, open_pair
-from quantkit.eval.gates import Limits
+from quantkit.eval.gates import Limits, State, judge_all
 from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.quantized_pipeline import refuse_device, rehearse
@@ -110,8 +110,13 @@ class Compared:
     output: Path | None
 
     @property
+    def state(self) -> State:
+        """Failed when one fails, undecided when one is, passed when all pass."""
+        return judge_all([method.report.state for method in self.methods])
+
+    @property
     def passed(self) -> bool:
-        """True when the gates of all hold."""
+        """True when the gates of all pass."""
         return all(method.report.passed for method in self.methods)
 
     def __repr__(self) -> str:

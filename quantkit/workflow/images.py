@@ -8,7 +8,7 @@ from quantkit.errors import InputError
 from quantkit.eval.backbones import load_backbones
 from quantkit.eval.comparison import Comparison
 from quantkit.eval.comparison import compare as measure
-from quantkit.eval.gates import Compression, Gate, Limits, judge, passed
+from quantkit.eval.gates import Compression, Gate, Limits, State, judge, state_of
 from quantkit.eval.images import match_folders
 from quantkit.eval.serialize import comparison_json, gates_json
 from quantkit.pipelines.running import choose_device
@@ -28,9 +28,14 @@ class ComparedImages:
     gates: tuple[Gate, ...]
 
     @property
+    def state(self) -> State:
+        """What the gates show: passed, failed, or undecided; not judged where there is none."""
+        return state_of(self.gates)
+
+    @property
     def passed(self) -> bool:
-        """True when every gate that was asked for holds."""
-        return not self.gates or bool(passed(self.gates))
+        """True when every gate that was asked for passes."""
+        return not self.gates or self.state is State.PASSED
 
     def __repr__(self) -> str:
         """Return the mean of every metric in a line."""
@@ -42,8 +47,8 @@ class ComparedImages:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         values = comparison_json(self.comparison)
-        about = {"schema": "quantkit.images", "schema_version": 1}
-        return {**about, **values, "gates": gates_json(self.gates)}
+        about = {"schema": "quantkit.images", "schema_version": 2}
+        return {**about, **values, "state": self.state.value, "gates": gates_json(self.gates)}
 
 
 def compare_images(
