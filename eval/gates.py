@@ -5,19 +5,26 @@ when each of them does, which takes no correction (an intersection-union test); 
 is claimed after Holm's correction over all of them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+
+from scipy import stats
 
 from quantkit.numerics.scheme import Scheme
 
 from .comparison import ClipScores, Comparison
+from .composition import Kind, PictureKinds, find_bounds, sort_pictures
 from .equivalence import ALPHA, OneSided, compare_with_zero, correct_holm, prompts_to_decide
 from .metrics import METRICS, Better
-from .statistics import Interval, Summary
+from .statistics import CONFIDENCE, Interval, Summary
 
 #: Fewer prompts than this pass no gate: what is rare does not show, and intervals are a guess.
 LEAST_PROMPTS = 8
+
+
+#: The gate on the share of pictures that are.
+BROKEN = "broken"
 
 
 class Compression(Enum):
@@ -50,6 +57,8 @@ class Limits:
     clip_fp8: float | None = 1.0
     clip_sparse: float | None = 2.0
     clip_both: float | None = 3.0
+    #: pictures that may be broken, in %
+    broken: float | None = 0.0
 
     def clip_loss(self, compression: Compression) -> float | None:
         """Return the limit of the CLIP score loss that applies."""
@@ -93,7 +102,7 @@ class Gate:
     @property
     def wanted(self) -> str:
         """The condition in words, as ``> 0.95``."""
-        sign = ">" if self.better is Better.HIGHER else "<"
+        sign = ">" if self.better is Better.HIGHER else "<=" if self.metric == BROKEN else "<"
         return f"{sign} {self.limit:g}{' ' if self.unit else ''}{self.unit}"
 
     @property
@@ -119,15 +128,51 @@ def find_compression(schemes: Collection[Scheme]) -> Compression:
     return Compression.BOTH if sparse else Compression.QUANTIZED
 
 
-def judge(comparison: Comparison, limits: Limits, compression: Compression) -> tuple[Gate, ...]:
-    """Return the gates with what the comparison shows of each."""
+def judge(
+    comparison: Comparison,
+    limits: Limits,
+    compression: Compression,
+    floors: Iterable[Comparison] = (),
+) -> tuple[Gate, ...]:
+    """Return the gates with what the comparison shows of each.
+
+    Args:
+        comparison: of the packed pictures with the original's.
+        limits: None for a gate that is not wanted.
+        compression: decides which limit of the CLIP score applies.
+        floors: the original against itself: what broken pictures are told by.
+    """
     clip = limits.clip_loss(compression)
     found = (
         _pair_finding(comparison, "ssim", "SSIM", Better.HIGHER, limits.ssim),
         _pair_finding(comparison, "lpips", "LPIPS", Better.LOWER, limits.lpips),
         _clip_finding(comparison.clip, clip, compression),
     )
-    return _judge([finding for finding in found if finding is not None])
+    gates = _judge([finding for finding in found if finding is not None])
+    if limits.broken is None or comparison.resemblance is None:
+        return gates
+    pictures = sort_pictures(comparison, find_bounds(floors))
+    return (*gates, _count_broken(pictures, limits.broken, comparison.resemblance.backbone))
+
+
+def _count_broken(pictures: PictureKinds, limit: float, backbone: str) -> Gate:
+    """Return the gate on broken pictures: a count of these, which passes on any number of them."""
+    gate = Gate(
+        BROKEN, _titled("share of broken pictures", backbone), Better.LOWER, limit, "%", None
+    )
+    if not pictures.matched:
+        return replace(gate, note="too few pictures that match their prompts and no others")
+    found, count = pictures.counts[Kind.BROKEN], len(pictures.kinds)
+    low, high = (
+        100.0 * float(end) for end in stats.binomtest(found, count).proportion_ci(CONFIDENCE)
+    )
+    share = 100.0 * found / count
+    state = State.PASSED if share <= limit else State.FAILED if low > limit else State.UNDECIDED
+    note = f"{found} of {count}; of all prompts up to {high:.3g} %"
+    return replace(
+        gate, found=share, interval=Interval(low, high, "Clopper-Pearson"), count=count,
+        state=state, note=note,
+    )  # fmt: skip
 
 
 def judge_all(states: Collection[State]) -> State:

@@ -202,6 +202,7 @@ def _method_json(method: Method) -> dict[str, Any]:
             "relative_loss_percent": plain(clip.loss),
         },
         "gates": gates_json(report.gates),
+        "pictures": {kind.value: count for kind, count in report.pictures.counts.items()},
         "verdict": {
             "state": report.state.value, "passed": report.passed, "text": report.verdict,
         },

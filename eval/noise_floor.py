@@ -5,7 +5,7 @@ another number of prompts at a time, which changes nothing but the order of sums
 that moves the pictures no further cannot be told from them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -145,6 +145,11 @@ def measure_gaps(
                          for name, pairs in found.items()}, tested)
         for floor, found, tested in zip(floors, values, tests, strict=True)
     )  # fmt: skip
+
+
+def compared_floors(floors: Iterable[Floor]) -> tuple[Comparison, ...]:
+    """Return the comparisons of those floors that could be measured."""
+    return tuple(floor.comparison for floor in floors if floor.comparison is not None)
 
 
 @contextmanager

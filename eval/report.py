@@ -170,7 +170,7 @@ def picture_class(side: int) -> str:
 
 
 def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
-    order = report.comparison.worst_first()
+    order = report.pictures.order
     rows = metric_rows(report.comparison, report.noise_floor)
     intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
     side = max(max(picture.shape[:2]) for picture in pairs.original)

@@ -1,12 +1,14 @@
 """The result of an evaluation as one value: everything that a report shows is in here."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from .comparison import Comparison
+from .composition import PictureKinds, find_bounds, sort_pictures
 from .gates import Compression, Gate, State, state_of
-from .noise_floor import FloorGap
-from .serialize import comparison_json, gap_json, gates_json, plain, steps_json
+from .noise_floor import FloorGap, compared_floors
+from .serialize import comparison_json, gap_json, gates_json, pictures_json, plain, steps_json
 from .step_errors import StepErrors
 from .verdict import write_verdict
 
@@ -152,6 +154,18 @@ class Timesteps:
 
 
 @dataclass(frozen=True)
+class NextStep:
+    """One thing to do next."""
+
+    #: in words, with what it would bring
+    what: str
+    #: to type; empty when there is none
+    command: str
+    #: module paths that it is about
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Report:
     """One evaluation, complete."""
 
@@ -177,6 +191,10 @@ class Report:
     warnings: tuple[str, ...] = ()
     #: which other tools quantized the second pipeline; empty when quantkit packed it
     quantized_by: tuple[QuantizedBy, ...] = ()
+    #: compared prompts that calibration has seen, too; None: not known
+    calibrated_on: int | None = None
+    #: what would help, the cheapest first; empty when the gates pass
+    next_steps: tuple[NextStep, ...] = ()
 
     def __repr__(self) -> str:
         """Return title and verdict: the report itself has pages."""
@@ -204,6 +222,7 @@ class Report:
             },
             **body,
             "gates": gates_json(self.gates),
+            "pictures": pictures_json(self.pictures),
             "comparison": comparison_json(self.comparison),
             "kernels": kernels,
             "noise_floor": [gap_json(gap) for gap in self.noise_floor],
@@ -221,6 +240,12 @@ class Report:
         tools = dict.fromkeys(by.tool for by in self.quantized_by)
         return ", ".join(tools or self.kernels.by_backend)
 
+    @cached_property
+    def pictures(self) -> PictureKinds:
+        """What became of every picture, the changed ones first."""
+        floors = compared_floors(gap.floor for gap in self.noise_floor)
+        return sort_pictures(self.comparison, find_bounds(floors))
+
     @property
     def state(self) -> State:
         """What the gates show: passed, failed, or undecided."""
@@ -234,4 +259,6 @@ class Report:
     @property
     def verdict(self) -> str:
         """Verdict and reasons in one paragraph."""
-        return write_verdict(self.gates, self.compression, self.comparison, self.noise_floor)
+        return write_verdict(
+            self.gates, self.compression, self.comparison, self.noise_floor, self.pictures
+        )

@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 from enum import Enum
 
 from .comparison import ClipScores, Comparison
+from .composition import Kind, PictureKinds
 from .equivalence import ALPHA, MOST_PROMPTS, show_equivalence
 from .gates import LEAST_PROMPTS, Compression, Gate, State, state_of
 from .metrics import METRICS, Better
@@ -60,11 +61,13 @@ def write_verdict(
     compression: Compression,
     comparison: Comparison,
     gaps: tuple[FloorGap, ...],
+    pictures: PictureKinds,
 ) -> str:
-    """Return the verdict: gates, noise floor, CLIP score, worst picture; one paragraph."""
+    """Return the verdict: gates, kinds of pictures, noise floor, CLIP score, worst picture."""
     clip = next((gate for gate in gates if gate.metric == "clip_loss"), None)
     sentences = [
         judge_gates(gates, compression),
+        describe_pictures(comparison.names, pictures),
         *(
             describe_floor(comparison, gap, metrics)
             for gap, metrics in zip(gaps, DECIDING, strict=False)
@@ -75,6 +78,8 @@ def write_verdict(
     return " ".join(sentence for sentence in sentences if sentence)
 
 
+#: Pictures that a sentence names.
+MOST_NAMED = 4
 #: The word that a headline begins with.
 WORDS = {
     State.PASSED: "PASS",
@@ -141,6 +146,25 @@ def _question(gate: Gate) -> str:
         why = "the tests decide nothing"
     more = f"about {gate.prompts_needed}" if gate.prompts_needed else f"more than {MOST_PROMPTS:,}"
     return f"{found}: {why}; {more} prompts would decide."
+
+
+def describe_pictures(names: Sequence[str], pictures: PictureKinds) -> str:
+    """Return how many pictures are the same, and which are not; empty if all are."""
+    counts = pictures.counts
+    if counts[Kind.SAME] == len(names):
+        return ""
+    changed = [
+        f"{counts[kind]} {'are' if counts[kind] > 1 else 'is'} {words} "
+        f"({_listed([names[i] for i in pictures.order if pictures.kinds[i] is kind])})"
+        for kind, words in ((Kind.BROKEN, "broken"), (Kind.VARIANT, "changed in composition"))
+        if counts[kind]
+    ]
+    return f"Of {len(names)} pictures {' and '.join(changed)}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join([*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
 
 
 def describe_clip(clip: ClipScores | None, gate: Gate | None) -> str:

@@ -153,6 +153,14 @@ def print_verdict(text: str, *, passed: bool | None) -> None:
     _console().print(printable(text), style=style, soft_wrap=True, highlight=False)
 
 
+def terminal() -> "Console | None":
+    """Return the console where stdout is a terminal with colours; None elsewhere."""
+    console = _console()
+    return (
+        console if console.is_terminal and console.color_system and not console.no_color else None
+    )
+
+
 def print_json(value: object) -> None:
     """Print JSON that a program can read."""
     import json

@@ -30,6 +30,11 @@ def evaluate() -> None:
 @click.option(
     "--gate-clip", type=options.NUMBER, help="Fail unless the CLIP score loss is below this (%)."
 )
+@click.option(
+    "--gate-broken",
+    type=options.NUMBER,
+    help="Fail unless at most so many of the pictures (%) are broken.",
+)
 @options.device
 @options.quiet
 @options.as_json
@@ -43,6 +48,7 @@ def images(
     gate_ssim: float | None,
     gate_lpips: float | None,
     gate_clip: float | None,
+    gate_broken: float | None,
     device: str,
     quiet: bool,
     as_json: bool,
@@ -54,7 +60,7 @@ def images(
     from quantkit.workflow.evaluate import Limits
     from quantkit.workflow.images import compare_images
 
-    limits = Limits(gate_ssim, gate_lpips, gate_clip, None, None)
+    limits = Limits(gate_ssim, gate_lpips, gate_clip, None, None, gate_broken)
     with progress_bar(quiet=quiet) as progress:
         found = compare_images(
             first,
@@ -73,7 +79,7 @@ def images(
         print_metrics(f"{second} against {first}", found.comparison)
         print_gates(found.gates)
         if found.gates:
-            print_outcome(found.gates)
+            print_outcome(found.gates, found.state)
     if found.gates:
         exit_by(found.state)
 

@@ -40,6 +40,7 @@ class Request:
     clip: str | None
     without: tuple[str, ...]
     noise_floor: bool
+    judge: tuple[str, ...]
     device: str
     dry_run: bool
     quiet: bool
@@ -60,6 +61,7 @@ class Request:
             self.clip,
             self.without,
             self.noise_floor,
+            self.judge,
         )
         return {
             "output": self.output,
@@ -75,12 +77,23 @@ class Request:
 @options.output
 @evaluation_options.sampling
 @evaluation_options.gates
+@evaluation_options.calibration
+@evaluation_options.sensitivity
+@evaluation_options.preview
 @options.device
 @options.dry_run
 @options.quiet
 @options.as_json
 @options.force
-def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
+def report(
+    model: str,
+    packed: Path,
+    calibration: Path | None,
+    sensitivity: Path | None,
+    preview: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Run both pipelines on the same prompts and seeds, and write a report on the difference.
 
     PACKED may also be a 16-bit pipeline, or what another tool quantized (SDNQ, torchao,
@@ -101,6 +114,8 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
             model,
             packed,
             limits=limits,
+            calibration=calibration,
+            sensitivity=sensitivity,
             commands=(command_line(),),
             progress=progress,
             **request.task(),
@@ -108,7 +123,7 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        print_report(found, request.output)
+        print_report(found, request.output, preview=preview)
     exit_by(found.state)
 
 
@@ -131,7 +146,6 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
     Writes index.html, methods.md and methods.json, and a folder with the report of every packed
     directory. Exits with 1 when a gate of any fails, with 3 when none does and some are open.
     """
-    from quantkit.eval.verdict import WORDS
     from quantkit.workflow.evaluate import compare, plan_evaluation
 
     limits = evaluation_options.pop_limits(given)
@@ -155,12 +169,7 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
         for method in found.methods:
             echo(f"{method.name}: {method.report.verdict}")
         echo(f"table: {request.output / 'index.html'}")
-        passing = sum(method.report.passed for method in found.methods)
-        print_verdict(
-            f"{WORDS[found.state]}: {passing} of {len(found.methods)} packed pipelines keep their "
-            "gates",
-            passed=shown(found.state),
-        )
+        print_verdict(found.headline, passed=shown(found.state))
     exit_by(found.state)
 
 

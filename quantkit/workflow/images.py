@@ -16,7 +16,7 @@ from quantkit.progress import Progress, silent
 from quantkit.workflow.inputs import PromptsLike, as_path, as_prompts
 
 #: No gates: none is judged unless it is asked for.
-NO_LIMITS = Limits(None, None, None, None, None)
+NO_LIMITS = Limits(None, None, None, None, None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +96,18 @@ def compare_images(
 
 def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: bool) -> None:
     """Refuse a gate on a metric that will not be measured: it would pass unseen."""
-    for metric, limit in (("lpips", limits.lpips), ("clip", limits.clip_fp8)):
+    for metric, limit in (
+        ("lpips", limits.lpips),
+        ("clip", limits.clip_fp8),
+        ("clip", limits.broken),
+    ):
         if limit is not None and metric in without:
             raise InputError(
                 f"the gate on {metric}: this metric is left out; drop the gate, or measure it",
                 fields=(f"gate_{metric}", "without"),
             )
-    if limits.clip_fp8 is not None and not prompts:
-        raise InputError(
-            "the gate on clip: the CLIP score needs the prompts; give them", fields=("prompts",)
-        )
+    for name, limit in (("clip", limits.clip_fp8), ("broken", limits.broken)):
+        if limit is not None and not prompts:
+            raise InputError(
+                f"the gate on {name}: CLIP needs the prompts; give them", fields=("prompts",)
+            )

@@ -85,7 +85,7 @@ def test_eval_images_of_few_pictures_decides_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("--gate-clip", "1"), "CLIP score needs the prompts"),
+        (("--gate-clip", "1"), "the gate on clip: CLIP needs the prompts"),
         (("--gate-lpips", "1", "--without", "lpips"), "lpips: this metric is left out"),
     ],
 )

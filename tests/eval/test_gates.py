@@ -60,9 +60,17 @@ def test_the_clip_gate_follows_from_the_schemes(sparse, compression, limit):
 def test_gates_compare_the_mean_strictly():
     comparison = compare(made_pairs(8, prompts=("a",) * 8), Backbones(small_lpips(), fake_clip()))
     ssim = comparison.scores["ssim"].summary
-    at = judge(comparison, Limits(ssim=ssim.mean, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED)
-    below = judge(comparison, Limits(ssim=-0.9, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED)
-    above = judge(comparison, Limits(ssim=1.0, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED)
+    at = judge(
+        comparison,
+        Limits(ssim=ssim.mean, lpips=9.0, clip_fp8=50.0, broken=None),
+        Compression.QUANTIZED,
+    )
+    below = judge(
+        comparison, Limits(ssim=-0.9, lpips=9.0, clip_fp8=50.0, broken=None), Compression.QUANTIZED
+    )
+    above = judge(
+        comparison, Limits(ssim=1.0, lpips=9.0, clip_fp8=50.0, broken=None), Compression.QUANTIZED
+    )
     assert [gate.state for gate in at] == [State.UNDECIDED, State.PASSED, State.PASSED]
     assert [gate.passed for gate in at] == [None, True, True]
     assert state_of(at) is State.UNDECIDED

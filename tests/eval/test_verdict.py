@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from quantkit.eval.comparison import ClipScores, Comparison, Score
+from quantkit.eval.composition import find_bounds, sort_pictures
 from quantkit.eval.gates import Compression, Gate, Limits, judge
 from quantkit.eval.metrics import METRICS, Better
 from quantkit.eval.noise_floor import Floor, measure_gaps
@@ -49,6 +50,10 @@ def comparison(ssim, *, lpips=None, clip=None, mse=0.01):
         scores["lpips"] = score("lpips", lpips, "net")
     names = tuple(f"{i:03d}" for i in range(len(ssim)))
     return Comparison(names, tuple(f"a ball and {i} cats" for i in range(len(ssim))), scores, clip)
+
+
+def kinds(packed):
+    return sort_pictures(packed, find_bounds([]))
 
 
 def gap(packed, floor, title=BF16, note=""):
@@ -256,7 +261,7 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
     assert floors[0].differences["clip"].mean == 0.0
     assert "clip" not in floors[1].differences
     gates = judge(packed, Limits(), Compression.QUANTIZED)
-    text = write_verdict(gates, Compression.QUANTIZED, packed, floors)
+    text = write_verdict(gates, Compression.QUANTIZED, packed, floors, kinds(packed))
     parts = (
         "Quantized weights fail: SSIM is 0.93",
         BF16,
@@ -266,7 +271,7 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
     )
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert write_verdict((), Compression.QUANTIZED, packed, ()).startswith(
+    assert write_verdict((), Compression.QUANTIZED, packed, (), kinds(packed)).startswith(
         "Quantized weights were not judged. CLIP"
     )
 
