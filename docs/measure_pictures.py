@@ -1,7 +1,7 @@
 """How often pictures are called the same, variants or broken, on the bundled pipeline.
 
-python docs/measure_pictures.py PACKED...: the first 48 bundled prompts, 12 steps, on a CPU. Beside
-the packed directories, on reference: the original in bfloat16, in other batches, from other noise
+python docs/measure_pictures.py PACKED...: the demo's first 48 prompts, 12 steps, on a CPU. Beside the
+packed directories, on reference: the original in bfloat16, in other batches, from other noise
 (variants by definition), and with random weights in one layer at a time.
 """
 
@@ -26,6 +26,7 @@ from quantkit.resources import demo_assets
 
 COUNT, STEPS, SEED, OTHER_SEED = 48, 12, 100, 1000
 CPU = torch.device("cpu")
+PROMPTS = read_prompts(demo_assets() / "prompts.txt")[:COUNT]
 #: Layers that get random weights of the same spread, one at a time.
 SPOILED = (
     "mid_block.resnets.0.conv1",
@@ -39,8 +40,7 @@ FLOORS = ("bfloat16", "batches of 8 instead of 16")
 
 def draw(pipe: Any, *, seed: int = SEED, batch: int = 16) -> tuple[Any, ...]:
     """Return the pictures of a pipeline."""
-    prompts = read_prompts(None)[:COUNT]
-    settings = make_settings(prompts, steps=STEPS, guidance=4.0, seed=seed, batch=batch)
+    settings = make_settings(PROMPTS, steps=STEPS, guidance=4.0, seed=seed, batch=batch)
     return generate(pipe, settings, label="").pictures
 
 
@@ -65,7 +65,7 @@ def runs(packed: tuple[Path, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield FLOORS[1], draw(fresh(), batch=8)
     for path in packed:
         with use(Backend.REFERENCE):
-            yield path.name, draw(load_packed(str(path), dtype=torch.float32, device=CPU))
+            yield path.name, draw(load_packed(str(path), torch_dtype=torch.float32, device=CPU))
     yield "other noise", draw(fresh(), seed=OTHER_SEED)
     for layer in SPOILED:
         yield f"random weights in {layer}", draw(spoiled(layer))
@@ -88,14 +88,14 @@ def main(packed: tuple[Path, ...]) -> None:
     """Print a table."""
     with quiet_libraries():
         clip = load_clip(str(demo_assets() / "clip"), device=CPU)
-        original, prompts = draw(fresh()), read_prompts(None)[:COUNT]
+        original = draw(fresh())
         floors = list[Comparison]()
         click.echo(
             "| run | same | variant | broken | least SSIM | largest distance | least match |"
         )
         click.echo("|---|---|---|---|---|---|---|")
         for name, pictures in runs(packed):
-            pairs = Pairs(picture_names(COUNT), original, pictures, prompts)
+            pairs = Pairs(picture_names(COUNT), original, pictures, PROMPTS)
             found = compare(pairs, Backbones(clip=clip))
             if name in FLOORS:
                 floors.append(found)
