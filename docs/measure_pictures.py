@@ -1,6 +1,6 @@
 """How often pictures are called the same, variants or broken, on the bundled pipeline.
 
-python docs/measure_pictures.py PACKED...: the demo's first 48 prompts, 12 steps, on a CPU. Beside the
+python docs/measure_pictures.py PACKED...: 48 prompts of the demo, 12 steps, on a CPU. Beside the
 packed directories, on reference: the original in bfloat16, in other batches, from other noise
 (variants by definition), and with random weights in one layer at a time.
 """
