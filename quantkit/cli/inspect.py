@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 @click.command()
-@options.packed
+@options.packed_directory
 @options.quiet
 @options.as_json
 def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
