@@ -1,6 +1,15 @@
 """The operations. A new one is a file with its rows, and that file's rows here."""
 
-from quantkit.device.ops import attention, conv, geglu, gemm, heads, quantize, weight_only
+from quantkit.device.ops import (
+    attention,
+    conv,
+    geglu,
+    gemm,
+    heads,
+    projections,
+    quantize,
+    weight_only,
+)
 from quantkit.device.ops.op import Op, Variant, all_variants
 from quantkit.errors import KernelError
 
@@ -14,6 +23,7 @@ OPS: dict[str, Op] = {
         weight_only.OPS,
         attention.OPS,
         heads.OPS,
+        projections.OPS,
     )
     for op in rows
 }
