@@ -39,7 +39,7 @@ _ATTENTION_COLUMNS = (
 @options.quiet
 @options.as_json
 def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
-    """Show the layers of PACKED: formats, scales, sparsity, bytes before and after.
+    """Show the layers of PACKED: formats, scales, sparsity, bytes before and after; its attention.
 
     Headers and scales are checked on the way; 'quantkit verify' checks every byte. Of a
     calibration file, show its attention modules; --json has every head.
@@ -55,6 +55,8 @@ def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
         print_json(found.to_json())
         return
     print_table(str(packed), _COLUMNS, [_row(layer) for layer in found.layers])
+    for name, attention in found.attention.items():
+        echo(f"{f'{name}: ' * bool(name)}attention: {attention}")
     echo(found)
 
 

@@ -5,52 +5,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.checkpoint.attention import PackedAttention
-from quantkit.device.backends import Backend, forced
-from quantkit.device.choosing import choose
-from quantkit.device.ops.attention import LARGEST_HEAD
-from quantkit.device.ops.checks import IO_DTYPES
-from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
-from quantkit.inference.operators import OPERATORS
-from quantkit.models.attention import (
-    AttentionCall,
-    Heads,
-    attention_modules,
-    call_with,
-    why_kept,
-)
-from quantkit.numerics.attention import QK_FORMATS, attention_codes, padded
+from quantkit.inference.attention_call import AttentionSettings, attend
+from quantkit.inference.attention_streams import with_streams
+from quantkit.models.attention import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.schema import matches
 
 #: diffusers' method, which an instance gets one of its own for.
 _FUSE = "fuse_qkv_projections"
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """How attention is computed; factors are those of each call's own numbers."""
-
-    #: of queries and keys: e4m3fn or int8; probabilities and values are e4m3fn
-    qk_format: str = E4M3FN.name
-    #: with fewer keys torch's attention is used: making codes would cost more than they save
-    min_keys: int = 512
-
-    def __post_init__(self) -> None:
-        """Refuse what no kernel takes.
-
-        Raises:
-            InputError: a format, or a number of keys.
-        """
-        if self.qk_format not in QK_FORMATS:
-            wanted = ", ".join(QK_FORMATS)
-            raise InputError(f"attention: qk {self.qk_format!r:.40}, wanted one of {wanted}")
-        if self.min_keys < 1:
-            raise InputError(f"attention: min_keys {self.min_keys}, wanted 1 or more")
 
 
 @dataclass(frozen=True)
@@ -168,55 +134,8 @@ def _quantized(plain: Any, settings: AttentionSettings) -> Any:
 def _quantized_class(plain: Hashable, settings: AttentionSettings) -> Any:
     cls: Any = plain
     body = {
-        "__call__": call_with(cls, partial(_attend, settings)),
+        "__call__": with_streams(cls, call_with(cls, partial(attend, settings)), settings),
         "settings": settings,
         "__module__": cls.__module__,
     }
     return type(cls.__name__, (_Quantized, cls), body)
-
-
-def _why_not(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> str:
-    """Return why a call is torch's; empty when it is quantized."""
-    if call.more:
-        return call.more
-    keys, columns = heads.k.shape[2:]
-    if keys < settings.min_keys:
-        return f"{keys} keys, fewer than min_keys"
-    op = name_for("attention", settings.qk_format)
-    return _why_no_operands(heads) or _why_no_kernel(op, str(heads.q.device), padded(columns))
-
-
-def _why_no_operands(heads: Heads) -> str:
-    """Return why no kernel takes these numbers; empty when one does."""
-    q, k, v = heads
-    columns = q.shape[3]
-    if columns % 8 or columns > LARGEST_HEAD or v.shape[3] != columns:
-        return f"heads of {columns} columns"
-    if k.shape[1] != q.shape[1]:
-        return "heads share keys"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in heads):
-        return "gradients are wanted"
-    return "" if q.dtype in IO_DTYPES.values() else f"{q.dtype} is not computed"
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _why_no_kernel(op: str, device: str, columns: int) -> str:
-    choice = choose(op, torch.device(device), k=columns)
-    # Unasked, the reference would be slower than torch's attention, and no nearer.
-    unasked = choice.backend is Backend.REFERENCE and forced() is None
-    reason: str = choice.reason if unasked else ""
-    return reason
-
-
-def _attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Tensor | None:
-    if _why_not(settings, heads, call):
-        return None
-    rows = (t.flatten(0, 1) for t in heads)
-    codes = attention_codes(*rows, scale=call.scale, qk_format=settings.qk_format)
-    operator = OPERATORS[name_for("attention", settings.qk_format)]
-    _, count, keys, columns = heads.k.shape
-    y: Tensor = operator(
-        codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        keys, count, columns, settings.qk_format, heads.q.dtype,
-    )  # fmt: skip
-    return y.transpose(1, 2)

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import CONFIG_KEY, FIRST_VERSION
+from quantkit.checkpoint.spec import FIRST_VERSION
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
@@ -172,7 +173,7 @@ ZERO = "0" * 64
 
 #: name -> (how to break the rule, what the reader says); found without reading all bytes
 CHEAP = {
-    "config-newer": (of_config(lambda c: c.update(format_version=5)), "5 is newer than 4.*upgrade"),
+    "config-newer": (of_config(lambda c: c.update(format_version=6)), "6 is newer than 5.*upgrade"),
     "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
     "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
     "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
@@ -198,7 +199,7 @@ CHEAP = {
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
         "is listed 2 times",
     ),
-    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 4"),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 5"),
     "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
     "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
     "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),
