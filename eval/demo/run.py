@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from quantkit.eval.backbones import load_backbones
 from quantkit.eval.evaluation import Baseline, evaluate, measure_baseline, open_pair
-from quantkit.eval.gates import Limits
+from quantkit.eval.gates import Limits, State
 from quantkit.eval.generation import GenerationSettings, make_settings
 from quantkit.eval.methods import Method, write_methods
 from quantkit.eval.report import write_report
@@ -27,7 +27,7 @@ from quantkit.resources import demo_assets
 from quantkit.storage.files import claimed_directory, mark_directory
 from quantkit.storage.places import check_directory
 
-from .commands import DemoPlan, DemoRow
+from .commands import RECIPES, DemoPlan, DemoRow
 from .world.scenes import captions, draw_scenes
 
 #: What the marker calls the output: a folder of this kind is the demo's own and may be replaced.
@@ -121,6 +121,7 @@ def _run(
     """Run the commands and report on every row, in a folder that is claimed."""
     assets, prompts, steps = demo_assets(), len(settings.prompts), settings.steps
     context.say(f"kernels: {describe_kernels(context.device)}")
+    context.say(f"attention on codes: {describe_attention(context.device)}")
     errors = _make(context, plan, assets / "pipeline")
     with context.step("load the networks of LPIPS and CLIP score"):
         backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=context.device)
@@ -143,11 +144,19 @@ def describe_kernels(device: torch.device) -> str:
     return f"{choice.backend.value}{f', because {choice.reason}' if choice.reason else ''}"
 
 
+def describe_attention(device: torch.device) -> str:
+    """Return what will compute attention where a recipe asks for codes, and why if no kernel."""
+    choices = {op: choose(op, device, k=64) for op in ("attention_fp8", "attention_int8")}
+    reasons = {choice.reason for choice in choices.values() if choice.reason}
+    kernels = {choice.backend.value for choice in choices.values() if not choice.reason}
+    return ", ".join((*sorted(kernels), *(f"torch, because {why}" for why in sorted(reasons))))
+
+
 def remarks(outcomes: tuple[DemoResult, ...]) -> tuple[str, ...]:
     """Return one sentence per row whose gates fail, each said once."""
     found: dict[str, list[str]] = {}
     for outcome in outcomes:
-        if outcome.row.remark and not outcome.report.passed:
+        if outcome.row.remark and outcome.report.state is State.FAILED:
             found.setdefault(outcome.row.remark, []).append(outcome.row.title)
     return tuple(f"{', '.join(titles)}: {remark}" for remark, titles in found.items())
 
@@ -178,6 +187,8 @@ def _make(context: DemoContext, plan: DemoPlan, pipeline: Path) -> dict[str, flo
     """Run every command of the plan once; return the local errors by command."""
     scenes = draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED))
     (context.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
+    for recipe in RECIPES:
+        (context.output / f"{recipe.name}.yaml").write_text(recipe.text, encoding="utf-8")
     errors: dict[str, float] = {}
     for command in dict.fromkeys(c for row in plan.rows for c in _commands(context, plan, row)):
         arguments = shlex.split(command)

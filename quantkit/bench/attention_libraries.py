@@ -20,7 +20,7 @@ from quantkit.bench.timing import Call
 
 # float16 rounds probabilities by 2^-12, and results of up to 5 rms by 2^-11 of them.
 _ROUNDED = 0.02
-# 8-bit scores, probabilities and values, whose noise averages over the keys: quantkit's is 0.67.
+# 8-bit scores, probabilities and values, whose noise averages over the keys: quantkit's is 0.65.
 _NOISY, _NOISE = 0.02, 2.0
 # cuDNN's FP8 gives e4m3, half a step is 1/16 of a value, and keeps long sums in 13 bits.
 _CODED = 0.35

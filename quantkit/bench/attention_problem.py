@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quantkit.bench.shapes import AttentionShape
-from quantkit.numerics.attention import KEYS, AttentionCodes, attention_codes
+from quantkit.numerics.attention import KEYS, AttentionCodes, attention_codes, measured_scales
+from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.scales import decode
 
@@ -31,7 +32,7 @@ class AttentionProblem:
 
     @cached_property
     def q(self) -> Tensor:
-        """(B, H, Q, D) float16."""
+        """(B, H, Q, D) float16; in memory, as those of k and v, heads lie beside each other."""
         return self._normal(1, self.shape.queries).half()
 
     @cached_property
@@ -43,6 +44,11 @@ class AttentionProblem:
     def v(self) -> Tensor:
         """(B, H, K, D) float16."""
         return (self._normal(4, self.shape.keys) + self._normal(5, 1)).half()
+
+    @cached_property
+    def scales(self) -> AttentionScales:
+        """Of these very numbers, of all (B * H) heads."""
+        return measured_scales(*self._rows())
 
     @cached_property
     def codes_fp8(self) -> AttentionCodes:
@@ -71,9 +77,8 @@ class AttentionProblem:
         return self._of_codes(self.codes_int8)
 
     def make_codes(self, qk_format: str) -> AttentionCodes:
-        """Return codes of (B * H) heads, as ``quantkit.attention`` makes them at each call."""
-        heads = (t.flatten(0, 1) for t in (self.q, self.k, self.v))
-        return attention_codes(*heads, qk_format=qk_format)
+        """Return the reference's codes of (B * H) heads."""
+        return attention_codes(*self._rows(), qk_format=qk_format, scales=self.scales)
 
     def forget_exact(self) -> None:
         """Free the float64 results."""
@@ -82,8 +87,12 @@ class AttentionProblem:
 
     def _normal(self, seed: int, count: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(8 * self._seed + seed)
-        size = (self.shape.batch, self.shape.heads, count, self.shape.head_size)
-        return torch.randn(size, generator=generator, device=self.device)
+        size = (self.shape.batch, count, self.shape.heads, self.shape.head_size)
+        return torch.randn(size, generator=generator, device=self.device).transpose(1, 2)
+
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the operands as (B * H, N, D)."""
+        return self.q.flatten(0, 1), self.k.flatten(0, 1), self.v.flatten(0, 1)
 
     def _of_codes(self, codes: AttentionCodes) -> Tensor:
         q, k = (decode(t, codes.qk_format, torch.float64) for t in (codes.q, codes.k))

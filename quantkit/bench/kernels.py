@@ -111,8 +111,9 @@ OPERATIONS: dict[str, Operation] = {
         ),
     )
 }
-# A convolution has a picture, a window and a stride.
-assert {op for op in OPS if "fp8" in op and not op.startswith("conv")} <= set(OPERATIONS), (
+# A convolution has a picture, a window and a stride; codes of heads are no product.
+_OTHERS = ("conv", "head", "value", "project")
+assert {op for op in OPS if "fp8" in op and not op.startswith(_OTHERS)} <= set(OPERATIONS), (
     "not measured"
 )
 

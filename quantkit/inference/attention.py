@@ -15,8 +15,9 @@ from quantkit.models.attention import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.schema import matches
 
-#: diffusers' method, which an instance gets one of its own for.
-_FUSE = "fuse_qkv_projections"
+#: diffusers' method, which an instance gets one of its own for: what joins projections, or puts an
+#: adapter in and takes it out, calls it.
+_SET = "set_attn_processor"
 
 
 @dataclass(frozen=True)
@@ -81,23 +82,23 @@ def install(model: Any, packed: PackedAttention | None) -> None:
     if packed is None:
         return
     _quantize(model, packed)
-    if hasattr(type(model), _FUSE):
-        setattr(model, _FUSE, partial(_fuse_qkv_projections, model, packed))
+    if hasattr(type(model), _SET):
+        setattr(model, _SET, partial(_set_attn_processor, model, packed))
 
 
 def uninstall(model: nn.Module) -> None:
     """Give a model that is packed no more diffusers' processors back."""
     attention(model, qk=None)
-    vars(model).pop(_FUSE, None)
+    vars(model).pop(_SET, None)
 
 
 def _quantize(model: nn.Module, packed: PackedAttention) -> None:
     attention(model, qk=packed.qk, min_keys=packed.min_keys, exclude=packed.exclude)
 
 
-def _fuse_qkv_projections(model: Any, packed: PackedAttention) -> None:
-    """Join projections as diffusers does, which sets other processors."""
-    getattr(type(model), _FUSE)(model)
+def _set_attn_processor(model: Any, packed: PackedAttention, *args: Any, **kwargs: Any) -> None:
+    """Set processors as diffusers does, and quantize those that are known."""
+    getattr(type(model), _SET)(model, *args, **kwargs)
     _quantize(model, packed)
 
 

@@ -11,10 +11,9 @@ from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
-from quantkit.inference.operators import OPERATORS
+from quantkit.inference.attention_heads import Shape, attend_streams, stream_of
 from quantkit.models.attention import AttentionCall, Heads
-from quantkit.numerics.attention import QK_FORMATS, attention_codes, padded
-from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.numerics.attention import QK_FORMATS, measured_scales, padded
 from quantkit.numerics.formats import E4M3FN
 
 
@@ -48,36 +47,10 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
     """
     if call.more or why_not(settings, heads):
         return None
-    return attend_on_codes(settings, heads, scale=call.scale).transpose(1, 2)
-
-
-def attend_on_codes(
-    settings: AttentionSettings,
-    heads: Heads,
-    *,
-    scale: float | None = None,
-    scales: AttentionScales | None = None,
-) -> Tensor:
-    """Return attention of heads that ``why_not`` has nothing against.
-
-    Args:
-        settings: the format.
-        heads: (B, H, N, D).
-        scale: of q k'; None: 1 / sqrt(D).
-        scales: static ones; None: of these very numbers.
-
-    Returns:
-        (B, M, H, D).
-    """
-    rows = (t.flatten(0, 1) for t in heads)
-    codes = attention_codes(*rows, scale=scale, qk_format=settings.qk_format, scales=scales)
-    operator = OPERATORS[name_for("attention", settings.qk_format)]
-    _, count, keys, columns = heads.k.shape
-    y: Tensor = operator(
-        codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        keys, count, columns, settings.qk_format, heads.q.dtype,
-    )  # fmt: skip
-    return y
+    scales = measured_scales(*(t.flatten(0, 1) for t in heads))
+    shape = Shape(heads.q.shape[1], heads.q.shape[3])
+    y = attend_streams([stream_of(heads)], shape, scales, settings.qk_format, scale=call.scale)
+    return y.transpose(1, 2)
 
 
 def why_not(settings: AttentionSettings, heads: Heads) -> str:

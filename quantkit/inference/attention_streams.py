@@ -10,28 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit.inference.attention_call import (
-    AttentionSettings,
-    attend_on_codes,
-    why_not,
-    why_not_sizes,
+from quantkit.inference.attention_call import AttentionSettings, why_not_sizes
+from quantkit.inference.attention_heads import (
+    Part,
+    Pending,
+    Projection,
+    Rotation,
+    Shape,
+    Stream,
+    attend_streams,
+    computed,
 )
 from quantkit.inference.head_scales import scales_of
-from quantkit.models.attention import Heads
 from quantkit.numerics.attention_scales import AttentionScales
-
-
-class Stream(NamedTuple):
-    """The projections of one kind of tokens, (B, T, H * D), and the norms of their heads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    norm_q: nn.Module | None = None
-    norm_k: nn.Module | None = None
 
 
 def with_streams(processor_class: type, call: Any, settings: AttentionSettings) -> Any:
@@ -73,20 +66,17 @@ class _Attention(NamedTuple):
 
         None where gradients are wanted.
         """
-        q = torch.cat([self._heads(s.q, s.norm_q) for s in streams], dim=2)
-        k = torch.cat([self._heads(s.k, s.norm_k) for s in streams], dim=2)
-        v = torch.cat([self._heads(s.v, None) for s in streams], dim=2)
-        if rotary is not None:
-            q, k = (apply_rotary_emb(t, rotary) for t in (q, k))
-        heads = Heads(q, k, v)
-        if why_not(self.settings, heads):
-            return None
-        return attend_on_codes(self.settings, heads, scales=self.scales).flatten(2)
-
-    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        heads = x.reshape(*x.shape[:2], self.scales.heads, -1).transpose(1, 2)
-        normed: Tensor = heads if norm is None else norm(heads)
-        return normed
+        x = streams[0].q.x
+        if torch.is_grad_enabled():
+            streams = [
+                s._replace(q=computed(s.q), k=computed(s.k), v=computed(s.v)) for s in streams
+            ]
+            if any(part.x.requires_grad for s in streams for part in (s.q, s.k, s.v)):
+                return None
+        shape = Shape(self.scales.heads, self.scales.head_size)
+        rotation = None if rotary is None else Rotation(*(t.to(x.device).float() for t in rotary))
+        y = attend_streams(streams, shape, self.scales, self.settings.qk_format, rotation=rotation)
+        return y.flatten(2)
 
 
 def _unet(
@@ -167,21 +157,31 @@ def _fused_joint(own: _Attention, *args: Any, **kwargs: Any) -> Any:
 def _projected(attn: Any, x: Tensor, context: Tensor | None = None) -> Stream:
     if not attn.fused_projections:
         context = x if context is None else context
-        q, k, v = attn.to_q(x), attn.to_k(context), attn.to_v(context)
-    elif context is None:
-        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
+        q, k, v = Pending(attn.to_q, x), Pending(attn.to_k, context), Pending(attn.to_v, context)
+        return Stream(q, k, v, attn.norm_q, attn.norm_k)
+    first: Part
+    if context is None:
+        first, key, value = _side_by_side(attn.to_qkv(x), 3)
     else:
-        q = attn.to_q(x)
-        k, v = attn.to_kv(context).chunk(2, dim=-1)
-    return Stream(q, k, v, attn.norm_q, attn.norm_k)
+        first = Pending(attn.to_q, x)
+        key, value = _side_by_side(attn.to_kv(context), 2)
+    return Stream(first, key, value, attn.norm_q, attn.norm_k)
 
 
 def _projected_text(attn: Any, x: Tensor) -> Stream:
+    q: Part
+    k: Part
+    v: Part
     if attn.fused_projections:
-        q, k, v = attn.to_added_qkv(x).chunk(3, dim=-1)
+        q, k, v = _side_by_side(attn.to_added_qkv(x), 3)
     else:
-        q, k, v = attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
+        layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        q, k, v = (Pending(layer, x) for layer in layers)
     return Stream(q, k, v, attn.norm_added_q, attn.norm_added_k)
+
+
+def _side_by_side(x: Tensor, count: int) -> list[Projection]:
+    return [Projection(x, x.shape[-1] // count * i) for i in range(count)]
 
 
 def _out(attn: Any, y: Tensor) -> Tensor:

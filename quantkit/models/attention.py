@@ -6,7 +6,7 @@ under that name. So projections, norms, rotary embeddings and what joins two str
 diffusers'.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -109,20 +109,29 @@ def call_with(processor_class: type, attend: Attend) -> FunctionType:
     """Return the ``__call__`` of a known processor with another attention.
 
     Args:
-        processor_class: of diffusers.
-        attend: computes what it does not leave to torch.
+        processor_class: of diffusers, or one with a call from here.
+        attend: computes what it does not leave to what the class computes it with.
     """
     original: Any = processor_class.__call__
-    functions = {**original.__globals__, **_functions(attend)}
+    functions = {**original.__globals__, **_functions(attend, original.__globals__)}
     call = FunctionType(
         original.__code__, functions, original.__name__, original.__defaults__, original.__closure__
     )
     call.__kwdefaults__ = original.__kwdefaults__
+    # Among it the signature that attention modules ask for.
+    call.__dict__.update(original.__dict__)
     return call
 
 
-def _functions(attend: Attend) -> dict[str, Any]:
-    """Return what a processor's names stand for instead of torch's and diffusers' functions."""
+def _functions(attend: Attend, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor's names stand for instead of torch's and diffusers' functions.
+
+    Args:
+        attend: as ``call_with``'s.
+        names: what they stood for.
+    """
+    before_functional = names.get("F", torch_functional)
+    before_dispatch = names.get("dispatch_attention_fn", dispatch_attention_fn)
 
     def dispatch(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
@@ -131,7 +140,7 @@ def _functions(attend: Attend) -> dict[str, Any]:
         heads = Heads(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         y = attend(heads, _parse(attn_mask, **options))
         if y is None:
-            theirs: Tensor = dispatch_attention_fn(query, key, value, attn_mask, **options)
+            theirs: Tensor = before_dispatch(query, key, value, attn_mask, **options)
             return theirs
         return y.transpose(1, 2)
 
@@ -142,12 +151,13 @@ def _functions(attend: Attend) -> dict[str, Any]:
         y = attend(Heads(query, key, value), _parse(attn_mask, **options))
         if y is not None:
             return y
-        return torch_functional.scaled_dot_product_attention(
+        theirs: Tensor = before_functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attn_mask, **options
         )
+        return theirs
 
     functional = ModuleType("functional")
-    functional.__dict__.update(vars(torch_functional))
+    functional.__dict__.update(vars(before_functional))
     functional.__dict__["scaled_dot_product_attention"] = scaled_dot_product_attention
     return {"F": functional, "dispatch_attention_fn": dispatch}
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.numerics.attention_scales import AttentionScales, scales_of_ranges
-from quantkit.numerics.formats import E4M3FN, INT8, find_format
-from quantkit.numerics.scales import cast, scale_of_amax
+from quantkit.numerics.formats import E4M3FN, INT8, NumberFormat
+from quantkit.numerics.scales import cast
 
 #: Columns of a head that one matrix instruction takes.
 COLUMNS = 16
@@ -73,43 +73,56 @@ def attention_codes(
         qk_format: e4m3fn or int8.
         scales: of the S heads of a picture, row n has n % S; None: of these very numbers.
     """
-    tau = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * math.log2(math.e)
+    tau = score_factor(q.shape[-1], scale)
     q, k, v = (_with_columns(t.float()) for t in (q, k, v))
-    scales = measured_scales(q, k, v) if scales is None else _with_padding(scales)
-    copies = len(q) // scales.heads
-    k = k - scales.key_mean.repeat(copies, 1).unsqueeze(1)
-    v = v - scales.value_mean.repeat(copies, 1).unsqueeze(1)
-    v = v / scales.value_scale.repeat(copies, 1).unsqueeze(1)
-    codes = _codes(v.transpose(1, 2), E4M3FN.name)
-    values = pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
+    scales = measured_scales(q, k, v) if scales is None else with_padding(scales)
+    values = value_codes(v, scales.value_mean, scales.value_scale)
     if qk_format == INT8.name:
-        (qc, q_scale), (kc, k_scale) = _int8_rows(q * tau, 1), _int8_rows(k, KEYS)
+        one = torch.ones(scales.heads, device=q.device)
+        qc, q_scale = int8_codes(q, None, tau * one, 1)
+        kc, k_scale = int8_codes(k, scales.key_mean, one, KEYS)
         return AttentionCodes(
             qc, kc, values, q_scale, k_scale, scales.value_scale, scales.value_mean, qk_format
         )
-    factors = unit_factors(scales.query_range, scales.key_range, tau)
-    a, b = (factor.repeat(copies).reshape(-1, 1, 1) for factor in factors)
-    qc, kc = _codes(q * a, E4M3FN.name), _codes(k * b, E4M3FN.name)
+    a, b = unit_factors(scales.query_range, scales.key_range, tau)
+    qc, kc = e4m3fn_codes(q, None, a), e4m3fn_codes(k, scales.key_mean, b)
     return AttentionCodes(
         qc, kc, values, None, None, scales.value_scale, scales.value_mean, qk_format
     )
 
 
+def score_factor(columns: int, scale: float | None = None) -> float:
+    """Return what q k' is multiplied by to be a score in powers of two.
+
+    Args:
+        columns: of a head, without padding.
+        scale: of q k'; None: 1 / sqrt(columns).
+    """
+    return (1 / math.sqrt(columns) if scale is None else scale) * math.log2(math.e)
+
+
 def measured_scales(q: Tensor, k: Tensor, v: Tensor) -> AttentionScales:
-    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D) in float32."""
-    k_mean, v_mean = k.mean(dim=1), v.mean(dim=1)
-    ranges = ((k - k_mean.unsqueeze(1)).abs(), (v - v_mean.unsqueeze(1)).abs())
+    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D)."""
+    (k_mean, k_range), (v_mean, v_range) = _spread(k), _spread(v)
     return scales_of_ranges(
         q=q.abs().amax(dim=(1, 2)),
-        k=ranges[0].amax(dim=(1, 2)),
+        k=k_range.amax(dim=1),
         k_mean=k_mean,
-        v=ranges[1].amax(dim=1),
+        v=v_range,
         v_mean=v_mean,
         margin=1,
     )
 
 
-def _with_padding(scales: AttentionScales) -> AttentionScales:
+def _spread(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of each column of (N, T, D), and how far the farthest number is from it."""
+    mean = t.mean(dim=1, dtype=torch.float32)
+    low, high = (end.float() for end in torch.aminmax(t, dim=1))
+    return mean, torch.maximum(high - mean, mean - low)
+
+
+def with_padding(scales: AttentionScales) -> AttentionScales:
+    """Return scales with columns up to a multiple of 16."""
     by_column = (_with_columns(scales.key_mean), _with_columns(scales.value_scale, 1))
     return AttentionScales(
         scales.query_range, scales.key_range, *by_column, _with_columns(scales.value_mean)
@@ -134,14 +147,72 @@ def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, 
     return a, b
 
 
-def _codes(t: Tensor, fmt: str) -> Tensor:
-    return cast(t, find_format(fmt)).view(torch.uint8)
+def e4m3fn_codes(t: Tensor, mean: Tensor | None, factor: Tensor) -> Tensor:
+    """Return codes of ``(t - mean) * factor``, saturated; NaN stays NaN.
+
+    Args:
+        t: (N, R, D) float32.
+        mean: (S, D) float32, row n of the heads has n % S; None: zeros.
+        factor: (S,) float32, likewise.
+
+    Returns:
+        (N, R, D) uint8.
+    """
+    return _codes(_factored(t, mean, factor), E4M3FN)
 
 
-def _int8_rows(t: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes of (N, R, D) and the scales (N, R / group up) of groups of rows."""
-    n, rows, columns = t.shape
-    groups = pad(t, (0, 0, 0, padded(rows, group) - rows)).reshape(n, -1, group * columns)
-    scale = scale_of_amax(groups.abs().amax(dim=2), INT8)
-    codes = _codes(t / scale.repeat_interleave(group, dim=1)[:, :rows, None], INT8.name)
-    return codes, scale
+def int8_codes(t: Tensor, mean: Tensor | None, factor: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return int8 codes of ``(t - mean) * factor``, and the scales of groups of rows.
+
+    Args:
+        t: (N, R, D) float32.
+        mean: (S, D) float32, row n of the heads has n % S; None: zeros.
+        factor: (S,) float32, likewise.
+        group: rows that share a scale, amax / 127 or 1.0 where that is 0.
+
+    Returns:
+        (N, R, D) uint8 and (N, R / group up) float32. NaN makes the scale of its group NaN.
+    """
+    values = _factored(t, mean, factor)
+    n, rows, columns = values.shape
+    groups = pad(values, (0, 0, 0, padded(rows, group) - rows)).reshape(n, -1, group * columns)
+    amax = groups.abs().amax(dim=2)
+    # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
+    scale = amax / torch.full_like(amax, INT8.max)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    by_row = scale.repeat_interleave(group, dim=1)[:, :rows, None]
+    return _codes(values / by_row, INT8), scale
+
+
+def value_codes(v: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
+    """Return e4m3fn codes of ``(v - mean) * (1 / scale)``, transposed; NaN stays NaN.
+
+    Args:
+        v: (N, K, D) float32.
+        mean: (S, D) float32, row n of the heads has n % S; None: zeros.
+        scale: (S, D) float32, likewise. Its inverse is at most the largest number of float32.
+
+    Returns:
+        (N, D, pitch) uint8: pitch is K up to a multiple of 16, the rest zero.
+    """
+    inverse = (torch.ones_like(scale) / scale).clamp(max=torch.finfo(torch.float32).max)
+    values = _centered(v, mean) * of_heads(inverse, len(v)).unsqueeze(1)
+    codes = _codes(values.transpose(1, 2), E4M3FN)
+    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
+
+
+def of_heads(numbers: Tensor, rows: int) -> Tensor:
+    """Return what each of N rows of heads has, row n that of n % S."""
+    return numbers.repeat(rows // len(numbers), *[1] * (numbers.ndim - 1))
+
+
+def _factored(t: Tensor, mean: Tensor | None, factor: Tensor) -> Tensor:
+    return _centered(t, mean) * of_heads(factor, len(t))[:, None, None]
+
+
+def _centered(t: Tensor, mean: Tensor | None) -> Tensor:
+    return t if mean is None else t - of_heads(mean, len(t)).unsqueeze(1)
+
+
+def _codes(t: Tensor, fmt: NumberFormat) -> Tensor:
+    return cast(t, fmt).view(torch.uint8)

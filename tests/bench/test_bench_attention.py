@@ -94,7 +94,7 @@ def test_damaged_shapes_are_named(tmp_path, row):
 def test_work_is_two_products_and_operands_once():
     shape, queries, keys = AttentionShape(2, 3, 100, 50, 8), 2 * 3 * 100 * 8, 2 * 3 * 50 * 8
     flops = 4.0 * 2 * 3 * 100 * 50 * 8
-    given, whole = OWN["quantkit, codes given"], OWN["quantkit, codes made"]
+    given, whole = OWN["quantkit, codes given"], OWN["quantkit, static scales"]
     assert Attention().work(shape, given) == Work(flops, queries + 2 * keys + 2 * queries)
     assert Attention().work(shape, whole) == Work(flops, 2 * (queries + 2 * keys) + 2 * queries)
     making = OWN["quantkit, making codes alone"]
@@ -140,7 +140,7 @@ def judged(contender, problem, y):
 @pytest.mark.parametrize("keys", [77, 1024])
 def test_right_results_are_told_from_wrong_ones(contenders, keys):
     problem = AttentionProblem(AttentionShape(1, 1, 64, keys, 64), CPU)
-    for contender in contenders[:2]:
+    for contender in contenders[:3]:
         right = contender.prepare(problem)()
         error, allowed = judged(contender, problem, right)
         assert 0 < error < allowed
@@ -150,7 +150,7 @@ def test_right_results_are_told_from_wrong_ones(contenders, keys):
             right.roll(1, dims=3),
             torch.zeros_like(right),
             torch.full_like(right, torch.nan),
-            right.transpose(1, 2),
+            right.transpose(1, 2)[:, :, :, 1:],
         ):
             assert not judged(contender, problem, wrong)[0] <= allowed
 
@@ -159,14 +159,14 @@ def test_right_results_are_told_from_wrong_ones(contenders, keys):
 def test_codes_are_judged_one_by_one(contenders, problem):
     making = next(c for c in contenders if c.precision is None)
     codes = making.prepare(problem)()
-    assert making.judge(problem, codes) == making.limit == 0
+    assert making.judge(problem, codes) <= making.limit
     q, k, v = codes
     assert making.judge(problem, (q, k.roll(1, dims=1), v)) > 0.5
 
 
 def test_the_fallback_is_not_timed_as_a_kernel(problem):
     with use(Backend.REFERENCE):
-        for name in ("quantkit, codes given", "quantkit, codes made"):
+        for name in OWN.keys() - {"quantkit, scales of each call, compiled"}:
             with pytest.raises(UnavailableError, match="no kernel: asked for"):
                 OWN[name].prepare(problem)
 
@@ -288,10 +288,12 @@ def test_the_command_times_it_apart_and_saves_it(tmp_path):
     assert done.exit_code == 0, done.output
     rows = json.loads(saved.read_text())["rows"]
     timed = {(row["op"], row["contender"]) for row in rows if row["timing"]}
-    own = ("quantkit, codes given", "quantkit, codes made", "quantkit, making codes alone")
+    own = [name for name in OWN if "compiled" not in name]
     assert {(op, c) for op in ("attention_fp8", "attention_int8") for c in own} <= timed
     assert "B x H x Q x K x D" in done.output
-    assert ("attention_int8", "quantkit, codes made", "1x2x5x7x24") in load_baseline(saved).p50_us
+    assert ("attention_int8", "quantkit, static scales", "1x2x5x7x24") in load_baseline(
+        saved
+    ).p50_us
     again = run(*common, "--compare", str(saved), "--threshold", "1000")
     assert again.exit_code == 0, again.output
 

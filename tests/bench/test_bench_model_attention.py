@@ -58,8 +58,11 @@ def test_contenders_run_with_attention_and_without(unet_dir):
     modules = sum(n.endswith(("attn1", "attn2")) for n, _ in tiny_unet().named_modules())
     calls = {name: row.calls for name, row in rows.items()}
     assert calls["f16"] == {}
-    assert calls["f16-int8-attention"] == {"attention_int8 host": modules}
-    assert calls["fp8-e4m3fn-attention"] == {"attention_fp8 host": modules, **calls["fp8"]}
+    codes = {"head_codes_int8 host": 2 * modules, "value_codes_fp8 host": modules}
+    assert calls["f16-int8-attention"] == {"attention_int8 host": modules, **codes}
+    codes = {"head_codes_fp8 host": 2 * modules, "value_codes_fp8 host": modules}
+    mine = {"attention_fp8 host": modules, **codes}
+    assert calls["fp8-e4m3fn-attention"] == {**mine, **calls["fp8"]}
     assert 0 < rows["f16-int8-attention"].error < rows["f16-e4m3fn-attention"].error < 0.03
     # Weights are shared, and no less than the others'.
     assert rows["fp8-e4m3fn-attention"].of_f16 == rows["fp8"].of_f16
@@ -98,11 +101,11 @@ def test_torchao_has_no_twin(unet_dir, monkeypatch):
 @pytest.mark.usefixtures("_host")
 @pytest.mark.parametrize("name", ["f16", "fp8"])
 def test_wrong_attention_is_not_timed(unet_dir, monkeypatch, name):
-    from quantkit.inference import attention_call
+    from quantkit.inference import attention_heads
 
-    right = attention_call.attend_on_codes
+    right = attention_heads.attend_streams
     monkeypatch.setattr(
-        "quantkit.inference.attention_call.attend_on_codes",
+        "quantkit.inference.attention_call.attend_streams",
         lambda *args, **kwargs: -3 * right(*args, **kwargs),
     )
     plain, twin = run(unet_dir, name, attention=("e4m3fn",)).values()

@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError
 from quantkit.inference import head_scales
 from quantkit.models.attention import attention_modules, call_with
 from quantkit.numerics.attention_scales import SHAPES, scales_of_ranges
-from tests.support.denoiser_classes import ROWS
+from tests.support.denoiser_classes import ROWS, Row
 from tests.support.kernel_cases import need
 from tests.support.tiny_denoisers import answer, tiny_model
 
@@ -81,10 +81,16 @@ def with_scales(model, margin=1.0, names=None):
     return model
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+#: Stable Diffusion 3.5's attention, whose heads have norms.
+_SD3 = ROW["SD3Transformer2DModel"]
+NORMED = Row("SD3Transformer2DModel", {**_SD3.config, "qk_norm": "rms_norm"})
+
+
+@pytest.fixture(
+    scope="module", params=[*(ROW[name] for name in CLASSES), NORMED], ids=[*CLASSES, "with-norms"]
+)
 def model(request):
-    with torch.no_grad():
-        return tiny_model(ROW[request.param]).eval()
+    return tiny_model(request.param)
 
 
 @torch.no_grad()
@@ -131,6 +137,8 @@ def test_an_offset_in_keys_and_values_costs_nothing(model):
 def test_joined_projections_read_them_too(model):
     if not hasattr(model, "fuse_qkv_projections"):
         pytest.skip("its projections cannot be joined")
+    if getattr(model.config, "qk_norm", None):
+        pytest.skip("diffusers leaves norms out of joined projections")
     static = with_scales(model)
     quantkit.attention(static, min_keys=1)
     wanted = answer(static)
