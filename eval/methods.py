@@ -9,13 +9,15 @@ from typing import Any
 
 from quantkit.errors import InputError
 
+from .gates import State
 from .number_format import show, show_bytes, show_difference, show_mean
 from .report import picture_class, render
 from .result import Packing, Report
 from .serialize import gates_json, plain
 from .statistics import Summary
 
-SCHEMA_VERSION = 1
+#: 2: gates have a state, as in report.json.
+SCHEMA_VERSION = 2
 #: What the marker calls the output.
 KIND = "comparison of reports"
 COLUMNS = (
@@ -110,11 +112,13 @@ def _sparsity(packing: Packing) -> str:
 
 
 def judge_cell(report: Report) -> str:
-    """Return what the gates say in a word, the failed ones by name."""
+    """Return what the gates show in a word, those that decide it by name."""
     # The network's name stands in the heading of its column.
-    failed = [gate.title.partition(" [")[0] for gate in report.gates if gate.passed is False]
-    if failed:
-        return f"FAIL: {', '.join(failed)}"
+    told = [gate.title.partition(" [")[0] for gate in report.gates if gate.state is report.state]
+    if report.state is State.FAILED:
+        return f"FAIL: {', '.join(told)}"
+    if report.state is State.UNDECIDED:
+        return f"undecided: {', '.join(told)}"
     return "pass" if report.passed else "not judged"
 
 
@@ -198,7 +202,10 @@ def _method_json(method: Method) -> dict[str, Any]:
             "relative_loss_percent": plain(clip.loss),
         },
         "gates": gates_json(report.gates),
-        "verdict": {"passed": report.passed, "text": report.verdict},
+        "pictures": {kind.value: count for kind, count in report.pictures.counts.items()},
+        "verdict": {
+            "state": report.state.value, "passed": report.passed, "text": report.verdict,
+        },
     }  # fmt: skip
 
 

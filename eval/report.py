@@ -14,7 +14,7 @@ from PIL import Image
 
 from quantkit.storage.files import staged_directory
 
-from .gates import Gate
+from .gates import Gate, State
 from .images import GAIN, Pairs, Pixels, amplified_difference, save_png
 from .number_format import show, show_bytes, show_difference, show_interval, show_mean
 from .plots import plot_bytes, plot_layer_errors, plot_scores, plot_steps
@@ -122,22 +122,18 @@ def code_span(text: object) -> str:
 
 def gate_remark(gate: Gate) -> str:
     """Return what else there is to know about a gate."""
-    unsure = (
-        "more prompts could change it: the interval includes the limit" if not gate.settled else ""
-    )
-    if gate.passed is None or gate.settled is None:
-        unsure = ""
-    return "; ".join(part for part in (gate.note, unsure) if part)
+    more = ""
+    if gate.state is State.UNDECIDED:
+        number = f"about {gate.prompts_needed}" if gate.prompts_needed else "more than 10,000"
+        more = f"{number} prompts would decide"
+    return "; ".join(part for part in (gate.note, more) if part)
 
 
 def headline(report: Report) -> str:
     """Return the verdict in as few words as are true."""
-    results = {gate.passed for gate in report.gates}
-    if False in results:
-        return "Failed."
-    if True not in results:
-        return "Not judged."
-    return "Passed what was measured." if None in results else "Passed."
+    if report.passed and any(gate.state is State.NOT_JUDGED for gate in report.gates):
+        return "Passed what was measured."
+    return f"{report.state.value.capitalize()}."
 
 
 def kernel_sentence(report: Report) -> str:
@@ -174,7 +170,7 @@ def picture_class(side: int) -> str:
 
 
 def _template_values(report: Report, pairs: Pairs) -> dict[str, Any]:
-    order = report.comparison.worst_first()
+    order = report.pictures.order
     rows = metric_rows(report.comparison, report.noise_floor)
     intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
     side = max(max(picture.shape[:2]) for picture in pairs.original)
