@@ -210,11 +210,12 @@ struct CodeColumns {
     }
 
    private:
+    /// The compiler would make unaligned words of single bytes, if it knew the offsets.
     template <int kCount, class Run>
     static QK_DEVICE void zero(u8* target, int from, int to) {
       const Run zeros = {};
       QK_NO_UNROLL for (int t = from; t < to; t += kCount)
-        store(target + t, zeros);
+        store(target + opaque(static_cast<u32>(t)), zeros);
     }
   };
 };
