@@ -140,7 +140,7 @@ def _question(gate: Gate) -> str:
         why = "one prompt has no interval"
     elif gate.interval.holds(gate.limit):
         why = f"the interval {show_interval(gate.interval)} holds the limit"
-    elif gate.count < LEAST_PROMPTS:
+    elif gate.count < LEAST_PROMPTS and gate.p_passes is not None and gate.p_passes <= ALPHA:
         why = f"{gate.count} prompts are too few to pass"
     else:
         why = "the tests decide nothing"

@@ -1,6 +1,6 @@
 """Checking many things at once, for work that gives Python's lock free: hashing, reading, torch."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,7 +13,9 @@ Result = TypeVar("Result")
 _MOST = 8
 
 
-def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def in_threads(
+    work: Callable[[Item], Result], items: Iterable[Item]
+) -> Generator[Result, None, None]:
     """Yield what ``work`` makes of each item, in their order; what is not asked for is given up."""
     pool = ThreadPoolExecutor(min(cores(), _MOST))
     try:
