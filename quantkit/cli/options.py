@@ -210,6 +210,13 @@ def directory(
     return value
 
 
+def _directory_or_file(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    is_file = value is not None and value.is_file()
+    return value if is_file else directory(context, parameter, value)
+
+
 def _somewhere(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     del context, parameter
     if value is not None:
@@ -221,6 +228,7 @@ def _somewhere(context: click.Context, parameter: click.Parameter, value: str | 
 
 packed = click.argument("packed", metavar="PACKED", type=PATH)
 packed_directory = click.argument("packed", metavar="PACKED", type=PATH, callback=directory)
+packed_or_file = click.argument("packed", metavar="PACKED", type=PATH, callback=_directory_or_file)
 force_recipe = click.option(
     "--force-recipe", is_flag=True, help="Take a recipe that is made for models of another family."
 )

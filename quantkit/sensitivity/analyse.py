@@ -97,7 +97,7 @@ def measure_sensitivity(
     if not measure:
         return result
     with quiet_libraries():
-        errors = AttentionErrors()
+        errors = AttentionErrors(subject.attention_scales(target))
         probe = Probing.start(subject, chosen, target, errors)
         modules = tuple(_attention_layer(subject, name, errors) for name in subject.attention)
         result = replace(result, layers=(*layers, *modules))
@@ -124,7 +124,7 @@ class Probing:
         """Load the pipeline and run it as it is, while errors of attention modules are taken."""
         pipe = load_pipeline(subject.model, device)
         denoiser = getattr(pipe, subject.component.name)
-        with errors.listening(denoiser, subject.attention):
+        with errors.listening(denoiser):
             latents = final_latents(pipe, prompts, subject.recipe.calibration)
         return cls(subject, pipe, tuple(prompts), latents)
 
@@ -162,7 +162,8 @@ def treated_pipeline(
         for module, name in treatments.items()
         if name in ATTENTION_BY_NAME
     }
-    with treated(denoiser, substitutes), rounding(denoiser, formats):
+    scales = subject.attention_scales(device)
+    with treated(denoiser, substitutes), rounding(denoiser, formats, scales):
         yield
 
 

@@ -1,7 +1,7 @@
 """What sensitivity is measured on: a denoiser, its recipe, and what is known of its inputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -12,6 +12,8 @@ from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.errors import ArtefactError, ModelError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
+from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.packing.attention import static_scales
 from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.schema import Recipe, matches
 from quantkit.sensitivity.local_error import StoredInputs, read_weight
@@ -98,6 +100,16 @@ class MeasuredModel:
             and not matches(name, settings.exclude)
         }
 
+    def attention_scales(self, device: torch.device) -> dict[str, AttentionScales | None]:
+        """Return the static scales of these modules; None where each call finds its own."""
+        settings = self.attention_settings
+        if settings.scales == "dynamic":
+            return dict.fromkeys(self.attention)
+        return {
+            name: _on_device(static_scales(statistics, settings.margin), device)
+            for name, statistics in self.attention.items()
+        }
+
     def refuse_others(self, sensitivity: Sensitivity) -> None:
         """Refuse a sensitivity that was measured on other weights or layers.
 
@@ -146,3 +158,7 @@ class MeasuredModel:
             rows = treat_weight(weight, chosen, settings, moments)
         cast = treat_input(chosen, settings.activation, inputs.statistics, inputs.edges)
         return Substitute.of(rows, found.shape, on_device(cast, device))
+
+
+def _on_device(scales: AttentionScales, device: torch.device) -> AttentionScales:
+    return AttentionScales(*(getattr(scales, field.name).to(device) for field in fields(scales)))

@@ -1,6 +1,6 @@
 """Attention under a treatment in plain PyTorch, and what that changes, in a running pipeline."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ from quantkit.calibration.attention_observer import attending
 from quantkit.device.ops.attention import attention
 from quantkit.models.attention import Attend, AttentionCall, Heads
 from quantkit.numerics.attention import attention_codes
+from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.sensitivity.treatments import ATTENTION_TREATMENTS
 
 #: Rows of q of every picture and call that errors are measured on: as many as calibration looks at.
@@ -19,21 +20,28 @@ _ROWS = 32
 
 
 def rounded_attention(
-    heads: Heads, scale: float | None, qk_format: str, rows: Tensor | None = None
+    heads: Heads,
+    scale: float | None,
+    qk_format: str,
+    scales: AttentionScales | None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Return attention as the kernels compute it, with scales of each call's own numbers.
+    """Return attention as the kernels compute it.
 
     Args:
         heads: (B, H, N, D).
         scale: of q k'; None: 1 / sqrt(D).
         qk_format: e4m3fn or int8.
+        scales: static ones; None: of these very numbers.
         rows: of q, those that are wanted; None: all. Scales are those of all.
 
     Returns:
         (B, H, rows, D) float32.
     """
     _, count, keys, columns = heads.k.shape
-    codes = attention_codes(*(t.flatten(0, 1) for t in heads), scale=scale, qk_format=qk_format)
+    codes = attention_codes(
+        *(t.flatten(0, 1) for t in heads), scale=scale, qk_format=qk_format, scales=scales
+    )
     q, q_scale = codes.q, codes.q_scale
     if rows is not None:
         q, q_scale = q[:, rows], None if q_scale is None else q_scale[:, rows]
@@ -44,32 +52,38 @@ def rounded_attention(
     return y.transpose(1, 2)
 
 
-def rounding(denoiser: nn.Module, formats: Mapping[str, str]) -> AbstractContextManager[None]:
+def rounding(
+    denoiser: nn.Module,
+    formats: Mapping[str, str],
+    scales: Mapping[str, AttentionScales | None],
+) -> AbstractContextManager[None]:
     """Return the context in which attention modules compute on codes, calls with a mask aside.
 
     Args:
         denoiser: the module that the pipeline calls.
         formats: of queries and keys, by module path.
+        scales: static ones, or None, of these modules and maybe others.
     """
 
-    def attend(qk_format: str, heads: Heads, call: AttentionCall) -> Tensor:
-        return rounded_attention(heads, call.scale, qk_format).to(heads.q.dtype)
+    def attend(module: str, heads: Heads, call: AttentionCall) -> Tensor:
+        y = rounded_attention(heads, call.scale, formats[module], scales[module])
+        return y.to(heads.q.dtype)
 
-    return _attending(denoiser, {name: partial(attend, fmt) for name, fmt in formats.items()})
+    return _attending(denoiser, {name: partial(attend, name) for name in formats})
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionErrors:
     """What treatments change in the outputs of attention modules, call after call."""
 
+    #: of the modules to measure; None: of each call's own numbers
+    scales: Mapping[str, AttentionScales | None]
     #: by module and treatment, [lost, total] power, float64
     _sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
-    def listening(
-        self, denoiser: nn.Module, modules: Iterable[str]
-    ) -> AbstractContextManager[None]:
+    def listening(self, denoiser: nn.Module) -> AbstractContextManager[None]:
         """Return the context in which calls of modules are measured, and are what they were."""
-        return _attending(denoiser, {name: partial(self._measure, name) for name in modules})
+        return _attending(denoiser, {name: partial(self._measure, name) for name in self.scales})
 
     def of(self, module: str) -> dict[str, float]:
         """Return sum |y - y'|^2 / sum |y|^2 over sampled rows of all calls, by treatment."""
@@ -87,7 +101,9 @@ class AttentionErrors:
         wanted = nn.functional.scaled_dot_product_attention(q[:, :, rows], k, v, scale=call.scale)
         by_treatment = self._sums.setdefault(module, {})
         for treatment in ATTENTION_TREATMENTS:
-            found = rounded_attention(Heads(q, k, v), call.scale, treatment.qk, rows)
+            found = rounded_attention(
+                Heads(q, k, v), call.scale, treatment.qk, self.scales[module], rows
+            )
             power = [(wanted - found).square(), wanted.square()]
             sums = torch.stack([p.sum(dtype=torch.float64) for p in power])
             before = by_treatment.get(treatment.name)

@@ -310,7 +310,7 @@ def test_attention_is_measured_in_the_pipeline(work, pipeline_dir, tmp_path, mon
     quick, calibration = tmp_path / "quick.yaml", work / "c.safetensors"
     # The others are measured as ever.
     monkeypatch.setattr(measured_model, "observed_layers", lambda *a: observed_layers(*a)[:2])
-    quick.write_text(f"{QUICK}attention: {{min_keys: 16}}\n")
+    quick.write_text(f"{QUICK}attention: {{min_keys: 16, scales: static}}\n")
     options = ("-c", calibration, "-r", quick, "--measure", 1, "-o", tmp_path / "s.json")
     table = invoke("calibrate", "sensitivity", pipeline_dir, *options)
     found = load_sensitivity(tmp_path / "s.json")

@@ -10,6 +10,7 @@ import quantkit
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.attention import Heads
+from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.sensitivity.budget import allowed_names
@@ -29,6 +30,13 @@ from tests.support.sensitivities import choose, three_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SCALES = AttentionScales(
+    torch.full((3,), 8.0),
+    torch.full((3,), 8.0),
+    torch.zeros(3, 24),
+    torch.full((3, 24), 8 / 448),
+    torch.zeros(3, 24),
+)
 FORMATS = [treatment.qk for treatment in ATTENTION_TREATMENTS]
 
 
@@ -57,7 +65,8 @@ def modules_of(unet):
 @pytest.mark.parametrize("qk", FORMATS)
 def test_rounding_is_what_quantized_attention_computes(unet, qk):
     before = answer(unet)
-    with rounding(unet, dict.fromkeys(modules_of(unet), qk)):
+    modules = modules_of(unet)
+    with rounding(unet, dict.fromkeys(modules, qk), dict.fromkeys(modules)):
         found = answer(unet)
     assert torch.equal(answer(unet), before)
     with use(Backend.REFERENCE):
@@ -73,12 +82,20 @@ def test_some_rows_are_those_of_all(qk):
     generator = torch.Generator().manual_seed(0)
     heads = Heads(*(torch.randn(2, 3, n, 24, generator=generator) for n in (50, 70, 70)))
     rows = torch.tensor([0, 7, 49])
-    found = rounded_attention(heads, 0.3, qk, rows)
-    torch.testing.assert_close(found, rounded_attention(heads, 0.3, qk)[:, :, rows])
+    for scales in (None, SCALES):
+        found = rounded_attention(heads, 0.3, qk, scales, rows)
+        whole = rounded_attention(heads, 0.3, qk, scales)
+        torch.testing.assert_close(found, whole[:, :, rows])
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads, scale=0.3)
+    assert 0 < float((whole - exact).norm() / exact.norm()) < 0.1
+    # The ranges are those given: codes end there.
+    short = replace(SCALES, query_range=torch.full((3,), 0.5))
+    assert not torch.equal(rounded_attention(heads, 0.3, qk, short), whole) or qk == "int8"
 
 
 def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
-    errors, modules, seen = AttentionErrors(), modules_of(unet), []
+    modules, seen = modules_of(unet), []
+    errors = AttentionErrors(dict.fromkeys(modules))
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def keep(query, key, value, **kwargs):
@@ -86,7 +103,7 @@ def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
         return attend(query, key, value, **kwargs)
 
     before = answer(unet)
-    with errors.listening(unet, modules):
+    with errors.listening(unet):
         for _ in range(2):
             assert torch.equal(answer(unet), before)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", keep)
@@ -100,7 +117,7 @@ def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
         places = list(range(q.shape[2])) if places is None else places
         wanted = attend(q.double(), k.double(), v.double())[:, :, places]
         for treatment, error in errors.of(name).items():
-            y = rounded_attention(Heads(q, k, v), None, ATTENTION_BY_NAME[treatment].qk)
+            y = rounded_attention(Heads(q, k, v), None, ATTENTION_BY_NAME[treatment].qk, None)
             lost = (y[:, :, places] - wanted).square().sum() / wanted.square().sum()
             assert error == pytest.approx(float(lost), rel=1e-3), (name, treatment)
             assert 0 < error < 0.01
