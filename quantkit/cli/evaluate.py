@@ -31,9 +31,14 @@ def evaluate() -> None:
 @click.option(
     "--gate-clip", type=options.NUMBER, help="Fail unless the CLIP score loss is below this (%)."
 )
+@click.option(
+    "-o", "--output", type=options.PATH, help="Write report.html, report.json and the pictures."
+)
+@evaluation_options.pictures
 @options.device
 @options.quiet
 @options.as_json
+@options.force
 def images(
     first: Path,
     second: Path,
@@ -44,13 +49,17 @@ def images(
     gate_ssim: float | None,
     gate_lpips: float | None,
     gate_clip: float | None,
+    output: Path | None,
+    pictures: str,
     device: str,
     quiet: bool,
     as_json: bool,
+    force: bool,
 ) -> None:
     """Run the metrics on two folders: pictures of A are the original, equal names make a pair.
 
-    Exits with 1 when a gate was given and fails.
+    With -o, writes a page of the pairs like that of 'eval report'. Exits with 1 when a gate was
+    given and fails.
     """
     from quantkit.workflow.evaluate import Limits
     from quantkit.workflow.images import compare_images
@@ -65,6 +74,10 @@ def images(
             clip=clip,
             without=without,
             limits=limits,
+            output=output,
+            beside=pictures == "beside",
+            force=force,
+            commands=(report.command_line(),),
             device=device,
             progress=progress,
         )
@@ -75,6 +88,8 @@ def images(
         print_gates(found.gates)
         if found.gates:
             print_outcome(found.gates)
+        if output is not None:
+            echo(f"page: {output / 'report.html'}")
     if not found.passed:
         sys.exit(1)
 

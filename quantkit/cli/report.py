@@ -40,6 +40,7 @@ class Request:
     clip: str | None
     without: tuple[str, ...]
     noise_floor: bool
+    pictures: str
     device: str
     dry_run: bool
     quiet: bool
@@ -60,6 +61,7 @@ class Request:
             self.clip,
             self.without,
             self.noise_floor,
+            self.pictures == "beside",
         )
         return {
             "output": self.output,
@@ -75,6 +77,7 @@ class Request:
 @options.output
 @evaluation_options.sampling
 @evaluation_options.gates
+@evaluation_options.pictures
 @options.device
 @options.dry_run
 @options.quiet
@@ -118,6 +121,7 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
 @options.output
 @evaluation_options.sampling
 @evaluation_options.gates
+@evaluation_options.pictures
 @options.device
 @options.dry_run
 @options.quiet

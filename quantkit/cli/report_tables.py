@@ -73,7 +73,7 @@ def print_gates(gates: "tuple[Gate, ...]") -> None:
 
 def print_report(result: "Report", output: Path) -> None:
     """Print the report's numbers, its verdict and where it lies."""
-    from quantkit.eval.report import kernel_sentence
+    from quantkit.eval.sentences import kernel_sentence
 
     print_metrics(result.title, result.comparison)
     print_floors(result.comparison, result.noise_floor)

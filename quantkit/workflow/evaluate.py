@@ -11,6 +11,7 @@ import torch
 from quantkit.eval import evaluation, methods
 from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
+from quantkit.eval.embedding import Pictures
 from quantkit.eval.evaluation import Baseline, Pair, common_dtype, measure_baseline, open_pair
 from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
@@ -54,6 +55,13 @@ class EvaluationSettings:
     without: tuple[str, ...] = ()
     #: run the original twice more, in another 16-bit dtype and in other batches
     noise_floor: bool = True
+    #: report.html shows the pictures in images/ and holds none
+    beside: bool = False
+
+    @property
+    def shown(self) -> Pictures:
+        """Where the pages have their pictures."""
+        return Pictures.BESIDE if self.beside else Pictures.INSIDE
 
     def pictures(self, device: torch.device, *, last: bool) -> GenerationSettings:
         """Return prompts, seeds and steps; see ``choose_prompts`` for ``last``.
@@ -176,7 +184,8 @@ def evaluate(
         pair, baseline, limits=limits, commands=tuple(commands), progress=progress
     )
     if path is not None:
-        write_or_keep(partial(write_report, report, pairs, force=force), path)
+        write = partial(write_report, report, pairs, force=force, pictures=settings.shown)
+        write_or_keep(write, path)
     return report
 
 
@@ -236,7 +245,7 @@ def compare(
                 commands=tuple(commands),
                 progress=_named(name, progress),
             )
-            write_report(report, pairs, stage / name, force=False)
+            write_report(report, pairs, stage / name, force=False, pictures=settings.shown)
             rows.append(Method(name, report, name))
         write_methods(rows, stage, tuple(commands))
     return Compared(tuple(rows), path)
