@@ -1,7 +1,8 @@
 """Draw the demo's first 64 prompts with attention in 16 bit and on codes, into folders of pictures.
 
-``python docs/measure_attention.py FOLDER`` prints SSIM to the original's; ``quantkit eval images
-FOLDER/original FOLDER/e4m3fn-1 --prompts FOLDER/prompts.txt --clip eval/assets/clip`` the rest.
+``python docs/measure_attention.py FOLDER`` prints SSIM to the original's, and what becomes of the
+CLIP score; ``quantkit eval images FOLDER/original FOLDER/e4m3fn-1 --prompts FOLDER/prompts.txt
+--clip eval/assets/clip`` the rest.
 """
 
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from quantkit.eval.backbones import ClipBackbone, load_clip
 from skimage.metrics import structural_similarity
 
 import quantkit
@@ -22,8 +24,8 @@ PROMPTS, BATCH = 64, 16
 SETTINGS = (("e4m3fn", 1), ("e4m3fn", 64), ("int8", 1), ("int8", 64))
 
 
-def draw(pipe: DiffusionPipeline, prompts: list[str], folder: Path) -> np.ndarray:
-    """Return (prompts, height, width, 3) pictures from 0 to 1, which are written too."""
+def draw(pipe: DiffusionPipeline, prompts: list[str], folder: Path) -> tuple[np.ndarray, ...]:
+    """Return (prompts, height, width, 3) pictures from 0 to 1, and the 8-bit ones it wrote."""
     folder.mkdir(parents=True)
     found = []
     for start in range(0, len(prompts), BATCH):
@@ -34,9 +36,15 @@ def draw(pipe: DiffusionPipeline, prompts: list[str], folder: Path) -> np.ndarra
         )
         found.append(drawn.images)
     pictures = np.concatenate(found)
-    for index, picture in enumerate((pictures * 255).round().astype("uint8")):
+    rounded = (pictures * 255).round().astype("uint8")
+    for index, picture in enumerate(rounded):
         Image.fromarray(picture).save(folder / f"{index:03}.png")
-    return pictures
+    return pictures, rounded
+
+
+def clip_score(clip: ClipBackbone, pictures: np.ndarray, prompts: list[str]) -> float:
+    """Return the mean over all prompts."""
+    return float(np.mean([clip.score(*pair) for pair in zip(pictures, prompts, strict=True)]))
 
 
 def main() -> None:
@@ -45,14 +53,21 @@ def main() -> None:
     prompts = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")[:PROMPTS]
     pipe = DiffusionPipeline.from_pretrained(ASSETS / "pipeline", torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    original = draw(pipe, prompts, folder / "original")
+    clip = load_clip(str(ASSETS / "clip"), device=torch.device("cpu"))
+    original, rounded = draw(pipe, prompts, folder / "original")
+    wanted = clip_score(clip, rounded, prompts)
+    click.echo(f"CLIP score of torch's attention: {wanted:.3f}")
     (folder / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     for qk, min_keys in SETTINGS:
         quantkit.attention(pipe, qk=qk, min_keys=min_keys)
-        pictures = draw(pipe, prompts, folder / f"{qk}-{min_keys}")
+        pictures, rounded = draw(pipe, prompts, folder / f"{qk}-{min_keys}")
         pairs = zip(original, pictures, strict=True)
         scores = [structural_similarity(a, b, channel_axis=2, data_range=1.0) for a, b in pairs]
-        click.echo(f"{qk}, {min_keys} keys: {np.mean(scores):.4f}, worst {np.min(scores):.4f}")
+        found = clip_score(clip, rounded, prompts)
+        click.echo(
+            f"{qk}, {min_keys} keys: SSIM {np.mean(scores):.4f}, worst {np.min(scores):.4f}; "
+            f"CLIP score {found:.3f} ({found / wanted - 1:+.3%})"
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit import resources
+
 #: What several commands share; {model} and {out} are the bundled pipeline and the demo's folder.
 _SHARED = {
     # The recipe that packs most layers, and so observes them for all rows.
@@ -18,6 +20,29 @@ _SHARED = {
     "training": "--prompts {out}/captions.txt --guidance 4 --minutes 1.8333 --rate 6e-4 "
     "--device {device}",
 }
+
+
+@dataclass(frozen=True)
+class DemoRecipe:
+    """A bundled recipe and attention on codes, written where the commands read it."""
+
+    name: str
+    bundled: str
+    #: of queries and keys
+    qk: str
+
+    @property
+    def text(self) -> str:
+        """YAML. Self-attention of the bundled pipeline has 256, 64 and 16 keys, text has 32."""
+        path = resources.recipes() / f"{self.bundled}.yaml"
+        _, _, settings = path.read_text(encoding="utf-8").partition("\n")
+        return f"name: {self.name}\n{settings}attention:\n  qk: {self.qk}\n  min_keys: 64\n"
+
+
+RECIPES = (
+    DemoRecipe("fp8-attention", "fp8-static", "e4m3fn"),
+    DemoRecipe("int8-attention", "int8", "int8"),
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +102,15 @@ _STATIC = DemoRow(
     """,
     "FP8 alone should hold its gates: please report this.",
 )
+_STATIC_ATTENTION = DemoRow(
+    "FP8, static, attention too",
+    "fp8-static",
+    """
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+    pack {model} -r {out}/fp8-attention.yaml -c {out}/calibration -o {out}/fp8-static
+    """,
+    "FP8 alone should hold its gates: please report this.",
+)
 _GPTQ = DemoRow(
     "FP8, static by timestep, shifted, GPTQ",
     "fp8-gptq",
@@ -92,6 +126,15 @@ _INT8 = DemoRow(
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
     pack {model} -r int8 -c {out}/calibration -o {out}/int8
+    """,
+    "INT8 should hold its gates: please report this.",
+)
+_INT8_ATTENTION = DemoRow(
+    "INT8, per token, smoothed, attention too",
+    "int8",
+    """
+    calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
+    pack {model} -r {out}/int8-attention.yaml -c {out}/calibration -o {out}/int8
     """,
     "INT8 should hold its gates: please report this.",
 )
@@ -137,13 +180,13 @@ _BUDGET = DemoRow(
 
 #: Minutes on two cores.
 SHORT = DemoPlan(
-    rows=(_STATIC, _INT8, _INT4, _WANDA, _SPARSEGPT, _BUDGET),
+    rows=(_STATIC_ATTENTION, _INT8_ATTENTION, _INT4, _WANDA, _SPARSEGPT, _BUDGET),
     captions=64,
     count=8,
     steps=12,
     batch=8,
     prompts=4,
-    picture_steps=10,
+    picture_steps=8,
 )
 
 #: Every method, for a GPU.

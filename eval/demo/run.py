@@ -27,7 +27,7 @@ from quantkit.resources import demo_assets
 from quantkit.storage.files import claimed_directory, mark_directory
 from quantkit.storage.places import check_directory
 
-from .commands import DemoPlan, DemoRow
+from .commands import RECIPES, DemoPlan, DemoRow
 from .world.scenes import captions, draw_scenes
 
 #: What the marker calls the output: a folder of this kind is the demo's own and may be replaced.
@@ -121,6 +121,7 @@ def _run(
     """Run the commands and report on every row, in a folder that is claimed."""
     assets, prompts, steps = demo_assets(), len(settings.prompts), settings.steps
     context.say(f"kernels: {describe_kernels(context.device)}")
+    context.say(f"attention on codes: {describe_attention(context.device)}")
     errors = _make(context, plan, assets / "pipeline")
     with context.step("load the networks of LPIPS and CLIP score"):
         backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=context.device)
@@ -141,6 +142,14 @@ def describe_kernels(device: torch.device) -> str:
     """Return what will compute packed layers on this machine, and why if it is no kernel."""
     choice = choose("gemm_fp8", device, k=64)
     return f"{choice.backend.value}{f', because {choice.reason}' if choice.reason else ''}"
+
+
+def describe_attention(device: torch.device) -> str:
+    """Return what will compute attention where a recipe asks for codes, and why if no kernel."""
+    choices = {op: choose(op, device, k=64) for op in ("attention_fp8", "attention_int8")}
+    reasons = {choice.reason for choice in choices.values() if choice.reason}
+    kernels = {choice.backend.value for choice in choices.values() if not choice.reason}
+    return ", ".join((*sorted(kernels), *(f"torch, because {why}" for why in sorted(reasons))))
 
 
 def remarks(outcomes: tuple[DemoResult, ...]) -> tuple[str, ...]:
@@ -178,6 +187,8 @@ def _make(context: DemoContext, plan: DemoPlan, pipeline: Path) -> dict[str, flo
     """Run every command of the plan once; return the local errors by command."""
     scenes = draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED))
     (context.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
+    for recipe in RECIPES:
+        (context.output / f"{recipe.name}.yaml").write_text(recipe.text, encoding="utf-8")
     errors: dict[str, float] = {}
     for command in dict.fromkeys(c for row in plan.rows for c in _commands(context, plan, row)):
         arguments = shlex.split(command)

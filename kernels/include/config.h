@@ -25,6 +25,11 @@
 #define QK_SMOOTH 1
 #define QK_SHIFT 2
 
+// How columns of a head pair up in a rotation.
+#define QK_NONE 0
+#define QK_PAIRS 1
+#define QK_HALVES 2
+
 #ifndef QK_SYMBOL
 #  error "define QK_SYMBOL: the name of the kernel to emit"
 #endif

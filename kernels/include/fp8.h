@@ -62,4 +62,18 @@ QK_DEVICE u32 encode_pair_e5m2(f32 low, f32 high) {
 }
 #endif
 
+#ifndef QK_ENCODES_FOUR
+/// Codes of four values, the first one lowest.
+QK_DEVICE u32 encode_four_e4m3fn(f32 a, f32 b, f32 c, f32 d) {
+#  ifdef QK_ENCODES_PAIRS
+  return encode_pair_e4m3fn(a, b) | encode_pair_e4m3fn(c, d) << 16;
+#  else
+  constexpr Format kFormat = Format::kE4M3FN;
+  return encode_fp8<kFormat>(a) | static_cast<u32>(encode_fp8<kFormat>(b)) << 8 |
+         static_cast<u32>(encode_fp8<kFormat>(c)) << 16 |
+         static_cast<u32>(encode_fp8<kFormat>(d)) << 24;
+#  endif
+}
+#endif
+
 }  // namespace qk

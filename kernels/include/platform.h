@@ -107,6 +107,23 @@ QK_DEVICE u32 wave_max(u32 value) {
   return value;
 }
 
+/// The value of the lane whose number differs in the bits of `mask`.
+QK_DEVICE u32 lane_xor(u32 value, int mask) {
+  struct Lane {
+    u32 value, found;
+    int mask;
+  } mine{value, 0, mask};
+  host::wave_collective(
+      [](void* const* lanes) {
+        for (int lane = 0; lane < kWave; ++lane) {
+          Lane* const to = static_cast<Lane*>(lanes[lane]);
+          to->found = static_cast<const Lane*>(lanes[lane ^ to->mask])->value;
+        }
+      },
+      &mine);
+  return mine.found;
+}
+
 /// The value of the lane that differs in bit 4: what the other half of the wave has.
 QK_DEVICE f32 swap_halves(f32 value) {
   host::wave_collective(
@@ -158,6 +175,7 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
+QK_DEVICE f32 sqrt_rounded(f32 value) { return __builtin_sqrtf(value); }
 // Within a few spacings, what the hardware's own instructions give; exp2 may make zero of a
 // subnormal.
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_exp2f(value); }
@@ -309,6 +327,7 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
+QK_DEVICE f32 sqrt_rounded(f32 value) { return __builtin_sqrtf(value); }
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }       // v_exp_f32
 QK_DEVICE f32 approx_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
 QK_DEVICE f32 clamp(f32 value, f32 limit) { return __builtin_amdgcn_fmed3f(value, -limit, limit); }
@@ -342,6 +361,19 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
   const Half2 factor = {static_cast<_Float16>(256.0f), static_cast<_Float16>(256.0f)};
   return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, pair) * factor);
 }
+
+#    if defined(__GFX12__)
+/// e4m3fn codes of four values, clamped and rounded to nearest even, the first one lowest; NaN
+/// becomes NaN. v_maximumminimum_f32 passes NaN on, which v_med3_f32 does not.
+#      define QK_ENCODES_FOUR 1
+QK_DEVICE u32 encode_four_e4m3fn(f32 a, f32 b, f32 c, f32 d) {
+  const auto within = [](f32 value) {
+    return __builtin_elementwise_minimum(__builtin_elementwise_maximum(value, -448.0f), 448.0f);
+  };
+  const int low = __builtin_amdgcn_cvt_pk_fp8_f32(within(a), within(b), 0, false);
+  return static_cast<u32>(__builtin_amdgcn_cvt_pk_fp8_f32(within(c), within(d), low, true));
+}
+#    endif
 
 #  else  // NVIDIA
 
@@ -386,6 +418,7 @@ QK_DEVICE u16 float_to_half(f32 value) {
 }
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return __fadd_rn(a, b); }  // NVRTC would fuse a plain sum
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
+QK_DEVICE f32 sqrt_rounded(f32 value) { return __fsqrt_rn(value); }
 QK_DEVICE f32 approx_exp2(f32 value) {
   f32 power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));

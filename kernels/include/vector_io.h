@@ -87,6 +87,14 @@ struct alignas(kCount) Codes {
 template <Format kFormat, int kCount>
 QK_DEVICE Codes<kCount> encode_run(const f32 (&values)[kCount]) {
   Codes<kCount> codes;
+#ifdef QK_ENCODES_FOUR
+  if constexpr (kFormat == Format::kE4M3FN) {
+    QK_UNROLL for (int e = 0; e < kCount; e += 4)
+      codes.words[e / 4] =
+          encode_four_e4m3fn(values[e], values[e + 1], values[e + 2], values[e + 3]);
+    return codes;
+  }
+#endif
 #ifdef QK_ENCODES_PAIRS
   if constexpr (kFormat != Format::kInt8) {
     const auto pair = [](f32 low, f32 high) {

@@ -2,16 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from quantkit.bench.problem import BenchProblem
 from quantkit.bench.roofline import Precision
+from quantkit.bench.shapes import AnyShape
 from quantkit.bench.timing import Call
 
-#: The error of a result on a problem.
-Judge = Callable[[BenchProblem, object], float]
+
+class Problem(Protocol):
+    """Operands of one shape; each is made when it is first asked for."""
+
+    @property
+    def shape(self) -> AnyShape:
+        """What it was made of."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the operands lie."""
+
+    def forget_exact(self) -> None:
+        """Free the float64 results."""
+
+
+#: The error of a result on a problem, which is of the kind that the operation has.
+Judge = Callable[[Any, object], float]
 
 
 class UnavailableError(Exception):
@@ -33,34 +51,39 @@ class Contender:
     #: what it multiplies; None: nothing
     precision: Precision | None
     #: makes a call of a problem's operands; may raise UnavailableError, or what torch raises
-    prepare: Callable[[BenchProblem], Call]
+    prepare: Callable[[Any], Call]
     judge: Judge
     #: largest error that counts as right
     limit: float
     #: sums stay in a matrix unit that keeps fewer bits than float32
     fast: bool = False
+    #: more that counts as right, over the square root of what a sum has: rounding averages out
+    averaged: float = 0.0
+    #: of an input value; None: what the operation's contenders mostly read
+    x_bytes: float | None = None
 
     def renamed(self, name: str) -> "Contender":
         """Return the same under another name, among contenders of other operations."""
         return replace(self, name=name)
 
     def allowed(self, k: int) -> float:
-        """Return the largest error that counts as right over K products."""
-        return self.limit + (_FAST * k**0.5 if self.fast else 0.0)
+        """Return the largest error that counts as right where sums have ``k`` terms."""
+        root = sqrt(k)
+        return self.limit + (_FAST * root if self.fast else 0.0) + self.averaged / root
 
 
-def worst_of(exact: str, finish: Callable[[BenchProblem, Tensor], Tensor] | None = None) -> Judge:
+def worst_of(exact: str, finish: Callable[[Any, Tensor], Tensor] | None = None) -> Judge:
     """Return a judge: largest error over the rms of the exact result; NaN where one is NaN.
 
     Args:
         exact: the Problem's property that has the exact result.
-        finish: brings an output to (M, N), where the contender leaves something undone.
+        finish: brings an output to its shape, where the contender leaves something undone.
     """
 
-    def judge(problem: BenchProblem, output: object) -> float:
+    def judge(problem: Any, output: object) -> float:
         assert isinstance(output, Tensor)
         right: Tensor = getattr(problem, exact)
-        found = (finish(problem, output) if finish else output).double()
+        found: Tensor = (finish(problem, output) if finish else output).double()
         if found.shape != right.shape:
             return float("nan")
         return float((found - right).abs().max() / right.square().mean().sqrt())

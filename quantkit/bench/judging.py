@@ -74,6 +74,19 @@ def judge_packed(output: Tensor, eager: Eager, original: Eager) -> Judgement:
     return layers if whole.right else whole
 
 
+def judge_attention(quantized: Eager, plain: Eager, original: Eager) -> Judgement:
+    """Judge the attention of a packed model as far as the noise of its layers lets it.
+
+    Args:
+        quantized: the packed model with its attention on codes, not compiled.
+        plain: the same with torch's attention.
+        original: the model in float16.
+    """
+    noise = distance(plain.output, original.output)
+    found = distance(quantized.output, plain.output)
+    return Judgement(found, max(_ROUNDED, _APART * noise))
+
+
 def distance(output: Tensor, right: Tensor) -> float:
     """Return ||output - right|| / ||right||; NaN where shapes differ or a value is not finite."""
     if output.shape != right.shape:

@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 
-from quantkit.bench import geglu, integers, libraries, operators
+from quantkit.bench import attention, attention_libraries, geglu, integers, libraries, operators
 from quantkit.bench.compiling import compiler_settings_kept
-from quantkit.bench.contender import Contender, UnavailableError
+from quantkit.bench.contender import Contender, Problem, UnavailableError
 from quantkit.bench.machine import describe_machine, read_clocks
-from quantkit.bench.problem import BenchProblem
 from quantkit.bench.result import BenchResult, BenchRow, Rates, Verdict
-from quantkit.bench.roofline import Ceilings, Work, gemm_work, measure_ceilings
-from quantkit.bench.shapes import Shape
+from quantkit.bench.roofline import Ceilings, measure_ceilings
+from quantkit.bench.shapes import AnyShape
 from quantkit.bench.stopping import stopping_early
 from quantkit.bench.timing import Call, Stopwatch, Timing, TimingPlan
+from quantkit.bench.workloads import Attention, Products, Workload
 from quantkit.device import log
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, QuantkitError
@@ -34,89 +35,102 @@ class Operation:
     own: tuple[Contender, ...]
     #: of torch and what builds on it
     libraries: tuple[Contender, ...]
-    #: K must be a multiple of this
-    k_multiple: int
-    #: the input is quantized within
-    reads_f16: bool
-    #: bytes of the result by M N
-    y_bytes: float = 2.0
+    #: what its shapes are
+    workload: Workload
 
+
+_CODES, _F16 = partial(Products, reads_f16=False), partial(Products, reads_f16=True)
+# A byte for two outputs.
+_GATED = partial(_CODES, y_bytes=0.5)
 
 #: The operations of quantkit.device.ops, and what layers make of them.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        Operation("gemm_fp8", "FP8 product of codes", operators.GEMM, libraries.GEMM, 16, False),
+        Operation("gemm_fp8", "FP8 product of codes", operators.GEMM, libraries.GEMM, _CODES(16)),
         Operation(
             "gemm_fp8_sparse",
             "FP8 product with 2:4 weights",
             operators.GEMM_SPARSE,
             libraries.GEMM_SPARSE,
-            32,
-            False,
+            _CODES(32),
         ),
         Operation(
-            "quantize_fp8_static", "quantize, one scale", operators.QUANTIZE_STATIC, (), 1, True
+            "quantize_fp8_static", "quantize, one scale", operators.QUANTIZE_STATIC, (), _F16(1)
         ),
         Operation(
             "quantize_fp8_token",
             "quantize, a scale per token",
             operators.QUANTIZE_TOKEN,
             libraries.QUANTIZE_TOKEN,
-            1,
-            True,
+            _F16(1),
         ),
         Operation(
-            "linear_fp8", "quantize and multiply", operators.LINEAR, libraries.LINEAR, 16, True
+            "linear_fp8", "quantize and multiply", operators.LINEAR, libraries.LINEAR, _F16(16)
         ),
         Operation(
             "linear_fp8_sparse",
             "quantize and multiply, 2:4 weights",
             operators.LINEAR_SPARSE,
             libraries.LINEAR_SPARSE,
-            32,
-            True,
+            _F16(32),
         ),
         Operation(
-            "gemm_int8", "int8 product of codes", integers.GEMM, integers.LIBRARIES_GEMM, 32, False
+            "gemm_int8", "int8 product of codes", integers.GEMM, integers.LIBRARIES_GEMM, _CODES(32)
         ),
         Operation(
             "linear_int8",
             "quantize to int8 and multiply",
             integers.LINEAR,
             integers.LIBRARIES_LINEAR,
-            32,
-            True,
+            _F16(32),
         ),
-        # A byte for two outputs.
         Operation(
-            "geglu_fp8",
-            "product, gated and quantized",
-            geglu.OWN,
-            geglu.LIBRARIES,
-            16,
-            False,
-            y_bytes=0.5,
+            "geglu_fp8", "product, gated and quantized", geglu.OWN, geglu.LIBRARIES, _GATED(16)
         ),
         Operation(
             "geglu_fp8_sparse",
             "product with 2:4 weights, gated and quantized",
             geglu.OWN_SPARSE,
             geglu.LIBRARIES_SPARSE,
-            32,
-            False,
-            y_bytes=0.5,
+            _GATED(32),
+        ),
+        Operation(
+            "attention_fp8",
+            "attention, queries and keys in e4m3fn",
+            attention.FP8,
+            attention_libraries.LIBRARIES,
+            Attention(),
+        ),
+        Operation(
+            "attention_int8",
+            "attention, queries and keys in int8",
+            attention.INT8_QK,
+            attention_libraries.LIBRARIES,
+            Attention(),
         ),
     )
 }
-# Convolutions and attention are no M x N x K.
-assert {op for op in OPS if "fp8" in op and not op.startswith(("conv", "attention"))} <= set(
-    OPERATIONS
-), "not measured"
+# A convolution has a picture, a window and a stride; codes of heads are no product.
+_OTHERS = ("conv", "head", "value", "project")
+assert {op for op in OPS if "fp8" in op and not op.startswith(_OTHERS)} <= set(OPERATIONS), (
+    "not measured"
+)
+
+
+def cases(
+    operations: Sequence[Operation], shapes: Sequence[AnyShape]
+) -> tuple[tuple[Operation, AnyShape], ...]:
+    """Return what is measured: every operation on the shapes of its kind."""
+    return tuple(
+        (operation, shape)
+        for operation, shape in product(operations, shapes)
+        if isinstance(shape, operation.workload.shape)
+    )
 
 
 def run_bench(
-    shapes: Sequence[Shape],
+    shapes: Sequence[AnyShape],
     operations: Sequence[Operation],
     device: torch.device,
     plan: TimingPlan,
@@ -127,7 +141,7 @@ def run_bench(
     """Measure all operations on all shapes, in one run; an interrupt keeps what is done.
 
     Args:
-        shapes: M, N and K; quantize takes M and K.
+        shapes: each operation takes those of its kind; quantize takes M and K.
         operations: rows of OPERATIONS.
         device: where to run.
         plan: rounds and seconds of one operation on one shape.
@@ -136,29 +150,30 @@ def run_bench(
     """
     before, machine = read_clocks(device), describe_machine(device)
     ceilings, watch = measure_ceilings(device), Stopwatch(device)
-    rows: list[BenchRow] = []
-    done, total = 0, len(shapes) * len(operations)
+    rows, finished = list[BenchRow](), 0
+    asked = cases(operations, shapes)
     # A full run takes minutes, most of them in torch.compile: what was measured is not lost, and
     # the operations that need no compiling come first.
     with torch.no_grad(), stopping_early():
-        for operation, shape in product(operations, shapes):
+        for done, (operation, shape) in enumerate(asked, 1):
             contenders = operation.own
             if against_torch:
                 libraries.forget_compiled()
                 contenders += operation.libraries
-            rows += _run_operation(
-                operation, contenders, BenchProblem(shape, device), (watch, plan, ceilings)
-            )
-            done += 1
-            progress("bench kernels", done, total)
+            problem = operation.workload.problem(shape, device)
+            rows += _run_operation(operation, contenders, problem, (watch, plan, ceilings))
+            finished = done
+            progress("bench kernels", done, len(asked))
     clocks = (before, read_clocks(device))
-    return BenchResult(machine, clocks, ceilings, plan, tuple(rows), complete=done == total)
+    return BenchResult(
+        machine, clocks, ceilings, plan, tuple(rows), complete=finished == len(asked)
+    )
 
 
 def _run_operation(
     operation: Operation,
     contenders: Sequence[Contender],
-    problem: BenchProblem,
+    problem: Problem,
     tools: tuple[Stopwatch, TimingPlan, Ceilings],
 ) -> list[BenchRow]:
     watch, plan, ceilings = tools
@@ -179,7 +194,7 @@ def _run_operation(
 
 
 def _check(
-    operation: Operation, contender: Contender, problem: BenchProblem
+    operation: Operation, contender: Contender, problem: Problem
 ) -> tuple[BenchRow, Call | None]:
     """Run a contender once and judge the result; return no call where it must not be timed."""
     op, shape = operation.name, problem.shape
@@ -187,13 +202,12 @@ def _check(
     def row(verdict: Verdict, **found: object) -> BenchRow:
         return BenchRow(op, contender.name, contender.own, shape, verdict, **found)  # type: ignore[arg-type]
 
-    if shape.k % operation.k_multiple:
-        reason = f"K {shape.k} is not a multiple of {operation.k_multiple}"
+    if reason := operation.workload.why_not(shape):
         return row(Verdict.CANNOT, reason=reason), None
     try:
         with compiler_settings_kept(), log.record() as seen:
             call = contender.prepare(problem)
-            _poison(problem)
+            _poison(operation.workload.largest(shape), problem.device)
             error = contender.judge(problem, call())
     except UnavailableError as refusal:
         return row(Verdict.CANNOT, reason=str(refusal)), None
@@ -203,28 +217,22 @@ def _check(
         return row(Verdict.CANNOT, reason=one_line(refusal)), None
     ran = tuple(f"{name} {variant} {where.value}" for name, variant, where in seen.calls)
     # Not the other way round: NaN is wrong.
-    if not error <= (allowed := contender.allowed(problem.shape.k)):
+    if not error <= (allowed := contender.allowed(shape.summed)):
         reason = f"error {error:.3g}, allowed {allowed:.3g}"
         return row(Verdict.WRONG, reason=reason, error=error, kernels=ran), None
     return row(Verdict.TIMED, error=error, kernels=ran), call
 
 
-def _poison(problem: BenchProblem) -> None:
+def _poison(count: int, device: torch.device) -> None:
     """Leave NaN in the memory that the next result is likely to get: what is not written shows."""
-    size = (problem.shape.m, max(problem.shape.n, problem.shape.k))
-    torch.full(size, torch.nan, dtype=torch.float16, device=problem.device)
+    torch.full((count,), torch.nan, dtype=torch.float16, device=device)
 
 
 def _rates(
-    operation: Operation, contender: Contender, shape: Shape, found: tuple[Timing, Ceilings]
+    operation: Operation, contender: Contender, shape: AnyShape, found: tuple[Timing, Ceilings]
 ) -> Rates:
     (timing, ceilings), precision = found, contender.precision
-    if precision is None:
-        # 16 bit in, a byte out; scales are less than a percent.
-        work = Work(0.0, 3.0 * shape.m * shape.k)
-    else:
-        wide = operation.reads_f16 or "f16" in precision.value
-        work = gemm_work(shape, precision, x_bytes=2 if wide else 1, y_bytes=operation.y_bytes)
+    work = operation.workload.work(shape, contender)
     gbs, floor = work.nbytes / timing.p50_us / 1e3, ceilings.floor_us(work, precision)
     return Rates(
         tflops=work.flops / timing.p50_us / 1e6 if work.flops else None,

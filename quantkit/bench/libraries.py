@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.bench.contender import Contender, UnavailableError, worst_of
+from quantkit.bench.contender import Contender, Problem, UnavailableError, worst_of
 from quantkit.bench.problem import BenchProblem
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
@@ -42,7 +42,7 @@ def _f16_of_sparse(problem: BenchProblem) -> Call:
 
 
 def _scaled_mm(problem: BenchProblem, *, fast: bool, per_row: bool, sparse: bool = False) -> Call:
-    _need_gpu(problem)
+    need_gpu(problem)
     (x, x_scale), (w, w_scale) = problem.x, problem.w_sparse if sparse else problem.w
     one = torch.ones((), device=problem.device)
     scales = (x_scale.unsqueeze(1), w_scale.unsqueeze(0)) if per_row else (one, one)
@@ -107,14 +107,14 @@ def torchao_layer(problem: BenchProblem, kind: str = "fp8") -> Call:
 
 
 def _cusparselt(problem: BenchProblem) -> Call:
-    _need_gpu(problem)
+    need_gpu(problem)
     x, w = problem.x16, problem.w16_sparse
     sparse = torch.sparse.to_sparse_semi_structured(w)
     return lambda: functional.linear(x, sparse)
 
 
 def _cusparselt_fp8(problem: BenchProblem) -> Call:
-    _need_gpu(problem)
+    need_gpu(problem)
     w = torch._cslt_compress(problem.w_sparse[0].view(_E4M3))
     x = problem.x[0].view(_E4M3).t()
     return lambda: torch._cslt_sparse_mm(w, x, out_dtype=torch.bfloat16)
@@ -149,12 +149,17 @@ def _unscaled(exact: str, *, transposed: bool = False) -> Callable[[BenchProblem
     return worst_of(exact, finish)
 
 
-def _need_gpu(problem: BenchProblem) -> None:
+def need_gpu(problem: Problem) -> None:
+    """Refuse where there is none.
+
+    Raises:
+        UnavailableError: on the CPU.
+    """
     if problem.device.type != "cuda":
         raise UnavailableError("needs a GPU")
 
 
-def need_compiler(problem: BenchProblem) -> None:
+def need_compiler(problem: Problem) -> None:
     """Refuse where torch.compile makes no GPU code.
 
     Raises:
@@ -162,7 +167,7 @@ def need_compiler(problem: BenchProblem) -> None:
     """
     from torch.utils._triton import has_triton
 
-    _need_gpu(problem)
+    need_gpu(problem)
     if not has_triton():
         raise UnavailableError("torch.compile needs Triton, which is missing or has no GPU here")
 

@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from quantkit.bench.compiling import captured, compile_blocks, outside_blocks, with_shared_weights
 from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
 from quantkit.bench.denoisers import Denoiser, build_denoiser
-from quantkit.bench.judging import Eager, Judgement, judge_dense, judge_packed, run_eager
+from quantkit.bench.judging import (
+    Eager,
+    Judgement,
+    judge_attention,
+    judge_dense,
+    judge_packed,
+    run_eager,
+)
 from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.machine import describe_machine, read_clocks
 from quantkit.bench.memory import peak_bytes, weight_bytes
+from quantkit.bench.model_attention import why_no_kernel, why_not_used, with_attention
 from quantkit.bench.model_contenders import ModelContender
 from quantkit.bench.model_result import ModelBenchSettings, ModelResult, ModelRow
 from quantkit.bench.packing import (
@@ -40,6 +48,11 @@ from quantkit.progress import Progress
 Step = Callable[[], Tensor]
 
 
+#: What is packed of a model, and the format of its attention; None and "": nothing.
+_Made = tuple[PackedVariant | None, str]
+_ORIGINAL: _Made = (None, "")
+
+
 @dataclass
 class _Bench:
     """What the contenders share; models and reference outputs are made once and kept."""
@@ -53,8 +66,9 @@ class _Bench:
     inputs: dict[str, Any]
     source: Source | None
     threads: int
-    packed: dict[PackedVariant, nn.Module] = field(default_factory=dict)
-    outputs: dict[PackedVariant | None, Eager] = field(default_factory=dict)
+    #: by what is packed, and by the format of the attention
+    made: dict[_Made, nn.Module] = field(default_factory=dict)
+    outputs: dict[_Made, Eager] = field(default_factory=dict)
 
     def model(self, contender: ModelContender) -> nn.Module:
         """Return the contender's model, not compiled yet."""
@@ -63,14 +77,22 @@ class _Bench:
             return quantize(
                 deepcopy(self.dense), contender.torchao, tuned=False, keep=self.kept(contender)
             )
-        variant = contender.variant
-        if variant is None:
+        made = (contender.variant, contender.attention)
+        if made == _ORIGINAL:
             return self.dense
-        if variant not in self.packed:
-            assert self.source is not None
-            packed = load_packed(self.source, variant, self.device, self.threads)
-            self.packed[variant] = _fused(_laid_out(packed, self.settings), self.settings)
-        return self.packed[variant]
+        if made not in self.made:
+            self.made[made] = self._make(contender)
+        return self.made[made]
+
+    def _make(self, contender: ModelContender) -> nn.Module:
+        variant = contender.variant
+        if contender.attention:
+            plain = self.model(replace(contender, attention=""))
+            return with_attention(plain, contender.attention, self.settings.min_keys)
+        assert self.source is not None
+        assert variant is not None
+        packed = load_packed(self.source, variant, self.device, self.threads)
+        return _fused(_laid_out(packed, self.settings), self.settings)
 
     def kept(self, contender: ModelContender) -> frozenset[str]:
         """Return the layers that torchao cannot compute in the contender's format."""
@@ -82,17 +104,20 @@ class _Bench:
 
     def judge(self, contender: ModelContender, output: Tensor) -> Judgement:
         """Judge what a contender gave."""
-        original, variant = self.eager(None), contender.variant
+        original, variant = self.eager(_ORIGINAL), contender.variant
         if variant is None:
             return judge_dense(output, original, contender.limit)
-        return judge_packed(output, self.eager(variant), original)
+        quantized, plain = self.eager((variant, contender.attention)), self.eager((variant, ""))
+        found = judge_packed(output, quantized, original)
+        attention = judge_attention(quantized, plain, original)
+        return found if attention.right else attention
 
-    def eager(self, variant: PackedVariant | None) -> Eager:
+    def eager(self, made: _Made) -> Eager:
         """Return what a model gives that is made already, watched when it is run first."""
-        if variant not in self.outputs:
-            model = self.original if variant is None else self.packed[variant]
-            self.outputs[variant] = run_eager(model, _step(model, self.inputs))
-        return self.outputs[variant]
+        if made not in self.outputs:
+            model = self.original if made == _ORIGINAL else self.made[made]
+            self.outputs[made] = run_eager(model, _step(model, self.inputs))
+        return self.outputs[made]
 
 
 @dataclass(frozen=True)
@@ -166,7 +191,7 @@ def _run_original(bench: _Bench) -> None:
         ModelError: it does not take the inputs that were made for it.
     """
     try:
-        bench.eager(None)
+        bench.eager(_ORIGINAL)
     except (*REFUSALS, LookupError, ArithmeticError) as error:
         where = f"--batch {bench.settings.batch} and --size {bench.settings.size}"
         raise ModelError(
@@ -182,19 +207,20 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
     def absent(verdict: Verdict, reason: str, error: float | None = None) -> ModelRow:
         return ModelRow(contender.name, verdict, reason=reason, error=error)
 
-    if contender.variant and contender.variant.linear_only and not convolutions(bench.original):
-        same = contender.name.replace("-linear", "")
-        return absent(Verdict.CANNOT, f"no convolutions in this model: the same as {same}")
+    if reason := _why_the_same(bench, contender):
+        return absent(Verdict.CANNOT, reason)
     try:
         model = bench.model(contender)
         # Before it is compiled: the hooks of watching would be compiled in.
-        bench.eager(contender.variant)
+        bench.eager((contender.variant, contender.attention))
         step = _step(_compiled(model, contender, bench), _inputs(model, bench.inputs))
         step = _fast(step) if contender.fast else step
         with log.record() as seen:
             output = step().float()
     except REFUSALS as refusal:
         return absent(Verdict.CANNOT, one_line(refusal))
+    if reason := why_not_used(contender.attention, bench.settings.min_keys, seen):
+        return absent(Verdict.CANNOT, reason)
     found = bench.judge(contender, output)
     if not found.right:
         reason = f"error {found.error:.3g}, allowed {found.limit:.3g}"
@@ -216,6 +242,14 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         prepare_seconds=time.perf_counter() - start,
     )
     return _Ready(row, step)
+
+
+def _why_the_same(bench: _Bench, contender: ModelContender) -> str:
+    """Return why a contender would be another one under a second name; empty when it is not."""
+    if contender.variant and contender.variant.linear_only and not convolutions(bench.original):
+        same = contender.name.replace("-linear", "")
+        return f"no convolutions in this model: the same as {same}"
+    return why_no_kernel(contender.attention, bench.device)
 
 
 def _time(

@@ -1,6 +1,6 @@
 """The ways to run a denoiser that the model benchmark compares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.bench.packing import PackedVariant
 
@@ -19,6 +19,12 @@ class ModelContender:
     fast: bool = False
     #: largest ||difference|| / ||output|| from float16, of those that are not packed
     limit: float = 0.05
+    #: format of queries and keys of its attention; empty: attention is torch's
+    attention: str = ""
+
+    def with_attention(self, qk_format: str) -> "ModelContender":
+        """Return the same with its attention on codes, under a name that says so."""
+        return replace(self, name=f"{self.name}-{qk_format}-attention", attention=qk_format)
 
 
 #: FP8's and int8's own error over all layers of a random model is not ours to judge.

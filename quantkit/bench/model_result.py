@@ -32,6 +32,10 @@ class ModelBenchSettings:
     channels_last: bool = False
     #: one product for the projections of an input, in every contender
     fuse_projections: bool = False
+    #: formats of queries and keys: each contender runs with its attention on these codes, too
+    attention: tuple[str, ...] = ()
+    #: attention over fewer keys stays torch's
+    min_keys: int = 512
     #: where packed files lie for a while; None: where the system keeps such
     scratch: Path | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.bench.machine import Machine
 from quantkit.bench.roofline import Ceilings
-from quantkit.bench.shapes import Shape
+from quantkit.bench.shapes import AnyShape, shape_of
 from quantkit.bench.timing import Timing, TimingPlan
 from quantkit.storage.files import staged_file
 from quantkit.storage.jsonfile import read_measured
@@ -31,7 +31,7 @@ class Verdict(Enum):
 class Rates:
     """What a median means."""
 
-    #: 2 M N K over the time; None for what multiplies nothing
+    #: multiplications and additions over the time; None for what multiplies nothing
     tflops: float | None
     #: operands and result once, over the time
     gbs: float
@@ -49,7 +49,7 @@ class BenchRow:
     contender: str
     #: True for quantkit's own
     own: bool
-    shape: Shape
+    shape: AnyShape
     verdict: Verdict
     #: why it was not timed; empty when it was
     reason: str = ""
@@ -142,7 +142,7 @@ def _baseline(path: Path, values: dict[str, Any]) -> EarlierRun:
 
 
 def _timed(row: dict[str, Any]) -> tuple[tuple[str, str, str], float]:
-    shape = Shape(*(int(row["shape"][axis]) for axis in ("m", "n", "k")))
+    shape = shape_of(row["shape"])
     p50 = float(row["timing"]["p50_us"])
     if not (isfinite(p50) and p50 > 0):
         raise ValueError(f"{row['op']} {shape.label}: p50_us {p50}, wanted a time")

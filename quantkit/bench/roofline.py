@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch
 
-from quantkit.bench.shapes import Shape
+from quantkit.bench.shapes import AttentionShape, Shape
 from quantkit.bench.timing import Call, Stopwatch, TimingPlan
 
 
@@ -43,7 +43,7 @@ _TWICE = {Precision.F16_SPARSE: Precision.F16, Precision.FP8_SPARSE: Precision.F
 class Work:
     """What an operation cannot avoid."""
 
-    #: multiplications and additions, dropped weights included: 2 M N K
+    #: multiplications and additions, dropped weights included
     flops: float
     #: operands and result, once each
     nbytes: float
@@ -146,6 +146,19 @@ def gemm_work(shape: Shape, precision: Precision, *, x_bytes: float, y_bytes: fl
     m, n, k = shape.m, shape.n, shape.k
     nbytes = m * k * x_bytes + n * k * WEIGHT_BYTES[precision] + m * n * y_bytes
     return Work(2.0 * m * n * k, nbytes)
+
+
+def attention_work(shape: AttentionShape, *, x_bytes: float, y_bytes: float = 2.0) -> Work:
+    """Return the work of attention: two products; its exponentials are not counted.
+
+    Args:
+        x_bytes: bytes of a value of q, k and v.
+        y_bytes: of the result.
+    """
+    rows = shape.batch * shape.heads
+    queries, keys = (rows * n * shape.head_size for n in (shape.queries, shape.keys))
+    nbytes = (queries + 2 * keys) * x_bytes + queries * y_bytes
+    return Work(4.0 * queries * shape.keys, nbytes)
 
 
 def _measure_copy(watch: Stopwatch, count: int) -> Ceiling:

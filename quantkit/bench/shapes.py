@@ -2,8 +2,8 @@
 
 import csv
 import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,78 @@ class Shape:
     @property
     def label(self) -> str:
         """``MxNxK``."""
-        return f"{self.m}x{self.n}x{self.k}"
+        return _label(self)
 
+    @property
+    def summed(self) -> int:
+        """Products of a sum."""
+        return self.k
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Queries of every head of a batch against keys."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_size: int
+
+    @property
+    def label(self) -> str:
+        """``BxHxQxKxD``."""
+        return _label(self)
+
+    @property
+    def summed(self) -> int:
+        """Values of a mean."""
+        return self.keys
+
+
+AnyShape = Shape | AttentionShape
+#: By the numbers that a row has.
+_KINDS: dict[int, type[AnyShape]] = {len(fields(kind)): kind for kind in (Shape, AttentionShape)}
 
 #: group -> shapes. SDXL: batch 2 at 1024x1024 (attention and GEGLU layers of 640 and 1280
-#: channels); FLUX.1: 4096 picture and 512 text tokens, 3072 channels. ``host`` is for CPUs, which
-#: run the kernels lane by lane: a tile and more, tails, and few tokens.
-SHAPES: dict[str, tuple[Shape, ...]] = {
+#: channels); FLUX.1: 4096 picture and 512 text tokens, 3072 channels. SD 1.5, 512x512, and SD3,
+#: 1024x1024: attention alone; cross attention has 77 keys. ``host`` is for CPUs, which run the
+#: kernels lane by lane: a tile and more, tails, and few tokens.
+SHAPES: dict[str, tuple[AnyShape, ...]] = {
     "sdxl": (
         Shape(8192, 640, 640),
         Shape(8192, 5120, 640),
         Shape(2048, 1280, 1280),
         Shape(2048, 10240, 1280),
         Shape(2048, 1280, 5120),
+        AttentionShape(2, 10, 4096, 4096, 64),
+        AttentionShape(2, 20, 1024, 1024, 64),
+        AttentionShape(2, 10, 4096, 77, 64),
+        AttentionShape(2, 20, 1024, 77, 64),
     ),
-    "flux": (Shape(4608, 3072, 3072), Shape(4608, 12288, 3072), Shape(4608, 3072, 15360)),
+    "flux": (
+        Shape(4608, 3072, 3072),
+        Shape(4608, 12288, 3072),
+        Shape(4608, 3072, 15360),
+        AttentionShape(1, 24, 4608, 4608, 128),
+    ),
+    "sd15": (AttentionShape(2, 8, 4096, 4096, 40), AttentionShape(2, 8, 4096, 77, 40)),
+    "sd3": (AttentionShape(2, 24, 4250, 4250, 64),),
     "other": (Shape(8192, 8192, 8192), Shape(16, 1280, 1280)),
-    "host": (Shape(256, 256, 320), Shape(77, 130, 96), Shape(16, 320, 320)),
+    "host": (
+        Shape(256, 256, 320),
+        Shape(77, 130, 96),
+        Shape(16, 320, 320),
+        AttentionShape(1, 2, 64, 256, 64),
+        AttentionShape(1, 2, 37, 101, 40),
+        AttentionShape(1, 1, 16, 77, 128),
+    ),
 }
 #: What ``all`` names.
-_ALL = ("sdxl", "flux", "other")
+_ALL = ("sdxl", "flux", "sd15", "sd3", "other")
 
 
-def find_shapes(text: str) -> tuple[Shape, ...]:
+def find_shapes(text: str) -> tuple[AnyShape, ...]:
     """Return the shapes of a group, of all groups, or of a file.
 
     Args:
@@ -70,7 +119,21 @@ def find_shapes(text: str) -> tuple[Shape, ...]:
     return _read(path)
 
 
-def _read(path: Path) -> tuple[Shape, ...]:
+def shape_of(values: Mapping[str, Any]) -> AnyShape:
+    """Return the shape that a saved row has.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    kind = _KINDS[len(values)]
+    return kind(*(int(values[axis.name]) for axis in fields(kind)))
+
+
+def _label(shape: AnyShape) -> str:
+    return "x".join(map(str, astuple(shape)))
+
+
+def _read(path: Path) -> tuple[AnyShape, ...]:
     text = read_text(path, _MAX_BYTES, error=ArtefactError)
     try:
         rows = parse_json(text) if path.suffix == ".json" else list(_csv_rows(text))
@@ -83,22 +146,27 @@ def _read(path: Path) -> tuple[Shape, ...]:
 
 def _csv_rows(text: str) -> Iterable[list[str]]:
     for row in csv.reader(text.splitlines()):
-        if row and [cell.strip().lower() for cell in row] != ["m", "n", "k"]:
+        if row and [cell.strip().lower() for cell in row] not in _AXES:
             yield row
 
 
-def _shape(path: Path, index: int, row: Any) -> Shape:
+#: As files name them.
+_AXES = [[axis.name for axis in fields(kind)] for kind in _KINDS.values()]
+
+
+def _shape(path: Path, index: int, row: Any) -> AnyShape:
     if isinstance(row, dict):
-        row = [row.get(name) for name in ("m", "n", "k")] if set(row) == {"m", "n", "k"} else row
+        axes = next((axes for axes in _AXES if set(axes) == set(row)), [])
+        row = [row[axis] for axis in axes] or row
     try:
-        m, n, k = (int(str(cell)) for cell in row)
-    except (TypeError, ValueError) as error:
+        sizes = [int(str(cell)) for cell in row]
+        kind = _KINDS[len(sizes)]
+    except (TypeError, ValueError, KeyError) as error:
+        wanted = " or ".join(", ".join(axes) for axes in _AXES)
         raise ArtefactError(
-            f"{path}: shape {index}: found {reprlib.repr(row)}, wanted three whole numbers m, n, k"
+            f"{path}: shape {index}: found {reprlib.repr(row)}, wanted whole numbers {wanted}"
         ) from error
-    if not all(1 <= size <= _MAX_SIZE for size in (m, n, k)):
-        raise ArtefactError(
-            f"{path}: shape {index}: {m!s:.20}x{n!s:.20}x{k!s:.20}, wanted each to be 1 to "
-            f"{_MAX_SIZE}"
-        )
-    return Shape(m, n, k)
+    if not all(1 <= size <= _MAX_SIZE for size in sizes):
+        found = "x".join(f"{size!s:.20}" for size in sizes)
+        raise ArtefactError(f"{path}: shape {index}: {found}, wanted each to be 1 to {_MAX_SIZE}")
+    return kind(*sizes)

@@ -72,7 +72,7 @@ def calibrate(
     digests = weight_digests(run.layers, progress)
     part = _collect(run, ALONE, None, None, progress)
     assert part is not None, "one process takes all batches, of which there is one at least"
-    return Calibration(part.layers, part.edges, run.provenance(digests, part))
+    return Calibration(part.layers, part.edges, run.provenance(digests, part), part.attention)
 
 
 def calibrate_share(
@@ -112,7 +112,8 @@ def calibrate_share(
     if not processes.is_first:
         return None, kept
     part = join_parts(parts)
-    return Calibration(part.layers, part.edges, run.provenance(digests, part)), kept
+    about = run.provenance(digests, part)
+    return Calibration(part.layers, part.edges, about, part.attention), kept
 
 
 def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:

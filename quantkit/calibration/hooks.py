@@ -13,16 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.accumulators import Accumulators, LayerSums, statistics_of
+from quantkit.calibration.attention_accumulators import AttentionAccumulators, AttentionSums
+from quantkit.calibration.attention_observer import (
+    is_bare,
+    is_cross,
+    listening,
+    observed_modules,
+)
 from quantkit.calibration.sampling import draw_candidates, row_count
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
+from quantkit.models.attention import AttentionCall, Heads
 from quantkit.models.encoder_skeleton import loaded_names
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
 
 
 class Collector:
-    """Observes the layers of one denoiser; ``attached`` is where it listens."""
+    """Observes layers and attention modules of one denoiser; ``attached`` is where it listens."""
 
     def __init__(
         self, name: str, denoiser: nn.Module, layers: Sequence[Layer], buckets: int
@@ -44,11 +52,15 @@ class Collector:
         self.edges: tuple[float, ...] | None = None
         self._modules = find_modules(denoiser, layers, name)
         self._sums: dict[str, Accumulators] = {}
+        self._attention_modules = observed_modules(denoiser)
+        self._attention_sums: dict[str, AttentionAccumulators] = {}
         self._seeds = range(1)
         #: how often each layer was called in this batch
         self._layer_calls: Counter[str] = Counter()
-        #: one flag per layer in the order of first calls: the first one set is where NaN came up
+        #: one flag per name here, in the order of first calls: the first one set is where NaN came
+        #: up
         self._bad: Tensor | None = None
+        self._flagged: list[str] = []
         self._bucket = 0
         self._timestep = 0.0
 
@@ -78,7 +90,8 @@ class Collector:
             for layer, module in self._modules.items():
                 listen = self._listener(layer, module)
                 handles.append(module.register_forward_pre_hook(listen, with_kwargs=True))
-            yield
+            with listening(self._attention_modules, self._attend):
+                yield
             self.check()
         finally:
             for handle in handles:
@@ -118,8 +131,16 @@ class Collector:
         """Return the sums so far of every layer that was called, in the order of first calls."""
         return {name: sums.taken() for name, sums in self._sums.items()}
 
+    def taken_attention(self) -> dict[str, AttentionSums]:
+        """Return the sums so far of every attention module that was called, likewise."""
+        return {name: sums.taken() for name, sums in self._attention_sums.items()}
+
     def put(
-        self, sums: Mapping[str, LayerSums], calls: Sequence[int], edges: tuple[float, ...]
+        self,
+        sums: Mapping[str, LayerSums],
+        attention: Mapping[str, AttentionSums],
+        calls: Sequence[int],
+        edges: tuple[float, ...],
     ) -> None:
         """Go on from where sums were taken, before anything is observed.
 
@@ -132,6 +153,10 @@ class Collector:
         self.calls, self.edges = list(calls), edges
         for layer, found in sums.items():
             self._sums_of(layer, device).put(found)
+        for name, kept in attention.items():
+            # Of (buckets, 2, heads, columns), what stands where keys have it.
+            shape = kept["low"].transpose(1, 2).shape
+            self._attention_sums_of(name, shape, device).put(kept)
 
     def _begin_call(self, timestep: Any, scheduler: Any) -> None:
         flat = torch.as_tensor(timestep).double().reshape(-1)[:1]
@@ -148,10 +173,11 @@ class Collector:
         self.calls[self._bucket] += 1
 
     def _refuse_bad(self, flags: Sequence[float]) -> None:
-        for layer, flag in zip(self._sums, flags, strict=False):
+        for name, flag in zip(self._flagged, flags, strict=False):
             if flag:
+                where = "its input" if name in self._modules else "its queries, keys or values"
                 raise NonFiniteError(
-                    f"{self.name}.{layer}: NaN or Inf in its input at step {sum(self.calls)} "
+                    f"{self.name}.{name}: NaN or Inf in {where} at step {sum(self.calls)} "
                     f"(timestep {self._timestep:g}); if the model overflows in float16, calibrate "
                     "on the device cpu, which computes in float32",
                     fields=("device",),
@@ -172,12 +198,34 @@ class Collector:
         return listen
 
     def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
-        if self._bad is None:
-            self._bad = torch.zeros(len(self._modules), dtype=torch.bool, device=device)
         if layer not in self._sums:
-            module, flag = self._modules[layer], self._bad[len(self._sums)]
+            module, flag = self._modules[layer], self._flag_of(layer, device)
             self._sums[layer] = Accumulators(module, len(self.calls), device, flag)
         return self._sums[layer]
+
+    def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
+        sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)
+        cross = is_cross(self._attention_modules[name], heads)
+        sums.add(self._bucket, heads, call.scale, cross=cross)
+
+    def _attention_sums_of(
+        self, name: str, shape: Sequence[int], device: torch.device
+    ) -> AttentionAccumulators:
+        """Return the accumulators of a module whose keys have this shape, (B, H, N, D)."""
+        if name not in self._attention_sums:
+            flag, bare = self._flag_of(name, device), is_bare(self._attention_modules[name])
+            self._attention_sums[name] = AttentionAccumulators(
+                shape[1], shape[3], len(self.calls), flag, bare=bare
+            )
+        return self._attention_sums[name]
+
+    def _flag_of(self, name: str, device: torch.device) -> Tensor:
+        """Return a bool that is set once NaN or Inf is seen there."""
+        if self._bad is None:
+            count = len(self._modules) + len(self._attention_modules)
+            self._bad = torch.zeros(count, dtype=torch.bool, device=device)
+        self._flagged.append(name)
+        return self._bad[len(self._flagged) - 1]
 
 
 def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, ...]:

@@ -19,7 +19,8 @@ class Field:
     """One tensor."""
 
     dtype: torch.dtype
-    #: a letter each: B buckets, C channels, H bins, R rows of the sample, K columns of a row
+    #: a letter each, of a layer: B buckets, C channels, H bins, R rows of the sample, K columns of
+    #: a row
     axes: str
     #: it may be below 0
     signed: bool = False
@@ -86,13 +87,30 @@ def check_sums(where: str, tensors: Mapping[str, Tensor], buckets: int) -> None:
 def _check(
     where: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Field], buckets: int
 ) -> None:
-    if odd := set(tensors) ^ set(wanted):
-        raise ValueError(f"{where}/{min(odd)}: {'unknown' if min(odd) in tensors else 'missing'}")
+    _refuse_odd(where, tensors, wanted)
     channels = tensors["channel_amax"].shape[-1]
     columns = tensors["samples"].shape[-1] if "samples" in tensors else channels
     if not channels or columns % channels:
         raise ValueError(f"{where}: samples of {columns} columns do not fit {channels} channels")
     sizes = {"B": buckets, "C": channels, "H": BINS, "R": SAMPLE_ROWS, "K": columns}
+    check_fields(where, tensors, wanted, sizes)
+
+
+def check_fields(
+    where: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Field], sizes: Mapping[str, int]
+) -> None:
+    """Hold tensors against fields.
+
+    Args:
+        where: what messages call their owner.
+        tensors: by the name of the field.
+        wanted: the fields, all of them.
+        sizes: of the axes, by their letter.
+
+    Raises:
+        ValueError: a field that is missing or unknown, or of a wrong dtype, shape or value.
+    """
+    _refuse_odd(where, tensors, wanted)
     for name, field in wanted.items():
         tensor, shape = tensors[name], tuple(sizes[axis] for axis in field.axes)
         if tensor.dtype != field.dtype:
@@ -103,3 +121,8 @@ def _check(
             raise ValueError(f"{where}/{name}: NaN or Inf")
         if not field.signed and bool((tensor < 0).any()):
             raise ValueError(f"{where}/{name}: below 0")
+
+
+def _refuse_odd(where: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Field]) -> None:
+    if odd := set(tensors) ^ set(wanted):
+        raise ValueError(f"{where}/{min(odd)}: {'unknown' if min(odd) in tensors else 'missing'}")

@@ -8,9 +8,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from quantkit.calibration.attention_statistics import merge_attention
 from quantkit.calibration.moving_average import continued
 from quantkit.calibration.sampling import join_samples
 from quantkit.calibration.statistics import (
+    AttentionByComponent,
     Calibration,
     CalibrationProvenance,
     LayersByComponent,
@@ -37,7 +39,10 @@ def merge(parts: Mapping[str, Calibration]) -> Calibration:
         _refuse_others(name, first, other, part)
     _refuse_repeated(parts)
     layers = _merge_layers([part.layers for part in parts.values()])
-    return Calibration(layers, first.edges, _provenance([p.metadata for p in parts.values()]))
+    tables = [part.attention for part in parts.values()]
+    attention = _merge_attention(tables) if all(tables) else {}
+    about = _provenance([part.metadata for part in parts.values()])
+    return Calibration(layers, first.edges, about, attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,7 @@ class Part:
     """What some of a run's batches gave, one after another."""
 
     layers: LayersByComponent
+    attention: AttentionByComponent
     edges: tuple[float, ...]
     #: calls of the denoiser per bucket
     calls: dict[str, list[int]]
@@ -55,6 +61,7 @@ def join_parts(parts: Sequence[Part]) -> Part:
     """Return parts of one run, at least one, in the order of their batches, as one part."""
     return Part(
         _merge_layers([part.layers for part in parts]),
+        _merge_attention([part.attention for part in parts]),
         parts[0].edges,
         _summed_calls([part.calls for part in parts]),
         sum(part.batches for part in parts),
@@ -69,6 +76,18 @@ def _merge_layers(tables: Sequence[LayersByComponent]) -> LayersByComponent:
         }
         for component, layers in tables[0].items()
     }
+
+
+def _merge_attention(tables: Sequence[AttentionByComponent]) -> AttentionByComponent:
+    """Return what any part saw: one may have called a module with masks only."""
+    merged: AttentionByComponent = {}
+    for table in tables:
+        for component, modules in table.items():
+            found = merged.setdefault(component, {})
+            for name, statistics in modules.items():
+                before = found.get(name)
+                found[name] = merge_attention(before, statistics) if before else statistics
+    return merged
 
 
 def _summed_calls(tables: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
@@ -135,11 +154,25 @@ def _refuse_others(name: str, first: Calibration, other: str, part: Calibration)
                 f"{there}: no layer {component}/{layer}, which {here} has; "
                 "calibrate both with the same recipe"
             )
+        _refuse_other_heads(name, first, other, part, component)
         one, two = (p.metadata.digests[component] for p in (first, part))
         if changed := [layer for layer in layers if one[layer] != two[layer]]:
             raise ArtefactError(
                 f"{other}: the weight of {component}/{changed[0]} is not that of {name}; "
                 "merge calibrations of one model"
+            )
+
+
+def _refuse_other_heads(
+    name: str, first: Calibration, other: str, part: Calibration, component: str
+) -> None:
+    one, two = (p.attention.get(component, {}) for p in (first, part))
+    for module in one.keys() & two.keys():
+        wanted, found = ((s.heads, s.columns) for s in (one[module], two[module]))
+        if found != wanted:
+            raise ArtefactError(
+                f"{other}: {component}/{module} has heads of {found}, wanted {wanted} as in "
+                f"{name}; merge calibrations of one model"
             )
 
 

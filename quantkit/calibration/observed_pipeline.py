@@ -87,7 +87,8 @@ class ObservedPipeline:
         """
         for collector in self._collectors:
             name = collector.name
-            collector.put(found.sums[name], found.calls[name], found.edges)
+            sums, attention = found.sums[name], found.attention[name]
+            collector.put(sums, attention, found.calls[name], found.edges)
         self._batches = found.batches
         self._earlier = max(map(sum, found.calls.values()))
 
@@ -101,6 +102,7 @@ class ObservedPipeline:
             collector.refuse_empty()
         return PartialSums(
             {collector.name: collector.taken() for collector in self._collectors},
+            {collector.name: collector.taken_attention() for collector in self._collectors},
             # Denoisers of one pipeline share its scheduler, so the first one's edges are all's.
             self._collectors[0].edges or (),
             {collector.name: list(collector.calls) for collector in self._collectors},

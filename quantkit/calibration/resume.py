@@ -1,13 +1,20 @@
 """What is kept of a calibration while it runs, so that one that was killed can go on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from torch import Tensor
+
 from quantkit.calibration.accumulators import LayerSums, statistics_of
+from quantkit.calibration.attention_accumulators import (
+    AttentionSums,
+    attention_statistics_of,
+    check_attention_sums,
+)
 from quantkit.calibration.layer_fields import check_sums
 from quantkit.calibration.merge import Part
 from quantkit.calibration.statistics import edges_of
@@ -28,6 +35,8 @@ class PartialSums:
 
     #: by component and layer, in the order of first calls
     sums: dict[str, dict[str, LayerSums]]
+    #: by component and attention module, likewise
+    attention: dict[str, dict[str, AttentionSums]]
     edges: tuple[float, ...]
     #: calls of the denoiser per bucket
     calls: dict[str, list[int]]
@@ -39,7 +48,12 @@ class PartialSums:
             component: {layer: statistics_of(sums) for layer, sums in table.items()}
             for component, table in self.sums.items()
         }
-        return Part(layers, self.edges, self.calls, self.batches)
+        attention = {
+            component: {name: attention_statistics_of(sums) for name, sums in table.items()}
+            for component, table in self.attention.items()
+            if table
+        }
+        return Part(layers, attention, self.edges, self.calls, self.batches)
 
 
 @dataclass(frozen=True)
@@ -68,19 +82,20 @@ class PartialFile:
         tensors, about = read_artefact(self.path, _KIND)
         with parsing(self.path, cure="do not resume"):
             self._refuse_others(about["facts"])
-            sums: dict[str, dict[str, LayerSums]] = {
-                component: {layer: {} for layer in layers}
-                for component, layers in about["layers"].items()
-            }
+            sums, attention = _empty(about["layers"]), _empty(about["attention"])
             for name, tensor in tensors.items():
                 component, layer, field = split_name(name)
-                sums[component][layer][field] = tensor
+                table = attention if layer in attention[component] else sums
+                table[component][layer][field] = tensor
             calls = {name: list(map(int, found)) for name, found in about["calls"].items()}
             edges = edges_of(about["edges"])
             for component, layers in sums.items():
                 for layer, fields in layers.items():
                     check_sums(f"{component}/{layer}", fields, len(edges) + 1)
-            return PartialSums(sums, edges, calls, int(about["batches"]))
+            for component, modules in attention.items():
+                for name, fields in modules.items():
+                    check_attention_sums(f"{component}/{name}", fields, len(edges) + 1)
+            return PartialSums(sums, attention, edges, calls, int(about["batches"]))
 
     def _refuse_others(self, found: Mapping[str, Any]) -> None:
         wanted = json.loads(json.dumps(dict(self.facts)))
@@ -104,10 +119,12 @@ class PartialFile:
             "calls": found.calls,
             "batches": found.batches,
             "layers": {component: list(layers) for component, layers in found.sums.items()},
+            "attention": {component: list(names) for component, names in found.attention.items()},
         }
         tensors = {
             pack_name(component, layer, field): tensor
-            for component, layers in found.sums.items()
+            for table in (found.sums, found.attention)
+            for component, layers in table.items()
             for layer, sums in layers.items()
             for field, tensor in sums.items()
         }
@@ -141,6 +158,10 @@ class WriteInterval:
         """Take note of a write that began at ``started`` (monotonic seconds)."""
         now = monotonic()
         self._due = now + max(_PAUSE, _SHARE * (now - started))
+
+
+def _empty(names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, dict[str, Tensor]]]:
+    return {component: {name: {} for name in found} for component, found in names.items()}
 
 
 def _short(value: object) -> str:

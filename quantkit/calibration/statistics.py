@@ -1,8 +1,7 @@
 """What calibration stores: statistics of the input of every layer, and how they were taken."""
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
+from quantkit.calibration.buckets import bucket_groups, targets_of
 from quantkit.calibration.histogram import BINS, quantiles
 from quantkit.calibration.layer_fields import AVERAGE, SAMPLES, check_statistics
 from quantkit.calibration.sampling import join_samples
@@ -26,9 +27,11 @@ from quantkit.storage.artefact import (
 from quantkit.storage.jsonfile import as_type, parsing
 
 _KIND = "quantkit_calibration"
-#: Version 2 added the moving average, version 3 the mean and the samples; a calibration without
-#: them is still written as the version that has all of it.
-_NEWEST = 3
+#: Version 2 added the moving average, version 3 the mean and the samples, version 4 attention; a
+#: calibration without them is still written as the version that has all of it.
+_NEWEST = 4
+#: What the fields of attention modules begin with in the file.
+_ATTENTION = "attention."
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +75,7 @@ class LayerStatistics:
         All is exact but the moving average, which becomes the mean of those of the buckets, each
         weighing as much as it had calls: one over the whole trajectory would remember its end only.
         """
-        groups = [
-            torch.tensor([b for b, target in enumerate(targets) if target == wanted])
-            for wanted in range(max(targets) + 1)
-        ]
+        groups = bucket_groups(targets)
         weighted = self.second_moment.double() * self.count.unsqueeze(1)
         count = torch.stack([self.count[g].sum() for g in groups])
         moment = torch.stack([weighted[g].sum(dim=0) for g in groups])
@@ -119,8 +119,7 @@ class LayerStatistics:
 
     def rebucketed(self, stored: Sequence[float], wanted: Sequence[float]) -> "LayerStatistics":
         """Return the statistics per bucket of ``wanted`` edges, some of the ``stored`` ones."""
-        starts = (float("-inf"), *stored)
-        return self.regrouped([bisect_right(wanted, start) for start in starts])
+        return self.regrouped(targets_of(stored, wanted))
 
     def percentile(self, percent: float) -> Tensor:
         """Return the |x| that ``percent`` of all values do not exceed, float64 (B,)."""
@@ -129,6 +128,7 @@ class LayerStatistics:
 
 #: Statistics by component and module path.
 LayersByComponent = dict[str, dict[str, LayerStatistics]]
+AttentionByComponent = dict[str, dict[str, AttentionStatistics]]
 
 
 def per_column(channels: Tensor, area: int) -> Tensor:
@@ -173,6 +173,8 @@ class Calibration:
     #: ascending timesteps between buckets, in the unit the denoiser is called with
     edges: tuple[float, ...]
     metadata: CalibrationProvenance
+    #: of every attention module with a known processor; empty before version 4
+    attention: AttentionByComponent = field(default_factory=dict)
 
     def of(self, component: Component) -> Mapping[str, LayerStatistics]:
         """Return the statistics of a component's layers.
@@ -183,6 +185,15 @@ class Calibration:
             ArtefactError: the calibration has no such component.
         """
         return self.layers[find_component(component.name, tuple(self.layers), "calibration")]
+
+    def attention_of(self, component: Component) -> Mapping[str, AttentionStatistics]:
+        """Return the statistics of a component's attention modules; empty before version 4.
+
+        Raises:
+            ArtefactError: the calibration has no such component.
+        """
+        key = find_component(component.name, tuple(self.layers), "calibration")
+        return self.attention.get(key, {})
 
     def digests_of(self, component: Component) -> Mapping[str, str]:
         """Return the SHA-256 of the source weights the statistics belong to."""
@@ -212,7 +223,10 @@ def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> No
     Raises:
         OutputError: the file exists without ``force``, or cannot be written.
     """
-    tensors = tensors_of_layers(calibration.layers)
+    tensors = {
+        **_tensors_of(calibration.layers, ""),
+        **_tensors_of(calibration.attention, _ATTENTION),
+    }
     about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
     version = _oldest_with({split_name(name)[2] for name in tensors})
     write_artefact(path, _KIND, tensors, about, force=force, version=version)
@@ -229,11 +243,13 @@ def load_calibration(path: Path) -> Calibration:
     tensors, about = read_artefact(path, _KIND, newest=_NEWEST)
     with parsing(path, cure="calibrate again"):
         edges = edges_of(about["edges"])
-        layers = layers_of_tensors(tensors, len(edges) + 1)
+        layers, attention = _tables_of(tensors, len(edges) + 1)
         about_run = as_type(CalibrationProvenance, about["provenance"])
         if set(about_run.digests) != set(layers) or set(about_run.calls) != set(layers):
             raise ValueError("components of the statistics and of what is said about them differ")
-        return Calibration(layers, edges, about_run)
+        if not set(attention) <= set(layers):
+            raise ValueError(f"attention of {min(set(attention) - set(layers))}: no layers of it")
+        return Calibration(layers, edges, about_run, attention)
 
 
 def edges_of(values: Any) -> tuple[float, ...]:
@@ -248,42 +264,51 @@ def edges_of(values: Any) -> tuple[float, ...]:
     return edges
 
 
-def tensors_of_layers(layers: LayersByComponent) -> dict[str, Tensor]:
+def _tensors_of(tables: LayersByComponent | AttentionByComponent, prefix: str) -> dict[str, Tensor]:
     """Return every field that is there, by component, layer and field."""
     return {
-        pack_name(component, layer, field.name): tensor
-        for component, table in layers.items()
+        pack_name(component, layer, prefix + field.name): tensor
+        for component, table in tables.items()
         for layer, statistics in table.items()
         for field in fields(statistics)
         if (tensor := getattr(statistics, field.name)) is not None
     }
 
 
-def layers_of_tensors(tensors: Mapping[str, Tensor], buckets: int) -> LayersByComponent:
-    """Undo ``tensors_of_layers``.
+def _tables_of(
+    tensors: Mapping[str, Tensor], buckets: int
+) -> tuple[LayersByComponent, AttentionByComponent]:
+    """Undo ``_tensors_of``, for layers and for attention modules.
 
     Raises:
         LookupError, ValueError: tensors that are missing, unknown, or of a wrong shape or value.
     """
-    grouped: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for name, tensor in tensors.items():
-        component, layer, field = split_name(name)
-        grouped.setdefault(component, {}).setdefault(layer, {})[field] = tensor
-    return {
-        component: {
-            name: _statistics(f"{component}/{name}", parts, buckets)
-            for name, parts in table.items()
-        }
-        for component, table in grouped.items()
-    }
+    layers: LayersByComponent = {}
+    attention: AttentionByComponent = {}
+    for (component, name, of_attention), parts in _grouped(tensors).items():
+        where = f"{component}/{name}"
+        if of_attention:
+            check_attention(where, parts, buckets)
+            attention.setdefault(component, {})[name] = AttentionStatistics(**parts)
+        else:
+            check_statistics(where, parts, buckets)
+            layers.setdefault(component, {})[name] = LayerStatistics(**parts)
+    return layers, attention
+
+
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str, bool], dict[str, Tensor]]:
+    """Return fields by component, name, and whether that is an attention module."""
+    grouped: dict[tuple[str, str, bool], dict[str, Tensor]] = {}
+    for packed, tensor in tensors.items():
+        component, name, field = split_name(packed)
+        key = (component, name, field.startswith(_ATTENTION))
+        grouped.setdefault(key, {})[field.removeprefix(_ATTENTION)] = tensor
+    return grouped
 
 
 def _oldest_with(stored: set[str]) -> int:
-    if stored.issuperset(SAMPLES):
+    if any(name.startswith(_ATTENTION) for name in stored):
         return _NEWEST
+    if stored.issuperset(SAMPLES):
+        return 3
     return 2 if stored.issuperset(AVERAGE) else FIRST_VERSION
-
-
-def _statistics(where: str, parts: dict[str, Tensor], buckets: int) -> LayerStatistics:
-    check_statistics(where, parts, buckets)
-    return LayerStatistics(**parts)

@@ -1,21 +1,35 @@
-"""The attention of a packed component, as config.json has it."""
+"""The attention of a packed component: its entry in config.json, and its tensors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
 from quantkit.errors import CheckpointError
 from quantkit.numerics.attention import QK_FORMATS
+from quantkit.numerics.attention_scales import SHAPES
 
 #: The key in the quantization_config.
 KEY = "attention"
+#: The child of an attention module that holds its scales, where they are static.
+CHILD = "attention_scales"
 _KEYS = ("qk", "min_keys", "exclude")
+_STATIC = "static"
+_STATIC_KEYS = ("heads", "head_size", "modules")
+
+
+@dataclass(frozen=True, order=True)
+class HeadShape:
+    """The heads of an attention module."""
+
+    heads: int
+    head_size: int
 
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Attention on 8-bit codes, with factors of each call's own numbers."""
+    """Attention on 8-bit codes."""
 
     #: of queries and keys
     qk: str
@@ -23,10 +37,37 @@ class PackedAttention:
     min_keys: int
     #: globs on modules whose attention is in 16 bit
     exclude: tuple[str, ...] = ()
+    #: the modules whose scales are stored; others take those of each call's own numbers
+    static: Mapping[str, HeadShape] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return FORMAT.md's ``attention``."""
-        return {"exclude": list(self.exclude), "min_keys": self.min_keys, "qk": self.qk}
+        value = {"exclude": list(self.exclude), "min_keys": self.min_keys, "qk": self.qk}
+        return {**value, _STATIC: self._static_json()} if self.static else value
+
+    def __str__(self) -> str:
+        """Return a line for people."""
+        static = f", static scales in {len(self.static)} modules" if self.static else ""
+        kept = f"; in 16 bit: {', '.join(self.exclude)}" if self.exclude else ""
+        return f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{kept}"
+
+    def _static_json(self) -> list[dict[str, Any]]:
+        modules = sorted((shape, name) for name, shape in self.static.items())
+        return [
+            {
+                "head_size": shape.head_size,
+                "heads": shape.heads,
+                "modules": [name for _, name in group],
+            }
+            for shape, group in groupby(modules, key=lambda item: item[0])
+        ]
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names and shapes of the scales, float32."""
+        for module, shape in self.static.items():
+            for part, by_column in SHAPES.items():
+                columns = (shape.head_size,) if by_column else ()
+                yield f"{module}.{CHILD}.{part}", (shape.heads, *columns)
 
 
 def parse_attention(value: object, where: str) -> PackedAttention:
@@ -37,15 +78,39 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     """
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {KEY} {value!r:.80}, wanted an object")
-    check_keys(value, _KEYS, f"{where}: {KEY}")
+    where = f"{where}: {KEY}"
+    check_keys(value, _KEYS, where, optional=(_STATIC,))
     qk, min_keys, exclude = (value[key] for key in _KEYS)
     if qk not in QK_FORMATS:
         raise CheckpointError(
-            f"{where}: {KEY}: qk {qk!r:.80}, wanted one of {', '.join(QK_FORMATS)}; upgrade "
-            "quantkit"
+            f"{where}: qk {qk!r:.80}, wanted one of {', '.join(QK_FORMATS)}; upgrade quantkit"
         )
     if type(min_keys) is not int or min_keys < 1:
-        raise CheckpointError(f"{where}: {KEY}: min_keys {min_keys!r:.80}, wanted 1 or more")
-    if not isinstance(exclude, list) or not all(isinstance(glob, str) for glob in exclude):
-        raise CheckpointError(f"{where}: {KEY}: exclude {exclude!r:.80}, wanted a list of globs")
-    return PackedAttention(qk, min_keys, tuple(exclude))
+        raise CheckpointError(f"{where}: min_keys {min_keys!r:.80}, wanted 1 or more")
+    if not _are_names(exclude):
+        raise CheckpointError(f"{where}: exclude {exclude!r:.80}, wanted a list of globs")
+    static = _parse_static(value[_STATIC], f"{where}: {_STATIC}") if _STATIC in value else {}
+    return PackedAttention(qk, min_keys, tuple(exclude), static)
+
+
+def _parse_static(value: object, where: str) -> dict[str, HeadShape]:
+    if not isinstance(value, list) or not value:
+        raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of heads and their modules")
+    static: dict[str, HeadShape] = {}
+    for item in value:
+        if not isinstance(item, Mapping):
+            raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
+        check_keys(item, _STATIC_KEYS, where)
+        heads, head_size, modules = (item[key] for key in _STATIC_KEYS)
+        if any(type(size) is not int or size < 1 for size in (heads, head_size)):
+            raise CheckpointError(
+                f"{where}: {heads!r:.40} heads of {head_size!r:.40}, wanted 1 or more"
+            )
+        if not _are_names(modules) or not modules or static.keys() & set(modules):
+            raise CheckpointError(f"{where}: modules {modules!r:.80}, wanted paths, each once")
+        static |= dict.fromkeys(modules, HeadShape(heads, head_size))
+    return static
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent, stored_codes
-from quantkit.checkpoint.spec import PACKED_PARTS
+from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.weight_reader import NUMBER_DTYPES, SourceTensor
 from quantkit.errors import NonFiniteError
+from quantkit.numerics.attention_scales import POSITIVE
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.nibbles import factors_are_legal
@@ -32,15 +33,21 @@ def broken_scales(component: PackedComponent) -> Iterator[str]:
     """Yield a line for every scale or factor that is not finite and positive, and every shift."""
     for layer, scheme in component.config.layers.items():
         for part in (*_SCALES, *_SHIFTS):
-            name = f"{layer}.{part}"
-            if name in component.tensors:
-                values = component.read(name).flatten()
-                any_sign = part in _SHIFTS or (part == "weight_scale" and scheme.weight.block)
-                wanted = "finite" if any_sign else "finite and positive"
-                bad = ~torch.isfinite(values) | ((values <= 0) & (not any_sign))
-                if bool(bad.any()):
-                    found = float(values[bad][0])
-                    yield f"{_where(component, name)}: found {found}, wanted {wanted}"
+            any_sign = part in _SHIFTS or (part == "weight_scale" and bool(scheme.weight.block))
+            yield from _broken_values(component, f"{layer}.{part}", any_sign=any_sign)
+    for spec in attention_tensors(component.config.attention):
+        any_sign = spec.name.rpartition(".")[2] not in POSITIVE
+        yield from _broken_values(component, spec.name, any_sign=any_sign)
+
+
+def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> Iterator[str]:
+    if name not in component.tensors:
+        return
+    values = component.read(name).flatten()
+    bad = ~torch.isfinite(values) | ((values <= 0) & (not any_sign))
+    if bool(bad.any()):
+        wanted = "finite" if any_sign else "finite and positive"
+        yield f"{_where(component, name)}: found {float(values[bad][0])}, wanted {wanted}"
 
 
 def tensor_claims(component: PackedComponent) -> Iterator[Claim]:

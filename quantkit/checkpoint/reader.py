@@ -8,9 +8,10 @@ from typing import Any
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.contents import broken_scales
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
-from quantkit.checkpoint.spec import CONFIG_KEY, QUANT_METHOD, PackedConfig, parse_config
+from quantkit.checkpoint.spec import QUANT_METHOD, PackedConfig, parse_config
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.tensorfile import read_header

@@ -14,19 +14,18 @@ from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.tensorfile import ITEM_BYTES
 
 #: The newest version. Each checkpoint is written as the first that holds it, for older readers.
-FORMAT_VERSION = 4
-#: What versions brought: shifts and terms, then integers, then attention.
-_SHIFTS, _INTEGERS, _ATTENTION = 2, 3, 4
+FORMAT_VERSION = 5
+#: What versions brought: shifts and terms, integers, attention, its static scales.
+_SHIFTS, _INTEGERS, _ATTENTION, _STATIC_ATTENTION = 2, 3, 4, 5
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
-#: The key of config.json that holds the schemes.
-CONFIG_KEY = "quantization_config"
 
 #: The tensors that a packed layer may own besides its bias.
 PACKED_PARTS = (
@@ -43,6 +42,13 @@ PACKED_DTYPES: dict[str, torch.dtype] = {
 }
 
 Kind = Literal["linear", "conv2d"]
+
+_BROUGHT = {
+    _SHIFTS: "a shift or terms",
+    _INTEGERS: "integers",
+    _ATTENTION: "attention",
+    _STATIC_ATTENTION: "static scales of attention",
+}
 
 _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
 
@@ -118,9 +124,15 @@ def make_config(
     for layer, scheme in sorted(schemes.items()):
         gathered.setdefault(scheme, []).append(layer)
     entries = tuple(SchemeEntry(scheme, tuple(layers)) for scheme, layers in gathered.items())
-    version = FIRST_VERSION if attention is None else _ATTENTION
-    needed = max(version, needed_version(schemes.values()))
+    needed = max(attention_version(attention), needed_version(schemes.values()))
     return PackedConfig(needed, __version__, entries, attention)
+
+
+def attention_version(attention: PackedAttention | None) -> int:
+    """Return the first format version that holds this attention."""
+    if attention is None:
+        return FIRST_VERSION
+    return _STATIC_ATTENTION if attention.static else _ATTENTION
 
 
 def needed_version(schemes: Iterable[Scheme]) -> int:
@@ -160,11 +172,11 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     _check_distinct(entries)
     format_version = int(config["format_version"])
     attention = None
-    needed = needed_version(entry.scheme for entry in entries)
     if ATTENTION_KEY in config:
-        attention, needed = parse_attention(config[ATTENTION_KEY], CONFIG_KEY), _ATTENTION
+        attention = parse_attention(config[ATTENTION_KEY], CONFIG_KEY)
+    needed = max(attention_version(attention), needed_version(entry.scheme for entry in entries))
     if format_version < needed:
-        what = {_INTEGERS: "integers", _ATTENTION: "attention"}.get(needed, "a shift or terms")
+        what = _BROUGHT[needed]
         raise CheckpointError(
             f"{CONFIG_KEY}: format_version {format_version} with {what}, which came with "
             f"{needed}; pack the model again"
@@ -247,6 +259,12 @@ def layer_tensors(
     if bias_dtype is not None:
         specs.append(TensorSpec(f"{layer}.bias", bias_dtype, (n,)))
     return tuple(specs)
+
+
+def attention_tensors(attention: PackedAttention | None) -> tuple[TensorSpec, ...]:
+    """Return the tensors of an attention entry."""
+    shapes = () if attention is None else attention.tensor_shapes()
+    return tuple(TensorSpec(name, "F32", shape) for name, shape in shapes)
 
 
 def check_divides(layer: str, scheme: Scheme, shape: tuple[int, ...]) -> None:

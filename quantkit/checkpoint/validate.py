@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.attention import CHILD
 from quantkit.checkpoint.layout import DTYPE_ORDER, file_order
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
-from quantkit.checkpoint.spec import PACKED_PARTS, PackedConfig, TensorSpec, layer_tensors
+from quantkit.checkpoint.spec import (
+    PACKED_PARTS,
+    PackedConfig,
+    TensorSpec,
+    attention_tensors,
+    layer_tensors,
+)
 from quantkit.errors import CheckpointError
 from quantkit.storage.tensorfile import Header, TensorInfo
 
@@ -55,6 +62,7 @@ def broken_rules(
         yield from _digests_are_whole(shard)
         yield from _scheme_owns_packed_tensors(config, shard)
     yield from _layers_agree(config, shards)
+    yield from _attention_agrees(config, shards)
 
 
 def _tensors_are_unique(shards: Sequence[Shard]) -> Iterator[str]:
@@ -122,6 +130,30 @@ def _layers_agree(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str
             yield from _layer_agrees(config, shard, name, record, biases.get(f"{name}.bias"))
 
 
+def _attention_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str]:
+    """Compare the stored scales of attention with what the config names."""
+    found = {i.name: (shard, i) for shard in shards for i in shard.header.tensors.values()}
+    wanted = {spec.name: spec for spec in attention_tensors(config.attention)}
+    for name, spec in wanted.items():
+        if name not in found:
+            where = shards[0].header.path.parent
+            yield f"{where}: {name}: missing, wanted {spec.dtype} {list(spec.shape)}"
+            continue
+        shard, info = found[name]
+        if (info.dtype, info.shape) != (spec.dtype, spec.shape):
+            yield _unlike(shard.header.path, spec, info)
+    for name, (shard, _) in found.items():
+        if f".{CHILD}." in name and name not in wanted:
+            yield f"{shard.header.path}: {name}: scales of attention that the config does not name"
+
+
+def _unlike(where: Path, spec: TensorSpec, found: TensorInfo) -> str:
+    return (
+        f"{where}: {spec.name}: found {found.dtype} {list(found.shape)}, wanted "
+        f"{spec.dtype} {list(spec.shape)}"
+    )
+
+
 def _layer_agrees(
     config: PackedConfig, shard: Shard, name: str, record: LayerRecord, bias: TensorInfo | None
 ) -> Iterator[str]:
@@ -142,10 +174,7 @@ def _layer_agrees(
         if found is None:
             yield f"{where}: {spec.name}: missing, wanted {spec.dtype} {list(spec.shape)}"
         elif (found.dtype, found.shape) != (spec.dtype, spec.shape):
-            yield (
-                f"{where}: {spec.name}: found {found.dtype} {list(found.shape)}, wanted "
-                f"{spec.dtype} {list(spec.shape)}"
-            )
+            yield _unlike(where, spec, found)
     names = {spec.name for spec in wanted}
     for part in PACKED_PARTS:
         extra = f"{name}.{part}"

@@ -21,7 +21,7 @@ from quantkit.checkpoint.directory import (
 )
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed, read_packed
-from quantkit.checkpoint.spec import PACKED_PARTS
+from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.errors import CheckpointError
 from quantkit.models.building import read_skeleton
@@ -127,6 +127,8 @@ def contents_of(component: PackedComponent) -> Contents:
         for part in PACKED_PARTS:
             tensors.pop(f"{layer}.{part}", None)
         tensors[f"{layer}.weight"] = component.records[layer].shape
+    for spec in attention_tensors(component.config.attention):
+        tensors.pop(spec.name)
     packed = {layer: bool(scheme.buckets) for layer, scheme in component.config.layers.items()}
     return Contents(component.path, packed, tensors)
 

@@ -19,16 +19,16 @@ from quantkit.storage.limits import MAX_COUNT
     "--shapes",
     default="auto",
     show_default=True,
-    metavar="sdxl|flux|other|all|host|FILE",
-    help="M x N x K: a group, or a .json ([[m, n, k], ...]) or .csv (m,n,k) file; auto: all on a "
-    "GPU, host on a CPU.",
+    metavar="sdxl|flux|sd15|sd3|other|all|host|FILE",
+    help="A group, or a .json ([[m, n, k], ...]) or .csv (m,n,k) file, of attention batch, heads, "
+    "queries, keys, head_size instead; auto: all on a GPU, host on a CPU.",
 )
 @click.option(
     "--against",
     type=click.Choice(("torch", "none")),
     default="none",
     show_default=True,
-    help="torch: run what torch, cuSPARSELt and torchao have, too.",
+    help="torch: run what torch, cuSPARSELt, torchao, SageAttention and cuDNN have, too.",
 )
 @options.device
 @click.option(

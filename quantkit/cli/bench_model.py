@@ -66,6 +66,20 @@ def bench() -> None:
     is_flag=True,
     help="One product for queries, keys and values (fuse_qkv_projections), in every contender.",
 )
+@click.option(
+    "--attention",
+    type=click.Choice(("e4m3fn", "int8")),
+    multiple=True,
+    help="Each contender but torchao's also with attention on codes of this format, as "
+    "NAME-int8-attention; may be repeated.",
+)
+@click.option(
+    "--min-keys",
+    type=options.COUNT,
+    default=512,
+    show_default=True,
+    help="Attention over fewer keys stays torch's.",
+)
 @options.device
 @click.option(
     "--repeats",
@@ -100,6 +114,8 @@ def model_command(
     graph: bool,
     channels_last: bool,
     fuse_projections: bool,
+    attention: tuple[str, ...],
+    min_keys: int,
     device: str,
     repeats: int,
     seconds: float,
@@ -125,6 +141,8 @@ def model_command(
         profile=profile,
         channels_last=channels_last,
         fuse_projections=fuse_projections,
+        attention=tuple(dict.fromkeys(attention)),
+        min_keys=min_keys,
         scratch=scratch,
     )
     with progress_bar(quiet=quiet) as progress:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from quantkit.bench.result import BenchResult, BenchRow
 
 _COLUMNS = (
-    "M x N x K",
     "contender",
     "p50 us",
     "p95",
@@ -37,7 +36,8 @@ def print_result(result: "BenchResult") -> None:
         rows = [row for row in result.rows if row.op == operation.name]
         if rows:
             cells = [_cells(row, rows) for row in rows if row.verdict is not Verdict.CANNOT]
-            print_table(f"{operation.name}: {operation.title}", _COLUMNS, cells)
+            columns = (operation.workload.axes, *_COLUMNS)
+            print_table(f"{operation.name}: {operation.title}", columns, cells)
     _print_absent(result)
     if not result.complete:
         echo("interrupted: operations and shapes that are missing above were not measured")
@@ -45,7 +45,7 @@ def print_result(result: "BenchResult") -> None:
 
 def print_comparison(comparison: "RunComparison") -> None:
     """Print the ratios against a baseline, slowest first, and the verdict."""
-    columns = ("operation", "M x N x K", "contender", "before us", "now us", "ratio", "verdict")
+    columns = ("operation", "shape", "contender", "before us", "now us", "ratio", "verdict")
     regressions = set(comparison.regressions)
     rows = [_change(change, slower=change in regressions) for change in comparison.changes]
     print_table(f"against {comparison.baseline.path}", columns, rows)
@@ -128,7 +128,7 @@ def _cells(row: "BenchRow", rows: "list[BenchRow]") -> tuple[object, ...]:
     head = (row.shape.label, row.contender)
     timing, rates = row.timing, row.rates
     if timing is None or rates is None:
-        return (*head, row.verdict.value, *[""] * (len(_COLUMNS) - 4), _error(row))
+        return (*head, row.verdict.value, *[""] * (len(_COLUMNS) - 3), _error(row))
     return (
         *head,
         f"{timing.p50_us:.1f}",

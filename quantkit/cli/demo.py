@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--steps",
     type=options.STEPS,
-    help="Denoising steps of a picture; default: 10, with --full 20.",
+    help="Denoising steps of a picture; default: 8, with --full 20.",
 )
 @evaluation_options.noise_floor
 @options.device

@@ -11,6 +11,7 @@ from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.device.survey import Gpu, OpChoice, Survey
+    from quantkit.inference.attention_choices import AttentionChoice
     from quantkit.inference.layer_choices import LayerChoice
 
 
@@ -24,7 +25,8 @@ def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json:
     """Show devices, compilers and caches, and which back end would run each operation and why.
 
     The first line says which GPU runs quantkit's kernels, or why none does. With PACKED, also
-    which back end each of its packed layers would use.
+    which back end each of its packed layers would use, which attention modules run on 8-bit codes,
+    and why others keep their processors.
     """
     from quantkit.workflow.doctor import examine
 
@@ -36,6 +38,7 @@ def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json:
         _print_survey(found.survey)
         if packed is not None:
             _print_layers(packed, found.layers)
+            _print_attention(packed, found.attention)
     if strict and not found.survey.headline.fine:
         sys.exit(1)
 
@@ -67,15 +70,37 @@ def _print_gpu(gpu: "Gpu") -> None:
 
 
 def _says(choice: "OpChoice") -> tuple[str, str]:
-    return choice.choice.backend.value, choice.choice.reason or "a kernel runs"
+    return choice.backend, choice.choice.reason or "a kernel runs"
 
 
 def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]") -> None:
     kernels = sum(layer.runs_on_kernel for layer in layers)
-    rows = [(_path(layer), layer.op, layer.backend, layer.reason) for layer in layers]
+    rows = [
+        (_joined(layer.component, layer.layer), layer.op, layer.backend, layer.reason)
+        for layer in layers
+    ]
     print_table(str(packed), ("layer", "operation", "back end", "why"), rows)
     echo(f"{kernels} of {len(layers)} packed layers run on a kernel")
 
 
-def _path(layer: "LayerChoice") -> str:
-    return "/".join(filter(None, (layer.component, layer.layer)))
+def _print_attention(packed: Path, modules: "tuple[AttentionChoice, ...]") -> None:
+    if not modules:
+        echo("attention is torch's, in 16 bit: the checkpoint asks for no codes")
+        return
+    kernels = sum(module.runs_on_kernel for module in modules)
+    rows = [
+        (
+            _joined(m.component, m.module),
+            m.format or "16 bit",
+            m.backend,
+            m.reason or "a kernel runs",
+        )
+        for m in modules
+    ]
+    columns = ("attention", "queries and keys", "back end", "why")
+    print_table(f"{packed}: attention", columns, rows)
+    echo(f"{kernels} of {len(modules)} attention modules run on a kernel")
+
+
+def _joined(component: str, name: str) -> str:
+    return "/".join(filter(None, (component, name)))

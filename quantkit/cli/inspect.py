@@ -1,4 +1,4 @@
-"""``quantkit inspect``: what is inside a packed checkpoint."""
+"""``quantkit inspect``: what is inside a packed checkpoint, or a calibration."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.workflow.inspect import InspectedLayer
+    from quantkit.workflow.inspect_calibration import InspectedAttention
 
 _COLUMNS = (
     "layer",
@@ -22,6 +23,15 @@ _COLUMNS = (
     "before",
     "after",
 )
+_ATTENTION_COLUMNS = (
+    "attention module",
+    "heads",
+    "columns",
+    "keys",
+    "largest |q|",
+    "entropy",
+    "locality",
+)
 
 
 @click.command()
@@ -29,19 +39,48 @@ _COLUMNS = (
 @options.quiet
 @options.as_json
 def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
-    """Show the layers of PACKED: formats, scales, sparsity, bytes before and after.
+    """Show the layers of PACKED: formats, scales, sparsity, bytes before and after; its attention.
 
-    Headers and scales are checked on the way; 'quantkit verify' checks every byte.
+    Headers and scales are checked on the way; 'quantkit verify' checks every byte. Of a
+    calibration file, show its attention modules; --json has every head.
     """
     from quantkit.workflow.inspect import inspect
 
     del quiet  # Read where tables are printed.
+    if packed.is_file():
+        _inspect_calibration(packed, as_json=as_json)
+        return
     found = inspect(packed)
     if as_json:
         print_json(found.to_json())
         return
     print_table(str(packed), _COLUMNS, [_row(layer) for layer in found.layers])
+    for name, attention in found.attention.items():
+        echo(f"{f'{name}: ' * bool(name)}attention: {attention}")
     echo(found)
+
+
+def _inspect_calibration(path: Path, *, as_json: bool) -> None:
+    from quantkit.workflow.inspect_calibration import inspect_calibration
+
+    found = inspect_calibration(path)
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_table(str(path), _ATTENTION_COLUMNS, [_attention_row(m) for m in found.attention])
+    echo(found)
+
+
+def _attention_row(module: "InspectedAttention") -> tuple[object, ...]:
+    return (
+        f"{module.component}/{module.name}",
+        module.statistics.heads,
+        module.statistics.columns,
+        module.keys,
+        module.q_amax,
+        module.entropy,
+        "" if module.locality is None else f"{module.locality:.4g}",
+    )
 
 
 def _row(layer: "InspectedLayer") -> tuple[object, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from quantkit.device import cache
+from quantkit.device.backends import Backend, is_free
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
 from quantkit.device.gpu.choice import why_not_hopper
@@ -16,7 +17,7 @@ from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.headline import Headline, headline
 from quantkit.device.hopper import gemm as hopper
-from quantkit.device.ops.table import OPS
+from quantkit.device.ops.table import OPS, find_op
 from quantkit.errors import KernelError
 from quantkit.storage.system import cores
 
@@ -40,6 +41,13 @@ class OpChoice:
     op: str
     device: str
     choice: Choice
+
+    @property
+    def backend(self) -> str:
+        """What computes it: attention without a kernel is torch's, in 16 bit."""
+        no_kernel = self.choice.backend is Backend.REFERENCE
+        is_attention = find_op(self.op).family == "attention"
+        return "torch" if no_kernel and is_attention and is_free() else self.choice.backend.value
 
 
 @dataclass(frozen=True)

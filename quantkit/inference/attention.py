@@ -1,96 +1,23 @@
-"""Attention of diffusers' models on 8-bit codes, packed or not.
+"""Attention of diffusers' models on 8-bit codes, packed or not."""
 
-diffusers' processors end in one call: torch's ``scaled_dot_product_attention``, or diffusers' own
-``dispatch_attention_fn``. A quantized processor is the same code with another function under that
-name. So projections, norms, rotary embeddings and what joins two streams stay diffusers'.
-"""
-
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.nn.functional as torch_functional
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.checkpoint.attention import PackedAttention
-from quantkit.device.backends import Backend, forced
-from quantkit.device.choosing import choose
-from quantkit.device.ops.attention import LARGEST_HEAD
-from quantkit.device.ops.checks import IO_DTYPES
-from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
-from quantkit.inference.operators import OPERATORS
-from quantkit.numerics.attention import QK_FORMATS, attention_codes, padded
+from quantkit.inference.attention_call import AttentionSettings, attend
+from quantkit.inference.attention_streams import with_streams
+from quantkit.models.attention import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.schema import matches
 
-#: diffusers' processors that are known to compute plain softmax attention. Others, an adapter's
-#: among them, keep theirs.
-PROCESSORS = (
-    "AttnProcessor2_0",
-    "AuraFlowAttnProcessor2_0",
-    "BriaAttnProcessor",
-    "BriaFiboAttnProcessor",
-    "CogVideoXAttnProcessor2_0",
-    "CogView4AttnProcessor",
-    "CosmosAttnProcessor2_0",
-    "EasyAnimateAttnProcessor2_0",
-    "Flux2AttnProcessor",
-    "Flux2ParallelSelfAttnProcessor",
-    "FluxAttnProcessor",
-    "FusedAttnProcessor2_0",
-    "FusedAuraFlowAttnProcessor2_0",
-    "FusedCogVideoXAttnProcessor2_0",
-    "FusedHunyuanAttnProcessor2_0",
-    "FusedJointAttnProcessor2_0",
-    "GlmImageAttnProcessor",
-    "HiDreamAttnProcessor",
-    "HunyuanAttnProcessor2_0",
-    "JointAttnProcessor2_0",
-    "JoyImageAttnProcessor",
-    "Kandinsky5AttnProcessor",
-    "Krea2AttnProcessor",
-    "LTXVideoAttnProcessor",
-    "LongCatImageAttnProcessor",
-    "Lumina2AttnProcessor2_0",
-    "OvisImageAttnProcessor",
-    "PRXAttnProcessor2_0",
-    "QwenDoubleStreamAttnProcessor2_0",
-    "SanaAttnProcessor2_0",
-    "SkyReelsV2AttnProcessor",
-    "StableAudioAttnProcessor2_0",
-    "WanAttnProcessor",
-    "ZSingleStreamAttnProcessor",
-)
-
-#: diffusers' method, which an instance gets one of its own for.
-_FUSE = "fuse_qkv_projections"
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """How attention is computed; factors are those of each call's own numbers."""
-
-    #: of queries and keys: e4m3fn or int8; probabilities and values are e4m3fn
-    qk_format: str = E4M3FN.name
-    #: with fewer keys torch's attention is used: making codes would cost more than they save
-    min_keys: int = 512
-
-    def __post_init__(self) -> None:
-        """Refuse what no kernel takes.
-
-        Raises:
-            InputError: a format, or a number of keys.
-        """
-        if self.qk_format not in QK_FORMATS:
-            wanted = ", ".join(QK_FORMATS)
-            raise InputError(f"attention: qk {self.qk_format!r:.40}, wanted one of {wanted}")
-        if self.min_keys < 1:
-            raise InputError(f"attention: min_keys {self.min_keys}, wanted 1 or more")
+#: diffusers' method, which an instance gets one of its own for: what joins projections, or puts an
+#: adapter in and takes it out, calls it.
+_SET = "set_attn_processor"
 
 
 @dataclass(frozen=True)
@@ -133,9 +60,9 @@ def attention(
     settings = None if qk is None else AttentionSettings(qk, min_keys)
     quantized: list[str] = []
     kept: dict[str, str] = {}
-    for name, module in _attention_modules(model):
+    for name, module in attention_modules(model):
         plain = _plain(module.processor)
-        reason = "excluded" if matches(name, exclude) else _why_kept(plain)
+        reason = "excluded" if matches(name, exclude) else why_kept(plain)
         if reason:
             kept[name] = reason
             continue
@@ -155,52 +82,24 @@ def install(model: Any, packed: PackedAttention | None) -> None:
     if packed is None:
         return
     _quantize(model, packed)
-    if hasattr(type(model), _FUSE):
-        setattr(model, _FUSE, partial(_fuse_qkv_projections, model, packed))
+    if hasattr(type(model), _SET):
+        setattr(model, _SET, partial(_set_attn_processor, model, packed))
 
 
 def uninstall(model: nn.Module) -> None:
     """Give a model that is packed no more diffusers' processors back."""
     attention(model, qk=None)
-    vars(model).pop(_FUSE, None)
+    vars(model).pop(_SET, None)
 
 
 def _quantize(model: nn.Module, packed: PackedAttention) -> None:
     attention(model, qk=packed.qk, min_keys=packed.min_keys, exclude=packed.exclude)
 
 
-def _fuse_qkv_projections(model: Any, packed: PackedAttention) -> None:
-    """Join projections as diffusers does, which sets other processors."""
-    getattr(type(model), _FUSE)(model)
+def _set_attn_processor(model: Any, packed: PackedAttention, *args: Any, **kwargs: Any) -> None:
+    """Set processors as diffusers does, and quantize those that are known."""
+    getattr(type(model), _SET)(model, *args, **kwargs)
     _quantize(model, packed)
-
-
-def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    parts = {"": model} if isinstance(model, nn.Module) else _denoisers(model)
-    for part, module in parts.items():
-        for name, child in module.named_modules(prefix=part):
-            if hasattr(child, "processor") and hasattr(child, "set_processor"):
-                yield name, child
-
-
-def _denoisers(pipeline: Any) -> dict[str, nn.Module]:
-    """Return the models of a pipeline that make the picture: VAEs, which encode, are not."""
-    # This module is imported while diffusers is.
-    from diffusers import ModelMixin
-
-    components = getattr(pipeline, "components", {})
-    return {
-        name: part
-        for name, part in components.items()
-        if isinstance(part, ModelMixin) and not hasattr(part, "encode")
-    }
-
-
-def _why_kept(processor: Any) -> str:
-    cls = type(processor)
-    if cls.__module__.startswith("diffusers.") and cls.__name__ in PROCESSORS:
-        return ""
-    return f"{cls.__name__} is not among the known processors"
 
 
 def _plain(processor: Any) -> Any:
@@ -235,111 +134,9 @@ def _quantized(plain: Any, settings: AttentionSettings) -> Any:
 @lru_cache(maxsize=256)
 def _quantized_class(plain: Hashable, settings: AttentionSettings) -> Any:
     cls: Any = plain
-    original = cls.__call__
-    functions = {**original.__globals__, **_functions(settings)}
-    call = FunctionType(
-        original.__code__, functions, original.__name__, original.__defaults__, original.__closure__
-    )
-    call.__kwdefaults__ = original.__kwdefaults__
-    body = {"__call__": call, "settings": settings, "__module__": cls.__module__}
+    body = {
+        "__call__": with_streams(cls, call_with(cls, partial(attend, settings)), settings),
+        "settings": settings,
+        "__module__": cls.__module__,
+    }
     return type(cls.__name__, (_Quantized, cls), body)
-
-
-def _functions(settings: AttentionSettings) -> dict[str, Any]:
-    """Return what a processor's names stand for instead of torch's and diffusers' functions."""
-
-    def dispatch(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        """Stand for ``dispatch_attention_fn``: (B, N, H, D)."""
-        heads = _Heads(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        if _why_not(heads, settings, attn_mask=attn_mask, **options):
-            y: Tensor = dispatch_attention_fn(query, key, value, attn_mask=attn_mask, **options)
-            return y
-        return _attend(heads, settings, options.get("scale"))
-
-    def scaled_dot_product_attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        """Stand for torch's: (B, H, N, D)."""
-        heads = _Heads(query, key, value)
-        if _why_not(heads, settings, attn_mask=attn_mask, **options):
-            return torch_functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=attn_mask, **options
-            )
-        return _attend(heads, settings, options.get("scale")).transpose(1, 2)
-
-    functional = ModuleType("functional")
-    functional.__dict__.update(vars(torch_functional))
-    functional.__dict__["scaled_dot_product_attention"] = scaled_dot_product_attention
-    return {"F": functional, "dispatch_attention_fn": dispatch}
-
-
-class _Heads(NamedTuple):
-    """Operands of a call, (B, H, N, D)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    def why_not(self) -> str:
-        """Return why no kernel takes them; empty when one does."""
-        q, k, v = self
-        columns = q.shape[3]
-        if columns % 8 or columns > LARGEST_HEAD or v.shape[3] != columns:
-            return f"heads of {columns} columns"
-        if k.shape[1] != q.shape[1]:
-            return "heads share keys"
-        if torch.is_grad_enabled() and any(t.requires_grad for t in self):
-            return "gradients are wanted"
-        return "" if q.dtype in IO_DTYPES.values() else f"{q.dtype} is not computed"
-
-
-def _why_not(
-    heads: _Heads,
-    settings: AttentionSettings,
-    *,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **others: Any,
-) -> str:
-    """Return why a call is torch's; empty when it is quantized.
-
-    Args:
-        heads: what is multiplied.
-        settings: of the module.
-        attn_mask: what is added to scores; no kernel takes one.
-        dropout_p: of probabilities.
-        is_causal: later keys are hidden.
-        others: options that change nothing, or that no kernel knows.
-    """
-    if attn_mask is not None or dropout_p or is_causal or others.get("parallel_config"):
-        return "scores are masked, or more than softmax is asked for"
-    keys, columns = heads.k.shape[2:]
-    if keys < settings.min_keys:
-        return f"{keys} keys, fewer than min_keys"
-    op = name_for("attention", settings.qk_format)
-    return heads.why_not() or _why_no_kernel(op, str(heads.q.device), padded(columns))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _why_no_kernel(op: str, device: str, columns: int) -> str:
-    choice = choose(op, torch.device(device), k=columns)
-    # Unasked, the reference would be slower than torch's attention, and no nearer.
-    unasked = choice.backend is Backend.REFERENCE and forced() is None
-    reason: str = choice.reason if unasked else ""
-    return reason
-
-
-def _attend(heads: _Heads, settings: AttentionSettings, scale: float | None) -> Tensor:
-    """Return (B, M, H, D)."""
-    rows = (t.flatten(0, 1) for t in heads)
-    codes = attention_codes(*rows, scale=scale, qk_format=settings.qk_format)
-    operator = OPERATORS[name_for("attention", settings.qk_format)]
-    _, count, keys, columns = heads.k.shape
-    y: Tensor = operator(
-        codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        keys, count, columns, settings.qk_format, heads.q.dtype,
-    )  # fmt: skip
-    return y

@@ -10,12 +10,24 @@ from quantkit.inference import (
     attention,
     buckets,
     feed_forward,
+    head_scales,
     methods,
     projections,
     wide_feed_forward,
 )
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import PackedLayer
+
+#: What loading gives a packed model.
+_INSTALLED = (
+    attention,
+    head_scales,
+    methods,
+    buckets,
+    feed_forward,
+    wide_feed_forward,
+    projections,
+)
 
 
 def dequantize(model: nn.Module) -> nn.Module:
@@ -37,7 +49,7 @@ def dequantize(model: nn.Module) -> nn.Module:
     for name, layer in layers:
         if not isinstance(layer, projections.JoinedLinear):
             model.set_submodule(name, as_dense(layer))
-    for installed in (attention, methods, buckets, feed_forward, wide_feed_forward, projections):
+    for installed in _INSTALLED:
         installed.uninstall(model)
     for module in fused:
         projections.fuse_projections(module)

@@ -16,9 +16,16 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import CONFIG_KEY, PACKED_PARTS, QUANT_METHOD
+from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import attention, dequantizing, feed_forward, methods, projections
+from quantkit.inference import (
+    attention,
+    dequantizing,
+    feed_forward,
+    head_scales,
+    methods,
+    projections,
+)
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
@@ -28,6 +35,7 @@ from quantkit.inference.quantizing import (
     refuse_unpacked,
     replace_layers,
 )
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
@@ -89,12 +97,15 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         weakref.finalize(self, self._hashing.cancel)
         schemes = self.packed.layers.items()
         layers = replace_layers(model, ((name, name, scheme) for name, scheme in schemes))
-        self._expected = frozenset(
+        parts = {
             f"{name}.{part}"
             for name, layer in layers.items()
             for part in PACKED_PARTS
             if getattr(layer, part) is not None
-        )
+        }
+        if self.packed.attention is not None:
+            parts |= head_scales.install(model, self.packed.attention.static)
+        self._expected = frozenset(parts)
 
     def update_missing_keys(
         self, model: nn.Module, missing_keys: list[str], prefix: str

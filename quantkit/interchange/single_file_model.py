@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from quantkit.checkpoint.spec import CONFIG_KEY
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.interchange.layout_names import (
     OriginalTensor,
@@ -22,6 +21,7 @@ from quantkit.models.pipeline_index import (
     read_pipeline_index,
     scheduler_config,
 )
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.skeleton import some
 from quantkit.storage.jsonfile import read_json
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,19 @@ def _build_denoiser(config: Mapping[str, Any]) -> Skeleton:
     logging.set_verbosity(logging.CRITICAL)  # it warns of keys that it does not know
     try:
         with on_meta():
-            return skeleton_of(cls.from_config(config))
+            model = cls.from_config(config)
+            return replace(skeleton_of(model), attention=_attention_of(model))
     except Exception as error:
         # The constructor of somebody else, called with what a file says: it raises what it likes.
         raise ValueError(f"{name} cannot be built from it ({short(error)})") from error
     finally:
         logging.set_verbosity(level)
+
+
+def _attention_of(model: Any) -> dict[str, str]:
+    from quantkit.models.attention import attention_modules, why_kept
+
+    return {name: why_kept(module.processor) for name, module in attention_modules(model)}
 
 
 @lru_cache(maxsize=8)
@@ -113,7 +120,9 @@ def _built_by_child(text: str) -> Skeleton:
         raise ValueError(problem)
     tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
     arguments = tuple(answer["arguments"])
-    return Skeleton(answer["class_name"], answer["modules"], tensors, arguments)
+    return Skeleton(
+        answer["class_name"], answer["modules"], tensors, arguments, answer["attention"]
+    )
 
 
 def _serve() -> None:

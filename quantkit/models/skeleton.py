@@ -7,7 +7,7 @@ One judge for pack, verify and loading: what the loader refuses, none of them ac
 import contextlib
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class Skeleton:
     tensors: Mapping[str, tuple[int, ...]]
     #: names of the arguments of its forward
     arguments: tuple[str, ...]
+    #: attention module of diffusers -> why its processor is kept; empty when it is known
+    attention: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.numerics.formats import E4M3FN, INT8, find_format
-from quantkit.numerics.scales import cast, scale_of_amax
+from quantkit.numerics.attention_scales import AttentionScales, scales_of_ranges
+from quantkit.numerics.formats import E4M3FN, INT8, NumberFormat
+from quantkit.numerics.scales import cast
 
 #: Columns of a head that one matrix instruction takes.
 COLUMNS = 16
@@ -54,9 +55,15 @@ def padded(columns: int, multiple: int = COLUMNS) -> int:
 
 
 def attention_codes(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, qk_format: str = E4M3FN.name
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    qk_format: str = E4M3FN.name,
+    scales: AttentionScales | None = None,
 ) -> AttentionCodes:
-    """Return codes with factors of these very numbers.
+    """Return codes.
 
     Args:
         q: (N, M, D) of any float dtype, N heads of all pictures.
@@ -64,56 +71,148 @@ def attention_codes(
         v: (N, K, D).
         scale: of q k'; None: 1 / sqrt(D).
         qk_format: e4m3fn or int8.
+        scales: of the S heads of a picture, row n has n % S; None: of these very numbers.
     """
-    tau = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * math.log2(math.e)
-    q, k, v = (pad(t.float(), (0, padded(t.shape[-1]) - t.shape[-1])) for t in (q, k, v))
-    k = k - k.mean(dim=1, keepdim=True)
-    mean = v.mean(dim=1)
-    values, value_scale = _value_codes(v - mean.unsqueeze(1))
+    tau = score_factor(q.shape[-1], scale)
+    q, k, v = (_with_columns(t.float()) for t in (q, k, v))
+    scales = measured_scales(q, k, v) if scales is None else with_padding(scales)
+    values = value_codes(v, scales.value_mean, scales.value_scale)
     if qk_format == INT8.name:
-        qc, q_scale = _int8_rows(q * tau, 1)
-        kc, k_scale = _int8_rows(k, KEYS)
-        return AttentionCodes(qc, kc, values, q_scale, k_scale, value_scale, mean, qk_format)
-    a, b = unit_factors(_amax(q), _amax(k), tau)
-    qc, kc = _codes(q * a, E4M3FN.name), _codes(k * b, E4M3FN.name)
-    return AttentionCodes(qc, kc, values, None, None, value_scale, mean, qk_format)
+        one = torch.ones(scales.heads, device=q.device)
+        qc, q_scale = int8_codes(q, None, tau * one, 1)
+        kc, k_scale = int8_codes(k, scales.key_mean, one, KEYS)
+        return AttentionCodes(
+            qc, kc, values, q_scale, k_scale, scales.value_scale, scales.value_mean, qk_format
+        )
+    a, b = unit_factors(scales.query_range, scales.key_range, tau)
+    qc, kc = e4m3fn_codes(q, None, a), e4m3fn_codes(k, scales.key_mean, b)
+    return AttentionCodes(
+        qc, kc, values, None, None, scales.value_scale, scales.value_mean, qk_format
+    )
 
 
-def unit_factors(q_amax: Tensor, k_amax: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+def score_factor(columns: int, scale: float | None = None) -> float:
+    """Return what q k' is multiplied by to be a score in powers of two.
+
+    Args:
+        columns: of a head, without padding.
+        scale: of q k'; None: 1 / sqrt(columns).
+    """
+    return (1 / math.sqrt(columns) if scale is None else scale) * math.log2(math.e)
+
+
+def measured_scales(q: Tensor, k: Tensor, v: Tensor) -> AttentionScales:
+    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D)."""
+    (k_mean, k_range), (v_mean, v_range) = _spread(k), _spread(v)
+    return scales_of_ranges(
+        q=q.abs().amax(dim=(1, 2)),
+        k=k_range.amax(dim=1),
+        k_mean=k_mean,
+        v=v_range,
+        v_mean=v_mean,
+        margin=1,
+    )
+
+
+def _spread(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of each column of (N, T, D), and how far the farthest number is from it."""
+    mean = t.mean(dim=1, dtype=torch.float32)
+    low, high = (end.float() for end in torch.aminmax(t, dim=1))
+    return mean, torch.maximum(high - mean, mean - low)
+
+
+def with_padding(scales: AttentionScales) -> AttentionScales:
+    """Return scales with columns up to a multiple of 16."""
+    by_column = (_with_columns(scales.key_mean), _with_columns(scales.value_scale, 1))
+    return AttentionScales(
+        scales.query_range, scales.key_range, *by_column, _with_columns(scales.value_mean)
+    )
+
+
+def _with_columns(t: Tensor, value: float = 0) -> Tensor:
+    return pad(t, (0, padded(t.shape[-1]) - t.shape[-1]), value=value)
+
+
+def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """Return a and b with a b = tau, which bring q and k to the same size where the format allows.
 
     Args:
-        q_amax: of each head, float32.
-        k_amax: likewise, of the keys without their mean.
+        q_range: of each head, float32, positive.
+        k_range: likewise, of the keys without their mean.
         tau: what a product is multiplied by, positive.
     """
     largest = E4M3FN.max
-    one = torch.ones_like(q_amax)
-    q_amax, k_amax = torch.where(q_amax > 0, q_amax, one), torch.where(k_amax > 0, k_amax, one)
-    a = torch.minimum((tau * k_amax / q_amax).sqrt(), largest / q_amax)
-    b = torch.minimum(tau / a, largest / k_amax)
+    a = torch.minimum((tau * k_range / q_range).sqrt(), largest / q_range)
+    b = torch.minimum(tau / a, largest / k_range)
     return a, b
 
 
-def _amax(t: Tensor) -> Tensor:
-    return t.abs().amax(dim=(1, 2), keepdim=True)
+def e4m3fn_codes(t: Tensor, mean: Tensor | None, factor: Tensor) -> Tensor:
+    """Return codes of ``(t - mean) * factor``, saturated; NaN stays NaN.
+
+    Args:
+        t: (N, R, D) float32.
+        mean: (S, D) float32, row n of the heads has n % S; None: zeros.
+        factor: (S,) float32, likewise.
+
+    Returns:
+        (N, R, D) uint8.
+    """
+    return _codes(_factored(t, mean, factor), E4M3FN)
 
 
-def _codes(t: Tensor, fmt: str) -> Tensor:
-    return cast(t, find_format(fmt)).view(torch.uint8)
+def int8_codes(t: Tensor, mean: Tensor | None, factor: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return int8 codes of ``(t - mean) * factor``, and the scales of groups of rows.
+
+    Args:
+        t: (N, R, D) float32.
+        mean: (S, D) float32, row n of the heads has n % S; None: zeros.
+        factor: (S,) float32, likewise.
+        group: rows that share a scale, amax / 127 or 1.0 where that is 0.
+
+    Returns:
+        (N, R, D) uint8 and (N, R / group up) float32. NaN makes the scale of its group NaN.
+    """
+    values = _factored(t, mean, factor)
+    n, rows, columns = values.shape
+    groups = pad(values, (0, 0, 0, padded(rows, group) - rows)).reshape(n, -1, group * columns)
+    amax = groups.abs().amax(dim=2)
+    # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
+    scale = amax / torch.full_like(amax, INT8.max)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    by_row = scale.repeat_interleave(group, dim=1)[:, :rows, None]
+    return _codes(values / by_row, INT8), scale
 
 
-def _value_codes(v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N, D, pitch) codes and (N, D) scales of (N, K, D) values."""
-    scale = scale_of_amax(v.abs().amax(dim=1), E4M3FN)
-    codes = _codes((v / scale.unsqueeze(1)).transpose(1, 2), E4M3FN.name)
-    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1])), scale
+def value_codes(v: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
+    """Return e4m3fn codes of ``(v - mean) * (1 / scale)``, transposed; NaN stays NaN.
+
+    Args:
+        v: (N, K, D) float32.
+        mean: (S, D) float32, row n of the heads has n % S; None: zeros.
+        scale: (S, D) float32, likewise. Its inverse is at most the largest number of float32.
+
+    Returns:
+        (N, D, pitch) uint8: pitch is K up to a multiple of 16, the rest zero.
+    """
+    inverse = (torch.ones_like(scale) / scale).clamp(max=torch.finfo(torch.float32).max)
+    values = _centered(v, mean) * of_heads(inverse, len(v)).unsqueeze(1)
+    codes = _codes(values.transpose(1, 2), E4M3FN)
+    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
 
 
-def _int8_rows(t: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes of (N, R, D) and the scales (N, R / group up) of groups of rows."""
-    n, rows, columns = t.shape
-    groups = pad(t, (0, 0, 0, padded(rows, group) - rows)).view(n, -1, group * columns)
-    scale = scale_of_amax(groups.abs().amax(dim=2), INT8)
-    codes = _codes(t / scale.repeat_interleave(group, dim=1)[:, :rows, None], INT8.name)
-    return codes, scale
+def of_heads(numbers: Tensor, rows: int) -> Tensor:
+    """Return what each of N rows of heads has, row n that of n % S."""
+    return numbers.repeat(rows // len(numbers), *[1] * (numbers.ndim - 1))
+
+
+def _factored(t: Tensor, mean: Tensor | None, factor: Tensor) -> Tensor:
+    return _centered(t, mean) * of_heads(factor, len(t))[:, None, None]
+
+
+def _centered(t: Tensor, mean: Tensor | None) -> Tensor:
+    return t if mean is None else t - of_heads(mean, len(t)).unsqueeze(1)
+
+
+def _codes(t: Tensor, fmt: NumberFormat) -> Tensor:
+    return cast(t, fmt).view(torch.uint8)

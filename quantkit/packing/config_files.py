@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.spec import CONFIG_KEY, PackedConfig
+from quantkit.checkpoint.spec import PackedConfig
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.packing.writer import ShardPlan
 
 

@@ -1,7 +1,8 @@
 """What packing would write, before the statistics, moments or masks that it needs are there.
 
 Only headers are read. Treatments and sizes follow from recipe and shapes, all but what statistics
-decide: which layers an error budget masks, what ``smooth: auto`` leaves alone, which buckets agree.
+decide: which layers an error budget masks, what ``smooth: auto`` leaves alone, which buckets agree,
+and the scales of attention, some KB.
 """
 
 from collections.abc import Collection
@@ -16,6 +17,7 @@ from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model
 from quantkit.models.treated import encoders_of
 from quantkit.numerics.masks import SPARSEGPT
+from quantkit.packing.attention import plan_attention
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.pack import complete_plan, summarize
 from quantkit.packing.plan import (
@@ -139,7 +141,8 @@ def _foresee(
         if t.scheme is not None
     }
     told = recipe_for_header(recipe)
-    return assemble_plan(component, recipe, treatments, packed, smoothing={}, told=told)
+    attention = plan_attention(component, recipe.attention, None)
+    return assemble_plan(component, recipe, treatments, packed, attention, smoothing={}, told=told)
 
 
 def _masked(

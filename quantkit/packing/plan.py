@@ -15,7 +15,6 @@ from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
-from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
@@ -24,6 +23,7 @@ from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.packing.attention import PlannedAttention, plan_attention
 from quantkit.packing.doubtful import judge_doubtful
 from quantkit.packing.encode import WeightPlan
 from quantkit.packing.fallback import choose_formats, fell_back
@@ -106,7 +106,11 @@ def plan_component(
         if t.scheme is not None
     }
     told = _told(recipe, treatments, smoothing)
-    return assemble_plan(component, recipe, treatments, packed, smoothing=smoothing, told=told)
+    seen = None if calibration is None else calibration.attention_of(component)
+    attention = plan_attention(component, recipe.attention, seen)
+    return assemble_plan(
+        component, recipe, treatments, packed, attention, smoothing=smoothing, told=told
+    )
 
 
 def refuse_nothing(component: Component, recipe: Recipe, treatments: Sequence[LayerPlan]) -> None:
@@ -128,6 +132,7 @@ def assemble_plan(
     recipe: Recipe,
     treatments: tuple[LayerPlan, ...],
     packed: Mapping[str, PlannedLayer],
+    attention: PlannedAttention,
     *,
     smoothing: Mapping[str, Smoothing],
     told: Mapping[str, Any],
@@ -145,18 +150,11 @@ def assemble_plan(
         treatments,
         smoothing,
         recipe.bias_correction,
-        make_config(
-            {name: layer.plan.scheme for name, layer in packed.items()}, _attention(recipe)
-        ),
-        plan_shards(component, told, packed),
+        make_config({name: layer.plan.scheme for name, layer in packed.items()}, attention.packed),
+        plan_shards(component, told, packed, attention.tensors),
         tuple(file for file in others if is_weight(file)),
         tuple(file for file in others if not is_weight(file)),
     )
-
-
-def _attention(recipe: Recipe) -> PackedAttention | None:
-    section = recipe.attention
-    return None if section is None else PackedAttention(**section.model_dump())
 
 
 def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class ShardPlan:
     recipe: Mapping[str, Any]
     #: by module path, those whose weight lies in this shard
     layers: Mapping[str, PlannedLayer]
+    #: float32 tensors that stand for none of the source, by name
+    added: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +65,9 @@ class ShardPlan:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the tensors of the output file."""
-        return tuple(
-            spec for info in self.source.tensors.values() for spec in self.specs_of(info).values()
-        )
+        added = [TensorSpec(n, "F32", tuple(t.shape)) for n, t in self.added.items()]
+        mine = (s for i in self.source.tensors.values() for s in self.specs_of(i).values())
+        return (*mine, *added)
 
     def specs_of(self, info: TensorInfo) -> dict[str, TensorSpec]:
         """Return what a source tensor becomes, by the last part of the names."""
@@ -97,7 +99,10 @@ class ShardPlan:
 
 
 def plan_shards(
-    component: Component, recipe: Mapping[str, Any], layers: Mapping[str, PlannedLayer]
+    component: Component,
+    recipe: Mapping[str, Any],
+    layers: Mapping[str, PlannedLayer],
+    added: Mapping[str, Tensor],
 ) -> tuple[ShardPlan, ...]:
     """Return the output files of a component, cut where the source was cut.
 
@@ -105,12 +110,14 @@ def plan_shards(
         component: the source.
         recipe: JSON for the header.
         layers: by module path.
+        added: float32 tensors that the first file gets besides.
     """
     plans = []
-    for path in component.shards:
+    for index, path in enumerate(component.shards):
         header = read_header(path)
         mine = {name: layer for name, layer in layers.items() if f"{name}.weight" in header.tensors}
-        plans.append(ShardPlan(component.name_of(path), header, recipe, mine))
+        own = {} if index else added
+        plans.append(ShardPlan(component.name_of(path), header, recipe, mine, own))
     return tuple(plans)
 
 
@@ -152,6 +159,7 @@ def write_shards(
             pool.shutdown(cancel_futures=True)
             raise
         for file in files:
+            file.write_added()
             file.finish()
 
 
@@ -208,6 +216,13 @@ class _ShardFile:
                 )
             sink.append(corrected.view(torch.uint8).numpy().data)
         self._digests[info.name] = sink.close()
+
+    def write_added(self) -> None:
+        """Write what stands for no tensor of the source."""
+        for name, tensor in self.plan.added.items():
+            sink = Sink(self._target, self._slots[name])
+            sink.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            self._digests[name] = sink.close()
 
     def finish(self) -> None:
         """Write the header, now that every digest is known."""

@@ -100,8 +100,11 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # reshape(-1) first: a scalar has no last axis to view as bytes
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        # reshape(-1) first: a scalar has no last axis to view as bytes. A tensor of one element may
+        # have any stride and be contiguous all the same.
+        flat = tensor.reshape(-1)
+        flat = flat.clone(memory_format=torch.contiguous_format) if len(flat) == 1 else flat
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -12,14 +12,15 @@ from quantkit.bench import compare as comparing
 from quantkit.bench import result as results
 from quantkit.bench.compare import RunComparison
 from quantkit.bench.denoisers import find_denoiser
-from quantkit.bench.kernels import OPERATIONS, run_bench
+from quantkit.bench.kernels import OPERATIONS, cases, run_bench
 from quantkit.bench.machine import describe_machine
 from quantkit.bench.model import run_model_bench
-from quantkit.bench.model_contenders import MODEL_CONTENDERS
+from quantkit.bench.model_contenders import MODEL_CONTENDERS, ModelContender
 from quantkit.bench.model_result import ModelBenchSettings, ModelResult, save_model_result
 from quantkit.bench.result import BenchResult, EarlierRun, load_baseline, save_result
 from quantkit.bench.shapes import find_shapes
 from quantkit.bench.timing import TimingPlan
+from quantkit.errors import ArtefactError
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.storage.files import write_or_keep
@@ -69,9 +70,9 @@ def bench_kernels(
 
     Args:
         ops: only these operations; empty: all.
-        shapes: a group (sdxl, flux, other, all, host), a .json or .csv file, or auto: all on a GPU,
-            host on a CPU.
-        against_torch: run what torch, cuSPARSELt and torchao have, too.
+        shapes: a group (sdxl, flux, sd15, sd3, other, all, host), a .json or .csv file, or auto:
+            all on a GPU, host on a CPU. Each operation takes those of its kind.
+        against_torch: run what torch, cuSPARSELt, torchao, SageAttention and cuDNN have, too.
         device: auto, cpu or cuda[:N].
         repeats: rounds at most.
         seconds: for the rounds of one operation on one shape, at most.
@@ -96,7 +97,11 @@ def bench_kernels(
     place = choose_device(device)
     if shapes == "auto":
         shapes = "host" if place.type == "cpu" else "all"
-    table, before = find_shapes(shapes), _baseline(as_path(baseline), place)
+    table = find_shapes(shapes)
+    if not cases(chosen, table):
+        wanted = ", ".join(dict.fromkeys(operation.workload.axes for operation in chosen))
+        raise ArtefactError(f"shapes {shapes!r}: none of {', '.join(ops)}, wanted {wanted}")
+    before = _baseline(as_path(baseline), place)
     plan = TimingPlan(warmup=3, repeats=repeats, seconds=seconds)
     result = run_bench(table, chosen, place, plan, against_torch=against_torch, progress=progress)
     if saved is not None:
@@ -130,7 +135,7 @@ def bench_model(
     Args:
         config: what to build with random weights: as sdxl or flux, a directory with a
             config.json, a hub id in the cache, or a denoiser class of diffusers.
-        settings: batch, size, compilation, profile, scratch folder.
+        settings: batch, size, compilation, attention, profile, scratch folder.
         contenders: names, in the order to run; empty: all.
         device: auto, cpu or cuda[:N].
         repeats: rounds at most.
@@ -151,10 +156,10 @@ def bench_model(
         check_file(saved, force=force)
     refuse_unknown("contenders", contenders, list(MODEL_CONTENDERS))
     # As they were given: after an interrupt, the first ones are ready.
-    names = dict.fromkeys(contenders or MODEL_CONTENDERS)
+    chosen = [MODEL_CONTENDERS[name] for name in dict.fromkeys(contenders or MODEL_CONTENDERS)]
     result = run_model_bench(
         find_denoiser(config),
-        tuple(MODEL_CONTENDERS[name] for name in names),
+        tuple(c for one in chosen for c in _with_attention(one, settings.attention)),
         settings,
         choose_device(device),
         TimingPlan(warmup=2, repeats=repeats, seconds=seconds),
@@ -164,3 +169,9 @@ def bench_model(
     if saved is not None:
         write_or_keep(partial(save_model_result, result, force=force), saved)
     return result
+
+
+def _with_attention(contender: ModelContender, formats: Sequence[str]) -> list[ModelContender]:
+    """Return a contender, and that with its attention on codes of each format."""
+    # What torchao makes goes without: it would be a third tool's and quantkit's work in one.
+    return [contender, *(contender.with_attention(f) for f in formats if not contender.torchao)]

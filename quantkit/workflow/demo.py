@@ -66,7 +66,7 @@ def make_demo(
         command: runs one command of quantkit and returns what it prints as JSON.
         full: every method, recovery by distillation included.
         prompts: pictures to compare; None: 4, with ``full`` 64.
-        steps: denoising steps of a picture; None: 10, with ``full`` 20.
+        steps: denoising steps of a picture; None: 8, with ``full`` 20.
         noise_floor: run the original twice more, against itself.
         device: auto, cpu or cuda[:N].
         tell: told a line about every step.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.device.survey import Survey, survey
+from quantkit.inference.attention_choices import AttentionChoice, attention_choices
 from quantkit.inference.layer_choices import LayerChoice, layer_choices
 from quantkit.pipelines.running import choose_device
 from quantkit.workflow.inspect import require_packed
@@ -17,6 +18,8 @@ class Examination:
     survey: Survey
     #: empty: no directory was given
     layers: tuple[LayerChoice, ...]
+    #: of the components whose config asks for attention on codes
+    attention: tuple[AttentionChoice, ...] = ()
 
     def __repr__(self) -> str:
         """Return the devices, and how many layers run on a kernel."""
@@ -25,6 +28,9 @@ class Examination:
         lines = [found.headline.text, f"torch {found.torch_version}", *found.devices]
         if self.layers:
             lines.append(f"{kernels} of {len(self.layers)} packed layers run on a kernel")
+        if self.attention:
+            kernels = sum(module.runs_on_kernel for module in self.attention)
+            lines.append(f"{kernels} of {len(self.attention)} attention modules run on a kernel")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -44,12 +50,13 @@ class Examination:
                 {
                     "op": o.op,
                     "device": o.device,
-                    "backend": o.choice.backend.value,
+                    "backend": o.backend,
                     "reason": o.choice.reason,
                 }
                 for o in found.operations
             ],
             "layers": [asdict(layer) for layer in self.layers],
+            "attention": [asdict(module) for module in self.attention],
         }
 
 
@@ -57,7 +64,8 @@ def examine(packed: str | Path | None = None, *, device: str = "auto") -> Examin
     """Survey devices, compilers and caches, and which back end would run each operation and why.
 
     Args:
-        packed: a packed directory, to say the same of each of its layers; None: of none.
+        packed: a packed directory, to say the same of each of its layers and attention modules;
+            None: of none.
         device: where its layers would run; auto is cuda if there is one.
 
     Returns:
@@ -67,7 +75,7 @@ def examine(packed: str | Path | None = None, *, device: str = "auto") -> Examin
         CheckpointError: ``packed`` is not packed, or breaks a rule.
         ModelError: the device is not on this machine.
     """
-    layers: tuple[LayerChoice, ...] = ()
-    if packed is not None:
-        layers = layer_choices(require_packed(packed), choose_device(device))
-    return Examination(survey(), layers)
+    if packed is None:
+        return Examination(survey(), ())
+    opened, place = require_packed(packed), choose_device(device)
+    return Examination(survey(), layer_choices(opened, place), attention_choices(opened, place))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
@@ -66,6 +67,12 @@ class Inspection:
             f"{len(self.layers)} layers: {before:,} -> {after:,} bytes "
             f"({after / before:.1%} of 16 bit)"
         )
+
+    @property
+    def attention(self) -> dict[str, PackedAttention]:
+        """What components ask for, by name, where their attention is on codes."""
+        asked = ((c.name, c.config.attention) for c in self.packed.components)
+        return {name: attention for name, attention in asked if attention is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""

@@ -436,6 +436,8 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "profile": True,
         "channels_last": True,
         "fuse_projections": False,
+        "attention": [],
+        "min_keys": 512,
     }
     dense, packed = (row["profile"] for row in values["rows"])
     assert {"name", "calls", "ms"} == set(values["rows"][0]["kernels"][0])

@@ -7,7 +7,7 @@ from quantkit.calibration import resume
 from quantkit.calibration.resume import PartialFile, PartialSums, WriteInterval
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import ALONE
-from tests.support.artefacts import sums
+from tests.support.artefacts import attention_sums, sums
 
 #: Longer texts than an interpreter keeps one copy of, a list, and nothing.
 FACTS = {"model": "a digest, " * 9, "sizes": [1, 2, 3_000_000], "guidance": None}
@@ -16,7 +16,15 @@ FACTS = {"model": "a digest, " * 9, "sizes": [1, 2, 3_000_000], "guidance": None
 @pytest.fixture
 def written(tmp_path):
     kept = PartialFile(tmp_path / "c", ALONE, FACTS)
-    kept.write(PartialSums({"unet": {"a": sums()}}, (500.0,), {"unet": [3, 1]}, 2))
+    kept.write(
+        PartialSums(
+            {"unet": {"a": sums()}},
+            {"unet": {"b": attention_sums()}},
+            (500.0,),
+            {"unet": [3, 1]},
+            2,
+        )
+    )
     return kept
 
 
@@ -25,6 +33,8 @@ def test_a_run_with_the_same_settings_goes_on(written):
     assert (found.edges, found.calls, found.batches) == ((500.0,), {"unet": [3, 1]}, 2)
     for name, tensor in sums().items():
         assert torch.equal(found.sums["unet"]["a"][name], tensor)
+    for name, tensor in attention_sums().items():
+        assert torch.equal(found.attention["unet"]["b"][name], tensor)
 
 
 @pytest.mark.parametrize(

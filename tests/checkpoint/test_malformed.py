@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import cli
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import CONFIG_KEY
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import open_model
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
@@ -301,7 +301,7 @@ def test_newer_version(refused, packed, command):
     config = json.loads((packed / "config.json").read_text())
     config[CONFIG_KEY]["format_version"] = 9
     (packed / "config.json").write_text(json.dumps(config))
-    match = r"config\.json: .*format_version 9 is newer than 4, .*upgrade quantkit"
+    match = r"config\.json: .*format_version 9 is newer than 5, .*upgrade quantkit"
     refused(command, packed, match=match)
 
 

@@ -2,24 +2,24 @@
 
 import json
 import shutil
-from hashlib import sha256
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import CONFIG_KEY, FIRST_VERSION
+from quantkit.checkpoint.spec import FIRST_VERSION
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.tensorfile import read_header
 from tests.support.headers import write_header
+from tests.support.packed_edit import Edit
 
 pytestmark = pytest.mark.usefixtures("any_model")
 
@@ -75,58 +75,6 @@ def write_shards(folder, tensors, count, metadata):
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
 
 
-class Edit:
-    """A packed component taken apart; ``save`` puts it together with the library."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.config = json.loads((folder / "config.json").read_text())
-        self.files = sorted(folder.glob("*.safetensors"))
-        self.tensors = {file: load_file(file) for file in self.files}
-        self.metadata = {
-            file: json.loads(read_header(file).metadata[METADATA_KEY]) for file in self.files
-        }
-        self.index = next(iter(folder.glob("*.index.json")), None)
-        self.redigest = True
-
-    @property
-    def schemes(self):
-        return self.config[CONFIG_KEY]["schemes"]
-
-    def home(self, name):
-        return next(f for f in self.files if name in self.tensors[f])
-
-    def record(self, layer):
-        return next(m["layers"] for m in self.metadata.values() if layer in m["layers"])
-
-    def tensor(self, name):
-        return self.tensors[self.home(name)][name]
-
-    def replace(self, name, tensor):
-        self.tensors[self.home(name)][name] = tensor
-
-    def save(self):
-        # Somebody who makes the checksums fit leaves no list behind.
-        (self.folder / FILE_LIST).unlink(missing_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(self.config))
-        for file in self.files:
-            if self.redigest:
-                self.metadata[file]["tensors"] = {
-                    n: sha256(bytes(t.reshape(-1).view(torch.uint8).tolist())).hexdigest()
-                    for n, t in self.tensors[file].items()
-                }
-            metadata = {METADATA_KEY: json.dumps(self.metadata[file])}
-            save_file(self.tensors[file], file, metadata=metadata)
-        if self.index and self.redigest:
-            table = {
-                "metadata": {"total_size": sum(
-                    t.nbytes for m in self.tensors.values() for t in m.values()
-                )},
-                "weight_map": {n: f.name for f, m in self.tensors.items() for n in m},
-            }  # fmt: skip
-            self.index.write_text(json.dumps(table))
-
-
 def of_config(change):
     return lambda edit: change(edit.config[CONFIG_KEY])
 
@@ -172,7 +120,7 @@ ZERO = "0" * 64
 
 #: name -> (how to break the rule, what the reader says); found without reading all bytes
 CHEAP = {
-    "config-newer": (of_config(lambda c: c.update(format_version=5)), "5 is newer than 4.*upgrade"),
+    "config-newer": (of_config(lambda c: c.update(format_version=6)), "6 is newer than 5.*upgrade"),
     "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
     "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
     "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
@@ -198,7 +146,7 @@ CHEAP = {
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
         "is listed 2 times",
     ),
-    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 4"),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 5"),
     "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
     "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
     "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),

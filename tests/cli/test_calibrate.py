@@ -2,10 +2,12 @@
 
 import json
 
+import torch
 from click.testing import CliRunner
 
 from quantkit.calibration.statistics import load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
+from quantkit.cli.inspect import inspect as inspect_command
 from quantkit.errors import OutputError
 
 
@@ -23,6 +25,23 @@ def test_command_writes_a_calibration(pipeline_dir, tmp_path):
     assert (said["prompts"], said["steps"], said["edges"]) == (2, 4, list(stored.edges))
     assert set(said["components"]["unet"]["layers"]) == set(stored.layers["unet"])
     assert stored.metadata.seed == 3
+    shown = CliRunner().invoke(inspect_command, [str(output)])
+    assert shown.exit_code == 0, shown.output
+    for name, statistics in stored.attention["unet"].items():
+        assert f"unet/{name}" in shown.stdout
+        assert f"{float(statistics.q_amax.amax()):.4g}" in shown.stdout
+    (row, *rest) = json.loads(CliRunner().invoke(inspect_command, [str(output), "--json"]).stdout)[
+        "attention"
+    ]
+    statistics = stored.attention["unet"][row["name"]]
+    assert len(rest) + 1 == len(stored.attention["unet"])
+    assert (row["heads"], row["columns"]) == tuple(statistics.k_mean.shape[1:])
+    assert row["q_amax"] == statistics.q_amax.amax(0).tolist()
+    spread = torch.maximum(statistics.k_high, -statistics.k_low)
+    assert row["k_amax"] == spread.amax((0, 2)).tolist()
+    assert [r["locality"] is None for r in (row, *rest)] == [
+        name.endswith("attn2") for name in stored.attention["unet"]
+    ]
     assert isinstance(run(pipeline_dir, "-o", output).exception, OutputError)
 
 

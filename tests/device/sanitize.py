@@ -73,9 +73,9 @@ def launch_all(variant, layout):
         for m, k in rows:
             quantize(variant, layout, m, k)
         return len(rows)
-    if kind == "attention":
-        sizes = [(1, 1), (37, 101), (33, 128)]
-        return sum(attend(variant, layout, *size, generator) for size in sizes)
+    if kind in {"attention", "head", "value", "project"}:
+        sizes = [(1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64)]
+        return sum(sample(variant, layout, size, generator) for size in sizes)
     if variant.op.name == "gemm_w16":
         from tests.device.test_weight_only import SHAPES, case_of
 
@@ -97,19 +97,19 @@ def launch_all(variant, layout):
     return len(cases)
 
 
-def attend(variant, layout, m, keys, generator):
-    """Launch once; return 1."""
+def sample(variant, layout, sizes, generator):
+    """Launch the operation's own sample once; return 1."""
     import torch
 
     from tests.support.kernel_cases import launch
 
     op = variant.op
-    operands, options = op.sample(variant, (m, keys, 0), generator)
-    sizes = op.integers(op.check(op, operands, options).sizes)
-    ((shape, dtype),) = op.outputs(operands, options)
+    operands, options = op.sample(variant, sizes, generator)
+    numbers = op.integers(op.check(op, operands, options).sizes)
+    written = (torch.empty(s, dtype=dtype) for s, dtype in op.outputs(operands, options))
     names = (a.name for a in op.args if a.is_pointer)
-    tensors = dict(zip(names, (*operands, torch.empty(shape, dtype=dtype)), strict=True))
-    launch(variant, layout, tensors, sizes)
+    tensors = dict(zip(names, (*operands, *written), strict=True))
+    launch(variant, layout, tensors, numbers)
     return 1
 
 

@@ -219,6 +219,7 @@ WAITED = {
     "waited": [READ, ADD, WAIT, READ],
     "waited, as clang 19 prints it": [READ, ADD, "s_wait_alu 0xfffe", READ],
     "loaded between": [READ, ADD, "s_load_b32 s9, s[0:1], 0x0", READ],
+    "an address of a load": [READ, ADD, "s_load_b32 s9, s[2:3], 0x0"],
     "another pair": [READ, "s_mov_b32 s4, 0", "v_mov_b32_e32 v1, s4"],
     "scalar reads of vector writes": [READ, "v_readfirstlane_b32 s2, v0", "s_mov_b32 s7, s2"],
     "vector waited": [

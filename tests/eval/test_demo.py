@@ -11,14 +11,18 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from quantkit.eval.demo.commands import FULL, SHORT, DemoPlan
-from quantkit.eval.demo.run import CAPTION_SEED, KIND, describe_kernels
+from quantkit.eval.demo.commands import FULL, RECIPES, SHORT, DemoPlan
+from quantkit.eval.demo.run import CAPTION_SEED, KIND, describe_attention, describe_kernels
 from quantkit.eval.demo.world.scenes import captions, draw_scenes
 
 from quantkit.cli import quantkit
 from quantkit.cli.demo import demo
 from quantkit.errors import OutputError, PromptError
+from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.storage.files import claimed_directory
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +73,15 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     fp8, sparse = found["reports"]["fp8-static"], found["reports"]["wanda-fp8"]
     assert result.exit_code == (0 if fp8["verdict"]["passed"] else 1)
     assert (fp8["compression"], sparse["compression"]) == ("quantized", "quantized and 4:2")
+    calls = {op for call in fp8["kernels"]["calls"] if (op := call["op"]).startswith("attention")}
+    assert calls == ({"attention_fp8"} if describe_attention(CPU) == "host" else set())
     assert sparse["packed"]["nbytes"] < fp8["packed"]["nbytes"] < fp8["original"]["nbytes"]
     assert fp8["comparison"]["metrics"]["lpips"]["backbone"] == "quantkit demo AlexNet"
     assert fp8["comparison"]["clip"]["backbone"] == "quantkit demo CLIP"
     assert fp8["comparison"]["clip"]["original"] == sparse["comparison"]["clip"]["original"]
     assert {path.name for path in output.iterdir()} == {
         ".quantkit", "captions.txt", "calibration", "hessians", "wanda.masks", "budget.masks",
-        "sparsegpt.masks.safetensors",
+        "sparsegpt.masks.safetensors", "fp8-attention.yaml", "int8-attention.yaml",
         "index.html", "methods.md", "methods.json", *rows, *(f"report-{row}" for row in rows),
     }  # fmt: skip
     assert [floor["name"] for floor in fp8["noise_floor"]] == ["dtype", "batch"]
@@ -100,7 +106,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
 
 @pytest.mark.parametrize("plan", [SHORT, FULL], ids=["short", "full"])
 def test_every_row_is_made_by_commands_that_exist(plan: DemoPlan):
-    made = {"captions.txt"}
+    made = {"captions.txt", *(f"{recipe.name}.yaml" for recipe in RECIPES)}
     for row in plan.rows:
         for command in plan.commands(row, Path("model"), Path("a folder"), "cpu"):
             arguments = shlex.split(command)
@@ -157,4 +163,13 @@ def test_demo_says_why_no_kernel_runs(monkeypatch):
     monkeypatch.setattr(
         "quantkit.device.choosing._why_not_here", lambda *_: "no C++ compiler was found"
     )
-    assert describe_kernels(torch.device("cpu")) == "reference, because no C++ compiler was found"
+    cpu, why = torch.device("cpu"), "because no C++ compiler was found"
+    assert describe_kernels(cpu) == f"reference, {why}"
+    assert describe_attention(cpu) == f"torch, {why}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_recipes_are_the_bundled_ones_with_attention(recipe):
+    found, bundled = parse_recipe(recipe.text, where=recipe.name), load_recipe(recipe.bundled)
+    assert found.attention == AttentionRecipe(qk=recipe.qk, min_keys=64)
+    assert found.model_copy(update={"name": bundled.name, "attention": None}) == bundled

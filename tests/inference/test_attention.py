@@ -15,7 +15,8 @@ from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
 from quantkit.device import compilers
 from quantkit.errors import CheckpointError, InputError, RecipeError
-from quantkit.inference.attention import PROCESSORS, AttentionSettings
+from quantkit.inference.attention_call import AttentionSettings
+from quantkit.models.attention import PROCESSORS
 from quantkit.progress import silent
 from quantkit.recipe.load import parse_recipe
 from tests.support.denoiser_classes import ROWS
@@ -148,6 +149,20 @@ def test_int8_is_nearer(unet):
     fp8 = error(ask(model), ask(unet))
     assert "8 modules" in str(quantkit.attention(model, qk="int8", min_keys=1))
     assert 0 < error(ask(model), ask(unet)) < fp8
+
+
+@pytest.mark.parametrize("qk", ["e4m3fn", "int8"])
+def test_one_picture_is_computed_as_one_of_two(unet, qk):
+    """One picture's heads are a view of the projections, which two pictures' are not."""
+    model = copy.deepcopy(unet)
+    quantkit.attention(model, qk=qk, min_keys=1)
+    one, two = (torch.ones(n, 4, 16, 16) for n in (1, 2))
+    with torch.no_grad():
+        answers = [
+            model(x, torch.tensor(500), torch.ones(len(x), 80, 32)).sample[0] for x in (one, two)
+        ]
+    # Convolutions of another batch round otherwise, which moves codes.
+    assert error(*answers) < 0.01
 
 
 def test_joined_projections_have_it_too(unet):

@@ -26,7 +26,7 @@ from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity import result
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, load_masks, save_masks
 from quantkit.storage.artefact import read_artefact, write_artefact
-from tests.support.artefacts import sums
+from tests.support.artefacts import attention_statistics, attention_sums, sums
 
 ODD = (None, True, -1, 1.5, 10**30, 1e308, "", "x", "../x", [], {}, [[]], {"": {}}, ["\n"])
 
@@ -99,7 +99,8 @@ def calibration(path):
     about = CalibrationProvenance(
         {"unet": {"a": "0"}}, "r", 1, "0", 2, None, 0, {"unet": [1, 1]}, {"t": "1"}
     )
-    found = Calibration({"unet": {"a": statistics()}}, (500.0,), about)
+    attention = {"unet": {"b": attention_statistics()}}
+    found = Calibration({"unet": {"a": statistics()}}, (500.0,), about, attention)
     save_calibration(found, path, force=True)
     return lambda: load_calibration(path)
 
@@ -114,14 +115,22 @@ def masks(path):
 
 def kept(path):
     found = PartialFile(path.with_name("c"), ALONE, {"steps": 2, "model": "0" * 64})
-    found.write(PartialSums({"unet": {"a": sums()}}, (500.0,), {"unet": [1, 1]}, 1))
+    found.write(
+        PartialSums(
+            {"unet": {"a": sums()}},
+            {"unet": {"b": attention_sums()}},
+            (500.0,),
+            {"unet": [1, 1]},
+            1,
+        )
+    )
     found.path.replace(path)
     found.path.symlink_to(path)
     return found.read
 
 
 KINDS = {
-    "calibration": (calibration, "quantkit_calibration", 3),
+    "calibration": (calibration, "quantkit_calibration", 4),
     "masks": (masks, "quantkit_masks", 1),
     "partial": (kept, "quantkit_partial_sums", 1),
 }

@@ -2,6 +2,7 @@
 
 import torch
 
+from quantkit.calibration.attention_accumulators import attention_statistics_of
 from quantkit.calibration.histogram import BINS
 from quantkit.calibration.moving_average import RATE
 from quantkit.calibration.sampling import SAMPLE_ROWS
@@ -44,3 +45,28 @@ def sums():
         "samples": torch.ones(2, SAMPLE_ROWS, 8, dtype=torch.bfloat16),
         "priority": torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
     }
+
+
+def attention_sums(buckets=2, heads=3, columns=8):
+    """Return the sums of one call per bucket: q, k and v of 64 and 40 rows, all of them ones."""
+    shape = (buckets, 2, heads, columns)
+    values = torch.ones(buckets, 3, heads, columns, dtype=torch.float64)
+    values[:, 0] *= 64
+    values[:, 1:] *= 40
+    shares = torch.zeros(buckets, 2, heads, dtype=torch.float64)
+    shares[:, 0] = 32
+    second = torch.ones(2, heads, columns, columns, dtype=torch.float64) * buckets
+    return {
+        "q_amax": torch.ones(buckets, heads),
+        "low": torch.ones(shape),
+        "high": torch.ones(shape),
+        "values": values,
+        "shares": shares,
+        "counts": torch.tensor([[64, 40, 64, 40, 32, 0]] * buckets),
+        "second": second * torch.tensor([64, 40]).reshape(2, 1, 1, 1),
+    }
+
+
+def attention_statistics(buckets=2, heads=3, columns=8):
+    """Return what those come to: all ones, and even."""
+    return attention_statistics_of(attention_sums(buckets, heads, columns))

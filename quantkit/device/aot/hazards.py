@@ -114,7 +114,8 @@ def _is_vector(instruction: Instruction) -> bool:
 
 
 def _computes(instruction: Instruction) -> bool:
-    return instruction.kind in {"vector", "matrix", "scalar", "branch"}
+    computes = instruction.kind in {"vector", "matrix", "scalar", "branch"}
+    return computes and not _is_load(instruction)
 
 
 def _tracked(names: Sequence[str]) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ def _with_tile(
     if not op.tiled:
         return words
     rows = op.rows_per_column * numbers["n"]
-    return (*words, choose_tile(numbers["m"], rows, threads, _TILE_SPEED))
+    speed = _TILE_SPEED[: len(op.words("QK_TILE"))]
+    return (*words, choose_tile(numbers["m"], rows, threads, speed))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -168,7 +168,13 @@ def sample_codes(shape: tuple[int, ...], fmt: str, generator: torch.Generator) -
 
 
 def sample_product(
-    variant: Variant, shape: tuple[int, ...], rows: int, k: int, generator: torch.Generator
+    variant: Variant,
+    shape: tuple[int, ...],
+    rows: int,
+    k: int,
+    generator: torch.Generator,
+    *,
+    per_row: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return random operands of a product up to the bias.
 
@@ -178,18 +184,19 @@ def sample_product(
         rows: of the weights.
         k: length of a row.
         generator: of the numbers.
+        per_row: rows of both have scales of their own where no axis says so.
     """
     x_format, stored = variant.word("QK_X_FORMAT"), find_format(variant.word("QK_W_FORMAT"))
     largest = stored.byte_format.max * find_format(x_format).max
-    tokens = shape[0] if variant.word("QK_X_SCALE") == "token" else 1
-    channels = rows if variant.word("QK_W_SCALE") == "channel" else 1
+    tokens = shape[0] if per_row or variant.word("QK_X_SCALE") == "token" else 1
+    channels = rows if variant.word("QK_W_SCALE") != "tensor" else 1
     # Sums come into the range of float16.
     x_scale, w_scale = (
         0.5 / largest**0.5 * (0.5 + torch.rand(count, generator=generator))
         for count in (tokens, channels)
     )
     weights = _sample_weights(variant, rows, k, generator)
-    bias = torch.randn(rows, generator=generator).to(IO_DTYPES[variant.word("QK_IO")])
+    bias = torch.randn(rows, generator=generator).to(IO_DTYPES[variant.word("QK_IO") or "f32"])
     x = sample_codes(shape, x_format, generator)
     return (x, x_scale, *weights, w_scale, bias)
 

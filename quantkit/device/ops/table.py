@@ -1,12 +1,30 @@
 """The operations. A new one is a file with its rows, and that file's rows here."""
 
-from quantkit.device.ops import attention, conv, geglu, gemm, quantize, weight_only
+from quantkit.device.ops import (
+    attention,
+    conv,
+    geglu,
+    gemm,
+    heads,
+    projections,
+    quantize,
+    weight_only,
+)
 from quantkit.device.ops.op import Op, Variant, all_variants
 from quantkit.errors import KernelError
 
 OPS: dict[str, Op] = {
     op.name: op
-    for rows in (quantize.OPS, gemm.OPS, geglu.OPS, conv.OPS, weight_only.OPS, attention.OPS)
+    for rows in (
+        quantize.OPS,
+        gemm.OPS,
+        geglu.OPS,
+        conv.OPS,
+        weight_only.OPS,
+        attention.OPS,
+        heads.OPS,
+        projections.OPS,
+    )
     for op in rows
 }
 

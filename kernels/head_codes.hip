@@ -1,0 +1,60 @@
+// q[n, t, c] = e4m3fn(clamp(value[n, t, c], -448, 448)), value as heads.h defines it
+//
+// first   io [B, T1, pitch]: heads from `first_column` on     first_weight  f32 [d] or null
+// second  io [B, T2, pitch] or null: tokens behind the first  second_weight f32 [d] or null
+// cos     f32 [m, d], m = T1 + T2                             sin           f32 [m, d]
+// mean    f32 [scales, D] or null: row n has n % scales       factor        f32 [scales]
+// q       codes [n, m, D], n = B * heads, D = d up to a multiple of 16
+//
+// d, columns and pitches are multiples of 8, with a rotation of halves d of 16; base pointers
+// 16-byte aligned. cos and sin are read with QK_ROTARY alone. NaN becomes the NaN code. eps are the
+// bits of a float32; k is the least power of two with 16 k >= d: the lanes of a row.
+//
+// Launch: 256 threads, grid (ceil(m * k / 256), ceil(n / 4), 1). A lane has 16 columns of a token,
+// in four rows of heads, which share the rotation and the norm's weight.
+#include "heads.h"
+
+constexpr qk::Io kIo = qk::Io(QK_IO);
+constexpr int kRows = 4;
+static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
+
+QK_KERNEL(QK_THREADS)
+QK_SYMBOL(const void* first, const void* second, const float* first_weight,
+          const float* second_weight, const float* cos, const float* sin, const float* mean,
+          const float* factor, qk::u8* q, int m, int n, int k, int first_tokens, int first_pitch,
+          int first_column, int second_pitch, int second_column, int heads, int d, int scales,
+          int eps) {
+  const qk::Heads all{{first, first_weight, first_tokens, first_pitch, first_column},
+                      {second, second_weight, m - first_tokens, second_pitch, second_column},
+                      cos,
+                      sin,
+                      mean,
+                      factor,
+                      heads,
+                      d,
+                      scales,
+                      qk::bits_float(static_cast<qk::u32>(eps))};
+  const qk::Place place(k, m, all.padded());
+  const qk::TokenColumns<kIo, qk::Rotary(QK_ROTARY)> token(all, place, k);
+  const int start = qk::block_y() * kRows;
+  qk::RawColumns<kIo> raw[kRows];
+  float factors[kRows];
+  qk::HeadRow row(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    raw[i].load(token.row_of(row), token.columns);
+    factors[i] = factor[row.numbers];
+    row.advance(all, n);
+  }
+  row = qk::HeadRow(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    float values[qk::kColumns];
+    token.finish(values, raw[i], row, factors[i]);
+    if (place.exists && start + i < n) {
+      const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
+      qk::store(q + at * all.padded() + place.column, qk::encode_run<qk::Format::kE4M3FN>(values));
+    }
+    row.advance(all, n);
+  }
+}
+
+QK_HOST_ENTRY(QK_THREADS, 0)

@@ -1,0 +1,95 @@
+"""One call of attention on codes: whether a kernel takes it, and what it computes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.device.backends import Backend, forced
+from quantkit.device.choosing import choose
+from quantkit.device.ops.attention import LARGEST_HEAD
+from quantkit.device.ops.checks import IO_DTYPES
+from quantkit.device.ops.table import name_for
+from quantkit.errors import InputError
+from quantkit.inference.attention_heads import Shape, attend_streams, stream_of
+from quantkit.models.attention import AttentionCall, Heads
+from quantkit.numerics.attention import QK_FORMATS, measured_scales, padded
+from quantkit.numerics.formats import E4M3FN
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How attention is computed."""
+
+    #: of queries and keys: e4m3fn or int8; probabilities and values are e4m3fn
+    qk_format: str = E4M3FN.name
+    #: with fewer keys torch's attention is used: making codes would cost more than they save
+    min_keys: int = 512
+
+    def __post_init__(self) -> None:
+        """Refuse what no kernel takes.
+
+        Raises:
+            InputError: a format, or a number of keys.
+        """
+        if self.qk_format not in QK_FORMATS:
+            wanted = ", ".join(QK_FORMATS)
+            raise InputError(f"attention: qk {self.qk_format!r:.40}, wanted one of {wanted}")
+        if self.min_keys < 1:
+            raise InputError(f"attention: min_keys {self.min_keys}, wanted 1 or more")
+
+
+def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Tensor | None:
+    """Return attention with scales of these very numbers; None where it is torch's.
+
+    Returns:
+        (B, H, M, D).
+    """
+    if call.more or why_not(settings, heads):
+        return None
+    scales = measured_scales(*(t.flatten(0, 1) for t in heads))
+    shape = Shape(heads.q.shape[1], heads.q.shape[3])
+    y = attend_streams([stream_of(heads)], shape, scales, settings.qk_format, scale=call.scale)
+    return y.transpose(1, 2)
+
+
+def why_not(settings: AttentionSettings, heads: Heads) -> str:
+    """Return why attention of these heads is torch's; empty when it is quantized."""
+    q, k, v = heads
+    keys, columns = k.shape[2:]
+    if k.shape[1] != q.shape[1]:
+        return "heads share keys"
+    if v.shape[3] != columns:
+        return "values have other heads"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in heads):
+        return "gradients are wanted"
+    return why_not_sizes(settings, keys, columns, q)
+
+
+def why_not_sizes(settings: AttentionSettings, keys: int, columns: int, like: Tensor) -> str:
+    """Return why attention over so many keys, of heads of so many columns, is torch's.
+
+    Args:
+        settings: of the module.
+        keys: how many.
+        columns: of a head.
+        like: of the dtype and on the device of queries.
+    """
+    if keys < settings.min_keys:
+        return f"{keys} keys, fewer than min_keys"
+    if columns % 8 or columns > LARGEST_HEAD:
+        return f"heads of {columns} columns"
+    if like.dtype not in IO_DTYPES.values():
+        return f"{like.dtype} is not computed"
+    op = name_for("attention", settings.qk_format)
+    reason: str = _why_no_kernel(op, str(like.device), padded(columns))
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _why_no_kernel(op: str, device: str, columns: int) -> str:
+    choice = choose(op, torch.device(device), k=columns)
+    # Unasked, the reference would be slower than torch's attention, and no nearer.
+    unasked = choice.backend is Backend.REFERENCE and forced() is None
+    reason: str = choice.reason if unasked else ""
+    return reason

@@ -1,0 +1,74 @@
+"""What computes the attention of a packed component on a device, module by module."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.checkpoint.attention import PackedAttention
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.reader import Packed
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
+from quantkit.device.ops.table import name_for
+from quantkit.models.building import read_skeleton
+from quantkit.numerics.attention import COLUMNS, padded
+from quantkit.recipe.schema import matches
+
+#: What computes attention where no kernel does.
+TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What would compute the attention of a module here."""
+
+    component: str
+    module: str
+    #: of queries and keys, as "int8, static"; empty: 16 bit
+    format: str
+    #: gpu, host or torch
+    backend: str
+    #: why it is torch's, or which calls are
+    reason: str
+
+    @property
+    def runs_on_kernel(self) -> bool:
+        """True when a kernel takes calls, though perhaps not all."""
+        return self.backend != TORCH
+
+
+def attention_choices(packed: Packed, device: torch.device) -> tuple[AttentionChoice, ...]:
+    """Return what would compute attention where a packed component's config asks for codes.
+
+    Raises:
+        CheckpointError: no model can be built from its config.json.
+    """
+    return tuple(
+        choice
+        for component in packed.components
+        if component.config.attention is not None
+        for choice in _of_component(component, component.config.attention, device)
+    )
+
+
+def _of_component(
+    component: PackedComponent, settings: PackedAttention, device: torch.device
+) -> Iterator[AttentionChoice]:
+    for module, kept in read_skeleton(component.path / "config.json").attention.items():
+        reason = "excluded" if matches(module, settings.exclude) else kept
+        told = ("", TORCH, reason) if reason else _of_module(module, settings, device)
+        yield AttentionChoice(component.name, module, *told)
+
+
+def _of_module(
+    module: str, settings: PackedAttention, device: torch.device
+) -> tuple[str, str, str]:
+    shape = settings.static.get(module)
+    words = settings.qk if shape is None else f"{settings.qk}, static"
+    columns = COLUMNS if shape is None else padded(shape.head_size)
+    choice = choose(name_for("attention", settings.qk), device, k=columns)
+    if choice.backend is Backend.REFERENCE:
+        return words, TORCH, choice.reason
+    fewer = f"torch's with fewer than {settings.min_keys} keys" if settings.min_keys > 1 else ""
+    return words, choice.backend.value, fewer

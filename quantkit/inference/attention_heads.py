@@ -1,0 +1,164 @@
+"""Attention from projections: codes of the heads, then the product."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from diffusers.models.normalization import RMSNorm
+from torch import Tensor, nn
+
+from quantkit.device.ops.table import name_for
+from quantkit.inference.modules import is_watched
+from quantkit.inference.operators import OPERATORS
+from quantkit.models.attention import Heads
+from quantkit.numerics.attention import KEYS, score_factor, unit_factors, with_padding
+from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.numerics.formats import E4M3FN, INT8
+
+_Part = TypeVar("_Part")
+
+
+class Projection(NamedTuple):
+    """Heads side by side in the columns of x, (B, T, C), from a column on."""
+
+    x: Tensor
+    column: int = 0
+
+
+class Stream(NamedTuple):
+    """The projections of one kind of tokens, and the norms of their heads."""
+
+    q: Projection
+    k: Projection
+    v: Projection
+    norm_q: nn.Module | None = None
+    norm_k: nn.Module | None = None
+
+
+class Rotation(NamedTuple):
+    """A rotary embedding of neighbouring columns, float32 (T, D) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Shape(NamedTuple):
+    """Heads of a picture, and their columns."""
+
+    heads: int
+    head_size: int
+
+
+def stream_of(heads: Heads) -> Stream:
+    """Return heads (B, H, N, D) as a stream; nothing is copied where tokens lie in rows."""
+    q, k, v = (Projection(t.transpose(1, 2).flatten(2)) for t in heads)
+    return Stream(q, k, v)
+
+
+def attend_streams(
+    streams: Sequence[Stream],
+    shape: Shape,
+    scales: AttentionScales,
+    qk_format: str,
+    *,
+    scale: float | None = None,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """Return attention over the tokens of one stream, or of two, one behind the other.
+
+    Args:
+        streams: one or two.
+        shape: that a kernel takes.
+        scales: of S heads; row n of all pictures' heads has n % S.
+        qk_format: e4m3fn or int8.
+        scale: of q k'; None: 1 / sqrt(D).
+        rotation: of all tokens.
+
+    Returns:
+        (B, T, H, D) in the dtype of the projections.
+    """
+    wide, tau = with_padding(scales), score_factor(shape.head_size, scale)
+    ones = torch.ones_like(wide.query_range)
+    factors = (tau * ones, ones)
+    if qk_format == E4M3FN.name:
+        factors = unit_factors(wide.query_range, wide.key_range, tau)
+    q = _Side([s.q for s in streams], [s.norm_q for s in streams], None, factors[0], 1)
+    k = _Side([s.k for s in streams], [s.norm_k for s in streams], wide.key_mean, factors[1], KEYS)
+    qc, q_scale = _head_codes(q, shape, qk_format, rotation)
+    kc, k_scale = _head_codes(k, shape, qk_format, rotation)
+    first, second = _pair([s.v for s in streams])
+    operands = (first.x, None if second is None else second.x, wide.value_mean, wide.value_scale)
+    columns = (first.column, 0 if second is None else second.column)
+    vc = OPERATORS[name_for("value_codes", E4M3FN.name)](*operands, *columns, *shape)
+    keys = sum(s.k.x.shape[1] for s in streams)
+    y: Tensor = OPERATORS[name_for("attention", qk_format)](
+        qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
+        keys, *shape, qk_format, first.x.dtype,
+    )  # fmt: skip
+    return y
+
+
+class _Side(NamedTuple):
+    """Queries or keys: where they are, and what their codes are made with."""
+
+    parts: Sequence[Projection]
+    norms: Sequence[nn.Module | None]
+    mean: Tensor | None
+    factor: Tensor
+    #: tokens that share a scale, of int8 codes
+    group: int
+
+
+def _head_codes(
+    side: _Side, shape: Shape, qk_format: str, rotation: Rotation | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return codes, and the scales of int8 ones."""
+    norms = _norms_of(side.norms)
+    parts = [
+        part if norm is None or kernel is not None else _normed(part, norm, shape)
+        for part, norm, kernel in zip(side.parts, side.norms, norms, strict=True)
+    ]
+    first, second = _pair(parts)
+    first_norm, second_norm = _pair([None if n is None else n.weight.float() for n in norms])
+    eps = max((norm.eps for norm in norms if norm is not None), default=0.0)
+    cos, sin = rotation or (None, None)
+    made = OPERATORS[name_for("head_codes", qk_format)](
+        first.x, None if second is None else second.x, first_norm, second_norm, cos, sin,
+        side.mean, side.factor, first.column, 0 if second is None else second.column, *shape, eps,
+        "none" if rotation is None else "pairs", *((side.group,) if qk_format == INT8.name else ()),
+    )  # fmt: skip
+    return made if isinstance(made, tuple) else (made, None)
+
+
+class _Norm(NamedTuple):
+    """An RMS norm as the kernel computes it."""
+
+    weight: Tensor
+    eps: float
+
+
+def _norms_of(norms: Sequence[nn.Module | None]) -> list[_Norm | None]:
+    """Return the norms that the kernel computes; None for none, and for those that torch does."""
+    found = [_norm_of(norm) for norm in norms]
+    alike = len({norm.eps for norm in found if norm is not None}) <= 1
+    return found if alike else [None] * len(found)
+
+
+def _norm_of(norm: Any) -> _Norm | None:
+    if type(norm) not in {RMSNorm, nn.RMSNorm} or getattr(norm, "bias", None) is not None:
+        return None
+    # What offloads modules brings weights back when they are called.
+    if is_watched(norm):
+        return None
+    return None if norm.weight is None or norm.eps is None else _Norm(norm.weight, norm.eps)
+
+
+def _normed(part: Projection, norm: nn.Module, shape: Shape) -> Projection:
+    """Return heads that torch has normalized."""
+    heads, size = shape
+    x = part.x[..., part.column : part.column + heads * size]
+    return Projection(norm(x.reshape(*x.shape[:2], heads, size)).flatten(2).to(x.dtype))
+
+
+def _pair(parts: Sequence[_Part]) -> tuple[_Part, _Part | None]:
+    return parts[0], parts[1] if len(parts) > 1 else None

@@ -1,0 +1,192 @@
+"""Processors of diffusers that quantkit computes from their projections on.
+
+A static scale belongs to a module, which the call of attention inside a processor does not know. So
+these few are written again, for the modules that have scales, and leave everything else, as masks
+and norms that are not theirs, to the processor itself.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.inference.attention_call import AttentionSettings, why_not_sizes
+from quantkit.inference.attention_heads import (
+    Projection,
+    Rotation,
+    Shape,
+    Stream,
+    attend_streams,
+)
+from quantkit.inference.head_scales import scales_of
+from quantkit.numerics.attention_scales import AttentionScales
+
+
+def with_streams(processor_class: type, call: Any, settings: AttentionSettings) -> Any:
+    """Return the ``__call__`` of a quantized processor.
+
+    Args:
+        processor_class: of diffusers.
+        call: of it, with scales of each call's own numbers.
+        settings: of the attention.
+    """
+    own = _PROCESSORS.get(processor_class.__name__)
+    if own is None:
+        return call
+
+    def with_static_scales(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        scales = scales_of(attn)
+        y = None if scales is None else own(_Attention(attn, settings, scales), *args, **kwargs)
+        return call(self, attn, *args, **kwargs) if y is None else y
+
+    # Attention modules ask a processor what it takes.
+    function: Any = with_static_scales
+    function.__signature__ = inspect.signature(call)
+    return function
+
+
+class _Attention(NamedTuple):
+    """An attention module with static scales."""
+
+    module: Any
+    settings: AttentionSettings
+    scales: AttentionScales
+
+    def takes(self, tokens: int, like: Tensor) -> bool:
+        """Tell whether a kernel computes attention over so many keys."""
+        return not why_not_sizes(self.settings, tokens, self.scales.head_size, like)
+
+    def attend(self, streams: Sequence[Stream], rotary: Any = None) -> Tensor | None:
+        """Return attention over the tokens of all streams, one after another: (B, T, H * D).
+
+        None where gradients are wanted.
+        """
+        x = streams[0].q.x
+        parts = [part.x for s in streams for part in (s.q, s.k, s.v)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in parts):
+            return None
+        shape = Shape(self.scales.heads, self.scales.head_size)
+        rotation = None if rotary is None else Rotation(*(t.to(x.device).float() for t in rotary))
+        y = attend_streams(streams, shape, self.scales, self.settings.qk_format, rotation=rotation)
+        return y.flatten(2)
+
+
+def _unet(
+    own: _Attention,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    temb: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Compute AttnProcessor2_0: UNets, PixArt."""
+    del temb
+    attn = own.module
+    beside = (attn.spatial_norm, attn.group_norm, attn.norm_cross, attn.residual_connection)
+    context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    if attention_mask is not None or any(beside) or hidden_states.ndim != 3:
+        return None
+    if not own.takes(context.shape[1], hidden_states):
+        return None
+    y = own.attend([_projected(attn, hidden_states, encoder_hidden_states)])
+    return None if y is None else _out(attn, y) / attn.rescale_output_factor
+
+
+def _joint(
+    own: _Attention,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    """Compute JointAttnProcessor2_0, which ignores masks: Stable Diffusion 3, the text last."""
+    del attention_mask
+    attn, text = own.module, encoder_hidden_states
+    tokens = hidden_states.shape[1] + (0 if text is None else text.shape[1])
+    if not own.takes(tokens, hidden_states):
+        return None
+    streams = [_projected(attn, hidden_states)]
+    if text is not None:
+        streams.append(_projected_text(attn, text))
+    y = own.attend(streams)
+    if y is None or text is None:
+        return None if y is None else _out(attn, y)
+    picture, words = y[:, : hidden_states.shape[1]], y[:, hidden_states.shape[1] :]
+    return _out(attn, picture), words if attn.context_pre_only else attn.to_add_out(words)
+
+
+def _flux(
+    own: _Attention,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+) -> Any:
+    """Compute FluxAttnProcessor: FLUX, Chroma, the text first."""
+    attn, text = own.module, encoder_hidden_states
+    if attention_mask is not None:
+        return None
+    joint = text is not None and attn.added_kv_proj_dim is not None
+    if (text is not None) != joint:
+        return None
+    tokens = hidden_states.shape[1] + (text.shape[1] if text is not None else 0)
+    if not own.takes(tokens, hidden_states):
+        return None
+    streams = [_projected(attn, hidden_states)]
+    if text is not None:
+        streams.insert(0, _projected_text(attn, text))
+    y = own.attend(streams, image_rotary_emb)
+    if y is None or text is None:
+        return y
+    words, picture = y[:, : text.shape[1]], y[:, text.shape[1] :]
+    return _out(attn, picture.contiguous()), attn.to_add_out(words.contiguous())
+
+
+def _fused_joint(own: _Attention, *args: Any, **kwargs: Any) -> Any:
+    """Compute FusedJointAttnProcessor2_0, which leaves norms out."""
+    return None if own.module.norm_q is not None else _joint(own, *args, **kwargs)
+
+
+def _projected(attn: Any, x: Tensor, context: Tensor | None = None) -> Stream:
+    if not attn.fused_projections:
+        context = x if context is None else context
+        parts = [Projection(t) for t in (attn.to_q(x), attn.to_k(context), attn.to_v(context))]
+    elif context is None:
+        parts = _side_by_side(attn.to_qkv(x), 3)
+    else:
+        parts = [Projection(attn.to_q(x)), *_side_by_side(attn.to_kv(context), 2)]
+    q, k, v = parts
+    return Stream(q, k, v, attn.norm_q, attn.norm_k)
+
+
+def _projected_text(attn: Any, x: Tensor) -> Stream:
+    if attn.fused_projections:
+        parts = _side_by_side(attn.to_added_qkv(x), 3)
+    else:
+        parts = [
+            Projection(t) for t in (attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x))
+        ]
+    q, k, v = parts
+    return Stream(q, k, v, attn.norm_added_q, attn.norm_added_k)
+
+
+def _side_by_side(x: Tensor, count: int) -> list[Projection]:
+    return [Projection(x, x.shape[-1] // count * i) for i in range(count)]
+
+
+def _out(attn: Any, y: Tensor) -> Tensor:
+    """Return the output projection's result, behind it the dropout."""
+    projection, dropout = attn.to_out[0], attn.to_out[1]
+    result: Tensor = dropout(projection(y))
+    return result
+
+
+#: Processor -> what computes it; it returns None for calls that are not its own.
+_PROCESSORS: dict[str, Callable[..., Any]] = {
+    "AttnProcessor2_0": _unet,
+    "FusedAttnProcessor2_0": _unet,
+    "JointAttnProcessor2_0": _joint,
+    "FusedJointAttnProcessor2_0": _fused_joint,
+    "FluxAttnProcessor": _flux,
+}

@@ -1,0 +1,183 @@
+"""The attention modules of diffusers' denoisers, and computing the attention itself otherwise.
+
+diffusers' processors end in one call: torch's ``scaled_dot_product_attention``, or diffusers' own
+``dispatch_attention_fn``. A processor with another attention is the same code with another function
+under that name. So projections, norms, rotary embeddings and what joins two streams stay
+diffusers'.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch.nn.functional as torch_functional
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor, nn
+
+#: diffusers' processors that are known to compute plain softmax attention. Others, an adapter's
+#: among them, keep theirs.
+PROCESSORS = (
+    "AttnProcessor2_0",
+    "AuraFlowAttnProcessor2_0",
+    "BriaAttnProcessor",
+    "BriaFiboAttnProcessor",
+    "CogVideoXAttnProcessor2_0",
+    "CogView4AttnProcessor",
+    "CosmosAttnProcessor2_0",
+    "EasyAnimateAttnProcessor2_0",
+    "Flux2AttnProcessor",
+    "Flux2ParallelSelfAttnProcessor",
+    "FluxAttnProcessor",
+    "FusedAttnProcessor2_0",
+    "FusedAuraFlowAttnProcessor2_0",
+    "FusedCogVideoXAttnProcessor2_0",
+    "FusedHunyuanAttnProcessor2_0",
+    "FusedJointAttnProcessor2_0",
+    "GlmImageAttnProcessor",
+    "HiDreamAttnProcessor",
+    "HunyuanAttnProcessor2_0",
+    "JointAttnProcessor2_0",
+    "JoyImageAttnProcessor",
+    "Kandinsky5AttnProcessor",
+    "Krea2AttnProcessor",
+    "LTXVideoAttnProcessor",
+    "LongCatImageAttnProcessor",
+    "Lumina2AttnProcessor2_0",
+    "OvisImageAttnProcessor",
+    "PRXAttnProcessor2_0",
+    "QwenDoubleStreamAttnProcessor2_0",
+    "SanaAttnProcessor2_0",
+    "SkyReelsV2AttnProcessor",
+    "StableAudioAttnProcessor2_0",
+    "WanAttnProcessor",
+    "ZSingleStreamAttnProcessor",
+)
+
+
+class Heads(NamedTuple):
+    """What a call of attention multiplies, (B, H, N, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class AttentionCall(NamedTuple):
+    """What else a call asks for."""
+
+    #: of q k'; None: 1 / sqrt(D)
+    scale: float | None
+    #: why it is more than softmax(scale q k') v; empty if it is that
+    more: str
+
+
+#: Returns (B, H, M, D), or None where torch is to compute the call.
+Attend = Callable[[Heads, AttentionCall], Tensor | None]
+
+
+def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attention modules of a model, or of a pipeline's denoisers, by name."""
+    parts = {"": model} if isinstance(model, nn.Module) else _denoisers(model)
+    for part, module in parts.items():
+        for name, child in module.named_modules(prefix=part):
+            if hasattr(child, "processor") and hasattr(child, "set_processor"):
+                yield name, child
+
+
+def _denoisers(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the models of a pipeline that make the picture: VAEs, which encode, are not."""
+    # This module is imported while diffusers is.
+    from diffusers import ModelMixin
+
+    components = getattr(pipeline, "components", {})
+    return {
+        name: part
+        for name, part in components.items()
+        if isinstance(part, ModelMixin) and not hasattr(part, "encode")
+    }
+
+
+def why_kept(processor: Any) -> str:
+    """Return why a processor stays as it is; empty for one that is known."""
+    cls = type(processor)
+    if cls.__module__.startswith("diffusers.") and cls.__name__ in PROCESSORS:
+        return ""
+    return f"{cls.__name__} is not among the known processors"
+
+
+def call_with(processor_class: type, attend: Attend) -> FunctionType:
+    """Return the ``__call__`` of a known processor with another attention.
+
+    Args:
+        processor_class: of diffusers, or one with a call from here.
+        attend: computes what it does not leave to what the class computes it with.
+    """
+    original: Any = processor_class.__call__
+    functions = {**original.__globals__, **_functions(attend, original.__globals__)}
+    call = FunctionType(
+        original.__code__, functions, original.__name__, original.__defaults__, original.__closure__
+    )
+    call.__kwdefaults__ = original.__kwdefaults__
+    return call
+
+
+def _functions(attend: Attend, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor's names stand for instead of torch's and diffusers' functions.
+
+    Args:
+        attend: as ``call_with``'s.
+        names: what they stood for.
+    """
+    before_functional = names.get("F", torch_functional)
+    before_dispatch = names.get("dispatch_attention_fn", dispatch_attention_fn)
+
+    def dispatch(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Stand for ``dispatch_attention_fn``: (B, N, H, D)."""
+        heads = Heads(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        y = attend(heads, _parse(attn_mask, **options))
+        if y is None:
+            theirs: Tensor = before_dispatch(query, key, value, attn_mask, **options)
+            return theirs
+        return y.transpose(1, 2)
+
+    def scaled_dot_product_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Stand for torch's: (B, H, N, D)."""
+        y = attend(Heads(query, key, value), _parse(attn_mask, **options))
+        if y is not None:
+            return y
+        theirs: Tensor = before_functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, **options
+        )
+        return theirs
+
+    functional = ModuleType("functional")
+    functional.__dict__.update(vars(before_functional))
+    functional.__dict__["scaled_dot_product_attention"] = scaled_dot_product_attention
+    return {"F": functional, "dispatch_attention_fn": dispatch}
+
+
+def _parse(
+    attn_mask: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    parallel_config: Any = None,
+    **_: Any,
+) -> AttentionCall:
+    """Return a call's options as a value; those that are left over change nothing.
+
+    Args:
+        attn_mask: what is added to scores.
+        dropout_p: of probabilities.
+        is_causal: later keys are hidden.
+        scale: of q k'.
+        parallel_config: several devices compute it.
+    """
+    asked = (attn_mask is not None, dropout_p, is_causal, parallel_config)
+    more = "scores are masked, or more than softmax is asked for" if any(asked) else ""
+    return AttentionCall(scale, more)

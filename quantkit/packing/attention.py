@@ -1,0 +1,98 @@
+"""The attention of a component: what its recipe asks for, and scales from calibration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.attention_statistics import AttentionStatistics
+from quantkit.checkpoint.attention import CHILD, HeadShape, PackedAttention
+from quantkit.errors import RecipeError
+from quantkit.models.building import read_skeleton
+from quantkit.models.source import Component
+from quantkit.numerics.attention_scales import SHAPES, AttentionScales, scales_of_ranges
+from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.schema import matches
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedAttention:
+    """What config.json says, and the tensors that come with it."""
+
+    #: None: in 16 bit
+    packed: PackedAttention | None = None
+    #: float32, by name
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def plan_attention(
+    component: Component,
+    section: AttentionRecipe | None,
+    statistics: Mapping[str, AttentionStatistics] | None,
+) -> PlannedAttention:
+    """Decide how attention is computed.
+
+    Args:
+        component: a denoiser.
+        section: of the recipe; None: in 16 bit.
+        statistics: by module; None: they are not there yet, and no scales are stored.
+
+    Raises:
+        RecipeError: scales from a calibration that did not observe attention.
+    """
+    if section is None:
+        return PlannedAttention()
+    scales = {}
+    if section.scales == "static" and statistics is not None:
+        _refuse_none(component, statistics)
+        scales = _static_scales(section, statistics)
+    shapes = {name: HeadShape(s.heads, s.head_size) for name, s in scales.items()}
+    packed = PackedAttention(section.qk, section.min_keys, section.exclude, shapes)
+    tensors = {
+        f"{module}.{CHILD}.{part}": getattr(of_module, part)
+        for module, of_module in scales.items()
+        for part in SHAPES
+    }
+    return PlannedAttention(packed, tensors)
+
+
+def _refuse_none(component: Component, statistics: Mapping[str, AttentionStatistics]) -> None:
+    """Refuse a calibration without attention, unless the model has none that is known."""
+    if statistics:
+        return
+    reasons = read_skeleton(component.path / "config.json").attention.values()
+    if not all(reasons):
+        raise RecipeError(
+            "attention.scales static: the calibration has no attention; calibrate again with this "
+            "quantkit, or set attention.scales to dynamic",
+            fields=("attention", "calibration"),
+        )
+
+
+def _static_scales(
+    section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
+) -> dict[str, AttentionScales]:
+    return {
+        name: static_scales(of_module, section.margin)
+        for name, of_module in statistics.items()
+        if not matches(name, section.exclude) and of_module.call_keys.max() >= section.min_keys
+    }
+
+
+def static_scales(statistics: AttentionStatistics, margin: float) -> AttentionScales:
+    """Return the scales of a module, one for all timesteps: buckets gained nothing (SSIM .9995)."""
+    seen = statistics.pooled()
+    q, low, high, k_mean, v_low, v_high, v_mean = (
+        t[0]
+        for t in (
+            seen.q_amax, seen.k_low, seen.k_high, seen.k_mean, seen.v_low, seen.v_high, seen.v_mean
+        )
+    )  # fmt: skip
+    k = _farthest(low, high, k_mean).amax(dim=1)
+    v = _farthest(v_low, v_high, v_mean)
+    return scales_of_ranges(q=q, k=k, k_mean=k_mean, v=v, v_mean=v_mean, margin=margin)
+
+
+def _farthest(low: Tensor, high: Tensor, mean: Tensor) -> Tensor:
+    return torch.maximum(high - mean, mean - low)

@@ -1,0 +1,312 @@
+"""Attention in the kernel benchmark: shapes, exact results, what counts as right, libraries."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn.functional import scaled_dot_product_attention
+
+from quantkit.bench import attention, kernels, libraries, timing
+from quantkit.bench.attention_libraries import LIBRARIES
+from quantkit.bench.attention_problem import AttentionProblem
+from quantkit.bench.contender import UnavailableError
+from quantkit.bench.kernels import OPERATIONS, cases
+from quantkit.bench.result import load_baseline
+from quantkit.bench.roofline import Precision, Work
+from quantkit.bench.shapes import AttentionShape, Shape, find_shapes
+from quantkit.bench.workloads import Attention
+from quantkit.cli.bench import bench as command
+from quantkit.device import compilers
+from quantkit.device.backends import Backend, use
+from quantkit.device.ops.attention import attention as reference
+from quantkit.errors import ArtefactError
+from tests.bench.test_bench import CEILINGS
+from tests.support.kernel_cases import need
+
+CPU = torch.device("cpu")
+SMALL = AttentionShape(2, 3, 37, 101, 40)
+OWN = {c.name: c for c in (*attention.FP8, *attention.INT8_QK)}
+LIBRARY = {c.name: c for c in LIBRARIES}
+BOTH = pytest.mark.parametrize(
+    "contenders", [attention.FP8, attention.INT8_QK], ids=["fp8", "int8"]
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(kernels, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(timing, "_flush_bytes", lambda device: 1024)
+
+
+@pytest.fixture
+def _host():
+    need(compilers.host_compiler)
+
+
+@pytest.fixture
+def problem():
+    return AttentionProblem(SMALL, CPU)
+
+
+# ---------------------------------------------------------------------------------------- shapes
+
+
+def test_the_shapes_that_the_bars_are_about_are_there():
+    labels = {s.label for s in find_shapes("all") if isinstance(s, AttentionShape)}
+    assert {
+        "2x10x4096x4096x64", "2x20x1024x1024x64", "1x24x4608x4608x128", "2x8x4096x4096x40",
+        "2x10x4096x77x64",
+    } <= labels  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "[[1, 2, 3, 4, 8], [16, 32, 64]]"),
+        (
+            "a.json",
+            '[{"batch": 1, "heads": 2, "queries": 3, "keys": 4, "head_size": 8}, [16,32,64]]',
+        ),
+        ("a.csv", "batch,heads,queries,keys,head_size\n1,2,3,4,8\nm,n,k\n16,32,64\n"),
+    ],
+)
+def test_a_file_may_have_both_kinds(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    found = find_shapes(str(tmp_path / name))
+    assert found == (AttentionShape(1, 2, 3, 4, 8), Shape(16, 32, 64))
+    asked = cases(list(OPERATIONS.values()), found)
+    by_kind = {op.name: shape for op, shape in asked}
+    assert by_kind["attention_fp8"] == found[0]
+    assert by_kind["gemm_fp8"] == found[1]
+    assert len(asked) == len(OPERATIONS)
+
+
+@pytest.mark.parametrize("row", ["[1, 2, 3, 4]", "[1, 2, 3, 4, 0]", '{"batch": 1, "heads": 2}'])
+def test_damaged_shapes_are_named(tmp_path, row):
+    (tmp_path / "a.json").write_text(f"[{row}]")
+    with pytest.raises(ArtefactError, match="shape 1: "):
+        find_shapes(str(tmp_path / "a.json"))
+
+
+def test_work_is_two_products_and_operands_once():
+    shape, queries, keys = AttentionShape(2, 3, 100, 50, 8), 2 * 3 * 100 * 8, 2 * 3 * 50 * 8
+    flops = 4.0 * 2 * 3 * 100 * 50 * 8
+    given, whole = OWN["quantkit, codes given"], OWN["quantkit, static scales"]
+    assert Attention().work(shape, given) == Work(flops, queries + 2 * keys + 2 * queries)
+    assert Attention().work(shape, whole) == Work(flops, 2 * (queries + 2 * keys) + 2 * queries)
+    making = OWN["quantkit, making codes alone"]
+    assert Attention().work(shape, making) == Work(0.0, 3 * (queries + 2 * keys))
+
+
+@pytest.mark.parametrize("size", [12, 168])
+def test_heads_that_no_kernel_takes_are_named(size):
+    found = Attention().why_not(AttentionShape(1, 1, 8, 8, size))
+    assert found == f"heads of {size} columns, wanted a multiple of 8 up to 160"
+
+
+# ------------------------------------------------------------------------------- right, then fast
+
+
+def test_exact_results_are_torchs(problem, monkeypatch):
+    wanted = scaled_dot_product_attention(*(t.double() for t in (problem.q, problem.k, problem.v)))
+    assert torch.allclose(problem.exact, wanted, rtol=1e-12, atol=1e-12)
+    problem.forget_exact()
+    monkeypatch.setattr("quantkit.bench.attention_problem._SCORES", 1000)  # some rows at a time
+    assert torch.allclose(problem.exact, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["codes_fp8", "codes_int8"])
+def test_exact_results_of_codes_are_near_the_reference(problem, name):
+    codes = getattr(problem, name)
+    y = reference(
+        codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
+        SMALL.keys, SMALL.heads, SMALL.head_size, codes.qk_format, torch.float64,
+        precision=torch.float64,
+    )  # fmt: skip
+    exact = getattr(problem, name.replace("codes", "exact"))
+    # The reference rounds probabilities, by 0.026 of each, and the mean of a hundred by a tenth.
+    assert 1e-4 < float((y.transpose(1, 2) - exact).norm() / exact.norm()) < 6e-3
+
+
+def judged(contender, problem, y):
+    return contender.judge(problem, y), contender.allowed(problem.shape.summed)
+
+
+@pytest.mark.usefixtures("_host")
+@BOTH
+@pytest.mark.parametrize("keys", [77, 1024])
+def test_right_results_are_told_from_wrong_ones(contenders, keys):
+    problem = AttentionProblem(AttentionShape(1, 1, 64, keys, 64), CPU)
+    for contender in contenders[:3]:
+        right = contender.prepare(problem)()
+        error, allowed = judged(contender, problem, right)
+        assert 0 < error < allowed
+        for wrong in (
+            right * 1.06,  # a scale, or probabilities that sum to more than one
+            torch.where(torch.arange(64) == 3, right * 1.2, right),
+            right.roll(1, dims=3),
+            torch.zeros_like(right),
+            torch.full_like(right, torch.nan),
+            right.transpose(1, 2)[:, :, :, 1:],
+        ):
+            assert not judged(contender, problem, wrong)[0] <= allowed
+
+
+@BOTH
+def test_codes_are_judged_one_by_one(contenders, problem):
+    making = next(c for c in contenders if c.precision is None)
+    codes = making.prepare(problem)()
+    assert making.judge(problem, codes) <= making.limit
+    q, k, v = codes
+    assert making.judge(problem, (q, k.roll(1, dims=1), v)) > 0.5
+
+
+def test_the_fallback_is_not_timed_as_a_kernel(problem):
+    with use(Backend.REFERENCE):
+        for name in OWN.keys() - {"quantkit, scales of each call, compiled"}:
+            with pytest.raises(UnavailableError, match="no kernel: asked for"):
+                OWN[name].prepare(problem)
+
+
+# -------------------------------------------------------------------------------------- libraries
+
+
+@pytest.mark.parametrize("name", ["SDPA, torch's choice", "SDPA, flash", "SDPA, math"])
+def test_torchs_are_right(problem, name):
+    error, allowed = judged(LIBRARY[name], problem, LIBRARY[name].prepare(problem)())
+    assert 0 < error < allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("SDPA, cuDNN", "needs a GPU"),
+        ("SageAttention", "SageAttention is not installed"),
+        ("cuDNN, fp8, codes given", "cuDNN's front end is not installed"),
+    ],
+)
+def test_what_is_missing_says_so(problem, monkeypatch, name, match):
+    for module in ("sageattention", "cudnn"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnavailableError, match=match):
+        LIBRARY[name].prepare(problem)
+
+
+def test_sage_attention_is_called_by_heads(problem, monkeypatch):
+    fake = ModuleType("sageattention")
+
+    def sageattn(q, k, v, *, tensor_layout, is_causal):
+        assert (tensor_layout, is_causal) == ("HND", False)
+        return scaled_dot_product_attention(q, k, v)
+
+    fake.__dict__["sageattn"] = sageattn
+    monkeypatch.setitem(sys.modules, "sageattention", fake)
+    monkeypatch.setattr(libraries, "need_gpu", lambda problem: None)
+    sage = LIBRARY["SageAttention"]
+    error, allowed = judged(sage, problem, sage.prepare(problem)())
+    assert error < allowed
+    # Version 1.0.6 counts keys that only fill up a tile, as zeros.
+    padded = torch.nn.functional.pad
+    k, v = (padded(t, (0, 0, 0, 27)) for t in (problem.k, problem.v))
+    assert judged(sage, problem, scaled_dot_product_attention(problem.q, k, v))[0] > allowed
+
+
+class FakeGraph:
+    """What cuDNN's graph is told; computes it in float32 when it is executed."""
+
+    def __init__(self, **types):
+        self.types = types
+
+    def tensor(self, **told):
+        return Told(told)
+
+    def sdpa_fp8(self, *, is_inference, attn_scale, **named):
+        assert is_inference
+        self.scale, self.named = attn_scale, named
+        self.out = Told({})
+        return self.out, None, Told({}), Told({})
+
+    def get_workspace_size(self):
+        return 1
+
+    def execute(self, pack, workspace, *, handle):
+        given = {name: pack[told].float() for name, told in self.named.items()}
+        for name, told in self.named.items():
+            assert list(pack[told].shape) == told.values["dim"], name
+            assert list(pack[told].stride()) == told.values["stride"], name
+        q, k, v = (given[name] * given[f"descale_{name}"] for name in "qkv")
+        p = torch.softmax(q @ k.transpose(2, 3) * self.scale, dim=3)
+        p = (p * given["scale_s"]).to(torch.float8_e4m3fn).float() * given["descale_s"]
+        pack[self.out].copy_((p @ v * given["scale_o"]).to(torch.float8_e4m3fn))
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+
+class Told:
+    def __init__(self, values):
+        self.values = values
+
+    def __getattr__(self, name):
+        return lambda *arguments: self
+
+
+def test_cudnn_is_given_scales_that_make_it_right(problem, monkeypatch):
+    fake = ModuleType("cudnn")
+    fake.__dict__.update(
+        data_type=SimpleNamespace(FP8_E4M3="e4m3", FLOAT="float"),
+        heur_mode=SimpleNamespace(A=0, FALLBACK=1),
+        pygraph=FakeGraph,
+        create_handle=lambda: None,
+        set_stream=lambda **options: None,
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+    monkeypatch.setattr(libraries, "need_gpu", lambda problem: None)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    contender = LIBRARY["cuDNN, fp8, codes given"]
+    error, allowed = judged(contender, problem, contender.prepare(problem)())
+    assert 0.01 < error < allowed
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, ["--device", "cpu", "--repeats", "5", *arguments])
+
+
+@pytest.mark.usefixtures("_host")
+def test_the_command_times_it_apart_and_saves_it(tmp_path):
+    shapes, saved = tmp_path / "s.csv", tmp_path / "b.json"
+    shapes.write_text("1,2,5,7,24\n")
+    common = ("--op", "attention_fp8", "--op", "attention_int8", "--shapes", str(shapes))
+    done = run(*common, "--against", "torch", "--save-baseline", str(saved))
+    assert done.exit_code == 0, done.output
+    rows = json.loads(saved.read_text())["rows"]
+    timed = {(row["op"], row["contender"]) for row in rows if row["timing"]}
+    own = [name for name in OWN if "compiled" not in name]
+    assert {(op, c) for op in ("attention_fp8", "attention_int8") for c in own} <= timed
+    assert "B x H x Q x K x D" in done.output
+    assert ("attention_int8", "quantkit, static scales", "1x2x5x7x24") in load_baseline(
+        saved
+    ).p50_us
+    again = run(*common, "--compare", str(saved), "--threshold", "1000")
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"), [("gemm_fp8", "sd15"), ("attention_fp8", "other")], ids=str
+)
+def test_groups_without_shapes_of_the_operation_are_refused(op, shapes):
+    done = run("--op", op, "--shapes", shapes)
+    assert isinstance(done.exception, ArtefactError)
+    axes = OPERATIONS[op].workload.axes
+    assert str(done.exception) == f"shapes '{shapes}': none of {op}, wanted {axes}"
+
+
+def test_int8_scores_have_a_peak_of_their_own():
+    assert {c.precision for c in attention.INT8_QK} == {Precision.INT8, None}

@@ -1,0 +1,181 @@
+"""Products that end in codes of heads: places, zeros, rounding, and what folding factors gives."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from quantkit.device import compilers, log
+from quantkit.device.archs import HOST_LAYOUTS
+from quantkit.device.backends import Backend
+from quantkit.device.ops import call as execute
+from quantkit.device.ops.op import all_variants
+from quantkit.device.ops.projections import OPS as ROWS
+from quantkit.device.ops.table import OPS
+from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.attention import e4m3fn_codes, value_codes
+from tests.support.kernel_cases import launch, need
+
+#: pictures, tokens, heads, columns of a head: tails of both tiles, pictures that end within a run
+SIZES = (
+    (1, 1, 1, 8),
+    (2, 77, 3, 40),
+    (3, 24, 2, 64),
+    (1, 131, 5, 72),
+    (2, 8, 1, 128),
+    (5, 5, 9, 16),
+)
+
+
+@pytest.fixture(autouse=True)
+def _host_compiler():
+    need(compilers.host_compiler)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A call whose sums are exact: small integers as codes, scales that are powers of two."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    x_scale: torch.Tensor
+    w_scale: torch.Tensor
+    bias: torch.Tensor | None
+    tokens: int
+    heads: int
+
+    @classmethod
+    def draw(cls, sizes, k=96, *, per_token=True, bias=True):
+        generator = torch.Generator().manual_seed(sum(sizes))
+        pictures, tokens, heads, d = sizes
+
+        def integers(*shape):
+            return torch.randint(-4, 5, shape, generator=generator).float()
+
+        m, n = pictures * tokens, heads * d
+        return cls(
+            integers(m, k),
+            integers(n, k),
+            torch.exp2(integers(m if per_token else 1).sign() - 3),
+            torch.exp2(integers(n).sign()),
+            integers(n) / 4 if bias else None,
+            tokens,
+            heads,
+        )
+
+    def y(self):
+        """Return (pictures * heads, tokens, d) float32, exactly."""
+        y = (self.x @ self.w.T) * self.x_scale[:, None] * self.w_scale
+        y = y if self.bias is None else y + self.bias
+        d = len(self.w) // self.heads
+        return y.view(-1, self.tokens, self.heads, d).transpose(1, 2).flatten(0, 1)
+
+    def call(self, name, fmt="e4m3fn"):
+        """Return what the kernel gives."""
+        with log.record() as seen:
+            found = execute.call(OPS[name], *self.operands(fmt), *self.options(fmt))
+        assert [where for _, _, where in seen.calls] == [Backend.HOST]
+        return found
+
+    def operands(self, fmt):
+        dtype = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}[fmt]
+        x, w = (t.to(dtype).view(torch.uint8) for t in (self.x, self.w))
+        return x, self.x_scale, w, self.w_scale, self.bias
+
+    def options(self, fmt):
+        return self.tokens, self.heads, fmt, fmt
+
+
+def widened(codes, rows, columns):
+    """Return codes with zeros behind."""
+    wanted = torch.zeros(len(codes), rows, columns, dtype=torch.uint8)
+    wanted[:, : codes.shape[1], : codes.shape[2]] = codes
+    return wanted
+
+
+def up(number):
+    return -(-number // 16) * 16
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "int8"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_codes_are_where_attention_reads_them(sizes, fmt):
+    case = Case.draw(sizes, per_token=sizes[1] % 2 == 1, bias=sizes[2] > 1)
+    kind, d = "int8" if fmt == "int8" else "fp8", sizes[3]
+    codes = e4m3fn_codes(case.y(), None, torch.ones(1))
+    found = case.call(f"project_codes_{kind}", fmt)
+    assert torch.equal(found, widened(codes, sizes[1], up(d)))
+    found = case.call(f"project_values_{kind}", fmt)
+    assert torch.equal(found, widened(codes.transpose(1, 2), up(d), up(sizes[1])))
+
+
+@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize(
+    "op", [op for op in ROWS if op.name.endswith("_fp8")], ids=lambda o: o.name
+)
+def test_every_tile_and_layout_writes_all_and_nothing_else(op, layout):
+    """Outputs lie between bytes that must not change."""
+    variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
+    for variant in variants:
+        for sizes in SIZES:
+            case = Case.draw(sizes)
+            operands, options = case.operands("e4m3fn"), case.options("e4m3fn")
+            numbers = op.integers(op.check(op, operands, options).sizes)
+            ((shape, dtype),) = op.outputs(operands, options)
+            names = [a.name for a in op.args if a.is_pointer]
+            tensors = dict(zip(names, (*operands, torch.empty(shape, dtype=dtype)), strict=True))
+            found = launch(variant, layout, tensors, numbers)["codes"]
+            assert torch.equal(found, op.reference(*operands, *options))
+
+
+def test_factors_and_means_fold_into_scales_and_bias():
+    case = Case.draw((2, 40, 3, 64))
+    generator = torch.Generator().manual_seed(1)
+    mean, factor = torch.randn(3, 64, generator=generator), torch.rand(3, generator=generator)
+    each = factor.repeat_interleave(64)
+    folded = replace(case, w_scale=case.w_scale * each, bias=(case.bias - mean.flatten()) * each)
+    wanted = e4m3fn_codes(case.y(), mean, factor)
+    found = folded.call("project_codes_fp8")
+    # Two roundings stand elsewhere.
+    assert float((found != wanted).float().mean()) < 1e-3
+    scale = (0.01 + torch.rand(3, 64, generator=generator)).flatten()
+    folded = replace(case, w_scale=case.w_scale / scale, bias=(case.bias - mean.flatten()) / scale)
+    wanted = value_codes(case.y(), mean, scale.view(3, 64))
+    found = folded.call("project_values_fp8")
+    assert float((found != wanted).float().mean()) < 1e-3
+
+
+def test_large_values_saturate_and_nan_stays():
+    case = Case.draw((1, 20, 2, 40))
+    w_scale = case.w_scale.clone()
+    w_scale[3], w_scale[45] = torch.inf, torch.nan
+    case = replace(case, w_scale=w_scale, bias=torch.full((80,), 1e6))
+    wanted = e4m3fn_codes(case.y(), None, torch.ones(1)).view(torch.float8_e4m3fn).float()
+    rows = case.call("project_codes_fp8").view(torch.float8_e4m3fn).float()[..., :40]
+    columns = case.call("project_values_fp8").view(torch.float8_e4m3fn).float()
+    for found in (rows, columns[:, :40, :20].transpose(1, 2)):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    assert wanted[1, :, 5].isnan().all()
+    assert (wanted == 448).any()
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "text"),
+    [
+        ({"tokens": 7}, ShapeError, "40 rows in pictures of 7 tokens"),
+        ({"tokens": 0}, ShapeError, "40 rows in pictures of 0 tokens"),
+        ({"heads": 3}, ShapeError, "3 heads of 32 outputs, wanted multiples of 8"),
+        ({"heads": 8}, ShapeError, "8 heads of 32 outputs"),
+        ({"heads": 0}, ShapeError, "0 heads"),
+        ({"w_scale": torch.ones(1)}, ShapeError, "w_scale has shape (1,), wanted (32,)"),
+        ({"bias": torch.ones(32).half()}, KernelError, "bias is torch.float16"),
+        ({"bias": torch.ones(16)}, ShapeError, "bias has shape"),
+    ],
+)
+@pytest.mark.parametrize("name", ["project_codes_fp8", "project_values_fp8"])
+def test_operands_that_do_not_fit_are_refused(name, new, error, text):
+    case = replace(Case.draw((2, 20, 2, 16)), **new)
+    with pytest.raises(error, match=name) as caught:
+        execute.call(OPS[name], *case.operands("e4m3fn"), *case.options("e4m3fn"))
+    assert text in str(caught.value)

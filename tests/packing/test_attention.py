@@ -1,0 +1,213 @@
+"""Static scales of attention, from a calibration into a packed model and out of it again."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.calibration.statistics import load_calibration
+from quantkit.checkpoint.attention import CHILD
+from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.spec import parse_config
+from quantkit.checkpoint.verification import verify
+from quantkit.device import compilers
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.inference.head_scales import HeadScales
+from quantkit.numerics.attention_scales import SHAPES
+from quantkit.packing.attention import static_scales
+from quantkit.progress import silent
+from quantkit.recipe.load import parse_recipe
+from tests.support.artefacts import attention_statistics
+from tests.support.kernel_cases import need
+from tests.support.packed_edit import Edit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RECIPE = {
+    "name": "static",
+    "attention": {"scales": "static", "min_keys": 1, "exclude": ["mid_block.*"]},
+    "calibration": {"prompts": 1, "steps": 2, "batch": 1, "buckets": 2},
+}
+
+
+def recipe(**attention):
+    section = {**RECIPE["attention"], **attention}
+    return parse_recipe(json.dumps({**RECIPE, "attention": section}), where="recipe")
+
+
+@pytest.fixture(scope="module")
+def made(pipeline_dir, tmp_path_factory):
+    """A calibration, and the pipeline packed with it."""
+    folder = tmp_path_factory.mktemp("static")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("a cat\n")
+    quantkit.calibrate(
+        pipeline_dir, recipe=recipe(), output=folder / "c.safetensors", prompts=prompts
+    )
+    quantkit.pack(
+        pipeline_dir,
+        recipe=recipe(),
+        calibration=folder / "c.safetensors",
+        output=folder / "packed",
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibration(made):
+    return load_calibration(made / "c.safetensors")
+
+
+@pytest.fixture
+def edit(made, tmp_path):
+    shutil.copytree(made / "packed" / "unet", tmp_path / "unet")
+    return Edit(tmp_path / "unet")
+
+
+def entry(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]["attention"]
+
+
+def test_stored_scales_are_those_of_the_calibration(made, calibration):
+    (component,) = open_packed(made / "packed" / "unet").components
+    static = component.config.attention.static
+    seen = calibration.attention["unet"]
+    assert set(static) == {name for name in seen if not name.startswith("mid_block.")}
+    assert 0 < len(static) < len(seen)
+    assert component.config.format_version == 5
+    for name, shape in static.items():
+        wanted = static_scales(seen[name], 2.0)
+        assert (shape.heads, shape.head_size) == tuple(wanted.key_mean.shape)
+        for part in SHAPES:
+            assert torch.equal(component.read(f"{name}.{CHILD}.{part}"), getattr(wanted, part))
+
+
+def test_ranges_are_those_of_all_buckets_times_the_margin(calibration):
+    for seen in calibration.attention["unet"].values():
+        scales = static_scales(seen, 3.0)
+        weight = seen.keys.double().reshape(-1, 1, 1)
+        mean = (seen.k_mean * weight).sum(0) / weight.sum()
+        assert torch.allclose(scales.key_mean, mean.float(), atol=1e-6)
+        assert torch.equal(scales.query_range, 3 * seen.q_amax.amax(0))
+        low, high = seen.k_low.amin(0), seen.k_high.amax(0)
+        farthest = torch.maximum(high - mean, mean - low).amax(dim=1)
+        assert torch.allclose(scales.key_range, 3 * farthest.float(), rtol=1e-5)
+        spread = torch.maximum(seen.v_high.amax(0), -seen.v_low.amin(0))
+        assert (scales.value_scale * 448 / 3 < spread * 2 + 1e-6).all()
+
+
+def test_zeros_get_scales_that_are_positive():
+    nothing = attention_statistics()
+    scales = static_scales(nothing, 1.0)
+    assert all((getattr(scales, part) > 0).all() for part in ("query_range", "key_range"))
+    # All ones: nothing is left of them but the mean.
+    assert torch.equal(scales.key_range, torch.ones(3))
+    assert torch.equal(scales.value_scale, torch.ones(3, 8))
+
+
+@torch.no_grad()
+def test_a_loaded_model_reads_them(made, tmp_path):
+    need(compilers.host_compiler)
+    pipe = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32)
+    static = [m for m in pipe.unet.modules() if isinstance(m, HeadScales)]
+    assert len(static) == len(entry(made / "packed" / "unet")["static"][0]["modules"])
+    options = {"num_inference_steps": 1, "output_type": "np", "height": 16, "width": 16}
+
+    def draw():
+        return torch.from_numpy(
+            pipe("a cat", generator=torch.Generator().manual_seed(0), **options).images
+        )
+
+    before = draw()
+    pipe.unet.save_pretrained(tmp_path / "again")
+    assert not verify(tmp_path / "again", progress=silent).breaches
+    static[0].fill("value_scale", static[0].value_scale * 3)
+    assert not torch.equal(draw(), before)
+    with pytest.raises(CheckpointError, match="value_scale"):
+        pipe.unet.save_pretrained(tmp_path / "changed")
+    pipe.unet.dequantize()
+    assert not any(isinstance(m, HeadScales) for m in pipe.unet.modules())
+
+
+def test_few_keys_get_none(pipeline_dir, made, tmp_path):
+    quantkit.pack(
+        pipeline_dir,
+        recipe=recipe(min_keys=10_000),
+        calibration=made / "c.safetensors",
+        output=tmp_path / "packed",
+    )
+    found = entry(tmp_path / "packed" / "unet")
+    assert found == {"qk": "e4m3fn", "min_keys": 10_000, "exclude": ["mid_block.*"]}
+
+
+def test_a_calibration_without_attention_is_refused(pipeline_dir, calibration, tmp_path):
+    from dataclasses import replace
+
+    older = replace(calibration, attention={})
+    with pytest.raises(RecipeError, match="has no attention; calibrate again"):
+        quantkit.pack(pipeline_dir, recipe=recipe(), calibration=older, output=tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_without_a_calibration_it_says_that_one_is_missing(pipeline_dir, tmp_path):
+    forecast = quantkit.forecast(pipeline_dir, recipe=recipe(), output=tmp_path / "p")
+    assert forecast.missing == ("calibration",)
+
+
+def of_entry(change):
+    return lambda edit: change(edit.config["quantization_config"]["attention"])
+
+
+def first(edit):
+    """Return the first module with static scales."""
+    return edit.config["quantization_config"]["attention"]["static"][0]["modules"][0]
+
+
+def of_tensor(part, change):
+    def apply(edit):
+        name = f"{first(edit)}.{CHILD}.{part}"
+        edit.replace(name, change(edit.tensor(name)))
+
+    return apply
+
+
+def drop(edit):
+    name = f"{first(edit)}.{CHILD}.key_mean"
+    del edit.tensors[edit.home(name)][name]
+
+
+BROKEN = {
+    "missing": (drop, r"key_mean: missing, wanted F32"),
+    "shape": (of_tensor("key_mean", lambda t: t[:, :4].contiguous()), r"key_mean: found F32"),
+    "dtype": (of_tensor("key_range", torch.Tensor.half), r"key_range: found F16"),
+    "negative": (of_tensor("query_range", torch.neg), "wanted finite and positive"),
+    "zero": (of_tensor("value_scale", torch.zeros_like), "wanted finite and positive"),
+    "nan": (of_tensor("value_mean", lambda t: t * torch.nan), "found nan, wanted finite"),
+    "unnamed": (
+        of_entry(lambda e: e["static"][0]["modules"].pop()), "the config does not name"
+    ),
+    "heads": (of_entry(lambda e: e["static"][0].update(heads=0)), "0 heads of"),
+    "text": (of_entry(lambda e: e["static"][0].update(head_size="8")), "wanted 1 or more"),
+    "no-modules": (of_entry(lambda e: e["static"][0].update(modules=[])), "wanted paths"),
+    "twice": (of_entry(lambda e: e["static"].append(e["static"][0])), "each once"),
+    "empty": (of_entry(lambda e: e.update(static=[])), "wanted a list of heads"),
+    "no-list": (of_entry(lambda e: e.update(static=[3])), "3, wanted an object"),
+    "unknown-key": (of_entry(lambda e: e["static"][0].update(rank=3)), "unknown key 'rank'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_scales_are_refused(edit, name):
+    change, match = BROKEN[name]
+    change(edit)
+    edit.save()
+    with pytest.raises(CheckpointError, match=match):
+        open_packed(edit.folder)
+
+
+def test_an_older_version_cannot_hold_them(edit):
+    config = {**edit.config["quantization_config"], "format_version": 4}
+    with pytest.raises(CheckpointError, match=r"4 with static scales of attention, .* with 5"):
+        parse_config(config)

@@ -1,0 +1,118 @@
+"""What ``doctor`` and ``inspect`` say of attention: of this machine, and of a packed directory."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import quantkit
+from quantkit.checkpoint.attention import HeadShape, PackedAttention
+from quantkit.cli.doctor import doctor
+from quantkit.cli.inspect import inspect
+from quantkit.device import choosing, compilers
+from quantkit.device.archs import ARCHS
+from quantkit.device.backends import Backend, use
+from quantkit.device.choosing import Choice
+from quantkit.device.survey import OpChoice
+from quantkit.inference.attention_choices import attention_choices
+from quantkit.recipe.load import parse_recipe
+from quantkit.workflow.inspect import require_packed
+from tests.support.denoiser_classes import ROWS
+from tests.support.kernel_cases import need
+from tests.support.tiny_denoisers import tiny_model
+
+CPU = torch.device("cpu")
+ROW = {row.class_name: row for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Sana, whose self-attention is linear; int8 but in one block."""
+    folder = tmp_path_factory.mktemp("told")
+    row = ROW["SanaTransformer2DModel"]
+    row = replace(row, config={**row.config, "num_layers": 2})
+    tiny_model(row).half().save_pretrained(folder / "transformer")
+    section = {"qk": "int8", "min_keys": 77, "exclude": ["transformer_blocks.1.*"]}
+    for name, attention in (("packed", section), ("plain", None)):
+        recipe = parse_recipe(json.dumps({"name": "a"}), where="recipe")
+        if attention:
+            text = json.dumps({"name": "a", "attention": attention})
+            recipe = parse_recipe(text, where="recipe")
+        quantkit.pack(folder / "transformer", recipe=recipe, output=folder / name)
+    return folder
+
+
+def told(command, *arguments):
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_doctor_names_the_modules_and_why_others_keep_theirs(packed):
+    need(compilers.host_compiler)
+    found = json.loads(told(doctor, packed / "packed", "--device", "cpu", "--json"))["attention"]
+    modules = {row.pop("module"): row for row in found}
+    assert modules["transformer_blocks.0.attn2"] == {
+        "component": "", "format": "int8", "backend": "host",
+        "reason": "torch's with fewer than 77 keys",
+    }  # fmt: skip
+    linear = modules["transformer_blocks.0.attn1"]
+    assert (linear["format"], linear["backend"]) == ("", "torch")
+    assert linear["reason"] == "SanaLinearAttnProcessor2_0 is not among the known processors"
+    assert modules["transformer_blocks.1.attn2"]["reason"] == "excluded"
+    text = told(doctor, packed / "packed", "--device", "cpu")
+    kernels = sum(row["backend"] == "host" for row in modules.values())
+    assert f"{kernels} of {len(modules)} attention modules run on a kernel" in text
+
+
+def test_doctor_names_what_the_loaded_model_has(packed):
+    from diffusers import SanaTransformer2DModel
+
+    model = SanaTransformer2DModel.from_pretrained(packed / "packed")
+    layers = quantkit.attention(model, qk="int8", exclude=["transformer_blocks.1.*"])
+    found = attention_choices(require_packed(packed / "packed"), CPU)
+    assert {c.module for c in found if c.format} == set(layers.quantized)
+    assert {c.module: c.reason for c in found if not c.format} == layers.kept
+
+
+def test_doctor_says_that_nothing_was_asked_for(packed):
+    text = told(doctor, packed / "plain", "--device", "cpu")
+    assert "attention is torch's, in 16 bit: the checkpoint asks for no codes" in text
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [("gfx1100", "torch's attention is as fast"), ("sm_89", "made for RDNA4 and the CPU")],
+)
+def test_without_a_kernel_attention_is_torchs(packed, monkeypatch, arch, reason):
+    why = ARCHS[arch].why_without("attention")
+    assert reason in why
+    monkeypatch.setattr(choosing, "_why_not_here", lambda device, family: why)
+    modules = attention_choices(require_packed(packed / "packed"), CPU)
+    assert {m.backend for m in modules} == {"torch"}
+    assert {m.reason for m in modules if m.format} == {why}
+
+
+def test_operations_say_torch_where_attention_has_no_kernel():
+    refused = Choice(Backend.REFERENCE, "no compiler")
+    assert OpChoice("attention_int8", "cpu", refused).backend == "torch"
+    assert OpChoice("gemm_int8", "cpu", refused).backend == "reference"
+    assert OpChoice("attention_int8", "cpu", Choice(Backend.HOST, "")).backend == "host"
+    with use(Backend.REFERENCE):
+        assert OpChoice("attention_int8", "cpu", refused).backend == "reference"
+
+
+def test_inspect_shows_the_entry(packed):
+    line = "attention: queries and keys in int8 from 77 keys on; in 16 bit: transformer_blocks.1.*"
+    assert line in told(inspect, packed / "packed").splitlines()
+    assert "attention:" not in told(inspect, packed / "plain")
+    (component,) = json.loads(told(inspect, packed / "packed", "--json"))["components"]
+    assert component["quantization_config"]["attention"]["qk"] == "int8"
+
+
+def test_static_scales_are_told():
+    static = {"a.attn1": HeadShape(2, 8), "a.attn2": HeadShape(2, 8)}
+    told = str(PackedAttention("e4m3fn", 512, (), static))
+    assert told == "queries and keys in e4m3fn from 512 keys on, static scales in 2 modules"
