@@ -202,7 +202,10 @@ def _tile(method: Method) -> Tile:
     return Tile(
         method.name,
         f"{size_share(report)}, {pictures.value}",
-        (lead(report.gates), *([method.remark] if method.remark and not report.passed else [])),
+        (
+            lead(report.gates).partition(": ")[2],
+            *([method.remark] if method.remark and not report.passed else []),
+        ),
     )
 
 

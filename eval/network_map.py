@@ -12,6 +12,15 @@ from .result import LayerRow
 MARKS = {
     "int8": "I8", "int4": "I4", "e4m3fn": "F8", "e5m2": "F8", "q8_0": "Q8", "q4_0": "Q4",
 }  # fmt: skip
+#: Where a network's parts stand in it, by how their names begin; a file has them by the alphabet.
+STAGES = (
+    ("conv_in", 0), ("proj_in", 0), ("pos_embed", 0), ("patch_embed", 0), ("x_embedder", 0),
+    ("time", 1), ("context_embedder", 1), ("caption", 1), ("class_embedding", 1), ("add_embed", 1),
+    ("down_blocks", 2), ("mid_block", 3), ("up_blocks", 4), ("single_", 4),
+    ("norm_out", 5), ("conv_out", 5), ("proj_out", 5), ("final", 5),
+)  # fmt: skip
+#: Of every other name, as transformer_blocks.
+_BETWEEN = 2
 #: The mark of a layer that was not packed.
 PLAIN = "16"
 
@@ -61,6 +70,7 @@ def map_network(layers: Sequence[LayerRow]) -> NetworkMap:
     found = [error for error in errors if error]
     span = (min(found), max(found)) if found else None
     rows = list(zip(range(len(layers)), layers, errors, strict=True))
+    rows.sort(key=lambda row: _place(layers, row[1]))
     groups = [(key, list(rows)) for key, rows in groupby(rows, lambda row: block_of(row[1]))]
     largest = max((sum(row.bytes_after for _, row, _ in g) for _, g in groups), default=1) or 1
     blocks = tuple(
@@ -80,6 +90,16 @@ def block_of(row: LayerRow) -> str:
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     kept = parts[:1] if number is None else parts[: number + 1]
     return ".".join(filter(None, (row.component, *kept)))
+
+
+def _place(layers: Sequence[LayerRow], row: LayerRow) -> tuple[int, int, list[tuple[bool, int | str]]]:
+    """Return where a layer stands: its component's place, its stage, then numbers as numbers."""
+    components = list(dict.fromkeys(layer.component for layer in layers))
+    stage = next((rank for start, rank in STAGES if row.name.startswith(start)), _BETWEEN)
+    parts = [
+        (part.isdigit(), int(part) if part.isdigit() else part) for part in row.name.split(".")
+    ]
+    return (components.index(row.component), stage, parts)
 
 
 def worst_layers(layers: Sequence[LayerRow], count: int = 10) -> tuple[tuple[int, LayerRow], ...]:

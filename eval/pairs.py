@@ -13,6 +13,8 @@ from .number_format import show
 
 #: How many of the worst pairs stand first, and how many of the typical ones after them.
 FIRST = 3
+#: The metrics that say most about a pair.
+TELLING = ("ssim", "lpips", "psnr")
 #: Pictures of at most this many pixels a side are shown with their pixels, not smoothed.
 PIXELATED_SIDE = 192
 
@@ -73,7 +75,7 @@ def sort_keys(comparison: Comparison) -> tuple[SortKey, ...]:
     """Return the metrics that pairs can be sorted by, SSIM first."""
     keys = [
         SortKey(name, score.metric.title, score.metric.better.value)
-        for name, score in _ssim_first(comparison)
+        for name, score in _telling_first(comparison)
     ]
     if comparison.clip is not None:
         keys.append(SortKey("clip", "CLIP score change", METRICS["clip"].better.value))
@@ -162,7 +164,7 @@ def pair_numbers(comparison: Comparison, index: int) -> tuple[tuple[str, str], .
             f"{score.metric.title}{f' [{score.backbone}]' if score.backbone else ''}",
             show(score.values[index], score.metric.unit),
         )
-        for _, score in _ssim_first(comparison)
+        for _, score in _telling_first(comparison)
     ]
     if comparison.clip is not None:
         before, after = comparison.clip.original.values[index], comparison.clip.packed.values[index]
@@ -179,8 +181,10 @@ def look_first(
     return tuple((title, tuple(build(i) for i in chosen)) for title, chosen in groups if chosen)
 
 
-def _ssim_first(comparison: Comparison) -> list[tuple[str, Score]]:
-    return sorted(comparison.scores.items(), key=lambda item: item[0] != "ssim")
+def _telling_first(comparison: Comparison) -> list[tuple[str, Score]]:
+    """Return the scores in the order of how much they tell: a narrow page shows the first two."""
+    order = {name: place for place, name in enumerate(TELLING)}
+    return sorted(comparison.scores.items(), key=lambda item: order.get(item[0], len(order)))
 
 
 def _script_number(value: float) -> str:

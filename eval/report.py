@@ -85,7 +85,6 @@ def picture_values(view: PairView, store: Store) -> dict[str, Any]:
         "store": store,
         "gain": GAIN,
         "inside": view.pictures is Pictures.INSIDE,
-        "picks": (),
     }
 
 

@@ -49,7 +49,7 @@ function startLayers() {
 function startGallery(open) {
   const gallery = one("#gallery"), form = one("form", gallery), grid = one(".grid", gallery);
   const pairs = all(".pair", gallery), { search, metric, order, least, most } = form.elements;
-  const picks = all("input[name=method]", form);
+  const picks = all("#picks input");
   const worst = (pair) => {
     const better = metric.selectedOptions[0].dataset.better;
     const values = all(`.side:not([hidden]) img[data-m-${metric.value}]`, pair)
@@ -80,7 +80,7 @@ function startGallery(open) {
     grid.append(...[...pairs].sort(compare));
     form.querySelector("output").textContent = `${pairs.filter((pair) => !pair.hidden).length} of ${pairs.length}`;
   };
-  form.addEventListener("input", apply);
+  [form, ...picks].forEach((part) => part.addEventListener("input", apply));
   form.addEventListener("submit", (event) => event.preventDefault());
   if (picks.length) apply();
   all(".pair").forEach((pair) => {

@@ -29,13 +29,26 @@ def test_blocks_end_at_the_first_number(name, block):
     assert block_of(replace(layer(0), name=name)) == block
 
 
-def test_blocks_stand_in_the_order_of_the_model_with_bytes_as_length():
+def test_blocks_stand_in_the_order_of_the_model_not_of_the_alphabet():
+    names = ("conv_in", "time_embedding.linear_1", "down_blocks.0.x", "down_blocks.2.x",
+             "down_blocks.10.x", "mid_block.resnets.0.x", "up_blocks.0.x", "conv_out",
+             )  # fmt: skip
+    found = map_network([row(name, 0.1) for name in sorted(names)])
+    assert [s.words.partition(":")[0] for b in found.blocks for s in b.segments] == list(names)
+    flux = ("x_embedder", "transformer_blocks.1.ff", "single_transformer_blocks.0.ff", "proj_out")
+    found = map_network([row(name, 0.1) for name in sorted(flux)])
+    assert [s.words.partition(":")[0] for b in found.blocks for s in b.segments] == list(flux)
+    # A number says which row of the report's table it is.
+    assert [s.index for b in found.blocks for s in b.segments] == [3, 2, 1, 0]
+
+
+def test_length_is_bytes_and_colour_is_error():
     found = map_network([
-        row("b.0.x", 0.01, size=300), row("b.0.y", 0.1, size=100),
-        row("a.0.x", 1.0, size=100, words="int4 per group of 32, 4:2"),
-        row("head", None, size=100, words="F16, not packed"),
+        row("a.0.x", 0.01, size=300), row("a.0.y", 0.1, size=100),
+        row("b.0.x", 1.0, size=100, words="int4 per group of 32, 4:2"),
+        row("proj_out", None, size=100, words="F16, not packed"),
     ])  # fmt: skip
-    assert [block.name for block in found.blocks] == ["unet.b.0", "unet.a.0", "unet.head"]
+    assert [block.name for block in found.blocks] == ["unet.a.0", "unet.b.0", "unet.proj_out"]
     segments = [segment for block in found.blocks for segment in block.segments]
     assert [s.width for s in segments] == [75.0, 25.0, 25.0, 25.0]
     assert [s.heat for s in segments] == [0, 50, 100, None]

@@ -32,5 +32,5 @@ def test_pairs_carry_every_metric_for_people_and_for_the_script():
     assert (original.values, original.numbers) == ((), ())
     assert dict(packed.values)["psnr"] == "Infinity"
     assert packed.numbers[0] == ("SSIM", "1")
-    assert [key.name for key in sort_keys(comparison)] == ["ssim", "mse", "psnr"]
-    assert pair.numbers.startswith("SSIM 1, MSE 0")
+    assert [key.name for key in sort_keys(comparison)] == ["ssim", "psnr", "mse"]
+    assert pair.numbers.startswith("SSIM 1, PSNR infinite")
