@@ -25,6 +25,7 @@ from quantkit.storage.inputfile import open_file, refuse_odd_files
 from quantkit.storage.jsonfile import DAMAGE, short
 
 from .images import Pixels
+from .judges import LoadedJudge
 
 CLIP_DEFAULT = "openai/clip-vit-base-patch32"
 IMAGENET_NAME = "ImageNet AlexNet"
@@ -67,14 +68,22 @@ class ClipBackbone:
     device: torch.device
 
     def score(self, picture: Pixels, prompt: str) -> float:
-        """Return 100 times the cosine; texts beyond the model's length are cut."""
+        """Return 100 times the cosine."""
+        image, text = self.embed(picture, prompt)
+        return float(100.0 * torch.nn.functional.cosine_similarity(image, text, dim=0))
+
+    def embed(self, picture: Pixels, prompt: str) -> tuple[Tensor, Tensor]:
+        """Return what picture and prompt are embedded as; texts beyond the length are cut.
+
+        Returns:
+            two float32 vectors of the model's projection size.
+        """
         inputs = self.processor(
             text=[prompt], images=[picture], return_tensors="pt", padding=True, truncation=True
         ).to(self.device)
         with torch.inference_mode():
             output = self.model(**inputs)
-        image, text = (row[0].float() for row in (output.image_embeds, output.text_embeds))
-        return float(100.0 * torch.nn.functional.cosine_similarity(image, text, dim=0))
+        return output.image_embeds[0].float(), output.text_embeds[0].float()
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Backbones:
 
     lpips: LpipsBackbone | None = None
     clip: ClipBackbone | None = None
+    #: asked for besides
+    judges: tuple[LoadedJudge, ...] = ()
 
     def has(self, backbone: str | None) -> bool:
         """Return True when a metric that wants ``backbone`` can be measured."""

@@ -9,7 +9,9 @@ from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
 
 from .backbones import Backbones
+from .composition import Resemblance, resemble
 from .images import Pairs
+from .judges import Judgement, give_judgement
 from .metrics import METRICS, Metric, Needs
 from .statistics import Summary, bootstrap_loss, relative_loss, summarize, summarize_difference
 
@@ -48,6 +50,10 @@ class Comparison:
     #: the metrics of pairs, by name
     scores: dict[str, Score]
     clip: ClipScores | None
+    #: None without CLIP or prompts
+    resemblance: Resemblance | None = None
+    #: of those judges that were asked for
+    judgements: tuple[Judgement, ...] = ()
 
     def worst_first(self) -> tuple[int, ...]:
         """Return the pairs' positions by rising SSIM."""
@@ -69,11 +75,13 @@ def compare(pairs: Pairs, backbones: Backbones, *, progress: Progress = silent) 
     for done, metric in enumerate(wanted):
         progress("metrics", done, len(wanted) + 1)
         scores[metric.name] = _score_pairs(metric, pairs, backbones)
-    clip = None
+    clip = resemblance = None
     if backbones.clip is not None and pairs.prompts is not None:
         clip = _score_prompts(METRICS["clip"], pairs, pairs.prompts, backbones)
+        resemblance = resemble(pairs, pairs.prompts, backbones.clip)
     progress("metrics", len(wanted) + 1, len(wanted) + 1)
-    return Comparison(pairs.names, pairs.prompts, scores, clip)
+    judgements = tuple(give_judgement(judge, pairs) for judge in backbones.judges)
+    return Comparison(pairs.names, pairs.prompts, scores, clip, resemblance, judgements)
 
 
 def _score_pairs(metric: Metric, pairs: Pairs, backbones: Backbones) -> Score:

@@ -4,7 +4,7 @@ The original runs once, in ``measure_baseline``; any number of packed pipelines 
 with it by ``evaluate``.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,6 +24,7 @@ from quantkit.models.text_encoders import TEXT_ENCODERS
 from quantkit.pipelines.running import choose_dtype, quiet_libraries
 from quantkit.pipelines.running import load_pipeline as load_original
 from quantkit.progress import Progress, silent
+from quantkit.sensitivity.result import Sensitivity
 
 from .backbones import Backbones
 from .comparison import compare
@@ -31,7 +32,15 @@ from .gates import Compression, Limits, find_compression, judge
 from .generation import GenerationSettings, generate
 from .images import Pairs
 from .layers import Place, layer_rows
-from .noise_floor import Floor, Original, measure_floors, measure_gaps, picture_names
+from .next_step import Treated, find_next_steps
+from .noise_floor import (
+    Floor,
+    Original,
+    compared_floors,
+    measure_floors,
+    measure_gaps,
+    picture_names,
+)
 from .quantized_pipeline import (
     QuantizedPipeline,
     computing,
@@ -53,6 +62,7 @@ from .report_facts import (
     warn,
 )
 from .result import LayerRow, Packing, Report, Timesteps
+from .seen_prompts import count_seen
 from .step_errors import Divergence, StepErrors, Trajectory, shadowed
 from .unpacked_pipeline import open_unpacked, unpacked_layers
 
@@ -154,6 +164,16 @@ def _with_encoders(model: Model, names: Collection[str]) -> Model:
 
 
 @dataclass(frozen=True)
+class Background:
+    """What is known of how the packed pipeline was made, beside its files."""
+
+    #: prompts that its scales were chosen on; None: not known
+    calibrated: tuple[str, ...] | None = None
+    #: what other treatments of its layers would do, and the file as it was given
+    sensitivity: tuple[Sensitivity, str] | None = None
+
+
+@dataclass(frozen=True)
 class Baseline:
     """The original, run once, and what any packed pipeline is compared with."""
 
@@ -207,6 +227,7 @@ def evaluate(
     limits: Limits,
     title: str | None = None,
     commands: Sequence[str] = (),
+    background: Background = Background(),
     progress: Progress = silent,
 ) -> tuple[Report, Pairs]:
     """Run the packed pipeline, measure, and return the result with its pictures.
@@ -217,6 +238,7 @@ def evaluate(
         limits: the gates' limits.
         title: the report's heading; by default the two names.
         commands: what a reader types to make the report again.
+        background: what is known of how it was packed.
         progress: told about every step.
 
     Raises:
@@ -256,16 +278,44 @@ def evaluate(
         packing=packing,
         run=run_facts(original, packed=packed, calls=calls),
         comparison=comparison,
-        noise_floor=measure_gaps(comparison, baseline.floors),
+        noise_floor=measure_gaps(comparison, baseline.floors, limits.margins),
         timesteps=_timesteps(divergence.errors(), local),
-        gates=judge(comparison, limits, compression),
+        gates=judge(comparison, limits, compression, compared_floors(baseline.floors)),
         kernels=kernel_facts(calls, deviations),
         layers=layers,
         environment=describe_environment(device, by),
         commands=tuple(commands),
         quantized_by=by,
     )
-    return replace(report, warnings=warn(pair.model, pair.packed, report)), pairs
+    warnings = (*warn(pair.model, pair.packed, report), *_seen(settings, background))
+    report = replace(report, warnings=warnings, calibrated_on=_count(settings, background))
+    steps = find_next_steps(report, _treated(pair, background))
+    return replace(report, next_steps=steps), pairs
+
+
+def _count(settings: GenerationSettings, background: Background) -> int | None:
+    known = background.calibrated
+    return None if known is None else count_seen(settings.prompts, known)
+
+
+def _seen(settings: GenerationSettings, background: Background) -> Iterator[str]:
+    """Say that prompts are calibrated on, if they are."""
+    if found := _count(settings, background):
+        yield (
+            f"{found} of the {len(settings.prompts)} compared prompts are calibrated on, too: on "
+            "them the pictures are better than on others; compare others."
+        )
+
+
+def _treated(pair: Pair, background: Background) -> Treated | None:
+    """Return how the layers are packed that the sensitivity is about."""
+    if background.sensitivity is None:
+        return None
+    sensitivity, path = background.sensitivity
+    for component in pair.packed.components:
+        if sensitivity.component in ("", component.name):
+            return Treated(sensitivity, path, component.config.layers)
+    return None
 
 
 def _load(pair: Pair, original: Original) -> Any:

@@ -11,7 +11,7 @@ from quantkit.storage.files import staged_directory
 
 from .comparison import Comparison
 from .embedding import Pictures, Store, store_pictures
-from .gates import Gate, passed
+from .gates import Gate, state_of
 from .images import Pairs
 from .pairs import PairView
 from .plots import plot_scores
@@ -60,7 +60,9 @@ def write_images_page(
         (stage / "report.json").write_text(text + "\n", encoding="utf-8")
         store = store_pictures(pairs) if pictures is Pictures.INSIDE else Store()
         view = PairView(pairs, comparison, (), pictures, store.lossy)
-        page = _page_values(comparison, gates) | picture_values(view, store)
+        page = _page_values(comparison, gates) | picture_values(
+            view, store, comparison.worst_first()
+        )
         page |= {"title": title, "lines": commands}
         (stage / "report.html").write_text(render("images.html.j2", page), encoding="utf-8")
 
@@ -72,7 +74,7 @@ def _page_values(comparison: Comparison, gates: tuple[Gate, ...]) -> dict[str, A
     ssim = plot_scores(comparison.scores["ssim"], gate, comparison.names)
     return {
         "lead": lead(gates) if gates else _without_gates(comparison),
-        "passed": passed(gates),
+        "state": state_of(gates).value,
         "gates": gates,
         "tiles": comparison_tiles(comparison),
         "metrics": rows,

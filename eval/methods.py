@@ -11,6 +11,7 @@ from urllib.parse import quote
 from quantkit.errors import InputError
 
 from .embedding import Store
+from .gates import State
 from .images import GAIN
 from .number_format import show, show_bytes, show_difference, show_mean
 from .pairs import Pair, Side, look_first, pair_numbers, pair_values, sort_keys
@@ -21,7 +22,8 @@ from .serialize import gates_json, plain
 from .statistics import Summary
 from .tiles import Tile, picture_tile, size_share
 
-SCHEMA_VERSION = 1
+#: 2: gates have a state, as in report.json.
+SCHEMA_VERSION = 2
 #: What the marker calls the output.
 KIND = "comparison of reports"
 COLUMNS = (
@@ -116,11 +118,13 @@ def _sparsity(packing: Packing) -> str:
 
 
 def judge_cell(report: Report) -> str:
-    """Return what the gates say in a word, the failed ones by name."""
+    """Return what the gates show in a word, those that decide it by name."""
     # The network's name stands in the heading of its column.
-    failed = [gate.title.partition(" [")[0] for gate in report.gates if gate.passed is False]
-    if failed:
-        return f"FAIL: {', '.join(failed)}"
+    told = [gate.title.partition(" [")[0] for gate in report.gates if gate.state is report.state]
+    if report.state is State.FAILED:
+        return f"FAIL: {', '.join(told)}"
+    if report.state is State.UNDECIDED:
+        return f"undecided: {', '.join(told)}"
     return "pass" if report.passed else "not judged"
 
 
@@ -188,7 +192,7 @@ def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:
 def _lead(methods: Sequence[Method]) -> str:
     """Return in one sentence how many keep their gates, and which is the smallest of those."""
     good = [method for method in methods if method.report.passed]
-    start = f"{len(good)} of {len(methods)} packed pipelines keep their gates"
+    start = f"{len(good)} of {len(methods)} packed pipelines pass their gates"
     if not good:
         return f"{start}."
     least = min(good, key=lambda method: method.report.packed.nbytes)
@@ -204,7 +208,7 @@ def _tile(method: Method) -> Tile:
         f"{size_share(report)}, {pictures.value}",
         (
             lead(report.gates).partition(": ")[2],
-            *([method.remark] if method.remark and not report.passed else []),
+            *([method.remark] if method.remark and report.state is State.FAILED else []),
         ),
     )
 
@@ -243,7 +247,10 @@ def _method_json(method: Method) -> dict[str, Any]:
             "relative_loss_percent": plain(clip.loss),
         },
         "gates": gates_json(report.gates),
-        "verdict": {"passed": report.passed, "text": report.verdict},
+        "pictures": {kind.value: count for kind, count in report.pictures.counts.items()},
+        "verdict": {
+            "state": report.state.value, "passed": report.passed, "text": report.verdict,
+        },
     }  # fmt: skip
 
 

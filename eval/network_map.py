@@ -92,7 +92,9 @@ def block_of(row: LayerRow) -> str:
     return ".".join(filter(None, (row.component, *kept)))
 
 
-def _place(layers: Sequence[LayerRow], row: LayerRow) -> tuple[int, int, list[tuple[bool, int | str]]]:
+def _place(
+    layers: Sequence[LayerRow], row: LayerRow
+) -> tuple[int, int, list[tuple[bool, int | str]]]:
     """Return where a layer stands: its component's place, its stage, then numbers as numbers."""
     components = list(dict.fromkeys(layer.component for layer in layers))
     stage = next((rank for start, rank in STAGES if row.name.startswith(start)), _BETWEEN)

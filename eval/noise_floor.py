@@ -5,9 +5,10 @@ another number of prompts at a time, which changes nothing but the order of sums
 that moves the pictures no further cannot be told from them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from quantkit.progress import Progress
 
 from .backbones import Backbones
 from .comparison import Comparison, compare
+from .equivalence import Equivalence, compare_with_zero, correct_holm, show_equivalence
 from .generation import Generated, GenerationSettings, generate
 from .images import Pairs
-from .statistics import Summary, summarize_difference
+from .statistics import Summary, subtract_pairs, summarize
 from .step_errors import Divergence, StepErrors, Trajectory
 
 #: What the original is computed in for the floor, by what it is computed in otherwise. A CPU's
@@ -35,6 +37,9 @@ OTHER_DTYPE = {
     torch.float16: torch.bfloat16,
     torch.bfloat16: torch.float16,
 }
+#: Of a comparison whose gates are not known.
+NO_MARGINS: Mapping[str, float] = MappingProxyType({})
+_INFINITE = "pairs with identical pictures (infinite)"
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 
 
@@ -65,12 +70,24 @@ class Floor:
 
 
 @dataclass(frozen=True)
+class GapTest:
+    """What the pairs of packed and floor show in one metric."""
+
+    #: of the two-sided t-test that they differ, corrected by Holm over all metrics and floors
+    p_differs: float
+    #: None: the metric has no gate, whose distance from identical pictures is the margin
+    equivalence: Equivalence | None
+
+
+@dataclass(frozen=True)
 class FloorGap:
     """A packed pipeline against one floor, prompt by prompt."""
 
     floor: Floor
     #: packed - floor by metric; "clip" is the difference of the two CLIP scores
     differences: dict[str, Summary]
+    #: what the same pairs show, by metric; none for one prompt
+    tests: dict[str, "GapTest"]
 
 
 def measure_floors(
@@ -111,9 +128,28 @@ def other_batch(count: int, batch: int) -> int | None:
     return batch // 2 if batch > 1 else 2
 
 
-def measure_gaps(packed: Comparison, floors: tuple[Floor, ...]) -> tuple[FloorGap, ...]:
-    """Return what the packed pipeline adds to each floor, paired by prompt."""
-    return tuple(FloorGap(floor, _differences(packed, floor.comparison)) for floor in floors)
+def measure_gaps(
+    packed: Comparison, floors: tuple[Floor, ...], margins: Mapping[str, float] = NO_MARGINS
+) -> tuple[FloorGap, ...]:
+    """Return what the packed pipeline adds to each floor, paired by prompt.
+
+    Args:
+        packed: its pictures against the original's.
+        floors: of the original.
+        margins: by metric, within which a difference is called equivalent.
+    """
+    values = [_differences(packed, floor.comparison) for floor in floors]
+    tests = _test_gaps(values, margins)
+    return tuple(
+        FloorGap(floor, {name: summarize(pairs, infinite_note=_INFINITE)
+                         for name, pairs in found.items()}, tested)
+        for floor, found, tested in zip(floors, values, tests, strict=True)
+    )  # fmt: skip
+
+
+def compared_floors(floors: Iterable[Floor]) -> tuple[Comparison, ...]:
+    """Return the comparisons of those floors that could be measured."""
+    return tuple(floor.comparison for floor in floors if floor.comparison is not None)
 
 
 @contextmanager
@@ -173,17 +209,33 @@ def picture_names(count: int) -> tuple[str, ...]:
     return tuple(f"{index:03d}" for index in range(count))
 
 
-def _differences(packed: Comparison, floor: Comparison | None) -> dict[str, Summary]:
+def _differences(packed: Comparison, floor: Comparison | None) -> dict[str, list[float]]:
+    """Return packed - floor by metric, one per prompt; infinite where either is."""
     if floor is None:
         return {}
     found = {
-        name: summarize_difference(
-            score.values, floor.scores[name].values,
-            infinite_note="pairs with identical pictures (infinite)",
-        )
+        name: subtract_pairs(score.values, floor.scores[name].values)
         for name, score in packed.scores.items()
-    }  # fmt: skip
+    }
     if packed.clip is not None and floor.clip is not None:
-        after, before = packed.clip.packed.values, floor.clip.packed.values
-        found["clip"] = summarize_difference(after, before)
+        found["clip"] = subtract_pairs(packed.clip.packed.values, floor.clip.packed.values)
+    return found
+
+
+def _test_gaps(
+    values: Sequence[Mapping[str, Sequence[float]]], margins: Mapping[str, float]
+) -> tuple[dict[str, GapTest], ...]:
+    """Return the tests of every floor's metrics, corrected together."""
+    tested = [
+        (index, name, test)
+        for index, found in enumerate(values)
+        for name, pairs in found.items()
+        if (test := compare_with_zero(pairs)) is not None
+    ]
+    p_values = correct_holm([min(1.0, 2.0 * min(t.above, t.below)) for _, _, t in tested])
+    found: tuple[dict[str, GapTest], ...] = tuple({} for _ in values)
+    for (index, name, _), p in zip(tested, p_values, strict=True):
+        margin = margins.get(name)
+        equal = None if margin is None else show_equivalence(values[index][name], margin)
+        found[index][name] = GapTest(p, equal)
     return found

@@ -1,6 +1,7 @@
 """Writing a report: pictures, report.json, report.md and report.html."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,14 +71,14 @@ def save_pairs(pairs: Pairs, folder: Path) -> None:
             save_png(picture, folder / side / f"{name}.png")
 
 
-def picture_values(view: PairView, store: Store) -> dict[str, Any]:
+def picture_values(view: PairView, store: Store, order: Sequence[int]) -> dict[str, Any]:
     """Return what the templates of pictures want, of one report or of two folders.
 
     Args:
         view: the pairs.
         store: their pictures, when the page holds them.
+        order: positions of the pairs, the worst first.
     """
-    order = view.comparison.worst_first()
     return {
         "groups": look_first(order, view.first),
         "pairs": [view.listed(index) for index in order],
@@ -94,7 +95,7 @@ def _template_values(report: Report, pairs: Pairs, pictures: Pictures) -> dict[s
     store = store_pictures(pairs) if pictures is Pictures.INSIDE else Store()
     view = PairView(pairs, report.comparison, report.run.seeds, pictures, store.lossy)
     return {
-        **picture_values(view, store),
+        **picture_values(view, store, report.pictures.order),
         "headline": headline(report.gates),
         "lead": lead(report.gates),
         "tiles": report_tiles(report),

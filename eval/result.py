@@ -1,18 +1,21 @@
 """The result of an evaluation as one value: everything that a report shows is in here."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from .comparison import Comparison
-from .gates import Compression, Gate, passed
-from .noise_floor import FloorGap
-from .serialize import comparison_json, gap_json, plain, steps_json
+from .composition import PictureKinds, find_bounds, sort_pictures
+from .gates import Compression, Gate, State, state_of
+from .noise_floor import FloorGap, compared_floors
+from .serialize import comparison_json, gap_json, gates_json, pictures_json, plain, steps_json
 from .step_errors import StepErrors
 from .verdict import write_verdict
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 #: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.
-SCHEMA_VERSION = 2
+#: 3: gates have a state, of three; "passed" is null where a gate is open or was not measured.
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,18 @@ class Timesteps:
 
 
 @dataclass(frozen=True)
+class NextStep:
+    """One thing to do next."""
+
+    #: in words, with what it would bring
+    what: str
+    #: to type; empty when there is none
+    command: str
+    #: module paths that it is about
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Report:
     """One evaluation, complete."""
 
@@ -179,6 +194,10 @@ class Report:
     warnings: tuple[str, ...] = ()
     #: which other tools quantized the second pipeline; empty when quantkit packed it
     quantized_by: tuple[QuantizedBy, ...] = ()
+    #: compared prompts that calibration has seen, too; None: not known
+    calibrated_on: int | None = None
+    #: what would help, the cheapest first; empty when the gates pass
+    next_steps: tuple[NextStep, ...] = ()
 
     def __repr__(self) -> str:
         """Return title and verdict: the report itself has pages."""
@@ -199,8 +218,14 @@ class Report:
         return {
             "schema": "quantkit.report",
             "schema_version": SCHEMA_VERSION,
-            "verdict": {"passed": self.passed, "text": self.verdict},
+            "verdict": {
+                "state": self.state.value,
+                "passed": self.passed,
+                "text": self.verdict,
+            },
             **body,
+            "gates": gates_json(self.gates),
+            "pictures": pictures_json(self.pictures),
             "comparison": comparison_json(self.comparison),
             "kernels": kernels,
             "noise_floor": [gap_json(gap) for gap in self.noise_floor],
@@ -218,12 +243,25 @@ class Report:
         tools = dict.fromkeys(by.tool for by in self.quantized_by)
         return ", ".join(tools or self.kernels.by_backend)
 
+    @cached_property
+    def pictures(self) -> PictureKinds:
+        """What became of every picture, the changed ones first."""
+        floors = compared_floors(gap.floor for gap in self.noise_floor)
+        return sort_pictures(self.comparison, find_bounds(floors))
+
+    @property
+    def state(self) -> State:
+        """What the gates show: passed, failed, or undecided."""
+        return state_of(self.gates)
+
     @property
     def passed(self) -> bool:
-        """True when every gate that was measured holds."""
-        return passed(self.gates)
+        """True when every gate that was measured passes."""
+        return self.state is State.PASSED
 
     @property
     def verdict(self) -> str:
         """Verdict and reasons in one paragraph."""
-        return write_verdict(self.gates, self.compression, self.comparison, self.noise_floor)
+        return write_verdict(
+            self.gates, self.compression, self.comparison, self.noise_floor, self.pictures
+        )

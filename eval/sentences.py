@@ -2,46 +2,42 @@
 
 from collections.abc import Sequence
 
-from .gates import Gate, passed
+from .gates import Gate, State, state_of
 from .number_format import show
 from .result import Report
 
 
 def gate_remark(gate: Gate) -> str:
     """Return what else there is to know about a gate."""
-    unsure = (
-        "more prompts could change it: the interval includes the limit" if not gate.settled else ""
-    )
-    if gate.passed is None or gate.settled is None:
-        unsure = ""
-    return "; ".join(part for part in (gate.note, unsure) if part)
+    more = ""
+    if gate.state is State.UNDECIDED:
+        number = f"about {gate.prompts_needed}" if gate.prompts_needed else "more than 10,000"
+        more = f"{number} prompts would decide"
+    return "; ".join(part for part in (gate.note, more) if part)
 
 
 def headline(gates: Sequence[Gate]) -> str:
     """Return the verdict in as few words as are true."""
-    results = {gate.passed for gate in gates}
-    if False in results:
-        return "Failed."
-    if True not in results:
-        return "Not judged."
-    return "Passed what was measured." if None in results else "Passed."
+    state = state_of(gates)
+    if state is State.PASSED and any(gate.state is State.NOT_JUDGED for gate in gates):
+        return "Passed what was measured."
+    return f"{state.value.capitalize()}."
 
 
 def lead(gates: Sequence[Gate]) -> str:
-    """Return the verdict as one sentence: the gates that fail, or all that hold."""
-    words = headline(gates)
-    told = [gate for gate in gates if gate.passed is not None]
-    if not told:
+    """Return the verdict as one sentence, with the gates that decide it."""
+    words, state = headline(gates), state_of(gates)
+    if state is State.NOT_JUDGED:
         return f"{words[:-1]}: no gate was measured."
-    if not passed(tuple(gates)):
-        told = [gate for gate in told if not gate.passed]
+    told = [gate for gate in gates if gate.state is state]
     numbers = ", ".join(
         # The network's name stands in the tables.
         f"{gate.title.partition(' [')[0]} {show(gate.found, gate.unit)} (wanted {gate.wanted})"
         for gate in told
     )
-    close = any(gate.settled is False for gate in told)
-    return f"{words[:-1]}: {numbers}{'; more prompts could change this' * close}."
+    needed = [gate.prompts_needed for gate in told if gate.prompts_needed]
+    more = f"; about {max(needed)} prompts would decide" if needed else ""
+    return f"{words[:-1]}: {numbers}{more}."
 
 
 def kernel_sentence(report: Report) -> str:

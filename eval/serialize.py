@@ -6,7 +6,9 @@ from math import isfinite
 from typing import Any
 
 from .comparison import Comparison, Score
+from .composition import PictureKinds
 from .gates import Gate
+from .judges import Judgement
 from .noise_floor import FloorGap
 from .step_errors import StepErrors
 
@@ -26,12 +28,20 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
             "change": plain(clip.change),
             "relative_loss_percent": plain(clip.loss),
         },
+        "resemblance": plain(comparison.resemblance),
+        "judges": {found.judge.name: _judgement_json(found) for found in comparison.judgements},
     }  # fmt: skip
 
 
 def gates_json(gates: tuple[Gate, ...]) -> list[dict[str, Any]]:
     """Return the gates as JSON values."""
-    return [plain(gate) | {"wanted": gate.wanted} for gate in gates]
+    return [plain(gate) | {"passed": gate.passed, "wanted": gate.wanted} for gate in gates]
+
+
+def pictures_json(pictures: PictureKinds) -> dict[str, Any]:
+    """Return what became of every picture, and how many of each kind there are."""
+    counts = {kind.value: count for kind, count in pictures.counts.items()}
+    return {"counts": counts, **plain(pictures)}
 
 
 def gap_json(gap: FloorGap) -> dict[str, Any]:
@@ -44,6 +54,7 @@ def gap_json(gap: FloorGap) -> dict[str, Any]:
         "comparison": floor.comparison and comparison_json(floor.comparison),
         "divergence": steps_json(floor.divergence),
         "packed_minus_floor": plain(gap.differences),
+        "tests": plain(gap.tests),
     }
 
 
@@ -72,6 +83,21 @@ def _score_json(score: Score) -> dict[str, Any]:
         "values": plain(score.values),
         "null_means": "infinite: identical pictures" if identical else None,
         "summary": plain(score.summary),
+    }
+
+
+def _judgement_json(found: Judgement) -> dict[str, Any]:
+    judge = found.judge
+    return {
+        "title": judge.title,
+        "source": found.source or None,
+        "meaning": judge.meaning,
+        "better": "higher" if judge.higher_is_better else "lower",
+        "original": list(found.original),
+        "packed": list(found.packed),
+        "summary": plain(found.summary),
+        "change": plain(found.change),
+        "note": found.note or None,
     }
 
 

@@ -85,9 +85,13 @@ def summarize_difference(
         before: of the same prompts. A pair in which either is infinite is left out.
         infinite_note: what an infinite value means, for the note.
     """
-    finite = [isfinite(a) and isfinite(b) for a, b in zip(after, before, strict=True)]
-    pairs = zip(after, before, finite, strict=True)
-    return summarize([a - b if good else inf for a, b, good in pairs], infinite_note=infinite_note)
+    return summarize(subtract_pairs(after, before), infinite_note=infinite_note)
+
+
+def subtract_pairs(after: Sequence[float], before: Sequence[float]) -> list[float]:
+    """Return ``after - before`` of every pair; infinite where either is."""
+    pairs = zip(after, before, strict=True)
+    return [a - b if isfinite(a) and isfinite(b) else inf for a, b in pairs]
 
 
 def bootstrap_mean(values: Array) -> Interval | None:

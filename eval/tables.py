@@ -7,7 +7,7 @@ from .metrics import METRICS
 from .noise_floor import FloorGap
 from .result import Timesteps
 from .statistics import Summary
-from .verdict import Standing, standing
+from .verdict import Standing, standing_to
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _pair_cell(metric: str, gap: FloorGap) -> FloorCell:
 
 def _cell(metric: str, value: Summary, gap: FloorGap) -> FloorCell:
     difference = gap.differences[metric]
-    return FloorCell(value, difference, standing(metric, difference))
+    return FloorCell(value, difference, standing_to(gap, metric))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def report_tiles(report: Report) -> tuple[Tile, ...]:
     """Return size, pictures, speed and kernels of one report."""
     return (
         _size(report),
-        picture_tile(report.comparison, report.noise_floor),
+        picture_tile(report.comparison, report.noise_floor, changed=_changed(report)),
         _speed(report),
         _kernels(report),
     )
@@ -44,7 +44,9 @@ def comparison_tiles(comparison: Comparison) -> tuple[Tile, ...]:
     return (Tile("Pictures", f"{len(comparison.names)} pairs"), *scores)
 
 
-def picture_tile(comparison: Comparison, floors: tuple[FloorGap, ...] = ()) -> Tile:
+def picture_tile(
+    comparison: Comparison, floors: tuple[FloorGap, ...] = (), *, changed: str = ""
+) -> Tile:
     """Return how near the pictures are, and how near the original is to itself."""
     ssim, lpips = comparison.scores["ssim"], comparison.scores.get("lpips")
     worst = comparison.worst_first()[0]
@@ -54,10 +56,17 @@ def picture_tile(comparison: Comparison, floors: tuple[FloorGap, ...] = ()) -> T
         f"SSIM {show(ssim.summary.mean)}",
         _notes(
             f"worst {show(ssim.values[worst])}, of {len(comparison.names)}",
+            changed,
             lpips and f"LPIPS {show(lpips.summary.mean)}",
             floor and f"noise floor: SSIM {show(floor.scores['ssim'].summary.mean)}",
         ),
     )
+
+
+def _changed(report: Report) -> str:
+    """Return how many pictures are what; empty when all are the same."""
+    counts = {kind.value: count for kind, count in report.pictures.counts.items() if count}
+    return "" if len(counts) == 1 else ", ".join(f"{n} {words}" for words, n in counts.items())
 
 
 def size_share(report: Report) -> str:

@@ -1,13 +1,16 @@
 """The verdict in words, every sentence computed from the numbers beside it."""
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from enum import Enum
 
 from .comparison import ClipScores, Comparison
-from .gates import Compression, Gate, passed
+from .composition import Kind, PictureKinds
+from .equivalence import ALPHA, MOST_PROMPTS, show_equivalence
+from .gates import LEAST_PROMPTS, Compression, Gate, State, state_of
 from .metrics import METRICS, Better
 from .noise_floor import FloorGap
-from .number_format import show, show_difference, show_signed
+from .number_format import show, show_difference, show_interval, show_signed
 from .statistics import Summary
 
 #: The metrics that decide whether packed pictures can be told from the floor's, of the first floor
@@ -21,7 +24,9 @@ class Standing(Enum):
     WORSE = "worse"
     BETTER = "better"
     #: the interval of the difference holds zero
-    OPEN = "no clear difference"
+    OPEN = "undecided"
+    #: two one-sided tests show the difference to be smaller than the gate allows
+    EQUIVALENT = "equivalent"
     #: fewer than two pairs, or no finite value
     UNKNOWN = "no interval"
 
@@ -39,62 +44,136 @@ def standing(metric: str, difference: Summary) -> Standing:
     )
 
 
+def standing_to(gap: FloorGap, metric: str) -> Standing:
+    """Return what interval and tests of packed - floor say together about the metric."""
+    found, test = standing(metric, gap.differences[metric]), gap.tests.get(metric)
+    if test is None or found is Standing.UNKNOWN:
+        return found
+    if found in (Standing.WORSE, Standing.BETTER) and test.p_differs <= 2.0 * ALPHA:
+        return found
+    equal = test.equivalence is not None and test.equivalence.shown
+    enough = gap.differences[metric].count >= LEAST_PROMPTS
+    return Standing.EQUIVALENT if equal and enough else Standing.OPEN
+
+
 def write_verdict(
     gates: tuple[Gate, ...],
     compression: Compression,
     comparison: Comparison,
     gaps: tuple[FloorGap, ...],
+    pictures: PictureKinds,
 ) -> str:
-    """Return the verdict: gates, noise floor, CLIP score, worst picture; one paragraph."""
+    """Return the verdict: gates, kinds of pictures, noise floor, CLIP score, worst picture."""
+    clip = next((gate for gate in gates if gate.metric == "clip_loss"), None)
     sentences = [
         judge_gates(gates, compression),
+        describe_pictures(comparison.names, pictures),
         *(
             describe_floor(comparison, gap, metrics)
             for gap, metrics in zip(gaps, DECIDING, strict=False)
         ),
-        describe_clip(comparison.clip, len(comparison.names)),
+        describe_clip(comparison.clip, clip),
         describe_worst(comparison, gaps),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
+#: Pictures that a sentence names.
+MOST_NAMED = 4
+#: The word that a headline begins with.
+WORDS = {
+    State.PASSED: "PASS",
+    State.FAILED: "FAIL",
+    State.UNDECIDED: "UNDECIDED",
+    State.NOT_JUDGED: "NOT JUDGED",
+}
+
+
 def headline(gates: tuple[Gate, ...]) -> str:
-    """Return on one line whether the gates hold, and what each found."""
-    measured = [gate for gate in gates if gate.passed is not None]
-    if not measured:
+    """Return on one line what the gates show, and what each found that decides it."""
+    state = state_of(gates)
+    if state is State.NOT_JUDGED:
         return "NOT JUDGED: no gate was measured"
-    failed = [gate for gate in measured if not gate.passed]
     told = ", ".join(
         f"{gate.title} {show(gate.found, gate.unit)} (wanted {gate.wanted})"
-        for gate in failed or measured
+        for gate in gates
+        if gate.state is state
     )
-    return f"{'FAIL' if failed else 'PASS'}: {told}"
+    more = "; more prompts decide" if state is State.UNDECIDED else ""
+    return f"{WORDS[state]}: {told}{more}"
 
 
 def judge_gates(gates: tuple[Gate, ...], compression: Compression) -> str:
-    """Return which gates hold, fail (and by how much), could turn, or were not measured."""
-    failed = [f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.wanted} "
-              f"({show(_shortfall(gate), gate.unit)} off)"
-              for gate in gates if gate.passed is False]  # fmt: skip
-    missing = [gate.title for gate in gates if gate.passed is None]
-    close = [gate.title for gate in gates if gate.settled is False]
-    tail = (
-        f" More prompts could change the result of {' and '.join(close)}: "
-        "the interval includes the limit."
-    ) * bool(close)
-    tail += f" Not measured: {', '.join(missing)}." if missing else ""
+    """Return which gates hold, fail (and by how much), are open, or were not measured."""
+    by_state = {state: [gate for gate in gates if gate.state is state] for state in State}
+    failed, open_ = by_state[State.FAILED], by_state[State.UNDECIDED]
     what = f"{compression.value.capitalize()} weights"
-    if failed:
-        return f"{what} fail: {'; '.join(failed)}.{tail}"
-    if not passed(gates):
-        return f"{what} were not judged.{tail}"
-    held = ", ".join(f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})"
-                     for gate in gates if gate.passed)  # fmt: skip
-    return f"{what} pass: {held}.{tail}"
+    parts = {
+        State.FAILED: f"{what} fail: {'; '.join(map(_failure, failed))}.",
+        State.UNDECIDED: f"{what} are undecided.",
+        State.PASSED: f"{what} pass: {_held(by_state[State.PASSED])}.",
+        State.NOT_JUDGED: f"{what} were not judged.",
+    }
+    sentences = [parts[state_of(gates)], *map(_question, open_)]
+    if by_state[State.NOT_JUDGED]:
+        missing = ", ".join(gate.title for gate in by_state[State.NOT_JUDGED])
+        sentences.append(f"Not measured: {missing}.")
+    return " ".join(sentences)
 
 
-def describe_clip(clip: ClipScores | None, count: int) -> str:
-    """Return how the CLIP score moves, and whether that is more than chance."""
+def _held(gates: Sequence[Gate]) -> str:
+    return ", ".join(
+        f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})" for gate in gates
+    )
+
+
+def _failure(gate: Gate) -> str:
+    assert gate.found is not None
+    off = show(abs(gate.found - gate.limit), gate.unit)
+    return f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.wanted} ({off} off)"
+
+
+def _question(gate: Gate) -> str:
+    """Return why a gate is open, and how many prompts would decide it."""
+    found = f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})"
+    if gate.interval is None:
+        why = "one prompt has no interval"
+    elif gate.interval.holds(gate.limit):
+        why = f"the interval {show_interval(gate.interval)} holds the limit"
+    elif gate.count < LEAST_PROMPTS and gate.p_passes is not None and gate.p_passes <= ALPHA:
+        why = f"{gate.count} prompts are too few to pass"
+    else:
+        why = "the tests decide nothing"
+    more = f"about {gate.prompts_needed}" if gate.prompts_needed else f"more than {MOST_PROMPTS:,}"
+    return f"{found}: {why}; {more} prompts would decide."
+
+
+def describe_pictures(names: Sequence[str], pictures: PictureKinds) -> str:
+    """Return how many pictures are the same, and which are not; empty if all are."""
+    counts = pictures.counts
+    if counts[Kind.SAME] == len(names):
+        return ""
+    changed = [
+        f"{counts[kind]} {'are' if counts[kind] > 1 else 'is'} {words} "
+        f"({_listed([names[i] for i in pictures.order if pictures.kinds[i] is kind])})"
+        for kind, words in ((Kind.BROKEN, "broken"), (Kind.VARIANT, "changed in composition"))
+        if counts[kind]
+    ]
+    return f"Of {len(names)} pictures {' and '.join(changed)}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join([*names[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+
+
+def describe_clip(clip: ClipScores | None, gate: Gate | None) -> str:
+    """Return how the CLIP score moves, whether that is chance, and whether it stays small.
+
+    Args:
+        clip: None: not measured.
+        gate: its limit is the margin that equivalence is tested with; None: none is.
+    """
     if clip is None or clip.change.mean is None:
         return ""
     share = "" if clip.loss.mean is None else f" ({show_signed(0.0 - clip.loss.mean, '%')})"
@@ -105,10 +184,26 @@ def describe_clip(clip: ClipScores | None, count: int) -> str:
     interval = clip.change.interval
     if interval is None:
         return f"{start}; one prompt is too few for an interval."
+    within = _equivalent_within(clip, gate)
     if interval.holds(0.0):
-        return f"{start}; the interval includes zero: {count} prompts show no clear change."
+        if within:
+            return f"{start}: equivalent{within}."
+        count = len(clip.original.values)
+        return f"{start}; {count} prompts show neither a change nor that there is none."
     direction = "worse" if clip.change.mean < 0 else "better"
-    return f"{start}; the interval excludes zero: the pictures match their prompts {direction}."
+    return f"{start}; the pictures match their prompts {direction}{within and f', but{within}'}."
+
+
+def _equivalent_within(clip: ClipScores, gate: Gate | None) -> str:
+    """Return within what the scores are shown to be equivalent; empty if they are not."""
+    mean = clip.original.summary.mean
+    pairs = zip(clip.packed.values, clip.original.values, strict=True)
+    if gate is None or mean is None or mean <= 0.0 or len(clip.original.values) < LEAST_PROMPTS:
+        return ""
+    found = show_equivalence([after - before for after, before in pairs], gate.limit / 100 * mean)
+    if found is None or not found.shown:
+        return ""
+    return f" within {gate.limit:g} % (two one-sided tests, p = {found.p:.2g})"
 
 
 def describe_worst(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> str:
@@ -142,24 +237,26 @@ def describe_floor(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]
         return f"The noise floor ({floor.title}) was not measured: {floor.note}."
     if _identical(floor.comparison):
         return f"The noise floor ({floor.title}) is zero: all 8-bit pictures stay the same."
-    found = {
-        name: standing(name, gap.differences[name]) for name in metrics if name in gap.differences
-    }
+    found = {name: standing_to(gap, name) for name in metrics if name in gap.differences}
     worse = [name for name, place in found.items() if place is Standing.WORSE]
-    if worse:
-        numbers = _numbers(comparison, gap, worse)
-        return f"Packing moves the pictures more than the noise floor ({floor.title}): {numbers}."
-    numbers = _numbers(comparison, gap, list(found))
-    if Standing.UNKNOWN in found.values():
-        return (
-            f"{count} prompt{'s are' if count > 1 else ' is'} too few for a comparison with the "
-            f"noise floor ({floor.title}): {numbers}."
-        )
-    if set(found.values()) == {Standing.BETTER}:
-        return f"Packing moves the pictures less than the noise floor ({floor.title}): {numbers}."
+    numbers = _numbers(comparison, gap, worse or list(found))
+    return f"{_place(set(found.values()), floor.title, count)}: {numbers}."
+
+
+def _place(found: AbstractSet[Standing], title: str, count: int) -> str:
+    """Return where the pictures stand to a floor, all deciding metrics together."""
+    if Standing.WORSE in found:
+        return f"Packing moves the pictures more than the noise floor ({title})"
+    if Standing.UNKNOWN in found:
+        few = "prompts are" if count > 1 else "prompt is"
+        return f"{count} {few} too few for a comparison with the noise floor ({title})"
+    if found == {Standing.BETTER}:
+        return f"Packing moves the pictures less than the noise floor ({title})"
+    if Standing.OPEN not in found:
+        return f"Packing moves the pictures as the noise floor does, within the gates ({title})"
     return (
-        f"Over {count} prompts there is no clear difference from the noise floor "
-        f"({floor.title}): {numbers}."
+        f"{count} prompts do not tell packing from the noise floor ({title}), nor show that it is "
+        "no more"
     )
 
 
@@ -175,7 +272,3 @@ def _numbers(comparison: Comparison, gap: FloorGap, metrics: Sequence[str]) -> s
 
 def _identical(comparison: Comparison) -> bool:
     return all(value == 0.0 for value in comparison.scores["mse"].values)
-
-
-def _shortfall(gate: Gate) -> float | None:
-    return None if gate.found is None else abs(gate.found - gate.limit)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from quantkit.eval.backbones import load_backbones
 from quantkit.eval.evaluation import Baseline, evaluate, measure_baseline, open_pair
-from quantkit.eval.gates import Limits
+from quantkit.eval.gates import Limits, State
 from quantkit.eval.generation import GenerationSettings, make_settings
 from quantkit.eval.methods import Method, write_methods
 from quantkit.eval.report import write_report
@@ -156,7 +156,7 @@ def remarks(outcomes: tuple[DemoResult, ...]) -> tuple[str, ...]:
     """Return one sentence per row whose gates fail, each said once."""
     found: dict[str, list[str]] = {}
     for outcome in outcomes:
-        if outcome.row.remark and not outcome.report.passed:
+        if outcome.row.remark and outcome.report.state is State.FAILED:
             found.setdefault(outcome.row.remark, []).append(outcome.row.title)
     return tuple(f"{', '.join(titles)}: {remark}" for remark, titles in found.items())
 

@@ -35,49 +35,85 @@ QK_DEVICE void load_numbers(f32 (&numbers)[kCount], const f32* from, int first, 
     numbers[e] = from != nullptr && first + e < end ? from[first + e] : 0.0f;
 }
 
+/// What the sums of a lane become, all of it before anything is stored: codes are bytes, which may
+/// be what scales lie in as far as the compiler knows, and every load would wait for a store.
+template <class Mma, int kBlocksN, int kBlocksM>
+struct LaneCodes {
+  using Runs = typename Mma::template Runs<kBlocksN>;
+  using Accumulators = typename Mma::Acc[kBlocksN][kBlocksM];
+  static constexpr int kLength = Runs::kLength, kRuns = Runs::kCount,
+                       kParts = kBlocksM * Mma::kColumns;
+  static_assert(8 % kLength == 0 && kLength % 4 == 0, "a run is of one head, and whole words");
+  using Run = Codes<kLength>;
+  Run codes[kRuns][kParts];
+
+  /// First row of A of a run, and the row of B of a part, from the wave's first ones.
+  static QK_DEVICE int across(int run, int lane) {
+    return Mma::template output<kBlocksN>(run, lane);
+  }
+  static QK_DEVICE int down(int part, int lane) {
+    return 16 * (part / Mma::kColumns) + Mma::token(part % Mma::kColumns, lane);
+  }
+  static QK_DEVICE f32 sum(const Accumulators& acc, int run, int part, int e) {
+    return static_cast<f32>(acc[Mma::template block<kBlocksN>(run, e)][part / Mma::kColumns]
+                               [Mma::element(e, part % Mma::kColumns)]);
+  }
+};
+
 struct CodeRows {
   /// m0, n0: first token and output of the calling wave's accumulators.
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const CodesArgs& args,
                             const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
-    using Runs = typename Mma::template Runs<kBlocksN>;
-    constexpr int kLength = Runs::kLength;
-    static_assert(8 % kLength == 0, "a run of outputs is of one head");
-    const int lane = thread_index() % kWave, heads = args.heads(), padded = args.padded();
-    QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
-      const int output = n0 + Mma::template output<kBlocksN>(run, lane);
-      const int head = output / args.d, column = output % args.d;
+    using Lane = LaneCodes<Mma, kBlocksN, kBlocksM>;
+    constexpr int kLength = Lane::kLength;
+    const int lane = thread_index() % kWave;
+    Lane mine;
+    f32 x_scale[Lane::kParts];
+    QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+      const int token = m0 + Lane::down(part, lane), last = args.m - 1;
+      x_scale[part] = args.x_scale[(token < last ? token : last) * args.per_token];
+    }
+    QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
       f32 scale[kLength], bias[kLength];
-      load_numbers(scale, args.w_scale, output, args.n);
-      load_numbers(bias, args.bias, output, args.n);
-      QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
-        QK_UNROLL for (int part = 0; part < Mma::kColumns; ++part) {
-          const int token = m0 + 16 * j + Mma::token(part, lane);
-          if (token >= args.m || output >= args.n) continue;
-          const f32 x_scale = args.x_scale[token * args.per_token];
-          f32 values[kLength];
-          QK_UNROLL for (int e = 0; e < kLength; ++e) {
-            const auto sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, part)];
-            values[e] = add_rounded(static_cast<f32>(sum) * x_scale * scale[e], bias[e]);
-          }
-          const i64 row = static_cast<i64>(token / args.tokens * heads + head) * args.tokens +
-                          token % args.tokens;
-          u8* const target = args.codes + row * padded + column;
-          store(target, encode_run<Format::kE4M3FN>(values));
-          if (column + kLength == args.d && args.d != padded)
-            write_zeros<kLength>(target + kLength);
+      load_numbers(scale, args.w_scale, n0 + Lane::across(run, lane), args.n);
+      load_numbers(bias, args.bias, n0 + Lane::across(run, lane), args.n);
+      QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+        f32 values[kLength];
+        QK_UNROLL for (int e = 0; e < kLength; ++e) {
+          const f32 sum = Lane::sum(acc, run, part, e);
+          values[e] = add_rounded(sum * x_scale[part] * scale[e], bias[e]);
         }
+        mine.codes[run][part] = encode_run<Format::kE4M3FN>(values);
       }
     }
+    store_all(args, mine, m0, n0, lane);
   }
 
  private:
-  /// The 8 columns that a head is short of a multiple of 16.
-  template <int kLength>
-  static QK_DEVICE void write_zeros(u8* target) {
-    const Codes<kLength> zeros = {};
-    QK_UNROLL for (int at = 0; at < 8; at += kLength)
-      store(target + at, zeros);
+  template <class Lane>
+  static QK_DEVICE void store_all(const CodesArgs& args, const Lane& mine, int m0, int n0,
+                                  int lane) {
+    constexpr int kLength = Lane::kLength;
+    const int heads = args.heads(), padded = args.padded();
+    QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+      const int token = m0 + Lane::down(part, lane);
+      if (token >= args.m) continue;
+      const int picture = token / args.tokens, at = token % args.tokens;
+      QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
+        const int output = n0 + Lane::across(run, lane);
+        if (output >= args.n) continue;
+        const int head = output / args.d, column = output % args.d;
+        const i64 row = static_cast<i64>(picture * heads + head) * args.tokens + at;
+        u8* const target = args.codes + row * padded + column;
+        store(target, mine.codes[run][part]);
+        // A head is short of a multiple of 16 by 8 columns or none.
+        if (args.d == padded || column + kLength != args.d) continue;
+        const typename Lane::Run zeros = {};
+        QK_UNROLL for (int behind = 0; behind < 8; behind += kLength)
+          store(target + kLength + behind, zeros);
+      }
+    }
   }
 };
 
@@ -86,74 +122,101 @@ struct CodeColumns {
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const CodesArgs& args,
                             const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
-    using Runs = typename Mma::template Runs<kBlocksN>;
-    constexpr int kLength = Runs::kLength;
+    using Lane = LaneCodes<Mma, kBlocksN, kBlocksM>;
+    constexpr int kLength = Lane::kLength;
     const int lane = thread_index() % kWave;
-    QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
-      const int token = n0 + Mma::template output<kBlocksN>(run, lane);
+    Lane mine;
+    f32 scale[Lane::kParts], bias[Lane::kParts];
+    QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+      const int output = m0 + Lane::down(part, lane), last = args.n - 1;
+      const int at = output < last ? output : last;
+      scale[part] = args.w_scale[at];
+      bias[part] = args.bias != nullptr ? args.bias[at] : 0.0f;
+    }
+    QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
       f32 x_scale[kLength];
       QK_UNROLL for (int e = 0; e < kLength; ++e) {
-        const int at = token + e < args.m ? token + e : args.m - 1;
-        x_scale[e] = args.x_scale[at * args.per_token];
+        const int token = n0 + Lane::across(run, lane) + e, last = args.m - 1;
+        x_scale[e] = args.x_scale[(token < last ? token : last) * args.per_token];
       }
-      QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
-        QK_UNROLL for (int part = 0; part < Mma::kColumns; ++part) {
-          const int output = m0 + 16 * j + Mma::token(part, lane);
-          if (token >= args.m || output >= args.n) continue;
-          const f32 scale = args.w_scale[output];
-          const f32 bias = args.bias != nullptr ? args.bias[output] : 0.0f;
-          f32 values[kLength];
-          QK_UNROLL for (int e = 0; e < kLength; ++e) {
-            const auto sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, part)];
-            values[e] = add_rounded(static_cast<f32>(sum) * x_scale[e] * scale, bias);
-          }
-          write(args, token, output, encode_run<Format::kE4M3FN>(values));
+      QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+        f32 values[kLength];
+        QK_UNROLL for (int e = 0; e < kLength; ++e) {
+          const f32 sum = Lane::sum(acc, run, part, e);
+          values[e] = add_rounded(sum * x_scale[e] * scale[part], bias[part]);
+        }
+        mine.codes[run][part] = encode_run<Format::kE4M3FN>(values);
+      }
+    }
+    store_all(args, mine, m0, n0, lane);
+  }
+
+ private:
+  template <class Lane>
+  static QK_DEVICE void store_all(const CodesArgs& args, const Lane& mine, int m0, int n0,
+                                  int lane) {
+    constexpr int kLength = Lane::kLength;
+    // Where runs are of one picture each, and begin on multiples of their length.
+    const bool whole = args.tokens % kLength == 0;
+    QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+      const int output = m0 + Lane::down(part, lane);
+      if (output >= args.n) continue;
+      const Channel channel(args, output);
+      QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
+        const int token = n0 + Lane::across(run, lane);
+        if (token >= args.m) continue;
+        if (whole) {
+          channel.template write<kLength>(args, token, mine.codes[run][part]);
+        } else {
+          channel.write_each(args, token, mine.codes[run][part]);
         }
       }
     }
   }
 
- private:
-  /// Codes of tokens from `token` on, of one output.
-  template <int kLength>
-  static QK_DEVICE void write(const CodesArgs& args, int token, int output,
-                              const Codes<kLength>& codes) {
-    const int picture = token / args.tokens, at = token % args.tokens;
-    if (args.tokens % kLength == 0) {
-      // All are of one picture, and begin on a multiple of their number.
-      write_run<kLength>(args, picture, at, output, codes);
-    } else {
-      // By shifts: an array indexed in a rolled loop is one in memory.
+  /// A column of a head.
+  struct Channel {
+    int head, column;
+
+    QK_DEVICE Channel(const CodesArgs& args, int output)
+        : head(output / args.d), column(output % args.d) {}
+
+    /// The codes of kCount tokens of a picture, and zeros where the picture or the head ends behind
+    /// them.
+    template <int kCount, class Run>
+    QK_DEVICE void write(const CodesArgs& args, int token, const Run& codes) const {
+      const int picture = token / args.tokens, at = token % args.tokens, pitch = args.pitch();
+      const i64 row = static_cast<i64>(picture * args.heads() + head) * args.padded() + column;
+      u8* const target = args.codes + row * pitch + at;
+      const int count = at + kCount == args.tokens ? pitch - at : kCount;
+      store(target, codes);
+      zero<kCount, Run>(target, kCount, count);
+      if (args.d == args.padded() || column + 1 != args.d) return;
+      QK_NO_UNROLL for (int below = 1; below <= 8; ++below)
+        zero<kCount, Run>(target + static_cast<i64>(below) * pitch, 0, count);
+    }
+
+    /// Codes one by one, each of a picture of its own perhaps. By shifts: an array indexed in a
+    /// rolled loop is one in memory.
+    template <int kLength>
+    QK_DEVICE void write_each(const CodesArgs& args, int token, const Codes<kLength>& codes) const {
       unsigned long long bits = 0;
       QK_UNROLL for (int w = 0; w < kLength / 4; ++w)
         bits |= static_cast<unsigned long long>(codes.words[w]) << (32 * w);
       QK_NO_UNROLL for (int i = token; i < token + kLength && i < args.m; ++i) {
-        write_run<1>(args, i / args.tokens, i % args.tokens, output, static_cast<u8>(bits));
+        write<1>(args, i, static_cast<u8>(bits));
         bits >>= 8;
       }
     }
-  }
 
-  /// kCount codes, and zeros where the picture or the head ends behind them.
-  template <int kCount, class Run>
-  static QK_DEVICE void write_run(const CodesArgs& args, int picture, int at, int output,
-                                  const Run& codes) {
-    const int head = output / args.d, column = output % args.d, pitch = args.pitch();
-    const i64 row = static_cast<i64>(picture * args.heads() + head) * args.padded() + column;
-    u8* const target = args.codes + row * pitch + at;
-    store(target, codes);
-    const int end = at + kCount;
-    const Run zeros = {};
-    if (end == args.tokens) {
-      for (int t = end; t < pitch; t += kCount) store(target + (t - at), zeros);
+   private:
+    template <int kCount, class Run>
+    static QK_DEVICE void zero(u8* target, int from, int to) {
+      const Run zeros = {};
+      QK_NO_UNROLL for (int t = from; t < to; t += kCount)
+        store(target + t, zeros);
     }
-    if (column + 1 != args.d || args.d == args.padded()) return;
-    const int last = end == args.tokens ? pitch : end;
-    for (int below = 1; below <= 8; ++below) {
-      for (int t = at; t < last; t += kCount)
-        store(target + static_cast<i64>(below) * pitch + (t - at), zeros);
-    }
-  }
+  };
 };
 
 }  // namespace qk

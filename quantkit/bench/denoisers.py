@@ -14,7 +14,7 @@ from quantkit.bench.kernels import one_line
 from quantkit.errors import ModelError
 from quantkit.models.families import is_denoiser
 from quantkit.models.hub import cached
-from quantkit.models.source import HUB_ID
+from quantkit.models.location import HUB_ID
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.storage.jsonfile import read_json
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantkit.calibration.attention_statistics import AttentionStatistics
+from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
 from quantkit.calibration.layer_fields import Field, check_fields
 from quantkit.models.attention import Heads
 
@@ -131,7 +131,7 @@ SUMS = {
     "low": Field(torch.float32, "BPHD", signed=True),
     "high": Field(torch.float32, "BPHD", signed=True),
     "values": Field(torch.float64, "BTHD", signed=True),
-    "shares": Field(torch.float64, "BSH", signed=True),
+    "shares": Field(torch.float64, "BSH"),
     "counts": Field(torch.int64, "BC"),
     "second": Field(torch.float64, "MHDD", signed=True),
 }
@@ -150,6 +150,8 @@ def check_attention_sums(where: str, tensors: Mapping[str, Tensor], buckets: int
     sizes = {"B": buckets, "H": heads, "D": columns, "M": moments}
     sizes |= {"P": 2, "T": 3, "S": 2, "C": len(_COUNTS)}
     check_fields(where, tensors, SUMS, sizes)
+    statistics = attention_statistics_of(tensors)
+    check_attention(where, statistics.tensors(), buckets)
 
 
 def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
@@ -196,6 +198,8 @@ def _shares(q: Tensor, k: Tensor, scale: float | None, *, cross: bool) -> tuple[
     log = scores.log_softmax(dim=3)
     shares = log.exp()
     entropy = -(shares * log).sum(dim=(0, 2, 3), dtype=torch.float64) / (math.log(keys) or 1.0)
+    # All on one key may come out a rounding below.
+    entropy = entropy.clamp(min=0)
     if cross:
         return torch.stack([entropy, torch.zeros_like(entropy)]), rows
     away = (places.unsqueeze(1) - torch.arange(keys, device=q.device)).abs()

@@ -5,13 +5,14 @@ what it did before.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.models.attention import (
+    Attend,
     AttentionCall,
     Heads,
     attention_modules,
@@ -55,35 +56,44 @@ def is_cross(module: Any, heads: Heads) -> bool:
     )
 
 
-@contextmanager
-def listening(modules: Mapping[str, Any], tell: Tell) -> Iterator[None]:
-    """Let modules tell what they multiply while the body runs; calls with a mask are not told of.
+def listening(modules: Mapping[str, Any], tell: Tell) -> AbstractContextManager[None]:
+    """Return the context in which modules tell what they multiply; calls with a mask are left out.
 
     Args:
         modules: by name, with known processors.
         tell: is to leave tensors as they are.
     """
+    return attending(modules, {name: partial(tell, name) for name in modules})
+
+
+@contextmanager
+def attending(modules: Mapping[str, Any], attends: Mapping[str, Attend]) -> Iterator[None]:
+    """Let modules compute attention otherwise while the body runs, but for calls with a mask.
+
+    Args:
+        modules: by name, with known processors.
+        attends: by the same names; what one returns None for is computed as before.
+    """
     before = {name: module.processor for name, module in modules.items()}
     try:
         for name, module in modules.items():
-            module.processor = _telling(module.processor, partial(tell, name))
+            module.processor = _with_attention(module.processor, attends[name])
         yield
     finally:
         for name, module in modules.items():
             module.processor = before[name]
 
 
-def _telling(processor: Any, tell: Callable[[Heads, AttentionCall], None]) -> Any:
-    """Return a processor that tells, and then computes what ``processor`` does."""
+def _with_attention(processor: Any, attend: Attend) -> Any:
+    """Return a processor that asks ``attend`` first, and else computes what it did."""
 
-    def attend(heads: Heads, call: AttentionCall) -> None:
-        if not call.more and _is_plain(heads):
-            tell(heads, call)
+    def ask(heads: Heads, call: AttentionCall) -> Tensor | None:
+        return attend(heads, call) if not call.more and _is_plain(heads) else None
 
     cls = type(processor)
-    body = {"__call__": call_with(cls, attend), "__module__": cls.__module__}
-    telling: Any = type(cls.__name__, (cls,), body)
-    copy = telling.__new__(telling)
+    body = {"__call__": call_with(cls, ask), "__module__": cls.__module__}
+    asking: Any = type(cls.__name__, (cls,), body)
+    copy = asking.__new__(asking)
     copy.__dict__ = processor.__dict__
     return copy
 

@@ -5,7 +5,7 @@ Calls with a mask are not among them, as torch computes those whatever the check
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ class AttentionStatistics:
     def columns(self) -> int:
         """The size of a head."""
         return self.k_mean.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every field that is there, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def pooled(self) -> "AttentionStatistics":
         """Return the statistics of all buckets as one (B = 1)."""

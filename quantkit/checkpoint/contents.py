@@ -1,22 +1,20 @@
 """The rules of FORMAT.md that need the data: finite numbers, legal codes, checksums."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.component import PackedComponent, stored_codes
+from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.weight_reader import NUMBER_DTYPES, SourceTensor
 from quantkit.errors import NonFiniteError
 from quantkit.numerics.attention_scales import POSITIVE
-from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.nibbles import factors_are_legal
 from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
-from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Scheme
 from quantkit.storage.digest import Claim
 from quantkit.storage.system import open_to_read
@@ -91,8 +89,8 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     if groups is not None and not factors_are_legal(groups):
         yield f"{where}_group: a factor is 0 or beyond 15; pack the model again"
         return
-    codes = stored_codes(parts).flatten(1)
-    if bool(_is_no_number(codes, scheme.weight.byte_format).any()):
+    sizes, largest = _sizes(parts, scheme)
+    if int(sizes.max()) > largest:
         what = "-128, which no weight has" if scheme.weight.is_integer else "NaN or infinite"
         yield f"{where}: a code is {what}; pack the model again"
     meta = parts.get("weight_meta")
@@ -100,28 +98,37 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
         yield f"{where}_meta: a nibble names no two ascending positions; pack the model again"
         return
     scale = parts["weight_scale"]
-    zero = _zero_groups(codes, meta, scheme) & (scale != 1)
+    zero = _zero_groups(sizes, meta, scheme) & (scale != 1)
     if bool(zero.any()):
         yield f"{where}_scale: found {float(scale[zero][0])} for an all-zero group, wanted 1"
 
 
-def _is_no_number(codes: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return where uint8 codes are NaN or infinite, or integers without a negative."""
-    values = decode(codes, fmt.name)
-    return ~values.isfinite() | (values.abs() > fmt.max)
+def _sizes(parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[Tensor, int]:
+    """Return bytes (R, any) in the order of the codes' magnitudes, and the largest of a number.
+
+    Zero is 0. Codes are never decoded, which would take eight times their bytes and many passes.
+    """
+    if "weight_group" in parts:
+        # Two nibbles, of which 8 is zero; with legal factors, all of them are numbers.
+        return parts["weight"].flatten(1) ^ 0x88, 0xFF
+    fmt, codes = scheme.weight.byte_format, parts["weight"].flatten(1)
+    largest = int(torch.tensor(fmt.max).to(fmt.torch_dtype).view(torch.uint8))
+    if fmt.is_integer:
+        # -128 has no negative: as a byte it is beyond 127.
+        return codes.view(torch.int8).abs().view(torch.uint8), largest
+    return codes.view(torch.uint8) & 0x7F, largest
 
 
-def _zero_groups(codes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
+def _zero_groups(sizes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
     """Return which scales serve only zeros, of the scales' shape."""
-    zero = decode(codes, scheme.weight.byte_format.name) == 0
     match scheme.granularity:
         case PerTensor():
-            return zero.all()
+            return sizes.amax() == 0
         case PerChannel():
-            return zero.all(dim=1)
+            return sizes.amax(dim=1) == 0
         case PerGroup(size):
-            dense = zero if meta is None else ~unpack_two_of_four(~zero, meta)
-            return dense.reshape(len(dense), -1, size).all(dim=2)
+            dense = sizes if meta is None else unpack_two_of_four(sizes, meta)
+            return dense.reshape(len(dense), -1, size).amax(dim=2) == 0
 
 
 def _where(component: PackedComponent, name: str) -> str:

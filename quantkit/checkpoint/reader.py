@@ -11,6 +11,7 @@ from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.spec import QUANT_METHOD, PackedConfig, parse_config
 from quantkit.checkpoint.validate import Index, Shard, broken_rules
 from quantkit.errors import CheckpointError
+from quantkit.models.location import refuse_no_directory
 from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
@@ -60,17 +61,13 @@ def _cheap_breaches(component: PackedComponent) -> Iterator[str]:
 
 def _find_components(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield the packed components of a directory: sub-folder, path."""
+    refuse_no_directory(path)
     if (path / "model_index.json").is_file():
         for config in sorted(path.glob("*/config.json")):
             if _is_packed(config):
                 yield config.parent.name, config.parent
-    elif (path / "config.json").is_file():
-        if _is_packed(path / "config.json"):
-            yield "", path
-    else:
-        raise CheckpointError(
-            f"{path}: not a diffusers directory: found neither model_index.json nor config.json"
-        )
+    elif _is_packed(path / "config.json"):
+        yield "", path
 
 
 def _is_packed(config: Path) -> bool:

@@ -29,6 +29,7 @@ from quantkit.models.skeleton import Contents, misfits, some
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import list_files
+from quantkit.storage.threads import in_threads
 
 
 @dataclass(frozen=True)
@@ -192,14 +193,21 @@ def _data_breaches(component: PackedComponent, progress: Progress) -> Iterator[s
     yield from broken_scales(component)
     damaged = set()
     whose = component.name or component.class_name
-    for claim in tracked(progress, f"checksums of {whose}", list(tensor_claims(component))):
-        if breach := claim.breach():
+    claims = list(tensor_claims(component))
+    found = in_threads(lambda claim: claim.breach(), claims)
+    for claim in tracked(progress, f"checksums of {whose}", claims):
+        if breach := next(found):
             damaged.add(claim.what.removesuffix(": "))
             yield breach
-    for layer in tracked(progress, f"codes of {whose}", list(component.config.layers)):
-        # What is damaged breaks other rules too, which would say nothing new.
-        if damaged.isdisjoint(f"{layer}.{part}" for part in PACKED_PARTS):
-            yield from broken_weight(component, layer)
+    # What is damaged breaks other rules too, which would say nothing new.
+    whole = [
+        layer
+        for layer in component.config.layers
+        if damaged.isdisjoint(f"{layer}.{part}" for part in PACKED_PARTS)
+    ]
+    broken = in_threads(lambda layer: list(broken_weight(component, layer)), whole)
+    for _ in tracked(progress, f"codes of {whose}", whole):
+        yield from next(broken)
     for path, info in unpacked_tensors(component):
         if info.name not in damaged:
             yield from broken_numbers(path, info)

@@ -88,7 +88,7 @@ class SourceTensor:
             rows = resident[: block.shape[0]]
             _copy_rows(block, rows)
             if not _is_finite(rows):
-                raise self._non_finite(block, index * count)
+                raise self._non_finite_in(block, index * count)
             yield index * count, rows
 
     def check_finite(self, chunk: memoryview, first: int) -> None:
@@ -101,7 +101,16 @@ class SourceTensor:
         wide = values if values.dtype == torch.float64 else values.float()
         if not _is_finite(wide):
             bad = first + int((~torch.isfinite(wide)).nonzero()[0])
-            raise self._error(bad, float(values[bad - first]))
+            raise self.non_finite(bad, float(values[bad - first]))
+
+    def non_finite(self, element: int, value: float) -> NonFiniteError:
+        """Return the error that names an element, counted as it is stored, and its value."""
+        index = []
+        for size in reversed(self.info.shape):
+            element, position = divmod(element, size)
+            index.append(position)
+        where = f"{self.info.name}{index[::-1]}"
+        return NonFiniteError(f"{self.path}: {where}: found {value}, wanted a finite number")
 
     def _fill(self, chunk: memoryview, start: int) -> None:
         while chunk:
@@ -113,18 +122,10 @@ class SourceTensor:
                 )
             chunk, start = chunk[count:], start + count
 
-    def _non_finite(self, block: Tensor, first_row: int) -> NonFiniteError:
+    def _non_finite_in(self, block: Tensor, first_row: int) -> NonFiniteError:
         flat = block.flatten()
         offset = int((~torch.isfinite(flat)).nonzero()[0])
-        return self._error(first_row * block[0].numel() + offset, float(flat[offset]))
-
-    def _error(self, element: int, value: float) -> NonFiniteError:
-        index = []
-        for size in reversed(self.info.shape):
-            element, position = divmod(element, size)
-            index.append(position)
-        where = f"{self.info.name}{index[::-1]}"
-        return NonFiniteError(f"{self.path}: {where}: found {value}, wanted a finite number")
+        return self.non_finite(first_row * block[0].numel() + offset, float(flat[offset]))
 
 
 def _copy_rows(block: Tensor, rows: Tensor) -> None:

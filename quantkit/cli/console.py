@@ -148,9 +148,17 @@ def print_table(
 
 
 def print_verdict(text: str, *, passed: bool | None) -> None:
-    """Print how it ended on one line, in green, red, or yellow where nothing was judged."""
-    style = {True: "bold green", False: "bold red", None: "yellow"}[passed]
+    """Print how it ended on one line, in green, red, or yellow where it is open."""
+    style = {True: "bold green", False: "bold red", None: "bold yellow"}[passed]
     _console().print(printable(text), style=style, soft_wrap=True, highlight=False)
+
+
+def terminal() -> "Console | None":
+    """Return the console where stdout is a terminal with colours; None elsewhere."""
+    console = _console()
+    return (
+        console if console.is_terminal and console.color_system and not console.no_color else None
+    )
 
 
 def print_json(value: object) -> None:

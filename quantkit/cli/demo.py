@@ -12,7 +12,7 @@ import click
 
 from quantkit.cli import evaluation_options, options
 from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
-from quantkit.cli.report_tables import print_methods
+from quantkit.cli.report_tables import print_methods, shown
 
 if TYPE_CHECKING:
     from quantkit.workflow.demo import Demo
@@ -87,7 +87,7 @@ def demo(
         print_json(made.to_json())
     else:
         print_demo(made)
-    if not made.passed:
+    if made.state.value == "failed":
         sys.exit(1)
 
 
@@ -112,5 +112,10 @@ def print_demo(made: "Demo") -> None:
     for line in made.remarks:
         echo(line)
     echo(f"open {made.output / 'index.html'}")
-    words = "PASS: FP8 keeps its gates" if made.passed else "FAIL: FP8 fails its gates"
-    print_verdict(words, passed=made.passed)
+    words = {
+        "passed": "PASS: FP8 keeps its gates",
+        "failed": "FAIL: FP8 fails its gates",
+        "undecided": "UNDECIDED: so few pictures do not settle FP8's gates; --prompts makes more",
+        "not judged": "NOT JUDGED: no gate was measured",
+    }
+    print_verdict(words[made.state.value], passed=shown(made.state))

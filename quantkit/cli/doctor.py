@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("packed", required=False, type=options.PATH)
+@click.argument("packed", required=False, type=options.PATH, callback=options.directory)
 @options.device
 @click.option("--strict", is_flag=True, help="End with 1 unless a GPU runs quantkit's kernels.")
 @options.quiet

@@ -1,13 +1,12 @@
 """``quantkit eval``: what packing cost, in pictures and numbers."""
 
-import sys
 from pathlib import Path
 
 import click
 
 from quantkit.cli import evaluation_options, options, report
 from quantkit.cli.console import echo, print_json, progress_bar
-from quantkit.cli.report_tables import print_gates, print_metrics, print_outcome
+from quantkit.cli.report_tables import exit_by, print_gates, print_metrics, print_outcome
 
 
 @click.group("eval")
@@ -32,6 +31,11 @@ def evaluate() -> None:
     "--gate-clip", type=options.NUMBER, help="Fail unless the CLIP score loss is below this (%)."
 )
 @click.option(
+    "--gate-broken",
+    type=options.NUMBER,
+    help="Fail unless at most so many of the pictures (%) are broken.",
+)
+@click.option(
     "-o", "--output", type=options.PATH, help="Write report.html, report.json and the pictures."
 )
 @evaluation_options.pictures
@@ -49,6 +53,7 @@ def images(
     gate_ssim: float | None,
     gate_lpips: float | None,
     gate_clip: float | None,
+    gate_broken: float | None,
     output: Path | None,
     pictures: str,
     device: str,
@@ -59,12 +64,12 @@ def images(
     """Run the metrics on two folders: pictures of A are the original, equal names make a pair.
 
     With -o, writes a page of the pairs like that of 'eval report'. Exits with 1 when a gate was
-    given and fails.
+    given and fails, with 3 when the pictures are too few to tell.
     """
     from quantkit.workflow.evaluate import Limits
     from quantkit.workflow.images import compare_images
 
-    limits = Limits(gate_ssim, gate_lpips, gate_clip, None, None)
+    limits = Limits(gate_ssim, gate_lpips, gate_clip, None, None, gate_broken)
     with progress_bar(quiet=quiet) as progress:
         found = compare_images(
             first,
@@ -87,11 +92,11 @@ def images(
         print_metrics(f"{second} against {first}", found.comparison)
         print_gates(found.gates)
         if found.gates:
-            print_outcome(found.gates)
+            print_outcome(found.gates, found.state)
         if output is not None:
             echo(f"page: {output / 'report.html'}")
-    if not found.passed:
-        sys.exit(1)
+    if found.gates:
+        exit_by(found.state)
 
 
 @evaluate.command("fetch")

@@ -46,6 +46,13 @@ pictures = click.option(
     help="Whether report.html holds its pictures, as WebP and in one file, or shows those in "
     "images/ beside it.",
 )
+judge = click.option(
+    "--judge",
+    metavar="NAME[=SOURCE]",
+    multiple=True,
+    help="Ask another judge: dists, clip-iqa, pickscore, fid, kid; repeatable. SOURCE is a folder "
+    "or file with its weights, instead of the library's download.",
+)
 count = click.option(
     "--count",
     type=options.COUNT,
@@ -104,10 +111,37 @@ gate_clip_both = click.option(
     help="The same for both.",
 )
 
+gate_broken = click.option(
+    "--gate-broken",
+    type=options.NUMBER,
+    default=0.0,
+    show_default=True,
+    help="So many of the pictures may be broken (%).",
+)
+
+calibration = click.option(
+    "-c",
+    "--calibration",
+    type=options.PATH,
+    help="What PACKED was calibrated with: compared prompts that it has seen are noticed.",
+)
+sensitivity = click.option(
+    "--sensitivity",
+    type=options.PATH,
+    help="Of 'calibrate sensitivity': says which layers to treat better, and how, if gates fail.",
+)
+preview = click.option(
+    "--preview/--no-preview",
+    default=True,
+    show_default=True,
+    help="Show the worst pair of pictures on a terminal with colours.",
+)
+
 _SAMPLING = (
     options.prompts, count, steps, guidance, seed, batch, lpips_weights, clip, without, noise_floor,
+    judge,
 )  # fmt: skip
-_GATES = (gate_ssim, gate_lpips, gate_clip_fp8, gate_clip_sparse, gate_clip_both)
+_GATES = (gate_ssim, gate_lpips, gate_clip_fp8, gate_clip_sparse, gate_clip_both, gate_broken)
 
 
 def sampling(command: Command) -> Command:
@@ -124,7 +158,7 @@ def pop_limits(given: dict[str, Any]) -> "Limits":
     """Take the gates' limits out of a command's options."""
     from quantkit.workflow.evaluate import Limits
 
-    names = ("ssim", "lpips", "clip_fp8", "clip_sparse", "clip_both")
+    names = ("ssim", "lpips", "clip_fp8", "clip_sparse", "clip_both", "broken")
     return Limits(**{name: given.pop(f"gate_{name}") for name in names})
 
 

@@ -35,7 +35,7 @@ _ATTENTION_COLUMNS = (
 
 
 @click.command()
-@options.packed
+@options.packed_directory
 @options.quiet
 @options.as_json
 def inspect(packed: Path, quiet: bool, as_json: bool) -> None:

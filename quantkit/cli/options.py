@@ -118,7 +118,8 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def optional_model(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add MODEL, which may be left out."""
-    return click.argument("model", metavar="[MODEL]", required=False)(command)
+    argument = click.argument("model", metavar="[MODEL]", required=False, callback=_somewhere)
+    return argument(command)
 
 
 def recipe(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +173,10 @@ def _complete(
     config: Path | None = context.meta.get(_CONFIG)
     family: str | None = context.meta.get(_FAMILY)
     variant: str | None = context.meta.get(_VARIANT)
+    if config is None:
+        from quantkit.workflow.paths import refuse_nowhere
+
+        refuse_nowhere(value)
     if config is None and family is None and variant is None:
         return value
     from quantkit.workflow.inputs import as_model
@@ -183,7 +188,39 @@ def _complete(
     return as_model(model, family=family, variant=variant)
 
 
+def there(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Return the path of a file to read, which is there: a callback."""
+    del context, parameter
+    if value is not None:
+        from quantkit.workflow.paths import refuse_missing
+
+        refuse_missing(value)
+    return value
+
+
+def directory(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    """Return the path of a directory of diffusers: a callback."""
+    del context, parameter
+    if value is not None:
+        from quantkit.workflow.paths import refuse_no_directory
+
+        refuse_no_directory(value)
+    return value
+
+
+def _somewhere(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    del context, parameter
+    if value is not None:
+        from quantkit.workflow.paths import refuse_nowhere
+
+        refuse_nowhere(value)
+    return value
+
+
 packed = click.argument("packed", metavar="PACKED", type=PATH)
+packed_directory = click.argument("packed", metavar="PACKED", type=PATH, callback=directory)
 force_recipe = click.option(
     "--force-recipe", is_flag=True, help="Take a recipe that is made for models of another family."
 )
@@ -193,6 +230,7 @@ calibration = click.option(
     "-c",
     "--calibration",
     type=PATH,
+    callback=there,
     help="Statistics written by 'quantkit calibrate model'.",
 )
 hessians = click.option(
@@ -203,6 +241,7 @@ hessians = click.option(
 prompts = click.option(
     "--prompts",
     type=PATH,
+    callback=there,
     help="A UTF-8 file with one prompt a line; default: the bundled set.",
 )
 device = click.option(

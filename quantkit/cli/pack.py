@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--masks",
     type=options.PATH,
+    callback=options.there,
     help="Masks written by 'quantkit sparsify'; default: chosen here, as the recipe says.",
 )
 @click.option(

@@ -16,6 +16,7 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, traini
 @click.option(
     "--masks",
     type=options.PATH,
+    callback=options.there,
     help="Masks of 'quantkit sparsify', which are kept. Without them all weights stay; with "
     "--method obs the recipe's sparsity section chooses.",
 )

@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli import evaluation_options, options
 from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
-from quantkit.cli.report_tables import print_methods, print_report
+from quantkit.cli.report_tables import exit_by, print_methods, print_report, shown
 
 if TYPE_CHECKING:
     from quantkit.workflow.evaluate import EvaluationSettings
@@ -40,6 +40,7 @@ class Request:
     clip: str | None
     without: tuple[str, ...]
     noise_floor: bool
+    judge: tuple[str, ...]
     pictures: str
     device: str
     dry_run: bool
@@ -61,6 +62,7 @@ class Request:
             self.clip,
             self.without,
             self.noise_floor,
+            self.judge,
             self.pictures == "beside",
         )
         return {
@@ -77,19 +79,31 @@ class Request:
 @options.output
 @evaluation_options.sampling
 @evaluation_options.gates
+@evaluation_options.calibration
+@evaluation_options.sensitivity
+@evaluation_options.preview
 @evaluation_options.pictures
 @options.device
 @options.dry_run
 @options.quiet
 @options.as_json
 @options.force
-def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
+def report(
+    model: str,
+    packed: Path,
+    calibration: Path | None,
+    sensitivity: Path | None,
+    preview: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Run both pipelines on the same prompts and seeds, and write a report on the difference.
 
     PACKED may also be a 16-bit pipeline, or what another tool quantized (SDNQ, torchao,
     bitsandbytes, optimum-quanto, GGUF): a pipeline, a component alone, a .gguf file.
 
-    Writes report.html, report.md, report.json and the pictures. Exits with 1 when a gate fails.
+    Writes report.html, report.md, report.json and the pictures. Exits with 1 when a gate fails,
+    with 3 when the prompts are too few to tell.
     """
     from quantkit.workflow.evaluate import evaluate, plan_evaluation
 
@@ -103,6 +117,8 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
             model,
             packed,
             limits=limits,
+            calibration=calibration,
+            sensitivity=sensitivity,
             commands=(command_line(),),
             progress=progress,
             **request.task(),
@@ -110,9 +126,8 @@ def report(model: str, packed: Path, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        print_report(found, request.output)
-    if not found.passed:
-        sys.exit(1)
+        print_report(found, request.output, preview=preview)
+    exit_by(found.state)
 
 
 @click.command("compare")
@@ -133,7 +148,7 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
     PACKED may be all that 'eval report' takes.
 
     Writes index.html, methods.md and methods.json, and a folder with the report of every packed
-    directory. Exits with 1 when a gate of any fails.
+    directory. Exits with 1 when a gate of any fails, with 3 when none does and some are open.
     """
     from quantkit.workflow.evaluate import compare, plan_evaluation
 
@@ -158,14 +173,8 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
         for method in found.methods:
             echo(f"{method.name}: {method.report.verdict}")
         echo(f"table: {request.output / 'index.html'}")
-        passing = sum(method.report.passed for method in found.methods)
-        print_verdict(
-            f"{'PASS' if found.passed else 'FAIL'}: {passing} of {len(found.methods)} packed "
-            "pipelines keep their gates",
-            passed=found.passed,
-        )
-    if not found.passed:
-        sys.exit(1)
+        print_verdict(found.headline, passed=shown(found.state))
+    exit_by(found.state)
 
 
 def command_line() -> str:

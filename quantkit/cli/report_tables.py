@@ -1,5 +1,6 @@
 """What ``eval``, ``run`` and ``demo`` print: metrics, gates, kernels, methods, verdict."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quantkit.eval.comparison import Comparison
-    from quantkit.eval.gates import Gate
+    from quantkit.eval.gates import Gate, State
     from quantkit.eval.methods import Method
     from quantkit.eval.noise_floor import FloorGap
     from quantkit.eval.result import Report
@@ -59,37 +60,100 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
             echo(f"{title}: {gap.floor.note}")
 
 
-def print_gates(gates: "tuple[Gate, ...]") -> None:
-    """Print what each gate wanted and found."""
-    from quantkit.eval.number_format import show
+def print_judges(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
+    """Print what other judges make of the pictures, and of the noise floors'."""
+    from quantkit.eval.number_format import show_difference, show_mean
 
-    words = {None: "not measured", True: "passes", False: "FAILS"}
+    floors = [gap.floor for gap in gaps if gap.floor.comparison is not None]
     rows = [
-        (gate.title, gate.wanted, show(gate.found, gate.unit), words[gate.passed]) for gate in gates
+        (
+            found.judge.title,
+            show_mean(found.summary) if found.packed else found.note,
+            show_difference(found.change),
+            *(_judged_floor(floor.comparison, index) for floor in floors),
+            "higher" if found.judge.higher_is_better else "lower",
+        )
+        for index, found in enumerate(comparison.judgements)
     ]
     if rows:
-        print_table("Gates", ("gate", "wanted", "found", "result"), rows)
+        columns = ("judge", "packed", "packed - original", *(f.title for f in floors), "better")
+        print_table("Other judges", columns, rows)
 
 
-def print_report(result: "Report", output: Path) -> None:
-    """Print the report's numbers, its verdict and where it lies."""
+def _judged_floor(comparison: "Comparison | None", index: int) -> str:
+    from quantkit.eval.number_format import show_difference, show_mean
+
+    if comparison is None:
+        return "-"
+    found = comparison.judgements[index]
+    return show_mean(found.summary) if found.change is None else show_difference(found.change)
+
+
+def print_gates(gates: "tuple[Gate, ...]") -> None:
+    """Print what each gate wanted and found."""
+    from quantkit.eval.number_format import show, show_interval
+
+    rows = [
+        (
+            gate.title,
+            gate.wanted,
+            show(gate.found, gate.unit),
+            show_interval(gate.interval),
+            gate.state.value,
+            gate.prompts_needed or "-",
+        )
+        for gate in gates
+    ]
+    if rows:
+        columns = ("gate", "wanted", "found", "95 %", "result", "prompts that would decide")
+        print_table("Gates", columns, rows)
+
+
+def print_report(result: "Report", output: Path, *, preview: bool = True) -> None:
+    """Print the report's numbers, the worst pair, its verdict, what to do, and where it lies."""
     from quantkit.eval.sentences import kernel_sentence
 
     print_metrics(result.title, result.comparison)
     print_floors(result.comparison, result.noise_floor)
+    print_judges(result.comparison, result.noise_floor)
     print_gates(result.gates)
     echo(kernel_sentence(result))
+    if preview:
+        print_worst(result, output)
     echo(result.verdict)
+    for step in result.next_steps:
+        echo(f"next: {step.what}", *([f"  {step.command}"] * bool(step.command)))
     echo(f"report: {output / 'report.html'}")
-    print_outcome(result.gates)
+    print_outcome(result.gates, result.state)
 
 
-def print_outcome(gates: "tuple[Gate, ...]") -> None:
-    """Print on the last line whether the gates hold."""
+def print_worst(result: "Report", output: Path) -> None:
+    """Show the pair of pictures that changed most, on a terminal."""
+    from quantkit.cli.preview import print_pair
+
+    index = result.pictures.order[0]
+    name, kind = result.comparison.names[index], result.pictures.kinds[index].value
+    title = f"worst pair, {name}: original and packed ({kind})"
+    folder = output / "images"
+    print_pair(title, folder / "original" / f"{name}.png", folder / "packed" / f"{name}.png")
+
+
+def print_outcome(gates: "tuple[Gate, ...]", state: "State") -> None:
+    """Print on the last line what the gates show."""
     from quantkit.eval.verdict import headline
 
-    judged = [gate.passed for gate in gates if gate.passed is not None]
-    print_verdict(headline(gates), passed=all(judged) if judged else None)
+    print_verdict(headline(gates), passed=shown(state))
+
+
+def shown(state: "State") -> bool | None:
+    """Return whether gates passed or failed; None where neither is shown."""
+    return {"passed": True, "failed": False}.get(state.value)
+
+
+def exit_by(state: "State") -> None:
+    """End the command with what the gates show: 0 passed, 1 failed or not judged, 3 undecided."""
+    if code := {"passed": 0, "undecided": 3}.get(state.value, 1):
+        sys.exit(code)
 
 
 def print_methods(title: str, rows: "Sequence[Method]") -> None:

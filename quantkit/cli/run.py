@@ -1,6 +1,5 @@
 """``quantkit run``: calibrate, sparsify, pack and evaluate with one recipe."""
 
-import sys
 from typing import Any
 
 import click
@@ -8,7 +7,7 @@ import click
 from quantkit.cli import evaluation_options, options
 from quantkit.cli.console import echo, print_json, progress_bar, say
 from quantkit.cli.report import Request, command_line
-from quantkit.cli.report_tables import print_report
+from quantkit.cli.report_tables import exit_by, print_report
 from quantkit.progress import unheard
 
 
@@ -36,7 +35,7 @@ def run(
     Writes into the output folder: calibration.safetensors, hessians/ and masks.safetensors where
     the recipe asks for them, sensitivity.json and chosen.yaml where it has a budget, packed/,
     report/, run.log and run.json, which says what they follow from. The gates are the recipe's;
-    exits with 1 when one fails.
+    exits with 1 when one fails, with 3 when the prompts are too few to tell.
     """
     from quantkit.workflow.run import REPORT, plan_run, run
 
@@ -63,5 +62,4 @@ def run(
         print_json(report.to_json())
     else:
         print_report(report, request.output / REPORT)
-    if not report.passed:
-        sys.exit(1)
+    exit_by(report.state)

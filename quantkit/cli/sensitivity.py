@@ -10,6 +10,9 @@ from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.storage.limits import MAX_COUNT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from quantkit.sensitivity.error_propagation import Gain
     from quantkit.sensitivity.result import LayerSensitivity
     from quantkit.workflow.sensitivity import MeasuredSensitivity
 
@@ -18,6 +21,8 @@ SHOWN = 10
 ORDERED_BY = "e4m3fn-token"
 #: Treatments of the table, and their headings.
 COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn-token": "2:4"}
+#: The same of attention modules.
+ATTENTION_COLUMNS = {"attention-e4m3fn": "e4m3fn", "attention-int8": "int8"}
 
 
 @click.command("sensitivity")
@@ -73,7 +78,8 @@ def sensitivity(
 
     All layers are measured on the inputs that the calibration stored. Layers whose treatment is
     uncertain, given the recipe's budget, are also run in the pipeline, one at a time, to measure
-    the error of the final latents.
+    the error of the final latents. Attention modules with at least the recipe's min_keys keys are
+    measured in the pipeline as it is.
 
     Masks by SparseGPT are only measured with --hessians.
     """
@@ -102,28 +108,40 @@ def sensitivity(
 
 
 def _print(found: "MeasuredSensitivity", output: Path) -> None:
-    layers, gains = found.sensitivity.layers, found.gains
-
-    def final(layer: "LayerSensitivity") -> float:
-        return gains[layer.name].value * layer.outcomes[ORDERED_BY].error
-
-    worst = sorted(layers, key=lambda layer: (-final(layer), layer.name))[:SHOWN]
-    rows = [
-        (
-            layer.name,
-            *(_figure(layer, name) for name in COLUMNS),
-            f"{gains[layer.name].value:.2g}{'' if gains[layer.name].measured else '*'}",
-            f"{final(layer):.1e}",
-        )
-        for layer in worst
-    ]
-    title = f"Worst {len(rows)} of {len(layers)} layers: relative error (NMSE) of the output"
-    print_table(title, ("layer", *COLUMNS.values(), "gain", "final FP8"), rows)
+    gains, modules = found.gains, found.sensitivity.attention
+    layers = [layer for layer in found.sensitivity.layers if layer not in modules]
+    _print_worst("layer", layers, COLUMNS, gains, ORDERED_BY)
+    if modules:
+        _print_worst("attention module", modules, ATTENTION_COLUMNS, gains, "attention-e4m3fn")
     count = sum(gain.measured for gain in gains.values())
     echo(
         f"final FP8: gain x error of {ORDERED_BY}; {count} layers were run in the pipeline, gains "
         f"with * are medians; every layer and treatment is in {output}"
     )
+
+
+def _print_worst(
+    what: str,
+    layers: "Sequence[LayerSensitivity]",
+    columns: dict[str, str],
+    gains: "Mapping[str, Gain]",
+    ordered_by: str,
+) -> None:
+    def final(layer: "LayerSensitivity") -> float:
+        return gains[layer.name].value * layer.outcomes[ordered_by].error
+
+    worst = sorted(layers, key=lambda layer: (-final(layer), layer.name))[:SHOWN]
+    rows = [
+        (
+            layer.name,
+            *(_figure(layer, name) for name in columns),
+            f"{gains[layer.name].value:.2g}{'' if gains[layer.name].measured else '*'}",
+            f"{final(layer):.1e}",
+        )
+        for layer in worst
+    ]
+    title = f"Worst {len(rows)} of {len(layers)} {what}s: relative error (NMSE) of the output"
+    print_table(title, (what, *columns.values(), "gain", "final FP8"), rows)
 
 
 def _figure(layer: "LayerSensitivity", name: str) -> str:

@@ -11,7 +11,7 @@ from quantkit.errors import CheckpointError
 
 
 @click.command()
-@options.packed
+@options.packed_directory
 @click.option("--all", "list_all", is_flag=True, help="List every broken rule, not the first.")
 @options.quiet
 @options.as_json

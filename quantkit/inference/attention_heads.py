@@ -7,8 +7,10 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from quantkit.device.ops.table import name_for
-from quantkit.inference.modules import is_watched
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
+from quantkit.device.ops.table import is_operation, name_for
+from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention import KEYS, score_factor, unit_factors, with_padding
@@ -25,12 +27,23 @@ class Projection(NamedTuple):
     column: int = 0
 
 
+class Pending(NamedTuple):
+    """A projection of x, (B, T, K), that is not computed yet: it may end in codes."""
+
+    layer: nn.Module
+    x: Tensor
+
+
+#: Of heads, side by side in the columns of tokens.
+Part = Projection | Pending
+
+
 class Stream(NamedTuple):
     """The projections of one kind of tokens, and the norms of their heads."""
 
-    q: Projection
-    k: Projection
-    v: Projection
+    q: Part
+    k: Part
+    v: Part
     norm_q: nn.Module | None = None
     norm_k: nn.Module | None = None
 
@@ -86,22 +99,24 @@ def attend_streams(
     k = _Side([s.k for s in streams], [s.norm_k for s in streams], wide.key_mean, factors[1], KEYS)
     qc, q_scale = _head_codes(q, shape, qk_format, rotation)
     kc, k_scale = _head_codes(k, shape, qk_format, rotation)
-    first, second = _pair([s.v for s in streams])
-    operands = (first.x, None if second is None else second.x, wide.value_mean, wide.value_scale)
-    columns = (first.column, 0 if second is None else second.column)
-    vc = OPERATORS[name_for("value_codes", E4M3FN.name)](*operands, *columns, *shape)
+    vc = _value_codes([s.v for s in streams], shape, wide)
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](
         qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
-        keys, *shape, qk_format, first.x.dtype,
+        keys, *shape, qk_format, streams[0].q.x.dtype,
     )  # fmt: skip
     return y
+
+
+def computed(part: Part) -> Projection:
+    """Return a projection that is computed."""
+    return part if isinstance(part, Projection) else Projection(part.layer(part.x))
 
 
 class _Side(NamedTuple):
     """Queries or keys: where they are, and what their codes are made with."""
 
-    parts: Sequence[Projection]
+    parts: Sequence[Part]
     norms: Sequence[nn.Module | None]
     mean: Tensor | None
     factor: Tensor
@@ -113,12 +128,18 @@ def _head_codes(
     side: _Side, shape: Shape, qk_format: str, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return codes, and the scales of int8 ones."""
+    if rotation is None and qk_format == E4M3FN.name and not any(side.norms):
+        mean = None if side.mean is None else side.mean[:, : shape.head_size].flatten()
+        factor = side.factor.repeat_interleave(shape.head_size)
+        if (codes := _projected(side.parts, "project_codes", shape, mean, factor)) is not None:
+            return codes, None
     norms = _norms_of(side.norms)
-    parts = [
-        part if norm is None or kernel is not None else _normed(part, norm, shape)
-        for part, norm, kernel in zip(side.parts, side.norms, norms, strict=True)
-    ]
-    first, second = _pair(parts)
+    first, second = _pair(
+        [
+            _normed(computed(part), norm, shape) if norm and kernel is None else computed(part)
+            for part, norm, kernel in zip(side.parts, side.norms, norms, strict=True)
+        ]
+    )
     first_norm, second_norm = _pair([None if n is None else n.weight.float() for n in norms])
     eps = max((norm.eps for norm in norms if norm is not None), default=0.0)
     cos, sin = rotation or (None, None)
@@ -128,6 +149,49 @@ def _head_codes(
         "none" if rotation is None else "pairs", *((side.group,) if qk_format == INT8.name else ()),
     )  # fmt: skip
     return made if isinstance(made, tuple) else (made, None)
+
+
+def _value_codes(parts: Sequence[Part], shape: Shape, scales: AttentionScales) -> Tensor:
+    """Return codes of values, transposed."""
+    size = shape.head_size
+    mean, scale = (t[:, :size].flatten() for t in (scales.value_mean, scales.value_scale))
+    if (codes := _projected(parts, "project_values", shape, mean, 1 / scale)) is not None:
+        return codes
+    first, second = _pair([computed(part) for part in parts])
+    y: Tensor = OPERATORS[name_for("value_codes", E4M3FN.name)](
+        first.x, None if second is None else second.x, scales.value_mean, scales.value_scale,
+        first.column, 0 if second is None else second.column, *shape,
+    )  # fmt: skip
+    return y
+
+
+def _projected(
+    parts: Sequence[Part], family: str, shape: Shape, mean: Tensor | None, factor: Tensor
+) -> Tensor | None:
+    """Return the codes that a projection ends in; None where it does not."""
+    part = parts[0]
+    if len(parts) > 1 or not isinstance(part, Pending) or not _ends_in_codes(part, family):
+        return None
+    layer: Any = part.layer
+    codes: Tensor = layer.head_codes(part.x, family, shape.heads, mean, factor)
+    return codes
+
+
+def _ends_in_codes(part: Pending, family: str) -> bool:
+    layer: Any = part.layer
+    if type(layer) is not PackedLinear or is_watched(layer) or not layer.writes_codes:
+        return False
+    scheme = layer.scheme
+    kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
+    if not is_operation(family, *kinds, sparse=sparse):
+        return False
+    found: bool = _has_kernel(name_for(family, *kinds, sparse=sparse), str(part.x.device), layer.k)
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernel(op: str, device: str, k: int) -> bool:
+    return choose(op, torch.device(device), k=k).backend is not Backend.REFERENCE
 
 
 class _Norm(NamedTuple):

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from quantkit.inference.attention_call import AttentionSettings, why_not_sizes
 from quantkit.inference.attention_heads import (
+    Part,
+    Pending,
     Projection,
     Rotation,
     Shape,
     Stream,
     attend_streams,
+    computed,
 )
 from quantkit.inference.head_scales import scales_of
 from quantkit.numerics.attention_scales import AttentionScales
@@ -64,9 +67,12 @@ class _Attention(NamedTuple):
         None where gradients are wanted.
         """
         x = streams[0].q.x
-        parts = [part.x for s in streams for part in (s.q, s.k, s.v)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in parts):
-            return None
+        if torch.is_grad_enabled():
+            streams = [
+                s._replace(q=computed(s.q), k=computed(s.k), v=computed(s.v)) for s in streams
+            ]
+            if any(part.x.requires_grad for s in streams for part in (s.q, s.k, s.v)):
+                return None
         shape = Shape(self.scales.heads, self.scales.head_size)
         rotation = None if rotary is None else Rotation(*(t.to(x.device).float() for t in rotary))
         y = attend_streams(streams, shape, self.scales, self.settings.qk_format, rotation=rotation)
@@ -151,23 +157,26 @@ def _fused_joint(own: _Attention, *args: Any, **kwargs: Any) -> Any:
 def _projected(attn: Any, x: Tensor, context: Tensor | None = None) -> Stream:
     if not attn.fused_projections:
         context = x if context is None else context
-        parts = [Projection(t) for t in (attn.to_q(x), attn.to_k(context), attn.to_v(context))]
-    elif context is None:
-        parts = _side_by_side(attn.to_qkv(x), 3)
+        q, k, v = Pending(attn.to_q, x), Pending(attn.to_k, context), Pending(attn.to_v, context)
+        return Stream(q, k, v, attn.norm_q, attn.norm_k)
+    first: Part
+    if context is None:
+        first, key, value = _side_by_side(attn.to_qkv(x), 3)
     else:
-        parts = [Projection(attn.to_q(x)), *_side_by_side(attn.to_kv(context), 2)]
-    q, k, v = parts
-    return Stream(q, k, v, attn.norm_q, attn.norm_k)
+        first = Pending(attn.to_q, x)
+        key, value = _side_by_side(attn.to_kv(context), 2)
+    return Stream(first, key, value, attn.norm_q, attn.norm_k)
 
 
 def _projected_text(attn: Any, x: Tensor) -> Stream:
+    q: Part
+    k: Part
+    v: Part
     if attn.fused_projections:
-        parts = _side_by_side(attn.to_added_qkv(x), 3)
+        q, k, v = _side_by_side(attn.to_added_qkv(x), 3)
     else:
-        parts = [
-            Projection(t) for t in (attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x))
-        ]
-    q, k, v = parts
+        layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        q, k, v = (Pending(layer, x) for layer in layers)
     return Stream(q, k, v, attn.norm_added_q, attn.norm_added_k)
 
 

@@ -16,6 +16,7 @@ from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.inference.weight_only import are_few, why_dequantized
 from quantkit.models.skeleton import why_not_packed
+from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
 
@@ -90,6 +91,38 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
         return self._multiply([(codes, self.static_scale)], dtype)
+
+    @property
+    def writes_codes(self) -> bool:
+        """True when a product may end in codes: of one term, with a scale for each output."""
+        scheme = self.scheme
+        one_term = scheme.activation is not Activation.NONE and scheme.terms == 1
+        return one_term and not isinstance(scheme.granularity, PerGroup)
+
+    def head_codes(
+        self, x: Tensor, family: str, heads: int, mean: Tensor | None, factor: Tensor
+    ) -> Tensor:
+        """Return e4m3fn codes of ``(forward(x) - mean) * factor`` by head; see the operations.
+
+        Args:
+            x: (B, T, K), of a layer that ``writes_codes``.
+            family: project_codes or project_values.
+            heads: H, of N / H outputs.
+            mean: float32 (N,), or None.
+            factor: float32 (N,).
+        """
+        ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
+        bias, scheme = self._bias(torch.float32), self.scheme
+        offset = bias if mean is None else -mean if bias is None else bias - mean
+        scale = self._weight("weight_scale") * factor
+        project = operator_for(
+            family, scheme.input.name, scheme.codes.name, sparse=scheme.sparsity is not None
+        )
+        y: Tensor = project(
+            codes, x_scale, *self._stored(), scale, None if offset is None else offset * factor,
+            x.shape[1], heads, scheme.input.name, scheme.codes.name,
+        )  # fmt: skip
+        return y
 
 
 class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above

@@ -118,6 +118,8 @@ def call_with(processor_class: type, attend: Attend) -> FunctionType:
         original.__code__, functions, original.__name__, original.__defaults__, original.__closure__
     )
     call.__kwdefaults__ = original.__kwdefaults__
+    # Among it the signature that attention modules ask for.
+    call.__dict__.update(original.__dict__)
     return call
 
 

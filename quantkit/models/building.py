@@ -2,7 +2,7 @@
 
 diffusers and transformers build on the meta device; where they are not imported yet, a child
 process does that, for it takes 0.3 GB and seconds that a command which only reads files need not
-spend.
+spend; what it said is kept.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import Any
 from quantkit.errors import CheckpointError
 from quantkit.models.encoder_skeleton import build_encoder
 from quantkit.models.skeleton import Skeleton, on_meta, skeleton_of
+from quantkit.models.skeleton_cache import recall, remember
 from quantkit.storage.jsonfile import parse_json, read_json, short
 
 #: Seconds that a child process may take; importing diffusers takes most of them.
@@ -96,6 +97,21 @@ def _attention_of(model: Any) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _built_by_child(text: str) -> Skeleton:
+    known = recall(text)
+    said = _said_by_child(text) if known is None else known
+    answer = parse_json(said)
+    if problem := answer.get("problem"):
+        raise ValueError(problem)
+    if known is None:
+        remember(text, said)
+    tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
+    arguments = tuple(answer["arguments"])
+    return Skeleton(
+        answer["class_name"], answer["modules"], tensors, arguments, answer["attention"]
+    )
+
+
+def _said_by_child(text: str) -> str:
     command = [sys.executable, "-m", "quantkit.models.building"]
     # The modules that are imported here, and none that lie where the user happens to be.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
@@ -110,19 +126,12 @@ def _built_by_child(text: str) -> Skeleton:
             cwd="/",
             env={**os.environ, "PYTHONPATH": path},
         )
-        answer = parse_json(done.stdout)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"no model was built in {_PATIENCE} s") from error
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
         raise ValueError(f"no model was built ({short(ValueError(lines[-1]))})") from error
-    if problem := answer.get("problem"):
-        raise ValueError(problem)
-    tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
-    arguments = tuple(answer["arguments"])
-    return Skeleton(
-        answer["class_name"], answer["modules"], tensors, arguments, answer["attention"]
-    )
+    return done.stdout
 
 
 def _serve() -> None:

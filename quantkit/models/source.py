@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.errors import ModelError
 from quantkit.models.families import find_family
 from quantkit.models.family import Family
+from quantkit.models.location import refuse_nowhere
 from quantkit.models.pipeline_index import (
     denoiser_names,
     read_pipeline_index,
@@ -25,7 +26,6 @@ WEIGHTS = "diffusion_pytorch_model"
 #: transformers' name
 ENCODER_WEIGHTS = "model"
 _VARIANT = re.compile(r"[A-Za-z0-9_]{1,40}")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -118,24 +118,14 @@ def open_model(
         ModelError: neither, not a diffusers directory, no weights, a missing shard, no denoiser, no
             such family, a model that is quantized already.
     """
-    path, text = Path(model), str(model)
-    if not text:
-        raise ModelError("no model: the name is empty; give a directory or a hub id")
+    refuse_nowhere(model)
     if variant is not None and not _VARIANT.fullmatch(variant):
         raise ModelError(f"variant {variant!r:.80}: wanted a word as fp16", fields=("variant",))
     wish = _Wish(family, variant)
-    # Not Path's own, which raise for names that are too long or hold a null.
-    if os.path.isdir(path):  # noqa: PTH112
-        return _open_directory(path, wish)
-    if os.path.lexists(path):
-        raise ModelError(
-            f"{text}: a single file has no config; give the directory or the hub id of the "
-            "pipeline that it belongs to as config, too",
-            fields=("config",),
-        )
-    if HUB_ID.fullmatch(text):
-        return _open_hub(text, wish)
-    raise ModelError(f"{text!s:.200}: no such directory, and not a hub id (owner/name)")
+    # Not Path's own, which raises for names that are too long or hold a null.
+    if os.path.isdir(model):  # noqa: PTH112
+        return _open_directory(Path(model), wish)
+    return _open_hub(str(model), wish)
 
 
 def _open_hub(repository: str, wish: _Wish) -> Model:

@@ -27,6 +27,7 @@ from quantkit.numerics.packing import pack_two_of_four
 from quantkit.numerics.scales import candidates, cast, scale_of_amax
 from quantkit.numerics.scheme import Scheme
 from quantkit.numerics.weight_grid import WeightGrid
+from quantkit.packing import native
 from quantkit.packing.gptq import Rounder, Rounding
 from quantkit.sparsity.sparsegpt import naming
 
@@ -97,6 +98,10 @@ def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Si
     """
     if plan.blocks is not None:
         return _copy_blocks(plan, plan.blocks, source, sinks)
+    if native.takes(plan, source.info):
+        if plan.input_scale is not None:
+            _append(sinks["input_scale"], plan.input_scale(None))
+        return Encoded(native.encode(plan, source, sinks), None)
     return _Encoder(plan, source).run(sinks)
 
 

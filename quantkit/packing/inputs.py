@@ -15,7 +15,7 @@ from quantkit.models.source import Component
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.numerics.scheme import Scheme
 from quantkit.packing.encode import MaskSource
-from quantkit.packing.masks import chosen_mask, stored_mask
+from quantkit.packing.masks import ChosenMask, stored_mask
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
@@ -132,10 +132,10 @@ class Inputs:
         if self.masks is not None:
             return partial(stored_mask, self.masks[layer.name])
         assert self.recipe.sparsity is not None, "plan_layers gives no pattern without the section"
-        scorer, moment = MASKS[self.recipe.sparsity.method], None
+        method, moment = self.recipe.sparsity.method, None
         if self.table is not None:
             pooled = self.statistics(layer).pooled()
             moment = per_column(pooled.second_moment[0], layer.area)
         # A method that misses its statistics says so here, before anything is written.
-        scorer(torch.ones(1, layer.k), moment)
-        return partial(chosen_mask, scorer, moment)
+        MASKS[method](torch.ones(1, layer.k), moment)
+        return ChosenMask(method, moment)

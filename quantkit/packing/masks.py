@@ -1,6 +1,7 @@
 """Where a layer's mask comes from when it is packed: from a file, or chosen on the way."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
 from quantkit.errors import RecipeError
 from quantkit.models.source import Model
-from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, Scorer, choose_mask
+from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
@@ -59,7 +60,23 @@ def stored_mask(mask: LayerMask, rows: Tensor, first: int) -> Tensor:
     return block.dense(*rows.shape)
 
 
-def chosen_mask(scorer: Scorer, moment: Tensor | None, rows: Tensor, first: int) -> Tensor:
-    """Return the mask that a method chooses for a block of rows, wherever it is."""
-    del first
-    return choose_mask(scorer(rows, moment), TWO_OF_FOUR)
+@dataclass(frozen=True, eq=False)
+class ChosenMask:
+    """A mask that a method chooses for a block of rows, wherever it is."""
+
+    #: a key of ``MASKS``
+    method: str
+    #: E[x^2] of each column (K,), where it is known
+    moment: Tensor | None
+
+    def __call__(self, rows: Tensor, first: int) -> Tensor:
+        """Return the mask of rows (R, K)."""
+        del first
+        return choose_mask(MASKS[self.method](rows, self.moment), TWO_OF_FOUR)
+
+    @cached_property
+    def importance(self) -> Tensor | None:
+        """What each |w| of a column is multiplied by, float32 (K,); None: nothing, or not known."""
+        if self.method != "wanda" or self.moment is None:
+            return None
+        return self.moment.float().sqrt().contiguous()

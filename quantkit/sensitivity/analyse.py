@@ -1,7 +1,11 @@
-"""Measuring a model's sensitivity: every layer on stored inputs, some of them in the pipeline."""
+"""Measuring a model's sensitivity: every layer on stored inputs, some of them in the pipeline.
+
+Attention modules are measured in the pipeline, in the run that is made of it as it is.
+"""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -16,11 +20,18 @@ from quantkit.progress import Progress, tracked
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
-from quantkit.sensitivity.cost import RX_9070_XT, modelled_seconds, packed_bytes, strides_of
+from quantkit.sensitivity.cost import (
+    RX_9070_XT,
+    attention_seconds,
+    modelled_seconds,
+    packed_bytes,
+    strides_of,
+)
 from quantkit.sensitivity.local_error import LocalError, local_errors
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.probe_selection import next_probe
 from quantkit.sensitivity.result import (
+    ATTENTION,
     LayerSensitivity,
     Measured,
     Outcome,
@@ -28,7 +39,8 @@ from quantkit.sensitivity.result import (
     SensitivityProvenance,
 )
 from quantkit.sensitivity.simulate import final_latents, relative_error, treated
-from quantkit.sensitivity.treatments import BY_NAME
+from quantkit.sensitivity.treated_attention import AttentionErrors, rounding
+from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, BY_NAME, SIXTEEN_BIT
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.tensorfile import read_header
 
@@ -85,7 +97,10 @@ def measure_sensitivity(
     if not measure:
         return result
     with quiet_libraries():
-        probe = Probing.start(subject, chosen, target)
+        errors = AttentionErrors()
+        probe = Probing.start(subject, chosen, target, errors)
+        modules = tuple(_attention_layer(subject, name, errors) for name in subject.attention)
+        result = replace(result, layers=(*layers, *modules))
         return _measure_gains(result, probe, measure, progress)
 
 
@@ -100,11 +115,17 @@ class Probing:
 
     @classmethod
     def start(
-        cls, subject: MeasuredModel, prompts: Sequence[str], device: torch.device
+        cls,
+        subject: MeasuredModel,
+        prompts: Sequence[str],
+        device: torch.device,
+        errors: AttentionErrors,
     ) -> "Probing":
-        """Load the pipeline and run it as it is."""
+        """Load the pipeline and run it as it is, while errors of attention modules are taken."""
         pipe = load_pipeline(subject.model, device)
-        latents = final_latents(pipe, prompts, subject.recipe.calibration)
+        denoiser = getattr(pipe, subject.component.name)
+        with errors.listening(denoiser, subject.attention):
+            latents = final_latents(pipe, prompts, subject.recipe.calibration)
         return cls(subject, pipe, tuple(prompts), latents)
 
     def error(self, treatments: Mapping[str, str]) -> float:
@@ -113,13 +134,16 @@ class Probing:
             found = final_latents(self.pipe, self.prompts, self.subject.recipe.calibration)
         return relative_error(found, self.untouched)
 
-    def treated(self, treatments: Mapping[str, str]) -> Any:
+    def treated(self, treatments: Mapping[str, str]) -> AbstractContextManager[None]:
         """Return the context in which layers have their treatments."""
         return treated_pipeline(self.subject, self.pipe, treatments)
 
 
-def treated_pipeline(subject: MeasuredModel, pipe: Any, treatments: Mapping[str, str]) -> Any:
-    """Return the context in which layers of a pipeline compute under their treatments.
+@contextmanager
+def treated_pipeline(
+    subject: MeasuredModel, pipe: Any, treatments: Mapping[str, str]
+) -> Iterator[None]:
+    """Let layers and attention of a pipeline compute under their treatments while the body runs.
 
     Args:
         subject: of which the pipeline was loaded.
@@ -131,9 +155,15 @@ def treated_pipeline(subject: MeasuredModel, pipe: Any, treatments: Mapping[str,
     substitutes = {
         layer: subject.substitute(layer, name, device)
         for layer, name in treatments.items()
-        if name != "16-bit"
+        if name in BY_NAME and name != SIXTEEN_BIT.name
     }
-    return treated(denoiser, substitutes)
+    formats = {
+        module: ATTENTION_BY_NAME[name].qk
+        for module, name in treatments.items()
+        if name in ATTENTION_BY_NAME
+    }
+    with treated(denoiser, substitutes), rounding(denoiser, formats):
+        yield
 
 
 def _measure_gains(
@@ -209,6 +239,19 @@ def _measure_layer(
 
     outcomes = {name: outcome(name, found) for name, found in errors.items()}
     return LayerSensitivity(layer.name, layer.kind, layer.shape, digest, rows, outcomes)
+
+
+def _attention_layer(
+    subject: MeasuredModel, name: str, errors: AttentionErrors
+) -> LayerSensitivity:
+    statistics, about = subject.attention[name], subject.calibration.metadata
+    rows = float(statistics.queries.sum()) / (about.prompts * about.steps)
+    outcomes = {SIXTEEN_BIT.name: Outcome(0.0, 0, attention_seconds(statistics, None, rows))}
+    for treatment, error in errors.of(name).items():
+        seconds = attention_seconds(statistics, ATTENTION_BY_NAME[treatment], rows)
+        outcomes[treatment] = Outcome(error, 0, seconds)
+    shape = (statistics.heads, int(statistics.call_keys.max()), statistics.columns)
+    return LayerSensitivity(name, ATTENTION, shape, "", rows, outcomes)
 
 
 def _fixed_bytes(subject: MeasuredModel) -> int:

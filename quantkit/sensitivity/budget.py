@@ -13,8 +13,8 @@ from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe, matches
 from quantkit.sensitivity.error_propagation import Gain, find_gains
 from quantkit.sensitivity.knapsack import Option, solve
-from quantkit.sensitivity.result import LayerSensitivity, Sensitivity
-from quantkit.sensitivity.treatments import BY_NAME, SIXTEEN_BIT, TREATMENTS
+from quantkit.sensitivity.result import ATTENTION, LayerSensitivity, Sensitivity
+from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, BY_NAME, SIXTEEN_BIT, TREATMENTS
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class AssignmentProblem:
     fixed_bytes: int
     #: None: no masks
     method: str | None
+    #: of queries and keys of all attention modules that are on codes; None: none is
+    qk: str | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -83,7 +85,9 @@ class Assignment:
 def make_problems(
     sensitivity: Sensitivity, recipe: Recipe, allowed: Sequence[str]
 ) -> tuple[AssignmentProblem, ...]:
-    """Return one problem per mask method, since a recipe has one, and first the one without masks.
+    """Return one problem per mask method and format of attention, since a recipe has one of each.
+
+    Those without masks come first.
 
     Args:
         sensitivity: errors, sizes and times.
@@ -96,22 +100,26 @@ def make_problems(
     names = allowed_names(allowed)
     _refuse_unmeasured(sensitivity, allowed)
     gains = find_gains(sensitivity.layers)
-    methods = dict.fromkeys(BY_NAME[name].method for name in names if BY_NAME[name].method)
+    found = (BY_NAME[name].method for name in names if name in BY_NAME)
+    methods = dict.fromkeys(method for method in found if method)
+    formats = tuple(ATTENTION_BY_NAME[n].qk for n in names if n in ATTENTION_BY_NAME)
     return tuple(
-        _make_problem(sensitivity, recipe, gains, names, method) for method in (None, *methods)
+        _make_problem(sensitivity, recipe, gains, names, method=method, qk=qk)
+        for method in (None, *methods)
+        for qk in (formats if sensitivity.attention and formats else (None,))
     )
 
 
 def allowed_names(globs: Sequence[str]) -> tuple[str, ...]:
-    """Return the treatments that pack and match, in the order of the table.
+    """Return the treatments that pack and match, in the order of the tables.
 
     Raises:
         RecipeError: none does.
     """
-    names = tuple(t.name for t in TREATMENTS if t.packs and matches(t.name, globs))
+    known = (*(t.name for t in TREATMENTS if t.packs), *ATTENTION_BY_NAME)
+    names = tuple(name for name in known if matches(name, globs))
     if not names:
-        known = ", ".join(t.name for t in TREATMENTS if t.packs)
-        raise RecipeError(f"treatments {', '.join(globs)}: match none of {known}")
+        raise RecipeError(f"treatments {', '.join(globs)}: match none of {', '.join(known)}")
     return names
 
 
@@ -126,6 +134,14 @@ def _refuse_unmeasured(sensitivity: Sensitivity, globs: Sequence[str]) -> None:
                 "them to 'quantkit calibrate sensitivity'",
                 fields=("hessians",),
             )
+        of_attention = [name for name in ATTENTION_BY_NAME if matches(name, (glob,))]
+        if of_attention and not found and not measured & set(of_attention):
+            raise RecipeError(
+                f"treatments {glob}: not measured; 'quantkit calibrate sensitivity' does that in "
+                "the pipeline (measure 1 or more), with a calibration that has attention, where it "
+                "has the recipe's min_keys keys",
+                fields=("measure",),
+            )
 
 
 def _make_problem(
@@ -133,13 +149,18 @@ def _make_problem(
     recipe: Recipe,
     gains: Mapping[str, Gain],
     names: Sequence[str],
+    *,
     method: str | None,
+    qk: str | None,
 ) -> AssignmentProblem:
     def allowed(layer: LayerSensitivity, name: str) -> bool:
         if name == SIXTEEN_BIT.name:
             return True
-        kept = recipe.settings(layer.name).keep is True
-        return not kept and name in names and BY_NAME[name].method in {None, method}
+        if name not in names or is_kept(layer, recipe):
+            return False
+        if layer.kind == ATTENTION:
+            return ATTENTION_BY_NAME[name].qk == qk
+        return BY_NAME[name].method in {None, method}
 
     candidates = tuple(
         tuple(
@@ -149,7 +170,16 @@ def _make_problem(
         )
         for layer in sensitivity.layers
     )
-    return AssignmentProblem(sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method)
+    return AssignmentProblem(
+        sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method, qk
+    )
+
+
+def is_kept(layer: LayerSensitivity, recipe: Recipe) -> bool:
+    """Tell whether a recipe keeps a layer, or an attention module, in 16 bit."""
+    if layer.kind == ATTENTION:
+        return recipe.attention is not None and matches(layer.name, recipe.attention.exclude)
+    return recipe.settings(layer.name).keep is True
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.calibration.attention_statistics import AttentionStatistics
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.statistics import Calibration
+from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.errors import ArtefactError, ModelError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
-from quantkit.recipe.schema import Recipe
+from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.schema import Recipe, matches
 from quantkit.sensitivity.local_error import StoredInputs, read_weight
-from quantkit.sensitivity.result import Sensitivity
+from quantkit.sensitivity.result import ATTENTION, Sensitivity
 from quantkit.sensitivity.simulate import Substitute
 from quantkit.sensitivity.treated_layer import (
     PrunedWeight,
@@ -77,6 +80,24 @@ class MeasuredModel:
         """Return what is known of a layer's input."""
         return StoredInputs(self.calibration.of(self.component)[layer], self.calibration.edges)
 
+    @property
+    def attention_settings(self) -> AttentionRecipe:
+        """The recipe's attention section, or its defaults."""
+        return self.recipe.attention or AttentionRecipe()
+
+    @property
+    def attention(self) -> dict[str, AttentionStatistics]:
+        """The attention modules that can be on codes, in the order of the model."""
+        settings = self.attention_settings
+        return {
+            name: statistics
+            for name, statistics in self.calibration.attention_of(self.component).items()
+            if int(statistics.call_keys.max()) >= settings.min_keys
+            and statistics.columns % 8 == 0
+            and statistics.columns <= LARGEST_HEAD
+            and not matches(name, settings.exclude)
+        }
+
     def refuse_others(self, sensitivity: Sensitivity) -> None:
         """Refuse a sensitivity that was measured on other weights or layers.
 
@@ -84,7 +105,14 @@ class MeasuredModel:
             ArtefactError: naming the first layer that differs.
         """
         digests = self.calibration.digests_of(self.component)
+        for module in sensitivity.attention:
+            if module.name not in self.attention:
+                raise ArtefactError(
+                    f"sensitivity: no attention statistics of {module.name}; measure it again"
+                )
         for layer in sensitivity.layers:
+            if layer.kind == ATTENTION:
+                continue
             if layer.name not in self.layers or digests.get(layer.name) != layer.digest:
                 raise ArtefactError(
                     f"sensitivity: {layer.name} had other weights or is not in this model; "

@@ -6,7 +6,7 @@ from typing import Any
 from quantkit.errors import OutputError
 from quantkit.sensitivity.error_propagation import find_gains
 from quantkit.sensitivity.result import Sensitivity
-from quantkit.sensitivity.treatments import SIXTEEN_BIT, TREATMENTS
+from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, SIXTEEN_BIT, TREATMENTS
 from quantkit.storage.files import staged_file
 
 #: What matplotlib writes here.
@@ -52,6 +52,7 @@ def save_plot(sensitivity: Sensitivity, path: Path, *, force: bool) -> None:
 def _draw(above: Any, below: Any, sensitivity: Sensitivity) -> None:
     gains = find_gains(sensitivity.layers)
     drawn = [t.name for t in TREATMENTS if t != SIXTEEN_BIT and t.packs]
+    drawn += ATTENTION_BY_NAME
     for index, name in enumerate(drawn):
         rows = [
             (position, layer.outcomes[name].error, gains[layer.name])

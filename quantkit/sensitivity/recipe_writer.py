@@ -5,9 +5,10 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.schema import LayerSettings, Override, Recipe, SparsityRecipe
 from quantkit.sensitivity.budget import Assignment
-from quantkit.sensitivity.result import Sensitivity
+from quantkit.sensitivity.result import ATTENTION, Sensitivity
 from quantkit.sensitivity.treatments import (
     BY_NAME,
     SIXTEEN_BIT,
@@ -34,6 +35,8 @@ def chosen_recipe(
     """
     groups: dict[tuple[str, LayerSettings], list[str]] = {}
     for layer, candidate in zip(assignment.problem.layers, assignment.chosen, strict=True):
+        if layer.kind == ATTENTION:
+            continue
         settings = sensitivity.recipe.settings(layer.name)
         alike = LayerSettings(None, settings.weight, settings.activation, sparse=False)
         groups.setdefault((candidate.treatment, alike), []).append(layer.name)
@@ -45,7 +48,7 @@ def chosen_recipe(
     sparse = any(override.sparse for override in overrides)
     method = assignment.problem.method
     # What sparsify and pack look at to know that masks may count on updates.
-    updates = any(BY_NAME[candidate.treatment].updates for candidate in assignment.chosen)
+    updates = any(BY_NAME[name].updates for name, _ in groups)
     rounding = "gptq" if updates else recipe.weight.rounding
     values = {
         **recipe.model_dump(),
@@ -55,10 +58,34 @@ def chosen_recipe(
         "sparsity": SparsityRecipe.model_validate({"method": method, "layers": ()})
         if sparse
         else None,
+        "attention": _attention(sensitivity, recipe, assignment),
         "overrides": (*recipe.overrides, *overrides),
         "budget": None,
     }
     return Recipe.model_validate(values)
+
+
+def _attention(
+    sensitivity: Sensitivity, recipe: Recipe, assignment: Assignment
+) -> AttentionRecipe | None:
+    """Return the section that puts the chosen modules on codes, and no other measured one."""
+    if not sensitivity.attention:
+        return recipe.attention
+    pairs = zip(assignment.problem.layers, assignment.chosen, strict=True)
+    chosen = {layer.name: c.treatment for layer, c in pairs if layer.kind == ATTENTION}
+    left = tuple(name for name, treatment in chosen.items() if treatment == SIXTEEN_BIT.name)
+    if len(left) == len(chosen):
+        return None
+    measured = sensitivity.recipe.attention or AttentionRecipe()
+    base = recipe.attention or AttentionRecipe()
+    excluded = dict.fromkeys((*base.exclude, *measured.exclude, *left))
+    values = {
+        **base.model_dump(),
+        "qk": assignment.problem.qk,
+        "min_keys": measured.min_keys,
+        "exclude": tuple(excluded),
+    }
+    return AttentionRecipe.model_validate(values)
 
 
 def _override(

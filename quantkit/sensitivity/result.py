@@ -11,7 +11,10 @@ from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import staged_file
 from quantkit.storage.jsonfile import as_type, read_measured
 
-SCHEMA, VERSION = "quantkit.sensitivity", 1
+#: Version 2 added attention modules; a result without them is still written as version 1.
+SCHEMA, VERSION = "quantkit.sensitivity", 2
+#: The kind of attention modules.
+ATTENTION = "attention"
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """One layer under every treatment that it can have."""
+    """One layer, or attention module, under every treatment that it can have."""
 
     name: str
+    #: linear, conv2d or attention
     kind: str
-    #: of the dense weight
+    #: of the dense weight; of attention: heads, keys of a call, columns of a head
     shape: tuple[int, ...]
-    #: SHA-256 of the source weight
+    #: SHA-256 of the source weight; of attention, which has none: empty
     digest: str
-    #: that one denoising step of one picture multiplies
+    #: that one denoising step of one picture multiplies; of attention: queries
     rows: float
     #: by name of the treatment, in the order of the table
     outcomes: Mapping[str, Outcome]
@@ -83,7 +87,7 @@ class SensitivityProvenance:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The layers of one denoiser that can be packed."""
+    """The layers of one denoiser that can be packed, and after them its attention modules."""
 
     #: name of the component in its pipeline; "" for one alone
     component: str
@@ -97,6 +101,11 @@ class Sensitivity:
     provenance: SensitivityProvenance
     #: why layers were run in the pipeline, in their order
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def attention(self) -> tuple[LayerSensitivity, ...]:
+        """The attention modules among them."""
+        return tuple(layer for layer in self.layers if layer.kind == ATTENTION)
 
     @property
     def bytes_before(self) -> int:
@@ -119,7 +128,7 @@ def to_json(sensitivity: Sensitivity) -> dict[str, Any]:
     values = {name: getattr(sensitivity, name) for name in ("component", "fixed_bytes")}
     return {
         "schema": SCHEMA,
-        "schema_version": VERSION,
+        "schema_version": VERSION if sensitivity.attention else 1,
         **values,
         "bytes_before": sensitivity.bytes_before,
         "edges": list(sensitivity.edges),
@@ -136,7 +145,7 @@ def load_sensitivity(path: Path) -> Sensitivity:
     Raises:
         ArtefactError: missing, not such a file, of another version, or damaged.
     """
-    return read_measured(path, SCHEMA, VERSION, _parsed, command="calibrate sensitivity")
+    return read_measured(path, SCHEMA, VERSION, _parsed, command="calibrate sensitivity", oldest=1)
 
 
 def _parsed(values: dict[str, Any]) -> Sensitivity:

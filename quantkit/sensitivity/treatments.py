@@ -1,4 +1,4 @@
-"""The treatments that a layer is measured under: one literal row each."""
+"""The treatments that a layer or an attention module is measured under: one literal row each."""
 
 from dataclasses import dataclass
 
@@ -61,6 +61,23 @@ TREATMENTS: tuple[Treatment, ...] = (
 )
 
 BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
+
+
+@dataclass(frozen=True)
+class AttentionTreatment:
+    """What is done to the products of one attention module; 16-bit leaves them alone."""
+
+    name: str
+    #: format of queries and keys; probabilities and values are e4m3fn
+    qk: str
+
+
+ATTENTION_TREATMENTS = (
+    AttentionTreatment("attention-e4m3fn", E4M3FN.name),
+    AttentionTreatment("attention-int8", INT8.name),
+)
+
+ATTENTION_BY_NAME = {treatment.name: treatment for treatment in ATTENTION_TREATMENTS}
 
 
 def refusal(treatment: Treatment, layer: Layer) -> str:

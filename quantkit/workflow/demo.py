@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.eval.demo import commands as plan
 from quantkit.eval.demo.run import DemoContext, DemoResult, methods, remarks, run_demo, write_index
+from quantkit.eval.gates import State
 from quantkit.eval.methods import Method
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
@@ -32,9 +33,14 @@ class Demo:
         return tuple(remarks(self.outcomes))
 
     @property
+    def state(self) -> State:
+        """What FP8's gates show; one-shot 4:2 is shown as it is."""
+        return self.outcomes[0].report.state
+
+    @property
     def passed(self) -> bool:
-        """True when FP8 holds its gates; one-shot 4:2 is shown as it is."""
-        return bool(self.outcomes[0].report.passed)
+        """True when FP8 passes its gates."""
+        return self.state is State.PASSED
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""

@@ -1,30 +1,42 @@
 """Measuring what packing cost: pictures and numbers of packed pipelines against their original."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from quantkit.calibration.statistics import load_calibration
 from quantkit.eval import evaluation, methods
 from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
 from quantkit.eval.embedding import Pictures
-from quantkit.eval.evaluation import Baseline, Pair, common_dtype, measure_baseline, open_pair
-from quantkit.eval.gates import Limits
+from quantkit.eval.evaluation import (
+    Background,
+    Baseline,
+    Pair,
+    common_dtype,
+    measure_baseline,
+    open_pair,
+)
+from quantkit.eval.gates import Limits, State, judge_all
 from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
+from quantkit.eval.judges import load_judges
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.quantized_pipeline import refuse_device, rehearse
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
+from quantkit.eval.seen_prompts import find_calibrated
+from quantkit.eval.verdict import WORDS
 from quantkit.models.source import Model, SingleFile
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
+from quantkit.sensitivity.result import load_sensitivity
 from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
-from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path
+from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path, as_prompts
 
 __all__ = ["Compared", "EvaluationSettings", "Limits", "Report", "compare", "evaluate"]
 
@@ -55,6 +67,8 @@ class EvaluationSettings:
     without: tuple[str, ...] = ()
     #: run the original twice more, in another 16-bit dtype and in other batches
     noise_floor: bool = True
+    #: names of quantkit.eval.judges.JUDGES, each with =SOURCE for other weights than its library's
+    judges: tuple[str, ...] = ()
     #: report.html shows the pictures in images/ and holds none
     beside: bool = False
 
@@ -79,13 +93,16 @@ class EvaluationSettings:
         )
 
     def backbones(self, device: torch.device) -> Backbones:
-        """Return the networks of LPIPS and CLIP score.
+        """Return the networks of LPIPS, CLIP score and judges.
 
         Raises:
-            ModelError: one that cannot be had.
+            InputError: an unknown judge, or one whose package is not installed.
+            ModelError: a network that cannot be had.
         """
         weights = as_path(self.lpips_weights)
-        return load_backbones(weights, self.clip, self.without, device=device)
+        judges = load_judges(self.judges, device=device)
+        found = load_backbones(weights, self.clip, self.without, device=device)
+        return replace(found, judges=judges)
 
 
 @dataclass(frozen=True)
@@ -118,9 +135,21 @@ class Compared:
     output: Path | None
 
     @property
+    def state(self) -> State:
+        """Failed when one fails, undecided when one is, passed when all pass."""
+        return judge_all([method.report.state for method in self.methods])
+
+    @property
     def passed(self) -> bool:
-        """True when the gates of all hold."""
+        """True when the gates of all pass."""
         return all(method.report.passed for method in self.methods)
+
+    @property
+    def headline(self) -> str:
+        """How many pass, on one line."""
+        count = len(self.methods)
+        passing = sum(method.report.passed for method in self.methods)
+        return f"{WORDS[self.state]}: {passing} of {count} packed pipelines keep their gates"
 
     def __repr__(self) -> str:
         """Return a verdict for each."""
@@ -140,6 +169,8 @@ def evaluate(
     output: str | Path | None = None,
     settings: EvaluationSettings = EvaluationSettings(),
     limits: Limits = Limits(),  # noqa: B008  frozen
+    calibration: str | Path | None = None,
+    sensitivity: str | Path | None = None,
     device: str = "auto",
     force: bool = False,
     commands: Sequence[str] = (),
@@ -155,6 +186,8 @@ def evaluate(
             is written.
         settings: which pictures are made, and what they are measured with.
         limits: of the gates.
+        calibration: the file that it was packed with: prompts that are compared, too, are noticed.
+        sensitivity: the file of the same model: says which layers to treat better if gates fail.
         device: auto, cpu or cuda[:N]: where all pipelines run.
         force: replace an existing output.
         commands: what a reader types to make the report again.
@@ -176,12 +209,18 @@ def evaluate(
         _refuse_overlaps(path, pair.model, [packed])
     pictures = settings.pictures(place, last=settings.prompts is None)
     backbones = settings.backbones(place)
+    background = _background(calibration, sensitivity, settings)
     _rehearse([pair], pictures, place, progress)
     baseline = baseline_of(
         pair.model, pictures, settings, backbones, place, dtype=pair.dtype, progress=progress
     )
     report, pairs = evaluation.evaluate(
-        pair, baseline, limits=limits, commands=tuple(commands), progress=progress
+        pair,
+        baseline,
+        limits=limits,
+        commands=tuple(commands),
+        background=background,
+        progress=progress,
     )
     if path is not None:
         write = partial(write_report, report, pairs, force=force, pictures=settings.shown)
@@ -326,6 +365,21 @@ def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) ->
     """
     found = load_backbones(None, clip, without, device=torch.device("cpu"))
     return tuple(network.name for network in (found.lpips, found.clip) if network is not None)
+
+
+def _background(
+    calibration: str | Path | None, sensitivity: str | Path | None, settings: EvaluationSettings
+) -> Background:
+    """Open what is known of how the pipeline was packed."""
+    measured = None
+    if sensitivity is not None:
+        measured = load_sensitivity(Path(sensitivity)), str(sensitivity)
+    if calibration is None:
+        return Background(None, measured)
+    about = load_calibration(Path(calibration)).metadata
+    sources = (as_prompts(settings.prompts), as_prompts(None))
+    found = find_calibrated(about.prompts_digest, about.prompts, sources)
+    return Background(found, measured)
 
 
 def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.device) -> list[Pair]:

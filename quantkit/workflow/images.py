@@ -10,7 +10,7 @@ from quantkit.eval.backbones import load_backbones
 from quantkit.eval.comparison import Comparison
 from quantkit.eval.comparison import compare as measure
 from quantkit.eval.embedding import Pictures
-from quantkit.eval.gates import Compression, Gate, Limits, judge, passed
+from quantkit.eval.gates import Compression, Gate, Limits, State, judge, state_of
 from quantkit.eval.images import match_folders
 from quantkit.eval.images_page import KIND, write_images_page
 from quantkit.eval.serialize import comparison_json, gates_json
@@ -20,7 +20,7 @@ from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.inputs import PromptsLike, as_path, as_prompts
 
 #: No gates: none is judged unless it is asked for.
-NO_LIMITS = Limits(None, None, None, None, None)
+NO_LIMITS = Limits(None, None, None, None, None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,14 @@ class ComparedImages:
     gates: tuple[Gate, ...]
 
     @property
+    def state(self) -> State:
+        """What the gates show: passed, failed, or undecided; not judged where there is none."""
+        return state_of(self.gates)
+
+    @property
     def passed(self) -> bool:
-        """True when every gate that was asked for holds."""
-        return not self.gates or bool(passed(self.gates))
+        """True when every gate that was asked for passes."""
+        return not self.gates or self.state is State.PASSED
 
     def __repr__(self) -> str:
         """Return the mean of every metric in a line."""
@@ -46,8 +51,8 @@ class ComparedImages:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         values = comparison_json(self.comparison)
-        about = {"schema": "quantkit.images", "schema_version": 1}
-        return {**about, **values, "gates": gates_json(self.gates)}
+        about = {"schema": "quantkit.images", "schema_version": 2}
+        return {**about, **values, "state": self.state.value, "gates": gates_json(self.gates)}
 
 
 def compare_images(
@@ -123,13 +128,18 @@ def compare_images(
 
 def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: bool) -> None:
     """Refuse a gate on a metric that will not be measured: it would pass unseen."""
-    for metric, limit in (("lpips", limits.lpips), ("clip", limits.clip_fp8)):
+    for metric, limit in (
+        ("lpips", limits.lpips),
+        ("clip", limits.clip_fp8),
+        ("clip", limits.broken),
+    ):
         if limit is not None and metric in without:
             raise InputError(
                 f"the gate on {metric}: this metric is left out; drop the gate, or measure it",
                 fields=(f"gate_{metric}", "without"),
             )
-    if limits.clip_fp8 is not None and not prompts:
-        raise InputError(
-            "the gate on clip: the CLIP score needs the prompts; give them", fields=("prompts",)
-        )
+    for name, limit in (("clip", limits.clip_fp8), ("broken", limits.broken)):
+        if limit is not None and not prompts:
+            raise InputError(
+                f"the gate on {name}: CLIP needs the prompts; give them", fields=("prompts",)
+            )

@@ -15,7 +15,7 @@ import torch
 from quantkit.calibration import hessian
 from quantkit.eval import evaluation
 from quantkit.eval import report as reports
-from quantkit.eval.evaluation import open_pair, require_pipeline
+from quantkit.eval.evaluation import Background, open_pair, require_pipeline
 from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_unseen
 from quantkit.eval.report import write_report
@@ -28,6 +28,7 @@ from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
+from quantkit.sensitivity.result import load_sensitivity
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import (
     check_directory,
@@ -181,6 +182,7 @@ def run(
             limits=limits_of(task.recipe),
             title=f"{Path(task.name).name} with recipe {task.recipe.name}",
             commands=tuple(commands),
+            background=task.background(settings),
             progress=heard,
         )
         write = partial(write_report, report, pairs, force=force or resumed)
@@ -250,8 +252,7 @@ class _RunInputs:
 
     def pictures(self, settings: EvaluationSettings, place: torch.device) -> GenerationSettings:
         """Return which pictures are made: a bounded number, of prompts not calibrated on."""
-        prompts = as_prompts(settings.prompts)
-        seen = prompts[: self.recipe.calibration.prompts] if _is_calibrated(self.recipe) else ()
+        prompts, seen = as_prompts(settings.prompts), self.calibrated(settings)
         if settings.count is None:
             chosen = choose_unseen(prompts, seen, device=place)
             settings = replace(settings, prompts=chosen)
@@ -264,11 +265,20 @@ class _RunInputs:
             )  # fmt: skip
         return pictures
 
+    def calibrated(self, settings: EvaluationSettings) -> tuple[str, ...]:
+        """Return the prompts that scales and masks are chosen on."""
+        prompts = as_prompts(settings.prompts)[: self.recipe.calibration.prompts]
+        return prompts if _is_calibrated(self.recipe) else ()
+
+    def background(self, settings: EvaluationSettings) -> Background:
+        """Return what is known of the packed pipeline once it is built."""
+        file = self.output / "sensitivity.json"
+        measured = (load_sensitivity(file), str(file)) if self.recipe.budget is not None else None
+        return Background(self.calibrated(settings), measured)
+
     def record(self, settings: EvaluationSettings, place: torch.device) -> RunRecord:
         """Return what decides the artefacts."""
-        prompts = as_prompts(settings.prompts)[: self.recipe.calibration.prompts]
-        calibrated = prompts if _is_calibrated(self.recipe) else ()
-        return RunRecord.of(self.model, self.recipe, calibrated, place.type)
+        return RunRecord.of(self.model, self.recipe, self.calibrated(settings), place.type)
 
     def plan(self, pictures: GenerationSettings, record: RunRecord) -> RunPlan:
         """Return what will be written."""

@@ -18,7 +18,8 @@ from quantkit.interchange.single_file_model import SingleFileModel, fit
 from quantkit.interchange.single_file_unpack import link, specs_of, unpack
 from quantkit.interchange.stored_file import StoredFile
 from quantkit.models.hub import fetch_config
-from quantkit.models.source import HUB_ID, Model, SingleFile, open_model
+from quantkit.models.location import HUB_ID
+from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.progress import Progress, silent
 from quantkit.storage.copying import list_files
 from quantkit.storage.files import staged_directory

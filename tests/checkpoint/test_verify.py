@@ -16,7 +16,7 @@ from quantkit.checkpoint.filelist import FILE_LIST, MADE, find_file_list, write_
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models import building
+from quantkit.models import building, skeleton_cache
 from quantkit.models.building import read_skeleton
 from quantkit.models.skeleton import Contents, misfits
 from quantkit.models.source import open_model
@@ -428,7 +428,8 @@ def test_published_models_fit_their_files(name, tmp_path):
     assert not list(misfits(Contents(tmp_path, {}, tensors), read_skeleton(config)))
 
 
-def test_a_child_process_builds_the_same_model(whole, monkeypatch):
+def test_a_child_process_builds_the_same_model_once(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = whole / "unet" / "config.json"
     here = read_skeleton(config)
     assert "diffusers" in sys.modules
@@ -443,7 +444,14 @@ def test_a_child_process_builds_the_same_model(whole, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", spy)
     assert read_skeleton(config) == here
+    building._built_by_child.cache_clear()
+    assert read_skeleton(config) == here
     assert len(seen) == 1
+    monkeypatch.setattr(skeleton_cache, "version", lambda name: "another")
+    building._built_by_child.cache_clear()
+    assert read_skeleton(config) == here
+    assert len(seen) == 2
+    monkeypatch.setattr(building, "recall", lambda text: None)
     done = subprocess.CompletedProcess([], 0, stdout='{"problem": "no such class"}')
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     building._built_by_child.cache_clear()

@@ -306,7 +306,7 @@ def test_eval_report_fails_with_1_and_warns_of_a_foreign_original(ran, prompt_fi
     other = tiny_pipeline(tmp_path / "other", seed=5)
     result = eval_report(
         other, ran[0] / "packed", "-o", tmp_path / "r", "--prompts", prompt_file,
-        "--count", 1, "--steps", 1, "--gate-ssim", 1,
+        "--count", 3, "--steps", 1, "--gate-ssim", 1,
     )  # fmt: skip
     assert result.exit_code == 1, result.output
     assert "SSIM is" in result.output
@@ -314,7 +314,7 @@ def test_eval_report_fails_with_1_and_warns_of_a_foreign_original(ran, prompt_fi
     assert found["verdict"]["passed"] is False
     foreign, few = found["warnings"]
     assert "not made from this original" in foreign
-    assert "1 prompts are few" in few
+    assert "3 prompts are few" in few
 
 
 def test_eval_report_names_the_reference_when_no_kernel_runs(

@@ -4,13 +4,13 @@ import pytest
 
 from quantkit.device import cache
 from quantkit.device.gpu import driver_hip, objects
-from quantkit.device.host import library as host
+from quantkit.device.host import compiling
 from tests.support.standin_hip import VARIABLES, Standin, build_standin
 
 
 @pytest.fixture(scope="session")
 def standin_root(tmp_path_factory):
-    host._folder()  # the host kernels stay in the cache that all tests share
+    compiling._folder()  # the host kernels stay in the cache that all tests share
     return build_standin(tmp_path_factory.mktemp("rocm"))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from quantkit.device import cache, compilers, log
 from quantkit.device.backends import Backend
+from quantkit.device.host import compiling
 from quantkit.device.host import library as host
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import Variant, all_variants
@@ -46,7 +47,7 @@ def fresh_host(tmp_path, monkeypatch):
         host.why_unavailable,
         host._load,
         host._runtime_object,
-        host._folder,
+        compiling._folder,
         execute._say,
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -73,9 +73,9 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
     tmp_path, clip_dir, alexnet_file, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "160")
-    originals = tuple(pixels(seed, 40, 40) for seed in range(2))
-    folders = write_folders(tmp_path, Pairs(("a", "b"), originals, originals))
-    (tmp_path / "prompts.txt").write_text("a red ball\na blue box\n")
+    originals = tuple(pixels(seed, 40, 40) for seed in range(8))
+    folders = write_folders(tmp_path, Pairs(tuple("abcdefgh"), originals, originals))
+    (tmp_path / "prompts.txt").write_text("a red ball\na blue box\n" * 4)
     arguments = (
         *folders, "--prompts", tmp_path / "prompts.txt", "--clip", clip_dir,
         "--lpips-weights", alexnet_file, "--json",
@@ -85,19 +85,29 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
     found = json.loads(good.stdout)
     assert found["clip"]["backbone"] == "tiny-clip (CLIP)"
     assert found["metrics"]["lpips"]["backbone"] == "ImageNet AlexNet"
-    assert found["metrics"]["lpips"]["values"] == [0.0, 0.0]
+    assert found["metrics"]["lpips"]["values"] == [0.0] * 8
+    assert found["state"] == "passed"
     table = run_images(*arguments[:-1], "--gate-lpips", "0.1")
     assert "LPIPS [ImageNet AlexNet]" in table.stdout
     assert "tiny-clip (CLIP)" in table.stdout
     bad = run_images(*arguments, "--gate-ssim", "1.5")
     assert bad.exit_code == 1
-    assert json.loads(bad.stdout)["gates"][0]["passed"] is False
+    assert json.loads(bad.stdout)["gates"][0]["state"] == "failed"
+
+
+def test_eval_images_of_few_pictures_decides_nothing(tmp_path):
+    """3 is neither success nor failure: a script that asks for either does not go on."""
+    folders = write_folders(tmp_path, made_pairs(4, sigma=0.1))
+    found = run_images(*folders, "--without", "lpips", "--gate-ssim", "0.5", "--quiet")
+    assert found.exit_code == 3
+    last = found.output.strip().splitlines()[-1]
+    assert last.startswith("UNDECIDED: SSIM ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("--gate-clip", "1"), "CLIP score needs the prompts"),
+        (("--gate-clip", "1"), "the gate on clip: CLIP needs the prompts"),
         (("--gate-lpips", "1", "--without", "lpips"), "lpips: this metric is left out"),
     ],
 )

@@ -1,17 +1,41 @@
 """Gates: their limits, and what they say of values at the limit."""
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.gates import Compression, Limits, find_compression, judge, passed
+from quantkit.eval.comparison import Comparison, Score, compare
+from quantkit.eval.equivalence import ALPHA, compare_with_zero, correct_holm
+from quantkit.eval.gates import (
+    Compression,
+    Limits,
+    State,
+    find_compression,
+    judge,
+    passed,
+    state_of,
+)
+from quantkit.eval.metrics import METRICS
+from quantkit.eval.statistics import summarize
 
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.pictures import fake_clip, made_pairs, small_lpips
+
+ONLY = Limits(0.5, None, None, None, None)
+QUANTIZED = Compression.QUANTIZED
+
+
+def judged(values, *, limit):
+    """The gate on the mean SSIM of made values."""
+    score = Score(METRICS["ssim"], "", tuple(values), summarize(list(values)))
+    names = tuple(map(str, range(len(values))))
+    found = Comparison(names, None, {"ssim": score}, None)
+    return judge(found, replace(ONLY, ssim=limit), QUANTIZED)[0]
 
 
 def scheme(*, sparse):
@@ -34,23 +58,91 @@ def test_the_clip_gate_follows_from_the_schemes(sparse, compression, limit):
 
 
 def test_gates_compare_the_mean_strictly():
-    comparison = compare(made_pairs(prompts=("a",) * 4), Backbones(small_lpips(), fake_clip()))
-    ssim = comparison.scores["ssim"].summary.mean
-    at = judge(comparison, Limits(ssim=ssim, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED)
-    below = judge(
-        comparison, Limits(ssim=ssim - 1e-9, lpips=9.0, clip_fp8=50.0), Compression.QUANTIZED
+    comparison = compare(made_pairs(8, prompts=("a",) * 8), Backbones(small_lpips(), fake_clip()))
+    ssim = comparison.scores["ssim"].summary
+    at = judge(
+        comparison,
+        Limits(ssim=ssim.mean, lpips=9.0, clip_fp8=50.0, broken=None),
+        Compression.QUANTIZED,
     )
-    assert [gate.passed for gate in at] == [False, True, True]
+    below = judge(
+        comparison, Limits(ssim=-0.9, lpips=9.0, clip_fp8=50.0, broken=None), Compression.QUANTIZED
+    )
+    above = judge(
+        comparison, Limits(ssim=1.0, lpips=9.0, clip_fp8=50.0, broken=None), Compression.QUANTIZED
+    )
+    assert [gate.state for gate in at] == [State.UNDECIDED, State.PASSED, State.PASSED]
+    assert [gate.passed for gate in at] == [None, True, True]
+    assert state_of(at) is State.UNDECIDED
     assert not passed(at)
     assert passed(below)
+    assert state_of(above) is State.FAILED
     assert below[1].title == "LPIPS [two stages]"
     assert below[2].wanted == "< 50 %"
-    assert below[0].settled is False
-    assert below[1].settled is True
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_few_prompts_pass_nothing(count):
+    pairs = made_pairs(count)
+    good = judge(compare(replace(pairs, packed=pairs.original), Backbones()), ONLY, QUANTIZED)
+    assert good[0].state is State.UNDECIDED
+    bad = judge(compare(pairs, Backbones()), replace(ONLY, ssim=1.5), QUANTIZED)
+    assert bad[0].state is (State.FAILED if count > 1 else State.UNDECIDED)
+
+
+def test_a_gate_never_fails_inside_its_interval_nor_passes():
+    """The t-test of skewed values may decide where their bootstrap interval does not."""
+    rng = np.random.default_rng(0)
+    states = Counter()
+    for _ in range(80):
+        values = 1.0 - rng.lognormal(-3.5, 1.0, 12)
+        gate = judged(values, limit=float(values.mean() + rng.normal(0, 0.02)))
+        if gate.interval.holds(gate.limit):
+            assert gate.state is State.UNDECIDED
+        states[gate.state] += 1
+    assert min(states[state] for state in (State.PASSED, State.FAILED, State.UNDECIDED)) > 5
+
+
+@pytest.mark.parametrize("skew", ["normal", "long tail of bad pictures"])
+def test_error_rates_hold_at_the_limit(skew):
+    """At the limit itself one in forty passes and fails; a long tail passes more often."""
+    rng, count = np.random.default_rng(1), 200
+    found = Counter()
+    for _ in range(count):
+        if skew == "normal":
+            values = rng.normal(0.95, 0.02, 16)
+        else:
+            values = 0.95 - (rng.gamma(2.0, 0.02, 16) - 0.04)
+        found[judged(values, limit=0.95).state] += 1
+    assert found[State.FAILED] <= 0.05 * count
+    assert found[State.PASSED] <= (0.05 if skew == "normal" else 0.08) * count
+
+
+def test_failures_are_corrected_over_the_gates():
+    """Of many gates at their limits one fails by chance; Holm makes that one in forty again."""
+    rng, alone, together = np.random.default_rng(2), 0, 0
+    for _ in range(150):
+        columns = [rng.normal(0.0, 1.0, 16).tolist() for _ in range(8)]
+        tests = [compare_with_zero(column) for column in columns]
+        alone += any(test.below <= ALPHA for test in tests)
+        together += any(p <= ALPHA for p in correct_holm([test.below for test in tests]))
+    assert alone > 15
+    assert together <= 9
+
+
+def test_prompts_are_asked_for_only_where_the_gate_is_open():
+    rng = np.random.default_rng(3)
+    values = rng.normal(0.953, 0.01, 12)
+    gate = judged(values, limit=0.95)
+    assert gate.state is State.UNDECIDED
+    assert gate.prompts_needed > 12
+    more = rng.normal(values.mean(), values.std(ddof=1), 2 * gate.prompts_needed)
+    assert judged(more, limit=0.95).state is State.PASSED
+    assert judged(values, limit=0.5).prompts_needed is None
 
 
 def test_a_gate_that_was_not_measured_neither_passes_nor_fails():
-    gates = judge(compare(made_pairs(), Backbones()), Limits(ssim=0.0), Compression.QUANTIZED)
+    gates = judge(compare(made_pairs(8), Backbones()), Limits(ssim=-0.9), Compression.QUANTIZED)
     assert [gate.passed for gate in gates] == [True, None, None]
     assert gates[1].note == "not measured"
     assert passed(gates)

@@ -50,7 +50,7 @@ def test_compare_writes_one_page_and_a_report_each(compared):
         ".quantkit", "index.html", "methods.md", "methods.json", "fp8", "sparse",
     }  # fmt: skip
     assert json.loads((output / "methods.json").read_text()) == printed
-    assert (printed["schema"], printed["schema_version"]) == ("quantkit.methods", 1)
+    assert (printed["schema"], printed["schema_version"]) == ("quantkit.methods", 2)
     assert [row["report"] for row in printed["methods"]] == [
         "fp8/report.json", "sparse/report.json",
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_row_without_networks_has_dashes(compared, packed):
         zip(COLUMNS, cells(Method("mine", made_report(made(sigma=20.0)), "mine")), strict=True)
     )
     assert (row["LPIPS"], row["CLIP change"]) == ("-", "-")
-    assert row["gates"] == "FAIL: SSIM"
+    assert row["gates"] == "undecided: SSIM"
     assert (row["recipe"], row["sparsity"], row["ratio"]) == ("fp8-static", "dense", "52.5 %")
     assert re.fullmatch(r"0\.\d+ \[.*, .*\]", row["SSIM"])
 
@@ -206,8 +206,10 @@ def test_an_unchanged_pipeline_is_judged_as_sixteen_bit(pipeline_dir, tmp_path):
     result = run(
         "report", pipeline_dir, folder, "-o", tmp_path / "out", "--no-noise-floor", "--json"
     )
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.exception
     report = json.loads(result.stdout)
+    # Two pictures pass nothing, even if nothing changed.
+    assert report["verdict"]["state"] == "undecided"
     assert report["compression"] == "16-bit"
     assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] == 1
     assert report["timesteps"]["divergence"]["mean"][-1] == 0

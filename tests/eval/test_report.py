@@ -72,7 +72,11 @@ def test_json_is_strict_and_complete(written):
 
     found = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
     assert (found["schema"], found["schema_version"]) == ("quantkit.report", SCHEMA_VERSION)
-    assert found["verdict"] == {"passed": report.passed, "text": report.verdict}
+    assert found["verdict"] == {
+        "state": report.state.value,
+        "passed": report.passed,
+        "text": report.verdict,
+    }
     psnr = found["comparison"]["metrics"]["psnr"]
     assert psnr["values"][0] is None
     assert psnr["null_means"] == "infinite: identical pictures"
@@ -131,10 +135,10 @@ def test_html_escapes_prompts_and_warnings(written):
 def test_html_says_the_verdict_before_anything_else(written):
     text = "".join(page_of(written).text)
     assert (
-        text.index("Failed: SSIM")
+        text.index("Undecided: SSIM")
         < text.index("Size")
         < text.index("Worst pairs")
-        < text.index("Quantized weights fail: SSIM is")
+        < text.index("Quantized weights are undecided. SSIM")
     )
     assert "Not measured: LPIPS, CLIP score loss." in text
     assert "73 calls: 70 on host, 3 on reference" in text
@@ -183,7 +187,7 @@ def test_markdown_tables_have_as_many_cells_as_headings(written):
         assert cells is None or width is None or cells == width, line
         width = cells
     assert tables == 7
-    assert lines[2].startswith("**Failed.** Quantized weights fail: SSIM is")
+    assert lines[2].startswith("**Undecided.** Quantized weights are undecided. SSIM")
     for i, line in enumerate(lines):
         assert not line.startswith("#") or i == 0 or lines[i - 1] == "", line
 
@@ -285,11 +289,12 @@ def test_steps_without_a_local_error_are_shown(tmp_path):
 
 
 def test_verdict_names_what_passes_fails_and_was_not_measured():
-    pairs = made()
+    pairs = made(8)
     good = made_report(pairs, Limits(ssim=0.0, lpips=None, clip_fp8=None))
     assert good.passed
     assert headline(good.gates) == "Passed."
     assert headline(made_report(pairs, Limits(ssim=0.0)).gates) == "Passed what was measured."
+    assert headline(made_report(made(3), Limits(ssim=0.0)).gates) == "Undecided."
     assert re.match(r"Quantized weights pass: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
     mean = show(good.comparison.scores["ssim"].summary.mean)
     assert lead(good.gates) == f"Passed: SSIM {mean} (wanted > 0)."
@@ -307,8 +312,9 @@ def test_gate_remark_warns_when_more_prompts_could_turn_it():
     mean = made_report(pairs).comparison.scores["ssim"].summary.mean
     close = made_report(pairs, Limits(ssim=mean - 1e-3)).gates[0]
     far = made_report(pairs, Limits(ssim=-0.9)).gates[0]
-    assert gate_remark(close) == "more prompts could change it: the interval includes the limit"
-    assert gate_remark(far) == ""
+    assert gate_remark(close) == "more than 10,000 prompts would decide"
+    assert gate_remark(far) == "about 8 prompts would decide"
+    assert gate_remark(made_report(made(8), Limits(ssim=-0.9)).gates[0]) == ""
 
 
 def test_kernel_sentence_names_backends_and_the_worst_layer():
@@ -337,7 +343,7 @@ def test_terminal_shows_every_noise_floor(capsys, monkeypatch):
     print_report(made_report(made(sigma=20.0)), Path("out"))
     text = capsys.readouterr().out
     assert "Noise floor: the original with BF16 instead of float32" in text
-    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|no clear difference)", text)
+    assert re.search(r"SSIM +│ 0.9\d+ \[.*\] +│ -0.\d+ \[.*\] +│ (worse|undecided)", text)
     assert "Noise floor: the original with batches of 1 instead of 2: the original" in text
 
 

@@ -34,7 +34,8 @@ def test_pictures_name_mean_worst_and_noise_floor(report):
     ssim = report.comparison.scores["ssim"]
     assert pictures.value == f"SSIM {ssim.summary.mean:.4g}"
     assert pictures.notes[0] == f"worst {min(ssim.values):.4g}, of 3"
-    assert pictures.notes[1].startswith("noise floor: SSIM 0.9")
+    assert pictures.notes[1] == "1 same picture, 2 variant"
+    assert pictures.notes[2].startswith("noise floor: SSIM 0.9")
 
 
 @pytest.mark.parametrize("backend", ["host", "reference"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -12,20 +13,21 @@ from quantkit.checkpoint.attention import CHILD
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
-from quantkit.device import compilers
+from quantkit.device import compilers, log
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.head_scales import HeadScales
 from quantkit.numerics.attention_scales import SHAPES
 from quantkit.packing.attention import static_scales
 from quantkit.progress import silent
 from quantkit.recipe.load import parse_recipe
+from quantkit.workflow.pack import Forecast, plan_pack
 from tests.support.artefacts import attention_statistics
 from tests.support.kernel_cases import need
 from tests.support.packed_edit import Edit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "name": "static",
     "attention": {"scales": "static", "min_keys": 1, "exclude": ["mid_block.*"]},
     "calibration": {"prompts": 1, "steps": 2, "batch": 1, "buckets": 2},
@@ -123,12 +125,35 @@ def test_a_loaded_model_reads_them(made, tmp_path):
     before = draw()
     pipe.unet.save_pretrained(tmp_path / "again")
     assert not verify(tmp_path / "again", progress=silent).breaches
-    static[0].fill("value_scale", static[0].value_scale * 3)
+    scales: Any = static[0]
+    scales.value_scale.mul_(3)
     assert not torch.equal(draw(), before)
     with pytest.raises(CheckpointError, match="value_scale"):
         pipe.unet.save_pretrained(tmp_path / "changed")
     pipe.unet.dequantize()
     assert not any(isinstance(m, HeadScales) for m in pipe.unet.modules())
+
+
+@torch.no_grad()
+def test_projections_end_in_the_codes(made, monkeypatch):
+    need(compilers.host_compiler)
+    unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, 8, 8, generator=generator)
+    text = torch.randn(2, 77, unet.config.cross_attention_dim, generator=generator)
+
+    def ask():
+        with log.record() as seen:
+            y = unet(x, torch.tensor(500), text).sample
+        return y, {name for name, _, _ in seen.calls}
+
+    found, calls = ask()
+    assert {"project_codes_fp8", "project_values_fp8", "attention_fp8"} <= calls
+    monkeypatch.setattr("quantkit.inference.attention_heads._ends_in_codes", lambda *_: False)
+    wanted, calls = ask()
+    assert not any(name.startswith("project") for name in calls)
+    assert "value_codes_fp8" in calls
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-3
 
 
 def test_few_keys_get_none(pipeline_dir, made, tmp_path):
@@ -152,7 +177,8 @@ def test_a_calibration_without_attention_is_refused(pipeline_dir, calibration, t
 
 
 def test_without_a_calibration_it_says_that_one_is_missing(pipeline_dir, tmp_path):
-    forecast = quantkit.forecast(pipeline_dir, recipe=recipe(), output=tmp_path / "p")
+    forecast = plan_pack(pipeline_dir, recipe=recipe(), output=tmp_path / "p")
+    assert isinstance(forecast, Forecast)
     assert forecast.missing == ("calibration",)
 
 

@@ -255,9 +255,9 @@ def workplace(tmp_path_factory, pipeline_dir):
 
 def called(line):
     result = CliRunner().invoke(quantkit, shlex.split(line)[1:])
-    # 1: a gate of the report fails, as it does for random weights.
-    failed_gate = " eval " in line and isinstance(result.exception, SystemExit)
-    assert result.exit_code == 0 or (failed_gate and result.exit_code == 1), result.exception
+    # 1 or 3: a gate of the report fails, or is open, as it is for two pictures of random weights.
+    judged = " eval " in line and isinstance(result.exception, SystemExit)
+    assert result.exit_code == 0 or (judged and result.exit_code in {1, 3}), result.exception
 
 
 def smaller(line):

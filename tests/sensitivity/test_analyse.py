@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import quantkit as package
+from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.hessian import load_hessians
 from quantkit.calibration.statistics import load_calibration
 from quantkit.checkpoint.reader import open_packed
@@ -23,6 +24,7 @@ from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.recipe.schema import Recipe
+from quantkit.sensitivity import measured_model
 from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.result import load_sensitivity
@@ -302,3 +304,38 @@ def test_transformers_are_measured_too(transformer_pipeline_dir, tmp_path):
     measured = [m for m in (x.measured for x in load_sensitivity(tmp_path / "s.json").layers) if m]
     assert len(measured) == 2
     assert all(m.error > 0 for m in measured)
+
+
+def test_attention_is_measured_in_the_pipeline(work, pipeline_dir, tmp_path, monkeypatch):
+    quick, calibration = tmp_path / "quick.yaml", work / "c.safetensors"
+    # The others are measured as ever.
+    monkeypatch.setattr(measured_model, "observed_layers", lambda *a: observed_layers(*a)[:2])
+    quick.write_text(f"{QUICK}attention: {{min_keys: 16}}\n")
+    options = ("-c", calibration, "-r", quick, "--measure", 1, "-o", tmp_path / "s.json")
+    table = invoke("calibrate", "sensitivity", pipeline_dir, *options)
+    found = load_sensitivity(tmp_path / "s.json")
+    stored = load_calibration(calibration).attention["unet"]
+    wanted = {name for name, s in stored.items() if int(s.call_keys.max()) >= 16}
+    assert {layer.name for layer in found.attention} == wanted
+    assert wanted
+    for layer in found.attention:
+        assert layer.name in table
+        assert 0 < layer.outcomes["attention-int8"].error < layer.outcomes["attention-e4m3fn"].error
+        # Two halves of guidance.
+        assert layer.rows == 2 * int(stored[layer.name].call_queries.max())
+    # The layers are what they are without.
+    plain = load_sensitivity(work / "s.json").layers[:2]
+    assert [replace(layer, measured=None) for layer in found.layers[:2]] == [
+        replace(layer, measured=None) for layer in plain
+    ]
+    names = dict.fromkeys(wanted, "attention-int8")
+    model = open_model(str(pipeline_dir))
+    subject = MeasuredModel.of(model, load_recipe(str(quick)), load_calibration(calibration))
+    subject.refuse_others(found)
+    with quiet_libraries():
+        pipe = load_pipeline(model, CPU)
+        settings = subject.recipe.calibration
+        untouched = final_latents(pipe, ["a"], settings)
+        with treated_pipeline(subject, pipe, names):
+            assert not torch.equal(final_latents(pipe, ["a"], settings), untouched)
+        assert torch.equal(final_latents(pipe, ["a"], settings), untouched)

@@ -33,7 +33,7 @@ BAD_FILES = {
     "not json": ("{", "not JSON"),
     "list": ("[]", "found list, wanted a JSON object"),
     "other": ('{"schema": "x"}', "not a quantkit.sensitivity file"),
-    "newer": ('{"schema": "quantkit.sensitivity", "schema_version": 2}', "schema_version 2, want"),
+    "newer": ('{"schema": "quantkit.sensitivity", "schema_version": 3}', "schema_version 3, want"),
     "empty": ('{"schema": "quantkit.sensitivity", "schema_version": 1}', "damaged .*component"),
 }
 

@@ -178,8 +178,12 @@ CHANGES = {
 }
 
 
-#: Fields in which a value below 0, or fewer samples, is nothing odd.
-LEGAL = {("mean", "negative"), ("samples", "negative"), ("values", "negative")}
+#: Fields in which a value below 0, or fewer samples, is nothing odd; or none at all.
+LEGAL = {
+    ("mean", "negative"), ("samples", "negative"), ("values", "negative"), ("low", "negative"),
+    ("attention.k_low", "negative"), ("attention.v_low", "negative"),
+    ("attention.q_mean", "negative"), ("second", "empty"),
+}  # fmt: skip
 
 
 @EACH_KIND

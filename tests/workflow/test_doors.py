@@ -44,14 +44,20 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 def run(*arguments):
     done = CliRunner().invoke(quantkit, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, (arguments, done.output, done.exception)
+    # 3: one picture decides no gate
+    assert done.exit_code in ({0, 3} if arguments[0] == "eval" else {0}), (
+        arguments,
+        done.output,
+        done.exception,
+    )
     return done.stdout
 
 
 def draw_beside(original, other, output, *options):
-    """Return the SSIM that ``eval report`` finds, which exits with 1 where its gate fails."""
+    """Return the SSIM that ``eval report`` finds, of one picture."""
     said = json.loads(run("eval", "report", original, other, "-o", output, *PICTURES, *options))
-    assert said["verdict"]["passed"]
+    assert said["verdict"]["state"] == "undecided"
+    assert said["gates"][0]["found"] > 0.95
     return said["comparison"]["metrics"]["ssim"]["summary"]["mean"]
 
 

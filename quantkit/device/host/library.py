@@ -1,34 +1,21 @@
 """The host target: compile a variant with the system's C++ compiler on first use, then call it."""
 
 import ctypes
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
-from quantkit.device import cache
 from quantkit.device.archs import HOST_LAYOUTS
-from quantkit.device.compilers import Compiler, cpu_identity, host_compiler
 from quantkit.device.geometry import compile_expression
+from quantkit.device.host.compiling import base_command, built, open_library
 from quantkit.device.ops.op import Variant
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
 from quantkit.storage.system import cores
 
-_FLAGS = (
-    "-x",
-    "c++",
-    "-O3",
-    "-std=c++17",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fPIC",
-    "-pthread",
-    "-DQK_HOST=1",
-)
 _ERROR_SIZE = 512
 # Arguments travel as 8-byte slots, and a 4-byte number is read from the slot's first half.
 assert sys.byteorder == "little"
@@ -106,7 +93,7 @@ def compile_command(variant: Variant, layout: str, output: Path) -> list[str]:
     """Return the command that builds ``variant`` to a shared library at ``output``."""
     sources = kernel_sources()
     return [
-        *_base_command(host_compiler()),
+        *base_command(),
         "-shared",
         f"-DQK_HOST_LAYOUT={HOST_LAYOUTS.index(layout)}",
         *variant.defines,
@@ -121,13 +108,8 @@ def compile_command(variant: Variant, layout: str, output: Path) -> list[str]:
 
 @lru_cache(maxsize=512)
 def _load(symbol: str, variant: Variant, layout: str) -> HostKernel:
-    path = _library(variant, layout)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:
-        # Copied from another machine: build it again rather than fail for ever.
-        path.unlink(missing_ok=True)
-        library = ctypes.CDLL(str(_library(variant, layout)))
+    name = f"{variant.symbol}.{layout}.so"
+    library = open_library(name, partial(compile_command, variant, layout))
     function = getattr(library, f"{symbol}_launch")
     function.restype = ctypes.c_int
     function.argtypes = (
@@ -152,44 +134,11 @@ def _grid_function(variant: Variant) -> Callable[[int, int, int], ctypes.Array[c
 
 
 def _library(variant: Variant, layout: str) -> Path:
-    target = _folder() / f"{variant.symbol}.{layout}.so"
-    if cache.read_whole(target) is not None:
-        return target
-    with cache.building(target) as stage:
-        if stage:
-            _run(compile_command(variant, layout, stage), variant.symbol)
-    return target
+    return built(f"{variant.symbol}.{layout}.so", partial(compile_command, variant, layout))
 
 
 @lru_cache(maxsize=1)
 def _runtime_object() -> Path:
     """Build the fibers and the block loop once: their standard headers cost more than a kernel."""
-    target = _folder() / "runtime.o"
-    if cache.read_whole(target) is None:
-        source = kernel_sources() / "host" / "runtime.cpp"
-        with cache.building(target) as stage:
-            if stage:
-                command = [*_base_command(host_compiler()), "-c", "-o", str(stage), str(source)]
-                _run(command, "host runtime")
-    return target
-
-
-@lru_cache(maxsize=1)
-def _folder() -> Path:
-    compiler = host_compiler()
-    return cache.build_folder(*compiler.command, compiler.version, *_FLAGS, cpu_identity())
-
-
-def _base_command(compiler: Compiler) -> list[str]:
-    sources = kernel_sources()
-    includes = ("-I", str(sources / "include"), "-I", str(sources / "host"))
-    return [*compiler.command, *_FLAGS, *includes]
-
-
-def _run(command: list[str], what: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise KernelError(
-            f"{what}: the host compiler failed with status {result.returncode}\n"
-            f"{' '.join(command)}\n{result.stderr.strip()}"
-        )
+    source = str(kernel_sources() / "host" / "runtime.cpp")
+    return built("runtime.o", lambda stage: [*base_command(), "-c", "-o", str(stage), source])

@@ -61,6 +61,11 @@ def name_for(family: str, x_format: str, w_format: str = "", *, sparse: bool = F
     return _BY_KIND[family, x_format, w_format, sparse]
 
 
+def is_operation(family: str, x_format: str, w_format: str = "", *, sparse: bool = False) -> bool:
+    """Tell whether ``name_for`` has a name for that."""
+    return (family, x_format, w_format, sparse) in _BY_KIND
+
+
 def default_variants() -> tuple[Variant, ...]:
     """Return what an inference program needs: e4m3fn codes, 16-bit input and output."""
     every = (v for op in OPS.values() for v in all_variants(op))

@@ -1,0 +1,78 @@
+"""The core of packing, compiled for this machine: rows to scales, codes and metadata."""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from quantkit.device.host.compiling import base_command, open_library
+from quantkit.errors import KernelError
+from quantkit.resources import kernel_sources
+
+_log = logging.getLogger(__name__)
+
+#: Numbers that rows may be stored in, by their names in a safetensors header: the order is the
+#: core's.
+SOURCES = ("F16", "BF16", "F32")
+#: Formats that it encodes, in its order.
+FORMATS = ("e4m3fn", "e5m2", "int8", "int4")
+#: What it returns when nothing is wrong, and when there is no memory.
+DONE, _NO_MEMORY = -1, -2
+
+_ADDRESSES = ("source", "importance", "scale", "factors", "codes", "meta", "amax")
+_SIZES = ("rows", "channels", "taps", "group")
+_CHOICES = ("dtype", "format", "sparse")
+
+
+class Job(ctypes.Structure):
+    """What kernels/host/encode.cpp calls by the same name, and explains."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int32) for name in _CHOICES),
+    )
+
+
+@lru_cache(maxsize=1)
+def why_unavailable() -> str:
+    """Return why this machine has no compiled core; empty when it has. Compiles at first use."""
+    try:
+        _function()
+    except KernelError as error:
+        _log.info("packing in PyTorch: %s", error)
+        return str(error)
+    return ""
+
+
+def encode_rows(job: Job) -> int:
+    """Do a job, without Python's lock.
+
+    Args:
+        job: its addresses are of memory of the sizes that encode.cpp says.
+
+    Returns:
+        DONE, or the index, as stored, of the first number that is NaN or infinite.
+
+    Raises:
+        KernelError: the compiler failed.
+        MemoryError: there is none for a row.
+    """
+    found = _function()(ctypes.byref(job))
+    if found == _NO_MEMORY:
+        raise MemoryError("encode_rows")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _function() -> Callable[..., int]:
+    function = open_library("encode.so", _command).qk_encode_rows
+    function.restype = ctypes.c_int64
+    function.argtypes = (ctypes.POINTER(Job),)
+    return function
+
+
+def _command(output: Path) -> list[str]:
+    source = str(kernel_sources() / "host" / "encode.cpp")
+    return [*base_command(), "-shared", "-o", str(output), source]

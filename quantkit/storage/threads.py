@@ -1,0 +1,24 @@
+"""Checking many things at once, for work that gives Python's lock free: hashing, reading, torch."""
+
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quantkit.storage.system import cores
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+#: Each thread holds one thing, as a layer's codes.
+_MOST = 8
+
+
+def in_threads(
+    work: Callable[[Item], Result], items: Iterable[Item]
+) -> Generator[Result, None, None]:
+    """Yield what ``work`` makes of each item, in their order; what is not asked for is given up."""
+    pool = ThreadPoolExecutor(min(cores(), _MOST))
+    try:
+        yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,106 @@
+"""The tests behind the gates, against scipy and published numbers."""
+
+import math
+
+import numpy as np
+import pytest
+from quantkit.eval.equivalence import (
+    ALPHA,
+    MOST_PROMPTS,
+    POWER,
+    compare_with_zero,
+    correct_holm,
+    prompts_to_decide,
+    show_equivalence,
+)
+from scipy import stats
+
+
+@pytest.mark.parametrize("count", [2, 5, 64])
+def test_one_sided_tests_are_scipys(count):
+    values = np.random.default_rng(count).normal(0.3, 1.0, count)
+    found = compare_with_zero(values.tolist())
+    assert found.above == pytest.approx(
+        stats.ttest_1samp(values, 0.0, alternative="greater").pvalue
+    )
+    assert found.below == pytest.approx(stats.ttest_1samp(values, 0.0, alternative="less").pvalue)
+
+
+def test_equivalence_is_the_worse_of_scipys_two_tests():
+    values = np.random.default_rng(0).normal(0.01, 0.1, 40)
+    found = show_equivalence(values.tolist(), 0.05)
+    wanted = max(
+        stats.ttest_1samp(values, -0.05, alternative="greater").pvalue,
+        stats.ttest_1samp(values, 0.05, alternative="less").pvalue,
+    )
+    assert found.p == pytest.approx(wanted)
+    assert found.shown == (wanted <= ALPHA)
+    # What the tests show, the interval at twice the level shows too: both ends inside.
+    low, high = stats.t.interval(1 - 2 * ALPHA, 39, loc=values.mean(), scale=stats.sem(values))
+    assert found.shown == (low > -0.05 and high < 0.05)
+
+
+def test_holm_is_that_of_statsmodels():
+    """statsmodels 0.15.0: multipletests([.01, .04, .03, .005, .9], method="holm")[1]."""
+    assert correct_holm([0.01, 0.04, 0.03, 0.005, 0.9]) == pytest.approx(
+        (0.04, 0.09, 0.09, 0.025, 0.9)
+    )
+    assert correct_holm([]) == ()
+    assert correct_holm([0.7, 0.6]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([1.0] * 4, (0.0, 1.0)),
+        ([-0.1] * 3, (1.0, 0.0)),
+        ([0.0] * 8, (1.0, 1.0)),
+        ([0.1 + 0.2, 0.3], (0.0, 1.0)),
+    ],
+    ids=["above", "below", "at zero", "equal but for rounding"],
+)
+def test_equal_values_have_no_doubt(values, wanted):
+    found = compare_with_zero(values)
+    assert (found.above, found.below) == wanted
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [math.inf, 2.0]])
+def test_fewer_than_two_values_show_nothing(values):
+    assert compare_with_zero(values) is None
+    assert show_equivalence(values, 1.0) is None
+    assert prompts_to_decide(values) is None
+
+
+def test_so_many_prompts_decide_four_times_in_five():
+    rng = np.random.default_rng(4)
+    sample = rng.normal(0.0, 1.0, 30)
+    sample = (sample - sample.mean()) / sample.std(ddof=1) + 0.3
+    count = prompts_to_decide(sample.tolist())
+    # The normal approximation, (z(0.975) + z(0.8))^2 / 0.3^2 = 87.2, and a few for the t.
+    assert 87 <= count <= 92
+    decided = sum(
+        compare_with_zero(rng.normal(0.3, 1.0, count).tolist()).above <= ALPHA for _ in range(400)
+    )
+    # 400 draws: a standard error of 0.02
+    assert decided / 400 == pytest.approx(POWER, abs=0.06)
+    assert prompts_to_decide(sample.tolist(), tests=3) > count
+
+
+def test_no_number_of_prompts_decides_a_mean_on_the_limit():
+    assert prompts_to_decide([-1.0, 1.0]) is None
+    assert prompts_to_decide([0.0] * 8) is None
+    assert prompts_to_decide([1.0] * 8) == 2
+    assert prompts_to_decide([1.0, -0.99999]) is None
+    assert MOST_PROMPTS >= 1000
+
+
+def test_equivalence_is_rarely_shown_at_the_margin():
+    rng = np.random.default_rng(6)
+    wrong = sum(
+        show_equivalence(rng.normal(0.05, 0.02, 12).tolist(), 0.05).shown for _ in range(400)
+    )
+    assert wrong / 400 <= 0.045
+    right = sum(
+        show_equivalence(rng.normal(0.0, 0.02, 12).tolist(), 0.05).shown for _ in range(100)
+    )
+    assert right >= 95

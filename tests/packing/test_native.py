@@ -1,0 +1,177 @@
+"""The compiled core against PyTorch: the same bytes, for everything that it takes."""
+
+from collections import defaultdict
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.weight_reader import SourceTensor
+from quantkit.device import compilers
+from quantkit.device.host import encoder
+from quantkit.errors import NonFiniteError
+from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.granularity import parse_granularity
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.packing import native
+from quantkit.packing.encode import WeightPlan, encode_weight
+from quantkit.packing.masks import ChosenMask
+from quantkit.storage.system import open_to_read
+from quantkit.storage.tensorfile import read_header
+from tests.support.kernel_cases import need
+
+HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+#: Linear and Conv2d; rows that are no multiple of a vector's block, and shorter than one.
+SHAPES = [(3, 32), (7, 64, 1, 1), (4, 32, 3, 3), (2, 40, 3, 1), (1, 8), (33, 264), (2, 20)]
+METHODS = ["", "magnitude", "wanda"]
+
+
+def fits(fmt, granularity, method, shape):
+    """Return whether there is such a treatment of such a weight."""
+    k = prod(shape[1:])
+    grouped = fmt == "int4" or granularity == "group:32"
+    return not (
+        (fmt == "int4" and granularity != "channel") or (grouped and k % 32) or (method and k % 8)
+    )
+
+
+CASES = [
+    case
+    for case in product(encoder.FORMATS, ["channel", "tensor", "group:32"], METHODS, SHAPES)
+    if fits(*case)
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    need(compilers.host_compiler)
+    assert not encoder.why_unavailable()
+
+
+class Bytes:
+    def __init__(self):
+        self.data = bytearray()
+
+    def append(self, data):
+        self.data += bytes(data.cast("B"))
+
+
+def source_of(folder, weight):
+    path = folder / "w.safetensors"
+    save_file({"fc.weight": weight}, path)
+    return SourceTensor(path, open_to_read(path), read_header(path).tensors["fc.weight"])
+
+
+def packed(plan, source):
+    sinks = defaultdict(Bytes)
+    record = encode_weight(plan, source, sinks).record
+    return record, {part: bytes(sink.data) for part, sink in sinks.items()}
+
+
+def compare(plan, source, monkeypatch, *, taken=True):
+    assert native.takes(plan, source.info) == taken
+    found = packed(plan, source)
+    monkeypatch.setattr(native, "takes", lambda plan, info: False)
+    assert found == packed(plan, source)
+    monkeypatch.undo()
+
+
+def plan_of(fmt, granularity="channel", method="", moment=None, scale=None):
+    sparsity = TWO_OF_FOUR if method else None
+    scheme = Scheme(FORMATS[fmt], parse_granularity(granularity), sparsity, Activation.TOKEN)
+    mask = ChosenMask(method, moment) if method else None
+    return WeightPlan("fc", scheme, "amax", mask=mask, scale=scale)
+
+
+def numbers(shape, dtype):
+    """Normal and subnormal, zeros of both signs, equal ones, whole groups and rows of zeros."""
+    generator = torch.Generator().manual_seed(1)
+    weight = (
+        torch.randn(shape, generator=generator)
+        * torch.logspace(-7, 2, shape[0])[(...,) + (None,) * (len(shape) - 1)]
+    )
+    flat = weight.view(-1)
+    flat[::7] = 0.0
+    flat[3::11] = -0.0
+    flat[1::5] = flat[0::5][: len(flat[1::5])].neg()
+    flat[:: max(1, len(flat) // 50)] = 65504.0 if dtype != torch.float32 else 3e38
+    if shape[0] > 2:
+        weight[1] = 0
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20], ids=["row", "whole"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, filter(None, case))))
+def test_bytes_are_those_of_torch(tmp_path, monkeypatch, case, chunk):
+    fmt, granularity, method, shape = case
+    monkeypatch.setattr(native, "CHUNK_BYTES", chunk)
+    moment = torch.rand(prod(shape[1:]), generator=torch.Generator().manual_seed(2))
+    plan = plan_of(fmt, granularity, method, moment)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        source = source_of(tmp_path, numbers(shape, dtype))
+        with monkeypatch.context() as patch:
+            compare(plan, source, patch)
+
+
+@pytest.mark.parametrize("fmt", encoder.FORMATS)
+@pytest.mark.parametrize("method", ["", "magnitude"], ids=["dense", "sparse"])
+def test_every_half_precision_number(tmp_path, monkeypatch, fmt, method):
+    weight = HALVES[HALVES.isfinite()].reshape(-1, 64)
+    shuffled = weight.flatten()[torch.randperm(weight.numel())].reshape(-1, 64)
+    for rows in (weight, shuffled.contiguous()):
+        with monkeypatch.context() as patch:
+            compare(plan_of(fmt, method=method), source_of(tmp_path, rows), patch)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-8, 2.0**-140, 1e30])
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "int8"])
+def test_a_given_scale_saturates_as_torch_does(tmp_path, monkeypatch, fmt, scale):
+    plan = plan_of(fmt, "tensor", scale=torch.tensor(scale))
+    compare(plan, source_of(tmp_path, numbers((9, 64), torch.float32)), monkeypatch)
+
+
+@pytest.mark.parametrize("amax", [2.0**-149, 223 * 2.0**-149, 672 * 2.0**-149, 1e-38, 3.4e38])
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "int8"])
+def test_the_ends_of_float32(tmp_path, monkeypatch, fmt, granularity, amax):
+    weight = torch.linspace(-1, 1, 64).mul(amax).reshape(1, 64)
+    compare(plan_of(fmt, granularity), source_of(tmp_path, weight), monkeypatch)
+    with monkeypatch.context() as patch:
+        compare(plan_of("int4"), source_of(tmp_path, weight), patch)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+def test_what_is_no_number_is_named_as_torch_names_it(
+    tmp_path, monkeypatch, value, dtype, granularity
+):
+    monkeypatch.setattr(native, "CHUNK_BYTES", 1000)
+    weight = numbers((40, 32, 3, 3), dtype)
+    weight[17, 5, 2, 1] = value
+    weight[18] = value
+    source, plan = source_of(tmp_path, weight), plan_of("e4m3fn", granularity)
+    texts = []
+    for takes in (native.takes, lambda plan, info: False):
+        monkeypatch.setattr(native, "takes", takes)
+        with pytest.raises(NonFiniteError, match=r"fc\.weight\[17, 5, 2, 1\]: found") as info:
+            packed(plan, source)
+        texts.append(str(info.value))
+    assert texts[0] == texts[1]
+
+
+def test_what_the_core_does_not_take_is_left_to_torch(tmp_path, monkeypatch):
+    source = source_of(tmp_path, numbers((4, 48), torch.float16))
+    double = source_of(tmp_path, numbers((4, 48), torch.float64))
+    assert native.takes(plan_of("e4m3fn"), source.info)
+    assert not native.takes(plan_of("e4m3fn"), double.info)
+    assert not native.takes(plan_of("e4m3fn", "group:16"), source.info)
+    infinite = torch.full((48,), float("inf"))
+    assert not native.takes(plan_of("e4m3fn", method="wanda", moment=infinite), source.info)
+    searched = WeightPlan("fc", plan_of("e4m3fn").scheme, "mse")
+    assert not native.takes(searched, source.info)
+    monkeypatch.setattr(encoder, "why_unavailable", lambda: "no compiler")
+    assert not native.takes(plan_of("e4m3fn"), source.info)

@@ -1,0 +1,204 @@
+"""Attention under treatments: its emulation, its errors, its cost, and choosing it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+import quantkit
+from quantkit.device.backends import Backend, use
+from quantkit.errors import ArtefactError, RecipeError
+from quantkit.models.attention import Heads
+from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.load import load_recipe, parse_recipe
+from quantkit.sensitivity.budget import allowed_names
+from quantkit.sensitivity.cost import PeakRates, attention_seconds
+from quantkit.sensitivity.recipe_writer import recipe_text
+from quantkit.sensitivity.result import (
+    LayerSensitivity,
+    Outcome,
+    load_sensitivity,
+    save_sensitivity,
+    to_json,
+)
+from quantkit.sensitivity.treated_attention import AttentionErrors, rounded_attention, rounding
+from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, ATTENTION_TREATMENTS
+from tests.support.artefacts import attention_statistics
+from tests.support.sensitivities import choose, three_layers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FORMATS = [treatment.qk for treatment in ATTENTION_TREATMENTS]
+
+
+@pytest.fixture(scope="module")
+def unet():
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=16,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=2,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=32,
+    ).eval()  # fmt: skip
+
+
+def answer(unet):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 4, 8, 8, generator=generator)
+    text = torch.randn(2, 11, 32, generator=generator)
+    with torch.no_grad():
+        return unet(x, torch.tensor(500.0), text).sample
+
+
+def modules_of(unet):
+    return [name for name, m in unet.named_modules() if hasattr(m, "processor")]
+
+
+@pytest.mark.parametrize("qk", FORMATS)
+def test_rounding_is_what_quantized_attention_computes(unet, qk):
+    before = answer(unet)
+    with rounding(unet, dict.fromkeys(modules_of(unet), qk)):
+        found = answer(unet)
+    assert torch.equal(answer(unet), before)
+    with use(Backend.REFERENCE):
+        quantkit.attention(unet, qk=qk, min_keys=1)
+        wanted = answer(unet)
+    quantkit.attention(unet, qk=None)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("qk", FORMATS)
+def test_some_rows_are_those_of_all(qk):
+    generator = torch.Generator().manual_seed(0)
+    heads = Heads(*(torch.randn(2, 3, n, 24, generator=generator) for n in (50, 70, 70)))
+    rows = torch.tensor([0, 7, 49])
+    found = rounded_attention(heads, 0.3, qk, rows)
+    torch.testing.assert_close(found, rounded_attention(heads, 0.3, qk)[:, :, rows])
+
+
+def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
+    errors, modules, seen = AttentionErrors(), modules_of(unet), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def keep(query, key, value, **kwargs):
+        seen.append((query, key, value))
+        return attend(query, key, value, **kwargs)
+
+    before = answer(unet)
+    with errors.listening(unet, modules):
+        for _ in range(2):
+            assert torch.equal(answer(unet), before)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", keep)
+    answer(unet)
+    order = [name for name in modules if errors.of(name)]
+    assert set(order) == set(modules)
+    # diffusers calls down, mid and up, and names down, up and mid.
+    called = sorted(modules, key=lambda n: ("down", "mid_", "up_b").index(n[:4]))
+    for name, (q, k, v) in zip(called, seen, strict=True):
+        places = [(2 * i + 1) * q.shape[2] // 64 for i in range(32)] if q.shape[2] > 32 else None
+        places = list(range(q.shape[2])) if places is None else places
+        wanted = attend(q.double(), k.double(), v.double())[:, :, places]
+        for treatment, error in errors.of(name).items():
+            y = rounded_attention(Heads(q, k, v), None, ATTENTION_BY_NAME[treatment].qk)
+            lost = (y[:, :, places] - wanted).square().sum() / wanted.square().sum()
+            assert error == pytest.approx(float(lost), rel=1e-3), (name, treatment)
+            assert 0 < error < 0.01
+
+
+def test_time_is_that_of_products_or_of_bytes():
+    statistics = attention_statistics()  # 3 heads of 8 columns, 64 queries and 40 keys a call
+    slow = PeakRates("card", 10.0, 20.0, 40.0, 1e9)
+    e4m3fn, int8 = ATTENTION_TREATMENTS
+    work = 4 * 128 * 40 * 24
+    assert attention_seconds(statistics, None, 128, slow) == work / 10
+    assert attention_seconds(statistics, e4m3fn, 128, slow) == work / 20
+    assert attention_seconds(statistics, int8, 128, slow) == pytest.approx(1.2 * work / 20)
+    narrow = PeakRates("card", 1e12, 1e12, 1e12, 2.0)
+    inputs, outputs = (128 + 2 * 2 * 40) * 24, 128 * 24
+    assert attention_seconds(statistics, None, 128, narrow) == inputs + outputs
+    # Codes are made of what was read, and read again.
+    assert attention_seconds(statistics, e4m3fn, 128, narrow) == 2 * inputs + outputs
+
+
+# Choosing
+
+
+def module(name, error=1e-4):
+    outcomes = {
+        "16-bit": Outcome(0.0, 0, 1.0),
+        "attention-e4m3fn": Outcome(error, 0, 0.5),
+        "attention-int8": Outcome(error / 5, 0, 0.6),
+    }
+    return LayerSensitivity(name, "attention", (2, 1024, 64), "", 1024.0, outcomes)
+
+
+def with_attention():
+    found = three_layers()
+    return replace(found, layers=(*found.layers, module("b.attn1"), module("c.attn1", 1.0)))
+
+
+def treatments(chosen):
+    pairs = zip(chosen.assignment.problem.layers, chosen.assignment.chosen, strict=True)
+    return {layer.name: candidate.treatment for layer, candidate in pairs}
+
+
+def test_bytes_are_never_saved_by_attention():
+    for goal in ({"bytes": 0.6}, {"error": 10.0}):
+        chosen = choose(with_attention(), **goal)
+        assert treatments(chosen)["b.attn1"] == "16-bit"
+        assert chosen.recipe.attention is None
+        assert treatments(chosen).items() >= treatments(choose(three_layers(), **goal)).items()
+
+
+def test_speed_is_bought_where_it_costs_least():
+    chosen = choose(with_attention(), speed=1.05)
+    assert treatments(chosen)["b.attn1"].startswith("attention-")
+    assert treatments(chosen)["c.attn1"] == "16-bit"
+    section = chosen.recipe.attention
+    assert section == AttentionRecipe(qk=section.qk, min_keys=512, exclude=("c.attn1",))
+    text = recipe_text(chosen.recipe, chosen.remarks)
+    assert parse_recipe(text, where="t") == chosen.recipe
+    assert set(chosen.remarks) == {layer.name for layer in with_attention().layers}
+
+
+def test_all_modules_have_one_format():
+    both = replace(
+        with_attention(),
+        layers=(module("b.attn1"), module("c.attn1", 2e-4), *three_layers().layers),
+    )
+    names = {
+        speed: {t for t in treatments(choose(both, speed=speed)).values() if "attention" in t}
+        for speed in (1.1, 1.2, 1.6, 2.0)
+    }
+    assert all(len(found) == 1 for found in names.values())
+    # Nothing but e4m3fn everywhere is fast enough at last.
+    assert names[2.0] == {"attention-e4m3fn"}
+
+
+def test_what_the_recipe_excludes_stays():
+    fp8 = load_recipe("fp8")
+    kept = fp8.model_copy(update={"attention": AttentionRecipe(exclude=("b.*",))})
+    chosen = choose(with_attention(), kept, speed=1.05)
+    assert treatments(chosen)["b.attn1"] == "16-bit"
+    assert choose(three_layers(), kept, bytes=0.6).recipe.attention == kept.attention
+
+
+def test_globs_choose_among_formats():
+    assert allowed_names(("attention-int8",)) == ("attention-int8",)
+    chosen = choose(with_attention(), speed=1.05, treatments=("attention-int8",))
+    assert set(treatments(chosen).values()) == {"16-bit", "attention-int8"}
+    assert chosen.recipe.attention.qk == "int8"
+    with pytest.raises(RecipeError, match=r"attention-\*: not measured; .* in the pipeline"):
+        choose(three_layers(), bytes=0.6, treatments=("attention-*",))
+
+
+def test_results_with_attention_are_of_version_2(tmp_path):
+    path = tmp_path / "s.json"
+    assert to_json(three_layers())["schema_version"] == 1
+    assert to_json(with_attention())["schema_version"] == 2
+    save_sensitivity(with_attention(), path, force=False)
+    assert load_sensitivity(path) == with_attention()
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 3'))
+    with pytest.raises(ArtefactError, match="schema_version 3, wanted 1 or 2"):
+        load_sensitivity(path)
