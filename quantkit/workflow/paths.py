@@ -11,6 +11,12 @@ __all__ = ["refuse_missing", "refuse_no_directory", "refuse_nowhere"]
 def refuse_missing(path: Path) -> None:
     """Refuse a file that cannot be opened.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        nothing.
+
     Raises:
         InputError: missing, not a file, or not readable.
     """
