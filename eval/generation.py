@@ -47,6 +47,8 @@ class Generated:
 
     pictures: tuple[Pixels, ...]
     seconds: float
+    #: most memory of the card that torch had in use at once; None: it ran on the CPU
+    peak_bytes: int | None = None
 
 
 def make_settings(
@@ -102,6 +104,9 @@ def generate(
         # It blackens pictures, in one pipeline and not in the other: no metric sees through that.
         pipe.safety_checker = None
     pictures: list[Pixels] = []
+    device = torch.device(pipe.device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     started = perf_counter()
     with one_noise(pipe):
         for start in range(0, len(settings.prompts), settings.batch):
@@ -109,7 +114,9 @@ def generate(
             pictures += call.run(pipe)
     total = len(settings.prompts) * settings.steps
     progress(label, total, total)
-    return Generated(tuple(pictures), perf_counter() - started)
+    seconds = perf_counter() - started
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Generated(tuple(pictures), seconds, peak)
 
 
 def choose_prompts(

@@ -6,15 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from quantkit.errors import InputError
 
+from .embedding import Store
 from .gates import State
+from .images import GAIN
 from .number_format import show, show_bytes, show_difference, show_mean
-from .report import picture_class, render
+from .pairs import Pair, Side, look_first, pair_numbers, pair_values, sort_keys
+from .rendering import render
 from .result import Packing, Report
+from .sentences import headline, lead
 from .serialize import gates_json, plain
 from .statistics import Summary
+from .tiles import Tile, picture_tile, size_share
 
 #: 2: gates have a state, as in report.json.
 SCHEMA_VERSION = 2
@@ -80,7 +86,7 @@ def cells(method: Method) -> tuple[str, ...]:
         _sparsity(packing),
         show(method.local_error),
         show_bytes(report.packed.nbytes),
-        f"{100 * report.packed.nbytes / report.original.nbytes:.1f} %",
+        size_share(report),
         show_mean(scores["ssim"].summary),
         show_mean(scores["lpips"].summary) if "lpips" in scores else "-",
         "-" if clip is None else _clip_change(clip.change, clip.loss),
@@ -139,7 +145,12 @@ def write_methods(
         template: of index.html.
         seconds: how long all of it took, for a page that says so.
     """
-    values = {**page_values(methods, folder), "commands": commands, "seconds": seconds}
+    values = {
+        **page_values(methods, folder),
+        "commands": commands,
+        "lines": commands,
+        "seconds": seconds,
+    }
     text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
     (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
     (folder / "methods.md").write_text(render("methods.md.j2", values), encoding="utf-8")
@@ -153,19 +164,53 @@ def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:
         methods: made on one original.
         folder: where the page will stand, beside the reports' folders.
     """
-    report = methods[0].report
+    report, pairs = methods[0].report, _pairs(methods, _picture_size(folder / methods[0].folder))
+    by_index = {pair.index: pair for pair in pairs}
     return {
         "methods": methods,
         "first": report,
+        "lead": _lead(methods),
+        "method_tiles": [
+            (method, headline(method.report.gates), _tile(method)) for method in methods
+        ],
         "headings": headings(methods),
         "rows": [(cells(method), method) for method in methods],
         "floors": _floor_rows(report),
-        "pictures": _pictures(methods),
+        "floor_span": COLUMNS.index("SSIM"),
+        "groups": look_first([pair.index for pair in pairs], by_index.__getitem__),
+        "pairs": pairs,
+        "picks": [method.name for method in methods],
+        "sort_keys": sort_keys(report.comparison),
+        "store": Store(),
+        "gain": GAIN,
         "text_columns": TEXT_COLUMNS,
-        "css": picture_class(_picture_side(folder / methods[0].folder)),
         # one machine, one cause: the same line would stand there once per method
         "warnings": sorted({line for method in methods for line in method.report.warnings}),
     }
+
+
+def _lead(methods: Sequence[Method]) -> str:
+    """Return in one sentence how many keep their gates, and which is the smallest of those."""
+    good = [method for method in methods if method.report.passed]
+    start = f"{len(good)} of {len(methods)} packed pipelines pass their gates"
+    if not good:
+        return f"{start}."
+    least = min(good, key=lambda method: method.report.packed.nbytes)
+    return f"{start}; the smallest of them is {least.name}, {size_share(least.report)} of the size."
+
+
+def _tile(method: Method) -> Tile:
+    """Return a method's size, its pictures, and what its gates say."""
+    report = method.report
+    pictures = picture_tile(report.comparison)
+    return Tile(
+        method.name,
+        f"{size_share(report)}, {pictures.value}",
+        (
+            lead(report.gates).partition(": ")[2],
+            *([method.remark] if method.remark and report.state is State.FAILED else []),
+        ),
+    )
 
 
 def to_json(methods: Sequence[Method]) -> dict[str, Any]:
@@ -237,29 +282,46 @@ def _floor_rows(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
-def _picture_side(report: Path) -> int:
-    """Return the longer side of a report's pictures, in pixels."""
+def _picture_size(report: Path) -> tuple[int, int]:
+    """Return width and height of a report's pictures, in pixels."""
     from PIL import Image
 
     with Image.open(next((report / "images" / "original").iterdir())) as picture:
-        return int(max(picture.size))
+        return picture.width, picture.height
 
 
-@dataclass(frozen=True)
-class MethodPictures:
-    """One prompt, its pictures side by side."""
-
-    name: str
-    prompt: str
-    #: SSIM of every method, in their order
-    ssim: tuple[str, ...]
-
-
-def _pictures(methods: Sequence[Method]) -> list[MethodPictures]:
+def _pairs(methods: Sequence[Method], size: tuple[int, int]) -> list[Pair]:
     """Return the prompts, the one with the lowest SSIM of any method first."""
     values = [method.report.comparison.scores["ssim"].values for method in methods]
-    names, prompts = methods[0].report.comparison.names, methods[0].report.run.prompts
+    names, run = methods[0].report.comparison.names, methods[0].report.run
     order = sorted(range(len(names)), key=lambda index: min(row[index] for row in values))
     return [
-        MethodPictures(names[i], prompts[i], tuple(show(row[i]) for row in values)) for i in order
+        Pair(
+            i,
+            names[i],
+            run.seeds[i],
+            run.prompts[i],
+            (_original(methods[0], i, size), *(_side(method, i, size) for method in methods)),
+        )
+        for i in order
     ]
+
+
+def _original(method: Method, index: int, size: tuple[int, int]) -> Side:
+    name, prompt = method.report.comparison.names[index], method.report.run.prompts[index]
+    src = f"{quote(method.folder)}/images/original/{quote(name)}.png"
+    return Side("original", src, "", size, f"Original, pair {name}: {prompt}")
+
+
+def _side(method: Method, index: int, size: tuple[int, int]) -> Side:
+    comparison, prompt = method.report.comparison, method.report.run.prompts[index]
+    name, ssim = comparison.names[index], show(comparison.scores["ssim"].values[index])
+    return Side(
+        method.name,
+        f"{quote(method.folder)}/images/packed/{quote(name)}.png",
+        "",
+        size,
+        f"{method.name}, pair {name}: {prompt}; SSIM {ssim}",
+        pair_values(comparison, index),
+        pair_numbers(comparison, index),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from .comparison import Score
 from .gates import Gate
 from .noise_floor import Floor
-from .result import LayerRow, Report
+from .result import LayerRow
 from .statistics import Interval
 from .step_errors import StepErrors
 
@@ -104,20 +104,6 @@ def plot_layer_errors(layers: Sequence[LayerRow]) -> str:
         _legend(axes)
 
     return _svg(draw, name="errors", height=2.9)
-
-
-def plot_bytes(report: Report) -> str:
-    """Return the weight files of the denoising components before and after."""
-    sizes = (report.original.nbytes / 2**20, report.packed.nbytes / 2**20)
-
-    def draw(axes: Any) -> None:
-        bars = axes.barh(["original", "packed"], sizes, color=[_SOFT, _PLAIN], height=0.6)
-        axes.bar_label(bars, [f"{size:.2f} MiB" for size in sizes], padding=4, color=_INK)
-        axes.set_xlim(0, max(sizes) * 1.25)
-        axes.invert_yaxis()
-        axes.set_xlabel("MiB on disk")
-
-    return _svg(draw, name="bytes", height=1.5)
 
 
 def _mark_mean(axes: Any, mean: float | None, interval: Interval | None) -> None:

@@ -77,6 +77,8 @@ def run_facts(original: Original, *, packed: Generated, calls: KernelLog) -> Gen
         original_seconds=original.generated.seconds,
         packed_seconds=packed.seconds,
         timing_note=note,
+        original_peak_bytes=original.generated.peak_bytes,
+        packed_peak_bytes=packed.peak_bytes,
     )
 
 

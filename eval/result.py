@@ -139,6 +139,9 @@ class GenerationFacts:
     packed_seconds: float
     #: what the times mean: emulated kernels say nothing about a graphics card
     timing_note: str
+    #: most memory of the card that torch had in use at once; None: no card
+    original_peak_bytes: int | None = None
+    packed_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)

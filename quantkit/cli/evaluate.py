@@ -35,9 +35,14 @@ def evaluate() -> None:
     type=options.NUMBER,
     help="Fail unless at most so many of the pictures (%) are broken.",
 )
+@click.option(
+    "-o", "--output", type=options.PATH, help="Write report.html, report.json and the pictures."
+)
+@evaluation_options.pictures
 @options.device
 @options.quiet
 @options.as_json
+@options.force
 def images(
     first: Path,
     second: Path,
@@ -49,13 +54,17 @@ def images(
     gate_lpips: float | None,
     gate_clip: float | None,
     gate_broken: float | None,
+    output: Path | None,
+    pictures: str,
     device: str,
     quiet: bool,
     as_json: bool,
+    force: bool,
 ) -> None:
     """Run the metrics on two folders: pictures of A are the original, equal names make a pair.
 
-    Exits with 1 when a gate was given and fails, with 3 when the pictures are too few to tell.
+    With -o, writes a page of the pairs like that of 'eval report'. Exits with 1 when a gate was
+    given and fails, with 3 when the pictures are too few to tell.
     """
     from quantkit.workflow.evaluate import Limits
     from quantkit.workflow.images import compare_images
@@ -70,6 +79,10 @@ def images(
             clip=clip,
             without=without,
             limits=limits,
+            output=output,
+            beside=pictures == "beside",
+            force=force,
+            commands=(report.command_line(),),
             device=device,
             progress=progress,
         )
@@ -80,6 +93,8 @@ def images(
         print_gates(found.gates)
         if found.gates:
             print_outcome(found.gates, found.state)
+        if output is not None:
+            echo(f"page: {output / 'report.html'}")
     if found.gates:
         exit_by(found.state)
 

@@ -38,6 +38,14 @@ noise_floor = click.option(
     help="Run the original twice more, in another 16-bit dtype and in other batches, and show "
     "beside every metric how much that changes.",
 )
+pictures = click.option(
+    "--pictures",
+    type=click.Choice(["inside", "beside"]),
+    default="inside",
+    show_default=True,
+    help="Whether report.html holds its pictures, as WebP and in one file, or shows those in "
+    "images/ beside it.",
+)
 judge = click.option(
     "--judge",
     metavar="NAME[=SOURCE]",

@@ -41,6 +41,7 @@ class Request:
     without: tuple[str, ...]
     noise_floor: bool
     judge: tuple[str, ...]
+    pictures: str
     device: str
     dry_run: bool
     quiet: bool
@@ -62,6 +63,7 @@ class Request:
             self.without,
             self.noise_floor,
             self.judge,
+            self.pictures == "beside",
         )
         return {
             "output": self.output,
@@ -80,6 +82,7 @@ class Request:
 @evaluation_options.calibration
 @evaluation_options.sensitivity
 @evaluation_options.preview
+@evaluation_options.pictures
 @options.device
 @options.dry_run
 @options.quiet
@@ -133,6 +136,7 @@ def report(
 @options.output
 @evaluation_options.sampling
 @evaluation_options.gates
+@evaluation_options.pictures
 @options.device
 @options.dry_run
 @options.quiet

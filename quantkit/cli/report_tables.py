@@ -111,7 +111,7 @@ def print_gates(gates: "tuple[Gate, ...]") -> None:
 
 def print_report(result: "Report", output: Path, *, preview: bool = True) -> None:
     """Print the report's numbers, the worst pair, its verdict, what to do, and where it lies."""
-    from quantkit.eval.report import kernel_sentence
+    from quantkit.eval.sentences import kernel_sentence
 
     print_metrics(result.title, result.comparison)
     print_floors(result.comparison, result.noise_floor)

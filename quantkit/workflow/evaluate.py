@@ -12,6 +12,7 @@ from quantkit.calibration.statistics import load_calibration
 from quantkit.eval import evaluation, methods
 from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
+from quantkit.eval.embedding import Pictures
 from quantkit.eval.evaluation import (
     Background,
     Baseline,
@@ -68,6 +69,13 @@ class EvaluationSettings:
     noise_floor: bool = True
     #: names of quantkit.eval.judges.JUDGES, each with =SOURCE for other weights than its library's
     judges: tuple[str, ...] = ()
+    #: report.html shows the pictures in images/ and holds none
+    beside: bool = False
+
+    @property
+    def shown(self) -> Pictures:
+        """Where the pages have their pictures."""
+        return Pictures.BESIDE if self.beside else Pictures.INSIDE
 
     def pictures(self, device: torch.device, *, last: bool) -> GenerationSettings:
         """Return prompts, seeds and steps; see ``choose_prompts`` for ``last``.
@@ -215,7 +223,8 @@ def evaluate(
         progress=progress,
     )
     if path is not None:
-        write_or_keep(partial(write_report, report, pairs, force=force), path)
+        write = partial(write_report, report, pairs, force=force, pictures=settings.shown)
+        write_or_keep(write, path)
     return report
 
 
@@ -275,7 +284,7 @@ def compare(
                 commands=tuple(commands),
                 progress=_named(name, progress),
             )
-            write_report(report, pairs, stage / name, force=False)
+            write_report(report, pairs, stage / name, force=False, pictures=settings.shown)
             rows.append(Method(name, report, name))
         write_methods(rows, stage, tuple(commands))
     return Compared(tuple(rows), path)

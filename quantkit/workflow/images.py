@@ -1,5 +1,6 @@
 """Measuring two folders of pictures against each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from quantkit.errors import InputError
 from quantkit.eval.backbones import load_backbones
 from quantkit.eval.comparison import Comparison
 from quantkit.eval.comparison import compare as measure
+from quantkit.eval.embedding import Pictures
 from quantkit.eval.gates import Compression, Gate, Limits, State, judge, state_of
 from quantkit.eval.images import match_folders
+from quantkit.eval.images_page import KIND, write_images_page
 from quantkit.eval.serialize import comparison_json, gates_json
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
+from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.inputs import PromptsLike, as_path, as_prompts
 
 #: No gates: none is judged unless it is asked for.
@@ -60,6 +64,10 @@ def compare_images(
     clip: str | None = None,
     without: tuple[str, ...] = (),
     limits: Limits = NO_LIMITS,
+    output: str | Path | None = None,
+    beside: bool = False,
+    force: bool = False,
+    commands: Sequence[str] = (),
     device: str = "auto",
     progress: Progress = silent,
 ) -> ComparedImages:
@@ -74,6 +82,11 @@ def compare_images(
         clip: directory or hub id of the CLIP score's model.
         without: metrics to leave out: lpips, clip.
         limits: of the gates; the limit of the CLIP score is ``clip_fp8``.
+        output: the folder for report.html, report.json and the pictures as PNG; None: nothing is
+            written.
+        beside: report.html shows the files in images/ and holds no pictures.
+        force: replace an existing output.
+        commands: what a reader types to make the page again.
         device: auto, cpu or cuda[:N].
         progress: told of pairs done.
 
@@ -83,7 +96,13 @@ def compare_images(
     Raises:
         InputError: pictures without a partner, of other sizes, networks that cannot be had, or a
             gate on a metric that is not measured.
+        OutputError: the output exists, or lies in one of the folders.
     """
+    path = as_path(output)
+    if path is not None:
+        check_directory(path, kind=KIND, force=force)
+        for folder in (first, second):
+            refuse_overlap(path, Path(folder))
     _refuse_unmeasured(limits, without, prompts=prompts is not None)
     texts = None if prompts is None else as_prompts(prompts)
     pairs = match_folders(Path(first), Path(second), texts)
@@ -91,7 +110,20 @@ def compare_images(
     place = choose_device(device)
     backbones = load_backbones(as_path(lpips_weights), clip, left_out, device=place)
     comparison = measure(pairs, backbones, progress=progress)
-    return ComparedImages(comparison, judge(comparison, limits, Compression.QUANTIZED))
+    found = ComparedImages(comparison, judge(comparison, limits, Compression.QUANTIZED))
+    if path is not None:
+        write_images_page(
+            comparison,
+            found.gates,
+            pairs,
+            path,
+            force=force,
+            pictures=Pictures.BESIDE if beside else Pictures.INSIDE,
+            title=f"{second} against {first}",
+            commands=commands,
+            values=found.to_json(),
+        )
+    return found
 
 
 def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: bool) -> None:

@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
-from quantkit.eval.images import Pairs
+from quantkit.eval.images import Pairs, match_folders
 
 from quantkit.cli.evaluate import evaluate
-from quantkit.errors import InputError
+from quantkit.errors import InputError, OutputError
 from tests.support.pictures import made_pairs, pixels, write_folders
 
 
@@ -31,6 +31,28 @@ def test_eval_images_prints_what_the_metrics_give(tmp_path):
     table = run_images(*folders, "--without", "lpips")
     assert "SSIM" in table.stdout
     assert "3 pairs" in table.stdout
+
+
+@pytest.mark.parametrize("place", ["inside", "beside"])
+def test_eval_images_writes_a_page_of_the_pairs(tmp_path, place):
+    pairs = made_pairs(3)
+    folders, output = write_folders(tmp_path, pairs), tmp_path / "page"
+    arguments = (*folders, "--without", "lpips", "--quiet", "-o", output, "--pictures", place)
+    result = run_images(*arguments, "--gate-ssim", "-1")
+    assert result.exit_code == 0, result.output
+    found = json.loads((output / "report.json").read_text())
+    assert found["names"] == list(pairs.names)
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert page.index("Passed: SSIM") < page.index("Worst pairs") < page.index('id="metrics"')
+    assert page.count('id="pair-') == 3
+    assert ('src="data:image/webp' in page) == (place == "inside")
+    saved = match_folders(output / "images/original", output / "images/packed")
+    assert all((a == b).all() for a, b in zip(saved.packed, pairs.packed, strict=True))
+    with pytest.raises(OutputError, match="exists already"):
+        CliRunner().invoke(evaluate, ["images", *map(str, arguments)], catch_exceptions=False)
+    inside = (*folders, "--without", "lpips", "--quiet", "-o", folders[0] / "page")
+    with pytest.raises(OutputError, match="overlaps the input"):
+        CliRunner().invoke(evaluate, ["images", *map(str, inside)], catch_exceptions=False)
 
 
 def test_eval_images_of_identical_folders_is_valid_json(tmp_path):

@@ -58,7 +58,10 @@ def test_compare_writes_one_page_and_a_report_each(compared):
     for link in re.findall(r'(?:href|src)="([^"#]+)"', page):
         assert (output / link).is_file(), link
     assert page.count("noise floor: the original with") == 2
-    assert page.index("<h2>Methods") < page.index("<h2>Verdicts") < page.index("<h2>Pictures")
+    order = ("<h1>", 'class="tiles methods"', 'id="look"', 'id="pictures"', 'id="table"')
+    assert sorted(order, key=page.index) == list(order)
+    figure = page[page.index('<figure class="pair"') : page.index("</figure>")]
+    assert re.findall('data-side="([^"]+)"><span', figure) == ["original", "fp8", "sparse"]
 
 
 def test_compare_rows_are_those_of_the_single_reports(compared):

@@ -6,24 +6,19 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
-import numpy as np
 import pytest
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
+from quantkit.eval.embedding import Pictures
 from quantkit.eval.gates import Limits
 from quantkit.eval.images import match_folders, read_image
 from quantkit.eval.number_format import show, show_difference, show_interval, show_mean
-from quantkit.eval.report import (
-    EMBED_COUNT,
-    code_span,
-    escape_markdown,
-    gate_remark,
-    headline,
-    kernel_sentence,
-    write_report,
-)
+from quantkit.eval.rendering import code_span, escape_markdown
+from quantkit.eval.report import MARKDOWN_COUNT, write_report
 from quantkit.eval.result import SCHEMA_VERSION, Kernels, QuantizedBy, Timesteps
+from quantkit.eval.sentences import gate_remark, headline, kernel_sentence, lead
 from quantkit.eval.statistics import Interval, summarize
 
 from quantkit.errors import OutputError
@@ -110,16 +105,19 @@ def test_json_is_strict_and_complete(written):
 
 def test_html_is_self_contained_and_describes_every_picture(written):
     page = page_of(written)
-    images = [attrs for tag, attrs in page.tags if tag == "img"]
-    assert len(images) == 3 * 3
-    assert all(attrs["src"].startswith("data:image/png;base64,") for attrs in images)
+    images = [attrs for tag, attrs in page.tags if tag == "img" and "src" in attrs]
+    # every pair once among the first, once in the list of all
+    assert len(images) == 2 * 2 * 3
+    assert all(attrs["src"].startswith("data:image/webp;base64,") for attrs in images)
     assert all(attrs["alt"] for attrs in images)
     assert not [
         t for t, a in page.tags if t in {"link", "iframe"} or (t == "script" and "src" in a)
     ]
     urls = [v for _, a in page.tags for k, v in a.items() if k in {"href", "src", "xlink:href"}]
     assert all(url.startswith(("data:", "#")) for url in urls)
-    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 5
+    ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
+    assert {url[1:] for url in urls if url.startswith("#") and "clip" not in url} - ids == set()
+    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 4
 
 
 def test_html_has_no_id_twice(written):
@@ -137,9 +135,10 @@ def test_html_escapes_prompts_and_warnings(written):
 def test_html_says_the_verdict_before_anything_else(written):
     text = "".join(page_of(written).text)
     assert (
-        text.index("Undecided.")
+        text.index("Undecided: SSIM")
+        < text.index("Size")
+        < text.index("Worst pairs")
         < text.index("Quantized weights are undecided. SSIM")
-        < text.index("Metrics")
     )
     assert "Not measured: LPIPS, CLIP score loss." in text
     assert "73 calls: 70 on host, 3 on reference" in text
@@ -164,10 +163,11 @@ def test_pages_put_every_noise_floor_beside_the_metrics(written):
 
 
 def test_html_shows_the_worst_first(written):
-    report, pairs, folder = written
-    captions = re.findall(r"<figcaption>(\d{3}), seed", (folder / "report.html").read_text())
-    assert captions == [pairs.names[i] for i in report.comparison.worst_first()]
-    assert captions[-1] == "000"
+    report, pairs, _ = written
+    figures = [attrs for tag, attrs in page_of(written).tags if tag == "figure"]
+    found = [a["data-name"] for a in figures if a.get("id", "").startswith("pair-")]
+    assert found == [pairs.names[i] for i in report.comparison.worst_first()]
+    assert found[-1] == "000"
 
 
 def test_html_follows_light_and_dark(written):
@@ -224,25 +224,30 @@ def test_a_report_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
         raise RuntimeError("no plots today")
 
     pairs = made()
-    monkeypatch.setattr("quantkit.eval.report.plot_bytes", fail)
+    monkeypatch.setattr("quantkit.eval.report.plot_layer_errors", fail)
     with pytest.raises(RuntimeError, match="no plots today"):
         write_report(made_report(pairs), pairs, tmp_path / "report", force=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_many_and_large_pictures_are_shown_in_part_and_shrunk(tmp_path):
-    pairs = made(EMBED_COUNT + 2, sigma=0.2)
-    large = replace(
-        pairs,
-        original=(np.zeros((600, 800, 3), np.uint8), *pairs.original[1:]),
-        packed=(np.zeros((600, 800, 3), np.uint8), *pairs.packed[1:]),
-    )
-    write_report(made_report(large), large, tmp_path / "r", force=False)
+def test_every_pair_is_on_the_page_and_the_first_in_the_markdown(tmp_path):
+    pairs = made(MARKDOWN_COUNT + 2, sigma=0.2)
+    write_report(made_report(pairs), pairs, tmp_path / "r", force=False)
     text = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
-    assert text.count("<figcaption>0") == EMBED_COUNT
-    assert "2 more are in" in text
-    assert "Shown smaller than they are" in text
-    assert len(list((tmp_path / "r" / "images" / "packed").iterdir())) == EMBED_COUNT + 2
+    assert text.count('id="pair-') == MARKDOWN_COUNT + 2
+    markdown = (tmp_path / "r" / "report.md").read_text(encoding="utf-8")
+    assert markdown.count("![original]") == MARKDOWN_COUNT
+    assert len(list((tmp_path / "r" / "images" / "packed").iterdir())) == MARKDOWN_COUNT + 2
+
+
+def test_pictures_beside_the_page_are_the_measured_files(tmp_path):
+    pairs = replace(made(), names=("a b", "c%d", "e"))
+    write_report(made_report(pairs), pairs, tmp_path / "r", force=False, pictures=Pictures.BESIDE)
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    sources = {attrs["src"] for tag, attrs in page.tags if tag == "img" and "src" in attrs}
+    found = {(tmp_path / "r" / unquote(source)).resolve() for source in sources}
+    assert found == {path.resolve() for path in (tmp_path / "r").glob("images/*/*.png")}
+    assert len(found) == 6
 
 
 def test_one_prompt_and_no_packed_layer_still_make_a_report(tmp_path):
@@ -269,7 +274,7 @@ def test_what_another_tool_did_is_shown_as_it_is_written(tmp_path):
     text = (tmp_path / "r" / "report.md").read_text(encoding="utf-8")
     for heading in ("Layers", "Kernels"):
         assert f"## {heading}" not in text
-    for missing in ("kernel calls", "computed the packed layers", "largest deviation", "No packed"):
+    for missing in ("computed the packed layers", "largest deviation", "No packed"):
         assert missing not in page + text
     found = json.loads((tmp_path / "r" / "report.json").read_text())
     assert found["quantized_by"][0]["settings"] == [["weights_dtype", NASTY]]
@@ -287,13 +292,16 @@ def test_verdict_names_what_passes_fails_and_was_not_measured():
     pairs = made(8)
     good = made_report(pairs, Limits(ssim=0.0, lpips=None, clip_fp8=None))
     assert good.passed
-    assert headline(good) == "Passed."
-    assert headline(made_report(pairs, Limits(ssim=0.0))) == "Passed what was measured."
-    assert headline(made_report(made(3), Limits(ssim=0.0))) == "Undecided."
+    assert headline(good.gates) == "Passed."
+    assert headline(made_report(pairs, Limits(ssim=0.0)).gates) == "Passed what was measured."
+    assert headline(made_report(made(3), Limits(ssim=0.0)).gates) == "Undecided."
     assert re.match(r"Quantized weights pass: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
+    mean = show(good.comparison.scores["ssim"].summary.mean)
+    assert lead(good.gates) == f"Passed: SSIM {mean} (wanted > 0)."
     none = made_report(pairs, Limits(ssim=None))
+    assert lead(none.gates) == "Not judged: no gate was measured."
     assert not none.passed
-    assert headline(none) == "Not judged."
+    assert headline(none.gates) == "Not judged."
     assert none.verdict.startswith(
         "Quantized weights were not judged. Not measured: LPIPS, CLIP score loss. "
     )
@@ -395,7 +403,7 @@ def test_every_html_template_is_escaped():
             assert not list(tree.find_all(nodes.ScopedEvalContextModifier))
     # Drawn by quantkit.eval.plots, whose text matplotlib escapes.
     assert [(name, getattr(node, "attr", None)) for name, node in safe] == [
-        ("report.html.j2", "svg")
+        ("macros.html.j2", "svg")
     ]
 
 

@@ -170,7 +170,8 @@ def nudged(pipe, factor):
 def test_every_pipeline_tells_its_steps(kind):
     pipe, twin = loaded(kind), nudged(loaded(kind), 1.5)
     trajectory = Trajectory(SETTINGS.steps)
-    generate(pipe, SETTINGS, label="original", listener=trajectory.listen)
+    made = generate(pipe, SETTINGS, label="original", listener=trajectory.listen)
+    assert made.peak_bytes is None, "a CPU has no peak of its own"
     assert sorted(trajectory.latents) == [0, 1, 2]
     assert {len(rows) for rows in trajectory.latents.values()} == {3}
     divergence = Divergence(trajectory)
