@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.calibration.attention_statistics import AttentionStatistics
+from quantkit.calibration.attention_statistics import AttentionStatistics, largest_about
 from quantkit.checkpoint.attention import CHILD, HeadShape, PackedAttention
 from quantkit.errors import RecipeError
 from quantkit.models.building import read_skeleton
@@ -89,10 +89,6 @@ def static_scales(statistics: AttentionStatistics, margin: float) -> AttentionSc
             seen.q_amax, seen.k_low, seen.k_high, seen.k_mean, seen.v_low, seen.v_high, seen.v_mean
         )
     )  # fmt: skip
-    k = _farthest(low, high, k_mean).amax(dim=1)
-    v = _farthest(v_low, v_high, v_mean)
+    k = largest_about(low, high, k_mean).amax(dim=1)
+    v = largest_about(v_low, v_high, v_mean)
     return scales_of_ranges(q=q, k=k, k_mean=k_mean, v=v, v_mean=v_mean, margin=margin)
-
-
-def _farthest(low: Tensor, high: Tensor, mean: Tensor) -> Tensor:
-    return torch.maximum(high - mean, mean - low)
