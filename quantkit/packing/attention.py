@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from quantkit.calibration.attention_statistics import AttentionStatistics, largest_about
