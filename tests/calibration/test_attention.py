@@ -34,8 +34,6 @@ from tests.support.observed import FIELDS as LAYER_FIELDS
 from tests.support.observed import PROMPTS, RECIPE, Scheduler
 from tests.support.pipelines import small_pictures, tiny_flux_pipeline
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FIELDS = tuple(field.name for field in fields(AttentionStatistics))
 
 
