@@ -211,7 +211,7 @@ struct Attention {
     }
     if (!kFirst && __builtin_expect(!any_lane(top > kOutgrown), 1)) return;
     QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j)
-      grow<kFirst>(s, j, kFirst || tops[j] > kOutgrown ? tops[j] - kTop : 0.0f);
+      grow<kFirst>(s, j, kFirst || tops[j] > kOutgrown ? growth_to(tops[j]) : 0.0f);
   }
 
   using Probabilities = typename Values::B[kKeyBlocks / 2][kQueryBlocks];

@@ -2,7 +2,9 @@
 // e4m3fn codes, and their sum.
 //
 //   bias = 8 - m; scores come as S + bias, so exp2 of them is what is encoded: 2^(S - m + 8)
-//   m grows only when a score exceeds it by more than 0.75: e4m3fn ends at 448 = 2^8.81
+//   m grows only when a score exceeds it by more than 0.75: e4m3fn ends at 448 = 2^8.81. It grows
+//   by whole numbers, so that a probability's code has the same mantissa whatever m is: tiles of
+//   another size give the same result, but for what is below 2^-14 of the largest
 //
 // The sum is taken of the codes, not of what they were rounded from: the error of a row's
 // probabilities then cancels, where all values are alike.
@@ -19,6 +21,8 @@ namespace qk {
 constexpr f32 kTop = 8.0f;
 /// The largest S + bias that is encoded as it is.
 constexpr f32 kOutgrown = 8.75f;
+/// What m grows by when the largest S + bias is `top`.
+QK_DEVICE f32 growth_to(f32 top) { return __builtin_ceilf(top - kTop); }
 
 #if defined(QK_AMD)
 /// e4m3fn codes of four values below 464, the first one lowest; NaN becomes NaN.

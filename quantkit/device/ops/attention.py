@@ -85,7 +85,7 @@ def attention(
         s = s + bias
         top = s.amax(dim=2, keepdim=True)
         outgrown = (top > _OUTGROWN) | (start == whole)
-        growth = torch.where(outgrown, top - _TOP, torch.zeros_like(top))
+        growth = torch.where(outgrown, (top - _TOP).ceil(), torch.zeros_like(top))
         factor = torch.ones_like(growth) if start == whole else torch.exp2(-growth)
         p = cast(torch.exp2(s - growth).float(), E4M3FN).to(precision)
         bias = bias - growth
