@@ -14,6 +14,7 @@ from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention import KEYS, score_factor, unit_factors, with_padding
+from quantkit.numerics.attention_basis import two_of_four_codes, with_rank
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN, INT8
 
@@ -76,6 +77,8 @@ def attend_streams(
     *,
     scale: float | None = None,
     rotation: Rotation | None = None,
+    rank: int | None = None,
+    two_of_four: bool = False,
 ) -> Tensor:
     """Return attention over the tokens of one stream, or of two, one behind the other.
 
@@ -86,6 +89,8 @@ def attend_streams(
         qk_format: e4m3fn or int8.
         scale: of q k'; None: 1 / sqrt(D).
         rotation: of all tokens.
+        rank: columns of queries and keys that are multiplied, the first; None: all.
+        two_of_four: multiply the largest two of every four columns of each key.
 
     Returns:
         (B, T, H, D) in the dtype of the projections.
@@ -99,6 +104,9 @@ def attend_streams(
     k = _Side([s.k for s in streams], [s.norm_k for s in streams], wide.key_mean, factors[1], KEYS)
     qc, q_scale = _head_codes(q, shape, qk_format, rotation)
     kc, k_scale = _head_codes(k, shape, qk_format, rotation)
+    qc = with_rank(qc, rank)
+    # No kernel leaves the zeros out.
+    kc = two_of_four_codes(kc, qk_format) if two_of_four else kc
     vc = _value_codes([s.v for s in streams], shape, wide)
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](

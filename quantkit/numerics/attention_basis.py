@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention import COLUMNS, padded
+from quantkit.numerics.formats import INT8
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 
 #: An eigenvalue counts as at least so large a part of the largest: A and B stay invertible where
@@ -105,6 +106,19 @@ def largest_two_of_four(k: Tensor) -> Tensor:
         k: (..., D) of any float dtype, D a multiple of 4, in a basis; the mean taken off.
     """
     return torch.where(choose_mask(k.abs(), TWO_OF_FOUR), k, torch.zeros_like(k))
+
+
+def two_of_four_codes(codes: Tensor, qk_format: str) -> Tensor:
+    """Return codes of keys with zeros but for the largest two of every four columns, by token.
+
+    Args:
+        codes: (N, K, D) uint8, D a multiple of 4; NaN is larger than any number.
+        qk_format: e4m3fn or int8.
+    """
+    # Without its sign, a larger code of e4m3fn is a larger number.
+    integers = qk_format == INT8.name
+    size = codes.view(torch.int8).short().abs() if integers else (codes & 0x7F).short()
+    return torch.where(choose_mask(size, TWO_OF_FOUR), codes, torch.zeros_like(codes))
 
 
 def with_rank(codes: Tensor, rank: int | None) -> Tensor:

@@ -105,9 +105,9 @@ def plan_component(
         for t in treatments
         if t.scheme is not None
     }
-    told = _told(recipe, treatments, smoothing)
     seen = None if calibration is None else calibration.attention_of(component)
     attention = plan_attention(component, recipe.attention, seen)
+    told = _told(recipe, treatments, smoothing, attention)
     return assemble_plan(
         component, recipe, treatments, packed, attention, smoothing=smoothing, told=told
     )
@@ -218,7 +218,10 @@ def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
 
 
 def _told(
-    recipe: Recipe, treatments: Sequence[LayerPlan], smoothing: Mapping[str, Smoothing]
+    recipe: Recipe,
+    treatments: Sequence[LayerPlan],
+    smoothing: Mapping[str, Smoothing],
+    attention: PlannedAttention,
 ) -> dict[str, Any]:
     """Return the recipe for the header, with what was chosen for each layer."""
     told = recipe_for_header(recipe)
@@ -226,6 +229,9 @@ def _told(
         told["fallback_chosen"] = fallen
     if recipe.smooth == "auto":
         told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
+    if attention.decisions:
+        chosen = sorted(attention.decisions.items())
+        told["sparse_k_chosen"] = {name: decision.to_json() for name, decision in chosen}
     return told
 
 

@@ -1,0 +1,138 @@
+"""Choosing how many columns of queries and keys each attention module multiplies."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.calibration.attention_statistics import AttentionStatistics
+from quantkit.calibration.column_errors import errors_of_module, relative
+from quantkit.errors import RecipeError
+from quantkit.packing.attention_speed import HAS_KERNEL, LEAST_GAIN, gain
+from quantkit.recipe.attention import AttentionRecipe
+
+#: Digits of what is told of a head.
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """One way to multiply fewer columns, in one module."""
+
+    #: None: two of every four of the keys
+    rank: int | None
+    #: relative, of the module's output on held-out prompts; None: was not measured
+    error: float | None
+    #: 0.1: a tenth more in the same time, by ``attention_speed``
+    gain: float
+
+    def __str__(self) -> str:
+        """Return its name, as ``ColumnErrors`` has it."""
+        return "2:4" if self.rank is None else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for a module."""
+
+    #: None: all columns are multiplied
+    chosen: Treatment | None
+    #: why, or why not
+    reason: str
+    #: by head
+    entropy: tuple[float, ...]
+    #: by head
+    locality: tuple[float, ...]
+    #: by head, relative, of every way that was measured
+    errors: Mapping[str, tuple[float, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "chosen": None if self.chosen is None else str(self.chosen),
+            "error": None if self.chosen is None else self.chosen.error,
+            "gain": None if self.chosen is None else round(self.chosen.gain, _DIGITS),
+            "reason": self.reason,
+            "entropy": list(self.entropy),
+            "locality": list(self.locality),
+            "errors": {name: list(values) for name, values in self.errors.items()},
+        }
+
+
+def decide(
+    section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
+) -> dict[str, Decision]:
+    """Return what was chosen for the modules that have a basis, by path; entropy decides nothing.
+
+    Args:
+        section: of the recipe; empty where its ``sparse_k`` is none.
+        statistics: by module, of those whose attention is on codes.
+
+    Raises:
+        RecipeError: no module's errors were measured.
+    """
+    if section.sparse_k == "none":
+        return {}
+    if not any(of_module.errors() for of_module in statistics.values()):
+        raise RecipeError(
+            f"attention.sparse_k {section.sparse_k}: the calibration has no errors of fewer "
+            "columns; run 'quantkit rotate', and pack the model that it writes with the "
+            "calibration beside it, or drop sparse_k",
+            fields=("calibration",),
+        )
+    found = {name: _decide(section, s) for name, s in statistics.items()}
+    return {name: decision for name, decision in found.items() if decision is not None}
+
+
+def _decide(section: AttentionRecipe, seen: AttentionStatistics) -> Decision | None:
+    lost = seen.errors()
+    if lost is None:
+        return None
+    pooled, power = seen.pooled(), lost["power"]
+    named = [f"rank {rank}" for rank in lost["ranks"].tolist()]
+    rows = [*lost["rank_lost"], *lost["sparse_lost"]]
+    by_head = {
+        name: _rounded(relative(row, power))
+        for name, row in zip([*named, "2:4"], rows, strict=False)
+    }
+    errors, keys = errors_of_module(lost), int(seen.call_keys.max())
+    chosen, reason = _choose(section, list(_treatments(section, errors, seen.columns, keys)))
+    entropy, locality = _rounded(pooled.entropy[0]), _rounded(pooled.locality[0])
+    return Decision(chosen, reason, entropy, locality, by_head)
+
+
+def _rounded(values: Any) -> tuple[float, ...]:
+    return tuple(round(value, _DIGITS) for value in values.tolist())
+
+
+def _treatments(
+    section: AttentionRecipe, errors: Mapping[str, float], columns: int, keys: int
+) -> Iterator[Treatment]:
+    """Yield the ways that the recipe allows."""
+    if section.rank is not None:
+        if section.rank < columns:
+            error = errors.get(f"rank {section.rank}")
+            yield Treatment(section.rank, error, gain(columns, keys, rank=section.rank))
+        return
+    for name, error in errors.items():
+        kind, _, number = name.partition(" ")
+        if section.sparse_k == kind or (section.sparse_k == "auto" and HAS_KERNEL[kind]):
+            rank = int(number) if number else None
+            yield Treatment(rank, error, gain(columns, keys, rank=rank))
+
+
+def _choose(section: AttentionRecipe, treatments: list[Treatment]) -> tuple[Treatment | None, str]:
+    """Return the fastest way within the budget, and why; None where all columns are multiplied."""
+    if not treatments:
+        return None, "heads have no columns to leave out"
+    if section.rank is not None:
+        return treatments[0], "the recipe's rank"
+    fast = [t for t in treatments if t.gain >= LEAST_GAIN]
+    if not fast:
+        most = max(treatments, key=lambda t: t.gain)
+        return None, f"{most} gains {most.gain:.1%}, less than {LEAST_GAIN:.0%}"
+    near = [t for t in fast if t.error is not None and t.error <= section.error_budget]
+    if not near:
+        least = min(fast, key=lambda t: t.error or 0.0)
+        return None, f"{least}: error {least.error:.4f}, over {section.error_budget:g}"
+    best = max(near, key=lambda t: t.gain)
+    return best, f"error {best.error:.4f}, gains {best.gain:.1%}"
