@@ -51,6 +51,7 @@ from .quantized_pipeline import (
     quantized_layers,
 )
 from .report_facts import (
+    attention_columns,
     describe_environment,
     kernel_facts,
     model_facts,
@@ -286,6 +287,7 @@ def evaluate(
         environment=describe_environment(device, by),
         commands=tuple(commands),
         quantized_by=by,
+        attention_columns=attention_columns(pair.packed),
     )
     warnings = (*warn(pair.model, pair.packed, report), *_seen(settings, background))
     report = replace(report, warnings=warnings, calibrated_on=_count(settings, background))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.calibration.attention_statistics import AttentionStatistics
 from quantkit.calibration.column_errors import errors_of_module, relative
+from quantkit.checkpoint.column_decisions import ColumnDecision
 from quantkit.errors import RecipeError
 from quantkit.packing.attention_speed import HAS_KERNEL, LEAST_GAIN, gain
 from quantkit.recipe.attention import AttentionRecipe
@@ -30,32 +31,13 @@ class Treatment:
         return "2:4" if self.rank is None else f"rank {self.rank}"
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What was chosen for a module."""
 
     #: None: all columns are multiplied
     chosen: Treatment | None
-    #: why, or why not
-    reason: str
-    #: by head
-    entropy: tuple[float, ...]
-    #: by head
-    locality: tuple[float, ...]
-    #: by head, relative, of every way that was measured
-    errors: Mapping[str, tuple[float, ...]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {
-            "chosen": None if self.chosen is None else str(self.chosen),
-            "error": None if self.chosen is None else self.chosen.error,
-            "gain": None if self.chosen is None else round(self.chosen.gain, _DIGITS),
-            "reason": self.reason,
-            "entropy": list(self.entropy),
-            "locality": list(self.locality),
-            "errors": {name: list(values) for name, values in self.errors.items()},
-        }
+    #: what the header says of it
+    told: ColumnDecision
 
 
 def decide(
@@ -96,8 +78,16 @@ def _decide(section: AttentionRecipe, seen: AttentionStatistics) -> Decision | N
     }
     errors, keys = errors_of_module(lost), int(seen.call_keys.max())
     chosen, reason = _choose(section, list(_treatments(section, errors, seen.columns, keys)))
-    entropy, locality = _rounded(pooled.entropy[0]), _rounded(pooled.locality[0])
-    return Decision(chosen, reason, entropy, locality, by_head)
+    told = ColumnDecision(
+        None if chosen is None else str(chosen),
+        None if chosen is None else chosen.error,
+        None if chosen is None else round(chosen.gain, _DIGITS),
+        reason,
+        _rounded(pooled.entropy[0]),
+        _rounded(pooled.locality[0]),
+        by_head,
+    )
+    return Decision(chosen, told)
 
 
 def _rounded(values: Any) -> tuple[float, ...]:

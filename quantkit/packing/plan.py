@@ -1,7 +1,7 @@
 """From recipe, statistics and masks to a plan of every byte: nothing is read but headers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.checkpoint.column_decisions import KEY as SPARSE_K
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
@@ -231,7 +232,7 @@ def _told(
         told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
     if attention.decisions:
         chosen = sorted(attention.decisions.items())
-        told["sparse_k_chosen"] = {name: decision.to_json() for name, decision in chosen}
+        told[SPARSE_K] = {name: asdict(decision.told) for name, decision in chosen}
     return told
 
 

@@ -3,15 +3,20 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
 from quantkit.checkpoint.attention import HeadShape, PackedAttention, parse_attention
+from quantkit.checkpoint.column_decisions import column_decisions
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import parse_config
+from quantkit.cli.inspect import inspect
 from quantkit.device import compilers
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.attention import install
@@ -67,9 +72,9 @@ def test_the_fastest_within_the_budget_is_chosen(case):
     section = AttentionRecipe.model_validate({"sparse_k": kind})
     (found,) = decide(section, {"a": module(errors, keys=keys)}).values()
     assert (None if found.chosen is None else str(found.chosen)) == wanted
-    assert reason in found.reason
-    assert found.errors["2:4"] == pytest.approx([errors[-1]] * 3, abs=1e-4)
-    assert (found.entropy, found.locality) == ((1.0,) * 3, (0.0,) * 3)
+    assert reason in found.told.reason
+    assert found.told.errors["2:4"] == pytest.approx([errors[-1]] * 3, abs=1e-4)
+    assert (found.told.entropy, found.told.locality) == ((1.0,) * 3, (0.0,) * 3)
 
 
 def test_a_given_rank_is_taken_as_it_is():
@@ -232,6 +237,38 @@ def test_a_loaded_model_computes_with_them(packed, tmp_path):
     assert torch.equal(ask(), found)
     quantkit.attention(unet, min_keys=1)
     assert not torch.equal(ask(), found)
+
+
+def test_inspect_shows_every_decision(packed, tmp_path):
+    done = CliRunner().invoke(inspect, [str(packed)])
+    assert done.exit_code == 0, done.output
+    assert "Columns of queries and keys" in done.stdout
+    assert "the recipe's rank" in done.stdout
+    told = json.loads(CliRunner().invoke(inspect, [str(packed), "--json"]).stdout)
+    assert len(told["attention_columns"]) == 4
+    assert told["attention_columns"][0]["component"] == "unet"
+    assert len(told["attention_columns"][0]["entropy"]) == 2
+
+
+ROW = {
+    "chosen": None, "error": None, "gain": None, "reason": "", "entropy": [0.1, 0.2],
+    "locality": [0.1, 0.2], "errors": {},
+}  # fmt: skip
+DAMAGED = {
+    "no object": [3],
+    "no row": {"a": 3},
+    "unknown": {"a": {"chosen": None}},
+    "text": {"a": {**ROW, "entropy": ["x"]}},
+    "heads": {"a": {**ROW, "locality": [0.1]}},
+}
+
+
+@pytest.mark.parametrize("told", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_decisions_are_named(told):
+    header = SimpleNamespace(recipe={"sparse_k_chosen": told})
+    component: Any = SimpleNamespace(path="here", metadata=(header,))
+    with pytest.raises(CheckpointError, match="here: sparse_k_chosen in the header is damaged"):
+        column_decisions(component)
 
 
 def test_a_budget_that_nothing_meets_leaves_attention_as_it_is(rotated, tmp_path):
