@@ -1,4 +1,4 @@
-"""Draw the demo's last 48 prompts with fewer columns of queries and keys, and print what it costs.
+"""Draw the demo's last 32 prompts with fewer columns of queries and keys, and print what it costs.
 
 ``python docs/measure_rank.py FOLDER`` calibrates on the first 16 prompts, gives queries and keys
 their basis, and prints for every way the relative error of self attention (mean and worst of the
@@ -23,13 +23,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
 from quantkit.calibration.attention_observer import attending
+from quantkit.calibration.statistics import load_calibration
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.inference.attention import install, uninstall
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.numerics.attention_basis import largest_two_of_four
 
 ASSETS = Path(__file__).parents[1] / "eval" / "assets"
-SEEN, BATCH, STEPS, GUIDANCE = 16, 16, 20, 4.0
+SEEN, PICTURES, BATCH, STEPS, GUIDANCE = 16, 32, 16, 20, 4.0
 BUDGET = 0.02
 
 
@@ -94,33 +95,40 @@ def exact(modules: Mapping[str, Any], chosen: Mapping[str, str]) -> AbstractCont
 
 
 def on_codes(chosen: Mapping[str, str]) -> PackedAttention:
-    """Return self attention on codes with what was chosen, where kernels take it."""
-    ranks = {n: int(w[5:]) for n, w in chosen.items() if w != "2:4" and int(w[5:]) % 16 == 0}
-    sparse = tuple(name for name, way in chosen.items() if way == "2:4")
-    return PackedAttention("e4m3fn", 64, ("*.attn2",), ranks=ranks, two_of_four=sparse)
+    """Return self attention on codes with the ranks that were chosen."""
+    ranks = {name: int(way.removeprefix("rank ")) for name, way in chosen.items()}
+    return PackedAttention("e4m3fn", 64, ("*.attn2",), ranks=ranks)
+
+
+def rotated(folder: Path, prompts: list[str]) -> tuple[str, ...]:
+    """Return the modules that have a basis; what an earlier run wrote is taken as it is."""
+    beside = folder / "rotated.calibration.safetensors"
+    if not beside.exists():
+        sampling = quantkit.Sampling(steps=STEPS, guidance=GUIDANCE, batch=BATCH)
+        seen = quantkit.calibrate(
+            ASSETS / "pipeline", prompts=prompts[:SEEN], sampling=sampling, device="cpu"
+        )
+        assert seen is not None
+        quantkit.rotate(
+            ASSETS / "pipeline", calibration=seen.calibration, output=folder / "rotated",
+            prompts=prompts, batch=BATCH, device="cpu",
+        )  # fmt: skip
+    table = load_calibration(beside).attention["unet"]
+    return tuple(name for name, seen in table.items() if seen.errors())
 
 
 def main() -> None:
     """Print a line for every way."""
     folder = Path(sys.argv[1])
     prompts = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")[:64]
-    sampling = quantkit.Sampling(steps=STEPS, guidance=GUIDANCE, batch=BATCH)
-    seen = quantkit.calibrate(
-        ASSETS / "pipeline", prompts=prompts[:SEEN], sampling=sampling, device="cpu"
-    )
-    assert seen is not None
-    rotated = quantkit.rotate(
-        ASSETS / "pipeline", calibration=seen.calibration, output=folder / "rotated",
-        prompts=prompts, batch=BATCH, device="cpu", force=True,
-    )  # fmt: skip
-    names = tuple(rotated.errors)
+    names = rotated(folder, prompts)
     pipes = [
         DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
         for path in (ASSETS / "pipeline", folder / "rotated")
     ]
     for pipe in pipes:
         pipe.set_progress_bar_config(disable=True)
-    before, wanted = (draw(pipe, prompts[SEEN:], 1000) for pipe in pipes)
+    before, wanted = (draw(pipe, prompts[PICTURES:], 1000) for pipe in pipes)
     click.echo(f"the basis alone: SSIM {told(wanted, before)}")
     unet = pipes[1].unet
     modules = {name: unet.get_submodule(name) for name in names}
@@ -138,10 +146,12 @@ def main() -> None:
     }
     for row, chosen in rows.items():
         with exact(modules, chosen):
-            in_float = told(draw(pipes[1], prompts[SEEN:], 1000), wanted)
-        install(unet, on_codes(chosen))
-        codes = told(draw(pipes[1], prompts[SEEN:], 1000), wanted)
-        uninstall(unet)
+            in_float = told(draw(pipes[1], prompts[PICTURES:], 1000), wanted)
+        codes = "not drawn"
+        if row in {"all columns", "rank 16"}:
+            install(unet, on_codes(chosen))
+            codes = told(draw(pipes[1], prompts[PICTURES:], 1000), wanted)
+            uninstall(unet)
         lost = [errors.of(way)[name] for name, way in chosen.items()] or [0.0]
         click.echo(
             f"{row}: {len(chosen)} of {len(names)} modules, error {np.mean(lost):.4f}, "

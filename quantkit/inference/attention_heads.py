@@ -106,7 +106,7 @@ def attend_streams(
     kc, k_scale = _head_codes(k, shape, qk_format, rotation)
     qc = with_rank(qc, rank)
     # No kernel leaves the zeros out.
-    kc = two_of_four_codes(kc, qk_format) if two_of_four else kc
+    kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
     vc = _value_codes([s.v for s in streams], shape, wide)
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention import COLUMNS, padded
@@ -102,23 +103,36 @@ def is_rank(rank: int) -> bool:
 def largest_two_of_four(k: Tensor) -> Tensor:
     """Return keys with zeros but for the largest two of every four columns, by token.
 
+    Four columns are a quarter of the head apart: of neighbours in the basis all would be large, or
+    none.
+
     Args:
         k: (..., D) of any float dtype, D a multiple of 4, in a basis; the mean taken off.
     """
-    return torch.where(choose_mask(k.abs(), TWO_OF_FOUR), k, torch.zeros_like(k))
+    return torch.where(_largest(k.abs(), k.shape[-1]), k, torch.zeros_like(k))
 
 
-def two_of_four_codes(codes: Tensor, qk_format: str) -> Tensor:
+def two_of_four_codes(codes: Tensor, qk_format: str, columns: int) -> Tensor:
     """Return codes of keys with zeros but for the largest two of every four columns, by token.
 
     Args:
-        codes: (N, K, D) uint8, D a multiple of 4; NaN is larger than any number.
+        codes: (N, K, D) uint8; NaN is larger than any number.
         qk_format: e4m3fn or int8.
+        columns: of a head, a multiple of 4; those behind them are zero.
     """
     # Without its sign, a larger code of e4m3fn is a larger number.
     integers = qk_format == INT8.name
     size = codes.view(torch.int8).short().abs() if integers else (codes & 0x7F).short()
-    return torch.where(choose_mask(size, TWO_OF_FOUR), codes, torch.zeros_like(codes))
+    return torch.where(_largest(size, columns), codes, torch.zeros_like(codes))
+
+
+def _largest(size: Tensor, columns: int) -> Tensor:
+    """Return which are the larger two of columns c, c + D / 4, c + D / 2 and c + 3 D / 4."""
+    if columns % TWO_OF_FOUR.m:
+        raise ShapeError(f"heads of {columns} columns, wanted a multiple of {TWO_OF_FOUR.m}")
+    quarters = size[..., :columns].reshape(*size.shape[:-1], TWO_OF_FOUR.m, -1)
+    kept = choose_mask(quarters.mT, TWO_OF_FOUR).mT.flatten(-2)
+    return pad(kept, (0, size.shape[-1] - columns))
 
 
 def with_rank(codes: Tensor, rank: int | None) -> Tensor:

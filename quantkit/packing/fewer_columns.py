@@ -19,16 +19,22 @@ _DIGITS = 4
 class Treatment:
     """One way to multiply fewer columns, in one module."""
 
-    #: None: two of every four of the keys
-    rank: int | None
+    #: as ``ColumnErrors`` has it: ``rank 32``, or ``2:4``
+    name: str
     #: relative, of the module's output on held-out prompts; None: was not measured
     error: float | None
     #: 0.1: a tenth more in the same time, by ``attention_speed``
     gain: float
 
+    @property
+    def rank(self) -> int | None:
+        """How many columns are multiplied; None: two of every four of the keys."""
+        kind, _, number = self.name.partition(" ")
+        return int(number) if kind == "rank" else None
+
     def __str__(self) -> str:
-        """Return its name, as ``ColumnErrors`` has it."""
-        return "2:4" if self.rank is None else f"rank {self.rank}"
+        """Return its name."""
+        return self.name
 
 
 class Decision(NamedTuple):
@@ -100,14 +106,13 @@ def _treatments(
     """Yield the ways that the recipe allows."""
     if section.rank is not None:
         if section.rank < columns:
-            error = errors.get(f"rank {section.rank}")
-            yield Treatment(section.rank, error, gain(columns, keys, rank=section.rank))
+            name = f"rank {section.rank}"
+            yield Treatment(name, errors.get(name), gain(columns, keys, name))
         return
     for name, error in errors.items():
-        kind, _, number = name.partition(" ")
+        kind = name.partition(" ")[0]
         if section.sparse_k == kind or (section.sparse_k == "auto" and HAS_KERNEL[kind]):
-            rank = int(number) if number else None
-            yield Treatment(rank, error, gain(columns, keys, rank=rank))
+            yield Treatment(name, error, gain(columns, keys, name))
 
 
 def _choose(section: AttentionRecipe, treatments: list[Treatment]) -> tuple[Treatment | None, str]:

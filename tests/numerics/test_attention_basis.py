@@ -11,8 +11,11 @@ from quantkit.numerics.attention_basis import (
     largest_two_of_four,
     ranks_of,
     turned,
+    two_of_four_codes,
     with_rank,
 )
+from quantkit.numerics.formats import E4M3FN, INT8
+from quantkit.numerics.scales import decode
 
 HEADS, COLUMNS = 3, 8
 
@@ -108,12 +111,20 @@ def test_ranks_are_multiples_of_what_is_multiplied_at_once(columns, wanted):
 
 
 def test_the_largest_two_of_four_stay_by_token():
-    k = torch.tensor(
-        [[[3.0, -4.0, 1.0, 2.0, 0.0, 0.0, -1.0, 5.0], [1.0, 1.0, 1.0, 1.0, *[-7.0] * 4]]]
+    """Columns 0, 2, 4, 6 are a group, and 1, 3, 5, 7; of equal ones the first stay."""
+    rows = torch.tensor(
+        [[3.0, 0.0, -4.0, 0.0, 1.0, -1.0, 2.0, 5.0], [1.0, -7.0, 1.0, -7.0, 1.0, -7.0, 1.0, -7.0]]
     )
-    wanted = [[[3.0, -4.0, 0, 0, 0, 0, -1.0, 5.0], [1.0, 1.0, 0, 0, -7.0, -7.0, 0, 0]]]
-    assert largest_two_of_four(k).tolist() == wanted
-    with pytest.raises(ShapeError, match="K 6 is not a multiple of 4"):
+    wanted = [[3.0, 0, -4.0, 0, 0, -1.0, 0, 5.0], [1.0, -7.0, 1.0, -7.0, 0, 0, 0, 0]]
+    assert largest_two_of_four(rows[None]).tolist() == [wanted]
+    for fmt, codes in (
+        (E4M3FN, rows.to(torch.float8_e4m3fn).view(torch.uint8)),
+        (INT8, rows.to(torch.int8).view(torch.uint8)),
+    ):
+        padded = torch.nn.functional.pad(codes, (0, 8))
+        found = decode(two_of_four_codes(padded, fmt.name, 8), fmt.name, torch.float32)
+        assert found.tolist() == [row + [0] * 8 for row in wanted]
+    with pytest.raises(ShapeError, match="heads of 6 columns, wanted a multiple of 4"):
         largest_two_of_four(torch.ones(2, 6))
 
 

@@ -139,8 +139,8 @@ def test_errors_are_those_of_torch_with_fewer_columns():
             float((less - wanted).norm() / wanted.norm()), rel=1e-4
         )
     centred = k - k.mean(2, keepdim=True)
-    groups = centred.unflatten(3, (16, 4))
-    least = groups.abs().topk(2, dim=4).values.amin(4, keepdim=True)
+    groups = centred.unflatten(3, (4, 16))
+    least = groups.abs().topk(2, dim=3).values.amin(3, keepdim=True)
     less = attend(q, torch.where(groups.abs() >= least, groups, 0).flatten(3))
     assert errors["2:4"] == pytest.approx(float((less - wanted).norm() / wanted.norm()), rel=1e-4)
     both = merge_attention(found, found)
