@@ -120,7 +120,7 @@ def _choose(section: AttentionRecipe, treatments: list[Treatment]) -> tuple[Trea
     if not treatments:
         return None, "heads have no columns to leave out"
     if section.rank is not None:
-        return treatments[0], "the recipe's rank"
+        return treatments[0], f"the recipe's rank, gains {treatments[0].gain:.1%}"
     fast = [t for t in treatments if t.gain >= LEAST_GAIN]
     if not fast:
         most = max(treatments, key=lambda t: t.gain)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from quantkit.eval.report_facts import attention_columns
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
@@ -213,7 +214,7 @@ def test_the_checkpoint_says_how_many(rotated, packed):
     chosen = component.metadata[0].recipe["sparse_k_chosen"]
     assert set(chosen) == set(rotated.rotation.bases)
     for name, row in chosen.items():
-        assert (row["chosen"], row["reason"]) == ("rank 16", "the recipe's rank")
+        assert (row["chosen"], row["reason"]) == ("rank 16", "the recipe's rank, gains 0.0%")
         assert row["error"] == pytest.approx(rotated.errors[name]["rank 16"])
         seen = rotated.calibration.attention["unet"][name].pooled()
         assert row["entropy"] == pytest.approx(seen.entropy[0].tolist(), abs=1e-4)
@@ -251,6 +252,8 @@ def test_inspect_shows_every_decision(packed, tmp_path):
     assert done.exit_code == 0, done.output
     assert "Columns of queries and keys" in done.stdout
     assert "the recipe's rank" in done.stdout
+    rows = attention_columns(open_packed(packed))
+    assert [(row.component, row.decision.chosen) for row in rows] == [("unet", "rank 16")] * 4
     told = json.loads(CliRunner().invoke(inspect, [str(packed), "--json"]).stdout)
     assert len(told["attention_columns"]) == 4
     assert told["attention_columns"][0]["component"] == "unet"
