@@ -30,14 +30,14 @@ def rms(t):
     return float(t.double().square().mean().sqrt())
 
 
-def both(call, dtype=torch.float16):
+def both(call):
     """Return what the kernel and the reference make of the same codes."""
     op, arguments = call
     with log.record() as seen:
-        found = execute.call(op, *arguments, dtype)
+        found = execute.call(op, *arguments)
     assert [where for _, _, where in seen.calls] == [Backend.HOST]
     with use(Backend.REFERENCE):
-        return found, execute.call(op, *arguments, dtype)
+        return found, execute.call(op, *arguments)
 
 
 def check_same(found, wanted):
@@ -61,8 +61,8 @@ def test_the_kernel_rounds_as_the_reference_does(columns, fmt):
 def test_codes_cost_what_their_format_does(columns, fmt):
     for sizes in ((37, 101), (64, 512)):
         heads = Heads.draw(sizes, columns)
-        op, arguments = heads.call(fmt)
-        found = op.reference(*arguments, torch.float32)
+        op, arguments = heads.call(fmt, dtype=torch.float32)
+        found = op.reference(*arguments)
         assert rms(found - heads.exact()) < ERRORS[fmt] * rms(heads.exact())
 
 
@@ -70,7 +70,7 @@ def test_codes_cost_what_their_format_does(columns, fmt):
 def test_many_keys_with_an_offset_of_the_values(columns):
     """Sums of thousands of terms of one sign are where narrow accumulators fail."""
     heads = Heads.draw((40, 4096), columns, heads=1, offset=4.0)
-    found, wanted = both(heads.call("e4m3fn"), dtype=torch.float32)
+    found, wanted = both(heads.call("e4m3fn", dtype=torch.float32))
     assert rms(found - wanted) < 1e-5 * rms(wanted)
     assert rms(found - heads.exact()) < 0.004 * rms(heads.exact())
 
@@ -88,17 +88,16 @@ def test_a_maximum_that_grows_in_every_tile(fmt):
 
 def test_scores_far_below_zero_keep_their_order():
     heads = Heads.draw((19, 130), 64, heads=1, offset=0.0)
-    op, arguments = heads.call("e4m3fn")
     # A column in which all products are -1e4: no shift of the keys takes it away.
     codes = heads.codes("e4m3fn")
     codes.q[:, :, 0] = torch.tensor(100.0).to(torch.float8_e4m3fn).view(torch.uint8)
     codes.k[:, :, 0] = torch.tensor(-104.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    op, arguments = heads.call("e4m3fn", codes)
-    found, wanted = both((op, arguments), torch.float32)
+    found, wanted = both(heads.call("e4m3fn", codes, dtype=torch.float32))
     assert rms(found - wanted) < 1e-2 * rms(wanted)
     plain = replace(codes, q=codes.q.clone(), k=codes.k.clone())
     plain.q[:, :, 0], plain.k[:, :, 0] = 0, 0
-    shifted = op.reference(*heads.call("e4m3fn", plain)[1], torch.float32)
+    op, arguments = heads.call("e4m3fn", plain, dtype=torch.float32)
+    shifted = op.reference(*arguments)
     # Of scores around 1e4, float32 keeps 1e-3.
     assert rms(found - shifted) < 2e-2 * rms(shifted)
 
@@ -135,7 +134,7 @@ def test_nan_of_an_input_reaches_the_result(part, fmt):
 def test_values_beyond_the_format_are_scaled():
     heads = Heads.draw((9, 70), 48)
     heads = replace(heads, v=heads.v * 3e4)
-    found, wanted = both(heads.call("e4m3fn"), dtype=torch.bfloat16)
+    found, wanted = both(heads.call("e4m3fn", dtype=torch.bfloat16))
     check_same(found.half(), wanted.half())
     assert rms(found.double() - heads.exact()) < 0.03 * rms(heads.exact())
 
@@ -147,8 +146,8 @@ def test_factors_of_all_pictures_or_of_every_row():
     all_alike = replace(codes, v_scale=one.v_scale.repeat(3, 1), v_mean=one.v_mean.repeat(3, 1))
     op, arguments = heads.call("e4m3fn", one)
     assert torch.equal(
-        execute.call(op, *arguments, torch.float16),
-        execute.call(op, *heads.call("e4m3fn", all_alike)[1], torch.float16),
+        execute.call(op, *arguments),
+        execute.call(op, *heads.call("e4m3fn", all_alike)[1]),
     )
     bare = (*arguments[:6], None, *arguments[7:])
     found, wanted = both((op, bare))
@@ -157,7 +156,7 @@ def test_factors_of_all_pictures_or_of_every_row():
 
 def changed(arguments, **new):
     names = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "keys", "heads",
-             "columns", "fmt")  # fmt: skip
+             "columns", "fmt", "dtype", "rank")  # fmt: skip
     return tuple(new.get(name, value) for name, value in zip(names, arguments, strict=True))
 
 
@@ -175,13 +174,15 @@ def changed(arguments, **new):
         ({"q_scale": torch.ones(2, 9)}, KernelError, "q_scale belongs to int8 codes"),
         ({"q": torch.zeros(2, 9, 47, dtype=torch.uint8)}, ShapeError, "heads of 47 columns"),
         ({"q": torch.zeros(2, 9, 48)}, ShapeError, "wanted uint8 codes"),
+        ({"rank": 0}, ShapeError, "rank 0, wanted 48"),
+        ({"rank": 64}, ShapeError, "rank 64, wanted 48"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(new, error, text):
     heads = Heads.draw((9, 70), 48)
     op, arguments = heads.call("e4m3fn")
     with pytest.raises(error, match="attention_fp8") as caught:
-        execute.call(op, *changed(arguments, **new), torch.float16)
+        execute.call(op, *changed(arguments, **new))
     assert text in str(caught.value)
 
 
@@ -189,13 +190,13 @@ def test_heads_beyond_the_largest_are_refused():
     columns = LARGEST_HEAD + 16
     op, arguments = Heads.draw((2, 3), columns).call("e4m3fn")
     with pytest.raises(ShapeError, match=f"heads of {columns} columns"):
-        execute.call(op, *arguments, torch.float16)
+        execute.call(op, *arguments)
 
 
 def test_the_reference_in_double_precision_is_near():
-    _, arguments = Heads.draw((37, 101), 64).call("e4m3fn")
-    single = OPS[0].reference(*arguments, torch.float32)
-    double = OPS[0].reference(*arguments, torch.float32, precision=torch.float64)
+    _, arguments = Heads.draw((37, 101), 64).call("e4m3fn", dtype=torch.float32)
+    single = OPS[0].reference(*arguments)
+    double = OPS[0].reference(*arguments, precision=torch.float64)
     assert rms(single - double) < 2e-3 * rms(double)
 
 

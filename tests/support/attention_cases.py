@@ -42,9 +42,10 @@ class Heads:
         )
         return y.unflatten(0, (-1, self.heads)).transpose(1, 2)
 
-    def call(self, fmt, codes=None):
-        """Return the operation and the arguments of its call, but for the dtype of the result."""
+    def call(self, fmt, codes=None, *, dtype=torch.float16, rank=None):
+        """Return the operation and the arguments of its call."""
         c = codes or self.codes(fmt)
         operands = (c.q, c.k, c.v, c.q_scale, c.k_scale, c.v_scale, c.v_mean)
         keys, columns = self.k.shape[1:]
-        return OPS[name_for("attention", fmt)], (*operands, keys, self.heads, columns, fmt)
+        options = (keys, self.heads, columns, fmt, dtype, rank or c.q.shape[2])
+        return OPS[name_for("attention", fmt)], (*operands, *options)

@@ -47,6 +47,7 @@ def attention(
     head_size: int,
     qk_format: str,
     dtype: torch.dtype,
+    rank: int,
     *,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -66,20 +67,22 @@ def attention(
         head_size: columns of the result, at most D.
         qk_format: of q and k.
         dtype: of the result.
+        rank: columns of q and k that count, from the first on; D: all.
         precision: of products and sums; float64 makes them exact enough to judge the others by.
 
     Returns:
         (N / heads, M, heads, head_size).
     """
-    queries, values = decode(q, qk_format, precision), decode(v, E4M3FN.name, precision)
+    queries = decode(q[..., :rank], qk_format, precision)
+    values = decode(v, E4M3FN.name, precision)
     tile = _tile_of(q.shape[2])
     bias = torch.full(q.shape[:2], _TOP, dtype=precision, device=q.device).unsqueeze(2)
-    out, total = torch.zeros_like(queries), torch.zeros_like(bias)
+    out, total = bias.new_zeros(q.shape), torch.zeros_like(bias)
     whole = (keys - 1) // tile * tile
     # As the kernel: the tile that the keys do not fill comes first.
     for start in (whole, *range(0, whole, tile)):
         part = slice(start, min(start + tile, keys))
-        s = queries @ decode(k[:, part], qk_format, precision).transpose(1, 2)
+        s = queries @ decode(k[:, part, :rank], qk_format, precision).transpose(1, 2)
         if k_scale is not None:
             s = s * (given(q_scale).to(precision)[:, :, None] * _by_key(k_scale, part)[:, None])
         s = s + bias
@@ -115,7 +118,7 @@ def _of_heads(numbers: Tensor, rows: int, precision: torch.dtype) -> Tensor:
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
     (q, k, v, q_scale, k_scale, v_scale, v_mean) = operands
-    keys, heads, head_size, qk_format, dtype = options
+    keys, heads, head_size, qk_format, dtype, rank = options
     q, k, v, v_scale = given(q), given(k), given(v), given(v_scale)
     if qk_format not in op.words("QK_X_FORMAT"):
         wanted = ", ".join(op.words("QK_X_FORMAT"))
@@ -131,6 +134,8 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
             f"{op.name}: heads of {d} columns, wanted a multiple of {COLUMNS} up to {LARGEST_HEAD}"
         )
     _check_sizes(op.name, n, keys=keys, heads=heads, head_size=head_size, columns=d, scales=scales)
+    if rank != d:
+        raise ShapeError(f"{op.name}: rank {rank}, wanted {d}, all columns of the head")
     pitch = padded(keys, RUN)
     expect(op.name, "k", k, torch.uint8, (n, keys, d))
     expect(op.name, "v", v, torch.uint8, (n, d, pitch))
@@ -176,7 +181,7 @@ def _check_scales(
 
 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
-    _, heads, head_size, _, dtype = options
+    _, heads, head_size, _, dtype, _ = options
     n, m, _ = given(operands[0]).shape
     return (((n // heads, m, heads, head_size), dtype),)
 
@@ -191,7 +196,7 @@ def _sample(
     operands = (
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
     )  # fmt: skip
-    return operands, (keys, heads, columns - 8, fmt, IO_DTYPES[variant.word("QK_IO")])
+    return operands, (keys, heads, columns - 8, fmt, IO_DTYPES[variant.word("QK_IO")], columns)
 
 
 _FORMULA = (
@@ -218,8 +223,8 @@ def _op(name: str, qk_format: str, score: str) -> Op:
         formula=_FORMULA.format(score=score),
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor v_scale, "
-            "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype) "
-            "-> Tensor"
+            "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype, "
+            "int rank) -> Tensor"
         ),
         axes=(IO, format_axis("X", (qk_format,)), _HEAD),
         args=(
