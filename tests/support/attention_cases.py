@@ -35,10 +35,11 @@ class Heads:
     def codes(self, fmt) -> AttentionCodes:
         return attention_codes(self.q, self.k, self.v, qk_format=fmt)
 
-    def exact(self):
-        """Return torch's own attention in float64, (pictures, M, heads, D)."""
+    def exact(self, rank=None):
+        """Return torch's own attention in float64, of ``rank`` columns, (pictures, M, heads, D)."""
+        q, k = (t[..., :rank].double() for t in (self.q, self.k))
         y = torch.nn.functional.scaled_dot_product_attention(
-            self.q.double(), self.k.double(), self.v.double()
+            q, k, self.v.double(), scale=self.q.shape[2] ** -0.5
         )
         return y.unflatten(0, (-1, self.heads)).transpose(1, 2)
 

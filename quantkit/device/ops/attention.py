@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.geometry import own_tile
+from quantkit.device.geometry import has_tile, own_tile
 from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -29,6 +29,9 @@ LARGEST_HEAD = 160
 SOURCE = "attention.hip"
 
 _HEAD = Axis("QK_HEAD", tuple(f"d{d}" for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)), first=1)
+#: Columns of queries and keys that are multiplied; the first word: all. launch.json says of which
+#: heads there is which.
+_RANK = Axis("QK_RANK", ("", *(f"r{r}" for r in range(COLUMNS, LARGEST_HEAD, COLUMNS))))
 
 #: kernels/include/softmax.h: where probabilities start, and what a score may exceed it by.
 _TOP, _OUTGROWN = 8.0, 8.75
@@ -101,6 +104,13 @@ def attention(
     return pictures.transpose(1, 2)[..., :head_size].contiguous()
 
 
+def ranks(columns: int) -> tuple[int, ...]:
+    """Return the ranks that kernels have for heads of ``columns``, all of them first."""
+    head = f"d{columns}"
+    words = (w for w in _RANK.words if has_tile(SOURCE, f"{head}_{w}" if w else head))
+    return tuple(COLUMNS * _RANK.value(word) or columns for word in words)
+
+
 def _tile_of(columns: int) -> int:
     """Return the keys of a step of the kernel's loop."""
     tile = own_tile(SOURCE, f"d{columns}")
@@ -134,8 +144,9 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
             f"{op.name}: heads of {d} columns, wanted a multiple of {COLUMNS} up to {LARGEST_HEAD}"
         )
     _check_sizes(op.name, n, keys=keys, heads=heads, head_size=head_size, columns=d, scales=scales)
-    if rank != d:
-        raise ShapeError(f"{op.name}: rank {rank}, wanted {d}, all columns of the head")
+    if rank not in ranks(d):
+        wanted = ", ".join(str(r) for r in ranks(d))
+        raise ShapeError(f"{op.name}: rank {rank} of heads of {d} columns, wanted one of {wanted}")
     pitch = padded(keys, RUN)
     expect(op.name, "k", k, torch.uint8, (n, keys, d))
     expect(op.name, "v", v, torch.uint8, (n, d, pitch))
@@ -151,7 +162,7 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         "m": m, "n": n, "k": d, "keys": keys, "pitch": pitch, "heads": heads, "d": head_size,
         "scales": scales,
     }  # fmt: skip
-    return Problem((word, qk_format, f"d{d}"), sizes)
+    return Problem((word, qk_format, f"d{d}", "" if rank == d else f"r{rank}"), sizes)
 
 
 def _check_sizes(
@@ -196,13 +207,14 @@ def _sample(
     operands = (
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
     )  # fmt: skip
-    return operands, (keys, heads, columns - 8, fmt, IO_DTYPES[variant.word("QK_IO")], columns)
+    dtype, rank = IO_DTYPES[variant.word("QK_IO")], int(variant.word("QK_RANK")[1:] or columns)
+    return operands, (keys, heads, columns - 8, fmt, dtype, rank)
 
 
 _FORMULA = (
     "p[n, i, j] = exp2({score}), rounded to e4m3fn after the largest of i became 2^8; y = "
     "sum_j(p[n, i, j] * v[n, c, j]) / sum_j(p[n, i, j]) * v_scale[n % scales, c] + "
-    "v_mean[n % scales, c]"
+    "v_mean[n % scales, c]; a rank is the number of columns of q and k that count"
 )
 _BUDGET = Budget(
     1e-6,
@@ -226,7 +238,7 @@ def _op(name: str, qk_format: str, score: str) -> Op:
             "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype, "
             "int rank) -> Tensor"
         ),
-        axes=(IO, format_axis("X", (qk_format,)), _HEAD),
+        axes=(IO, format_axis("X", (qk_format,)), _HEAD, _RANK),
         args=(
             Argument("q", "u8", "[n, m, QK_HEAD * 16]"),
             Argument("k", "u8", "[n, keys, QK_HEAD * 16]"),
