@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
+from quantkit.device.ops.attention import ranks
 from quantkit.device.ops.table import is_operation, name_for
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.operators import OPERATORS
@@ -104,16 +105,32 @@ def attend_streams(
     k = _Side([s.k for s in streams], [s.norm_k for s in streams], wide.key_mean, factors[1], KEYS)
     qc, q_scale = _head_codes(q, shape, qk_format, rotation)
     kc, k_scale = _head_codes(k, shape, qk_format, rotation)
-    qc = with_rank(qc, rank)
+    qc, multiplied = _first_columns(qc, rank)
     # No kernel leaves the zeros out.
     kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
     vc = _value_codes([s.v for s in streams], shape, wide)
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](
         qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
-        keys, *shape, qk_format, streams[0].q.x.dtype, qc.shape[2],
+        keys, *shape, qk_format, streams[0].q.x.dtype, multiplied,
     )  # fmt: skip
     return y
+
+
+def _first_columns(codes: Tensor, rank: int | None) -> tuple[Tensor, int]:
+    """Return codes of queries, and how many of their columns are multiplied.
+
+    Where no kernel multiplies so few, zeros stand for the others.
+    """
+    columns = codes.shape[2]
+    if rank is None or _is_multiplied(rank, columns):
+        return codes, rank or columns
+    return with_rank(codes, rank), columns
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_multiplied(rank: int, columns: int) -> bool:
+    return rank in ranks(columns)
 
 
 def computed(part: Part) -> Projection:

@@ -18,7 +18,8 @@ from quantkit.checkpoint.column_decisions import column_decisions
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import parse_config
 from quantkit.cli.inspect import inspect
-from quantkit.device import compilers
+from quantkit.device import compilers, log
+from quantkit.device.ops.attention import ranks
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.attention import install
 from quantkit.inference.attention_call import AttentionSettings, attend
@@ -109,7 +110,9 @@ def test_gains_are_those_of_the_table_less_the_making_of_codes(columns):
         seconds = 9 * columns / 640e9 / 4096, cycles / 256 * 1024 / 359e12
         more = (whole / cycles - 1) * seconds[1] / sum(seconds)
         assert gains[2] == pytest.approx(more, rel=1e-6)
-    assert {f"rank {rank}" for rank in ranks_of(columns)} | {"all", "2:4"} == set(CYCLES[columns])
+    known = {f"rank {rank}" for rank in ranks_of(columns)}
+    assert known | {"all", "2:4"} == set(CYCLES[columns])
+    assert known == {f"rank {rank}" for rank in ranks(columns)[1:]}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,18 @@ def test_calls_multiply_the_first_columns(qk, columns):
     of_codes = attend(AttentionSettings(qk, 1), heads, AttentionCall(None, "")) - whole
     assert float((found - wanted).norm()) < 1.2 * float(of_codes.norm())
     assert float((found - whole).norm()) > 3 * float(of_codes.norm())
+
+
+@pytest.mark.parametrize("qk", ["e4m3fn", "int8"])
+@pytest.mark.parametrize("rank", [32, 48])
+def test_zeros_stand_for_what_no_kernel_leaves_out(monkeypatch, qk, rank):
+    need(compilers.host_compiler)
+    heads, settings = draw(64), AttentionSettings(qk, 1, rank=rank)
+    with log.record() as seen:
+        found = attend(settings, heads, AttentionCall(None, ""))
+    assert any(f"r{rank}" in variant for _, variant, _ in seen.calls)
+    monkeypatch.setattr("quantkit.inference.attention_heads._is_multiplied", lambda *_: False)
+    assert torch.equal(attend(settings, heads, AttentionCall(None, "")), found)
 
 
 @pytest.mark.parametrize("qk", ["e4m3fn", "int8"])
