@@ -333,6 +333,7 @@ def limits_of(recipe: Recipe) -> Limits:
         default.clip_fp8 if loss is None else loss,
         default.clip_sparse if loss is None else loss,
         default.clip_both if loss is None else loss,
+        default.broken if gates.broken is None else gates.broken,
     )
 
 
