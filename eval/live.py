@@ -208,12 +208,12 @@ def open_live(folder: Path, facts: LiveFacts, *, force: bool, watch: Watcher) ->
     try:
         yield page
     except BaseException as error:
-        page.write(ended=_reason(error))
+        page.write(ended=reason_of(error))
         mark_directory(folder, kind=KIND)
         raise
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return in words what ended an evaluation."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

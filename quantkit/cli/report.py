@@ -1,7 +1,5 @@
 """``quantkit eval report`` and ``eval compare``: packed pipelines against their original."""
 
-import shlex
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import echo, print_json, print_verdict, progress_bar, say
+from quantkit.cli.console import command_line, echo, print_json, print_verdict, progress_bar, say
 from quantkit.cli.preview import print_so_far
 from quantkit.cli.report_tables import exit_by, print_methods, print_report, shown
 
@@ -191,8 +189,3 @@ def _watcher(request: Request, *, pictures: bool) -> "Watcher":
         return unwatched
     say(f"filling {request.output / 'report.html'}")
     return partial(print_so_far, pictures=pictures)
-
-
-def command_line() -> str:
-    """Return what was typed."""
-    return shlex.join(["quantkit", *sys.argv[1:]])

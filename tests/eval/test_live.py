@@ -5,22 +5,17 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from quantkit.eval.generation import GenerationSettings
-from quantkit.eval.live import LiveFacts, open_live, unwatched
+from quantkit.eval.live import open_live, unwatched
 from quantkit.eval.report import KIND, write_report
 
 from quantkit.errors import InputError, OutputError
 from quantkit.progress import silent
 from quantkit.storage.places import check_directory
 from quantkit.workflow.evaluate import evaluate
+from tests.support.browser import live_facts
 from tests.support.reports import made, made_report
 
 RELOADS = 'http-equiv="refresh"'
-
-
-def facts(pairs):
-    settings = GenerationSettings(pairs.prompts, tuple(range(len(pairs.names))), 4)
-    return LiveFacts("b against a", settings, ("quantkit eval report a b --watch",))
 
 
 def text_of(folder):
@@ -30,7 +25,7 @@ def text_of(folder):
 def test_the_page_fills_and_the_report_takes_its_place(tmp_path):
     pairs, told = made(6, sigma=6.0, side=48), []
     folder = tmp_path / "out"
-    with open_live(folder, facts(pairs), force=False, watch=told.append) as page:
+    with open_live(folder, live_facts(pairs), force=False, watch=told.append) as page:
         assert "0 of 6 pictures so far" in text_of(folder)
         page.original(0, pairs.original[:4])
         assert "4 of the original alone" in text_of(folder)
@@ -58,7 +53,7 @@ def test_the_page_fills_and_the_report_takes_its_place(tmp_path):
 
 def test_measured_pictures_are_the_files(tmp_path):
     pairs, told = made(2, sigma=6.0, side=48), []
-    with open_live(tmp_path / "out", facts(pairs), force=False, watch=told.append) as page:
+    with open_live(tmp_path / "out", live_facts(pairs), force=False, watch=told.append) as page:
         page.original(0, pairs.original)
         page.packed(0, pairs.packed)
         for path, pixels in (
@@ -81,7 +76,7 @@ def test_a_run_that_ends_early_leaves_a_page_that_says_so(tmp_path, error, words
     pairs, folder = made(6, sigma=6.0, side=48), tmp_path / "out"
     with (
         pytest.raises(type(error)),
-        open_live(folder, facts(pairs), force=False, watch=unwatched) as page,
+        open_live(folder, live_facts(pairs), force=False, watch=unwatched) as page,
     ):
         page.original(0, pairs.original)
         page.packed(0, pairs.packed[:2])
@@ -97,7 +92,7 @@ def test_a_run_that_ends_early_leaves_a_page_that_says_so(tmp_path, error, words
 
 def test_a_killed_run_leaves_a_folder_that_force_replaces(tmp_path):
     pairs, folder = made(3, sigma=6.0, side=48), tmp_path / "out"
-    with open_live(folder, facts(pairs), force=False, watch=unwatched) as page:
+    with open_live(folder, live_facts(pairs), force=False, watch=unwatched) as page:
         page.original(0, pairs.original)
         # as it is now, without what the end of the body does
         check_directory(folder, kind=KIND, force=True)
