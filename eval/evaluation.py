@@ -50,6 +50,7 @@ from .quantized_pipeline import (
     quantized_by,
     quantized_layers,
 )
+from .range_map import RangeMap
 from .report_facts import (
     describe_environment,
     kernel_facts,
@@ -176,6 +177,8 @@ class Background:
     calibrated: tuple[str, ...] | None = None
     #: what other treatments of its layers would do, and the file as it was given
     sensitivity: tuple[Sensitivity, str] | None = None
+    #: what calibration saw of the layers' inputs, by timestep
+    ranges: RangeMap | None = None
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,9 @@ def evaluate(
         quantized_by=by,
     )
     warnings = (*warn(pair.model, pair.packed, report), *_seen(settings, background))
-    report = replace(report, warnings=warnings, calibrated_on=_count(settings, background))
+    ranges = background.ranges and background.ranges.of([(r.component, r.name) for r in layers])
+    seen = _count(settings, background)
+    report = replace(report, warnings=warnings, calibrated_on=seen, ranges=ranges)
     steps = find_next_steps(report, _treated(pair, background))
     return replace(report, next_steps=steps), pairs
 

@@ -8,6 +8,7 @@ from .comparison import Comparison
 from .composition import PictureKinds, find_bounds, sort_pictures
 from .gates import Compression, Gate, State, state_of
 from .noise_floor import FloorGap, compared_floors
+from .range_map import RangeMap
 from .serialize import comparison_json, gap_json, gates_json, pictures_json, plain, steps_json
 from .step_errors import StepErrors
 from .verdict import write_verdict
@@ -198,6 +199,8 @@ class Report:
     calibrated_on: int | None = None
     #: what would help, the cheapest first; empty when the gates pass
     next_steps: tuple[NextStep, ...] = ()
+    #: what calibration saw of the layers' inputs; None: not known, or not by timestep
+    ranges: RangeMap | None = None
 
     def __repr__(self) -> str:
         """Return title and verdict: the report itself has pages."""

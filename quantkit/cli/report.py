@@ -183,7 +183,7 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
 
 def _watcher(request: Request, *, pictures: bool) -> "Watcher":
     """Return what shows the worst pair so far, and names the page first."""
-    from quantkit.eval.live import unwatched
+    from quantkit.workflow.evaluate import unwatched
 
     if request.quiet:
         return unwatched

@@ -32,9 +32,10 @@ from quantkit.eval.generation import (
     unseen,
 )
 from quantkit.eval.judges import load_judges
-from quantkit.eval.live import LiveFacts, SoFar, Watcher, open_live
+from quantkit.eval.live import LiveFacts, SoFar, Watcher, open_live, unwatched
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.quantized_pipeline import refuse_device, rehearse
+from quantkit.eval.range_map import map_ranges
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.eval.seen_prompts import find_calibrated
@@ -47,7 +48,16 @@ from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path, as_prompts
 
-__all__ = ["Compared", "EvaluationSettings", "Limits", "Report", "SoFar", "compare", "evaluate"]
+__all__ = [
+    "Compared",
+    "EvaluationSettings",
+    "Limits",
+    "Report",
+    "SoFar",
+    "compare",
+    "evaluate",
+    "unwatched",
+]
 
 PackedLike: TypeAlias = str | Path
 
@@ -422,10 +432,11 @@ def _background(
         measured = load_sensitivity(Path(sensitivity)), str(sensitivity)
     if calibration is None:
         return Background(None, measured)
-    about = load_calibration(Path(calibration)).metadata
+    opened = load_calibration(Path(calibration))
+    about = opened.metadata
     sources = (as_prompts(settings.prompts), as_prompts(None))
     found = find_calibrated(about.prompts_digest, about.prompts, sources)
-    return Background(found, measured)
+    return Background(found, measured, map_ranges(opened))
 
 
 def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.device) -> list[Pair]:
