@@ -103,7 +103,7 @@ def attend_streams(
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](
         qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
-        keys, *shape, qk_format, streams[0].q.x.dtype,
+        keys, *shape, qk_format, streams[0].q.x.dtype, qc.shape[2],
     )  # fmt: skip
     return y
 
@@ -141,7 +141,8 @@ def _head_codes(
         ]
     )
     first_norm, second_norm = _pair([None if n is None else n.weight.float() for n in norms])
-    eps = max((norm.eps for norm in norms if norm is not None), default=0.0)
+    # Not max(..., default=): Dynamo of torch 2.11 breaks the graph there.
+    eps = max([0.0, *(norm.eps for norm in norms if norm is not None)])
     cos, sin = rotation or (None, None)
     made = OPERATORS[name_for("head_codes", qk_format)](
         first.x, None if second is None else second.x, first_norm, second_norm, cos, sin,
