@@ -117,26 +117,27 @@ _ADA = Efficiency(
     summed_us=(5.0, 3.0),
     gap_us=(1.5, 0.9),
 )
-# RDNA4. Optimistic: what `kernels check` says that issue and LDS allow (0.87 and 0.75, convolutions
-# 0.80 and 0.63), of the 0.94 of the peak that the best public loops of FP8 reach on an RX 9070 XT
-# (359 to 368 of 389 TFLOP/s; IxMxAMAR/SageAttention-RDNA4, FINDINGS). Pessimistic: a model of
-# cycles with latencies and bank conflicts (0.54 and 0.40) of a clock that sags by 15 % under load
-# (2.82 GHz at 4096^3, less beyond). 16 bit: hipBLASLt at 8192 to 16384, 113 to 128 of 195
-# TFLOP/s; MIOpen's convolutions: not measured by anybody we know. torch's attention: 79 and 104
-# TFLOP/s of heads of 64 and 128; on codes: check's 0.68 and 0.74, and 132 TFLOP/s of a public
-# kernel with 128. Times of small kernels, gaps, and what 64 MB of Infinity Cache give: assumed.
+# RDNA4. Optimistic: the best that `kernels check` gives a large tile with latencies (0.85 dense,
+# 0.71 with 2:4; convolutions by what they issue more: 0.78 and 0.60), of the 0.94 of the peak that
+# the best public loops of FP8 reach on an RX 9070 XT (359 to 368 of 389 TFLOP/s;
+# IxMxAMAR/SageAttention-RDNA4, FINDINGS). Pessimistic: another model of cycles, with bank conflicts
+# (0.54 and 0.40), of a clock that sags by 15 % under load (2.82 GHz at 4096^3, less beyond).
+# 16 bit: hipBLASLt at 8192 to 16384, 113 to 128 of 195 TFLOP/s; MIOpen's convolutions: not measured
+# by anybody. torch's attention: 79 and 104 TFLOP/s of heads of 64 and 128; on codes: check's
+# 0.68 and 0.74 without latencies, and 132 TFLOP/s of a public kernel with 128. Times of small
+# kernels, gaps, and what 64 MB of Infinity Cache give: assumed.
 _RDNA4 = Efficiency(
     products={
         ("linear", "f16", False): (0.50, 0.66),
-        ("linear", "fp8", False): (0.46, 0.82),
-        ("linear", "fp8", True): (0.34, 0.70),
-        ("linear", "int8", False): (0.46, 0.82),
-        ("linear", "int8", True): (0.34, 0.70),
+        ("linear", "fp8", False): (0.46, 0.80),
+        ("linear", "fp8", True): (0.34, 0.67),
+        ("linear", "int8", False): (0.46, 0.80),
+        ("linear", "int8", True): (0.34, 0.67),
         ("conv", "f16", False): (0.30, 0.55),
-        ("conv", "fp8", False): (0.42, 0.75),
-        ("conv", "fp8", True): (0.28, 0.59),
-        ("conv", "int8", False): (0.42, 0.75),
-        ("conv", "int8", True): (0.28, 0.59),
+        ("conv", "fp8", False): (0.42, 0.73),
+        ("conv", "fp8", True): (0.28, 0.56),
+        ("conv", "int8", False): (0.42, 0.73),
+        ("conv", "int8", True): (0.28, 0.56),
     },
     attention={
         ("f16", 64): (0.36, 0.43),
