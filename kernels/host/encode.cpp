@@ -210,10 +210,15 @@ struct Job {
 class RowEncoder {
  public:
   explicit RowEncoder(const Job& job)
-      : job_(job), k_(job.channels * job.taps), blocks_((k_ + kBlock - 1) / kBlock),
-        row_(blocks_ * kBlock), nibbles_(job.sparse ? blocks_ * kLanes : 0),
-        importance_(job.importance ? blocks_ * kBlock : 0), moved_(blocks_ * kBlock),
-        codes_(blocks_ * kBlock), meta_(job.sparse ? blocks_ * kBlock / 8 : 0) {
+      : job_(job),
+        k_(job.channels * job.taps),
+        blocks_((k_ + kBlock - 1) / kBlock),
+        row_(blocks_ * kBlock),
+        nibbles_(job.sparse ? blocks_ * kLanes : 0),
+        importance_(job.importance ? blocks_ * kBlock : 0),
+        moved_(blocks_ * kBlock),
+        codes_(blocks_ * kBlock),
+        meta_(job.sparse ? blocks_ * kBlock / 8 : 0) {
     for (int64_t i = 0; job.importance && i < k_; ++i) importance_[place(i)] = job.importance[i];
   }
 
@@ -310,10 +315,17 @@ class RowEncoder {
 
   void write(int64_t r) {
     switch (job_.format) {
-      case kE4m3: write_scaled<E4m3>(r); break;
-      case kE5m2: write_scaled<E5m2>(r); break;
-      case kInt8: write_scaled<Int8>(r); break;
-      default: write_factored(r);
+      case kE4m3:
+        write_scaled<E4m3>(r);
+        break;
+      case kE5m2:
+        write_scaled<E5m2>(r);
+        break;
+      case kInt8:
+        write_scaled<Int8>(r);
+        break;
+      default:
+        write_factored(r);
     }
   }
 
@@ -422,9 +434,12 @@ extern "C" __attribute__((visibility("default"))) int64_t qk_encode_rows(const J
   try {
     RowEncoder encoder(*job);
     switch (job->dtype) {
-      case kHalf: return encoder.run<Half>();
-      case kBfloat: return encoder.run<Bfloat>();
-      default: return encoder.run<Float>();
+      case kHalf:
+        return encoder.run<Half>();
+      case kBfloat:
+        return encoder.run<Bfloat>();
+      default:
+        return encoder.run<Float>();
     }
   } catch (const std::bad_alloc&) {
     return kNoMemory;

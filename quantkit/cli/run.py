@@ -17,6 +17,7 @@ from quantkit.progress import unheard
 @options.force_recipe
 @options.output
 @evaluation_options.sampling
+@evaluation_options.pictures
 @options.device
 @options.dry_run
 @options.quiet

@@ -103,7 +103,7 @@ def attend_streams(
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](
         qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
-        keys, *shape, qk_format, streams[0].q.x.dtype,
+        keys, *shape, qk_format, streams[0].q.x.dtype, qc.shape[2],
     )  # fmt: skip
     return y
 

@@ -185,7 +185,8 @@ def run(
             background=task.background(settings),
             progress=heard,
         )
-        write = partial(write_report, report, pairs, force=force or resumed)
+        replaced = force or resumed
+        write = partial(write_report, report, pairs, force=replaced, pictures=settings.shown)
         write_or_keep(write, task.output / REPORT)
     if not resumed:
         record.remember(perf_counter() - started)

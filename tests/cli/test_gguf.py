@@ -14,9 +14,9 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(*arguments):
+def run(*arguments, code=0):
     result = CliRunner().invoke(quantkit, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.stdout
 
 
@@ -48,9 +48,11 @@ def test_a_file_is_packed_reported_and_written_again(exported, transformer_pipel
         run(
             "eval", "report", exported, packed, *config, "-o", tmp_path / "report", "--count", 1,
             "--steps", 1, "--without", "lpips", "--without", "clip", "--no-noise-floor",
-            "--device", "cpu", "--json", "-q",
+            "--device", "cpu", "--json", "-q", code=3,
         )
     )  # fmt: skip
+    # One picture decides no gate.
+    assert report["verdict"]["state"] == "undecided"
     # 16-bit weights of the cache were rounded to float16, blocks were not.
     assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] > 0.999
     text = run("export", packed, "--to", "gguf:Q8_0", "-o", tmp_path / "again.gguf", "-q")

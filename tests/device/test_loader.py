@@ -28,7 +28,6 @@ from quantkit.device.gpu import calls, devices, driver_hip, selftest
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.choice import choose_kernel, why_detour
 from quantkit.device.gpu.launcher import prepare_launch
-from quantkit.device.ops.conv import PICTURE
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS
@@ -136,8 +135,8 @@ def test_arguments_are_packed_as_the_kernel_declares_them(hip):
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_grid_and_numbers_follow_the_launch_file(hip, op):
     hip.monkeypatch.setenv("STANDIN_KERNELS", "")  # nothing runs
-    sizes = dict.fromkeys((*PICTURE, "keys", "pitch", "heads", "d", "scales"), 3)
-    device, sizes = hip.device(), {**sizes, "m": 1000, "n": 300, "k": 256}
+    numbered = {a.name: 3 + index for index, a in enumerate(op.args) if not a.is_pointer}
+    device, sizes = hip.device(), {**numbered, "m": 1000, "n": 300, "k": 256}
     for variant in covering_variants(op, pairs=False):
         hip.forget_calls()
         pointers = [a for a in op.args if a.is_pointer]
@@ -388,6 +387,7 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
         for of in ("fp8", "fp8_sparse", "int8", "int8_sparse")
     }
     menus |= {f"{name}_w4a8": min(count, 4) for name, count in tiles.items()}
+    menus |= {op.name: 2 for op in OPS.values() if op.family.startswith("project_")}
     assert {op: len(speed) for op, speed in arch.tile_speed} == menus
     for device in arch.devices:
         assert arch_of_device(device).target_for(device) in (device, arch.name)

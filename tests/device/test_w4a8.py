@@ -12,6 +12,7 @@ from tests.support.conv_cases import conv_case, conv_shapes
 from tests.support.gated_cases import gated_case
 from tests.support.int4_cases import decoded_by_numpy, int4_weights, twin_of, with_int4
 from tests.support.kernel_cases import covering_variants, gemm_case, launch, need, shapes_of
+from tests.support.projection_cases import projection_case
 
 W4A8 = [op for op in OPS.values() if op.name.endswith("w4a8")]
 
@@ -43,6 +44,8 @@ def cases_of(variant, generator):
     for index, (m, n, k) in enumerate(shapes_of(variant)):
         if family == "gemm":
             yield gemm_case(twin, m, n, k, generator, bias=index % 2 == 0)
+        elif family == "project_codes":
+            yield projection_case(twin, (m, n, k), generator, bias=index % 2 == 0)
         else:
             yield gated_case(twin, m, n, k, generator, bias=index % 2 == 0)
 

@@ -93,7 +93,7 @@ def test_damaged_tensors_are_named(broken, change, text):
 
 
 CONFIG_FAULTS = {
-    "newer": (lambda c: c.update(format_version=9), "format_version 9 is newer than 4"),
+    "newer": (lambda c: c.update(format_version=9), "format_version 9 is newer than 5"),
     "unknown-key": (lambda c: c.update(extra=1), "extra"),
     "unknown-layer": (
         lambda c: c["schemes"][0]["layers"].append("mid_block.nothing"),

@@ -434,9 +434,9 @@ def checkpoint(pipeline_dir, tmp_path):
     return write(tmp_path / "sd.safetensors", tensors)
 
 
-def cli(*arguments):
+def cli(*arguments, code=0):
     done = CliRunner().invoke(command, [*map(str, arguments), "-q"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == code, done.output
     return done.stdout
 
 
@@ -447,10 +447,12 @@ def test_a_single_file_is_a_model_to_every_command(checkpoint, pipeline_dir, cac
     cli(
         "eval", "report", checkpoint, packed, *config, "-o", tmp_path / "report", "--count", 1,
         "--steps", 1, "--without", "lpips", "--without", "clip", "--no-noise-floor",
-        "--gate-ssim", 0,
+        code=3,
     )  # fmt: skip
     told = json.loads((tmp_path / "report" / "report.json").read_text())
     assert str(cache) in json.dumps(told)
+    # One picture decides no gate.
+    assert told["verdict"]["state"] == "undecided"
     again = tmp_path / "again.safetensors"
     cli("export", checkpoint, *config, "--to", "single-file", "-o", again)
     wanted = {k: v for k, v in load_file(checkpoint).items() if k.startswith(INSIDE)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.checkpoint.contents import _zero_groups
+from quantkit.checkpoint.contents import _sizes, _zero_groups
 from quantkit.models import skeleton
 from quantkit.models.skeleton import Contents, Skeleton, misfits, some, why_not_packed
 from quantkit.numerics.formats import E4M3FN
@@ -84,9 +84,11 @@ def test_a_model_has_no_more_modules_than_the_limit(monkeypatch):
 def test_groups_of_zeros_of_either_sign_are_found(granularity, wanted):
     codes = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0] + [0x80, 0] * 4 + [0x7E] * 8 + [0x81, 0] * 4)
     scheme = Scheme(E4M3FN, granularity, None, Activation.TOKEN)
-    assert _zero_groups(codes.to(torch.uint8).reshape(4, 8), None, scheme).tolist() == wanted
+    sizes, _ = _sizes({"weight": codes.to(torch.uint8).reshape(4, 8)}, scheme)
+    assert _zero_groups(sizes, None, scheme).tolist() == wanted
 
 
 def test_a_tensor_of_zeros_of_either_sign_is_found():
     scheme = Scheme(E4M3FN, PerTensor(), None, Activation.TOKEN)
-    assert _zero_groups(torch.tensor([[0, 0x80]], dtype=torch.uint8), None, scheme).item()
+    sizes, _ = _sizes({"weight": torch.tensor([[0, 0x80]], dtype=torch.uint8)}, scheme)
+    assert _zero_groups(sizes, None, scheme).item()

@@ -178,7 +178,7 @@ FOR_THE_COMMAND_LINE = (
     "quantkit.bench.kernels.OPERATIONS",
     "quantkit.bench.result.Verdict",
     "quantkit.eval.methods",
-    "quantkit.eval.report.kernel_sentence",
+    "quantkit.eval.sentences.kernel_sentence",
     "quantkit.eval.number_format",
     "quantkit.eval.tables",
     "quantkit.eval.verdict.headline",

@@ -466,13 +466,14 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
         ("obs", (), "hessians: missing, and method obs needs second moments"),
         ("obs", ("--hessians", "H"), "masks: missing, and method obs needs them"),
         ("obs", ("--hessians", "H", "--steps", "3"), "steps: method obs does not use it"),
-        ("obs", ("--hessians", "H", "--prompts", "p"), "prompts: method obs does not use them"),
+        ("obs", ("--hessians", "H", "--prompts", "P"), "prompts: method obs does not use them"),
         ("distill", ("--hessians", "H"), "hessians: method distill does not use them"),
     ],
 )
 def test_what_a_recovery_does_not_take_is_refused(pipeline, tmp_path, method, more, words):
     model, hessians, _ = pipeline
-    more = [str(hessians.path) if word == "H" else word for word in more]
+    paths = {"H": str(hessians.path), "P": __file__}
+    more = [paths.get(word, word) for word in more]
     arguments = [str(model.path), "--method", method, "-o", str(tmp_path / "out"), *more]
     with pytest.raises(InputError, match=words):
         CliRunner().invoke(recover_command, arguments, catch_exceptions=False)
