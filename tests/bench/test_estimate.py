@@ -37,7 +37,7 @@ from quantkit.cli.bench_model import model_command
 from quantkit.device.archs import arch_of_device
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, supposing
-from quantkit.errors import InputError
+from quantkit.errors import InputError, ModelError
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 
@@ -307,6 +307,19 @@ def test_contenders_without_an_estimate_say_why(tiny):
     assert [row.ms for row in found] == [None, None]
     assert "torchao" in found[0].reason
     assert "attention is torch's" in found[1].reason
+
+
+@pytest.mark.parametrize("size", [2, 3, 13])
+def test_odd_sizes_are_estimated(tiny, size):
+    (row,) = rows(tiny, "fp8-static-compiled", settings=replace(TINY, size=size)).values()
+    assert 0 < row.ms.low < row.ms.high < 100
+
+
+def test_sizes_that_a_model_does_not_take_are_one_line(tiny_flux):
+    config = {**tiny_flux.config, "patch_size": 1, "axes_dims_rope": [4, 4, 4]}
+    with pytest.raises(ModelError, match="no step runs at --batch 1 and --size 8") as refused:
+        rows(replace(tiny_flux, config=config), "f16")
+    assert "\n" not in str(refused.value)
 
 
 def test_attention_on_codes_is_made_of_the_operators(tiny):

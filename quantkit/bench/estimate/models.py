@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from quantkit.bench.denoiser_inputs import make_inputs
 from quantkit.bench.denoisers import Denoiser
 from quantkit.bench.estimate.tracing import Trace, trace
-from quantkit.bench.kernels import one_line
+from quantkit.bench.kernels import REFUSALS, one_line
 from quantkit.bench.model_contenders import ModelContender
 from quantkit.bench.model_result import ModelBenchSettings
 from quantkit.bench.packing import PackedVariant, Source
@@ -76,7 +76,18 @@ def trace_contender(
     with FakeTensorMode(allow_non_fake_inputs=True), supposing(arch), torch.no_grad():
         _move(model)
         inputs = make_inputs(model, settings.batch, settings.size, _DEVICE)
-        return Traced(contender, trace(lambda: model(**inputs)), _bytes_of(model))
+        return Traced(contender, _trace(model, inputs, settings), _bytes_of(model))
+
+
+def _trace(model: nn.Module, inputs: dict[str, Any], settings: ModelBenchSettings) -> Trace:
+    try:
+        return trace(lambda: model(**inputs))
+    except (*REFUSALS, LookupError, ArithmeticError) as error:
+        where = f"--batch {settings.batch} and --size {settings.size}"
+        raise ModelError(
+            f"{type(model).__name__}: no step runs at {where} with inputs that follow from its "
+            f"forward and config: {one_line(error)}"
+        ) from error
 
 
 def _move(model: nn.Module) -> None:
