@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoint.column_decisions import column_decisions
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.log import KernelLog
 from quantkit.inference.deviation import LayerDeviation
@@ -19,6 +20,7 @@ from .generation import Generated
 from .layers import Place, foreign_layers
 from .noise_floor import Original
 from .result import (
+    AttentionColumns,
     GenerationFacts,
     KernelCalls,
     Kernels,
@@ -52,6 +54,19 @@ def kernel_facts(calls: KernelLog, deviations: Mapping[Place, LayerDeviation]) -
         return Kernels(rows, None, "", words)
     worst = max(watched, key=lambda place: watched[place].kernel)
     return Kernels(rows, watched[worst].kernel, ".".join(filter(None, worst)), words)
+
+
+def attention_columns(packed: Packed) -> tuple[AttentionColumns, ...]:
+    """Return what was decided for each attention module, where the recipe asks for fewer columns.
+
+    Raises:
+        CheckpointError: a header that is damaged.
+    """
+    return tuple(
+        AttentionColumns(component.name, module, decision)
+        for component in packed.components
+        for module, decision in column_decisions(component).items()
+    )
 
 
 def run_facts(original: Original, *, packed: Generated, calls: KernelLog) -> GenerationFacts:

@@ -4,10 +4,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from quantkit.checkpoint.column_decisions import ColumnDecision
+
 from .comparison import Comparison
 from .composition import PictureKinds, find_bounds, sort_pictures
 from .gates import Compression, Gate, State, state_of
 from .noise_floor import FloorGap, compared_floors
+from .range_map import RangeMap
 from .serialize import comparison_json, gap_json, gates_json, pictures_json, plain, steps_json
 from .step_errors import StepErrors
 from .verdict import write_verdict
@@ -86,6 +89,15 @@ class LayerRow:
     deviation: float | None
     bytes_before: int
     bytes_after: int
+
+
+@dataclass(frozen=True)
+class AttentionColumns:
+    """How many columns of queries and keys an attention module multiplies, and why."""
+
+    component: str
+    module: str
+    decision: ColumnDecision
 
 
 @dataclass(frozen=True)
@@ -198,6 +210,10 @@ class Report:
     calibrated_on: int | None = None
     #: what would help, the cheapest first; empty when the gates pass
     next_steps: tuple[NextStep, ...] = ()
+    #: empty where the recipe asks for all columns
+    attention_columns: tuple[AttentionColumns, ...] = ()
+    #: what calibration saw of the layers' inputs; None: not known, or not by timestep
+    ranges: RangeMap | None = None
 
     def __repr__(self) -> str:
         """Return title and verdict: the report itself has pages."""

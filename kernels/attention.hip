@@ -1,6 +1,8 @@
 // y[b, i, h, :] = sum_j p[j] (v[j, :] + v_mean) / sum_j p[j],   p[j] = 2^(q[i, :] . k[j, :])
 //
 // of the row n = b * heads + h; p is e4m3fn of 2^(score - m + 8), its sum that of codes: softmax.h.
+// Of q and k the first QK_RANK * 16 columns are multiplied, or all (QK_RANK 0); others are not
+// read.
 //
 // q       codes [N, M, D], D = 16 * QK_HEAD      q_scale f32 [N, M], int8 codes alone
 // k       codes [N, keys, D]                     k_scale f32 [N, ceil(keys / 16)], int8 codes alone
@@ -20,9 +22,9 @@
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kWaves = QK_THREADS / qk::kWave;
-constexpr int kHead = 16 * QK_HEAD;
-using Loop =
-    qk::Attention<kHead, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS, qk::Format(QK_X_FORMAT)>;
+constexpr int kHead = 16 * QK_HEAD, kRank = QK_RANK == 0 ? kHead : 16 * QK_RANK;
+using Loop = qk::Attention<kHead, kRank, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS,
+                           qk::Format(QK_X_FORMAT)>;
 
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 static_assert(QK_TILE_M == Loop::kWaveQueries * kWaves, "launch.json divides M by this number");

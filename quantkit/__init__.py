@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.pack import pack as pack
     from quantkit.workflow.permute import permute as permute
     from quantkit.workflow.recover import recover as recover
+    from quantkit.workflow.rotate import rotate as rotate
     from quantkit.workflow.run import run as run
     from quantkit.workflow.sensitivity import measure_sensitivity as measure_sensitivity
     from quantkit.workflow.single_file import import_file as import_file
@@ -65,6 +66,7 @@ _HOMES = {
     "pack": "workflow.pack",
     "permute": "workflow.permute",
     "recover": "workflow.recover",
+    "rotate": "workflow.rotate",
     "run": "workflow.run",
     "sparsify": "workflow.sparsify",
     "verify": "workflow.verify",
@@ -97,6 +99,7 @@ __all__ = [
     "pack",
     "permute",
     "recover",
+    "rotate",
     "run",
     "sparsify",
     "verify",

@@ -66,28 +66,30 @@ struct RowsCopy {
 
 /// One head: where its codes lie.
 struct Head {
-  const u8* q;         // [queries, kD]
-  const u8* k;         // [keys, kD]
+  const u8* q;         // [queries, kD], of which kRank columns are multiplied
+  const u8* k;         // [keys, kD], of which they are
   const u8* v;         // [kD, pitch], of which `keys` columns count and the others are zero
   const f32* q_scale;  // [queries], of int8 codes
   const f32* k_scale;  // [ceil(keys / 16)], of int8 codes
   int queries, keys, pitch;
 };
 
-template <int kD, int kQueryBlocks, int kKeys, int kThreads, Format kQk>
+template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk>
 struct Attention {
   using Scores = DenseMma<kQk, kQk>;
   using Values = DenseMma<Format::kE4M3FN, Format::kE4M3FN>;
   static constexpr bool kInt8 = kQk == Format::kInt8;
   static constexpr int kWaveQueries = 16 * kQueryBlocks;
   static constexpr int kKeyBlocks = kKeys / 16, kHeadBlocks = kD / 16;
-  static constexpr int kChunks = kD / Scores::kChunk;            // whole ones of a row of K
-  static constexpr bool kHalf = kD % Scores::kChunk != 0;        // and a half
-  static constexpr int kPitchK = kD + 16, kPitchV = kKeys + 16;  // an odd number of 16 bytes
+  static constexpr int kChunks = kRank / Scores::kChunk;      // whole ones of a row of K
+  static constexpr bool kHalf = kRank % Scores::kChunk != 0;  // and a half
+  // Odd numbers of 16 bytes: rows then begin in different banks.
+  static constexpr int kPitchK = kRank + (kHalf ? 0 : 16), kPitchV = kKeys + 16;
   static constexpr int kBytesK = kKeys * kPitchK, kBufferBytes = kBytesK + kD * kPitchV;
   static constexpr int kLdsBytes = 2 * kBufferBytes;
   static_assert(kKeys % Values::kChunk == 0, "a tile must be a whole number of fragments of V^T");
-  static_assert(kD % 16 == 0, "a head must be a whole number of instructions");
+  static_assert(kD % 16 == 0 && kRank % 16 == 0, "a head must be a whole number of instructions");
+  static_assert(kRank <= kD, "there are no more columns");
 
   struct Score {
     f32 v[8];
@@ -269,7 +271,7 @@ struct Attention {
   /// All keys for the queries of the calling wave; `first` is its first one.
   QK_DEVICE void run(const Head& head, u8* lds, int first) {
     const int thread = thread_index(), lane = thread % kWave;
-    RowsCopy<kKeys, kD / 16, kThreads> k;
+    RowsCopy<kKeys, kRank / 16, kThreads> k;
     RowsCopy<kD, kKeys / 16, kThreads> v;
     QK_UNROLL for (int d = 0; d < kHeadBlocks; ++d) {
       QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j)
@@ -281,7 +283,7 @@ struct Attention {
     }
     const int whole = (head.keys - 1) / kKeys * kKeys;
     load_queries(head, first, lane);
-    k.load_part(head.k + static_cast<i64>(whole) * kD, kD, head.keys - whole, kD, thread);
+    k.load_part(head.k + static_cast<i64>(whole) * kD, kD, head.keys - whole, kRank, thread);
     v.load_part(head.v + whole, head.pitch, kD, head.pitch - whole, thread);
     k.set_offsets(kD, thread);
     v.set_offsets(head.pitch, thread);

@@ -179,6 +179,7 @@ QK_DEVICE f32 sqrt_rounded(f32 value) { return __builtin_sqrtf(value); }
 // Within a few spacings, what the hardware's own instructions give; exp2 may make zero of a
 // subnormal.
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_exp2f(value); }
+QK_DEVICE f32 round_up(f32 value) { return __builtin_ceilf(value); }
 QK_DEVICE f32 approx_reciprocal(f32 value) { return 1.0f / value; }
 /// Between -limit and limit; a NaN becomes any of these numbers.
 QK_DEVICE f32 clamp(f32 value, f32 limit) {
@@ -332,6 +333,7 @@ QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }  
 QK_DEVICE f32 approx_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
 QK_DEVICE f32 clamp(f32 value, f32 limit) { return __builtin_amdgcn_fmed3f(value, -limit, limit); }
 QK_DEVICE f32 maximum(f32 a, f32 b) { return __builtin_fmaxf(a, b); }
+QK_DEVICE f32 round_up(f32 value) { return __builtin_ceilf(value); }
 /// (code - 8) * s + 128 of four codes, 0 to 15, in the bytes of a word, |s| <= 15: none leaves its
 /// byte. v_pk_mad_u16, since v_mul_lo_u32 takes four times as long.
 QK_DEVICE u32 scale_codes(u32 codes, int s) {
@@ -395,6 +397,7 @@ QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}
 QK_DEVICE u32 lane_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+QK_DEVICE bool any_lane(bool condition) { return __any_sync(0xffffffffu, condition) != 0; }
 /// Larger one of each half, as unsigned 16-bit numbers.
 QK_DEVICE u32 max_halves(u32 a, u32 b) {
 #    if __CUDA_ARCH__ >= 900
@@ -432,6 +435,7 @@ QK_DEVICE f32 approx_reciprocal(f32 value) {
 
 QK_DEVICE f32 clamp(f32 value, f32 limit) { return fminf(fmaxf(value, -limit), limit); }
 QK_DEVICE f32 maximum(f32 a, f32 b) { return fmaxf(a, b); }
+QK_DEVICE f32 round_up(f32 value) { return ceilf(value); }
 QK_DEVICE u32 scale_codes(u32 codes, int s) {
   const u32 factor = static_cast<u32>(s);
   return codes * factor + (0x80808080u - 8 * 0x01010101u * factor);

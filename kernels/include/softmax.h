@@ -22,7 +22,7 @@ constexpr f32 kTop = 8.0f;
 /// The largest S + bias that is encoded as it is.
 constexpr f32 kOutgrown = 8.75f;
 /// What m grows by when the largest S + bias is `top`.
-QK_DEVICE f32 growth_to(f32 top) { return __builtin_ceilf(top - kTop); }
+QK_DEVICE f32 growth_to(f32 top) { return round_up(top - kTop); }
 
 #if defined(QK_AMD)
 /// e4m3fn codes of four values below 464, the first one lowest; NaN becomes NaN.
@@ -49,6 +49,7 @@ QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
 }
 #endif
 
+#if defined(QK_AMD) || (defined(QK_HOST) && QK_HOST)
 /// The row of a lane: its two halves in the wave hold different keys of one query.
 struct SoftmaxRow {
   f32 bias = kTop;
@@ -56,5 +57,6 @@ struct SoftmaxRow {
 
   QK_DEVICE f32 total() const { return sum + swap_halves(sum); }
 };
+#endif
 
 }  // namespace qk

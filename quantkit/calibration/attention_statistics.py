@@ -12,7 +12,11 @@ from torch import Tensor
 
 from quantkit.calibration.buckets import bucket_groups, targets_of
 from quantkit.calibration.layer_fields import Field, check_fields
+from quantkit.numerics.attention_basis import is_rank
 
+#: Optional fields: all of a group, or none.
+SECOND = ("q_second", "k_second")
+ERRORS = ("ranks", "rank_lost", "sparse_lost", "power", "held_out")
 #: Relative error that the float32 sums behind a mean or a second moment may have.
 _SUM_ERROR = 1e-3
 
@@ -56,6 +60,19 @@ class AttentionStatistics:
     #: rotary embedding stands between projection and product: no basis can pass through those
     q_second: Tensor | None = None
     k_second: Tensor | None = None
+    #: int64 (R,), ascending: first columns whose error was measured; None, like all below, but for
+    #: the modules that ``rotate`` gave a basis
+    ranks: Tensor | None = None
+    #: float64 (R, H), sum of squares that outputs lose with so many columns of q and k, over the
+    #: sampled rows of prompts that the basis was not made from
+    rank_lost: Tensor | None = None
+    #: float64 (1, H), the same with the largest two of every four columns of each key; (0, H) where
+    #: columns are no multiple of four
+    sparse_lost: Tensor | None = None
+    #: float64 (H,), sum of squares of these outputs
+    power: Tensor | None = None
+    #: int64 (1,), how many prompts these were
+    held_out: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -72,6 +89,11 @@ class AttentionStatistics:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    def errors(self) -> dict[str, Tensor] | None:
+        """Return what fewer columns lose, by field; None where it was not measured."""
+        found = self.tensors()
+        return {name: found[name] for name in ERRORS} if ERRORS[0] in found else None
+
     def pooled(self) -> "AttentionStatistics":
         """Return the statistics of all buckets as one (B = 1)."""
         return self.regrouped([0] * len(self.queries))
@@ -87,8 +109,7 @@ class AttentionStatistics:
             seen = group[self.queries[group] > 0]
             for name, pour in _POURED.items():
                 poured[name].append(pour(self, name, seen if len(seen) else group[:1]))
-        tensors = {name: torch.stack(found) for name, found in poured.items()}
-        return AttentionStatistics(**tensors, q_second=self.q_second, k_second=self.k_second)
+        return replace(self, **{name: torch.stack(found) for name, found in poured.items()})
 
 
 def largest_about(low: Tensor, high: Tensor, mean: Tensor) -> Tensor:
@@ -157,7 +178,17 @@ def merge_attention(first: AttentionStatistics, second: AttentionStatistics) -> 
         poured,
         q_second=_merged_second([(part.q_second, part.queries) for part in parts]),
         k_second=_merged_second([(part.k_second, part.keys) for part in parts]),
+        **_merged_errors(first, second),
     )
+
+
+def _merged_errors(first: AttentionStatistics, second: AttentionStatistics) -> dict[str, Tensor]:
+    """Return the errors over the prompts of both; none where one has none, or others."""
+    one, two = (part.errors() for part in (first, second))
+    if one is None or two is None or not torch.equal(one["ranks"], two["ranks"]):
+        return {}
+    summed = {name: one[name] + two[name] for name in ERRORS}
+    return {**summed, "ranks": one["ranks"]}
 
 
 def _merged_second(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
@@ -191,8 +222,12 @@ STATISTICS = {
     "local_rows": Field(torch.int64, "B"),
     "q_second": Field(torch.float32, "HDD", signed=True),
     "k_second": Field(torch.float32, "HDD", signed=True),
+    "ranks": Field(torch.int64, "R"),
+    "rank_lost": Field(torch.float64, "RH"),
+    "sparse_lost": Field(torch.float64, "SH"),
+    "power": Field(torch.float64, "H"),
+    "held_out": Field(torch.int64, "1"),
 }
-_SECOND = {"q_second", "k_second"}
 
 
 def check_attention(where: str, tensors: Mapping[str, Tensor], buckets: int) -> None:
@@ -207,14 +242,29 @@ def check_attention(where: str, tensors: Mapping[str, Tensor], buckets: int) -> 
         LookupError, ValueError: a field that is missing or unknown, or of a wrong dtype, shape or
             value.
     """
-    absent = set() if _SECOND & set(tensors) else _SECOND
+    absent = {name for group in (SECOND, ERRORS) if not set(group) & set(tensors) for name in group}
     wanted = {name: field for name, field in STATISTICS.items() if name not in absent}
     heads, columns = tensors["k_mean"].shape[1:]
-    check_fields(where, tensors, wanted, {"B": buckets, "H": heads, "D": columns})
+    sizes = {"B": buckets, "H": heads, "D": columns, "1": 1}
+    sizes |= {"R": tensors["ranks"].numel() if "ranks" in tensors else 0}
+    sizes |= {"S": len(tensors["sparse_lost"]) if "sparse_lost" in tensors else 0}
+    check_fields(where, tensors, wanted, sizes)
     _check_ranges(where, tensors)
     _check_counts(where, tensors)
-    for name in sorted(_SECOND & set(tensors)):
+    for name in sorted(set(SECOND) & set(tensors)):
         _check_second(f"{where}/{name}", tensors[name])
+    if "ranks" in tensors:
+        _check_errors(where, tensors, columns)
+
+
+def _check_errors(where: str, tensors: Mapping[str, Tensor], columns: int) -> None:
+    ranks = tensors["ranks"].tolist()
+    if ranks != sorted(set(ranks)) or not all(is_rank(r) and r < columns for r in ranks):
+        raise ValueError(
+            f"{where}/ranks: {ranks}, wanted ascending multiples of 16 below {columns}"
+        )
+    if len(tensors["sparse_lost"]) > 1:
+        raise ValueError(f"{where}/sparse_lost: {len(tensors['sparse_lost'])} rows, wanted 0 or 1")
 
 
 def _check_ranges(where: str, tensors: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
+from quantkit.calibration.attention_statistics import (
+    ERRORS,
+    AttentionStatistics,
+    check_attention,
+)
 from quantkit.calibration.buckets import bucket_groups, targets_of
 from quantkit.calibration.histogram import BINS, quantiles
 from quantkit.calibration.layer_fields import AVERAGE, SAMPLES, check_statistics
@@ -27,9 +31,11 @@ from quantkit.storage.artefact import (
 from quantkit.storage.jsonfile import as_type, parsing
 
 _KIND = "quantkit_calibration"
-#: Version 2 added the moving average, version 3 the mean and the samples, version 4 attention; a
-#: calibration without them is still written as the version that has all of it.
-_NEWEST = 4
+#: Version 2 added the moving average, version 3 the mean and the samples, version 4 attention,
+#: version 5 the errors of fewer columns; a calibration without them is still written as the version
+#: that has all of it.
+_NEWEST = 5
+_WITH_ATTENTION = 4
 #: What the fields of attention modules begin with in the file.
 _ATTENTION = "attention."
 
@@ -307,8 +313,10 @@ def _grouped(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str, bool], dict[
 
 
 def _oldest_with(stored: set[str]) -> int:
-    if any(name.startswith(_ATTENTION) for name in stored):
+    if any(f"{_ATTENTION}{name}" in stored for name in ERRORS):
         return _NEWEST
+    if any(name.startswith(_ATTENTION) for name in stored):
+        return _WITH_ATTENTION
     if stored.issuperset(SAMPLES):
         return 3
     return 2 if stored.issuperset(AVERAGE) else FIRST_VERSION

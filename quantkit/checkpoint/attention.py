@@ -7,7 +7,8 @@ from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
 from quantkit.errors import CheckpointError
-from quantkit.numerics.attention import QK_FORMATS
+from quantkit.numerics.attention import COLUMNS, QK_FORMATS
+from quantkit.numerics.attention_basis import is_rank
 from quantkit.numerics.attention_scales import SHAPES
 
 #: The key in the quantization_config.
@@ -17,6 +18,9 @@ CHILD = "attention_scales"
 _KEYS = ("qk", "min_keys", "exclude")
 _STATIC = "static"
 _STATIC_KEYS = ("heads", "head_size", "modules")
+_RANK = "rank"
+_RANK_KEYS = ("rank", "modules")
+_TWO_OF_FOUR = "two_of_four"
 
 
 @dataclass(frozen=True, order=True)
@@ -39,17 +43,46 @@ class PackedAttention:
     exclude: tuple[str, ...] = ()
     #: the modules whose scales are stored; others take those of each call's own numbers
     static: Mapping[str, HeadShape] = field(default_factory=dict)
+    #: by module: the first columns of each head's queries and keys that are multiplied, where they
+    #: are not all
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    #: the modules that multiply the largest two of every four columns of each key
+    two_of_four: tuple[str, ...] = ()
+
+    @property
+    def fewer_columns(self) -> bool:
+        """True when a module multiplies fewer columns than there are."""
+        return bool(self.ranks or self.two_of_four)
 
     def to_json(self) -> dict[str, Any]:
         """Return FORMAT.md's ``attention``."""
         value = {"exclude": list(self.exclude), "min_keys": self.min_keys, "qk": self.qk}
-        return {**value, _STATIC: self._static_json()} if self.static else value
+        static = {_STATIC: self._static_json()} if self.static else {}
+        return {**value, **static, **self._columns_json()}
 
     def __str__(self) -> str:
         """Return a line for people."""
         static = f", static scales in {len(self.static)} modules" if self.static else ""
         kept = f"; in 16 bit: {', '.join(self.exclude)}" if self.exclude else ""
-        return f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{kept}"
+        fewer = "".join(
+            f"; the first {rank} columns in {list(self.ranks.values()).count(rank)} modules"
+            for rank in sorted(set(self.ranks.values()))
+        )
+        if self.two_of_four:
+            fewer += f"; two of four columns of keys in {len(self.two_of_four)} modules"
+        return f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{fewer}{kept}"
+
+    def _columns_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.ranks:
+            modules = sorted((rank, name) for name, rank in self.ranks.items())
+            found[_RANK] = [
+                {"modules": [name for _, name in group], "rank": rank}
+                for rank, group in groupby(modules, key=lambda item: item[0])
+            ]
+        if self.two_of_four:
+            found[_TWO_OF_FOUR] = sorted(self.two_of_four)
+        return found
 
     def _static_json(self) -> list[dict[str, Any]]:
         modules = sorted((shape, name) for name, shape in self.static.items())
@@ -79,7 +112,7 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {KEY} {value!r:.80}, wanted an object")
     where = f"{where}: {KEY}"
-    check_keys(value, _KEYS, where, optional=(_STATIC,))
+    check_keys(value, _KEYS, where, optional=(_STATIC, _RANK, _TWO_OF_FOUR))
     qk, min_keys, exclude = (value[key] for key in _KEYS)
     if qk not in QK_FORMATS:
         raise CheckpointError(
@@ -90,7 +123,42 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     if not _are_names(exclude):
         raise CheckpointError(f"{where}: exclude {exclude!r:.80}, wanted a list of globs")
     static = _parse_static(value[_STATIC], f"{where}: {_STATIC}") if _STATIC in value else {}
-    return PackedAttention(qk, min_keys, tuple(exclude), static)
+    ranks = _parse_ranks(value[_RANK], static, f"{where}: {_RANK}") if _RANK in value else {}
+    fewer = _parse_names(value[_TWO_OF_FOUR], ranks, where) if _TWO_OF_FOUR in value else ()
+    return PackedAttention(qk, min_keys, tuple(exclude), static, ranks, fewer)
+
+
+def _parse_ranks(value: object, static: Mapping[str, HeadShape], where: str) -> dict[str, int]:
+    if not isinstance(value, list) or not value:
+        raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of ranks and their modules")
+    ranks: dict[str, int] = {}
+    for item in value:
+        if not isinstance(item, Mapping):
+            raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
+        check_keys(item, _RANK_KEYS, where)
+        rank, modules = item["rank"], item["modules"]
+        if type(rank) is not int or not is_rank(rank):
+            raise CheckpointError(f"{where}: {rank!r:.40} columns, wanted a multiple of {COLUMNS}")
+        if not _are_names(modules) or not modules or ranks.keys() & set(modules):
+            raise CheckpointError(f"{where}: modules {modules!r:.80}, wanted paths, each once")
+        ranks |= dict.fromkeys(modules, rank)
+        for name in static.keys() & set(modules):
+            if rank >= static[name].head_size:
+                raise CheckpointError(
+                    f"{where}: {name:.80}: {rank} of {static[name].head_size} columns, wanted fewer"
+                )
+    return ranks
+
+
+def _parse_names(value: object, ranks: Mapping[str, int], where: str) -> tuple[str, ...]:
+    """Return the modules that multiply two of four columns, which have no rank."""
+    where = f"{where}: {_TWO_OF_FOUR}"
+    if not _are_names(value) or not value:
+        raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of modules")
+    assert isinstance(value, list)
+    if len(set(value)) < len(value) or ranks.keys() & set(value):
+        raise CheckpointError(f"{where}: {value!r:.80}, wanted each once, and none with a rank")
+    return tuple(value)
 
 
 def _parse_static(value: object, where: str) -> dict[str, HeadShape]:

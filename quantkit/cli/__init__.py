@@ -32,6 +32,7 @@ from quantkit.cli import (
     permute,
     recipes,
     recover,
+    rotate,
     run,
     sensitivity,
     sparsify,
@@ -71,6 +72,7 @@ calibrate.calibrate.add_command(hessian.hessian)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
 quantkit.add_command(permute.permute)
+quantkit.add_command(rotate.rotate)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
 quantkit.add_command(export.export)

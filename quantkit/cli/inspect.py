@@ -9,6 +9,7 @@ from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
+    from quantkit.checkpoint.column_decisions import ColumnDecision
     from quantkit.workflow.inspect import InspectedLayer
     from quantkit.workflow.inspect_calibration import InspectedAttention
 
@@ -32,6 +33,7 @@ _ATTENTION_COLUMNS = (
     "entropy",
     "locality",
 )
+_COLUMN_COLUMNS = ("attention module", "heads", "entropy", "locality", "columns", "why")
 
 
 @click.command()
@@ -42,7 +44,7 @@ def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
     """Show the layers of PACKED: formats, scales, sparsity, bytes before and after; its attention.
 
     Headers and scales are checked on the way; 'quantkit verify' checks every byte. Of a
-    calibration file, show its attention modules; --json has every head.
+    calibration file, show its attention modules. --json has every head.
     """
     from quantkit.workflow.inspect import inspect
 
@@ -57,6 +59,9 @@ def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
     print_table(str(packed), _COLUMNS, [_row(layer) for layer in found.layers])
     for name, attention in found.attention.items():
         echo(f"{f'{name}: ' * bool(name)}attention: {attention}")
+    if found.columns:
+        rows = [_column_row(*place, decision) for place, decision in found.columns.items()]
+        print_table("Columns of queries and keys", _COLUMN_COLUMNS, rows)
     echo(found)
 
 
@@ -81,6 +86,21 @@ def _attention_row(module: "InspectedAttention") -> tuple[object, ...]:
         module.entropy,
         "" if module.locality is None else f"{module.locality:.4g}",
     )
+
+
+def _column_row(component: str, module: str, found: "ColumnDecision") -> tuple[object, ...]:
+    return (
+        "/".join(filter(None, (component, module))),
+        len(found.entropy),
+        _between(found.entropy),
+        _between(found.locality),
+        found.chosen or "all",
+        found.reason,
+    )
+
+
+def _between(values: tuple[float, ...]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else ""
 
 
 def _row(layer: "InspectedLayer") -> tuple[object, ...]:

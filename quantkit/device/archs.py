@@ -82,6 +82,8 @@ class Arch:
     #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter, and
     #: tiles beyond the last are not compiled for it
     tile_speed: TileSpeed = ()
+    #: families of operations whose kernels here are no variants of the menu
+    own: tuple[str, ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -242,7 +244,7 @@ _SM89_MATRIX = (
 _GFX11_WITHOUT = (
     ("attention", "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8"),
 )
-_NVIDIA_WITHOUT = (("attention", "its kernels are made for RDNA4 and the CPU"),)
+_SM89_WITHOUT = (("attention", "its kernels are made for RDNA4, Hopper and the CPU"),)
 
 
 def _radeon(
@@ -292,10 +294,10 @@ ARCHS: dict[str, Arch] = {
         Arch(
             "sm_90a",
             Toolchain.NVRTC,
-            "Hopper, H100 and H200: GEMMs with wgmma, compiled at first use",
+            "Hopper, H100 and H200: GEMMs and attention with wgmma, compiled at first use",
             devices=("sm_90",),
             tile_speed=_SM89_TILES,
-            without=_NVIDIA_WITHOUT,
+            own=("attention",),
         ),
         Arch(
             "sm_89",
@@ -306,7 +308,7 @@ ARCHS: dict[str, Arch] = {
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
-            without=_NVIDIA_WITHOUT,
+            without=_SM89_WITHOUT,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )

@@ -94,6 +94,12 @@ def own_tile(source: str, tile_word: str) -> OwnTile | None:
     return OwnTile(**found[tile_word]) if found else None
 
 
+def has_tile(source: str, tile_word: str) -> bool:
+    """Tell whether a source has the tile: with tiles of its own, it has only these."""
+    found = _entry(source).get("tiles")
+    return not found or tile_word in found
+
+
 def geometry_of(source: str, tile_word: str) -> Geometry:
     """Return the block, grid expressions and LDS of a variant, tile sizes filled in.
 

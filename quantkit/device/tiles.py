@@ -13,7 +13,9 @@ def variants_for(arch: Arch, variants: Sequence[Variant]) -> tuple[Variant, ...]
     return tuple(
         v
         for v in variants
-        if not arch.why_without(v.op.family) and arch.has_tile(v.op.name, v.word("QK_TILE"))
+        if v.op.family not in arch.own
+        and not arch.why_without(v.op.family)
+        and arch.has_tile(v.op.name, v.word("QK_TILE"))
     )
 
 

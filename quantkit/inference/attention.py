@@ -1,14 +1,14 @@
 """Attention of diffusers' models on 8-bit codes, packed or not."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from torch import nn
 
 from quantkit.checkpoint.attention import PackedAttention
-from quantkit.errors import InputError
+from quantkit.errors import CheckpointError, InputError
 from quantkit.inference.attention_call import AttentionSettings, attend
 from quantkit.inference.attention_streams import with_streams
 from quantkit.models.attention import attention_modules, call_with, why_kept
@@ -58,6 +58,19 @@ def attention(
         InputError: a format that is not known, or nothing that has attention.
     """
     settings = None if qk is None else AttentionSettings(qk, min_keys)
+    found = _set_all(model, lambda _: settings, exclude)
+    if not (found.quantized or found.kept) and settings:
+        raise InputError(
+            f"attention: {type(model).__name__} has no attention modules of diffusers; pass a "
+            "pipeline, its unet or its transformer"
+        )
+    return found
+
+
+def _set_all(
+    model: Any, settings_of: Callable[[str], AttentionSettings | None], exclude: Sequence[str]
+) -> AttentionLayers:
+    """Set the processors of known modules, diffusers' own where there are no settings."""
     quantized: list[str] = []
     kept: dict[str, str] = {}
     for name, module in attention_modules(model):
@@ -66,21 +79,22 @@ def attention(
         if reason:
             kept[name] = reason
             continue
+        settings = settings_of(name)
         module.processor = _quantized(plain, settings) if settings else plain
         if settings:
             quantized.append(name)
-    if not (quantized or kept) and settings:
-        raise InputError(
-            f"attention: {type(model).__name__} has no attention modules of diffusers; pass a "
-            "pipeline, its unet or its transformer"
-        )
     return AttentionLayers(tuple(quantized), kept)
 
 
 def install(model: Any, packed: PackedAttention | None) -> None:
-    """Give a packed model the attention that its config asks for; None: its own."""
+    """Give a packed model the attention that its config asks for; None: its own.
+
+    Raises:
+        CheckpointError: fewer columns of a module that the model has not, or that has no more.
+    """
     if packed is None:
         return
+    _refuse_ranks(model, packed)
     _quantize(model, packed)
     if hasattr(type(model), _SET):
         setattr(model, _SET, partial(_set_attn_processor, model, packed))
@@ -93,7 +107,29 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _quantize(model: nn.Module, packed: PackedAttention) -> None:
-    attention(model, qk=packed.qk, min_keys=packed.min_keys, exclude=packed.exclude)
+    whole = AttentionSettings(packed.qk, packed.min_keys)
+
+    def settings_of(name: str) -> AttentionSettings:
+        rank, two_of_four = packed.ranks.get(name), name in packed.two_of_four
+        return replace(whole, rank=rank, two_of_four=two_of_four)
+
+    _set_all(model, settings_of, packed.exclude)
+
+
+def _refuse_ranks(model: Any, packed: PackedAttention) -> None:
+    columns = {
+        name: getattr(module, "inner_dim", 0) // module.heads
+        for name, module in attention_modules(model)
+        if getattr(module, "heads", 0)
+    }
+    least = {**packed.ranks, **dict.fromkeys(packed.two_of_four, 1)}
+    for name, rank in least.items():
+        if columns.get(name, 0) <= rank:
+            found = f"heads of {columns[name]} columns" if name in columns else "no such module"
+            raise CheckpointError(
+                f"attention: {name:.80}: {found}, wanted more than {rank} columns; pack the model "
+                "again"
+            )
 
 
 def _set_attn_processor(model: Any, packed: PackedAttention, *args: Any, **kwargs: Any) -> None:

@@ -25,6 +25,10 @@ class AttentionSettings:
     qk_format: str = E4M3FN.name
     #: with fewer keys torch's attention is used: making codes would cost more than they save
     min_keys: int = 512
+    #: columns of queries and keys that are multiplied, of a model with a basis; None: all
+    rank: int | None = None
+    #: multiply the largest two of every four columns of each key
+    two_of_four: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no kernel takes.
@@ -49,7 +53,15 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
         return None
     scales = measured_scales(*(t.flatten(0, 1) for t in heads))
     shape = Shape(heads.q.shape[1], heads.q.shape[3])
-    y = attend_streams([stream_of(heads)], shape, scales, settings.qk_format, scale=call.scale)
+    y = attend_streams(
+        [stream_of(heads)],
+        shape,
+        scales,
+        settings.qk_format,
+        scale=call.scale,
+        rank=settings.rank,
+        two_of_four=settings.two_of_four,
+    )
     return y.transpose(1, 2)
 
 

@@ -25,7 +25,7 @@ class AttentionChoice:
 
     component: str
     module: str
-    #: of queries and keys, as "int8, static"; empty: 16 bit
+    #: of queries and keys, as "int8, static, 32 columns"; empty: 16 bit
     format: str
     #: gpu, host or torch
     backend: str
@@ -66,6 +66,10 @@ def _of_module(
 ) -> tuple[str, str, str]:
     shape = settings.static.get(module)
     words = settings.qk if shape is None else f"{settings.qk}, static"
+    if module in settings.ranks:
+        words += f", {settings.ranks[module]} columns"
+    if module in settings.two_of_four:
+        words += ", 2:4"
     columns = COLUMNS if shape is None else padded(shape.head_size)
     choice = choose(name_for("attention", settings.qk), device, k=columns)
     if choice.backend is Backend.REFERENCE:

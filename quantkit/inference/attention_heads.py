@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
+from quantkit.device.ops.attention import ranks
 from quantkit.device.ops.table import is_operation, name_for
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention import KEYS, score_factor, unit_factors, with_padding
+from quantkit.numerics.attention_basis import two_of_four_codes, with_rank
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN, INT8
 
@@ -76,6 +78,8 @@ def attend_streams(
     *,
     scale: float | None = None,
     rotation: Rotation | None = None,
+    rank: int | None = None,
+    two_of_four: bool = False,
 ) -> Tensor:
     """Return attention over the tokens of one stream, or of two, one behind the other.
 
@@ -86,6 +90,8 @@ def attend_streams(
         qk_format: e4m3fn or int8.
         scale: of q k'; None: 1 / sqrt(D).
         rotation: of all tokens.
+        rank: columns of queries and keys that are multiplied, the first; None: all.
+        two_of_four: multiply the largest two of every four columns of each key.
 
     Returns:
         (B, T, H, D) in the dtype of the projections.
@@ -99,13 +105,32 @@ def attend_streams(
     k = _Side([s.k for s in streams], [s.norm_k for s in streams], wide.key_mean, factors[1], KEYS)
     qc, q_scale = _head_codes(q, shape, qk_format, rotation)
     kc, k_scale = _head_codes(k, shape, qk_format, rotation)
+    qc, multiplied = _first_columns(qc, rank)
+    # No kernel leaves the zeros out.
+    kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
     vc = _value_codes([s.v for s in streams], shape, wide)
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[name_for("attention", qk_format)](
         qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
-        keys, *shape, qk_format, streams[0].q.x.dtype,
+        keys, *shape, qk_format, streams[0].q.x.dtype, multiplied,
     )  # fmt: skip
     return y
+
+
+def _first_columns(codes: Tensor, rank: int | None) -> tuple[Tensor, int]:
+    """Return codes of queries, and how many of their columns are multiplied.
+
+    Where no kernel multiplies so few, zeros stand for the others.
+    """
+    columns = codes.shape[2]
+    if rank is None or _is_multiplied(rank, columns):
+        return codes, rank or columns
+    return with_rank(codes, rank), columns
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_multiplied(rank: int, columns: int) -> bool:
+    return rank in ranks(columns)
 
 
 def computed(part: Part) -> Projection:
@@ -141,7 +166,8 @@ def _head_codes(
         ]
     )
     first_norm, second_norm = _pair([None if n is None else n.weight.float() for n in norms])
-    eps = max((norm.eps for norm in norms if norm is not None), default=0.0)
+    # Not max(..., default=): Dynamo of torch 2.11 breaks the graph there.
+    eps = max([0.0, *(norm.eps for norm in norms if norm is not None)])
     cos, sin = rotation or (None, None)
     made = OPERATORS[name_for("head_codes", qk_format)](
         first.x, None if second is None else second.x, first_norm, second_norm, cos, sin,

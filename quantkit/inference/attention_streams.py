@@ -75,7 +75,15 @@ class _Attention(NamedTuple):
                 return None
         shape = Shape(self.scales.heads, self.scales.head_size)
         rotation = None if rotary is None else Rotation(*(t.to(x.device).float() for t in rotary))
-        y = attend_streams(streams, shape, self.scales, self.settings.qk_format, rotation=rotation)
+        y = attend_streams(
+            streams,
+            shape,
+            self.scales,
+            self.settings.qk_format,
+            rotation=rotation,
+            rank=self.settings.rank,
+            two_of_four=self.settings.two_of_four,
+        )
         return y.flatten(2)
 
 

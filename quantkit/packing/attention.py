@@ -11,6 +11,7 @@ from quantkit.errors import RecipeError
 from quantkit.models.building import read_skeleton
 from quantkit.models.source import Component
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales, scales_of_ranges
+from quantkit.packing.fewer_columns import Decision, decide
 from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.schema import matches
 
@@ -23,6 +24,8 @@ class PlannedAttention:
     packed: PackedAttention | None = None
     #: float32, by name
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    #: how many columns modules multiply, and why, by path
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
 
 
 def plan_attention(
@@ -38,42 +41,61 @@ def plan_attention(
         statistics: by module; None: they are not there yet, and no scales are stored.
 
     Raises:
-        RecipeError: scales from a calibration that did not observe attention.
+        RecipeError: scales from a calibration that did not observe attention, or fewer columns
+            from one of a model without a basis.
     """
     if section is None:
         return PlannedAttention()
-    scales = {}
-    if section.scales == "static" and statistics is not None:
-        _refuse_none(component, statistics)
-        scales = _static_scales(section, statistics)
+    scales, decisions = {}, {}
+    if section.needs_calibration and statistics is not None:
+        _refuse_none(component, section, statistics)
+        on_codes = _on_codes(section, statistics)
+        decisions = decide(section, on_codes)
+        if section.scales == "static":
+            scales = {name: static_scales(s, section.margin) for name, s in on_codes.items()}
     shapes = {name: HeadShape(s.heads, s.head_size) for name, s in scales.items()}
-    packed = PackedAttention(section.qk, section.min_keys, section.exclude, shapes)
+    chosen = {name: d.chosen for name, d in decisions.items() if d.chosen is not None}
+    packed = PackedAttention(
+        section.qk,
+        section.min_keys,
+        section.exclude,
+        shapes,
+        {name: t.rank for name, t in chosen.items() if t.rank is not None},
+        tuple(name for name, t in chosen.items() if t.rank is None),
+    )
     tensors = {
         f"{module}.{CHILD}.{part}": getattr(of_module, part)
         for module, of_module in scales.items()
         for part in SHAPES
     }
-    return PlannedAttention(packed, tensors)
+    return PlannedAttention(packed, tensors, decisions)
 
 
-def _refuse_none(component: Component, statistics: Mapping[str, AttentionStatistics]) -> None:
+def _refuse_none(
+    component: Component, section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
+) -> None:
     """Refuse a calibration without attention, unless the model has none that is known."""
     if statistics:
         return
     reasons = read_skeleton(component.path / "config.json").attention.values()
     if not all(reasons):
+        static = section.scales == "static"
+        asked, cure = ("scales static", "set attention.scales to dynamic")
+        if not static:
+            asked, cure = (f"sparse_k {section.sparse_k}", "set attention.sparse_k to none")
         raise RecipeError(
-            "attention.scales static: the calibration has no attention; calibrate again with this "
-            "quantkit, or set attention.scales to dynamic",
+            f"attention.{asked}: the calibration has no attention; calibrate again with this "
+            f"quantkit, or {cure}",
             fields=("attention", "calibration"),
         )
 
 
-def _static_scales(
+def _on_codes(
     section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
-) -> dict[str, AttentionScales]:
+) -> dict[str, AttentionStatistics]:
+    """Return the statistics of the modules whose attention is on codes."""
     return {
-        name: static_scales(of_module, section.margin)
+        name: of_module
         for name, of_module in statistics.items()
         if not matches(name, section.exclude) and of_module.call_keys.max() >= section.min_keys
     }

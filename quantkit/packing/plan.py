@@ -1,7 +1,7 @@
 """From recipe, statistics and masks to a plan of every byte: nothing is read but headers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.shifting import input_shift
 from quantkit.calibration.smoothing import Smoothing, input_factor
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.checkpoint.column_decisions import KEY as SPARSE_K
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
@@ -105,9 +106,9 @@ def plan_component(
         for t in treatments
         if t.scheme is not None
     }
-    told = _told(recipe, treatments, smoothing)
     seen = None if calibration is None else calibration.attention_of(component)
     attention = plan_attention(component, recipe.attention, seen)
+    told = _told(recipe, treatments, smoothing, attention)
     return assemble_plan(
         component, recipe, treatments, packed, attention, smoothing=smoothing, told=told
     )
@@ -218,7 +219,10 @@ def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
 
 
 def _told(
-    recipe: Recipe, treatments: Sequence[LayerPlan], smoothing: Mapping[str, Smoothing]
+    recipe: Recipe,
+    treatments: Sequence[LayerPlan],
+    smoothing: Mapping[str, Smoothing],
+    attention: PlannedAttention,
 ) -> dict[str, Any]:
     """Return the recipe for the header, with what was chosen for each layer."""
     told = recipe_for_header(recipe)
@@ -226,6 +230,9 @@ def _told(
         told["fallback_chosen"] = fallen
     if recipe.smooth == "auto":
         told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
+    if attention.decisions:
+        chosen = sorted(attention.decisions.items())
+        told[SPARSE_K] = {name: asdict(decision.told) for name, decision in chosen}
     return told
 
 

@@ -185,7 +185,7 @@ class Recipe(Strict):
             or self.split_concat
             or self.bias_correction
             or self._integer_inputs
-            or (self.attention is not None and self.attention.scales == "static")
+            or (self.attention is not None and self.attention.needs_calibration)
             or (rule is not None and (rule.method == "wanda" or rule.error_budget is not None))
         )
 

@@ -47,7 +47,7 @@ def rounded_attention(
         q, q_scale = q[:, rows], None if q_scale is None else q_scale[:, rows]
     y = attention(
         q, codes.k, codes.v, q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        keys, count, columns, qk_format, torch.float32,
+        keys, count, columns, qk_format, torch.float32, q.shape[2],
     )  # fmt: skip
     return y.transpose(1, 2)
 

@@ -1,10 +1,11 @@
 """What is inside a packed directory."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.attention import PackedAttention
+from quantkit.checkpoint.column_decisions import ColumnDecision, column_decisions
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
@@ -74,6 +75,15 @@ class Inspection:
         asked = ((c.name, c.config.attention) for c in self.packed.components)
         return {name: attention for name, attention in asked if attention is not None}
 
+    @property
+    def columns(self) -> dict[tuple[str, str], ColumnDecision]:
+        """How many columns of queries and keys are multiplied, by component and module."""
+        return {
+            (component.name, module): decision
+            for component in self.packed.components
+            for module, decision in column_decisions(component).items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         components = [
@@ -91,7 +101,16 @@ class Inspection:
             "bytes_after": self.bytes_after,
         }
         layers = [layer.to_json() for layer in self.layers]
-        return {"components": components, "layers": layers, "totals": totals}
+        columns = [
+            {"component": component, "module": module, **asdict(decision)}
+            for (component, module), decision in self.columns.items()
+        ]
+        return {
+            "components": components,
+            "layers": layers,
+            "attention_columns": columns,
+            "totals": totals,
+        }
 
 
 def inspect(packed: str | Path) -> Inspection:

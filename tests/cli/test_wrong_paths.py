@@ -20,8 +20,8 @@ WRONG = [
     *(
         (f"{command} {{}} -o out", NOWHERE)
         for command in (
-            "pack", "sparsify", "recover", "permute", "calibrate model", "calibrate hessian",
-            "calibrate sensitivity", "export", "run fp8",
+            "pack", "sparsify", "recover", "permute", "rotate", "calibrate model",
+            "calibrate hessian", "calibrate sensitivity", "export", "run fp8",
         )
     ),
     ("eval report {} packed -o out", NOWHERE),

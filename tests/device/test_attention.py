@@ -10,9 +10,10 @@ from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import LARGEST_HEAD, OPS
+from quantkit.device.ops.attention import LARGEST_HEAD, OPS, ranks
 from quantkit.device.ops.op import all_variants
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.attention import COLUMNS
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.kernel_cases import need
 
@@ -30,14 +31,14 @@ def rms(t):
     return float(t.double().square().mean().sqrt())
 
 
-def both(call, dtype=torch.float16):
+def both(call):
     """Return what the kernel and the reference make of the same codes."""
     op, arguments = call
     with log.record() as seen:
-        found = execute.call(op, *arguments, dtype)
+        found = execute.call(op, *arguments)
     assert [where for _, _, where in seen.calls] == [Backend.HOST]
     with use(Backend.REFERENCE):
-        return found, execute.call(op, *arguments, dtype)
+        return found, execute.call(op, *arguments)
 
 
 def check_same(found, wanted):
@@ -61,16 +62,51 @@ def test_the_kernel_rounds_as_the_reference_does(columns, fmt):
 def test_codes_cost_what_their_format_does(columns, fmt):
     for sizes in ((37, 101), (64, 512)):
         heads = Heads.draw(sizes, columns)
-        op, arguments = heads.call(fmt)
-        found = op.reference(*arguments, torch.float32)
+        op, arguments = heads.call(fmt, dtype=torch.float32)
+        found = op.reference(*arguments)
         assert rms(found - heads.exact()) < ERRORS[fmt] * rms(heads.exact())
+
+
+@pytest.mark.parametrize(
+    ("columns", "rank", "fmt"),
+    [
+        *((columns, rank, "e4m3fn") for columns in (32, 64, 128) for rank in ranks(columns)[1:]),
+        (64, 32, "int8"),
+        (128, 96, "int8"),
+    ],
+)
+def test_columns_beyond_the_rank_do_not_count(columns, rank, fmt):
+    for sizes in SIZES:
+        heads = Heads.draw(sizes, columns, pictures=2, seed=sum(sizes))
+        codes = heads.codes(fmt)
+        # NaN in e4m3fn, and the largest in int8.
+        codes.q[..., rank:], codes.k[..., rank:] = 0x7F, 0x7F
+        found, wanted = both(heads.call(fmt, codes, rank=rank))
+        check_same(found, wanted)
+        assert rms(found - heads.exact(rank)) < ERRORS[fmt] * rms(heads.exact(rank))
+
+
+def test_nan_in_the_last_column_of_the_rank_counts():
+    heads = Heads.draw((37, 101), 64)
+    codes = heads.codes("e4m3fn")
+    codes.q[0, 5, 31], codes.k[1, 100, 31] = 0x7F, 0x7F
+    found, wanted = both(heads.call("e4m3fn", codes, rank=32))
+    check_same(found, wanted)
+    assert found[0, :, 0].isnan().any(1).nonzero().flatten().tolist() == [5]
+    assert found[0, :, 1].isnan().all()
+
+
+def test_every_rank_is_one_that_the_matrix_instructions_have():
+    every = {d: ranks(d) for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)}
+    assert all(found[0] == d for d, found in every.items())
+    assert {d: r[1:] for d, r in every.items() if r[1:]} == {32: (16,), 64: (32, 48), 128: (64, 96)}
 
 
 @pytest.mark.parametrize("columns", [64, 128])
 def test_many_keys_with_an_offset_of_the_values(columns):
     """Sums of thousands of terms of one sign are where narrow accumulators fail."""
     heads = Heads.draw((40, 4096), columns, heads=1, offset=4.0)
-    found, wanted = both(heads.call("e4m3fn"), dtype=torch.float32)
+    found, wanted = both(heads.call("e4m3fn", dtype=torch.float32))
     assert rms(found - wanted) < 1e-5 * rms(wanted)
     assert rms(found - heads.exact()) < 0.004 * rms(heads.exact())
 
@@ -88,17 +124,16 @@ def test_a_maximum_that_grows_in_every_tile(fmt):
 
 def test_scores_far_below_zero_keep_their_order():
     heads = Heads.draw((19, 130), 64, heads=1, offset=0.0)
-    op, arguments = heads.call("e4m3fn")
     # A column in which all products are -1e4: no shift of the keys takes it away.
     codes = heads.codes("e4m3fn")
     codes.q[:, :, 0] = torch.tensor(100.0).to(torch.float8_e4m3fn).view(torch.uint8)
     codes.k[:, :, 0] = torch.tensor(-104.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    op, arguments = heads.call("e4m3fn", codes)
-    found, wanted = both((op, arguments), torch.float32)
+    found, wanted = both(heads.call("e4m3fn", codes, dtype=torch.float32))
     assert rms(found - wanted) < 1e-2 * rms(wanted)
     plain = replace(codes, q=codes.q.clone(), k=codes.k.clone())
     plain.q[:, :, 0], plain.k[:, :, 0] = 0, 0
-    shifted = op.reference(*heads.call("e4m3fn", plain)[1], torch.float32)
+    op, arguments = heads.call("e4m3fn", plain, dtype=torch.float32)
+    shifted = op.reference(*arguments)
     # Of scores around 1e4, float32 keeps 1e-3.
     assert rms(found - shifted) < 2e-2 * rms(shifted)
 
@@ -135,7 +170,7 @@ def test_nan_of_an_input_reaches_the_result(part, fmt):
 def test_values_beyond_the_format_are_scaled():
     heads = Heads.draw((9, 70), 48)
     heads = replace(heads, v=heads.v * 3e4)
-    found, wanted = both(heads.call("e4m3fn"), dtype=torch.bfloat16)
+    found, wanted = both(heads.call("e4m3fn", dtype=torch.bfloat16))
     check_same(found.half(), wanted.half())
     assert rms(found.double() - heads.exact()) < 0.03 * rms(heads.exact())
 
@@ -147,8 +182,8 @@ def test_factors_of_all_pictures_or_of_every_row():
     all_alike = replace(codes, v_scale=one.v_scale.repeat(3, 1), v_mean=one.v_mean.repeat(3, 1))
     op, arguments = heads.call("e4m3fn", one)
     assert torch.equal(
-        execute.call(op, *arguments, torch.float16),
-        execute.call(op, *heads.call("e4m3fn", all_alike)[1], torch.float16),
+        execute.call(op, *arguments),
+        execute.call(op, *heads.call("e4m3fn", all_alike)[1]),
     )
     bare = (*arguments[:6], None, *arguments[7:])
     found, wanted = both((op, bare))
@@ -157,7 +192,7 @@ def test_factors_of_all_pictures_or_of_every_row():
 
 def changed(arguments, **new):
     names = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "keys", "heads",
-             "columns", "fmt")  # fmt: skip
+             "columns", "fmt", "dtype", "rank")  # fmt: skip
     return tuple(new.get(name, value) for name, value in zip(names, arguments, strict=True))
 
 
@@ -175,13 +210,16 @@ def changed(arguments, **new):
         ({"q_scale": torch.ones(2, 9)}, KernelError, "q_scale belongs to int8 codes"),
         ({"q": torch.zeros(2, 9, 47, dtype=torch.uint8)}, ShapeError, "heads of 47 columns"),
         ({"q": torch.zeros(2, 9, 48)}, ShapeError, "wanted uint8 codes"),
+        ({"rank": 0}, ShapeError, "rank 0 of heads of 48 columns, wanted one of 48"),
+        ({"rank": 64}, ShapeError, "rank 64 of heads of 48 columns"),
+        ({"rank": 32}, ShapeError, "rank 32 of heads of 48 columns"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(new, error, text):
     heads = Heads.draw((9, 70), 48)
     op, arguments = heads.call("e4m3fn")
     with pytest.raises(error, match="attention_fp8") as caught:
-        execute.call(op, *changed(arguments, **new), torch.float16)
+        execute.call(op, *changed(arguments, **new))
     assert text in str(caught.value)
 
 
@@ -189,13 +227,13 @@ def test_heads_beyond_the_largest_are_refused():
     columns = LARGEST_HEAD + 16
     op, arguments = Heads.draw((2, 3), columns).call("e4m3fn")
     with pytest.raises(ShapeError, match=f"heads of {columns} columns"):
-        execute.call(op, *arguments, torch.float16)
+        execute.call(op, *arguments)
 
 
 def test_the_reference_in_double_precision_is_near():
-    _, arguments = Heads.draw((37, 101), 64).call("e4m3fn")
-    single = OPS[0].reference(*arguments, torch.float32)
-    double = OPS[0].reference(*arguments, torch.float32, precision=torch.float64)
+    _, arguments = Heads.draw((37, 101), 64).call("e4m3fn", dtype=torch.float32)
+    single = OPS[0].reference(*arguments)
+    double = OPS[0].reference(*arguments, precision=torch.float64)
     assert rms(single - double) < 2e-3 * rms(double)
 
 
@@ -208,6 +246,13 @@ def test_radeons_without_fp8_and_nvidia_keep_torchs():
 
 #: Words of a variant's head -> least share of the peak, most issue slots per matrix instruction.
 BARS = {"d64": (0.65, 5.5), "d128": (0.72, 4.0)}
+#: Words of head and rank -> least part of the whole head's time that it saves.
+GAINS = {
+    ("d64", "r32"): 0.16,
+    ("d64", "r48"): 0.05,
+    ("d128", "r64"): 0.19,
+    ("d128", "r96"): 0.09,
+}
 
 
 @pytest.mark.parametrize("target", ["gfx1200", "gfx1201"])
@@ -223,13 +268,24 @@ def test_gfx12_code_keeps_its_bars(target, tmp_path):
     if target == "gfx1200":
         variants = [v for v in variants if v.words[2] in BARS]
     build(target, tmp_path / "objects", variants)
-    for finding in check_folder(tmp_path / "objects").findings:
+    findings = check_folder(tmp_path / "objects").findings
+    for finding in findings:
         assert not finding.problems, finding.kernel.symbol
         assert finding.kernel.spills == 0
         assert finding.kernel.lds_bytes <= 32 * 1024
         assert finding.loop is not None
-        if finding.kernel.op == fp8.name and (bars := BARS.get(finding.kernel.choices["head"])):
-            share, slots = bars
+        choices = finding.kernel.choices
+        if finding.kernel.op != fp8.name or choices["head"] not in BARS:
+            continue
+        if choices["rank"] == "no":
+            share, slots = BARS[choices["head"]]
             issued = sum(finding.loop.issued.values())
             assert finding.loop.share >= share
             assert issued / finding.loop.matrix <= slots
+    cycles = {
+        (f.kernel.choices["head"], f.kernel.choices["rank"]): f.loop.matrix / f.loop.share
+        for f in findings
+        if f.kernel.op == fp8.name
+    }
+    for (head, rank), gain in GAINS.items():
+        assert cycles[head, rank] <= (1 - gain) * cycles[head, "no"]

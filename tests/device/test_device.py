@@ -57,6 +57,8 @@ def test_words_have_the_numbers_of_the_header():
     for (macro, word), number in named.items():
         if macro == "QK_HEAD":
             assert f"d{COLUMNS * number}" == word
+        elif macro == "QK_RANK":
+            assert word == (f"r{COLUMNS * number}" if number else "")
         elif macro != "QK_INPUT":
             assert numbers[word.upper()] == number, (macro, word)
     bits = {"smooth": numbers["SMOOTH"], "shift": numbers["SHIFT"], "": 0}
@@ -103,11 +105,11 @@ def test_arguments_are_the_kernels(op):
 def test_symbols_follow_the_naming_rule_and_are_unique():
     symbols = [variant.symbol for op in OPS.values() for variant in all_variants(op)]
     fp8, int8 = 24 + 24 + 2 * (240 + 480 + 96), 12 + 12 + 2 * (60 + 60 + 24)
-    assert len(symbols) == len(set(symbols)) == fp8 + int8 + 48 + 48 + 24 + 24 + 2 * 30 + 21 + 32
+    assert len(symbols) == len(set(symbols)) == fp8 + int8 + 48 + 48 + 24 + 24 + 2 * 45 + 21 + 32
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
     assert (
-        len(variants_for(ARCHS["gfx1201"], default_variants())) == 2 * 208 + 80 + 20 + 40 + 14 + 14
+        len(variants_for(ARCHS["gfx1201"], default_variants())) == 2 * 208 + 80 + 20 + 60 + 14 + 14
     )
     assert len(variants_for(ARCHS["gfx1100"], default_variants())) == 2 * 136 + 60 + 20 + 14 + 14
 

@@ -278,7 +278,7 @@ def test_a_dequantized_model_has_its_own_attention(packed):
         ({"min_keys": 0}, "min_keys 0, wanted 1 or more"),
         ({"min_keys": True}, "min_keys True, wanted 1 or more"),
         ({"exclude": "a"}, "exclude 'a', wanted a list"),
-        ({"rank": 3}, "unknown key 'rank'"),
+        ({"ranks": 3}, "unknown key 'ranks'"),
         (None, "attention None, wanted an object"),
     ],
 )
@@ -304,7 +304,7 @@ def test_an_older_version_cannot_hold_it(packed):
     [
         ({"qk": "none"}, "attention.qk"),
         ({"min_keys": 0}, "attention.min_keys"),
-        ({"rank": "auto"}, "unknown key 'attention.rank'"),
+        ({"ranks": "auto"}, "unknown key 'attention.ranks'"),
     ],
 )
 def test_recipes_are_checked(section, text):

@@ -35,16 +35,18 @@ class Heads:
     def codes(self, fmt) -> AttentionCodes:
         return attention_codes(self.q, self.k, self.v, qk_format=fmt)
 
-    def exact(self):
-        """Return torch's own attention in float64, (pictures, M, heads, D)."""
+    def exact(self, rank=None):
+        """Return torch's own attention in float64, of ``rank`` columns, (pictures, M, heads, D)."""
+        q, k = (t[..., :rank].double() for t in (self.q, self.k))
         y = torch.nn.functional.scaled_dot_product_attention(
-            self.q.double(), self.k.double(), self.v.double()
+            q, k, self.v.double(), scale=self.q.shape[2] ** -0.5
         )
         return y.unflatten(0, (-1, self.heads)).transpose(1, 2)
 
-    def call(self, fmt, codes=None):
-        """Return the operation and the arguments of its call, but for the dtype of the result."""
+    def call(self, fmt, codes=None, *, dtype=torch.float16, rank=None):
+        """Return the operation and the arguments of its call."""
         c = codes or self.codes(fmt)
         operands = (c.q, c.k, c.v, c.q_scale, c.k_scale, c.v_scale, c.v_mean)
         keys, columns = self.k.shape[1:]
-        return OPS[name_for("attention", fmt)], (*operands, keys, self.heads, columns, fmt)
+        options = (keys, self.heads, columns, fmt, dtype, rank or c.q.shape[2])
+        return OPS[name_for("attention", fmt)], (*operands, *options)

@@ -84,7 +84,7 @@ def test_doctor_says_that_nothing_was_asked_for(packed):
 
 @pytest.mark.parametrize(
     ("arch", "reason"),
-    [("gfx1100", "torch's attention is as fast"), ("sm_89", "made for RDNA4 and the CPU")],
+    [("gfx1100", "torch's attention is as fast"), ("sm_89", "made for RDNA4, Hopper and the CPU")],
 )
 def test_without_a_kernel_attention_is_torchs(packed, monkeypatch, arch, reason):
     why = ARCHS[arch].why_without("attention")

@@ -9,6 +9,7 @@ from quantkit.device.hopper import choice as hopper_choice
 from quantkit.device.hopper import conv as hopper_conv
 from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper import gemm as hopper
+from quantkit.device.hopper.attention import HopperAttention
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Sums
 from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.device.tiles import choose_tile
@@ -29,7 +30,7 @@ def choose_kernel(
         accurate: sums leave the matrix unit for float32 every 128 products; Hopper alone can do
             without.
     """
-    choose = _HOPPER.get(op.name) if is_hopper(device) else None
+    choose = _HOPPER.get(op.name) if _has_own(device, op) else None
     own = choose(op, words, sizes, _Wanted(accurate, device.units)) if choose else None
     return own or _of_menu(device, op, words, op.integers(sizes))
 
@@ -46,6 +47,13 @@ def why_detour(device: Device | None, op: Op, words: tuple[str, ...], sizes: Siz
     if device and is_hopper(device) and op.name in _HOPPER and isinstance(sizes, ConvShape):
         return hopper_conv.why_not(sizes, words[-1], op.k_multiple)
     return op.why_not(op, sizes) if op.why_not else ""
+
+
+def _has_own(device: Device, op: Op) -> bool:
+    """Return whether Hopper's own kernels run an operation here: attention needs no tensor maps."""
+    if op.family == "attention":
+        return device.arch.name == hopper.ARCHITECTURE
+    return is_hopper(device)
 
 
 def is_hopper(device: Device) -> bool:
@@ -104,7 +112,13 @@ def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hop
     return replace(kernel, y_format=y_format)
 
 
-_Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | None]
+def _attention(op: Op, words: tuple[str, ...], _sizes: Sizes, _wanted: _Wanted) -> HopperAttention:
+    io, qk_format, head, rank = words
+    columns = int(head[1:])
+    return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns))
+
+
+_Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | HopperAttention | None]
 
 #: Operations that Hopper has kernels of its own for.
 _HOPPER: dict[str, _Choose] = {
@@ -123,6 +137,8 @@ _HOPPER: dict[str, _Choose] = {
     "geglu_int8": _geglu,
     "geglu_int8_sparse": _geglu,
     "geglu_w4a8": _geglu,
+    "attention_fp8": _attention,
+    "attention_int8": _attention,
 }
 
 

@@ -1,19 +1,20 @@
-"""What the loader runs: kernels of two kinds, and the launch of each but for its addresses."""
+"""What the loader runs: kernels of three kinds, and the launch of each but for its addresses."""
 
 from dataclasses import dataclass
 
 from quantkit.device.geometry import compile_expression
+from quantkit.device.hopper.attention import HopperAttention, plan_attention
 from quantkit.device.hopper.conv import plan_conv
 from quantkit.device.hopper.geglu import plan_gated
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperLaunch, arguments, plan_launch
 from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.device.ops.conv import why_refused
-from quantkit.device.ops.op import Sizes, Variant
+from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.errors import KernelError
 from quantkit.numerics.windows import ConvShape
 
 #: One compile of one source: symbol, source, defines, operation and name say which.
-Kernel = Variant | HopperKernel
+Kernel = Variant | HopperKernel | HopperAttention
 
 _INT_MAX = 2**31 - 1
 
@@ -49,6 +50,10 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
     """
     if isinstance(kernel, HopperKernel):
         plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
+    elif isinstance(kernel, HopperAttention):
+        assert isinstance(sizes, dict)
+        launch = plan_attention(kernel, sizes["m"], sizes["n"], units)
+        plan = _plan_arguments(kernel.op, sizes, *launch)
     else:
         plan = _plan_variant(kernel, _integers(kernel, sizes))
     # Of the numbers, a convolution's padding may be 0.
@@ -64,14 +69,21 @@ def _integers(kernel: Variant, sizes: Sizes) -> dict[str, int]:
 
 
 def _plan_variant(kernel: Variant, sizes: dict[str, int]) -> Plan:
-    geometry, args = kernel.geometry, kernel.op.args
-    pointers = sum(a.is_pointer for a in args)
-    # The launcher packs all addresses at once: numbers stand behind them in every kernel.
-    assert all(a.is_pointer for a in args[:pointers])
-    numbers = tuple(sizes[a.name] for a in args[pointers:])
+    geometry = kernel.geometry
     x, y, z = (compile_expression(text)(sizes) for text in geometry.grid)
-    order = tuple(range(len(args)))
-    return Plan((x, y, z), geometry.block, 0, pointers, numbers, (), order)
+    return _plan_arguments(kernel.op, sizes, (x, y, z), geometry.block, 0)
+
+
+def _plan_arguments(
+    op: Op, sizes: dict[str, int], grid: tuple[int, int, int], block: int, shared_bytes: int
+) -> Plan:
+    """Return the plan of a kernel that takes the operation's arguments as they are."""
+    pointers = sum(a.is_pointer for a in op.args)
+    # The launcher packs all addresses at once: numbers stand behind them in every kernel.
+    assert all(a.is_pointer for a in op.args[:pointers])
+    numbers = tuple(sizes[a.name] for a in op.args[pointers:])
+    order = tuple(range(len(op.args)))
+    return Plan(grid, block, shared_bytes, pointers, numbers, (), order)
 
 
 def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.geometry import own_tile
+from quantkit.device.geometry import has_tile, own_tile
 from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -29,6 +29,9 @@ LARGEST_HEAD = 160
 SOURCE = "attention.hip"
 
 _HEAD = Axis("QK_HEAD", tuple(f"d{d}" for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)), first=1)
+#: Columns of queries and keys that are multiplied; the first word: all. launch.json says of which
+#: heads there is which.
+_RANK = Axis("QK_RANK", ("", *(f"r{r}" for r in range(COLUMNS, LARGEST_HEAD, COLUMNS))))
 
 #: kernels/include/softmax.h: where probabilities start, and what a score may exceed it by.
 _TOP, _OUTGROWN = 8.0, 8.75
@@ -47,6 +50,7 @@ def attention(
     head_size: int,
     qk_format: str,
     dtype: torch.dtype,
+    rank: int,
     *,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -66,20 +70,22 @@ def attention(
         head_size: columns of the result, at most D.
         qk_format: of q and k.
         dtype: of the result.
+        rank: columns of q and k that count, from the first on; D: all.
         precision: of products and sums; float64 makes them exact enough to judge the others by.
 
     Returns:
         (N / heads, M, heads, head_size).
     """
-    queries, values = decode(q, qk_format, precision), decode(v, E4M3FN.name, precision)
+    queries = decode(q[..., :rank], qk_format, precision)
+    values = decode(v, E4M3FN.name, precision)
     tile = _tile_of(q.shape[2])
     bias = torch.full(q.shape[:2], _TOP, dtype=precision, device=q.device).unsqueeze(2)
-    out, total = torch.zeros_like(queries), torch.zeros_like(bias)
+    out, total = bias.new_zeros(q.shape), torch.zeros_like(bias)
     whole = (keys - 1) // tile * tile
     # As the kernel: the tile that the keys do not fill comes first.
     for start in (whole, *range(0, whole, tile)):
         part = slice(start, min(start + tile, keys))
-        s = queries @ decode(k[:, part], qk_format, precision).transpose(1, 2)
+        s = queries @ decode(k[:, part, :rank], qk_format, precision).transpose(1, 2)
         if k_scale is not None:
             s = s * (given(q_scale).to(precision)[:, :, None] * _by_key(k_scale, part)[:, None])
         s = s + bias
@@ -96,6 +102,13 @@ def attention(
         y = y + _of_heads(v_mean, len(q), precision)
     pictures = y.to(dtype).reshape(len(q) // heads, heads, q.shape[1], q.shape[2])
     return pictures.transpose(1, 2)[..., :head_size].contiguous()
+
+
+def ranks(columns: int) -> tuple[int, ...]:
+    """Return the ranks that kernels have for heads of ``columns``, all of them first."""
+    head = f"d{columns}"
+    words = (w for w in _RANK.words if has_tile(SOURCE, f"{head}_{w}" if w else head))
+    return tuple(COLUMNS * _RANK.value(word) or columns for word in words)
 
 
 def _tile_of(columns: int) -> int:
@@ -115,7 +128,7 @@ def _of_heads(numbers: Tensor, rows: int, precision: torch.dtype) -> Tensor:
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
     (q, k, v, q_scale, k_scale, v_scale, v_mean) = operands
-    keys, heads, head_size, qk_format, dtype = options
+    keys, heads, head_size, qk_format, dtype, rank = options
     q, k, v, v_scale = given(q), given(k), given(v), given(v_scale)
     if qk_format not in op.words("QK_X_FORMAT"):
         wanted = ", ".join(op.words("QK_X_FORMAT"))
@@ -131,6 +144,9 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
             f"{op.name}: heads of {d} columns, wanted a multiple of {COLUMNS} up to {LARGEST_HEAD}"
         )
     _check_sizes(op.name, n, keys=keys, heads=heads, head_size=head_size, columns=d, scales=scales)
+    if rank not in ranks(d):
+        wanted = ", ".join(str(r) for r in ranks(d))
+        raise ShapeError(f"{op.name}: rank {rank} of heads of {d} columns, wanted one of {wanted}")
     pitch = padded(keys, RUN)
     expect(op.name, "k", k, torch.uint8, (n, keys, d))
     expect(op.name, "v", v, torch.uint8, (n, d, pitch))
@@ -146,7 +162,7 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         "m": m, "n": n, "k": d, "keys": keys, "pitch": pitch, "heads": heads, "d": head_size,
         "scales": scales,
     }  # fmt: skip
-    return Problem((word, qk_format, f"d{d}"), sizes)
+    return Problem((word, qk_format, f"d{d}", "" if rank == d else f"r{rank}"), sizes)
 
 
 def _check_sizes(
@@ -176,7 +192,7 @@ def _check_scales(
 
 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
-    _, heads, head_size, _, dtype = options
+    _, heads, head_size, _, dtype, _ = options
     n, m, _ = given(operands[0]).shape
     return (((n // heads, m, heads, head_size), dtype),)
 
@@ -191,13 +207,14 @@ def _sample(
     operands = (
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
     )  # fmt: skip
-    return operands, (keys, heads, columns - 8, fmt, IO_DTYPES[variant.word("QK_IO")])
+    dtype, rank = IO_DTYPES[variant.word("QK_IO")], int(variant.word("QK_RANK")[1:] or columns)
+    return operands, (keys, heads, columns - 8, fmt, dtype, rank)
 
 
 _FORMULA = (
     "p[n, i, j] = exp2({score}), rounded to e4m3fn after the largest of i became 2^8; y = "
     "sum_j(p[n, i, j] * v[n, c, j]) / sum_j(p[n, i, j]) * v_scale[n % scales, c] + "
-    "v_mean[n % scales, c]"
+    "v_mean[n % scales, c]; a rank is the number of columns of q and k that count"
 )
 _BUDGET = Budget(
     1e-6,
@@ -218,10 +235,10 @@ def _op(name: str, qk_format: str, score: str) -> Op:
         formula=_FORMULA.format(score=score),
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor v_scale, "
-            "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype) "
-            "-> Tensor"
+            "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype, "
+            "int rank) -> Tensor"
         ),
-        axes=(IO, format_axis("X", (qk_format,)), _HEAD),
+        axes=(IO, format_axis("X", (qk_format,)), _HEAD, _RANK),
         args=(
             Argument("q", "u8", "[n, m, QK_HEAD * 16]"),
             Argument("k", "u8", "[n, keys, QK_HEAD * 16]"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device.geometry import Geometry, geometry_of, macros
+from quantkit.device.geometry import Geometry, geometry_of, has_tile, macros
 from quantkit.numerics.windows import ConvShape
 
 #: What a kernel reads, in launch order.
@@ -195,17 +195,18 @@ class Variant:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
         values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
-        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self.source, self._tile_word))
+        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self.source, self.tile_word))
 
     @property
     def geometry(self) -> Geometry:
         """How it is launched."""
-        return geometry_of(self.source, self._tile_word)
+        return geometry_of(self.source, self.tile_word)
 
     @property
-    def _tile_word(self) -> str:
+    def tile_word(self) -> str:
         """The word that says what a block computes."""
-        return self.word("QK_TILE") or self.word("QK_HEAD")
+        own = (self.word("QK_HEAD"), self.word("QK_RANK"))
+        return self.word("QK_TILE") or "_".join(word for word in own if word)
 
     def word(self, macro: str) -> str:
         """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""
@@ -214,6 +215,8 @@ class Variant:
 
 
 def all_variants(op: Op) -> Iterator[Variant]:
-    """Yield every combination of the operation's axes."""
+    """Yield every combination of the operation's axes that its source has a tile for."""
     for words in product(*(axis.words for axis in op.axes)):
-        yield Variant(op, words)
+        variant = Variant(op, words)
+        if has_tile(op.source, variant.tile_word):
+            yield variant

@@ -1,0 +1,87 @@
+// y[b, i, h, :] = sum_j p[j] (v[j, :] + v_mean) / sum_j p[j],   p[j] = 2^(q[i, :] . k[j, :])
+// on Hopper (sm_90a): operands, formula and what may be NaN are those of attention.hip.
+//
+// Launch: 128 (QK_GROUPS + 1) threads, grid (ceil(M / (64 QK_GROUPS)), N, 1), QK_SHARED_BYTES of
+// dynamic shared memory. Warpgroups have 64 queries each and share the tiles of QK_KEYS keys that
+// the last one fetches: attend_sm90.h, which has the lanes. quantkit/device/hopper/attention.py has
+// these numbers.
+#include "attend_sm90.h"
+#include "vector_io.h"
+
+constexpr qk::Io kIo = qk::Io(QK_IO);
+constexpr int kHead = 16 * QK_HEAD, kRank = 16 * QK_RANK;
+using Loop = qk::HopperAttention<kHead, kRank, QK_GROUPS, QK_KEYS,
+                                 qk::Format(QK_X_FORMAT)>;
+static_assert(Loop::kSharedBytes == QK_SHARED_BYTES, "hopper/attention.py counts the shared memory");
+
+struct Ends {
+  const qk::f32* scale;
+  const qk::f32* mean;  // or null
+  void* y;
+  int queries, heads, row, d;
+};
+
+struct alignas(8) TwoFloats {
+  qk::f32 v[2];
+};
+
+/// Writes the 16 queries of a warp: two neighbouring columns of two of them a lane.
+QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
+  using Type = qk::IoType<kIo>;
+  using Memory = typename Type::Memory;
+  struct alignas(2 * sizeof(Memory)) Pair {
+    Memory v[2];
+  };
+  // All at once: each would wait for memory by itself behind a condition.
+  TwoFloats scale[kHead / 8], mean[kHead / 8];
+  QK_UNROLL for (int j = 0; j < kHead / 8; ++j) {
+    const int column = 8 * j + 2 * (loop.lane % 4);
+    scale[j] = qk::load<TwoFloats>(ends.scale + column);
+    mean[j] = ends.mean == nullptr ? TwoFloats{} : qk::load<TwoFloats>(ends.mean + column);
+  }
+  QK_UNROLL for (int r = 0; r < 2; ++r) {
+    const int query = first + loop.lane / 4 + 8 * r;
+    const qk::f32 inverse = qk::approx_reciprocal(loop.out[Loop::kOut - 4 + 2 * r]);
+    const qk::i64 token = static_cast<qk::i64>(ends.row / ends.heads) * ends.queries + query;
+    auto* const y =
+        static_cast<Memory*>(ends.y) + (token * ends.heads + ends.row % ends.heads) * ends.d;
+    QK_UNROLL for (int j = 0; j < kHead / 8; ++j) {
+      Pair pair;
+      QK_UNROLL for (int e = 0; e < 2; ++e) {
+        const qk::f32 value = loop.out[4 * j + 2 * r + e] * inverse * scale[j].v[e];
+        pair.v[e] = Type::round(qk::add_rounded(value, mean[j].v[e]));
+      }
+      if (query < ends.queries && 8 * j < ends.d)
+        qk::store(y + 8 * j + 2 * (loop.lane % 4), pair);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
+QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
+          const float* k_scale, const float* v_scale, const float* v_mean, void* y, int m, int n,
+          int keys, int pitch, int heads, int d, int scales) {
+  extern __shared__ __align__(1024) qk::u8 shared[];
+  const qk::HopperHeads all{q, k, v, q_scale, k_scale, n, m, keys, pitch};
+  Loop loop{all, qk::shared_address(shared), qk::thread_index() % qk::kWave,
+            (keys + QK_KEYS - 1) / QK_KEYS};
+  loop.init(shared);
+  if (qk::wave_index() / 4 == QK_GROUPS) {
+    qk::registers_shrink<Loop::kCopying>();
+    loop.produce();
+  } else {
+    qk::registers_grow<Loop::kMultiplying>();
+    const int pieces = loop.pieces(), group = qk::wave_index() / 4;
+    qk::u32 tile = 0, piece = 0;
+    QK_NO_UNROLL for (int work = qk::block_x(); work < pieces * n; work += gridDim.x, ++piece) {
+      const int row = work / pieces;
+      const int first = work % pieces * Loop::kQueries + 16 * qk::wave_index();
+      loop.load_query_scales(row, first);
+      loop.consume(loop.queries_at(piece) + group * Loop::QueryTile::kTotal, tile, piece);
+      tile += loop.tiles;
+      const int scale = row % scales * kHead;
+      write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row, d},
+            loop, first);
+    }
+  }
+}
