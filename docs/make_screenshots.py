@@ -1,22 +1,26 @@
-"""Take the pictures of a demo's report that README and guides show.
+"""Screenshots of the demo's page and of one of its reports, which README and guides show.
 
-make demo && .venv/bin/python docs/make_screenshots.py demo-output/report-fp8-static
+make demo && .venv/bin/python docs/make_screenshots.py demo-output
 """
 
 import io
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 IMAGES = Path(__file__).parent / "images"
+#: The report that is shown, of the demo's.
+SHOWN = "report-budget-int8"
 #: Of the contact sheet: pairs, and the side of a picture in pixels.
 PAIRS, SIDE = 8, 128
 
 
-def main(report: Path) -> None:
-    """Write the sheet of both pipelines, and the page at 1280 pixels."""
+def main(demo: Path) -> None:
+    """Write the sheet of both pipelines, and the pages at 1280 pixels and on a phone."""
+    report = demo / SHOWN
     contact_sheet(report / "images").save(IMAGES / "before-after.webp", quality=90, method=6)
     from playwright.sync_api import sync_playwright
 
@@ -24,6 +28,8 @@ def main(report: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto((demo / "index.html").absolute().as_uri())
+        save(page.screenshot(), "demo")
         page.goto((report / "report.html").absolute().as_uri())
         save(page.screenshot(), "report")
         page.locator(".look img").first.click()
@@ -32,7 +38,15 @@ def main(report: Path) -> None:
         page.keyboard.press("Escape")
         page.locator(".contents a[href='#layers']").click()
         save(page.screenshot(), "layers")
+        show_phone(browser, report)
         browser.close()
+
+
+def show_phone(browser: Any, report: Path) -> None:
+    """Write the first screen of a dark phone."""
+    page = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme="dark")
+    page.goto((report / "report.html").absolute().as_uri())
+    save(page.screenshot(), "phone")
 
 
 def contact_sheet(images: Path) -> Image.Image:

@@ -1,6 +1,6 @@
 """Every metric over every pair, and what they come to."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,14 +84,27 @@ def compare(pairs: Pairs, backbones: Backbones, *, progress: Progress = silent) 
     return Comparison(pairs.names, pairs.prompts, scores, clip, resemblance, judgements)
 
 
+def join(parts: Sequence[Comparison]) -> Comparison:
+    """Return the pairs of several comparisons in one, with the metrics of pairs alone."""
+    scores = {}
+    for name, first in parts[0].scores.items():
+        values = tuple(value for part in parts for value in part.scores[name].values)
+        scores[name] = Score(first.metric, first.backbone, values, _summarize_pairs(values))
+    prompts = tuple(text for part in parts for text in part.prompts or ())
+    return Comparison(tuple(n for part in parts for n in part.names), prompts or None, scores, None)
+
+
 def _score_pairs(metric: Metric, pairs: Pairs, backbones: Backbones) -> Score:
     assert metric.pair is not None
     values = tuple(
         metric.pair(first, second, backbones)
         for first, second in zip(pairs.original, pairs.packed, strict=True)
     )
-    summary = summarize(values, infinite_note="pairs identical (infinite)")
-    return Score(metric, backbones.name_of(metric.backbone), values, summary)
+    return Score(metric, backbones.name_of(metric.backbone), values, _summarize_pairs(values))
+
+
+def _summarize_pairs(values: Sequence[float]) -> Summary:
+    return summarize(values, infinite_note="pairs identical (infinite)")
 
 
 def _score_prompts(

@@ -29,7 +29,7 @@ from quantkit.sensitivity.result import Sensitivity
 from .backbones import Backbones
 from .comparison import compare
 from .gates import Compression, Limits, find_compression, judge
-from .generation import GenerationSettings, generate
+from .generation import GenerationSettings, Viewer, generate, unseen
 from .images import Pairs
 from .layers import Place, layer_rows
 from .next_step import Treated, find_next_steps
@@ -50,6 +50,7 @@ from .quantized_pipeline import (
     quantized_by,
     quantized_layers,
 )
+from .range_map import RangeMap
 from .report_facts import (
     attention_columns,
     describe_environment,
@@ -92,6 +93,11 @@ class Pair:
     def dtype(self) -> torch.dtype | None:
         """The dtype that the second pipeline has to run in, and so both; None: any."""
         return self.quantized.dtype if self.quantized else None
+
+    @property
+    def title(self) -> str:
+        """Both names, as the heading of a report."""
+        return f"{self.packed.path.name} against {Path(self.name).name}"
 
 
 def require_pipeline(model: str | Model) -> Model:
@@ -172,6 +178,8 @@ class Background:
     calibrated: tuple[str, ...] | None = None
     #: what other treatments of its layers would do, and the file as it was given
     sensitivity: tuple[Sensitivity, str] | None = None
+    #: what calibration saw of the layers' inputs, by timestep
+    ranges: RangeMap | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +201,7 @@ def measure_baseline(
     device: torch.device,
     noise_floor: bool,
     dtype: torch.dtype | None = None,
+    viewer: Viewer = unseen,
     progress: Progress = silent,
 ) -> Baseline:
     """Run the original, and twice more for its noise floor.
@@ -204,6 +213,7 @@ def measure_baseline(
         device: where every pipeline runs.
         noise_floor: whether to measure it.
         dtype: of every pipeline; None for ``choose_dtype``'s.
+        viewer: told the original's pictures, batch by batch.
         progress: told about every step.
 
     Raises:
@@ -213,8 +223,9 @@ def measure_baseline(
     pipe = load_original(model, device, dtype)
     trajectory = Trajectory(settings.steps)
     pictures = generate(
-        pipe, settings, label="original", progress=progress, listener=trajectory.listen
-    )
+        pipe, settings, label="original", progress=progress, listener=trajectory.listen,
+        viewer=viewer,
+    )  # fmt: skip
     original = Original(model, settings, device, dtype, pictures, trajectory)
     floors = measure_floors(pipe, original, backbones, progress) if noise_floor else ()
     return Baseline(original, floors, backbones)
@@ -229,6 +240,7 @@ def evaluate(
     title: str | None = None,
     commands: Sequence[str] = (),
     background: Background = Background(),
+    viewer: Viewer = unseen,
     progress: Progress = silent,
 ) -> tuple[Report, Pairs]:
     """Run the packed pipeline, measure, and return the result with its pictures.
@@ -240,6 +252,7 @@ def evaluate(
         title: the report's heading; by default the two names.
         commands: what a reader types to make the report again.
         background: what is known of how it was packed.
+        viewer: told the packed pipeline's pictures, batch by batch.
         progress: told about every step.
 
     Raises:
@@ -251,8 +264,9 @@ def evaluate(
     divergence = Divergence(original.trajectory)
     with log.record() as calls, computing(pair.quantized):
         packed = generate(
-            pipe, settings, label="packed", progress=progress, listener=divergence.listen
-        )
+            pipe, settings, label="packed", progress=progress, listener=divergence.listen,
+            viewer=viewer,
+        )  # fmt: skip
     dense = load_original(pair.model, device, original.dtype)
     # Only of quantkit's own layers is there a reference to hold them against.
     deviations = _watch(pipe, dense, settings, progress) if pair.packed.components else {}
@@ -270,7 +284,7 @@ def evaluate(
     before, after = _files(pair)
     by = quantized_by(pair.quantized) if pair.quantized else ()
     report = Report(
-        title=title or f"{pair.packed.path.name} against {Path(pair.name).name}",
+        title=title or pair.title,
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         quantkit_version=__version__,
         compression=compression,
@@ -290,7 +304,9 @@ def evaluate(
         attention_columns=attention_columns(pair.packed),
     )
     warnings = (*warn(pair.model, pair.packed, report), *_seen(settings, background))
-    report = replace(report, warnings=warnings, calibrated_on=_count(settings, background))
+    ranges = background.ranges and background.ranges.of([(r.component, r.name) for r in layers])
+    seen = _count(settings, background)
+    report = replace(report, warnings=warnings, calibrated_on=seen, ranges=ranges)
     steps = find_next_steps(report, _treated(pair, background))
     return replace(report, next_steps=steps), pairs
 

@@ -22,6 +22,8 @@ DEFAULT_COUNTS = {"cpu": 16, "cuda": 64}
 
 #: Told the latents after every step.
 Listener = Callable[[StepLatents], None]
+#: Told the pictures of every batch, with the position of the first.
+Viewer = Callable[[int, Sequence[Pixels]], None]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ def unheard(step: StepLatents) -> None:
     del step
 
 
+def unseen(start: int, pictures: Sequence[Pixels]) -> None:
+    """Look at nothing."""
+    del start, pictures
+
+
 def generate(
     pipe: Any,
     settings: GenerationSettings,
@@ -83,6 +90,7 @@ def generate(
     label: str,
     progress: Progress = silent,
     listener: Listener = unheard,
+    viewer: Viewer = unseen,
 ) -> Generated:
     """Run the pipeline over all prompts.
 
@@ -92,6 +100,7 @@ def generate(
         label: what progress and errors call this pipeline.
         progress: told about every denoising step of every prompt.
         listener: told the latents after every step; never, when the pipeline has no callback.
+        viewer: told the pictures of every batch.
 
     Returns:
         One picture per prompt and the wall time.
@@ -112,6 +121,7 @@ def generate(
         for start in range(0, len(settings.prompts), settings.batch):
             call = _Batch(settings, start, label, progress, listener)
             pictures += call.run(pipe)
+            viewer(start, pictures[start:])
     total = len(settings.prompts) * settings.steps
     progress(label, total, total)
     seconds = perf_counter() - started

@@ -78,6 +78,7 @@ def _page_values(comparison: Comparison, gates: tuple[Gate, ...]) -> dict[str, A
         "gates": gates,
         "tiles": comparison_tiles(comparison),
         "metrics": rows,
+        "judges": (),
         "noise_floor": (),
         "resamples": RESAMPLES,
         "interval_methods": ", ".join(sorted({row.method for row in intervals})) or "none",

@@ -1,6 +1,6 @@
 """Numbers as a report writes them: short, with their unit, intervals in brackets."""
 
-from math import isfinite
+from math import isfinite, isnan
 
 from .statistics import Interval, Summary
 
@@ -10,7 +10,7 @@ def show(value: float | None, unit: str = "") -> str:
     if value is None:
         return "-"
     if not isfinite(value):
-        return "infinite"
+        return "not a number" if isnan(value) else "infinite"
     text = f"{value:.4g}"
     return f"{text} {unit}" if unit else text
 

@@ -79,6 +79,24 @@ def plot_steps(lines: Mapping[str, StepErrors | None], *, name: str) -> str:
     return _svg(draw, name=name, height=3.2)
 
 
+def plot_course(
+    steps: Sequence[int], values: Sequence[float], *, title: str, name: str, log: bool
+) -> str:
+    """Return one line over training steps; what is not finite is left out."""
+
+    def draw(axes: Any) -> None:
+        shown = [(s, v) for s, v in zip(steps, values, strict=True) if isfinite(v)]
+        if shown:
+            axes.plot(*zip(*shown, strict=True), color=_PLAIN, marker=".", markersize=4)
+        if log:
+            _log_scale(axes)
+        axes.set_ylabel(title)
+        axes.set_xlabel("training step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    return _svg(draw, name=name, height=2.9)
+
+
 def _log_scale(axes: Any) -> None:
     """Set it where something is drawn: of nothing, matplotlib knows no logarithm."""
     if any(len(line.get_ydata()) for line in axes.lines):

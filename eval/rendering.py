@@ -8,8 +8,8 @@ from typing import Any
 from .number_format import show, show_bytes, show_difference, show_interval, show_mean
 from .sentences import gate_remark
 
-#: What every page holds in itself.
-_ASSETS = ("style.css", "page.js")
+#: What pages hold in themselves, by the names that templates use.
+_ASSETS = {"style": "style.css", "script": "page.js", "live_script": "live.js"}
 
 
 def render(template: str, values: dict[str, Any]) -> str:
@@ -36,8 +36,8 @@ def render(template: str, values: dict[str, Any]) -> str:
         "code": code_span,
         "line": lambda text: " ".join(str(text).split()),
     }
-    style, script = (_asset(environment, name) for name in _ASSETS)
-    return environment.get_template(template).render(style=style, script=script, **values)
+    assets = {name: _asset(environment, file) for name, file in _ASSETS.items()}
+    return environment.get_template(template).render(assets | values)
 
 
 #: What Markdown, its tables and GitHub's links of bare addresses read as more than a letter.

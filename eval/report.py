@@ -16,7 +16,7 @@ from .rendering import render
 from .result import Report
 from .sentences import headline, kernel_sentence, lead
 from .statistics import RESAMPLES
-from .tables import metric_rows, step_rows
+from .tables import judge_rows, metric_rows, step_rows
 from .tiles import report_tiles, size_share
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def _template_values(report: Report, pairs: Pairs, pictures: Pictures) -> dict[s
         "packed_layers": report.packing.packed,
         "kernel_sentence": kernel_sentence(report),
         "metrics": rows,
+        "judges": judge_rows(report.comparison, report.noise_floor),
         "interval_methods": ", ".join(sorted({row.method for row in intervals})) or "none",
         "resamples": RESAMPLES,
         "markdown_count": MARKDOWN_COUNT,

@@ -10,6 +10,7 @@ from .comparison import Comparison
 from .composition import PictureKinds, find_bounds, sort_pictures
 from .gates import Compression, Gate, State, state_of
 from .noise_floor import FloorGap, compared_floors
+from .range_map import RangeMap
 from .serialize import comparison_json, gap_json, gates_json, pictures_json, plain, steps_json
 from .step_errors import StepErrors
 from .verdict import write_verdict
@@ -211,6 +212,8 @@ class Report:
     next_steps: tuple[NextStep, ...] = ()
     #: empty where the recipe asks for all columns
     attention_columns: tuple[AttentionColumns, ...] = ()
+    #: what calibration saw of the layers' inputs; None: not known, or not by timestep
+    ranges: RangeMap | None = None
 
     def __repr__(self) -> str:
         """Return title and verdict: the report itself has pages."""

@@ -83,6 +83,44 @@ def _cell(metric: str, value: Summary, gap: FloorGap) -> FloorCell:
 
 
 @dataclass(frozen=True)
+class JudgeRow:
+    """What one judge makes of the pictures, and of each noise floor's."""
+
+    title: str
+    source: str
+    better: str
+    #: None: not measured, as the note says
+    packed: Summary | None
+    #: packed - original, paired by prompt; None for what takes pairs or sets
+    change: Summary | None
+    #: of the noise floors, in their order: the change, or where there is none the value
+    floors: tuple[Summary | None, ...]
+    note: str
+
+
+def judge_rows(comparison: Comparison, gaps: tuple[FloorGap, ...] = ()) -> list[JudgeRow]:
+    """Return a line for every judge that was asked."""
+    floors = [gap.floor.comparison for gap in gaps]
+    return [
+        JudgeRow(
+            found.judge.title,
+            found.source,
+            "higher" if found.judge.higher_is_better else "lower",
+            found.summary if found.packed else None,
+            found.change,
+            tuple(None if floor is None else _told(floor, index) for floor in floors),
+            found.note,
+        )
+        for index, found in enumerate(comparison.judgements)
+    ]
+
+
+def _told(floor: Comparison, index: int) -> Summary | None:
+    found = floor.judgements[index]
+    return (found.change or found.summary) if found.packed else None
+
+
+@dataclass(frozen=True)
 class StepRow:
     """One denoising step: NMSE of packed, of the packed denoiser alone, of each noise floor."""
 

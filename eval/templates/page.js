@@ -288,7 +288,7 @@ function unfold() {
 }
 
 const lightbox = new Lightbox();
-const gallery = startGallery((pair, side) => lightbox.open(pair, side, gallery));
+const gallery = one("#gallery") && startGallery((pair, side) => lightbox.open(pair, side, gallery));
 startLayers();
 all(".controls, .compare, .needs-script").forEach((part) => { part.hidden = false; });
 document.documentElement.classList.add("started");

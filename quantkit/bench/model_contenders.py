@@ -64,3 +64,10 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
         ),
     )
 }
+
+#: What is estimated where nothing is named.
+ESTIMATED = (
+    "f16-compiled", "fp8-static-compiled", "sparse-static-compiled", "int8-static-compiled",
+    "f16", "fp8-static", "sparse-static",
+)  # fmt: skip
+assert set(ESTIMATED) <= set(MODEL_CONTENDERS), "no such contender"

@@ -8,6 +8,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.bench_tables import print_model_result
 from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.estimate_tables import print_estimate
 from quantkit.storage.limits import MAX_COUNT, MAX_SIDE
 
 
@@ -95,6 +96,12 @@ def bench() -> None:
     show_default=True,
     help="For all rounds, at most; 5 rounds at least.",
 )
+@click.option(
+    "--estimate",
+    metavar="CARD",
+    help="Measure nothing: say what a step should take on this card (gfx1201, gfx1200, gfx1100, "
+    "sm_90, sm_89, or a name as 'RX 9070'), and what bounds it.",
+)
 @click.option("--profile", is_flag=True, help="Say where the milliseconds go.")
 @click.option(
     "--scratch",
@@ -119,6 +126,7 @@ def model_command(
     device: str,
     repeats: int,
     seconds: float,
+    estimate: str | None,
     profile: bool,
     scratch: Path | None,
     save: Path | None,
@@ -131,7 +139,7 @@ def model_command(
     Random weights are packed, saved and loaded as a user's are. Every output is checked first; exit
     code 1 when one is wrong.
     """
-    from quantkit.workflow.bench import ModelBenchSettings, bench_model
+    from quantkit.workflow.bench import ModelBenchSettings, bench_model, estimate_model
 
     settings = ModelBenchSettings(
         batch,
@@ -145,6 +153,22 @@ def model_command(
         min_keys=min_keys,
         scratch=scratch,
     )
+    if estimate is not None:
+        with progress_bar(quiet=quiet) as progress:
+            estimated = estimate_model(
+                config,
+                card=estimate,
+                settings=settings,
+                contenders=contenders,
+                save=save,
+                force=force,
+                progress=progress,
+            )
+        if as_json:
+            print_json(estimated.to_json())
+        else:
+            print_estimate(estimated)
+        return
     with progress_bar(quiet=quiet) as progress:
         result = bench_model(
             config,

@@ -5,6 +5,8 @@ so that it can neither move the cursor nor begin a line of its own.
 """
 
 import logging
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -159,6 +161,11 @@ def terminal() -> "Console | None":
     return (
         console if console.is_terminal and console.color_system and not console.no_color else None
     )
+
+
+def command_line() -> str:
+    """Return what was typed."""
+    return shlex.join(["quantkit", *sys.argv[1:]])
 
 
 def print_json(value: object) -> None:

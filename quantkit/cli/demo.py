@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts",
     type=options.COUNT,
-    help="Pictures to compare; default: 4, with --full 64.",
+    help="Pictures to compare; default: 12, with --full 64.",
 )
 @click.option(
     "--steps",
     type=options.STEPS,
-    help="Denoising steps of a picture; default: 8, with --full 20.",
+    help="Denoising steps of a picture; default: 4, with --full 20.",
 )
 @evaluation_options.noise_floor
 @options.device
@@ -60,8 +60,7 @@ def demo(
     """Pack the bundled pipeline in several ways, run it on quantkit's kernels, and report.
 
     Calibrates, chooses masks, updates the kept weights, packs, verifies, loads, generates and
-    compares, in a few minutes on a CPU. Exits with 1 when FP8 fails its gates; one-shot 4:2 is
-    shown for comparison.
+    compares, in a few minutes on a CPU. Exits with 1 when FP8 fails its gates.
     """
     from quantkit.workflow.demo import make_demo
 

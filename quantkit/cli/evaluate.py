@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from quantkit.cli import evaluation_options, options, report
-from quantkit.cli.console import echo, print_json, progress_bar
+from quantkit.cli.console import command_line, echo, print_json, progress_bar
 from quantkit.cli.report_tables import exit_by, print_gates, print_metrics, print_outcome
 
 
@@ -82,7 +82,7 @@ def images(
             output=output,
             beside=pictures == "beside",
             force=force,
-            commands=(report.command_line(),),
+            commands=(command_line(),),
             device=device,
             progress=progress,
         )

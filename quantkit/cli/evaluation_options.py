@@ -130,6 +130,13 @@ sensitivity = click.option(
     type=options.PATH,
     help="Of 'calibrate sensitivity': says which layers to treat better, and how, if gates fail.",
 )
+watch = click.option(
+    "--watch",
+    is_flag=True,
+    help="Write report.html from the beginning and fill it while the pipelines run: opened in a "
+    "browser it loads itself again. The worst pair so far is shown on the terminal. With --force, "
+    "an earlier report makes room at once.",
+)
 preview = click.option(
     "--preview/--no-preview",
     default=True,

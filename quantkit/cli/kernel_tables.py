@@ -18,6 +18,7 @@ _LOOP_COLUMNS = (
     "LDS bytes/clk",
     "issue allows",
     "LDS allows",
+    "with latency",
 )
 
 
@@ -29,7 +30,7 @@ def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
     for report in reports:
         rows = [_row(finding) for finding in report.findings]
         print_table(f"{report.manifest.target}: {report.manifest.compiler}", _COLUMNS, rows)
-        loops = [_loop_row(f.kernel.symbol, f.loop) for f in report.findings if f.loop]
+        loops = [_loop_row(f, f.loop) for f in report.findings if f.loop]
         if loops:
             print_table("Share of the matrix peak, per pass of a wave", _LOOP_COLUMNS, loops)
         failed = sum(bool(finding.problems) for finding in report.findings)
@@ -51,10 +52,11 @@ def _row(finding: "Finding") -> tuple[object, ...]:
     )
 
 
-def _loop_row(symbol: str, loop: "Loop") -> tuple[object, ...]:
+def _loop_row(finding: "Finding", loop: "Loop") -> tuple[object, ...]:
+    shares = finding.latency_share
     others = sorted(loop.others.items(), key=lambda item: -item[1])
     return (
-        symbol,
+        finding.kernel.symbol,
         loop.matrix,
         sum(loop.others.values()),
         ", ".join(f"{count} {name}" for name, count in others),
@@ -62,10 +64,11 @@ def _loop_row(symbol: str, loop: "Loop") -> tuple[object, ...]:
         f"{loop.lds_rate:.0f} of {loop.unit.lds_rate:.0f}",
         f"{loop.issue_share:.0%}",
         f"{loop.lds_share:.0%}",
+        "" if shares is None else f"{shares[0]:.0%} to {shares[1]:.0%}",
     )
 
 
-def _loop_json(loop: "Loop") -> dict[str, Any]:
+def _loop_json(finding: "Finding", loop: "Loop") -> dict[str, Any]:
     return {
         "issued": loop.issued,
         "lds_bytes_per_matrix_instruction": loop.lds_bytes / loop.matrix,
@@ -74,6 +77,7 @@ def _loop_json(loop: "Loop") -> dict[str, Any]:
         "issue_share": loop.issue_share,
         "lds_share": loop.lds_share,
         "share": loop.share,
+        "latency_share": finding.latency_share,
     }
 
 
@@ -90,7 +94,7 @@ def _report_json(report: "Report") -> dict[str, Any]:
                 "spills": finding.kernel.spills,
                 "lds_bytes": finding.kernel.lds_bytes,
                 "matrix_instructions": finding.instructions,
-                "loop": _loop_json(finding.loop) if finding.loop else None,
+                "loop": _loop_json(finding, finding.loop) if finding.loop else None,
                 "problems": list(finding.problems),
             }
             for finding in report.findings

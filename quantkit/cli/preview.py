@@ -7,11 +7,13 @@ ssh, tmux and a log.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.cli.console import terminal
+from quantkit.cli.console import say, terminal
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.text import Text
+
+    from quantkit.eval.live import SoFar
 
 #: Columns of one picture, at most: two of them fit 80 columns with their gap.
 MOST_COLUMNS = 38
@@ -34,6 +36,21 @@ def print_pair(title: str, first: Path, second: Path) -> None:
         console.print(title, highlight=False, soft_wrap=True)
         for one, other in rows:
             console.print(one.append(" " * GAP).append_text(other), soft_wrap=True)
+
+
+def print_so_far(found: "SoFar", *, pictures: bool) -> None:
+    """Show the worst pair of an evaluation that runs, when it is another one than before.
+
+    Args:
+        found: how far it is.
+        pictures: show them where a terminal can; elsewhere the line stands alone, on stderr.
+    """
+    if not found.new:
+        return
+    if pictures and terminal() is not None:
+        print_pair(found.words, found.original, found.packed)
+    else:
+        say(found.words)
 
 
 def half_blocks(image: "Image", columns: int) -> "list[Text]":

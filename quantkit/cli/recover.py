@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.console import echo, print_json, progress_bar, say
+from quantkit.cli.console import command_line, echo, print_json, progress_bar, say
 from quantkit.cli.recovery_options import masks_output, recovery_options, training_of
 
 
@@ -61,7 +61,7 @@ def recover(
     The denoiser is trained to repeat its own 16-bit outputs, along trajectories that start from
     noise: with masks (--masks), computing as packed (--quantize), or both. No data set is needed.
     OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; its masks, if any, are a file beside
-    it.
+    it. So is OUTPUT.recovery.html, which fills while distill trains: pictures and curves.
     """
     from quantkit.progress import unheard
     from quantkit.workflow.recover import plan_recovery, recover
@@ -87,6 +87,7 @@ def recover(
             masks_output=masks_output,
             device=device,
             force=force,
+            commands=(command_line(),),
             progress=progress,
             tell=unheard if quiet else say,
         )

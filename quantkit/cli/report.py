@@ -1,18 +1,19 @@
 """``quantkit eval report`` and ``eval compare``: packed pipelines against their original."""
 
-import shlex
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
+from quantkit.cli.console import command_line, echo, print_json, print_verdict, progress_bar, say
+from quantkit.cli.preview import print_so_far
 from quantkit.cli.report_tables import exit_by, print_methods, print_report, shown
 
 if TYPE_CHECKING:
+    from quantkit.eval.live import Watcher
     from quantkit.workflow.evaluate import EvaluationSettings
 
 
@@ -81,6 +82,7 @@ class Request:
 @evaluation_options.gates
 @evaluation_options.calibration
 @evaluation_options.sensitivity
+@evaluation_options.watch
 @evaluation_options.preview
 @evaluation_options.pictures
 @options.device
@@ -93,6 +95,7 @@ def report(
     packed: Path,
     calibration: Path | None,
     sensitivity: Path | None,
+    watch: bool,
     preview: bool,
     as_json: bool,
     **given: Any,
@@ -120,6 +123,7 @@ def report(
             calibration=calibration,
             sensitivity=sensitivity,
             commands=(command_line(),),
+            watch=_watcher(request, pictures=preview and not as_json) if watch else None,
             progress=progress,
             **request.task(),
         )
@@ -177,6 +181,11 @@ def compare(model: str, packed: tuple[Path, ...], as_json: bool, **given: Any) -
     exit_by(found.state)
 
 
-def command_line() -> str:
-    """Return what was typed."""
-    return shlex.join(["quantkit", *sys.argv[1:]])
+def _watcher(request: Request, *, pictures: bool) -> "Watcher":
+    """Return what shows the worst pair so far, and names the page first."""
+    from quantkit.workflow.evaluate import unwatched
+
+    if request.quiet:
+        return unwatched
+    say(f"filling {request.output / 'report.html'}")
+    return partial(print_so_far, pictures=pictures)

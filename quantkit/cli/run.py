@@ -5,8 +5,8 @@ from typing import Any
 import click
 
 from quantkit.cli import evaluation_options, options
-from quantkit.cli.console import echo, print_json, progress_bar, say
-from quantkit.cli.report import Request, command_line
+from quantkit.cli.console import command_line, echo, print_json, progress_bar, say
+from quantkit.cli.report import Request
 from quantkit.cli.report_tables import exit_by, print_report
 from quantkit.progress import unheard
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import old_spellings, options
-from quantkit.cli.console import echo, print_json, progress_bar, say
+from quantkit.cli.console import command_line, echo, print_json, progress_bar, say
 from quantkit.cli.mask_table import error_budget, mask_method, pattern, print_masks
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ def sparsify(
             device="auto" if device is None else device,
             force=force,
             dry_run=dry_run,
+            commands=(command_line(),),
             progress=progress,
             tell=unheard if quiet else say,
         )

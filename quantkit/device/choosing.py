@@ -1,14 +1,20 @@
 """Where an operation runs, and why not on a kernel when it does not."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
+from quantkit.device.archs import Arch
 from quantkit.device.backends import Backend, forced
 from quantkit.device.host import library as host
 from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError
+
+_supposed: ContextVar[Arch | None] = ContextVar("quantkit_supposed_arch", default=None)
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,16 @@ class Choice:
     backend: Backend
     #: empty when a kernel runs
     reason: str
+
+
+@contextmanager
+def supposing(arch: Arch) -> Iterator[None]:
+    """Choose inside the block (in this thread) as if GPUs were of this target: nothing may run."""
+    token = _supposed.set(arch)
+    try:
+        yield
+    finally:
+        _supposed.reset(token)
 
 
 def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False) -> Choice:
@@ -61,6 +77,8 @@ def _why_not_here(device: torch.device, family: str) -> str:
         return host.why_unavailable()
     if device.type != "cuda":
         return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
+    if (supposed := _supposed.get()) is not None:
+        return supposed.why_without(family)
     from quantkit.device.gpu.selftest import state_of
 
     index: int | None = device.index

@@ -45,3 +45,5 @@ class Gates(Strict):
     lpips: Annotated[float, Field(ge=0)] | None = None
     #: largest relative loss of the CLIP score, in percent
     clip_loss: float | None = None
+    #: most pictures that may be broken, in percent
+    broken: Annotated[float, Field(ge=0, le=100)] | None = None

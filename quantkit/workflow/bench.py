@@ -12,10 +12,13 @@ from quantkit.bench import compare as comparing
 from quantkit.bench import result as results
 from quantkit.bench.compare import RunComparison
 from quantkit.bench.denoisers import find_denoiser
+from quantkit.bench.estimate.cards import find_card
+from quantkit.bench.estimate.result import EstimateResult, save_estimate
+from quantkit.bench.estimate.run import estimate_step
 from quantkit.bench.kernels import OPERATIONS, cases, run_bench
 from quantkit.bench.machine import describe_machine
 from quantkit.bench.model import run_model_bench
-from quantkit.bench.model_contenders import MODEL_CONTENDERS, ModelContender
+from quantkit.bench.model_contenders import ESTIMATED, MODEL_CONTENDERS, ModelContender
 from quantkit.bench.model_result import ModelBenchSettings, ModelResult, save_model_result
 from quantkit.bench.result import BenchResult, EarlierRun, load_baseline, save_result
 from quantkit.bench.shapes import find_shapes
@@ -29,7 +32,7 @@ from quantkit.workflow.inputs import as_path
 from quantkit.workflow.kernels import refuse_unknown
 from quantkit.workflow.pack import usual_threads
 
-__all__ = ["KernelBench", "ModelBenchSettings", "bench_kernels", "bench_model"]
+__all__ = ["KernelBench", "ModelBenchSettings", "bench_kernels", "bench_model", "estimate_model"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +171,45 @@ def bench_model(
     )
     if saved is not None:
         write_or_keep(partial(save_model_result, result, force=force), saved)
+    return result
+
+
+def estimate_model(
+    config: str = "sdxl",
+    *,
+    card: str,
+    settings: ModelBenchSettings,
+    contenders: Sequence[str] = (),
+    save: str | Path | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> EstimateResult:
+    """Estimate one step of a denoiser on a card that need not be here.
+
+    Args:
+        config: what to build without weights, as in bench_model.
+        card: gfx1201, gfx1200, gfx1100, sm_90 or sm_89, or a card's name, as RX 9070.
+        settings: batch, size, layout, projections, attention.
+        contenders: names; empty: float16, FP8, 4:2 and int8 compiled, and module by module.
+        save: where to write the figures.
+        force: replace that file.
+        progress: told of contenders.
+
+    Returns:
+        milliseconds by group of kernels, with their range, and what bounds each.
+
+    Raises:
+        InputError: a config, card or contender that cannot be used, or a file that exists.
+    """
+    saved, place = as_path(save), find_card(card)
+    if saved is not None:
+        check_file(saved, force=force)
+    refuse_unknown("contenders", contenders, list(MODEL_CONTENDERS))
+    chosen = [MODEL_CONTENDERS[name] for name in dict.fromkeys(contenders or ESTIMATED)]
+    every = [c for one in chosen for c in _with_attention(one, settings.attention)]
+    result = estimate_step(find_denoiser(config), every, settings, place, progress)
+    if saved is not None:
+        write_or_keep(partial(save_estimate, result, force=force), saved)
     return result
 
 

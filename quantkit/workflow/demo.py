@@ -34,7 +34,7 @@ class Demo:
 
     @property
     def state(self) -> State:
-        """What FP8's gates show; one-shot 4:2 is shown as it is."""
+        """What FP8's gates show."""
         return self.outcomes[0].report.state
 
     @property
@@ -71,8 +71,8 @@ def make_demo(
         output: where to write; the output of an earlier demo is replaced.
         command: runs one command of quantkit and returns what it prints as JSON.
         full: every method, recovery by distillation included.
-        prompts: pictures to compare; None: 4, with ``full`` 64.
-        steps: denoising steps of a picture; None: 8, with ``full`` 20.
+        prompts: pictures to compare; None: 12, with ``full`` 64.
+        steps: denoising steps of a picture; None: 4, with ``full`` 20.
         noise_floor: run the original twice more, against itself.
         device: auto, cpu or cuda[:N].
         tell: told a line about every step.

@@ -1,6 +1,7 @@
 """Measuring what packing cost: pictures and numbers of packed pipelines against their original."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from quantkit.calibration.statistics import load_calibration
+from quantkit.errors import InputError
 from quantkit.eval import evaluation, methods
 from quantkit.eval import report as reports
 from quantkit.eval.backbones import Backbones, load_backbones
@@ -22,10 +24,18 @@ from quantkit.eval.evaluation import (
     open_pair,
 )
 from quantkit.eval.gates import Limits, State, judge_all
-from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
+from quantkit.eval.generation import (
+    GenerationSettings,
+    Viewer,
+    choose_prompts,
+    make_settings,
+    unseen,
+)
 from quantkit.eval.judges import load_judges
+from quantkit.eval.live import LiveFacts, SoFar, Watcher, open_live, unwatched
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.quantized_pipeline import refuse_device, rehearse
+from quantkit.eval.range_map import map_ranges
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.eval.seen_prompts import find_calibrated
@@ -38,7 +48,16 @@ from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path, as_prompts
 
-__all__ = ["Compared", "EvaluationSettings", "Limits", "Report", "compare", "evaluate"]
+__all__ = [
+    "Compared",
+    "EvaluationSettings",
+    "Limits",
+    "Report",
+    "SoFar",
+    "compare",
+    "evaluate",
+    "unwatched",
+]
 
 PackedLike: TypeAlias = str | Path
 
@@ -174,6 +193,7 @@ def evaluate(
     device: str = "auto",
     force: bool = False,
     commands: Sequence[str] = (),
+    watch: Watcher | None = None,
     progress: Progress = silent,
 ) -> Report:
     """Run a packed pipeline and its original on the same prompts and noise, and measure.
@@ -191,6 +211,8 @@ def evaluate(
         device: auto, cpu or cuda[:N]: where all pipelines run.
         force: replace an existing output.
         commands: what a reader types to make the report again.
+        watch: told of the worst pair after every few pictures; report.html is then there from the
+            beginning, and shows them. None: it is written at the end, and so is its folder.
         progress: told of every denoising step.
 
     Returns:
@@ -204,6 +226,8 @@ def evaluate(
     path, place = as_path(output), choose_device(device)
     if path is not None:
         check_directory(path, kind=reports.KIND, force=force)
+    elif watch is not None:
+        raise InputError("watch: fills a page, and no output is given; give one", fields=("watch",))
     (pair,) = _open_pairs(model, [packed], place)
     if path is not None:
         _refuse_overlaps(path, pair.model, [packed])
@@ -211,20 +235,26 @@ def evaluate(
     backbones = settings.backbones(place)
     background = _background(calibration, sensitivity, settings)
     _rehearse([pair], pictures, place, progress)
-    baseline = baseline_of(
-        pair.model, pictures, settings, backbones, place, dtype=pair.dtype, progress=progress
-    )
-    report, pairs = evaluation.evaluate(
-        pair,
-        baseline,
-        limits=limits,
-        commands=tuple(commands),
-        background=background,
-        progress=progress,
-    )
-    if path is not None:
-        write = partial(write_report, report, pairs, force=force, pictures=settings.shown)
-        write_or_keep(write, path)
+    facts = LiveFacts(pair.title, pictures, tuple(commands))
+    with _watched(path, facts, watch, progress, force=force) as onlooker:
+        baseline = baseline_of(
+            pair.model, pictures, settings, backbones, place, dtype=pair.dtype,
+            viewer=onlooker.original, progress=onlooker.progress,
+        )  # fmt: skip
+        report, pairs = evaluation.evaluate(
+            pair,
+            baseline,
+            limits=limits,
+            commands=tuple(commands),
+            background=background,
+            viewer=onlooker.packed,
+            progress=onlooker.progress,
+        )
+        if path is not None:
+            write = partial(
+                write_report, report, pairs, force=onlooker.force, pictures=settings.shown
+            )
+            write_or_keep(write, path)
     return report
 
 
@@ -336,6 +366,7 @@ def baseline_of(
     device: torch.device,
     *,
     dtype: torch.dtype | None = None,
+    viewer: Viewer = unseen,
     progress: Progress,
 ) -> Baseline:
     """Run the original, and its noise floor where that is asked for."""
@@ -346,6 +377,7 @@ def baseline_of(
         device=device,
         noise_floor=settings.noise_floor,
         dtype=dtype,
+        viewer=viewer,
         progress=progress,
     )
 
@@ -367,6 +399,30 @@ def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) ->
     return tuple(network.name for network in (found.lpips, found.clip) if network is not None)
 
 
+@dataclass(frozen=True)
+class _Onlooker:
+    """Who sees pictures and steps of an evaluation on the way."""
+
+    original: Viewer
+    packed: Viewer
+    progress: Progress
+    #: the output is there, or may be replaced
+    force: bool
+
+
+@contextmanager
+def _watched(
+    path: Path | None, facts: LiveFacts, watch: Watcher | None, progress: Progress, *, force: bool
+) -> Iterator[_Onlooker]:
+    """Yield who looks on: the page that fills, where somebody watches."""
+    if watch is None:
+        yield _Onlooker(unseen, unseen, progress, force)
+        return
+    assert path is not None, "refused before"
+    with open_live(path, facts, force=force, watch=watch) as page:
+        yield _Onlooker(page.original, page.packed, page.under(progress), force=True)
+
+
 def _background(
     calibration: str | Path | None, sensitivity: str | Path | None, settings: EvaluationSettings
 ) -> Background:
@@ -376,10 +432,11 @@ def _background(
         measured = load_sensitivity(Path(sensitivity)), str(sensitivity)
     if calibration is None:
         return Background(None, measured)
-    about = load_calibration(Path(calibration)).metadata
+    opened = load_calibration(Path(calibration))
+    about = opened.metadata
     sources = (as_prompts(settings.prompts), as_prompts(None))
     found = find_calibrated(about.prompts_digest, about.prompts, sources)
-    return Background(found, measured)
+    return Background(found, measured, map_ranges(opened))
 
 
 def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.device) -> list[Pair]:

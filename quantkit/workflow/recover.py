@@ -1,5 +1,6 @@
 """Recovering: a denoiser of fewer bits or weights is brought back to the dense one's answers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def recover(
     masks_output: str | Path | None = None,
     device: str = "auto",
     force: bool = False,
+    commands: Sequence[str] = (),
     progress: Progress = silent,
     tell: Tell = unheard,
 ) -> Recovery | None:
@@ -68,6 +70,7 @@ def recover(
         masks_output: where the masks for the output go; None: ``OUTPUT.masks.safetensors``.
         device: auto, cpu or cuda[:N].
         force: replace existing outputs, and a saved training.
+        commands: what a reader types to make it again.
         progress: told of percents of the training, or of blocks.
         tell: told a line about every loss, look or block.
 
@@ -87,7 +90,8 @@ def recover(
     if method == "obs" and mask_set is None and chosen.sparsity is not None:
         found, recovery = sparsify_and_recover(
             source, output=output, method=method, recipe=chosen, hessians=hessians,
-            masks_output=masks_output, device=device, force=force, progress=progress, tell=tell,
+            masks_output=masks_output, device=device, force=force, commands=commands,
+            progress=progress, tell=tell,
         )  # fmt: skip
         return None if recovery is None else replace(recovery, chosen=found)
     job = Job(
@@ -103,6 +107,7 @@ def recover(
         force,
         progress,
         tell,
+        tuple(commands),
     )
     return RUN[method](job)
 

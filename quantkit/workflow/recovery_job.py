@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.errors import ArtefactError
+from quantkit.eval.course import CourseFacts, CoursePage
 from quantkit.models.source import Model
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, Tell
@@ -21,6 +22,7 @@ from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.storage.files import write_or_keep
+from quantkit.storage.places import refuse_file
 from quantkit.workflow.inputs import PromptsLike, as_prompts
 from quantkit.workflow.recovery_result import Recovery
 from quantkit.workflow.training import Training, as_packed, settings_of
@@ -42,6 +44,8 @@ class Job:
     force: bool
     progress: Progress
     tell: Tell
+    #: what a reader types to make it again
+    commands: tuple[str, ...] = ()
 
     @property
     def where(self) -> Path | None:
@@ -54,6 +58,11 @@ class Job:
     def file(self) -> Path:
         """Where the training is saved."""
         return self.output.with_name(f"{self.output.name}.recovery.safetensors")
+
+    @property
+    def page(self) -> Path:
+        """Where the pictures on the way are shown."""
+        return self.output.with_name(f"{self.output.name}.recovery.html")
 
     @property
     def keeping(self) -> distilling.Keeping:
@@ -98,16 +107,25 @@ def _needed(job: Job, method: str) -> MaskSet:
 def _distill(job: Job) -> Recovery | None:
     job.refuse()
     refuse_unfinished(job.file, resume=job.training.resume, force=job.force)
+    refuse_file(job.page, force=job.force or job.training.resume)
     on_cpu = choose_device(job.device).type == "cpu"
     settings = settings_of(job.training, job.recipe.calibration, method="distill", on_cpu=on_cpu)
     quantize = job.recipe if as_packed(job.training, masked=job.masks is not None) else None
     task = distilling.RecoveryTask(
         job.model, job.masks, quantize, as_prompts(job.prompts), job.device
     )
-    recovered = distilling.recover(
-        task, settings, progress=job.progress, watch=_points_to(job.tell), keeping=job.keeping
-    )
-    return _finished(job, "distill", recovered) if recovered.writes else None
+    page = CoursePage(job.page, CourseFacts(job.output.name, job.commands))
+    tell = _points_to(job.tell)
+
+    def watch(point: TrainingProgress) -> None:
+        tell(point)
+        page.follow(point)
+
+    with page.open():
+        recovered = distilling.recover(
+            task, settings, progress=job.progress, watch=watch, show=page.show, keeping=job.keeping
+        )
+        return _finished(job, "distill", recovered) if recovered.writes else None
 
 
 def _reconstruct(job: Job) -> Recovery | None:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from quantkit.calibration import hessian
+from quantkit.calibration.statistics import load_calibration
 from quantkit.eval import evaluation
 from quantkit.eval import report as reports
 from quantkit.eval.evaluation import Background, open_pair, require_pipeline
 from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_unseen
+from quantkit.eval.range_map import map_ranges
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
 from quantkit.models.recipe_check import refuse_misfit
@@ -275,7 +277,10 @@ class _RunInputs:
         """Return what is known of the packed pipeline once it is built."""
         file = self.output / "sensitivity.json"
         measured = (load_sensitivity(file), str(file)) if self.recipe.budget is not None else None
-        return Background(self.calibrated(settings), measured)
+        ranges = None
+        if self.recipe.needs_calibration:
+            ranges = map_ranges(load_calibration(self.output / "calibration.safetensors"))
+        return Background(self.calibrated(settings), measured, ranges)
 
     def record(self, settings: EvaluationSettings, place: torch.device) -> RunRecord:
         """Return what decides the artefacts."""
@@ -334,6 +339,7 @@ def limits_of(recipe: Recipe) -> Limits:
         default.clip_fp8 if loss is None else loss,
         default.clip_sparse if loss is None else loss,
         default.clip_both if loss is None else loss,
+        default.broken if gates.broken is None else gates.broken,
     )
 
 

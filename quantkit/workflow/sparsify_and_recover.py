@@ -1,5 +1,6 @@
 """Choosing masks and recovering in one go."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def sparsify_and_recover(
     device: str = "auto",
     force: bool = False,
     dry_run: bool = False,
+    commands: Sequence[str] = (),
     progress: Progress = silent,
     tell: Tell = unheard,
 ) -> tuple[Sparsified, Recovery | None]:
@@ -63,6 +65,7 @@ def sparsify_and_recover(
         device: auto, cpu or cuda[:N].
         force: replace existing outputs.
         dry_run: choose masks, and write nothing.
+        commands: what a reader types to make it again.
         progress: told of layers, and of the training.
         tell: told a line about every loss, look or block.
 
@@ -92,6 +95,6 @@ def sparsify_and_recover(
             return Sparsified(masks, None), None
         job = Job(
             source, chosen, masks, surgeon, prompts, training, path, where, device, force,
-            progress, tell,
+            progress, tell, tuple(commands),
         )  # fmt: skip
         return Sparsified(masks, path), RUN[method](job)

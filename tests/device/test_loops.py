@@ -102,11 +102,15 @@ def test_classes_and_bytes(mnemonic, kind, moved):
 
 def loops_of(target, tile, folder):
     """Build the two GEMMs with ``tile``; return their K loops, dense first."""
+    return [finding.loop for finding in findings_of(target, tile, folder)]
+
+
+def findings_of(target, tile, folder):
     need(compilers.clang)
     need(compilers.objdump)
     words = ("e4m3fn", "e4m3fn", "token", "channel", "f16", tile)
     build(target, folder, [Variant(OPS[name], words) for name in ("gemm_fp8", "gemm_fp8_sparse")])
-    return [finding.loop for finding in check_folder(folder).findings]
+    return check_folder(folder).findings
 
 
 @pytest.mark.parametrize(("tile", "tokens", "waves"), [("t0", 128, 4), ("t3", 256, 8)])
@@ -119,6 +123,16 @@ def test_the_large_tiles_leave_the_matrix_unit_busy(tile, tokens, waves, tmp_pat
     assert sparse.lds_bytes == 64 * 64 + 64 * 40 + (tokens * 64 + 128 * 40) // waves
     assert dense.share >= 0.85
     assert sparse.share >= 0.75
+
+
+@pytest.mark.parametrize(
+    ("tile", "dense", "sparse"),
+    [("t0", (0.66, 0.75), (0.69, 0.71)), ("t3", (0.78, 0.85), (0.65, 0.66))],
+)
+def test_latency_leaves_what_the_notes_say(tile, dense, sparse, tmp_path):
+    findings = findings_of("gfx1201", tile, tmp_path / "objects")
+    for finding, noted in zip(findings, (dense, sparse), strict=True):
+        assert finding.latency_share == pytest.approx(noted, abs=0.015)
 
 
 def test_the_tile_of_16_rows_reads_no_operand_from_lds(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +154,41 @@ def test_judgements_are_measured_once_and_written(monkeypatch):
     assert values["change"]["count"] == 3
     assert (values["better"], values["note"]) == ("higher", None)
     assert loaded(Takes.PAIR, lambda *_: 0.5) != judge
+
+
+def test_judgements_stand_on_the_page_beside_the_noise_floors(tmp_path):
+    from quantkit.eval.noise_floor import measure_gaps
+    from quantkit.eval.report import write_report
+
+    from tests.support.reports import made, made_floors, made_report
+
+    asked = (
+        loaded(Takes.PICTURE, lambda picture, _: float(picture.mean())),
+        replace(loaded(Takes.SETS, lambda *_: 1.0), source="weights <1>"),
+    )
+    pairs = made(4)
+    report = made_report(pairs)
+    comparison = compare(pairs, Backbones(judges=asked))
+    floors = tuple(
+        replace(floor, comparison=floor.comparison and replace(
+            compare(replace(pairs, packed=pairs.original), Backbones(judges=asked)),
+        ))
+        for floor in made_floors(pairs)
+    )  # fmt: skip
+    report = replace(report, comparison=comparison, noise_floor=measure_gaps(comparison, floors))
+    write_report(report, pairs, tmp_path / "out", force=False)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    rows = page.partition('aria-label="Other judges"')[2].partition("</table>")[0].split("<tr>")[2:]
+    assert len(rows) == 2
+    assert f"{comparison.judgements[0].summary.mean:.4g}" in rows[0]
+    assert "+0<br>" in rows[0], "the floor's pictures are the original's"
+    assert "4 pictures; wanted at least 256" in rows[1]
+    assert "weights &lt;1&gt;, " in rows[1]
+
+
+def test_the_table_of_methods_lists_all_judges():
+    text = Path("docs/notes/methods.md").read_text(encoding="utf-8")
+    assert {name for name in JUDGES if f"`{name}`" not in text} == set()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

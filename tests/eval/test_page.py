@@ -1,18 +1,21 @@
 """The pages in a real browser: what they show, what their script does, and who can use them."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import numpy as np
 import pytest
+from quantkit.eval import live
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
 from quantkit.eval.images import amplified_difference
 from quantkit.eval.metrics import Better
+from quantkit.eval.report import write_report
 
-from tests.support.browser import LARGE, launched, shown, write_pages
-from tests.support.reports import made
+from tests.support.browser import LARGE, launched, live_facts, shown, write_pages
+from tests.support.reports import made, made_report
 
 #: What makes a page hard or impossible to use for somebody.
 SERIOUS = ("serious", "critical")
@@ -45,7 +48,7 @@ def violations(page):
 
 
 @pytest.mark.parametrize("look", [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
-@pytest.mark.parametrize("name", ["small", "images", "methods"])
+@pytest.mark.parametrize("name", ["small", "images", "methods", "live", "course"])
 def test_everybody_can_use_the_page(browser, pages, tmp_path, name, look):
     width, scheme = look
     with shown(browser, pages[name], width=width, scheme=scheme) as found:
@@ -58,14 +61,16 @@ def test_everybody_can_use_the_page(browser, pages, tmp_path, name, look):
         unfold(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert violations(page) == []
-        page.locator(".look .compare").first.click()
+        page.locator(".compare").first.click()
         page.screenshot(path=folder / f"{name}-{width}-{scheme}-lightbox.png")
         assert page.evaluate("document.querySelector('#lightbox').scrollWidth") <= width
         assert violations(page) == []
         assert found.problems == []
 
 
-@pytest.mark.parametrize("name", ["small", "large", "beside", "lossy", "images", "methods"])
+@pytest.mark.parametrize(
+    "name", ["small", "large", "beside", "lossy", "images", "methods", "live", "course"]
+)
 def test_no_request_leaves_the_page_and_its_folder(browser, pages, name):
     with shown(browser, pages[name]) as found:
         found.page.locator("#gallery .compare").first.click()
@@ -77,7 +82,7 @@ def test_no_request_leaves_the_page_and_its_folder(browser, pages, name):
         assert all(url.startswith("file:") for url in asked)
         assert all(path.is_relative_to(pages[name].parent) for path in files)
         assert all(path.is_file() for path in files)
-        alone = name in {"small", "large", "lossy", "images"}
+        alone = name in {"small", "large", "lossy", "images", "course"}
         assert (set(files) == {pages[name]}) == alone
         assert found.problems == []
 
@@ -288,3 +293,64 @@ def test_without_a_script_the_page_still_shows_everything(browser, pages):
     page.locator("#kernels > summary").click()
     assert page.locator("#kernels table").is_visible()
     context.close()
+
+
+def eventually(page, expression):
+    """Wait until it is true; wait_for_function needs eval, which the page's policy forbids."""
+    from playwright.sync_api import Error
+
+    for _ in range(200):
+        # A page that loads itself again has no context for a moment.
+        with suppress(Error):
+            if page.evaluate(expression):
+                return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never true: {expression}")
+
+
+def test_a_live_page_follows_its_evaluation_and_stays_where_it_was(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "RELOAD_SECONDS", 0.2)
+    pairs, folder = made(8, sigma=6.0, side=48), tmp_path / "out"
+    with live.open_live(folder, live_facts(pairs), force=False, watch=live.unwatched) as run:
+        run.original(0, pairs.original)
+        run.packed(0, pairs.packed[:3])
+        with shown(browser, folder / "report.html", height=500) as found:
+            page = found.page
+            page.locator("[name=order]").select_option("best")
+            page.locator("#waiting > summary").click()
+            page.evaluate("document.activeElement.blur(); window.scrollTo(0, 700)")
+            run.packed(3, pairs.packed[3:6])
+            eventually(page, "document.querySelectorAll('#gallery .pair').length === 6")
+            eventually(page, "Math.abs(window.scrollY - 700) < 2")
+            assert page.locator("[name=order]").input_value() == "best"
+            assert names(page)[0] == "000"
+            assert not page.locator("#waiting .grid").is_visible()
+            # who compares a pair is not disturbed
+            page.locator("#gallery .compare").first.click()
+            run.packed(6, pairs.packed[6:])
+            page.wait_for_timeout(600)
+            assert page.locator("#lightbox").is_visible()
+            assert page.locator("#gallery .pair").count() == 6
+            page.keyboard.press("Escape")
+            eventually(page, "document.querySelectorAll('#gallery .pair').length === 8")
+            write_report(made_report(pairs), pairs, folder, force=True)
+            page.wait_for_selector("#layers", state="attached")
+            page.evaluate("window.mark = 1")
+            page.wait_for_timeout(600)
+            assert page.evaluate("window.mark") == 1, "the finished page stays"
+            assert found.problems == []
+
+
+def test_any_step_of_a_recovery_is_compared_with_the_original(browser, pages):
+    with shown(browser, pages["course"]) as found:
+        page = found.page
+        sides = page.locator("#gallery .pair").first.locator(".side")
+        labels = [side.get_attribute("data-side") for side in sides.all()]
+        assert labels == ["original", "step 0", "step 50", "step 100"]
+        sides.nth(2).locator("img").click()
+        assert page.locator("[name=right]").input_value() == "step 50"
+        page.locator("[name=left]").select_option("step 0")
+        assert page.locator(".tag.left").text_content() == "step 0"
+        page.keyboard.press("Escape")
+        assert page.locator("#curves svg").count() == 2
+        assert page.locator("#age").count() == 0

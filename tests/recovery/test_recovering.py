@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -370,7 +371,11 @@ def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
     assert report["steps"] == 2
     assert report["masks"] is None
     assert [look["metric"] for look in report["looks"]] == ["SSIM", "SSIM"]
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.recovery.html"]
+    page = (tmp_path / "out.recovery.html").read_text(encoding="utf-8")
+    # before the first step, and after each of the two
+    assert set(re.findall('data-side="(step [^"]*)"', page)) == {"step 0", "step 1", "step 2"}
+    assert f"{report['looks'][-1]['value']:.4g} at step 2." in page
     load_pipeline(open_model(str(tmp_path / "out")), choose_device("cpu"))
 
 
@@ -383,12 +388,15 @@ def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypat
     with monkeypatch.context() as broken:
         broken.setattr("quantkit.workflow.recovery_job.write_recovered", None)
         assert isinstance(command(*given).exception, TypeError)
+    page = (tmp_path / "out.recovery.html").read_text(encoding="utf-8")
+    assert "Not finished (ended by an error: " in page
     again = command(*given)
     assert isinstance(again.exception, OutputError)
     result = command(*given, "--resume")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["masks"] == str(tmp_path / "out.masks.safetensors")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["masks", "out", "out.masks.safetensors"]
+    beside = [f"out.{end}" for end in ("masks.safetensors", "recovery.html")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["masks", "out", *beside]
 
 
 def test_dry_run_says_what_would_be_trained(pipeline_dir, tmp_path):

@@ -14,11 +14,17 @@ from PIL import Image
 from quantkit.eval import embedding
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import compare
+from quantkit.eval.course import CourseFacts, CoursePage
 from quantkit.eval.embedding import Pictures
+from quantkit.eval.generation import GenerationSettings
 from quantkit.eval.images_page import write_images_page
+from quantkit.eval.live import LiveFacts, open_live, unwatched
 from quantkit.eval.methods import Method, write_methods
 from quantkit.eval.report import save_pairs, write_report
 
+from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.recover import Look
+from quantkit.recovery.distill.validation import compare_pictures
 from tests.support.reports import made, made_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -110,7 +116,42 @@ def write_pages(folder):
         (methods / f"m{index}" / "report.html").write_text("a report", encoding="utf-8")
         rows.append(Method(name, made_report(pairs), f"m{index}", "what to do"))
     write_methods(rows, methods, ("quantkit eval compare",))
+    write_live(folder / "live", small)
+    write_course(folder / "course.html")
     reports = {
         name: folder / name / "report.html" for name in ("small", "large", "beside", "lossy")
     }
-    return {**reports, "images": folder / "images/report.html", "methods": methods / "index.html"}
+    return {
+        **reports,
+        "images": folder / "images/report.html",
+        "methods": methods / "index.html",
+        "live": folder / "live/report.html",
+        "course": folder / "course.html",
+    }
+
+
+def live_facts(pairs):
+    """What the page of a running evaluation says of it."""
+    settings = GenerationSettings(pairs.prompts, tuple(range(len(pairs.names))), 4)
+    return LiveFacts("b against a", settings, ("quantkit eval report a b --watch",))
+
+
+def write_live(folder, pairs):
+    """Write the page of an evaluation that is half over, and runs."""
+    with open_live(folder, live_facts(pairs), force=False, watch=unwatched) as page:
+        page.original(0, pairs.original)
+        page.packed(0, pairs.packed[:4])
+
+
+def write_course(path):
+    """Write the page of a recovery that is over."""
+    page = CoursePage(path, CourseFacts("student", ("quantkit recover teacher -o student",)))
+    rng = np.random.default_rng(0)
+    wanted = np.float32(1 / 255) * np.stack(made(4, side=48).original).astype(np.float32)
+    with page.open():
+        for step, noise in ((0, 0.3), (50, 0.1), (100, 0.02)):
+            moved = wanted + noise * rng.normal(size=wanted.shape)
+            found = moved.clip(0, 1).astype(np.float32)
+            score = compare_pictures(found, wanted)
+            page.show(Look(step, tuple(f"ball {i}" for i in range(4)), found, wanted, score))
+            page.follow(TrainingProgress(step + 1, noise, 60.0, 0.5))

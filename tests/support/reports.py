@@ -8,6 +8,7 @@ from quantkit.eval.comparison import compare
 from quantkit.eval.gates import Compression, Limits, judge
 from quantkit.eval.images import Pairs
 from quantkit.eval.noise_floor import Floor, measure_gaps
+from quantkit.eval.range_map import RangeMap, RangeRow
 from quantkit.eval.result import (
     GenerationFacts,
     KernelCalls,
@@ -102,4 +103,8 @@ def made_report(pairs, limits=None):
         environment=(("torch", "2.9.0"),),
         commands=("quantkit eval report pipeline packed -o report",),
         warnings=("something to know <first>",),
+        ranges=RangeMap(
+            ("from 500", "below 500"),
+            tuple(RangeRow("unet", f"block.{i}.conv", (0.0, 0.75 * i)) for i in range(4)),
+        ),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from quantkit.device.aot.codeobject import (
     read_amd_kernels,
     read_nvidia_kernels,
 )
+from quantkit.device.aot.cycles import OPTIMISTIC, PESSIMISTIC, Residents, latency_share
 from quantkit.device.aot.disassembly import Instruction, read_code
 from quantkit.device.aot.hazards import unwaited_reads
 from quantkit.device.aot.k_loop import Loop, find_loop, find_shortest_loop
@@ -47,6 +48,8 @@ class Finding:
     instructions: dict[str, int]
     #: the K loop; None for kernels without one, and where its target has no model
     loop: Loop | None
+    #: of the matrix peak, with latencies: from, to; None where a pass is no straight code
+    latency_share: tuple[float, float] | None
     problems: tuple[str, ...]
 
 
@@ -98,7 +101,7 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
         resources = _read_resources(content, kernel.symbol, arch)
         text = _disassemble(path, tool) if tool else ""
     except (ArtefactError, ValueError) as error:
-        return Finding(kernel, 0, {}, None, (f"{kernel.file} cannot be read: {error}",))
+        return Finding(kernel, 0, {}, None, None, (f"{kernel.file} cannot be read: {error}",))
     code = read_code(text, kernel.symbol)
     counts = _count(text) if tool else count_matrix_instructions(content, kernel.symbol)
     problems = (
@@ -111,7 +114,9 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
     )
     assert arch.register_file
     occupancy = arch.register_file.occupancy(resources.vgprs, resources.lds, kernel.block)
-    return Finding(kernel, occupancy, dict(counts), _loop_of(code, kernel, arch), problems)
+    loop = _loop_of(code, kernel, arch)
+    share = _latency_share(loop, occupancy, kernel.block)
+    return Finding(kernel, occupancy, dict(counts), loop, share, problems)
 
 
 def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
@@ -144,6 +149,15 @@ def _loop_of(code: Sequence[Instruction], kernel: ManifestKernel, arch: Arch) ->
     tile = tiles()[int(word.removeprefix("t"))]
     work = tile.m * tile.n * tile.k // (tile.block // 32)
     return find_loop(code, work, arch.matrix_unit)
+
+
+def _latency_share(loop: Loop | None, occupancy: int, block: int) -> tuple[float, float] | None:
+    if loop is None:
+        return None
+    residents = Residents(occupancy, loop.unit.simds, block // 32)
+    every = (latency_share(loop.code, residents, loop.unit, a) for a in (PESSIMISTIC, OPTIMISTIC))
+    found = [share for share in every if share is not None]
+    return (min(found), max(found)) if found else None
 
 
 def _manifest_problems(content: bytes, kernel: ManifestKernel, found: Resources) -> list[str]:

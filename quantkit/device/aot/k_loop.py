@@ -6,7 +6,7 @@ The model, its constants and what it leaves out stand in docs/notes/kernels.md.
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quantkit.device.aot.disassembly import Instruction
 from quantkit.device.archs import MatrixUnit
@@ -25,6 +25,8 @@ class Loop:
     #: bytes that the wave loads from and stores to LDS
     lds_bytes: int
     unit: MatrixUnit
+    #: the pass; empty where a part of it is a loop of its own
+    code: tuple[Instruction, ...] = field(default=(), repr=False)
 
     @property
     def matrix(self) -> int:
@@ -80,7 +82,7 @@ def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop 
         count = turns if instruction in inner.code else 1
         issued[instruction.kind] += count
         lds += count * lds_bytes(instruction.mnemonic)
-    return Loop(dict(issued), lds, unit)
+    return Loop(dict(issued), lds, unit, whole.code if turns == 1 else ())
 
 
 def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | None:
@@ -94,7 +96,8 @@ def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | 
         return None
     shortest = min(spans, key=_length)
     issued = Counter(instruction.kind for instruction in shortest.code)
-    return Loop(dict(issued), sum(lds_bytes(i.mnemonic) for i in shortest.code), unit)
+    lds = sum(lds_bytes(i.mnemonic) for i in shortest.code)
+    return Loop(dict(issued), lds, unit, shortest.code)
 
 
 def lds_bytes(mnemonic: str) -> int:

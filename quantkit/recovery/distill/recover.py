@@ -18,13 +18,13 @@ from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libra
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill.distributed import Ranks, joined, own_device
-from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.early_stopping import TrainingProgress, ValidationScore
 from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
 from quantkit.recovery.distill.resume import Checkpoint, identify
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.training import Trainer
 from quantkit.recovery.distill.trajectories import Teacher
-from quantkit.recovery.distill.validation import PictureWatcher, hold_out
+from quantkit.recovery.distill.validation import Pictures, PictureWatcher, Viewer, hold_out
 from quantkit.recovery.fake_quant import install, plan_quants
 from quantkit.recovery.straight_through_estimator import LayerQuant
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
@@ -75,6 +75,17 @@ class Recovered:
     writes: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class Look:
+    """The student's pictures at one step, beside the teacher's: (P, H, W, 3) in [0, 1]."""
+
+    step: int
+    prompts: tuple[str, ...]
+    found: Pictures
+    wanted: Pictures
+    score: ValidationScore
+
+
 def ignore(point: TrainingProgress) -> None:
     """Watch nothing."""
     del point
@@ -87,6 +98,7 @@ def recover(
     *,
     progress: Progress,
     watch: Callable[[TrainingProgress], None] = ignore,
+    show: Callable[[Look], None] | None = None,
     keeping: Keeping | None = None,
 ) -> Recovered:
     """Train the denoiser of a pipeline on the dense one's own trajectories.
@@ -101,6 +113,8 @@ def recover(
         settings: how long and how fast.
         progress: told of percents of the training.
         watch: told of the loss.
+        show: told the pictures of every look, and of two more: before the first step and after the
+            last. None: those two are not made.
         keeping: None keeps nothing on disk.
 
     Raises:
@@ -121,7 +135,16 @@ def recover(
         raise RecipeError("offload: needs a GPU, and this is the CPU; drop it", fields=("offload",))
     with joined(target) as ranks:
         recruit = _Recruit(task, component, kept, quants, settings)
-        return recruit.train(target, ranks, progress, watch, keeping)
+        return recruit.train(target, ranks, _Audience(progress, watch, show), keeping)
+
+
+@dataclass(frozen=True, eq=False)
+class _Audience:
+    """Whom a training tells how far it is."""
+
+    progress: Progress
+    watch: Callable[[TrainingProgress], None]
+    show: Callable[[Look], None] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +161,7 @@ class _Recruit:
         self,
         device: torch.device,
         ranks: Ranks,
-        progress: Progress,
-        watch: Callable[[TrainingProgress], None],
+        audience: _Audience,
         keeping: Keeping | None,
     ) -> Recovered:
         prompts, watched = hold_out(self.task.prompts, self.settings.watched)
@@ -149,17 +171,22 @@ class _Recruit:
         student, stepper = self._student(denoiser, ranks)
         # Before the watcher copies the denoiser, so that an offloaded copy is not on the GPU.
         teacher.rest()
-        watcher = self._watcher(teacher, watched) if ranks.writes else None
+        progress, gallery = audience.progress, _Gallery(watched, audience.show)
+        watcher = self._watcher(teacher, watched, gallery.see) if ranks.writes else None
         with closing(stepper):
             trainer = Trainer(student, stepper, teacher, self.settings, ranks)
             saver = self._keep(trainer, keeping, ranks)
 
+            gallery.trainer = trainer
+
             def report(point: TrainingProgress) -> None:
                 progress("recovering", round(100 * point.fraction), 100)
-                watch(point)
+                audience.watch(point)
 
             progress("recovering", 0, 100)
+            gallery.look(watcher, stepper.average)
             best = trainer.run(report if ranks.writes else ignore, watcher, saver)
+            gallery.look(watcher, best)
             progress("recovering", 100, 100)
             weights = {name: value.cpu() for name, value in best.items()}
         return Recovered(
@@ -190,10 +217,14 @@ class _Recruit:
             return student, Offloaded(student, denoiser, dense, self.settings, ranks)
         return student, Resident(student, dense, self.settings, ranks)
 
-    def _watcher(self, teacher: Teacher, prompts: Sequence[str]) -> PictureWatcher | None:
+    def _watcher(
+        self, teacher: Teacher, prompts: Sequence[str], viewer: Viewer
+    ) -> PictureWatcher | None:
         if self.settings.watch_every is None:
             return None
-        return PictureWatcher(teacher, self.component.name, prompts, self.settings, self.quants)
+        watcher = PictureWatcher(teacher, self.component.name, prompts, self.settings, self.quants)
+        watcher.viewer = viewer
+        return watcher
 
     def _keep(self, trainer: Trainer, keeping: Keeping | None, ranks: Ranks) -> Checkpoint | None:
         """Return what saves the training in this process, brought to where it was saved last."""
@@ -205,6 +236,30 @@ class _Recruit:
         if keeping.resume:
             checkpoint.resume(trainer)
         return checkpoint if ranks.writes else None
+
+
+class _Gallery:
+    """Shows what a watcher sees, with the step; and makes it look at the beginning and the end."""
+
+    def __init__(self, prompts: Sequence[str], show: Callable[[Look], None] | None) -> None:
+        self.trainer: Trainer | None = None
+        self._prompts, self._show = tuple(prompts), show
+        self._seen = -1
+
+    def see(self, found: Pictures, wanted: Pictures, score: ValidationScore) -> None:
+        """Take the pictures of a look."""
+        assert self.trainer is not None, "set before anybody looks"
+        self._seen = self.trainer.step
+        if self._show is not None:
+            self._show(Look(self._seen, self._prompts, found, wanted, score))
+
+    def look(self, watcher: PictureWatcher | None, weights: Mapping[str, Tensor]) -> None:
+        """Look once more, where nobody looked at this step; the training's clock stands still."""
+        trainer = self.trainer
+        if watcher is None or self._show is None or trainer is None or trainer.step == self._seen:
+            return
+        with trainer.clock.paused():
+            watcher.look(weights)
 
 
 def _quants(

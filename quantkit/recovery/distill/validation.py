@@ -4,7 +4,7 @@ The prompts are the same for both, and so is the noise, of seeds that no trainin
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,17 @@ from quantkit.recovery.straight_through_estimator import LayerQuant
 #: Added to the training's seed; no run makes as many trajectories.
 SEED_OFFSET = 1 << 30
 
+Pictures = NDArray[np.float32]
+#: Told the student's pictures and the teacher's, (P, H, W, 3) in [0, 1], and how near they are.
+Viewer = Callable[[Pictures, Pictures, ValidationScore], None]
+
 #: Prompts a picture: where there are fewer, prompts are not withheld from training, only seeds.
 _SPARE = 16
+
+
+def unseen(found: Pictures, wanted: Pictures, score: ValidationScore) -> None:
+    """Look at nothing."""
+    del found, wanted, score
 
 
 def hold_out(prompts: Sequence[str], count: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -57,6 +66,8 @@ class PictureWatcher:
             settings: how pictures are sampled.
             quants: the layers that compute as packed.
         """
+        #: told the pictures of every look; never, without a VAE
+        self.viewer: Viewer = unseen
         self._teacher = teacher
         self._name = name
         self._prompts = prompts
@@ -77,19 +88,19 @@ class PictureWatcher:
             found = self._make()
         finally:
             setattr(self._teacher.pipe, self._name, self._dense)
-        return (
-            compare_pictures(found, self._wanted)
-            if self._has_vae
-            else compare_latents(found, self._wanted)
-        )
+        if not self._has_vae:
+            return compare_latents(found, self._wanted)
+        score = compare_pictures(found, self._wanted)
+        self.viewer(found, self._wanted, score)
+        return score
 
-    def _make(self) -> NDArray[np.float32]:
+    def _make(self) -> Pictures:
         size = self._settings.sampling_batch
         with self._teacher.awake(), torch.no_grad():
             parts = [self._denoise(start) for start in range(0, len(self._prompts), size)]
         return np.concatenate(parts)
 
-    def _denoise(self, start: int) -> NDArray[np.float32]:
+    def _denoise(self, start: int) -> Pictures:
         prompts = list(self._prompts[start : start + self._settings.sampling_batch])
         guidance = self._settings.guidance
         first = self._settings.seed + SEED_OFFSET + start
@@ -104,7 +115,7 @@ class PictureWatcher:
         return np.asarray(values, dtype=np.float32)
 
 
-def compare_pictures(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> ValidationScore:
+def compare_pictures(found: Pictures, wanted: Pictures) -> ValidationScore:
     """Return the mean SSIM of pictures (P, H, W, 3) in [0, 1], rounded to 8 bit as in a report."""
     pairs = zip(*(np.round(255 * pictures) / 255 for pictures in (found, wanted)), strict=True)
     scores = [
@@ -113,7 +124,7 @@ def compare_pictures(found: NDArray[np.float32], wanted: NDArray[np.float32]) ->
     return ValidationScore("SSIM", float(np.mean(scores)))
 
 
-def compare_latents(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> ValidationScore:
+def compare_latents(found: Pictures, wanted: Pictures) -> ValidationScore:
     """Return the power of the wanted latents over that of the error, in dB."""
     error = float(np.square(found - wanted).mean())
     power = float(np.square(wanted).mean())

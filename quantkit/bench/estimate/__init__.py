@@ -1,0 +1,1 @@
+"""What a step should take on a card that is not here."""

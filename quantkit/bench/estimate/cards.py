@@ -1,0 +1,228 @@
+"""The cards of which a step can be estimated: one row each, with where its numbers are from.
+
+A share is what of a peak kernels reach, as a range: (pessimistic, optimistic). What nobody has
+measured says so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit.errors import InputError
+
+#: (pessimistic, optimistic)
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What kernels make of a card."""
+
+    #: (kind, precision, 2:4) of a product, attention's with columns of a head up to -> share
+    products: Mapping[tuple[str, str, bool], Range]
+    #: (precision, columns of a head up to) -> share
+    attention: Mapping[tuple[str, int], Range]
+    #: summands by whose products the start and the end of a tile are as long, by precision
+    fixed_k: Mapping[tuple[str, bool], float]
+    #: of the bandwidth
+    memory: Range
+    #: how much faster bytes are read that the last-level cache still holds
+    cache: Range
+    #: microseconds of a kernel before its work and after: products, elementwise, sums over rows
+    product_us: Range
+    small_us: Range
+    summed_us: Range
+    #: microseconds between two kernels of a replayed graph
+    gap_us: Range
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card."""
+
+    name: str
+    #: gcnArchName, or sm_ and the compute capability
+    device: str
+    #: compute units or multiprocessors
+    units: int
+    #: dense TFLOP/s by precision
+    tflops: Mapping[str, float]
+    #: how many times as many of them with 2:4 weights
+    sparse: float
+    #: GB/s of memory
+    gbs: float
+    #: megabytes of the last-level cache
+    cache_mb: float
+    #: 10^12 instructions of a lane per second: lanes x clock
+    vector: float
+    efficiency: Efficiency
+    source: str
+
+    @property
+    def is_nvidia(self) -> bool:
+        """True where torch.compile writes the quantizing of inputs (inference/fusing)."""
+        return self.device.startswith("sm_")
+
+
+# Of the H200 and the H100. Products: docs/notes/kernels.md, Hopper, and its costs
+# (device/hopper/choice.py): c128x160's K step is 0.76 of the peak, c128x192's of 2:4 0.49, int8's
+# c128x256's 0.85; F.linear's at 4608x12288x3072 to 4608x3072x15360 0.71 to 0.79, at 8192^3 0.64.
+# Convolutions in 16 bit: cuDNN, the same document, 0.50 to 0.60 of whole rounds. Attention: cuDNN's
+# and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128 columns (arXiv 2407.08608,
+# figure 5). Times of small kernels: those of an uncompiled SDXL on an H200, bytes at 4.2 TB/s taken
+# off (docs/notes/results/h200-sdxl.json: 701 quantize 2.63 ms and 6.1 GB, 210 layer norms 1.87 ms
+# and 2.5 GB); gap: its device idle by kernel, 1.0 us. Copy of 1 GB: 0.88 of the bandwidth.
+_HOPPER = Efficiency(
+    products={
+        ("linear", "f16", False): (0.66, 0.78),
+        ("linear", "fp8", False): (0.72, 0.79),
+        ("linear", "fp8", True): (0.44, 0.52),
+        ("linear", "int8", False): (0.72, 0.85),
+        ("linear", "int8", True): (0.38, 0.46),
+        ("conv", "f16", False): (0.50, 0.66),
+        ("conv", "fp8", False): (0.66, 0.77),
+        ("conv", "fp8", True): (0.38, 0.46),
+        ("conv", "int8", False): (0.66, 0.80),
+        ("conv", "int8", True): (0.36, 0.44),
+    },
+    attention={("f16", 64): (0.38, 0.43), ("f16", 128): (0.55, 0.64)},
+    fixed_k={("f16", False): 150, ("fp8", False): 400, ("fp8", True): 740},
+    memory=(0.85, 0.90),
+    cache=(1.0, 1.3),
+    product_us=(2.5, 1.8),
+    small_us=(2.2, 1.5),
+    summed_us=(6.0, 4.5),
+    gap_us=(1.3, 0.9),
+)
+# Ada: nobody has timed quantkit's kernels there. cuBLAS and FlashAttention-2 near their peak are
+# common in public benchmarks; mma.sync reaches what is left of it in 64x64 and 128x128 tiles.
+_ADA = Efficiency(
+    products={
+        ("linear", "f16", False): (0.75, 0.92),
+        ("linear", "fp8", False): (0.45, 0.75),
+        ("linear", "fp8", True): (0.30, 0.60),
+        ("linear", "int8", False): (0.45, 0.75),
+        ("linear", "int8", True): (0.30, 0.60),
+        ("conv", "f16", False): (0.55, 0.80),
+        ("conv", "fp8", False): (0.40, 0.70),
+        ("conv", "fp8", True): (0.27, 0.55),
+        ("conv", "int8", False): (0.40, 0.70),
+        ("conv", "int8", True): (0.27, 0.55),
+    },
+    attention={("f16", 64): (0.65, 0.85), ("f16", 128): (0.75, 0.92)},
+    fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
+    memory=(0.85, 0.92),
+    cache=(1.0, 2.5),
+    product_us=(3.0, 2.0),
+    small_us=(2.5, 1.5),
+    summed_us=(5.0, 3.0),
+    gap_us=(1.5, 0.9),
+)
+# RDNA4. Optimistic: the best that `kernels check` gives a large tile with latencies (0.85 dense,
+# 0.71 with 2:4; convolutions by what they issue more: 0.78 and 0.60), of the 0.94 of the peak that
+# the best public loops of FP8 reach on an RX 9070 XT (359 to 368 of 389 TFLOP/s;
+# IxMxAMAR/SageAttention-RDNA4, FINDINGS). Pessimistic: another model of cycles, with bank conflicts
+# (0.54 and 0.40), of a clock that sags by 15 % under load (2.82 GHz at 4096^3, less beyond).
+# 16 bit: hipBLASLt at 8192 to 16384, 113 to 128 of 195 TFLOP/s; MIOpen's convolutions: not measured
+# by anybody. torch's attention: 79 and 104 TFLOP/s of heads of 64 and 128; on codes: check's
+# 0.68 and 0.74 without latencies, and 132 TFLOP/s of a public kernel with 128. Times of small
+# kernels, gaps, and what 64 MB of Infinity Cache give: assumed.
+_RDNA4 = Efficiency(
+    products={
+        ("linear", "f16", False): (0.50, 0.66),
+        ("linear", "fp8", False): (0.46, 0.80),
+        ("linear", "fp8", True): (0.34, 0.67),
+        ("linear", "int8", False): (0.46, 0.80),
+        ("linear", "int8", True): (0.34, 0.67),
+        ("conv", "f16", False): (0.30, 0.55),
+        ("conv", "fp8", False): (0.42, 0.73),
+        ("conv", "fp8", True): (0.28, 0.56),
+        ("conv", "int8", False): (0.42, 0.73),
+        ("conv", "int8", True): (0.28, 0.56),
+    },
+    attention={
+        ("f16", 64): (0.36, 0.43),
+        ("f16", 128): (0.48, 0.56),
+        ("fp8", 64): (0.29, 0.64),
+        ("fp8", 160): (0.34, 0.69),
+        ("int8", 64): (0.25, 0.52),
+        ("int8", 160): (0.30, 0.63),
+    },
+    fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
+    memory=(0.78, 0.90),
+    cache=(1.0, 2.5),
+    product_us=(5.0, 2.5),
+    small_us=(4.0, 2.0),
+    summed_us=(8.0, 4.0),
+    gap_us=(5.0, 1.5),
+)
+# RDNA3: the same reasoning from its own `kernels check` (FP8 widened to float16: 0.44 and 0.40,
+# int8 0.94 and 0.76); 16 bit: 80 of 123 TFLOP/s on an RX 7900 XTX (SDNQ's table), int8 in others'
+# kernels 0.90 (FlyDSL 1073).
+_RDNA3 = Efficiency(
+    products={
+        ("linear", "f16", False): (0.50, 0.66),
+        ("linear", "fp8", False): (0.25, 0.43),
+        ("linear", "fp8", True): (0.22, 0.39),
+        ("linear", "int8", False): (0.50, 0.90),
+        ("linear", "int8", True): (0.40, 0.73),
+        ("conv", "f16", False): (0.30, 0.55),
+        ("conv", "fp8", False): (0.22, 0.38),
+        ("conv", "fp8", True): (0.19, 0.33),
+        ("conv", "int8", False): (0.47, 0.88),
+        ("conv", "int8", True): (0.38, 0.72),
+    },
+    attention={("f16", 64): (0.30, 0.45), ("f16", 128): (0.36, 0.55)},
+    fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
+    memory=(0.78, 0.90),
+    cache=(1.0, 2.5),
+    product_us=(5.0, 2.5),
+    small_us=(4.0, 2.0),
+    summed_us=(8.0, 4.0),
+    gap_us=(5.0, 1.5),
+)
+
+
+def _rates(f16: float, fp8: float, f32: float) -> dict[str, float]:
+    """Return dense TFLOP/s; int8 has FP8's rate on all of these cards."""
+    return {"f16": f16, "fp8": fp8, "int8": fp8, "f32": f32}
+
+
+#: The first row of a device stands for it.
+CARDS: dict[str, Card] = {
+    card.name: card
+    for card in (
+        Card("RX 9070 XT", "gfx1201", 64, _rates(195, 389, 24), 2, 640, 64, 12.2, _RDNA4,
+             "AMD's data sheet; lanes: 64 CUs x 64 at 2.97 GHz"),
+        Card("RX 9070", "gfx1201", 56, _rates(144, 289, 18), 2, 640, 64, 9.0, _RDNA4,
+             "AMD's data sheet; 56 CUs x 64 at 2.52 GHz"),
+        Card("R9700", "gfx1201", 64, _rates(191, 383, 24), 2, 640, 64, 12.0, _RDNA4,
+             "AMD's data sheet; 64 CUs x 64 at 2.92 GHz"),
+        Card("RX 9060 XT", "gfx1200", 32, _rates(103, 205, 13), 2, 320, 32, 6.4, _RDNA4,
+             "AMD's data sheet; 32 CUs x 64 at 3.13 GHz"),
+        Card("RX 7900 XTX", "gfx1100", 96, _rates(123, 123, 30), 1, 960, 96, 15.4, _RDNA3,
+             "AMD's data sheet; FP8 multiplied in float16, 2:4 as dense; 96 CUs x 64, 2.5 GHz"),
+        Card("H200", "sm_90", 132, _rates(989, 1979, 60), 2, 4800, 50, 31.0, _HOPPER,
+             "NVIDIA's data sheet; lanes: 132 x 128 at 1.83 GHz"),
+        Card("H100", "sm_90", 132, _rates(989, 1979, 60), 2, 3350, 50, 31.0, _HOPPER,
+             "NVIDIA's data sheet, SXM5; lanes: 132 x 128 at 1.83 GHz"),
+        Card("RTX 4090", "sm_89", 128, _rates(165, 330, 80), 2, 1008, 72, 41.0, _ADA,
+             "NVIDIA's Ada whitepaper, float32 sums; lanes: 128 x 128 at 2.52 GHz"),
+    )
+}  # fmt: skip
+
+
+def find_card(text: str) -> Card:
+    """Return the card of a name, or the first one of an architecture.
+
+    Raises:
+        InputError: there is none.
+    """
+    wanted = text.strip().casefold()
+    for card in CARDS.values():
+        if wanted in {card.name.casefold(), card.device}:
+            return card
+    devices = dict.fromkeys(card.device for card in CARDS.values())
+    raise InputError(
+        f"card {text!r:.80}: unknown, wanted {', '.join(devices)}, or one of {', '.join(CARDS)}",
+        fields=("estimate",),
+    )

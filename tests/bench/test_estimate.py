@@ -1,0 +1,390 @@
+"""Estimates of a step: counts against torch's and by hand, fusing, cards, and what was measured."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from quantkit.bench.denoiser_inputs import make_inputs
+from quantkit.bench.denoisers import DENOISERS, Denoiser, build_denoiser, find_denoiser
+from quantkit.bench.estimate import run as running
+from quantkit.bench.estimate.cards import CARDS, find_card
+from quantkit.bench.estimate.cost import BOUNDS, time_kernels
+from quantkit.bench.estimate.kernels import (
+    NORMS,
+    PRODUCTS,
+    SMALL,
+    Kernel,
+    fused,
+    separate,
+    with_layout_copies,
+)
+from quantkit.bench.estimate.models import trace_contender
+from quantkit.bench.estimate.operators import Product
+from quantkit.bench.estimate.run import estimate_step
+from quantkit.bench.estimate.tracing import View, trace
+from quantkit.bench.model_contenders import MODEL_CONTENDERS
+from quantkit.bench.model_result import ModelBenchSettings
+from quantkit.cli.bench_model import model_command
+from quantkit.device.archs import arch_of_device
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose, supposing
+from quantkit.errors import InputError, ModelError
+from quantkit.progress import silent
+from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
+
+RESULTS = Path(__file__).parents[2] / "docs" / "notes" / "results"
+TINY = ModelBenchSettings(batch=1, size=8)
+RDNA4 = arch_of_device("gfx1201")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("estimate") / "unet"
+    unet: Any = tiny_unet()
+    unet.save_config(folder)
+    return find_denoiser(str(folder))
+
+
+@pytest.fixture(scope="module")
+def tiny_flux(tmp_path_factory):
+    return find_denoiser(str(tiny_flux_pipeline(tmp_path_factory.mktemp("estimate") / "flux")))
+
+
+def half(*shape):
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+def names(kernels):
+    return [kernel.names for kernel in kernels]
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 8), (3, 16)])
+def test_products_are_those_that_torch_counts(tiny, batch, size):
+    settings = replace(TINY, batch=batch, size=size)
+    model = build_denoiser(tiny, torch.device("cpu")).float()
+    inputs = make_inputs(model, settings.batch, settings.size, torch.device("cpu"))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    found = trace_contender(tiny, MODEL_CONTENDERS["f16"], settings, RDNA4)
+    assert found.trace.flops == counter.get_total_flops() > 0
+
+
+def test_joint_attention_is_counted_as_torch_counts_it(tiny_flux):
+    model = build_denoiser(tiny_flux, torch.device("cpu")).float()
+    inputs = make_inputs(model, 1, 8, torch.device("cpu"))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    found = trace_contender(tiny_flux, MODEL_CONTENDERS["f16"], TINY, RDNA4)
+    assert found.trace.flops == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-static", "sparse-static", "int8", "w4a8-static"])
+def test_packed_layers_multiply_what_they_stand_for(tiny, name):
+    dense = trace_contender(tiny, MODEL_CONTENDERS["f16"], TINY, RDNA4)
+    packed = trace_contender(tiny, MODEL_CONTENDERS[name], TINY, RDNA4)
+    assert packed.trace.flops == dense.trace.flops
+    assert packed.weight_bytes < dense.weight_bytes
+    own = [c.product for c in packed.trace.calls if c.product and c.name.startswith("quantkit.")]
+    assert own
+    assert {p.sparse for p in own} <= {"sparse" in name, False}
+
+
+def test_bytes_of_a_linear_layer_are_those_by_hand():
+    layer = nn.Linear(8, 16, device="meta", dtype=torch.float16)
+    x = half(4, 8)
+    (product, gelu) = trace(lambda: functional.gelu(layer(x))).calls
+    assert product.name == "aten.addmm"
+    assert product.nbytes == 2 * (4 * 8 + 16 * 8 + 16 + 4 * 16)
+    assert product.product == Product("linear", "f16", 4, 16, 8)
+    assert gelu.nbytes == 2 * (4 * 16 + 4 * 16)
+
+
+def test_what_is_repeated_counts_once_and_views_count_nothing():
+    x, row = half(4, 8), half(1, 8)
+    found = trace(lambda: (x.reshape(2, 2, 8).transpose(0, 1), x + row.expand(4, 8)))
+    (add,) = found.calls
+    assert add.nbytes == 2 * (4 * 8 + 8 + 4 * 8)
+
+
+def test_what_is_changed_in_place_is_written():
+    x, y = half(4, 8), half(4, 8)
+    (add,) = trace(lambda: x.add_(y)).calls
+    assert add.writes[0].storage == add.reads[0].storage
+    # x is read and written, y read: a memory that is both counts once in a call's own sum.
+    assert [view.nbytes for view in add.reads] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head"), [(64, 64, 64), (37, 77, 40), (1, 1, 8)], ids=str
+)
+def test_attention_is_one_call_without_its_scores(queries, keys, head):
+    q, k = half(2, 3, queries, head), half(2, 3, keys, head)
+    (call,) = trace(lambda: functional.scaled_dot_product_attention(q, k, k)).calls
+    assert call.product.flops == 4 * 2 * 3 * queries * keys * head
+    # The values are the keys here.
+    assert call.nbytes == 2 * 2 * 3 * head * (2 * queries + keys)
+
+
+def test_a_chain_between_products_is_one_kernel():
+    x, w = half(4, 16), half(16, 16)
+
+    def step():
+        y = x @ w
+        return functional.layer_norm(functional.silu(y) * 2 + x, (16,)) @ w
+
+    first, chain, last = fused(trace(step).calls, quantizing=True)
+    assert (first.group, chain.group, last.group) == (PRODUCTS, NORMS, PRODUCTS)
+    # Reads y and x, writes what is multiplied: what stands between them stays in registers.
+    assert chain.nbytes == 3 * 2 * 4 * 16
+
+
+def test_no_kernel_waits_for_itself():
+    x, w = half(4, 16), half(16, 16)
+
+    def step():
+        before = x * 2
+        return (before @ w) + before
+
+    assert names(fused(trace(step).calls, quantizing=True)) == [
+        ("aten.mul",), ("aten.mm",), ("aten.add",)
+    ]  # fmt: skip
+
+
+def test_a_group_norm_reads_its_picture_twice():
+    x = half(2, 8, 4, 4)
+    (call,) = trace(lambda: functional.group_norm(x, 2)).calls
+    kernels = separate([call])
+    assert [kernel.group for kernel in kernels] == [NORMS, NORMS]
+    assert sum(kernel.nbytes for kernel in kernels) > 3 * x.numel() * 2
+    assert len(fused([call], quantizing=True)) == 2
+
+
+def test_fused_kernels_are_fewer_and_move_less(tiny):
+    calls = trace_contender(tiny, MODEL_CONTENDERS["fp8-static"], TINY, RDNA4).trace.calls
+    one_by_one, compiled, with_quantizing = (
+        separate(calls), fused(calls, quantizing=False), fused(calls, quantizing=True)
+    )  # fmt: skip
+    kernels = (one_by_one, compiled, with_quantizing)
+    moved = [sum(kernel.nbytes for kernel in found) for found in kernels]
+    assert len(one_by_one) > len(compiled) > len(with_quantizing)
+    assert moved[0] > moved[1] > moved[2]
+    flops = {sum(k.product.flops for k in found if k.product) for found in kernels}
+    assert len(flops) == 1
+
+
+def test_cudnn_copies_pictures_with_channels_first(tiny):
+    calls = trace_contender(tiny, MODEL_CONTENDERS["f16"], TINY, RDNA4).trace.calls
+    plain = separate(calls)
+    convolutions = names(plain).count(("aten.convolution",))
+    assert len(with_layout_copies(plain)) == len(plain) + 2 * convolutions
+
+
+def product_ms(card, product, side=1):
+    (timed,) = time_kernels([Kernel(PRODUCTS, ("p",), (), (), product)], card, side)
+    return timed.us
+
+
+@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize(
+    ("precision", "sparse"),
+    [("f16", False), ("fp8", False), ("int8", False), ("fp8", True), ("int8", True)],
+)
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_products_take_longer_the_larger_they_are(name, precision, kind, sparse):
+    card, product = CARDS[name], Product(kind, precision, 1000, 1000, 1000, 1, sparse)
+    base = product_ms(card, product)
+    assert 0 < base <= product_ms(card, product, side=0) < math.inf
+    for axis in ("m", "n", "k", "count"):
+        more = product_ms(card, replace(product, **{axis: 9 * getattr(product, axis)}))
+        assert more > base, axis
+    # Nothing is faster than the peak.
+    flops = card.tflops[precision] * (card.sparse if sparse else 1)
+    assert base > product.flops / flops / 1e6
+
+
+@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("shape", [(0, 16, 16), (1, 1, 1), (1, 1280, 1280), (17, 33, 31)], ids=str)
+def test_odd_and_empty_products_take_a_start_at_least(name, shape):
+    card = CARDS[name]
+    for side in (0, 1):
+        us = product_ms(card, Product("linear", "fp8", *shape), side)
+        assert card.efficiency.product_us[side] <= us < 1e3
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_copies_take_their_bytes(name):
+    card, view = CARDS[name], View(1, 2**28, 2, (2**28,))
+    copy = Kernel(SMALL, ("copy",), (view,), (replace(view, storage=2),))
+    slow, fast = (time_kernels([copy], card, side)[0] for side in (0, 1))
+    assert fast.bound == "bandwidth"
+    assert 2**30 / card.gbs / 1e3 < fast.us < slow.us < 2 * 2**30 / card.gbs / 1e3
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_ranges_are_in_order(name):
+    efficiency = CARDS[name].efficiency
+    shares = [*efficiency.products.values(), *efficiency.attention.values(), efficiency.memory]
+    assert all(0 < low <= high < 1 for low, high in shares)
+    times = (efficiency.product_us, efficiency.small_us, efficiency.summed_us, efficiency.gap_us)
+    assert all(high >= low > 0 for high, low in times)
+
+
+def test_what_was_just_written_is_read_from_the_cache():
+    card = CARDS["RX 9070 XT"]
+    view = View(1, 2**22, 2, (2**22,))
+    write = Kernel(SMALL, ("w",), (), (view,))
+    read = Kernel(SMALL, ("r",), (view,), ())
+    large = Kernel(SMALL, ("l",), (), (View(2, 2**26, 2, (2**26,)),))
+    near = time_kernels([write, read], card, 1)[-1]
+    far = time_kernels([write, large, read], card, 1)[-1]
+    assert near.us < far.us
+
+
+@pytest.mark.parametrize("text", ["gfx1201", "rx 9070 xt", " RX 9070 XT "])
+def test_cards_have_names_and_architectures(text):
+    assert find_card(text) is CARDS["RX 9070 XT"]
+
+
+@pytest.mark.parametrize("text", ["", "gfx12", "gfx1201,", "sm_90a", "x" * 500, "\0", "cpu"])
+def test_unknown_cards_are_refused_with_the_list(text):
+    with pytest.raises(InputError, match="wanted gfx1201, gfx1200, gfx1100, sm_90, sm_89") as error:
+        find_card(text)
+    assert len(str(error.value)) < 400
+
+
+def test_kernels_are_supposed_inside_the_block_alone():
+    cuda = torch.device("cuda")
+    with supposing(RDNA4):
+        assert choose("attention_fp8", cuda, k=64).backend is Backend.GPU
+    with supposing(arch_of_device("sm_90")):
+        assert "RDNA4" in choose("attention_fp8", cuda, k=64).reason
+    if not torch.cuda.is_available():
+        assert choose("attention_fp8", cuda, k=64).backend is Backend.REFERENCE
+
+
+def rows(denoiser, *contenders, card="gfx1201", settings=TINY):
+    chosen = [MODEL_CONTENDERS[name] for name in contenders]
+    result = estimate_step(denoiser, chosen, settings, find_card(card), silent)
+    return {row.contender: row for row in result.rows}
+
+
+def test_estimates_have_groups_that_sum_to_the_step(tiny):
+    row = rows(tiny, "fp8-static-compiled")["fp8-static-compiled"]
+    assert row.host_ms is None
+    assert math.isclose(sum(group.ms.middle for group in row.groups), row.ms.middle)
+    for group in row.groups[:-1]:
+        assert set(group.bounds) <= set(BOUNDS)
+        assert math.isclose(sum(group.bounds.values()), group.ms.middle, abs_tol=1e-12)
+
+
+def test_the_host_bounds_what_is_called_module_by_module(tiny):
+    found = rows(tiny, "f16", "f16-compiled")
+    assert found["f16"].ms == found["f16"].host_ms
+    assert found["f16-compiled"].ms.high < found["f16"].ms.low
+
+
+def test_larger_pictures_and_batches_take_longer(tiny):
+    names = ("f16-compiled", "fp8-compiled")
+    small = rows(tiny, *names)
+    for settings in (replace(TINY, batch=64), replace(TINY, size=64)):
+        large = rows(tiny, *names, settings=settings)
+        assert all(large[name].ms.low > small[name].ms.low for name in names)
+
+
+def test_contenders_without_an_estimate_say_why(tiny):
+    quantized = MODEL_CONTENDERS["f16"].with_attention("int8")
+    chosen = [MODEL_CONTENDERS["torchao-compiled"], quantized]
+    found = estimate_step(tiny, chosen, TINY, find_card("sm_90"), silent).rows
+    assert [row.ms for row in found] == [None, None]
+    assert "torchao" in found[0].reason
+    assert "attention is torch's" in found[1].reason
+
+
+@pytest.mark.parametrize("size", [2, 3, 13])
+def test_odd_sizes_are_estimated(tiny, size):
+    (row,) = rows(tiny, "fp8-static-compiled", settings=replace(TINY, size=size)).values()
+    assert 0 < row.ms.low < row.ms.high < 100
+
+
+def test_sizes_that_a_model_does_not_take_are_one_line(tiny_flux):
+    config = {**tiny_flux.config, "patch_size": 1, "axes_dims_rope": [4, 4, 4]}
+    with pytest.raises(ModelError, match="no step runs at --batch 1 and --size 8") as refused:
+        rows(replace(tiny_flux, config=config), "f16")
+    assert "\n" not in str(refused.value)
+
+
+def test_attention_on_codes_is_made_of_the_operators(tiny):
+    settings = replace(TINY, min_keys=1)
+    contender = MODEL_CONTENDERS["fp8-static"].with_attention("e4m3fn")
+    plain = trace_contender(tiny, MODEL_CONTENDERS["fp8-static"], settings, RDNA4).trace
+    found = trace_contender(tiny, contender, settings, RDNA4).trace
+    own = {call.name for call in found.calls}
+    assert {"quantkit.attention_fp8", "quantkit.project_codes_fp8"} <= own
+    assert not any("scaled_dot_product" in name for name in own)
+    # Heads are padded to multiples of 16 columns.
+    assert found.flops >= plain.flops
+
+
+@pytest.mark.parametrize("name", ["sd3", "pixart", "sana", "zimage", "wan", "ltx"])
+def test_every_denoiser_is_traced(name):
+    settings = ModelBenchSettings(batch=1, size=32)
+    found = trace_contender(DENOISERS[name], MODEL_CONTENDERS["f16"], settings, RDNA4)
+    assert found.trace.flops > 1e10
+
+
+def measured(name):
+    run = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    found = {row["contender"]: row for row in run["rows"]}
+    config = {**run["model"], "config": dict(run["model"]["config"])}
+    return Denoiser(**config), found
+
+
+def test_a_trace_has_the_calls_of_a_run_on_a_card():
+    denoiser, run = measured("h200-sdxl")
+    wanted = run["fp8-static"]
+    settings, arch = ModelBenchSettings(2, 128), arch_of_device("sm_90")
+    found = trace_contender(denoiser, MODEL_CONTENDERS["fp8-static"], settings, arch)
+    calls = [call.name for call in found.trace.calls]
+    assert calls.count("quantkit.geglu_fp8") == wanted["calls"]["geglu_fp8 gpu"]
+    assert calls.count("quantkit.quantize_fp8_static") == wanted["calls"]["quantize_fp8_static gpu"]
+    # Convolutions of one pixel run as products.
+    both = ("gemm_fp8", "conv_fp8")
+    own = sum(calls.count(f"quantkit.{op}") for op in both)
+    assert own == sum(wanted["calls"][f"{op} gpu"] for op in both)
+    assert math.isclose(found.weight_bytes, wanted["weight_bytes"], rel_tol=1e-3)
+    row = running._estimate(
+        denoiser, MODEL_CONTENDERS["fp8-static-compiled"], settings, CARDS["H200"]
+    )
+    ms = run["fp8-static-compiled"]["timing"]["p50_us"] / 1e3
+    assert row.ms.middle == pytest.approx(ms, rel=0.2)
+
+
+def test_estimates_are_within_a_fifth_of_what_was_measured():
+    denoiser, run = measured("h200-flux-quarter")
+    names = ("f16-compiled", "fp8-static-compiled", "sparse-static-compiled")
+    found = rows(denoiser, *names, card="H200", settings=ModelBenchSettings(2, 128))
+    for name in names:
+        ms = run[name]["timing"]["p50_us"] / 1e3
+        assert found[name].ms.middle == pytest.approx(ms, rel=0.2), name
+
+
+def test_the_command_prints_saves_and_refuses(tiny, tmp_path):
+    given = ["--config", tiny.name, "--estimate", "gfx1200", "--size", "8", "-q"]
+    saved = tmp_path / "estimate.json"
+    printed = CliRunner().invoke(model_command, [*given, "--contenders", "f16", "--save", saved])
+    assert printed.exit_code == 0, printed.output
+    assert "RX 9060 XT" in printed.output
+    asked = CliRunner().invoke(model_command, [*given, "--contenders", "f16", "--json"])
+    assert json.loads(asked.output) == json.loads(saved.read_text(encoding="utf-8"))
+    assert json.loads(asked.output)["schema"] == "quantkit.model.estimate"
+    unknown = CliRunner().invoke(model_command, ["--estimate", "gfx9"])
+    assert isinstance(unknown.exception, InputError)
