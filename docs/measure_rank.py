@@ -17,12 +17,14 @@ import click
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from scipy.stats import spearmanr
 from skimage.metrics import structural_similarity
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
 from quantkit.calibration.attention_observer import attending
+from quantkit.calibration.column_errors import relative
 from quantkit.calibration.statistics import load_calibration
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.inference.attention import install, uninstall
@@ -117,6 +119,27 @@ def rotated(folder: Path, prompts: list[str]) -> tuple[str, ...]:
     return tuple(name for name, seen in table.items() if seen.errors())
 
 
+def told_of_heads(folder: Path) -> str:
+    """Return what entropy and locality say of the errors of heads that multiply 16 columns."""
+    table = load_calibration(folder / "rotated.calibration.safetensors").attention["unet"]
+    heads: list[tuple[float, float, float]] = []
+    for seen in table.values():
+        if lost := seen.errors():
+            pooled = seen.pooled()
+            error = relative(lost["rank_lost"][0], lost["power"])
+            columns = (error, pooled.entropy[0], pooled.locality[0])
+            heads += zip(*(c.tolist() for c in columns), strict=True)
+    errors, entropy, locality = map(list, zip(*heads, strict=True))
+    near = sum(error <= BUDGET for error in errors)
+    ruled = sum(h <= 0.8 and near_keys > 0.6 for _, h, near_keys in heads)
+    return (
+        f"{len(heads)} heads, {near} within {BUDGET}; rank correlation of the error with entropy "
+        f"{spearmanr(errors, entropy).statistic:.2f}, with locality "
+        f"{spearmanr(errors, locality).statistic:.2f}; entropy at most 0.8 and locality above 0.6: "
+        f"{ruled}"
+    )
+
+
 def main() -> None:
     """Print a line for every way."""
     folder = Path(sys.argv[1])
@@ -156,6 +179,7 @@ def main() -> None:
             f"{row}: {len(chosen)} of {len(names)} modules, error {np.mean(lost):.4f}, "
             f"{np.max(lost):.4f}; SSIM in float32 {in_float}; on codes {codes}"
         )
+    click.echo(told_of_heads(folder))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from quantkit.eval.demo import commands as demo_commands
 from quantkit.eval.demo.commands import FULL, RECIPES, SHORT, DemoPlan
 from quantkit.eval.demo.run import CAPTION_SEED, KIND, describe_attention, describe_kernels
 from quantkit.eval.demo.world.scenes import captions, draw_scenes
@@ -133,7 +134,10 @@ def test_no_caption_of_the_calibration_is_compared():
         assert not compared & set(drawn)
 
 
-def test_demo_without_noise_floor_runs_the_original_once(small_demo, tmp_path):
+def test_demo_without_noise_floor_runs_the_original_once(small_demo, tmp_path, monkeypatch):
+    # Floors are the original's, whatever the rows.
+    few = replace(demo_commands.SHORT, rows=SHORT.rows[:2])
+    monkeypatch.setattr(demo_commands, "SHORT", few)
     result = small_demo("-o", tmp_path / "out", "--json", "--no-noise-floor")
     reports = json.loads(result.stdout)["reports"]
     assert all(report["noise_floor"] == [] for report in reports.values())
