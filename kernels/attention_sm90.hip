@@ -1,18 +1,26 @@
 // y[b, i, h, :] = sum_j p[j] (v[j, :] + v_mean) / sum_j p[j],   p[j] = 2^(q[i, :] . k[j, :])
 // on Hopper (sm_90a): operands, formula and what may be NaN are those of attention.hip.
 //
-// Launch: 128 (QK_GROUPS + 1) threads, grid (ceil(M / (64 QK_GROUPS)), N, 1), QK_SHARED_BYTES of
-// dynamic shared memory. Warpgroups have 64 queries each and share the tiles of QK_KEYS keys that
-// the last one fetches: attend_sm90.h, which has the lanes. quantkit/device/hopper/attention.py has
-// these numbers.
+// q_map   with QK_MAPS (keys a multiple of 16), tensor map of q as [N M, QK_RANK * 16 columns]: box
+//         64 rows
+// k_map   of k as [N keys / 16, 2, 4, 2, QK_RANK * 16 columns], whose dimensions change places: box
+//         QK_KEYS rows in the order of a tile
+// v_map   of v as [N D, pitch]: box D rows. Boxes are one panel wide (attend_sm90.h), swizzled
+// alike
+//
+// Launch: 128 (QK_GROUPS + 1) threads, grid of at most one block per multiprocessor,
+// QK_SHARED_BYTES of dynamic shared memory. A block takes 64 QK_GROUPS queries of a head at a time.
+// Warpgroups have 64 each and share the tiles of QK_KEYS keys that the last one fetches:
+// attend_sm90.h, which has the lanes. quantkit/device/hopper/attention.py has these numbers.
 #include "attend_sm90.h"
 #include "vector_io.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kHead = 16 * QK_HEAD, kRank = 16 * QK_RANK;
-using Loop = qk::HopperAttention<kHead, kRank, QK_GROUPS, QK_KEYS,
-                                 qk::Format(QK_X_FORMAT)>;
-static_assert(Loop::kSharedBytes == QK_SHARED_BYTES, "hopper/attention.py counts the shared memory");
+using Loop =
+    qk::HopperAttention<kHead, kRank, QK_GROUPS, QK_KEYS, qk::Format(QK_X_FORMAT), QK_MAPS == 1>;
+static_assert(Loop::kSharedBytes == QK_SHARED_BYTES,
+              "hopper/attention.py counts the shared memory");
 
 struct Ends {
   const qk::f32* scale;
@@ -51,18 +59,27 @@ QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
         const qk::f32 value = loop.out[4 * j + 2 * r + e] * inverse * scale[j].v[e];
         pair.v[e] = Type::round(qk::add_rounded(value, mean[j].v[e]));
       }
-      if (query < ends.queries && 8 * j < ends.d)
-        qk::store(y + 8 * j + 2 * (loop.lane % 4), pair);
+      if (query < ends.queries && 8 * j < ends.d) qk::store(y + 8 * j + 2 * (loop.lane % 4), pair);
     }
   }
 }
 
+#if QK_MAPS
+#  define QK_MAP_ARGUMENTS                                                                      \
+    , const __grid_constant__ qk::TensorMap q_map, const __grid_constant__ qk::TensorMap k_map, \
+        const __grid_constant__ qk::TensorMap v_map
+#  define QK_MAP_NAMES &q_map, &k_map, &v_map
+#else
+#  define QK_MAP_ARGUMENTS
+#  define QK_MAP_NAMES nullptr, nullptr, nullptr
+#endif
+
 extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
-QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
-          const float* k_scale, const float* v_scale, const float* v_mean, void* y, int m, int n,
-          int keys, int pitch, int heads, int d, int scales) {
+    QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
+              const float* k_scale, const float* v_scale, const float* v_mean, void* y, int m,
+              int n, int keys, int pitch, int heads, int d, int scales QK_MAP_ARGUMENTS) {
   extern __shared__ __align__(1024) qk::u8 shared[];
-  const qk::HopperHeads all{q, k, v, q_scale, k_scale, n, m, keys, pitch};
+  const qk::HopperHeads all{q, k, v, q_scale, k_scale, n, m, keys, pitch, QK_MAP_NAMES};
   Loop loop{all, qk::shared_address(shared), qk::thread_index() % qk::kWave,
             (keys + QK_KEYS - 1) / QK_KEYS};
   loop.init(shared);

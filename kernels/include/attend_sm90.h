@@ -20,66 +20,10 @@
 #pragma once
 
 #include "held_sm90.h"
+#include "panels_sm90.h"
 #include "softmax.h"
 
 namespace qk {
-
-/// Rows of kBytes in shared memory as the matrix instruction reads them: panels of kWidth bytes,
-/// in which 16-byte pieces change places over 8 rows.
-template <int kRows, int kBytes>
-struct Panels {
-  static_assert(kBytes % 32 == 0 && kRows % 8 == 0, "whole instructions");
-  static constexpr int kWidth = kBytes % 128 == 0 ? 128 : kBytes % 64 == 0 ? 64 : 32;
-  static constexpr int kPanelBytes = kRows * kWidth, kTotal = kRows * kBytes;
-  static constexpr int kPieces = kWidth / 16;
-
-  /// Where the 16 bytes of a row from `byte` on lie.
-  static QK_DEVICE u32 offset(int row, int byte) {
-    const int panel = byte / kWidth, piece = byte % kWidth / 16;
-    return panel * kPanelBytes + row * kWidth +
-           16 * (piece ^ (row * kWidth / 128 & (kPieces - 1)));
-  }
-  /// The operand of the `step`-th 32 bytes of all rows.
-  static QK_DEVICE u64 operand(u32 address, int step) {
-    constexpr u64 kSwizzle = kWidth == 128 ? 1 : kWidth == 64 ? 2 : 3;
-    const int byte = 32 * step;
-    const u32 at = address + byte / kWidth * kPanelBytes + byte % kWidth;
-    return (at & 0x3ffffu) >> 4 | 1ull << 16 | static_cast<u64>(8 * kWidth / 16) << 32 |
-           kSwizzle << 62;
-  }
-};
-
-/// Copies 16 bytes to shared memory.
-QK_DEVICE void copy_piece(u32 target, const u8* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
-}
-/// The same, or writes zeros.
-QK_DEVICE void copy_piece_or_zeros(u32 target, const u8* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from),
-               "r"(there ? 16 : 0)
-               : "memory");
-}
-/// Copies 4 bytes to shared memory.
-QK_DEVICE void copy_word(u32 target, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(from) : "memory");
-}
-/// Arrives at a barrier when the calling thread's copies so far have been written.
-QK_DEVICE void arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-/// Which 16-byte pieces of rows of kBytes a copying thread has: one of every kRows rows, always the
-/// same of a row, so that addresses of all but the first are that one's and a constant.
-template <int kBytes>
-struct PieceOf {
-  static constexpr int kNeeded = (kBytes + 15) / 16;
-  static constexpr int kLanes = kNeeded > 8 ? 16 : kNeeded > 4 ? 8 : kNeeded > 2 ? 4 : kNeeded;
-  static constexpr int kRows = 128 / kLanes;
-  int row, byte;
-
-  explicit QK_DEVICE PieceOf(int thread) : row(thread / kLanes), byte(thread % kLanes * 16) {}
-  QK_DEVICE bool exists() const { return kLanes == kNeeded || byte < kBytes; }
-};
 
 /// All heads: where their codes lie.
 struct HopperHeads {
@@ -89,10 +33,15 @@ struct HopperHeads {
   const f32* q_scale;  // [count, queries], of int8 codes
   const f32* k_scale;  // [count, ceil(keys / 16)], of int8 codes
   int count, queries, keys, pitch;
+  // Of kMaps; rows of all heads behind each other.
+  const TensorMap* q_map;  // [queries, columns]
+  const TensorMap* k_map;  // [16 keys, 2, 4, 2, columns], in the order of a tile's rows
+  const TensorMap* v_map;  // [columns, keys]
 };
 
-/// kGroups: warpgroups that multiply, each with 64 queries.
-template <int kD, int kRank, int kGroups, int kKeys, Format kQk>
+/// kGroups: warpgroups that multiply, each with 64 queries. kMaps: the copy engine fetches, which
+/// it can where heads have a multiple of 16 keys; else a warpgroup does.
+template <int kD, int kRank, int kGroups, int kKeys, Format kQk, bool kMaps>
 struct HopperAttention {
   static constexpr bool kInt8 = kQk == Format::kInt8;
   static constexpr int kRow = (kRank + 31) / 32 * 32;
@@ -144,7 +93,7 @@ struct HopperAttention {
     const int thread = thread_index();
     if (thread == 0) {
       for (u32 stage = 0; stage < kStages; ++stage) {
-        barrier_init(full(stage), 128);
+        barrier_init(full(stage), kMaps ? 1 : 128);
         barrier_init(empty(stage), 4 * kGroups);
       }
       barrier_init(unread(0), 4 * kGroups);
@@ -161,7 +110,7 @@ struct HopperAttention {
             Vec16{{kOnes, kOnes, kOnes, kOnes}});
     }
     // A row that fills no whole number of instructions: what stands behind it stays zero.
-    if constexpr (kRank % 32 != 0) {
+    if constexpr (kRank % 32 != 0 && !kMaps) {
       for (int i = thread; i < kKeys * kStages; i += kThreads)
         store(ring + i / kKeys * kStageBytes + KeyTile::offset(i % kKeys, kRank), Vec16{});
       for (int i = thread; i < 2 * kQueries; i += kThreads)
@@ -179,6 +128,47 @@ struct HopperAttention {
 
   /// Fetches the tiles of all pieces, those of a head's last keys first.
   QK_DEVICE void produce() const {
+    if constexpr (kMaps) {
+      if (thread_index() % 128 == 0) produce_by_maps();
+    } else {
+      produce_by_threads();
+    }
+  }
+
+  QK_DEVICE void produce_by_maps() const {
+    const int all = pieces() * heads.count;
+    u32 tile = 0, piece = 0;
+    QK_NO_UNROLL for (int work = block_x(); work < all; work += gridDim.x, ++piece) {
+      const int row = work / pieces(), first = work % pieces() * kQueries;
+      if (piece >= 2) barrier_wait(unread(piece), piece / 2 & 1 ^ 1);
+      QK_NO_UNROLL for (int i = 0; i < tiles; ++i, ++tile) {
+        wait_for_room(tile);
+        barrier_expect(full(tile), kKeys * (kRow + kD) + (i == 0 ? kQueryBytes : 0));
+        if (i == 0) copy_queries(row * heads.queries + first, piece, tile);
+        const int key = (i == 0 ? tiles - 1 : i - 1) * kKeys;
+        const u32 stage = stage_at(tile);
+        QK_UNROLL for (int panel = 0; panel < kRow / KeyTile::kWidth; ++panel) {
+          copy_keys(stage + panel * KeyTile::kPanelBytes, *heads.k_map, full(tile),
+                    panel * KeyTile::kWidth, (row * heads.keys + key) / 16);
+        }
+        QK_UNROLL for (int panel = 0; panel < kKeys / ValueTile::kWidth; ++panel) {
+          copy_box(stage + kValues + panel * ValueTile::kPanelBytes, *heads.v_map, full(tile),
+                   Coordinates<2>{{key + panel * ValueTile::kWidth, row * kD}});
+        }
+      }
+    }
+  }
+  QK_DEVICE void copy_queries(int first, u32 piece, u32 tile) const {
+    QK_UNROLL for (int group = 0; group < kGroups; ++group) {
+      QK_UNROLL for (int panel = 0; panel < kRow / QueryTile::kWidth; ++panel) {
+        copy_box(queries_at(piece) + group * QueryTile::kTotal + panel * QueryTile::kPanelBytes,
+                 *heads.q_map, full(tile),
+                 Coordinates<2>{{panel * QueryTile::kWidth, first + 64 * group}});
+      }
+    }
+  }
+
+  QK_DEVICE void produce_by_threads() const {
     const int thread = thread_index() % 128, all = pieces() * heads.count;
     u32 tile = 0, piece = 0;
     QK_NO_UNROLL for (int work = block_x(); work < all; work += gridDim.x, ++piece) {
@@ -201,9 +191,9 @@ struct HopperAttention {
     const PieceOf<kRank> part(thread);
     QK_NO_UNROLL for (int i = part.row; i < kQueries && part.exists(); i += part.kRows) {
       const int query = first + i < heads.queries ? first + i : heads.queries - 1;
-      copy_piece(queries_at(piece) + i / 64 * QueryTile::kTotal +
-                     QueryTile::offset(i % 64, part.byte),
-                 q + static_cast<i64>(query) * kD + part.byte);
+      copy_piece(
+          queries_at(piece) + i / 64 * QueryTile::kTotal + QueryTile::offset(i % 64, part.byte),
+          q + static_cast<i64>(query) * kD + part.byte);
     }
   }
 
@@ -272,7 +262,7 @@ struct HopperAttention {
   /// Waits for a tile. Its writer used another way to shared memory than its readers.
   QK_DEVICE void take(u32 tile) const {
     barrier_wait(full(tile), parity(tile));
-    store_fence();
+    if constexpr (!kMaps) store_fence();
   }
   QK_DEVICE void release(u32 tile) const {
     if (lane == 0) barrier_arrive(empty(tile));
@@ -301,8 +291,7 @@ struct HopperAttention {
     const int r = i / 2 % 2;
     if constexpr (kInt8)
       return multiply_add(static_cast<f32>(sums[i]), k_scale[i / 8] * q_scale[r], bias[r]);
-    else
-      return sums[i] + bias[r];
+    else return sums[i] + bias[r];
   }
   QK_DEVICE void load_scales(f32 (&k_scale)[kGroupsOfKeys], u32 tile) const {
     if constexpr (kInt8) {
@@ -481,8 +470,9 @@ struct HopperAttention {
     if constexpr (kInt8) {
       QK_UNROLL for (int r = 0; r < 2; ++r) {
         const int query = first + lane / 4 + 8 * r;
-        q_scale[r] = heads.q_scale[row * heads.queries +
-                                   (query < heads.queries ? query : heads.queries - 1)];
+        q_scale[r] =
+            heads
+                .q_scale[row * heads.queries + (query < heads.queries ? query : heads.queries - 1)];
       }
     }
   }

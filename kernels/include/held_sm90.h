@@ -50,22 +50,22 @@ struct HeldWgmma;
 #define QK_SUMS_152(s) QK_SUMS_144(s), QK_D(s, 72)
 #define QK_SUMS_168(s) QK_SUMS_160(s), QK_D(s, 80)
 
-#define QK_HELD_ROWS(n, s, types, behind, a0, a1, a2, a3, x, keep)                         \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                                \
-               ", 0;\n\t"                                                                  \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" QK_REGISTERS_##n   \
-               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " x ", p" behind ";\n\t}"             \
-               : QK_SUMS_##n(s)                                                            \
+#define QK_HELD_ROWS(n, s, types, behind, a0, a1, a2, a3, x, keep)                       \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " keep                              \
+               ", 0;\n\t"                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" QK_REGISTERS_##n \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " x ", p" behind ";\n\t}"           \
+               : QK_SUMS_##n(s)                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep_sums))
-#define QK_HELD_WGMMA(n, i0, i1, i2, i3, i4, i5)                                           \
-  template <>                                                                              \
-  struct HeldWgmma<n> {                                                                    \
+#define QK_HELD_WGMMA(n, i0, i1, i2, i3, i4, i5)                                               \
+  template <>                                                                                  \
+  struct HeldWgmma<n> {                                                                        \
     static QK_DEVICE void multiply(f32 (&d)[n / 2], const u32 (&a)[4], u64 b, int keep_sums) { \
-      QK_HELD_ROWS(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2, i3, i4, i5);            \
-    }                                                                                      \
+      QK_HELD_ROWS(n, "+f", "f32.e4m3.e4m3", QK_FLOAT, i0, i1, i2, i3, i4, i5);                \
+    }                                                                                          \
     static QK_DEVICE void multiply(int (&d)[n / 2], const u32 (&a)[4], u64 b, int keep_sums) { \
-      QK_HELD_ROWS(n, "+r", "s32.s8.s8", "", i0, i1, i2, i3, i4, i5);                      \
-    }                                                                                      \
+      QK_HELD_ROWS(n, "+r", "s32.s8.s8", "", i0, i1, i2, i3, i4, i5);                          \
+    }                                                                                          \
   };
 QK_HELD_WGMMA(24, "%12", "%13", "%14", "%15", "%16", "%17")
 QK_HELD_WGMMA(32, "%16", "%17", "%18", "%19", "%20", "%21")

@@ -198,7 +198,7 @@ def value_codes(v: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
     inverse = (torch.ones_like(scale) / scale).clamp(max=torch.finfo(torch.float32).max)
     values = _centered(v, mean) * of_heads(inverse, len(v)).unsqueeze(1)
     codes = _codes(values.transpose(1, 2), E4M3FN)
-    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
+    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1])).contiguous()
 
 
 def of_heads(numbers: Tensor, rows: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Pictures on a terminal, and none elsewhere."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,3 +60,18 @@ def test_nothing_is_shown_in_a_pipe_or_without_colours(tmp_path, monkeypatch, ca
     monkeypatch.setenv("FORCE_COLOR", "1")
     print_pair("worst", *files)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_the_worst_pair_is_shown_when_it_is_another_one(tmp_path, monkeypatch, capsys, pictures):
+    from quantkit.eval.live import SoFar
+
+    monkeypatch.setattr(preview, "terminal", lambda: terminal_of(80))
+    files = picture(tmp_path, "a.png")[1], picture(tmp_path, "b.png")[1]
+    found = SoFar(3, 8, "002", 0.91234, *files, new=True)
+    preview.print_so_far(replace(found, new=False), pictures=pictures)
+    assert capsys.readouterr() == ("", "")
+    preview.print_so_far(found, pictures=pictures)
+    out, err = capsys.readouterr()
+    assert ("\u2580" in out) == pictures
+    assert "3 of 8 pictures so far; worst pair, 002: SSIM 0.9123" in (out if pictures else err)

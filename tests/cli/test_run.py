@@ -245,6 +245,27 @@ def eval_report(*arguments):
     return CliRunner().invoke(evaluate, ["report", *map(str, arguments), *NO_NETWORKS])
 
 
+@pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["told", "quiet"])
+def test_a_watched_report_tells_of_the_worst_pair(ran, pipeline_dir, tmp_path, quiet):
+    from quantkit.cli.evaluate import evaluate
+
+    given = (
+        "report", pipeline_dir, ran[0] / "packed", "-o", tmp_path / "out", "--watch", "--count", 2,
+        "--batch", 1, "--steps", 1, "--no-noise-floor", "--without", "lpips", "--without", "clip",
+    )  # fmt: skip
+    result = CliRunner().invoke(evaluate, [*map(str, given), *quiet])
+    assert result.exit_code in {0, 1, 3}, result.output
+    assert "http-equiv" not in (tmp_path / "out/report.html").read_text(encoding="utf-8").replace(
+        'http-equiv="Content-Security-Policy"', ""
+    )
+    told = [line for line in result.stderr.splitlines() if "so far" in line or "filling" in line]
+    if quiet:
+        assert told == []
+    else:
+        assert told[0] == f"filling {tmp_path / 'out/report.html'}"
+        assert told[1].startswith("1 of 2 pictures so far; worst pair, 000: SSIM ")
+
+
 def test_run_measures_noise_floor_and_steps(ran):
     _, printed = ran
     dtype, batch = printed["noise_floor"]

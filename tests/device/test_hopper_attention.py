@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from quantkit.device.aot.codeobject import read_nvidia_kernels
 from quantkit.device.aot.elf import read_sections
 from quantkit.device.backends import Backend, use
 from quantkit.device.gpu import nvrtc
-from quantkit.device.hopper.attention import HopperAttention, plan_attention
+from quantkit.device.hopper.attention import HopperAttention, has_maps, plan_attention
 from quantkit.device.hopper.gemm import SHARED_LIMIT
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.attention import LARGEST_HEAD, ranks
@@ -33,15 +34,21 @@ SCORES, VALUES = {"e4m3fn": 0x9F3, "int8": 0x9F1}, 0xDF3
 ERRORS = {"e4m3fn": 0.015, "int8": 0.005}
 
 
-def kernel_of(head, fmt="e4m3fn", *, rank=None, io="f16"):
-    return HopperAttention(OPS[name_for("attention", fmt)], io, fmt, head, rank or head)
+def kernel_of(head, fmt="e4m3fn", *, rank=None, io="f16", maps=False):
+    return HopperAttention(OPS[name_for("attention", fmt)], io, fmt, head, rank or head, maps)
+
+
+def sizes_of(m, n, keys):
+    return {"m": m, "n": n, "keys": keys, "pitch": -(-keys // 16) * 16}
 
 
 EVERY = tuple(kernel_of(d, fmt, rank=r) for d in HEADS for fmt in FORMATS for r in ranks(d))
 COMPILED = (
     *(kernel_of(d) for d in (16, 48, 64, 80, 96, 112, 128, 144)),
     *(kernel_of(d, "int8") for d in (64, 128)),
+    *(kernel_of(d, maps=True) for d in (48, 64, 96, 128)),
     kernel_of(64, rank=48, io="bf16"),
+    kernel_of(64, rank=32, io="f32", maps=True),
     kernel_of(128, "int8", rank=64, io="f32"),
 )
 
@@ -57,9 +64,39 @@ def test_blocks_fit_a_multiprocessor(kernel):
     ("m", "n", "blocks"), [(1, 1, 1), (128, 7, 7), (129, 7, 14), (4096, 20, 132)]
 )
 def test_blocks_take_pieces_of_128_queries(m, n, blocks):
-    grid, threads, shared = plan_attention(kernel_of(64), m, n, 132)
-    assert (grid, threads) == ((blocks, 1, 1), 384)
-    assert shared == kernel_of(64).shared_bytes
+    launch = plan_attention(kernel_of(64), sizes_of(m, n, 77), 132)
+    assert (launch.grid, launch.block, launch.maps) == ((blocks, 1, 1), 384, ())
+    assert launch.shared_bytes == kernel_of(64).shared_bytes
+
+
+def test_the_copy_engine_fetches_whole_groups_of_keys_of_fp8():
+    assert has_maps("e4m3fn", 4096)
+    assert not has_maps("e4m3fn", 77)
+    assert not has_maps("int8", 4096)
+
+
+@pytest.mark.parametrize("kernel", [k for k in EVERY if k.qk_format == "e4m3fn"], ids=symbol)
+def test_tensor_maps_keep_the_limits_of_the_copy_engine(kernel):
+    m, n, keys = 300, 7, 208
+    launch = plan_attention(replace(kernel, maps=True), sizes_of(m, n, keys))
+    for spec in launch.maps:
+        assert all(pitch % 16 == 0 for pitch in spec.pitches)
+        assert max(spec.box) <= 256
+        assert spec.box[0] == spec.swizzle
+    q, k, v = launch.maps
+    # What they describe ends where the operand does.
+    for spec, rows in ((q, n * m), (k, n * keys)):
+        last = sum(
+            (size - 1) * pitch for size, pitch in zip(spec.sizes[1:], spec.pitches, strict=True)
+        )
+        assert last == (rows - 1) * kernel.head
+    assert v.sizes == (keys, n * kernel.head)
+    # A tile's rows are its keys, each once.
+    places = [
+        sum(i * pitch for i, pitch in zip(at, k.pitches, strict=True)) // kernel.head
+        for at in product(*map(range, k.box[1:]))
+    ]
+    assert sorted(places) == list(range(kernel.keys))
 
 
 @pytest.mark.parametrize("kernel", COMPILED, ids=symbol)

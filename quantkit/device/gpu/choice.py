@@ -9,7 +9,7 @@ from quantkit.device.hopper import choice as hopper_choice
 from quantkit.device.hopper import conv as hopper_conv
 from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper import gemm as hopper
-from quantkit.device.hopper.attention import HopperAttention
+from quantkit.device.hopper.attention import HopperAttention, has_maps
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Sums
 from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.device.tiles import choose_tile
@@ -31,7 +31,8 @@ def choose_kernel(
             without.
     """
     choose = _HOPPER.get(op.name) if _has_own(device, op) else None
-    own = choose(op, words, sizes, _Wanted(accurate, device.units)) if choose else None
+    wanted = _Wanted(accurate, device.units, maps=is_hopper(device))
+    own = choose(op, words, sizes, wanted) if choose else None
     return own or _of_menu(device, op, words, op.integers(sizes))
 
 
@@ -70,10 +71,11 @@ def why_not_hopper(device: Device) -> str:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """How exact sums have to be, and on how many multiprocessors."""
+    """How exact sums have to be, on how many multiprocessors, and whether there are tensor maps."""
 
     accurate: bool
     units: int
+    maps: bool
 
     def sums(self, words: tuple[str, ...]) -> tuple[Sums, ...]:
         """Return those that will do for a variant's formats."""
@@ -112,10 +114,12 @@ def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hop
     return replace(kernel, y_format=y_format)
 
 
-def _attention(op: Op, words: tuple[str, ...], _sizes: Sizes, _wanted: _Wanted) -> HopperAttention:
+def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
+    assert isinstance(sizes, dict)
     io, qk_format, head, rank = words
     columns = int(head[1:])
-    return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns))
+    maps = wanted.maps and has_maps(qk_format, sizes["keys"])
+    return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns), maps)
 
 
 _Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | HopperAttention | None]

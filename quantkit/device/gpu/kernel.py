@@ -1,6 +1,6 @@
 """What the loader runs: kernels of three kinds, and the launch of each but for its addresses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.device.geometry import compile_expression
 from quantkit.device.hopper.attention import HopperAttention, plan_attention
@@ -52,8 +52,7 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
         plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
     elif isinstance(kernel, HopperAttention):
         assert isinstance(sizes, dict)
-        launch = plan_attention(kernel, sizes["m"], sizes["n"], units)
-        plan = _plan_arguments(kernel.op, sizes, *launch)
+        plan = _plan_attention(kernel, sizes, units)
     else:
         plan = _plan_variant(kernel, _integers(kernel, sizes))
     # Of the numbers, a convolution's padding may be 0.
@@ -84,6 +83,14 @@ def _plan_arguments(
     numbers = tuple(sizes[a.name] for a in op.args[pointers:])
     order = tuple(range(len(op.args)))
     return Plan(grid, block, shared_bytes, pointers, numbers, (), order)
+
+
+def _plan_attention(kernel: HopperAttention, sizes: dict[str, int], units: int) -> Plan:
+    launch = plan_attention(kernel, sizes, units)
+    plan = _plan_arguments(kernel.op, sizes, launch.grid, launch.block, launch.shared_bytes)
+    # Maps of the first operands stand behind everything else.
+    order = tuple(range(len(plan.order) + len(launch.maps)))
+    return replace(plan, maps=tuple(enumerate(launch.maps)), order=order)
 
 
 def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:

@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 # CUtensorMapDataType, _Swizzle and _L2promotion of cuda.h; interleave none and out-of-bounds fill
 # with zeros are 0.
 _ELEMENTS = {"u8": 0, "f16": 6, "f32": 7, "bf16": 9}
-_SWIZZLES = {64: 2, 128: 3}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
 _L2_256 = 3
 
 #: map, element, rank, address, sizes, pitches, box, steps, interleave, swizzle, promotion, fill

@@ -1,16 +1,17 @@
 """Attention on Hopper: the tile of a head, how its kernel is compiled, and how it is launched.
 
-Plain numbers: nothing here needs a GPU. No tensor maps: rows of keys change places on their way to
-shared memory (kernels/include/attend_sm90.h), which copies by the copy engine cannot do.
+Plain numbers: nothing here needs a GPU. Rows of keys change places on their way to shared memory
+(kernels/include/attend_sm90.h). The copy engine can do that where heads have a multiple of 16 keys,
+which makes a call 4 to 11 % shorter than copies by threads (D 64 and 128, 4096 keys, H200).
 """
 
 from dataclasses import dataclass
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.gemm import MULTIPROCESSORS
-from quantkit.device.hopper.tensormap import ITEM_BYTES
+from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
 from quantkit.device.ops.op import Op
-from quantkit.numerics.formats import FORMATS, INT8
+from quantkit.numerics.formats import E4M3FN, FORMATS, INT8
 
 #: Warpgroups that multiply, 64 queries each; one more copies.
 GROUPS = 2
@@ -34,6 +35,8 @@ class HopperAttention:
     head: int
     #: columns of queries and keys that are multiplied
     rank: int
+    #: the copy engine fetches
+    maps: bool = False
 
     @property
     def operation(self) -> str:
@@ -49,7 +52,8 @@ class HopperAttention:
     def name(self) -> str:
         """What was chosen, as ``f16_e4m3fn_d64`` or ``f16_e4m3fn_d64_r32``."""
         rank = (f"r{self.rank}",) if self.rank < self.head else ()
-        return "_".join((self.io, self.qk_format, f"d{self.head}", *rank))
+        maps = ("maps",) if self.maps else ()
+        return "_".join((self.io, self.qk_format, f"d{self.head}", *rank, *maps))
 
     @property
     def symbol(self) -> str:
@@ -64,6 +68,7 @@ class HopperAttention:
             "RANK": self.rank // 16,
             "GROUPS": GROUPS,
             "KEYS": self.keys,
+            "MAPS": int(self.maps),
             "X_FORMAT": _FORMATS.index(self.qk_format),
             "IO": _IOS.index(self.io),
             "SHARED_BYTES": self.shared_bytes,
@@ -78,6 +83,11 @@ class HopperAttention:
         return next(keys for widest, keys in table.items() if self.head <= widest)
 
     @property
+    def row(self) -> int:
+        """Bytes of a row of queries or keys in shared memory: whole matrix instructions."""
+        return 32 * ceil_div(self.rank, 32)
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return 128 * (GROUPS + 1)
@@ -85,7 +95,7 @@ class HopperAttention:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the source asserts the same number."""
-        row = 32 * ceil_div(self.rank, 32)
+        row = self.row
         queries = 2 * GROUPS * 64 * row
         scales = self.keys // 16 * 4 if self.qk_format == INT8.name else 0
         values = (self.head + 8) * self.keys + scales
@@ -94,12 +104,50 @@ class HopperAttention:
         return queries + stages * stage + 16 * stages + 16
 
 
+def has_maps(qk_format: str, keys: int) -> bool:
+    """Return whether the copy engine can fetch all of a call; scales of int8 codes it cannot."""
+    return qk_format == E4M3FN.name and keys % 16 == 0
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """One launch but for its addresses."""
+
+    grid: tuple[int, int, int]
+    block: int
+    #: dynamic
+    shared_bytes: int
+    #: of q, k and v; none where threads fetch
+    maps: tuple[TensorMap, ...]
+
+
 def plan_attention(
-    kernel: HopperAttention, m: int, n: int, multiprocessors: int = MULTIPROCESSORS
-) -> tuple[tuple[int, int, int], int, int]:
-    """Return grid, threads of a block and its shared memory for M queries of N heads."""
-    pieces = ceil_div(m, 64 * GROUPS) * n
-    return (min(pieces, multiprocessors), 1, 1), kernel.threads, kernel.shared_bytes
+    kernel: HopperAttention, sizes: dict[str, int], multiprocessors: int = MULTIPROCESSORS
+) -> AttentionLaunch:
+    """Return how ``kernel`` computes a call: M queries of N heads, all their keys."""
+    pieces = ceil_div(sizes["m"], 64 * GROUPS) * sizes["n"]
+    grid = (min(pieces, multiprocessors), 1, 1)
+    maps = _maps(kernel, sizes) if kernel.maps else ()
+    return AttentionLaunch(grid, kernel.threads, kernel.shared_bytes, maps)
+
+
+def _maps(kernel: HopperAttention, sizes: dict[str, int]) -> tuple[TensorMap, TensorMap, TensorMap]:
+    m, n, keys, head, rank = sizes["m"], sizes["n"], sizes["keys"], kernel.head, kernel.rank
+    wide, deep = _panel(kernel.row), _panel(kernel.keys)
+    # Columns from the rank on are outside, and become zeros.
+    q = TensorMap("q", "u8", (rank, n * m), (wide, 64), wide, strides=(head,))
+    groups = (2, 4, 2, n * keys // 16)
+    # Rows of a tile in their order: key_of in attend_sm90.h.
+    strides = tuple(head * rows for rows in (1, 4, 2, 16))
+    box = (wide, *groups[:3], kernel.keys // 16)
+    k = TensorMap("k", "u8", (rank, *groups), box, wide, strides=strides)
+    v = TensorMap("v", "u8", (sizes["pitch"], n * head), (deep, head), deep)
+    return q, k, v
+
+
+def _panel(row: int) -> int:
+    """Return the widest swizzle that divides a row in shared memory."""
+    return next(width for width in (128, 64, 32) if row % width == 0)
 
 
 def _up(size: int) -> int:

@@ -10,7 +10,7 @@ ITEM_BYTES = {"u8": 1, "f16": 2, "bf16": 2, "f32": 4}
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What cuTensorMapEncodeTiled is told of a contiguous tensor, the last dimension first.
+    """What cuTensorMapEncodeTiled is told of a tensor, the last dimension first.
 
     Interleave none, L2 promotion 256 bytes, zeros outside.
     """
@@ -22,10 +22,12 @@ class TensorMap:
     sizes: tuple[int, ...]
     #: elements that one copy brings, along each dimension
     box: tuple[int, ...]
-    #: bytes: CU_TENSOR_MAP_SWIZZLE_64B or _128B
+    #: bytes: CU_TENSOR_MAP_SWIZZLE_32B, _64B or _128B
     swizzle: int = 128
     #: take every how many-th element along each dimension; empty for all
     steps: tuple[int, ...] = ()
+    #: bytes from one element to the next along all dimensions but the first; empty: contiguous
+    strides: tuple[int, ...] = ()
 
     @property
     def pitches(self) -> tuple[int, ...]:
@@ -33,5 +35,7 @@ class TensorMap:
 
         A tensor map needs multiples of 16.
         """
+        if self.strides:
+            return self.strides
         item = ITEM_BYTES[self.element]
         return tuple(item * count for count in accumulate(self.sizes[:-1], mul))
