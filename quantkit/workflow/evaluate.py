@@ -1,7 +1,6 @@
 """Measuring what packing cost: pictures and numbers of packed pipelines against their original."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from quantkit.eval.generation import (
     unseen,
 )
 from quantkit.eval.judges import load_judges
-from quantkit.eval.live import LiveFacts, SoFar, Watcher, open_live, unwatched
+from quantkit.eval.live import LiveFacts, SoFar, Watcher, unwatched
 from quantkit.eval.methods import Method, name_methods, write_methods
 from quantkit.eval.quantized_pipeline import refuse_device, rehearse
 from quantkit.eval.range_map import map_ranges
@@ -47,6 +46,7 @@ from quantkit.sensitivity.result import load_sensitivity
 from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path, as_prompts
+from quantkit.workflow.onlooker import watched
 
 __all__ = [
     "Compared",
@@ -236,7 +236,7 @@ def evaluate(
     background = _background(calibration, sensitivity, settings)
     _rehearse([pair], pictures, place, progress)
     facts = LiveFacts(pair.title, pictures, tuple(commands))
-    with _watched(path, facts, watch, progress, force=force) as onlooker:
+    with watched(path, facts, watch, progress, force=force) as onlooker:
         baseline = baseline_of(
             pair.model, pictures, settings, backbones, place, dtype=pair.dtype,
             viewer=onlooker.original, progress=onlooker.progress,
@@ -397,30 +397,6 @@ def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) ->
     """
     found = load_backbones(None, clip, without, device=torch.device("cpu"))
     return tuple(network.name for network in (found.lpips, found.clip) if network is not None)
-
-
-@dataclass(frozen=True)
-class _Onlooker:
-    """Who sees pictures and steps of an evaluation on the way."""
-
-    original: Viewer
-    packed: Viewer
-    progress: Progress
-    #: the output is there, or may be replaced
-    force: bool
-
-
-@contextmanager
-def _watched(
-    path: Path | None, facts: LiveFacts, watch: Watcher | None, progress: Progress, *, force: bool
-) -> Iterator[_Onlooker]:
-    """Yield who looks on: the page that fills, where somebody watches."""
-    if watch is None:
-        yield _Onlooker(unseen, unseen, progress, force)
-        return
-    assert path is not None, "refused before"
-    with open_live(path, facts, force=force, watch=watch) as page:
-        yield _Onlooker(page.original, page.packed, page.under(progress), force=True)
 
 
 def _background(

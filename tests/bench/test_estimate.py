@@ -238,6 +238,13 @@ def test_ranges_are_in_order(name):
     assert all(high >= low > 0 for high, low in times)
 
 
+@pytest.mark.parametrize("name", CARDS)
+def test_attention_has_a_share_where_it_has_a_kernel(name):
+    has_kernel = not arch_of_device(CARDS[name].device).why_without("attention")
+    formats = {precision for precision, _ in CARDS[name].efficiency.attention}
+    assert formats == ({"f16", "fp8", "int8"} if has_kernel else {"f16"})
+
+
 def test_what_was_just_written_is_read_from_the_cache():
     card = CARDS["RX 9070 XT"]
     view = View(1, 2**22, 2, (2**22,))
@@ -265,8 +272,8 @@ def test_kernels_are_supposed_inside_the_block_alone():
     cuda = torch.device("cuda")
     with supposing(RDNA4):
         assert choose("attention_fp8", cuda, k=64).backend is Backend.GPU
-    with supposing(arch_of_device("sm_90")):
-        assert "RDNA4" in choose("attention_fp8", cuda, k=64).reason
+    with supposing(arch_of_device("gfx1100")):
+        assert "RDNA3" in choose("attention_fp8", cuda, k=64).reason
     if not torch.cuda.is_available():
         assert choose("attention_fp8", cuda, k=64).backend is Backend.REFERENCE
 
@@ -303,7 +310,7 @@ def test_larger_pictures_and_batches_take_longer(tiny):
 def test_contenders_without_an_estimate_say_why(tiny):
     quantized = MODEL_CONTENDERS["f16"].with_attention("int8")
     chosen = [MODEL_CONTENDERS["torchao-compiled"], quantized]
-    found = estimate_step(tiny, chosen, TINY, find_card("sm_90"), silent).rows
+    found = estimate_step(tiny, chosen, TINY, find_card("gfx1100"), silent).rows
     assert [row.ms for row in found] == [None, None]
     assert "torchao" in found[0].reason
     assert "attention is torch's" in found[1].reason

@@ -68,7 +68,8 @@ class Card:
 # c128x256's 0.85; F.linear's at 4608x12288x3072 to 4608x3072x15360 0.71 to 0.79, at 8192^3 0.64.
 # Convolutions in 16 bit: cuDNN, the same document, 0.50 to 0.60 of whole rounds. Attention: cuDNN's
 # and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128 columns (arXiv 2407.08608,
-# figure 5). Times of small kernels: those of an uncompiled SDXL on an H200, bytes at 4.2 TB/s taken
+# figure 5); on codes assumed, from 16 bit's rate to the paper's in FP8.
+# Times of small kernels: those of an uncompiled SDXL on an H200, bytes at 4.2 TB/s taken
 # off (docs/notes/results/h200-sdxl.json: 701 quantize 2.63 ms and 6.1 GB, 210 layer norms 1.87 ms
 # and 2.5 GB); gap: its device idle by kernel, 1.0 us. Copy of 1 GB: 0.88 of the bandwidth.
 _HOPPER = Efficiency(
@@ -84,7 +85,14 @@ _HOPPER = Efficiency(
         ("conv", "int8", False): (0.66, 0.80),
         ("conv", "int8", True): (0.36, 0.44),
     },
-    attention={("f16", 64): (0.38, 0.43), ("f16", 128): (0.55, 0.64)},
+    attention={
+        ("f16", 64): (0.38, 0.43),
+        ("f16", 128): (0.55, 0.64),
+        ("fp8", 64): (0.20, 0.40),
+        ("fp8", 160): (0.28, 0.50),
+        ("int8", 64): (0.20, 0.40),
+        ("int8", 160): (0.28, 0.50),
+    },
     fixed_k={("f16", False): 150, ("fp8", False): 400, ("fp8", True): 740},
     memory=(0.85, 0.90),
     cache=(1.0, 1.3),
