@@ -237,6 +237,8 @@ _SM89_MATRIX = (
     *_multiplying("fp8", "QMMA", "QMMA"),
     *_multiplying_int8("IMMA", "IMMA"),
     ("gemm_w16", "HMMA"),
+    ("attention_fp8", "QMMA"),
+    ("attention_int8", "IMMA"),
 )
 
 
@@ -244,7 +246,6 @@ _SM89_MATRIX = (
 _GFX11_WITHOUT = (
     ("attention", "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8"),
 )
-_SM89_WITHOUT = (("attention", "its kernels are made for RDNA4, Hopper and the CPU"),)
 
 
 def _radeon(
@@ -308,7 +309,6 @@ ARCHS: dict[str, Arch] = {
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
-            without=_SM89_WITHOUT,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )
