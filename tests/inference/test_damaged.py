@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.checkpoint.spec import FORMAT_VERSION
 from quantkit.errors import CheckpointError, InputError, ModelError
 from quantkit.storage.tensorfile import read_header
 from tests.support.loading import unet_class
@@ -93,7 +94,10 @@ def test_damaged_tensors_are_named(broken, change, text):
 
 
 CONFIG_FAULTS = {
-    "newer": (lambda c: c.update(format_version=9), "format_version 9 is newer than 5"),
+    "newer": (
+        lambda c: c.update(format_version=9),
+        f"format_version 9 is newer than {FORMAT_VERSION}",
+    ),
     "unknown-key": (lambda c: c.update(extra=1), "extra"),
     "unknown-layer": (
         lambda c: c["schemes"][0]["layers"].append("mid_block.nothing"),
