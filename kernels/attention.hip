@@ -17,8 +17,15 @@
 // give NaN on a card; the host's encoder saturates.
 //
 // Launch: 256 threads, grid (ceil(M / TILE_M), N, 1). A wave has 32 queries (of heads beyond 128:
-// 16) and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h.
-#include "attend.h"
+// 16) and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h,
+// attend_sm89.h.
+#include "config.h"
+
+#if defined(QK_NVIDIA)
+#  include "attend_sm89.h"
+#else
+#  include "attend.h"
+#endif
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kWaves = QK_THREADS / qk::kWave;
@@ -29,8 +36,8 @@ using Loop = qk::Attention<kHead, kRank, QK_TILE_M / (16 * kWaves), QK_TILE_N, Q
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 static_assert(QK_TILE_M == Loop::kWaveQueries * kWaves, "launch.json divides M by this number");
 
-struct alignas(16) Eight {
-  qk::f32 v[8];
+struct alignas(Loop::kRun == 8 ? 16 : 8) Run {
+  qk::f32 v[Loop::kRun];
 };
 
 struct Ends {
@@ -40,32 +47,50 @@ struct Ends {
   int queries, heads, row, d;
 };
 
-QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
-  using Type = qk::IoType<kIo>;
-  using Memory = typename Type::Memory;
-  const int lane = qk::thread_index() % qk::kWave;
-  QK_UNROLL for (int j = 0; j < Loop::kWaveQueries / 16; ++j) {
-    const qk::f32 inverse = qk::approx_reciprocal(loop.rows[j].total());
-    const int query = first + 16 * j + lane % 16;
+using Type = qk::IoType<kIo>;
+using Memory = Type::Memory;
+
+/// Rounds neighbouring columns of a query, and writes them at once.
+QK_DEVICE void write_run(Memory* y, const qk::f32 (&values)[Loop::kRun]) {
+  if constexpr (Loop::kRun == 8) {
+    constexpr int kPerVector = sizeof(qk::Vec16) / sizeof(Memory);
+    QK_UNROLL for (int e = 0; e < 8; e += kPerVector)
+      qk::store(y + e, Type::round_vector(values + e));
+  } else {
+    struct alignas(2 * sizeof(Memory)) Pair {
+      Memory v[2];
+    };
+    qk::store(y, Pair{{Type::round(values[0]), Type::round(values[1])}});
+  }
+}
+
+/// The first query of the calling wave. Asked for twice, so that no register holds it meanwhile.
+QK_DEVICE int first_query() {
+  return qk::block_x() * QK_TILE_M + qk::wave_index() * Loop::kWaveQueries;
+}
+
+QK_DEVICE void write(const Ends& ends, const Loop& loop) {
+  const int first = first_query();
+  const int lane = Loop::lane(), picture = ends.row / ends.heads, head = ends.row % ends.heads;
+  QK_UNROLL for (int which = 0; which < Loop::kLaneQueries; ++which) {
+    const qk::f32 inverse = qk::approx_reciprocal(loop.total(which));
+    const int query = first + Loop::query(which, lane);
     if (query >= ends.queries) continue;
-    const qk::i64 token = static_cast<qk::i64>(ends.row / ends.heads) * ends.queries + query;
-    auto* const y =
-        static_cast<Memory*>(ends.y) + (token * ends.heads + ends.row % ends.heads) * ends.d;
-    QK_UNROLL for (int block = 0; block < Loop::kHeadBlocks; ++block) {
-      const int column = 16 * block + 8 * (lane / 16);
+    const qk::i64 token = static_cast<qk::i64>(picture) * ends.queries + query;
+    auto* const y = static_cast<Memory*>(ends.y) + (token * ends.heads + head) * ends.d;
+    QK_UNROLL for (int run = 0; run < Loop::kRuns; ++run) {
+      const int column = Loop::column(run, lane);
       if (column >= ends.d) continue;
-      const auto scale = qk::load<Eight>(ends.scale + column);
-      qk::f32 values[8];
-      QK_UNROLL for (int e = 0; e < 8; ++e)
-        values[e] = loop.out[block][0][j][e] * inverse * scale.v[e];
+      const auto scale = qk::load<Run>(ends.scale + column);
+      qk::f32 values[Loop::kRun];
+      QK_UNROLL for (int e = 0; e < Loop::kRun; ++e)
+        values[e] = loop.value(which, run, e) * inverse * scale.v[e];
       if (ends.mean != nullptr) {
-        const auto mean = qk::load<Eight>(ends.mean + column);
-        QK_UNROLL for (int e = 0; e < 8; ++e)
+        const auto mean = qk::load<Run>(ends.mean + column);
+        QK_UNROLL for (int e = 0; e < Loop::kRun; ++e)
           values[e] = qk::add_rounded(values[e], mean.v[e]);
       }
-      constexpr int kPerVector = sizeof(qk::Vec16) / sizeof(Memory);
-      QK_UNROLL for (int e = 0; e < 8; e += kPerVector)
-        qk::store(y + column + e, Type::round_vector(values + e));
+      write_run(y + column, values);
     }
   }
 }
@@ -76,7 +101,6 @@ QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scal
           int keys, int pitch, int heads, int d, int scales) {
   QK_SHARED(lds, Loop::kLdsBytes);
   const int row = qk::block_y();
-  const int first = qk::block_x() * QK_TILE_M + qk::wave_index() * Loop::kWaveQueries;
   const qk::i64 at = row, groups = (keys + 15) / 16;
   const qk::Head head{q + at * m * kHead,
                       k + at * keys * kHead,
@@ -87,10 +111,9 @@ QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scal
                       keys,
                       pitch};
   Loop loop;
-  loop.run(head, lds, first);
+  loop.run(head, lds, first_query());
   const int scale = row % scales * kHead;
-  write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row, d}, loop,
-        first);
+  write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row, d}, loop);
 }
 
 QK_HOST_ENTRY(QK_THREADS, Loop::kLdsBytes)

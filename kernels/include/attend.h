@@ -14,6 +14,7 @@
 // for anything, and V^T is read from where 16 bytes start.
 #pragma once
 
+#include "attend_head.h"
 #include "mma.h"
 #include "softmax.h"
 
@@ -64,16 +65,6 @@ struct RowsCopy {
   }
 };
 
-/// One head: where its codes lie.
-struct Head {
-  const u8* q;         // [queries, kD], of which kRank columns are multiplied
-  const u8* k;         // [keys, kD], of which they are
-  const u8* v;         // [kD, pitch], of which `keys` columns count and the others are zero
-  const f32* q_scale;  // [queries], of int8 codes
-  const f32* k_scale;  // [ceil(keys / 16)], of int8 codes
-  int queries, keys, pitch;
-};
-
 template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk>
 struct Attention {
   using Scores = DenseMma<kQk, kQk>;
@@ -90,6 +81,14 @@ struct Attention {
   static_assert(kKeys % Values::kChunk == 0, "a tile must be a whole number of fragments of V^T");
   static_assert(kD % 16 == 0 && kRank % 16 == 0, "a head must be a whole number of instructions");
   static_assert(kRank <= kD, "there are no more columns");
+
+  // What a lane has of the result: its queries, and runs of neighbouring columns of each.
+  static constexpr int kLaneQueries = kQueryBlocks, kRuns = kHeadBlocks, kRun = 8;
+  static QK_DEVICE int lane() { return thread_index() % kWave; }
+  static QK_DEVICE int query(int which, int lane) { return 16 * which + lane % 16; }
+  static QK_DEVICE int column(int run, int lane) { return 16 * run + 8 * (lane / 16); }
+  QK_DEVICE f32 total(int which) const { return rows[which].total(); }
+  QK_DEVICE f32 value(int which, int run, int e) const { return out[run][0][which][e]; }
 
   struct Score {
     f32 v[8];

@@ -84,6 +84,8 @@ class Arch:
     tile_speed: TileSpeed = ()
     #: families of operations whose kernels here are no variants of the menu
     own: tuple[str, ...] = ()
+    #: family of operations -> why torch is faster than its kernels here, which run where asked for
+    outrun: tuple[tuple[str, str], ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -95,6 +97,10 @@ class Arch:
     def has_tile(self, op: str, tile: str) -> bool:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
         return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
+
+    def why_outrun(self, family: str) -> str:
+        """Return why torch is faster than a family's kernels here; empty when it is not."""
+        return dict(self.outrun).get(family, "")
 
     def why_without(self, family: str) -> str:
         """Return why a family of operations has no kernels here; empty when it has."""
@@ -237,6 +243,8 @@ _SM89_MATRIX = (
     *_multiplying("fp8", "QMMA", "QMMA"),
     *_multiplying_int8("IMMA", "IMMA"),
     ("gemm_w16", "HMMA"),
+    ("attention_fp8", "QMMA"),
+    ("attention_int8", "IMMA"),
 )
 
 
@@ -244,7 +252,6 @@ _SM89_MATRIX = (
 _GFX11_WITHOUT = (
     ("attention", "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8"),
 )
-_SM89_WITHOUT = (("attention", "its kernels are made for RDNA4, Hopper and the CPU"),)
 
 
 def _radeon(
@@ -272,6 +279,11 @@ def _radeon(
     )
 
 
+# docs/guides/attention.md has the figures.
+_HOPPER_OUTRUN = (
+    ("attention", "on Hopper making codes takes longer than the kernel saves, so torch computes"),
+)
+
 #: The first row that lists a device runs it.
 ARCHS: dict[str, Arch] = {
     a.name: a
@@ -298,6 +310,7 @@ ARCHS: dict[str, Arch] = {
             devices=("sm_90",),
             tile_speed=_SM89_TILES,
             own=("attention",),
+            outrun=_HOPPER_OUTRUN,
         ),
         Arch(
             "sm_89",
@@ -308,7 +321,6 @@ ARCHS: dict[str, Arch] = {
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
-            without=_SM89_WITHOUT,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )

@@ -198,7 +198,7 @@ def value_codes(v: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
     inverse = (torch.ones_like(scale) / scale).clamp(max=torch.finfo(torch.float32).max)
     values = _centered(v, mean) * of_heads(inverse, len(v)).unsqueeze(1)
     codes = _codes(values.transpose(1, 2), E4M3FN)
-    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1])).contiguous()
+    return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
 
 
 def of_heads(numbers: Tensor, rows: int) -> Tensor:
@@ -215,4 +215,5 @@ def _centered(t: Tensor, mean: Tensor | None) -> Tensor:
 
 
 def _codes(t: Tensor, fmt: NumberFormat) -> Tensor:
-    return cast(t, fmt).view(torch.uint8)
+    """Return contiguous codes: a launch copies others, each time."""
+    return cast(t, fmt).view(torch.uint8).contiguous()

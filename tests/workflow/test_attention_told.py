@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,17 +83,28 @@ def test_doctor_says_that_nothing_was_asked_for(packed):
     assert "attention is torch's, in 16 bit: the checkpoint asks for no codes" in text
 
 
-@pytest.mark.parametrize(
-    ("arch", "reason"),
-    [("gfx1100", "torch's attention is as fast"), ("sm_89", "made for RDNA4, Hopper and the CPU")],
-)
-def test_without_a_kernel_attention_is_torchs(packed, monkeypatch, arch, reason):
-    why = ARCHS[arch].why_without("attention")
-    assert reason in why
+def test_without_a_kernel_attention_is_torchs(packed, monkeypatch):
+    why = ARCHS["gfx1100"].why_without("attention")
+    assert "torch's attention is as fast" in why
     monkeypatch.setattr(choosing, "_why_not_here", lambda device, family: why)
     modules = attention_choices(require_packed(packed / "packed"), CPU)
     assert {m.backend for m in modules} == {"torch"}
     assert {m.reason for m in modules if m.format} == {why}
+
+
+def test_where_torch_is_faster_attention_is_torchs_unless_asked_for(packed, monkeypatch):
+    cuda = torch.device("cuda")
+    hopper = SimpleNamespace(device=SimpleNamespace(arch=ARCHS["sm_90a"]))
+    monkeypatch.setattr(choosing, "_state", lambda device: hopper)
+    why = choosing.why_outrun("attention_fp8", cuda)
+    assert "making codes takes longer than the kernel saves" in why
+    assert not choosing.why_outrun("gemm_fp8", cuda)
+    assert not choosing.why_outrun("attention_fp8", CPU)
+    with use(Backend.GPU):
+        assert not choosing.why_outrun("attention_fp8", cuda)
+    monkeypatch.setattr("quantkit.inference.attention_choices.why_outrun", lambda op, device: why)
+    modules = attention_choices(require_packed(packed / "packed"), CPU)
+    assert {(m.backend, m.reason) for m in modules if m.format} == {("torch", why)}
 
 
 def test_operations_say_torch_where_attention_has_no_kernel():
