@@ -11,7 +11,7 @@ from quantkit.device.compilers import cpu_identity, host_compiler
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
 
-_FLAGS = (
+_FLAGS: tuple[str, ...] = (
     "-x",
     "c++",
     "-O3",
