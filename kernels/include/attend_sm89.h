@@ -16,8 +16,8 @@
 // leave it for float32 before the next one's, as on Hopper (attend_sm90.h has the errors). 8 - m is
 // added behind the products for the same reason. The sums of codes are a product with ones.
 //
-// Tiles come by cp.async, which takes no registers; K's rows change places on the way, because eight
-// neighbouring rows, an odd number of 16 bytes apart, are read without bank conflicts.
+// Tiles come by cp.async, which takes no registers; K's rows change places on the way, because
+// eight neighbouring rows, an odd number of 16 bytes apart, are read without bank conflicts.
 #pragma once
 
 #include "attend_head.h"
@@ -194,10 +194,9 @@ struct Attention {
           const auto product = static_cast<f32>(sums[b][e]);
           const int block = first + b, r = e / 2;
           if constexpr (kInt8)
-            s[b][4 * j + e] = multiply_add(product, k_scale[j / 2] * q_scale[block][r],
-                                           bias[block][r]);
-          else
-            s[b][4 * j + e] = product + bias[block][r];
+            s[b][4 * j + e] =
+                multiply_add(product, k_scale[j / 2] * q_scale[block][r], bias[block][r]);
+          else s[b][4 * j + e] = product + bias[block][r];
         }
       }
     }
