@@ -20,6 +20,7 @@ from skimage.metrics import structural_similarity
 import quantkit
 from quantkit.calibration.statistics import load_calibration
 from quantkit.checkpoint.attention import CHILD, HeadShape
+from quantkit.device.backends import Backend, use
 from quantkit.inference import head_scales
 from quantkit.numerics.attention_scales import SHAPES
 from quantkit.packing.attention import static_scales
@@ -98,4 +99,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Not torch's, where that is faster.
+    with use(Backend.GPU if DEVICE.type == "cuda" else Backend.HOST):
+        main()

@@ -14,7 +14,7 @@ from quantkit.bench.attention_problem import AttentionProblem
 from quantkit.bench.contender import Contender, UnavailableError, differing_codes, worst_of
 from quantkit.bench.roofline import Precision
 from quantkit.bench.timing import Call
-from quantkit.device.backends import Backend
+from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
 from quantkit.inference.attention_call import AttentionSettings, attend
@@ -58,15 +58,29 @@ def _static(problem: AttentionProblem, qk_format: str) -> Call:
 
 def _dynamic(problem: AttentionProblem, qk_format: str) -> Call:
     _need_kernel(problem, qk_format)
-    return partial(
+    call = partial(
         attend, AttentionSettings(qk_format, 1), _heads(problem), AttentionCall(None, "")
     )
+    return _on_kernel(problem, call)
+
+
+def _on_kernel(problem: AttentionProblem, call: Call) -> Call:
+    """Return a call that takes the kernel where torch would be faster, too."""
+    backend = Backend.GPU if problem.device.type == "cuda" else Backend.HOST
+
+    def forced() -> object:
+        with use(backend):
+            return call()
+
+    return forced
 
 
 def _dynamic_compiled(problem: AttentionProblem, qk_format: str) -> Call:
     libraries.need_compiler(problem)
     # What a compiled model has: scales, codes and the product in one graph.
-    return torch.compile(_dynamic(problem, qk_format), dynamic=False, fullgraph=True)
+    settings, heads = AttentionSettings(qk_format, 1), _heads(problem)
+    call = torch.compile(attend, dynamic=False, fullgraph=True)
+    return _on_kernel(problem, partial(call, settings, heads, AttentionCall(None, "")))
 
 
 def _making(problem: AttentionProblem, qk_format: str) -> Call:

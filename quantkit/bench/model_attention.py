@@ -5,7 +5,7 @@ from torch import nn
 
 from quantkit.bench.compiling import with_shared_weights
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose
+from quantkit.device.choosing import choose, why_outrun
 from quantkit.device.log import KernelLog
 from quantkit.device.ops.table import name_for
 from quantkit.inference.attention import attention
@@ -34,9 +34,11 @@ def why_no_kernel(qk_format: str, device: torch.device) -> str:
     """
     if not qk_format:
         return ""
-    choice = choose(name_for("attention", qk_format), device, k=COLUMNS)
+    op = name_for("attention", qk_format)
+    choice = choose(op, device, k=COLUMNS)
     no_kernel = choice.backend is Backend.REFERENCE
-    return f"attention is torch's: {choice.reason}" if no_kernel else ""
+    reason = choice.reason if no_kernel else why_outrun(op, device)
+    return f"attention is torch's: {reason}" if reason else ""
 
 
 def why_not_used(qk_format: str, min_keys: int, seen: KernelLog) -> str:

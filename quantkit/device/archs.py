@@ -84,6 +84,8 @@ class Arch:
     tile_speed: TileSpeed = ()
     #: families of operations whose kernels here are no variants of the menu
     own: tuple[str, ...] = ()
+    #: family of operations -> why torch is faster than its kernels here, which run where asked for
+    outrun: tuple[tuple[str, str], ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -95,6 +97,10 @@ class Arch:
     def has_tile(self, op: str, tile: str) -> bool:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
         return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
+
+    def why_outrun(self, family: str) -> str:
+        """Return why torch is faster than a family's kernels here; empty when it is not."""
+        return dict(self.outrun).get(family, "")
 
     def why_without(self, family: str) -> str:
         """Return why a family of operations has no kernels here; empty when it has."""
@@ -273,6 +279,11 @@ def _radeon(
     )
 
 
+# docs/guides/attention.md has the figures.
+_HOPPER_OUTRUN = (
+    ("attention", "on Hopper making codes takes longer than the kernel saves, so torch computes"),
+)
+
 #: The first row that lists a device runs it.
 ARCHS: dict[str, Arch] = {
     a.name: a
@@ -299,6 +310,7 @@ ARCHS: dict[str, Arch] = {
             devices=("sm_90",),
             tile_speed=_SM89_TILES,
             own=("attention",),
+            outrun=_HOPPER_OUTRUN,
         ),
         Arch(
             "sm_89",

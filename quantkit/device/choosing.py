@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from quantkit.device.backends import Backend, forced
 from quantkit.device.host import library as host
 from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError
+
+if TYPE_CHECKING:
+    from quantkit.device.gpu.selftest import DeviceState
 
 _supposed: ContextVar[Arch | None] = ContextVar("quantkit_supposed_arch", default=None)
 
@@ -62,6 +66,17 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     return Choice(Backend.REFERENCE, reason)
 
 
+def why_outrun(op: str, device: torch.device) -> str:
+    """Return why torch is faster than the kernel that ``choose`` names.
+
+    Empty where it is not, and where a back end is forced with ``use``.
+    """
+    if device.type != "cuda" or forced() is not None or _supposed.get() is not None:
+        return ""
+    found = _state(device).device
+    return found.arch.why_outrun(find_op(op).family) if found else ""
+
+
 @lru_cache(maxsize=4096)
 def _why_no_kernel(op: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
     multiple = find_op(op).k_multiple
@@ -79,10 +94,14 @@ def _why_not_here(device: torch.device, family: str) -> str:
         return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
     if (supposed := _supposed.get()) is not None:
         return supposed.why_without(family)
+    state = _state(device)
+    return state.problem or (state.device.arch.why_without(family) if state.device else "")
+
+
+def _state(device: torch.device) -> "DeviceState":
     from quantkit.device.gpu.selftest import state_of
 
     index: int | None = device.index
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    state = state_of(index)
-    return state.problem or (state.device.arch.why_without(family) if state.device else "")
+    return state_of(index)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.backends import Backend, forced
-from quantkit.device.choosing import choose
+from quantkit.device.choosing import choose, why_outrun
 from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
@@ -101,7 +101,9 @@ def why_not_sizes(settings: AttentionSettings, keys: int, columns: int, like: Te
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _why_no_kernel(op: str, device: str, columns: int) -> str:
     choice = choose(op, torch.device(device), k=columns)
+    if forced() is not None:
+        return ""
     # Unasked, the reference would be slower than torch's attention, and no nearer.
-    unasked = choice.backend is Backend.REFERENCE and forced() is None
-    reason: str = choice.reason if unasked else ""
+    no_kernel = choice.backend is Backend.REFERENCE
+    reason: str = choice.reason if no_kernel else why_outrun(op, torch.device(device))
     return reason

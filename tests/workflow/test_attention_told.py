@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,21 @@ def test_without_a_kernel_attention_is_torchs(packed, monkeypatch):
     modules = attention_choices(require_packed(packed / "packed"), CPU)
     assert {m.backend for m in modules} == {"torch"}
     assert {m.reason for m in modules if m.format} == {why}
+
+
+def test_where_torch_is_faster_attention_is_torchs_unless_asked_for(packed, monkeypatch):
+    cuda = torch.device("cuda")
+    hopper = SimpleNamespace(device=SimpleNamespace(arch=ARCHS["sm_90a"]))
+    monkeypatch.setattr(choosing, "_state", lambda device: hopper)
+    why = choosing.why_outrun("attention_fp8", cuda)
+    assert "making codes takes longer than the kernel saves" in why
+    assert not choosing.why_outrun("gemm_fp8", cuda)
+    assert not choosing.why_outrun("attention_fp8", CPU)
+    with use(Backend.GPU):
+        assert not choosing.why_outrun("attention_fp8", cuda)
+    monkeypatch.setattr("quantkit.inference.attention_choices.why_outrun", lambda op, device: why)
+    modules = attention_choices(require_packed(packed / "packed"), CPU)
+    assert {(m.backend, m.reason) for m in modules if m.format} == {("torch", why)}
 
 
 def test_operations_say_torch_where_attention_has_no_kernel():
