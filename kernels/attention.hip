@@ -17,11 +17,11 @@
 // give NaN on a card; the host's encoder saturates.
 //
 // Launch: 256 threads, grid (ceil(M / TILE_M), N, 1). A wave has 32 queries (of heads beyond 128:
-// 16) and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h,
-// attend_sm89.h.
+// 16) and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h, and
+// attend_sm89.h for NVIDIA, which has other lanes.
 #include "config.h"
 
-#if defined(QK_NVIDIA)
+#if defined(QK_NVIDIA) || (defined(QK_HOST) && QK_HOST && QK_HOST_LAYOUT == QK_SM89)
 #  include "attend_sm89.h"
 #else
 #  include "attend.h"

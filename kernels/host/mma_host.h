@@ -67,8 +67,31 @@ using DenseMma = typename MmaGfx11<LayoutGfx11<kW, kX>, kX>::Type;
 template <Format kW, Format kX>
 using SparseMma = typename MmaGfx11<SparseLayoutGfx11<kW, kX>, kX>::Type;
 #else
+/// One instruction, which has half of a block's tokens: the other half are zeros.
+struct StepSm89 : OutputsSm89 {
+  static constexpr bool kSparse = false;
+  static constexpr int kSteps = 1;
+  struct A {
+    u32 v[4];
+  };
+  struct B {
+    u32 v[4];  // [part][register]
+  };
+};
 template <Format kW, Format kX>
-using DenseMma = CodesMma<LayoutSm89, host::IsaSm89, kW, kX>;
+struct DenseMma : CodesMma<LayoutSm89, host::IsaSm89, kW, kX> {
+  using Sum = qk::Sum<kW, kX>;
+
+  static QK_DEVICE void multiply_step(Sum* d, const u32* a, const u32* b) {
+    using Step = CodesMma<StepSm89, host::IsaSm89, kW, kX>;
+    typename Step::Acc acc[1][1] = {{{{d[0], d[1], d[2], d[3]}}}};
+    const StepSm89::A rows[1] = {{{a[0], a[1], a[2], a[3]}}};
+    const StepSm89::B columns[1] = {{{b[0], b[1]}}};
+    Step::multiply(acc, rows, columns);
+    QK_UNROLL for (int e = 0; e < 4; ++e)
+      d[e] = acc[0][0][e];
+  }
+};
 template <Format kW, Format kX>
 using SparseMma = CodesMma<SparseLayoutSm89, host::SparseIsaSm89, kW, kX>;
 #endif

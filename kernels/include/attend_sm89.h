@@ -12,9 +12,9 @@
 //   O    out[b][j][e]       query as S, column 8j + 2t + e % 2
 // clang-format on
 //
-// The FP8 unit of these cards keeps 13 bits below the largest of what it adds, so a tile's sums
-// leave it for float32 before the next one's, as on Hopper (attend_sm90.h has the errors). 8 - m is
-// added behind the products for the same reason. The sums of codes are a product with ones.
+// The FP8 unit of these cards keeps fewer bits than float32 of what it adds, so a tile's sums leave
+// it before the next one's, as on Hopper (attend_sm90.h has the errors). 8 - m is added behind the
+// products for the same reason. The sums of codes are a product with ones.
 //
 // Tiles come by cp.async, which takes no registers; K's rows change places on the way, because
 // eight neighbouring rows, an odd number of 16 bytes apart, are read without bank conflicts.
@@ -22,52 +22,10 @@
 
 #include "attend_head.h"
 #include "mma.h"
+#include "pieces_sm89.h"
 #include "softmax.h"
 
 namespace qk {
-
-/// Copies 16 bytes from memory to shared memory.
-QK_DEVICE void copy_piece(u32 target, const u8* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
-}
-/// The same, or writes zeros.
-QK_DEVICE void copy_piece_or_zeros(u32 target, const u8* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from),
-               "r"(there ? 16 : 0)
-               : "memory");
-}
-/// Waits for the calling thread's copies.
-QK_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-/// The thread's index, read anew: what follows from it then takes no registers between two tiles.
-QK_DEVICE u32 fresh_thread_index() {
-  u32 index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-/// Word i: bytes 4t .. 4t + 3 of row g of the i-th of kCount pieces, each 8 rows of 16 bytes in
-/// shared memory. Lane 8i + r gives the address of row r of piece i.
-template <int kCount>
-QK_DEVICE void load_pieces(u32* words, u32 address) {
-  static_assert(kCount == 1 || kCount == 2 || kCount == 4, "ldmatrix has these");
-  if constexpr (kCount == 4) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(address)
-                 : "memory");
-  } else if constexpr (kCount == 2) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(words[0]), "=r"(words[1])
-                 : "r"(address)
-                 : "memory");
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
-                 : "=r"(words[0])
-                 : "r"(address)
-                 : "memory");
-  }
-}
 
 template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk>
 struct Attention {
@@ -138,7 +96,7 @@ struct Attention {
   }
 
   /// The tile of the keys from `key` on, all of them there.
-  static QK_DEVICE void fetch(const Head& head, u32 buffer, int key) {
+  static QK_DEVICE void fetch(const Head& head, Shared buffer, int key) {
     const u8* const k = head.k + static_cast<i64>(key) * kD;
     const u8* const v = head.v + key;
     share<kKeys, kRank>([&](int row, int byte) {
@@ -151,7 +109,7 @@ struct Attention {
   }
 
   /// The tile that the keys need not fill: keys beyond the last repeat it, values are zeros.
-  static QK_DEVICE void fetch_last(const Head& head, u32 buffer, int key) {
+  static QK_DEVICE void fetch_last(const Head& head, Shared buffer, int key) {
     const u8* const k = head.k + static_cast<i64>(key) * kD;
     const int last = head.keys - key - 1, columns = head.pitch - key;
     share<kKeys, kRank>([&](int row, int byte) {
@@ -167,8 +125,8 @@ struct Attention {
   }
 
   /// The j-th eight rows of K as the matrix instruction's columns; what is behind kRank is zero.
-  static QK_DEVICE void load_keys(u32 (&words)[2 * kRankSteps], u32 rows, int j) {
-    const u32 address = rows + 8 * j * kPitchK;
+  static QK_DEVICE void load_keys(u32 (&words)[2 * kRankSteps], Shared rows, int j) {
+    const Shared address = rows + 8 * j * kPitchK;
     constexpr int kWhole = kPieces / 4 * 4;
     QK_UNROLL for (int i = 0; i < kWhole; i += 4)
       load_pieces<4>(words + i, address + 16 * i);
@@ -180,7 +138,7 @@ struct Attention {
   }
 
   /// Scores of the blocks of queries from `first` on, plus 8 - m, in powers of two.
-  QK_DEVICE void score(Tile& s, int first, u32 rows, const KeyScales& k_scale) const {
+  QK_DEVICE void score(Tile& s, int first, Shared rows, const KeyScales& k_scale) const {
     QK_UNROLL for (int j = 0; j < kKeys / 8; ++j) {
       u32 keys[2 * kRankSteps];
       load_keys(keys, rows, j);
@@ -204,7 +162,7 @@ struct Attention {
 
   /// Keys from `count` on get no probability.
   static QK_DEVICE void mask(Tile& s, int count, int lane) {
-    const f32 never = -__int_as_float(0x7f800000);
+    const f32 never = bits_float(0xff800000u);  // -infinity
     QK_UNROLL for (int i = 0; i < kScores; ++i) {
       const bool counts = key_of(2 * (i / 4 * 4)) + 4 * (lane % 4) + i % 2 < count;
       QK_UNROLL for (int b = 0; b < kTogether; ++b)
@@ -256,9 +214,8 @@ struct Attention {
     QK_UNROLL for (int b = 0; b < kTogether; ++b) {
       QK_UNROLL for (int w = 0; w < 4 * kKeySteps; ++w) {
         const f32* const v = s[b] + 16 * (w / 4) + 8 * (w % 4 / 2) + 2 * (w % 2);
-        const u32 low = encode_pair_e4m3fn(approx_exp2(v[0]), approx_exp2(v[1]));
-        const u32 high = encode_pair_e4m3fn(approx_exp2(v[4]), approx_exp2(v[5]));
-        p[first + b][w / 4][w % 4] = low | high << 16;
+        p[first + b][w / 4][w % 4] = encode_four(approx_exp2(v[0]), approx_exp2(v[1]),
+                                                 approx_exp2(v[4]), approx_exp2(v[5]));
       }
     }
   }
@@ -274,10 +231,10 @@ struct Attention {
     }
   }
 
-  QK_DEVICE void multiply_values(const Probabilities& p, u32 tile) {
+  QK_DEVICE void multiply_values(const Probabilities& p, Shared tile) {
     constexpr int kAtOnce = 4 / kValuePieces;  // blocks of eight columns
     const int thread = lane(), piece = thread / 8;
-    const u32 rows = tile + kBytesK + (piece / kValuePieces * 8 + thread % 8) * kPitchV +
+    const Shared rows = tile + kBytesK + (piece / kValuePieces * 8 + thread % 8) * kPitchV +
                      piece % kValuePieces * 16;
     QK_UNROLL for (int j = 0; j < kValueBlocks; j += kAtOnce) {
       u32 values[4];
@@ -296,7 +253,7 @@ struct Attention {
 
   /// The tile of the keys from `key` on. The first one may have fewer than kKeys.
   template <bool kFirst>
-  QK_DEVICE void step(const Head& head, u32 tile, int key, int lane) {
+  QK_DEVICE void step(const Head& head, Shared tile, int key, int lane) {
     KeyScales k_scale = {};
     if constexpr (kInt8) {
       QK_UNROLL for (int c = 0; c < kKeys / 16; ++c) {
@@ -330,7 +287,7 @@ struct Attention {
   QK_DEVICE void run(const Head& head, u8* lds, int first) {
     const int lane = Attention::lane();
     const int whole = (head.keys - 1) / kKeys * kKeys;
-    u32 current = static_cast<u32>(__cvta_generic_to_shared(lds)), next = current + kBufferBytes;
+    Shared current = in_shared(lds), next = current + kBufferBytes;
     fetch_last(head, current, whole);
     load_queries(head, first, lane);
     clear();
@@ -339,7 +296,7 @@ struct Attention {
     if (whole > 0) fetch(head, next, 0);
     step<true>(head, current, whole, lane);
     QK_NO_UNROLL for (int key = 0; key < whole; key += kKeys) {
-      const u32 read = current;
+      const Shared read = current;
       current = next;
       next = read;
       wait_for_copies();

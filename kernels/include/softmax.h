@@ -47,6 +47,10 @@ QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
   host::decode_run<host::Number::kE4M3FN, 4>(reinterpret_cast<const u8*>(&codes), values);
   return sum + ((values[0] + values[1]) + (values[2] + values[3]));
 }
+#elif defined(QK_NVIDIA)
+QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {
+  return encode_pair_e4m3fn(a, b) | encode_pair_e4m3fn(c, d) << 16;
+}
 #endif
 
 #if defined(QK_AMD) || (defined(QK_HOST) && QK_HOST)

@@ -1,6 +1,7 @@
-"""Attention by mma.sync (sm_89 and later): its machine code, and on an NVIDIA card its results.
+"""Attention by mma.sync (sm_89 and later): its machine code, and its results.
 
-The variants run here whatever else the card has: Hopper's own kernels are beside them, not between.
+The host runs the sources with the instruction emulated, lane by lane; an NVIDIA card of capability
+8.9 or more runs the variants themselves, beside what else it may have, as Hopper's own kernels.
 """
 
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quantkit.device import compilers
 from quantkit.device.aot.codeobject import count_matrix_instructions, read_nvidia_kernels
 from quantkit.device.archs import ARCHS
 from quantkit.device.gpu import nvrtc
@@ -19,7 +21,7 @@ from quantkit.device.tiles import variants_for
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
 from tests.support.attention_cases import SIZES, Heads
-from tests.support.kernel_cases import need
+from tests.support.kernel_cases import launch, need
 
 FORMATS = ("e4m3fn", "int8")
 ADA = ARCHS["sm_89"]
@@ -57,6 +59,95 @@ def test_kernels_compile_without_spills_to_matrix_instructions(variant):
     assert set(instructions) == ({"QMMA"} if variant.op is FP8 else {"QMMA", "IMMA"})
 
 
+def prepare(call):
+    """Return a call's variant, sizes, operands, options, and shape and dtype of its result."""
+    op, arguments = call
+    operands, options = arguments[:7], arguments[7:]
+    problem = op.check(op, operands, options)
+    (output,) = op.outputs(operands, options)
+    return Variant(op, problem.words), problem.sizes, operands, options, output
+
+
+def rms(t):
+    return float(t.double().square().mean().sqrt())
+
+
+# ---------------------------------------------------------------------------------- on the host
+
+
+def both(call):
+    """Return what the emulated kernel makes of codes, and what the reference does."""
+    variant, sizes, operands, options, (shape, dtype) = prepare(call)
+    pointers = [a.name for a in variant.op.args if a.is_pointer]
+    tensors = dict(zip(pointers, (*operands, torch.empty(shape, dtype=dtype)), strict=True))
+    found = launch(variant, "sm89", tensors, sizes)["y"]
+    return found, variant.op.reference(*operands, *options)
+
+
+def check_same(call):
+    """Equal, but for single probabilities that another order of sums moves to the next code."""
+    found, wanted = both(call)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    difference = (found.double() - wanted.double()).nan_to_num()
+    assert float(difference.abs().max()) < 2e-2 * rms(wanted.nan_to_num())
+    assert float((difference != 0).double().mean()) < 2e-3
+    return found
+
+
+@pytest.fixture
+def host():
+    need(compilers.host_compiler)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("columns", [16, 40, 64, 72, 112, 128, 160])
+def test_the_emulated_kernel_rounds_as_the_reference_does(columns, fmt):
+    for sizes in ((1, 1), (37, 101), (33, 64), (130, 65)):
+        check_same(Heads.draw(sizes, columns, pictures=2, seed=sum(sizes)).call(fmt))
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(("columns", "rank", "fmt"), [(64, 48, "e4m3fn"), (128, 96, "int8")])
+def test_emulated_columns_beyond_the_rank_do_not_count(columns, rank, fmt):
+    heads = Heads.draw((37, 101), columns)
+    codes = heads.codes(fmt)
+    codes.q[..., rank:], codes.k[..., rank:] = 0x7F, 0x7F
+    check_same(heads.call(fmt, codes, rank=rank))
+
+
+def growing(sizes, columns):
+    """Heads whose last tile, which comes first, has the least scores: all others outgrow it."""
+    heads = Heads.draw(sizes, columns, heads=1)
+    ramp = torch.linspace(6, 0, sizes[1])[:, None] * torch.ones(columns)
+    return replace(heads, q=heads.q.abs(), k=heads.k + ramp)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_an_emulated_maximum_that_grows_in_every_tile(fmt, columns):
+    check_same(growing((20, 300), columns).call(fmt))
+
+
+@pytest.mark.usefixtures("host")
+def test_emulated_nan_goes_where_it_came_from():
+    heads = Heads.draw((37, 101), 64)
+    for part, (head, row) in (("q", (0, 5)), ("k", (1, 100)), ("v", (1, 7))):
+        codes = heads.codes("e4m3fn")
+        getattr(codes, part)[head, row, 3] = 0x7F
+        assert check_same(heads.call("e4m3fn", codes)).isnan().any()
+
+
+@pytest.mark.usefixtures("host")
+def test_emulated_results_of_every_dtype():
+    for dtype in (torch.bfloat16, torch.float32):
+        heads = Heads.draw((9, 40), 24, pictures=3)
+        found, wanted = both(heads.call("e4m3fn", dtype=dtype))
+        assert found.dtype == dtype
+        assert rms(found - wanted) < 1e-5 * rms(wanted)
+
+
 # ----------------------------------------------------------------------------------- on a GPU
 
 on_gpu = pytest.mark.gpu
@@ -76,18 +167,11 @@ def device():
 
 def run(device, call):
     """Return what the variant makes of codes on the card, and what the reference does, exactly."""
-    op, arguments = call
-    operands, options = arguments[:7], arguments[7:]
+    variant, sizes, operands, options, output = prepare(call)
     operands = tuple(t if t is None else t.cuda() for t in operands)
-    problem = op.check(op, operands, options)
     nulls = [i for i, t in enumerate(operands) if t is None]
-    variant = Variant(op, problem.words)
-    (found,) = Call(device, variant, problem.sizes, op.outputs(operands, options), nulls)(*operands)
-    return found, op.reference(*operands, *options, precision=torch.float64)
-
-
-def rms(t):
-    return float(t.double().square().mean().sqrt())
+    (found,) = Call(device, variant, sizes, [output], nulls)(*operands)
+    return found, variant.op.reference(*operands, *options, precision=torch.float64)
 
 
 def check_close(device, call, fmt):
@@ -145,10 +229,7 @@ def test_many_keys_with_an_offset_of_the_values(device, columns):
 @pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_maximum_that_grows_in_every_tile(device, fmt, columns):
-    heads = Heads.draw((20, 900), columns, heads=1)
-    ramp = torch.linspace(6, 0, 900)[:, None] * torch.ones(columns)
-    heads = replace(heads, q=heads.q.abs(), k=heads.k + ramp)
-    check_close(device, heads.call(fmt), fmt)
+    check_close(device, growing((20, 900), columns).call(fmt), fmt)
 
 
 @on_gpu

@@ -102,7 +102,8 @@ _HOPPER = Efficiency(
     gap_us=(1.3, 0.9),
 )
 # Ada: nobody has timed quantkit's kernels there. cuBLAS and FlashAttention-2 near their peak are
-# common in public benchmarks; mma.sync reaches what is left of it in 64x64 and 128x128 tiles.
+# common in public benchmarks; mma.sync reaches what is left of it in 64x64 and 128x128 tiles. That
+# of attention on codes is assumed.
 _ADA = Efficiency(
     products={
         ("linear", "f16", False): (0.75, 0.92),
@@ -116,7 +117,14 @@ _ADA = Efficiency(
         ("conv", "int8", False): (0.40, 0.70),
         ("conv", "int8", True): (0.27, 0.55),
     },
-    attention={("f16", 64): (0.65, 0.85), ("f16", 128): (0.75, 0.92)},
+    attention={
+        ("f16", 64): (0.65, 0.85),
+        ("f16", 128): (0.75, 0.92),
+        ("fp8", 64): (0.30, 0.65),
+        ("fp8", 160): (0.35, 0.70),
+        ("int8", 64): (0.30, 0.65),
+        ("int8", 160): (0.35, 0.70),
+    },
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.85, 0.92),
     cache=(1.0, 2.5),
