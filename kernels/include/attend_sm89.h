@@ -214,8 +214,8 @@ struct Attention {
     QK_UNROLL for (int b = 0; b < kTogether; ++b) {
       QK_UNROLL for (int w = 0; w < 4 * kKeySteps; ++w) {
         const f32* const v = s[b] + 16 * (w / 4) + 8 * (w % 4 / 2) + 2 * (w % 2);
-        p[first + b][w / 4][w % 4] = encode_four(approx_exp2(v[0]), approx_exp2(v[1]),
-                                                 approx_exp2(v[4]), approx_exp2(v[5]));
+        p[first + b][w / 4][w % 4] =
+            encode_four(approx_exp2(v[0]), approx_exp2(v[1]), approx_exp2(v[4]), approx_exp2(v[5]));
       }
     }
   }
@@ -235,7 +235,7 @@ struct Attention {
     constexpr int kAtOnce = 4 / kValuePieces;  // blocks of eight columns
     const int thread = lane(), piece = thread / 8;
     const Shared rows = tile + kBytesK + (piece / kValuePieces * 8 + thread % 8) * kPitchV +
-                     piece % kValuePieces * 16;
+                        piece % kValuePieces * 16;
     QK_UNROLL for (int j = 0; j < kValueBlocks; j += kAtOnce) {
       u32 values[4];
       load_pieces<4>(values, rows + 8 * j * kPitchV);
