@@ -5,7 +5,7 @@ from torch import nn
 
 from quantkit.bench.compiling import with_shared_weights
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, why_outrun
+from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.log import KernelLog
 from quantkit.device.ops.table import name_for
 from quantkit.inference.attention import attention
@@ -37,7 +37,7 @@ def why_no_kernel(qk_format: str, device: torch.device) -> str:
     op = name_for("attention", qk_format)
     choice = choose(op, device, k=COLUMNS)
     no_kernel = choice.backend is Backend.REFERENCE
-    reason = choice.reason if no_kernel else why_outrun(op, device)
+    reason = choice.reason if no_kernel else why_on_request(op, device)
     return f"attention is torch's: {reason}" if reason else ""
 
 

@@ -84,8 +84,8 @@ class Arch:
     tile_speed: TileSpeed = ()
     #: families of operations whose kernels here are no variants of the menu
     own: tuple[str, ...] = ()
-    #: family of operations -> why torch is faster than its kernels here, which run where asked for
-    outrun: tuple[tuple[str, str], ...] = ()
+    #: family of operations -> why torch computes it here, unless its kernels are asked for
+    on_request: tuple[tuple[str, str], ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -98,9 +98,9 @@ class Arch:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
         return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
 
-    def why_outrun(self, family: str) -> str:
-        """Return why torch is faster than a family's kernels here; empty when it is not."""
-        return dict(self.outrun).get(family, "")
+    def why_on_request(self, family: str) -> str:
+        """Return why a family's kernels run only where asked for; empty when they always do."""
+        return dict(self.on_request).get(family, "")
 
     def why_without(self, family: str) -> str:
         """Return why a family of operations has no kernels here; empty when it has."""
@@ -280,9 +280,10 @@ def _radeon(
 
 
 # docs/guides/attention.md has the figures.
-_HOPPER_OUTRUN = (
+_HOPPER_ON_REQUEST = (
     ("attention", "on Hopper making codes takes longer than the kernel saves, so torch computes"),
 )
+_SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so torch computes"),)
 
 #: The first row that lists a device runs it.
 ARCHS: dict[str, Arch] = {
@@ -310,7 +311,7 @@ ARCHS: dict[str, Arch] = {
             devices=("sm_90",),
             tile_speed=_SM89_TILES,
             own=("attention",),
-            outrun=_HOPPER_OUTRUN,
+            on_request=_HOPPER_ON_REQUEST,
         ),
         Arch(
             "sm_89",
@@ -321,6 +322,7 @@ ARCHS: dict[str, Arch] = {
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
+            on_request=_SM89_ON_REQUEST,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )

@@ -66,15 +66,15 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     return Choice(Backend.REFERENCE, reason)
 
 
-def why_outrun(op: str, device: torch.device) -> str:
-    """Return why torch is faster than the kernel that ``choose`` names.
+def why_on_request(op: str, device: torch.device) -> str:
+    """Return why torch computes though ``choose`` names a kernel.
 
-    Empty where it is not, and where a back end is forced with ``use``.
+    Empty where it does not, and where a back end is forced with ``use``.
     """
     if device.type != "cuda" or forced() is not None or _supposed.get() is not None:
         return ""
     found = _state(device).device
-    return found.arch.why_outrun(find_op(op).family) if found else ""
+    return found.arch.why_on_request(find_op(op).family) if found else ""
 
 
 @lru_cache(maxsize=4096)

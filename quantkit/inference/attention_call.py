@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.backends import Backend, forced
-from quantkit.device.choosing import choose, why_outrun
+from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
@@ -105,5 +105,5 @@ def _why_no_kernel(op: str, device: str, columns: int) -> str:
         return ""
     # Unasked, the reference would be slower than torch's attention, and no nearer.
     no_kernel = choice.backend is Backend.REFERENCE
-    reason: str = choice.reason if no_kernel else why_outrun(op, torch.device(device))
+    reason: str = choice.reason if no_kernel else why_on_request(op, torch.device(device))
     return reason

@@ -9,7 +9,7 @@ from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, why_outrun
+from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.ops.table import name_for
 from quantkit.models.building import read_skeleton
 from quantkit.numerics.attention import COLUMNS, padded
@@ -75,7 +75,7 @@ def _of_module(
     choice = choose(op, device, k=columns)
     if choice.backend is Backend.REFERENCE:
         return words, TORCH, choice.reason
-    if reason := why_outrun(op, device):
+    if reason := why_on_request(op, device):
         return words, TORCH, reason
     fewer = f"torch's with fewer than {settings.min_keys} keys" if settings.min_keys > 1 else ""
     return words, choice.backend.value, fewer

@@ -92,17 +92,19 @@ def test_without_a_kernel_attention_is_torchs(packed, monkeypatch):
     assert {m.reason for m in modules if m.format} == {why}
 
 
-def test_where_torch_is_faster_attention_is_torchs_unless_asked_for(packed, monkeypatch):
+def test_where_kernels_run_on_request_attention_is_torchs(packed, monkeypatch):
     cuda = torch.device("cuda")
     hopper = SimpleNamespace(device=SimpleNamespace(arch=ARCHS["sm_90a"]))
     monkeypatch.setattr(choosing, "_state", lambda device: hopper)
-    why = choosing.why_outrun("attention_fp8", cuda)
+    why = choosing.why_on_request("attention_fp8", cuda)
     assert "making codes takes longer than the kernel saves" in why
-    assert not choosing.why_outrun("gemm_fp8", cuda)
-    assert not choosing.why_outrun("attention_fp8", CPU)
+    assert not choosing.why_on_request("gemm_fp8", cuda)
+    assert not choosing.why_on_request("attention_fp8", CPU)
     with use(Backend.GPU):
-        assert not choosing.why_outrun("attention_fp8", cuda)
-    monkeypatch.setattr("quantkit.inference.attention_choices.why_outrun", lambda op, device: why)
+        assert not choosing.why_on_request("attention_fp8", cuda)
+    monkeypatch.setattr(
+        "quantkit.inference.attention_choices.why_on_request", lambda op, device: why
+    )
     modules = attention_choices(require_packed(packed / "packed"), CPU)
     assert {(m.backend, m.reason) for m in modules if m.format} == {("torch", why)}
 
