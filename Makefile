@@ -8,7 +8,8 @@ FAST := project/test_architecture.py storage/test_files.py storage/test_inputfil
 	sparsity/test_channel_permutation.py checkpoint/test_layout.py checkpoint/test_spec.py checkpoint/test_validate.py \
 	checkpoint/test_malformed.py inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
 KERNELS := $(wildcard $(foreach end,hip h cpp,kernels/*.$(end) kernels/*/*.$(end)))
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -p no:cacheprovider
+# A process a core and a thread each: threads of several processes get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup -p no:cacheprovider
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
 SAMPLE ?= 200
