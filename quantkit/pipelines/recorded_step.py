@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[Recorde
         mine = tuple(tensor.clone() for tensor in inputs.tensors)
     args, kwargs = inputs.rebuild(mine)
     with torch.cuda.device(device):
-        aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside = _aside(device)
         current = torch.cuda.current_stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
@@ -152,6 +152,15 @@ def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[Recorde
             output = call(*args, **kwargs)
     launch = partial(_launch, graph, device)
     return RecordedStep(launch, mine, output, graph.pool(), kernels), answer
+
+
+@lru_cache(maxsize=64)
+def _aside(device: torch.device) -> Any:
+    """Return the stream that all steps of a device are recorded on.
+
+    cuBLAS keeps 32 MB for every stream that it was ever called on.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _launch(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Whether a model is still what it was: a recorded step reads addresses, and asks no module."""
 
 from collections.abc import Iterator
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -19,50 +20,34 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parts = tuple(_Part(owner) for owner in _owners(model))
-        self._tensors = tuple(_tensors(model))
+        self._namespaces: list[dict[str, Any]] = [vars(owner) for owner in _owners(model)]
+        held = [v for v in _values(self._namespaces) if isinstance(v, _CONTAINERS)]
+        self._held = held
+        # Most are the empty tables of a module's hooks.
+        self._dicts = [v for v in held if isinstance(v, dict) and v]
+        self._others = [v for v in held if not isinstance(v, dict) and v]
+        self._seen = self._look()
+        self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = _addresses(self._tensors)
 
     def holds(self) -> bool:
         """Tell whether nothing was replaced, moved, added or taken away since."""
-        same = all(part.holds() for part in self._parts)
+        (sizes, values), (old_sizes, old_values) = self._look(), self._seen
+        # Every step asks this of 30,000 values: map and is_ take a tenth of a loop's time.
+        same = sizes == old_sizes and all(map(is_, values, old_values))
         return same and _addresses(self._tensors) == self._addresses
 
-
-class _Part:
-    """The attributes of one object."""
-
-    __slots__ = ("_attributes", "_contents", "_filled", "_held", "_values")
-
-    def __init__(self, owner: Any) -> None:
-        self._attributes: dict[str, Any] = vars(owner)
-        self._values = tuple(self._attributes.values())
-        self._held = tuple(v for v in self._values if isinstance(v, _CONTAINERS))
-        # Most of a module's containers are its empty tables of hooks.
-        self._filled = tuple(held for held in self._held if held)
-        self._contents = tuple(_contents(held) for held in self._filled)
-
-    def holds(self) -> bool:
-        attributes = self._attributes
-        if len(attributes) != len(self._values):
-            return False
-        if not all(map(is_, attributes.values(), self._values)):
-            return False
-        if sum(map(bool, self._held)) != len(self._filled):
-            return False
-        return all(map(_holds, self._filled, self._contents))
+    def _look(self) -> tuple[list[int], list[Any]]:
+        """Return how much everything holds, and what."""
+        sizes = [*map(len, self._namespaces), *map(len, self._held)]
+        values = _values(self._namespaces)
+        values += _values(self._dicts)
+        values += chain.from_iterable(self._others)
+        return sizes, values
 
 
-def _holds(held: Any, contents: tuple[Any, ...]) -> bool:
-    return len(held) == len(contents) and all(map(is_, _values(held), contents))
-
-
-def _contents(held: Any) -> tuple[Any, ...]:
-    return tuple(_values(held))
-
-
-def _values(held: Any) -> Any:
-    return held.values() if isinstance(held, dict) else held
+def _values(tables: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:
@@ -73,10 +58,5 @@ def _owners(model: nn.Module) -> Iterator[Any]:
             yield processor
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _addresses(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple([tensor.data_ptr() for tensor in tensors])
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
