@@ -51,14 +51,15 @@ QK_SYMBOL(const float* partials, float* moments, int m, int n, int k, int pixels
     const int count = left < qk::kSlabPixels ? left : qk::kSlabPixels;
     own.merge({static_cast<float>(count), part.mean, part.squares});
   }
-  const int lane = qk::thread_index() % qk::kWave;
+  // All lanes of a wave must ask for its number.
+  const int lane = qk::thread_index() % qk::kWave, wave = qk::wave_index();
   merge_lanes(own, lane);
-  if (lane == 0) qk::store(lds + qk::wave_index() * sizeof(qk::Moments), own);
+  if (lane == 0) qk::store(lds + wave * sizeof(qk::Moments), own);
   qk::block_sync();
   if (qk::thread_index() != 0) return;
   qk::Moments all{0.0f, 0.0f, 0.0f};
-  QK_UNROLL for (int wave = 0; wave < kWaves; ++wave)
-    all.merge(qk::load<qk::Moments>(lds + wave * sizeof(qk::Moments)));
+  QK_UNROLL for (int other = 0; other < kWaves; ++other)
+    all.merge(qk::load<qk::Moments>(lds + other * sizeof(qk::Moments)));
   const float variance = all.squares / all.count;
   const float root =
       qk::sqrt_rounded(qk::add_rounded(variance, qk::bits_float(static_cast<qk::u32>(eps))));

@@ -10,6 +10,7 @@ from quantkit.inference import (
     attention,
     buckets,
     feed_forward,
+    group_norms,
     head_scales,
     methods,
     projections,
@@ -25,6 +26,7 @@ _INSTALLED = (
     methods,
     buckets,
     feed_forward,
+    group_norms,
     wide_feed_forward,
     projections,
 )

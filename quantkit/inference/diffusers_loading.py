@@ -22,6 +22,7 @@ from quantkit.inference import (
     attention,
     dequantizing,
     feed_forward,
+    group_norms,
     head_scales,
     methods,
     projections,
@@ -175,6 +176,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         methods.install(model)
         projections.install(model)
         feed_forward.install(model)
+        group_norms.install(model)
         attention.install(model, self.packed.attention)
         return model
 

@@ -185,6 +185,10 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above
         ]
         return self._multiply(terms, dtype, windows)
 
+    def convolve_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the convolution (B, OH, OW, N) of codes (B, H, W, C) in the static scale."""
+        return self._multiply([(codes, self.static_scale)], dtype, self.windows)
+
     def _dequantized_forward(self, x: Tensor) -> Tensor:
         smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)
         windows = self.windows

@@ -173,6 +173,11 @@ class PackedLayer(nn.Module):
         """The scale of a static input at the current step: float32, () or (1,)."""
         return self._of_bucket(self._part("input_scale"))
 
+    @property
+    def shift(self) -> Tensor | None:
+        """What is taken from the columns of an input at the current step: float32, (K,)."""
+        return self._shift()
+
     def _stored(self) -> tuple[Tensor, ...]:
         """Return the weight's codes, and behind them a sparse one's positions, or factors."""
         meta, factors = self._weight("weight_meta"), self._weight("weight_group")
