@@ -3,7 +3,7 @@
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, channels_last
 
-from quantkit.inference.group_norms import is_coded, norm_codes, pixels
+from quantkit.inference.picture_norms import is_coded, norm_codes, pixels
 
 
 class CodedTransformer2DModel(Transformer2DModel):  # type: ignore[misc]  # diffusers' own class is untyped

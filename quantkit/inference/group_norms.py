@@ -1,9 +1,7 @@
-"""Group norms of packed models that write codes: no tensor between a norm and its layer.
+"""Blocks of packed models whose group norms write codes; see ``picture_norms``.
 
-diffusers normalises a picture, applies SiLU, and gives it to a convolution, which changes its
-layout and quantizes it: four passes over 16 bit. Here the norm's kernels read it with channels
-last, as it comes from the layer before, and write codes. Only on a GPU, outside of torch.compile,
-which joins these on its own, and only where nobody looks at a layer (hooks, offloading, adapters).
+A block is replaced by exact class, as its forward hands 16 bit from the norm to its layer.
+Parameters and submodules are the same.
 """
 
 from collections.abc import Callable
@@ -14,16 +12,9 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose
-from quantkit.device.ops.checks import IO_DTYPES
-from quantkit.device.ops.table import name_for
-from quantkit.inference.modules import PackedConv2d, PackedLinear, is_watched
-from quantkit.inference.operators import OPERATORS, operator_for
-from quantkit.numerics.scheme import Activation
+from quantkit.inference.modules import PackedConv2d, PackedLinear
+from quantkit.inference.picture_norms import fits, is_coded, norm_codes, pixels
 
-#: Channels of a picture must be a multiple of it.
-_ALIGNED = 8
 _SILU = "silu"
 
 
@@ -63,15 +54,15 @@ def _fits_resnet(block: Any) -> bool:
         plain
         and type(block.nonlinearity) is nn.SiLU
         and block.time_embedding_norm == "default"
-        and _fits(block.norm1, block.conv1)
-        and _fits(block.norm2, block.conv2)
+        and fits(block.norm1, block.conv1)
+        and fits(block.norm2, block.conv2)
     )
 
 
 def _fits_transformer(model: Any) -> bool:
     norm, linear = getattr(model, "norm", None), getattr(model, "proj_in", None)
     rows: bool = getattr(model, "use_linear_projection", False)
-    return rows and type(linear) is PackedLinear and _fits(norm, linear)
+    return rows and type(linear) is PackedLinear and fits(norm, linear)
 
 
 @lru_cache(maxsize=1)
@@ -94,8 +85,8 @@ def install(model: nn.Module) -> None:
     """Let norms write codes where the layers behind them allow it."""
     for module in model.modules():
         if type(module) in _classes():
-            fits, coded = _classes()[type(module)]
-            if fits(module):
+            can_be, coded = _classes()[type(module)]
+            if can_be(module):
                 module.__class__ = coded
 
 
@@ -106,68 +97,7 @@ def uninstall(model: nn.Module) -> None:
         module.__class__ = own.get(type(module), type(module))
 
 
-def _fits(norm: Any, layer: Any) -> bool:
-    """Tell whether the codes of what a norm gives are all that its layer reads."""
-    if type(norm) is not nn.GroupNorm or type(layer) not in (PackedConv2d, PackedLinear):
-        return False
-    scheme = layer.scheme
-    one_term = scheme.activation is Activation.STATIC and scheme.terms == 1
-    # What stands outside of a picture is zero before a convolution's shift.
-    shifted = scheme.shift and type(layer) is PackedConv2d
-    aligned: bool = norm.num_channels % _ALIGNED == 0
-    return one_term and not shifted and aligned and norm.affine
-
-
-def is_coded(x: Tensor, pairs: tuple[tuple[Any, Any], ...], others: tuple[Any, ...]) -> bool:
-    """Tell whether codes are written of x.
-
-    Args:
-        x: a picture.
-        pairs: norms, and the layers behind them.
-        others: modules whose calls are left out.
-    """
-    if torch.compiler.is_compiling() or x.dtype not in IO_DTYPES.values() or not x.numel():
-        return False
-    return not any(map(is_watched, others)) and all(_is_pair(x, *pair) for pair in pairs)
-
-
-def _is_pair(x: Tensor, norm: Any, layer: Any) -> bool:
-    # Adapters take a layer's place.
-    if not _fits(norm, layer) or is_watched(norm) or is_watched(layer):
-        return False
-    same = norm.weight.dtype is x.dtype and norm.bias.dtype is x.dtype
-    return same and _has_kernel(name_for("group_norm_codes", layer.scheme.input.name), x.device)
-
-
-def _has_kernel(op: str, device: torch.device) -> bool:
-    return device.type == "cuda" and choose(op, device, k=_ALIGNED).backend is Backend.GPU
-
-
-def pixels(x: Tensor) -> Tensor:
-    """Return a picture that has channels last in memory as (B, H, W, C)."""
-    return x.permute(0, 2, 3, 1)
-
-
 def _convolved(x: Tensor, added: Tensor | None, norm: nn.GroupNorm, conv: PackedConv2d) -> Tensor:
     """Return the convolution, (B, H, W, N), of the norm of (B, H, W, C), with SiLU."""
     codes = norm_codes(x.flatten(1, 2), added, norm, conv, _SILU)
     return conv.convolve_codes(codes.reshape(x.shape), x.dtype)
-
-
-def norm_codes(
-    x: Tensor,
-    added: Tensor | None,
-    norm: nn.GroupNorm,
-    layer: PackedConv2d | PackedLinear,
-    activation: str,
-) -> Tensor:
-    """Return the layer's codes of the norm of (B, T, C) + added (B, C)."""
-    partials = OPERATORS["group_partials"](x, added)
-    moments = OPERATORS["group_moments"](partials, x.shape[1], norm.num_groups, norm.eps)
-    fmt = layer.scheme.input.name
-    write = operator_for("group_norm_codes", fmt)
-    codes: Tensor = write(
-        x, added, moments, norm.weight, norm.bias, layer.input_smooth, layer.shift,
-        layer.static_scale, activation, fmt,
-    )  # fmt: skip
-    return codes

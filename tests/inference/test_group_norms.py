@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
 from quantkit.device import compilers, log
-from quantkit.inference import group_norms
+from quantkit.inference import group_norms, picture_norms
 from quantkit.inference.coded_transformer import CodedTransformer2DModel
 from quantkit.inference.group_norms import CodedResnetBlock, install
 from quantkit.numerics.formats import E4M3FN, INT8
@@ -44,7 +44,7 @@ def _host_compiler():
 @pytest.fixture
 def coding(monkeypatch):
     """Every device codes, a CPU too."""
-    monkeypatch.setattr(group_norms, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(picture_norms, "_has_kernel", lambda *_: True)
 
 
 def _randomised(module):
