@@ -1,15 +1,13 @@
 """Writing the weights of a packed component: every offset is known before the first byte."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoint.layout import Sink, Slot, encode_header, place
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
@@ -19,14 +17,22 @@ from quantkit.checkpoint.spec import (
     layer_tensors,
     needed_version,
 )
-from quantkit.checkpoint.weight_reader import FLOAT_DTYPES, SourceTensor
+from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor
+from quantkit.device.host import checker
 from quantkit.errors import ArtefactError, NonFiniteError
-from quantkit.models.source import Component
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.packing.encode import WeightPlan, encode_weight
-from quantkit.progress import Progress
+from quantkit.packing.encode import encode_weight, needs_torch
 from quantkit.storage.system import open_new, open_to_read, write_at
-from quantkit.storage.tensorfile import Header, TensorInfo, read_header
+from quantkit.storage.tensorfile import ITEM_BYTES, Header, TensorInfo, read_header
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from quantkit.models.source import Component
+    from quantkit.packing.weight_plan import WeightPlan
+    from quantkit.progress import Progress
 
 #: Bytes of a copied tensor that are read, checked, hashed and written at once; a multiple of every
 #: item size.
@@ -138,7 +144,9 @@ def write_shards(
         ArtefactError: a mask or statistics for another weight.
         OSError: as no space left; the caller knows the output's name.
     """
-    with ExitStack() as stack, one_torch_thread():
+    with ExitStack() as stack:
+        if _needs_torch(plans):
+            stack.enter_context(one_torch_thread())
         files = [_ShardFile(plan, folder, stack) for plan in plans]
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         biases = _corrected_biases(files)
@@ -161,6 +169,15 @@ def write_shards(
         for file in files:
             file.write_added()
             file.finish()
+
+
+def _needs_torch(plans: Sequence[ShardPlan]) -> bool:
+    """Tell whether PyTorch does any of the work: importing it takes longer than the core does."""
+    return bool(checker.why_unavailable()) or any(
+        needs_torch(layer.plan, shard.source.tensors[f"{name}.weight"])
+        for shard in plans
+        for name, layer in shard.layers.items()
+    )
 
 
 class _ShardFile:
@@ -200,6 +217,10 @@ class _ShardFile:
         Raises:
             NonFiniteError: the sum is beyond the dtype.
         """
+        import torch
+
+        from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+
         source = SourceTensor(self.plan.source.path, self._source, info)
         sink = Sink(self._target, self._slots[info.name])
         dtype, first = FLOAT_DTYPES[info.dtype], 0
@@ -221,7 +242,7 @@ class _ShardFile:
         """Write what stands for no tensor of the source."""
         for name, tensor in self.plan.added.items():
             sink = Sink(self._target, self._slots[name])
-            sink.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            sink.append(tensor.contiguous().flatten().numpy().data)
             self._digests[name] = sink.close()
 
     def finish(self) -> None:
@@ -258,7 +279,7 @@ def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> None:
 
 
 def _copy(source: SourceTensor, sink: Sink) -> None:
-    width = FLOAT_DTYPES[source.info.dtype].itemsize if source.info.dtype in FLOAT_DTYPES else 0
+    width = ITEM_BYTES[source.info.dtype] if source.info.dtype in NUMBERS else 0
     for index, chunk in enumerate(source.chunks(COPY_BYTES)):
         if width:
             source.check_finite(chunk, index * COPY_BYTES // width)

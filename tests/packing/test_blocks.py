@@ -28,9 +28,10 @@ from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows, unpack_positions
 from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.packing.encode import WeightPlan, encode_weight
+from quantkit.packing.encode import encode_weight
 from quantkit.packing.gptq import Rounding
 from quantkit.packing.masks import stored_mask
+from quantkit.packing.weight_plan import WeightPlan
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
 from quantkit.storage.digest import sha256_of
