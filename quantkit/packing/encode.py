@@ -8,12 +8,13 @@ from quantkit.packing import native
 from quantkit.packing.weight_plan import Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from torch import Tensor
 
     from quantkit.checkpoint.layout import Sink
     from quantkit.checkpoint.weight_reader import SourceTensor
+    from quantkit.device.host.hashing import Parts
     from quantkit.packing.weight_plan import WeightPlan
     from quantkit.storage.tensorfile import TensorInfo
 
@@ -23,13 +24,18 @@ def needs_torch(plan: WeightPlan, info: TensorInfo) -> bool:
     return plan.blocks is not None or not native.takes(plan, info)
 
 
-def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> Encoded:
+def encode_weight(
+    plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]
+) -> Generator[Parts, None, Encoded]:
     """Write the packed tensors of one layer.
 
     Args:
         plan: its treatment.
         source: its dense weight.
         sinks: by part: weight, weight_scale, and what the scheme asks for besides.
+
+    Yields:
+        what is to be hashed before the next step.
 
     Returns:
         what the header says of it, and what its bias should gain.
@@ -47,7 +53,7 @@ def encode_weight(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Si
     if plan.input_scale is not None:
         scale = plan.input_scale(None)
         sinks["input_scale"].append(scale.contiguous().reshape(-1).numpy().data)
-    return Encoded(native.encode(plan, source, sinks), None)
+    return Encoded((yield from native.encode(plan, source, sinks)), None)
 
 
 def tensor_scale(plan: WeightPlan, source: SourceTensor) -> Tensor:

@@ -5,7 +5,7 @@ everything where no compiler is.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from math import prod
 
 from quantkit.checkpoint.layout import Sink
@@ -13,7 +13,7 @@ from quantkit.checkpoint.metadata import LayerRecord
 from quantkit.checkpoint.weight_reader import SourceTensor, value_of
 from quantkit.device.host import encoder
 from quantkit.device.host.encoder import address
-from quantkit.device.host.hashing import Digest, new_digest, update_all
+from quantkit.device.host.hashing import Digest, Parts, new_digest
 from quantkit.numerics.formats import INT4
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.packing.masks import ChosenMask
@@ -43,8 +43,13 @@ def takes(plan: WeightPlan, info: TensorInfo) -> bool:
     )
 
 
-def encode(plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
+def encode(
+    plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]
+) -> Generator[Parts, None, LayerRecord]:
     """Write what depends on the weight, of a layer that ``takes`` was asked about.
+
+    Yields:
+        what is to be hashed before the next step.
 
     Raises:
         NonFiniteError: NaN or Inf in the weight.
@@ -83,11 +88,11 @@ class _Core:
         self._importance = plan.mask.importance if isinstance(plan.mask, ChosenMask) else None
         self._job = self._new_job()
 
-    def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
+    def run(self, sinks: Mapping[str, Sink]) -> Generator[Parts, None, LayerRecord]:
         digest = new_digest()
         buffers = {part: bytearray(self._rows * n) for part, n in self._row_bytes().items()}
         if isinstance(self._plan.scheme.granularity, PerTensor):
-            first, scale = self._tensor_scale(digest)
+            first, scale = yield from self._tensor_scale(digest)
             sinks["weight_scale"].append(memoryview(scale))
             self._job.scale = address(scale)
         else:
@@ -96,8 +101,7 @@ class _Core:
         for rows, chunk in self._blocks():
             made = {p: memoryview(b)[: rows * len(b) // self._rows] for p, b in buffers.items()}
             parts = [(sinks[part].digest, data) for part, data in made.items()]
-            # What was read with what is written: two streams take as long as one.
-            update_all([*parts, (first, chunk)] if first is not None else parts)
+            yield parts if first is None else [(first, chunk), *parts]
             for part, data in made.items():
                 sinks[part].write(data)
         return LayerRecord(self._source.info.shape, digest.hexdigest())
@@ -140,14 +144,16 @@ class _Core:
             if part in buffers:
                 setattr(job, field, address(buffers[part]))
 
-    def _tensor_scale(self, digest: Digest) -> tuple[Digest | None, bytearray]:
+    def _tensor_scale(
+        self, digest: Digest
+    ) -> Generator[Parts, None, tuple[Digest | None, bytearray]]:
         """Return who is still to hash the source, and the one scale."""
         if self._plan.scale is not None:
             return digest, bytearray(self._plan.scale.float().numpy().tobytes())
         amax, largest = ctypes.c_float(), 0.0
         self._job.amax = ctypes.addressof(amax)
         for _, chunk in self._blocks():
-            digest.update(chunk)
+            yield [(digest, chunk)]
             largest = max(largest, amax.value)
         scale = ctypes.c_float(largest / self._plan.scheme.weight.max)
         return None, bytearray(scale if scale.value > 0 else ctypes.c_float(1.0))

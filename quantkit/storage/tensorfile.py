@@ -26,6 +26,9 @@ ITEM_BYTES = {
 #: model of 90,000 tensors, as many as ``jsonfile`` allows, is smaller than this.
 MAX_HEADER_BYTES = 32 * 2**20
 
+#: Headers that are not parsed again: those of the shards of a model.
+_KEPT = 16
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -69,9 +72,7 @@ def read_header(path: Path, *, error: type[InputError] = ModelError) -> Header:
     with open_file(path, error=error) as file:
         text = _read(path, file, error)
         size = os.fstat(file.fileno()).st_size
-    header = _parsed(path, size, text, error)
-    _ask_library(path, text, error)
-    return header
+    return _judged(path, size, text, error)
 
 
 def read_bytes(info: TensorInfo, descriptor: int) -> bytes:
@@ -91,6 +92,14 @@ def _read(path: Path, file: BinaryIO, error: type[InputError]) -> bytes:
     if length > MAX_HEADER_BYTES:
         raise error(f"{path}: header of {length} bytes, wanted at most {MAX_HEADER_BYTES}")
     return file.read(length)
+
+
+@lru_cache(maxsize=_KEPT)
+def _judged(path: Path, size: int, text: bytes, error: type[InputError]) -> Header:
+    """Return a header of these bytes, which one command asks for several times."""
+    header = _parsed(path, size, text, error)
+    _ask_library(path, text, error)
+    return header
 
 
 def _parsed(path: Path, size: int, text: bytes, error: type[InputError]) -> Header:

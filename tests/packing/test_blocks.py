@@ -35,7 +35,15 @@ from quantkit.packing.weight_plan import WeightPlan
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
 from quantkit.storage.digest import sha256_of
-from tests.support.packing import WEIGHTS, bits, calibration_of, expected, run, with_samples
+from tests.support.packing import (
+    WEIGHTS,
+    bits,
+    calibration_of,
+    expected,
+    finish,
+    run,
+    with_samples,
+)
 from tests.support.packing import component as make_component
 
 pytestmark = pytest.mark.usefixtures("any_model")
@@ -244,7 +252,7 @@ def test_rounding_in_blocks_is_rounding_of_the_whole(tmp_path, monkeypatch, mask
     sinks = {part: _Bytes() for part in ("weight", "weight_scale", "weight_meta")}
     with layer.shard.open("rb") as file:
         source = rows_module.SourceTensor(layer.shard, file.fileno(), layer.weight)
-        encode_weight(plan, source, sinks)
+        finish(encode_weight(plan, source, sinks))
     rounding = Rounding.of(moment)
     rows = rounding.update(weight, mask) if masked else weight
     scale = amax_scale(rows, E4M3FN, PerChannel())

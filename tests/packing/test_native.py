@@ -25,6 +25,7 @@ from quantkit.packing.weight_plan import WeightPlan
 from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import read_header
 from tests.support.kernel_cases import need
+from tests.support.packing import finish
 
 HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
 #: Linear and Conv2d; rows that are no multiple of a vector's block, and shorter than one.
@@ -75,7 +76,7 @@ def source_of(folder, weight):
 
 def packed(plan, source):
     sinks = defaultdict(Bytes)
-    record = encode_weight(plan, source, sinks).record
+    record = finish(encode_weight(plan, source, sinks)).record
     for sink in sinks.values():
         assert sink.digest.hexdigest() == sha256(sink.data).hexdigest()
     return record, {part: bytes(sink.data) for part, sink in sinks.items()}
