@@ -16,6 +16,10 @@
 #include <new>
 #include <vector>
 
+#ifdef __F16C__
+#  include <immintrin.h>
+#endif
+
 namespace {
 
 enum Source : int32_t { kHalf, kBfloat, kFloat };
@@ -29,6 +33,8 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Pairs __attribute__((vector_size(2 * kLanes)));
+typedef uint32_t Quad __attribute__((vector_size(2 * kLanes)));
+typedef uint64_t Twins __attribute__((vector_size(2 * kLanes)));
 static_assert(sizeof(Floats) == sizeof(Words), "a lane of one is a lane of the other");
 
 // Of int4: the code that stands for the largest value, and the largest factor; a block of columns
@@ -60,6 +66,8 @@ void store(void* to, Vector value) {
 
 Words even(Words a, Words b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
 Words odd(Words a, Words b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15); }
+Quad lower(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+Quad upper(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
 
 // Bits of the largest magnitude: those of positive floats are in the order of the floats.
 Ints larger(Ints largest, Words value) {
@@ -75,18 +83,36 @@ int32_t reduce(Ints a) {
   return a[0] > a[1] ? a[0] : a[1];
 }
 
-// Each splits a block into planes, and widens a plane to float32; from kBroken on, the bits of the
-// result's magnitude are those of what was NaN or infinite.
+// Column 4 l + j of a block goes to plane j, lane l.
+void split(const uint16_t* block, Pairs* plane) {
+  Quad word[kPlanes];
+  for (int64_t i = 0; i < kPlanes; ++i) {
+    const Pairs eight = load<Pairs>(block + i * kLanes);
+    word[i] = bits<Quad>(__builtin_shufflevector(eight, eight, 0, 4, 1, 5, 2, 6, 3, 7));
+  }
+  for (int64_t half = 0; half < 2; ++half) {
+    const Twins low = bits<Twins>(half ? upper(word[0], word[1]) : lower(word[0], word[1]));
+    const Twins high = bits<Twins>(half ? upper(word[2], word[3]) : lower(word[2], word[3]));
+    plane[2 * half] = bits<Pairs>(__builtin_shufflevector(low, high, 0, 2));
+    plane[2 * half + 1] = bits<Pairs>(__builtin_shufflevector(low, high, 1, 3));
+  }
+}
+
+// Each splits a block into planes of float32; from kBroken on, the bits of a magnitude are those of
+// what was NaN or infinite.
 struct Half {
   using Stored = uint16_t;
   static constexpr uint32_t kBroken = 143u << 23;
   static void planes(const Stored* block, Words* plane) {
-    const Words a = load<Words>(block), b = load<Words>(block + 2 * kLanes);
-    const Words first = even(a, b), second = odd(a, b);
-    plane[0] = first & 0xffffu, plane[1] = first >> 16;
-    plane[2] = second & 0xffffu, plane[3] = second >> 16;
+    Pairs half[kPlanes];
+    split(block, half);
+    for (int64_t j = 0; j < kPlanes; ++j) plane[j] = widen(half[j]);
   }
-  static Words widen(Words half) {
+#ifdef __F16C__
+  static Words widen(Pairs half) { return bits<Words>(_mm256_cvtph_ps(bits<__m128i>(half))); }
+#else
+  static Words widen(Pairs stored) {
+    const Words half = __builtin_convertvector(stored, Words);
     const Words magnitude = ((half & 0x7fffu) << 13) + (112u << 23);
     // A subnormal: with an implicit one too many, which the subtraction takes away exactly.
     const Floats implicit = bits<Floats>(magnitude + (1u << 23));
@@ -94,13 +120,18 @@ struct Half {
     const Words wide = (half & 0x7c00u) == 0 ? subnormal : magnitude;
     return wide | (half & 0x8000u) << 16;
   }
+#endif
 };
 
 struct Bfloat {
   using Stored = uint16_t;
   static constexpr uint32_t kBroken = 0x7f800000u;
-  static void planes(const Stored* block, Words* plane) { Half::planes(block, plane); }
-  static Words widen(Words value) { return value << 16; }
+  static void planes(const Stored* block, Words* plane) {
+    Pairs half[kPlanes];
+    split(block, half);
+    for (int64_t j = 0; j < kPlanes; ++j) plane[j] = widen(half[j]);
+  }
+  static Words widen(Pairs value) { return __builtin_convertvector(value, Words) << 16; }
 };
 
 struct Float {
@@ -113,17 +144,18 @@ struct Float {
     plane[0] = even(e, f), plane[2] = odd(e, f);
     plane[1] = even(g, h), plane[3] = odd(g, h);
   }
-  static Words widen(Words value) { return value; }
 };
 
-// The float8 codes of finite values within the format's range.
+// The float8 codes of finite values; what is beyond the format's range gets the code of its end.
 template <int kMantissa, int kBias>
-Words float_codes(Floats value) {
+Words float_codes(Floats value, float max) {
   constexpr int kDropped = 23 - kMantissa;
   constexpr uint32_t kSmallestNormal = uint32_t(128 - kBias) << 23;
   // Its last place is the format's smallest subnormal, 2**(1 - bias - mantissa).
   constexpr uint32_t kSubnormal = uint32_t(127 + 23 + 1 - kBias - kMantissa) << 23;
-  const Words all = bits<Words>(value), magnitude = all & kMagnitude;
+  const Words all = bits<Words>(value);
+  const Ints size = bits<Ints>(all & kMagnitude), end = Ints{} + bits<int32_t>(max);
+  const Words magnitude = bits<Words>(size < end ? size : end);
   const Words subnormal =
       bits<Words>(bits<Floats>(magnitude) + bits<float>(kSubnormal)) - kSubnormal;
   const Words half = ((magnitude >> kDropped) & 1u) + ((1u << (kDropped - 1)) - 1);
@@ -132,23 +164,27 @@ Words float_codes(Floats value) {
   return code | (all >> 24 & 0x80u);
 }
 
-Words integer_codes(Floats value) { return bits<Words>(value + kRoundToInteger) & 0xffu; }
+Words integer_codes(Floats value, float min, float max) {
+  value = value < min ? Floats{} + min : value;
+  value = value > max ? Floats{} + max : value;
+  return bits<Words>(value + kRoundToInteger) & 0xffu;
+}
 
 struct E4m3 {
-  static constexpr float kMax = 448.0f, kMin = -448.0f;
-  static Words codes(Floats value) { return float_codes<3, 7>(value); }
+  static constexpr float kMax = 448.0f;
+  static Words codes(Floats value) { return float_codes<3, 7>(value, kMax); }
 };
 struct E5m2 {
-  static constexpr float kMax = 57344.0f, kMin = -57344.0f;
-  static Words codes(Floats value) { return float_codes<2, 15>(value); }
+  static constexpr float kMax = 57344.0f;
+  static Words codes(Floats value) { return float_codes<2, 15>(value, kMax); }
 };
 struct Int8 {
-  static constexpr float kMax = 127.0f, kMin = -127.0f;
-  static Words codes(Floats value) { return integer_codes(value); }
+  static constexpr float kMax = 127.0f;
+  static Words codes(Floats value) { return integer_codes(value, -kMax, kMax); }
 };
 struct Int4 {
-  static constexpr float kMax = 7.0f, kMin = kLowestNibble;
-  static Words codes(Floats value) { return integer_codes(value); }
+  static constexpr float kMax = 7.0f;
+  static Words codes(Floats value) { return integer_codes(value, kLowestNibble, kMax); }
 };
 
 // A block of columns after the cast: code j of lane l is that of column 4 l + j.
@@ -160,10 +196,7 @@ template <class Format>
 Codes encode(const float* block, float step) {
   Codes codes;
   for (int64_t j = 0; j < kPlanes; ++j) {
-    Floats value = load<Floats>(block + j * kLanes) / step;
-    value = value < Format::kMin ? Floats{} + Format::kMin : value;
-    value = value > Format::kMax ? Floats{} + Format::kMax : value;
-    codes.plane[j] = Format::codes(value);
+    codes.plane[j] = Format::codes(load<Floats>(block + j * kLanes) / step);
   }
   return codes;
 }
@@ -190,6 +223,54 @@ Words kept_pairs(const Codes& c, Words nibbles) {
   const Words first = low == 0 ? c.plane[0] : low == 1 ? c.plane[1] : c.plane[2];
   const Words second = high == 3 ? c.plane[3] : high == 2 ? c.plane[2] : c.plane[1];
   return first | second << 8;
+}
+
+// Rows to columns, of 8 x 8 numbers: pairs, then pairs of pairs, then halves.
+void transpose(Pairs* v) {
+  Pairs a[kLanes];
+  for (int64_t i = 0; i < kLanes; i += 2) {
+    a[i] = __builtin_shufflevector(v[i], v[i + 1], 0, 8, 1, 9, 2, 10, 3, 11);
+    a[i + 1] = __builtin_shufflevector(v[i], v[i + 1], 4, 12, 5, 13, 6, 14, 7, 15);
+  }
+  Quad b[kLanes];
+  for (int64_t i = 0; i < kLanes; i += 4)
+    for (int64_t j = 0; j < 2; ++j) {
+      b[i + 2 * j] = lower(bits<Quad>(a[i + j]), bits<Quad>(a[i + j + 2]));
+      b[i + 2 * j + 1] = upper(bits<Quad>(a[i + j]), bits<Quad>(a[i + j + 2]));
+    }
+  for (int64_t i = 0; i < kPlanes; ++i) {
+    const Twins low = bits<Twins>(b[i]), high = bits<Twins>(b[i + kPlanes]);
+    v[2 * i] = bits<Pairs>(__builtin_shufflevector(low, high, 0, 2));
+    v[2 * i + 1] = bits<Pairs>(__builtin_shufflevector(low, high, 1, 3));
+  }
+}
+
+// (channels, taps) to (taps, channels), from one channel and tap on, up to another tap.
+template <class Stored>
+void move_some(const Stored* from, int64_t channels, int64_t taps, int64_t channel, int64_t tap,
+               int64_t stop, Stored* to) {
+  for (int64_t t = tap; t < stop; ++t)
+    for (int64_t c = channel; c < channels; ++c) to[t * channels + c] = from[c * taps + t];
+}
+
+template <class Stored>
+void move(const Stored* from, int64_t channels, int64_t taps, Stored* to) {
+  move_some(from, channels, taps, 0, 0, taps, to);
+}
+
+template <>
+void move(const uint16_t* from, int64_t channels, int64_t taps, uint16_t* to) {
+  const int64_t whole_taps = taps / kLanes * kLanes, whole = channels / kLanes * kLanes;
+  for (int64_t c = 0; c < whole; c += kLanes)
+    for (int64_t t = 0; t < whole_taps; t += kLanes) {
+      Pairs v[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) v[i] = load<Pairs>(from + (c + i) * taps + t);
+      transpose(v);
+      for (int64_t i = 0; i < kLanes; ++i) store(to + (t + i) * channels + c, v[i]);
+    }
+  // The ninth tap of 3 x 3, and channels that are no multiple of eight.
+  move_some(from, channels, taps, 0, whole_taps, taps, to);
+  move_some(from, channels, taps, whole, 0, whole_taps, to);
 }
 
 // What Python passes: quantkit/device/host/encoder.py has the same fields.
@@ -231,12 +312,10 @@ class RowEncoder {
       const uint32_t amax = read<Source>(stored + r * k_);
       if (amax >= Source::kBroken) return r * k_ + first_broken<Source>(stored + r * k_);
       if (job_.sparse) choose();
-      if (job_.codes) {
-        write(r);
-      } else {
-        const uint32_t kept = job_.importance ? amax_bits(0, k_) : amax;
-        largest = kept > largest ? kept : largest;
-      }
+      // By magnitude alone, the largest is always kept.
+      kept_ = job_.importance ? amax_bits(0, k_) : amax;
+      largest = kept_ > largest ? kept_ : largest;
+      if (job_.codes) write(r);
     }
     if (!job_.codes) *job_.amax = bits<float>(largest);
     return kDone;
@@ -262,11 +341,7 @@ class RowEncoder {
     using Stored = typename Source::Stored;
     Stored* moved = reinterpret_cast<Stored*>(moved_.data());
     const bool ordered = job_.taps == 1 && k_ % kBlock == 0;
-    if (!ordered) {
-      for (int64_t tap = 0; tap < job_.taps; ++tap)
-        for (int64_t c = 0; c < job_.channels; ++c)
-          moved[tap * job_.channels + c] = stored[c * job_.taps + tap];
-    }
+    if (!ordered) move(stored, job_.channels, job_.taps, moved);
     // Behind the last column are zeros, as the buffer was made.
     const Stored* from = ordered ? stored : moved;
     Ints largest{};
@@ -274,9 +349,8 @@ class RowEncoder {
       Words plane[kPlanes];
       Source::planes(from + i, plane);
       for (int64_t j = 0; j < kPlanes; ++j) {
-        const Words wide = Source::widen(plane[j]);
-        largest = larger(largest, wide);
-        store(&row_[i + j * kLanes], wide);
+        largest = larger(largest, plane[j]);
+        store(&row_[i + j * kLanes], plane[j]);
       }
     }
     return uint32_t(reduce(largest));
@@ -284,9 +358,12 @@ class RowEncoder {
 
   template <class Source>
   int64_t first_broken(const typename Source::Stored* stored) const {
+    typename Source::Stored block[kBlock] = {};
     for (int64_t i = 0; i < k_; ++i) {
-      const Words wide = Source::widen(Words{stored[i]});
-      if ((wide[0] & kMagnitude) >= Source::kBroken) return i;
+      block[0] = stored[i];
+      Words plane[kPlanes];
+      Source::planes(block, plane);
+      if ((plane[0][0] & kMagnitude) >= Source::kBroken) return i;
     }
     return 0;
   }
@@ -335,7 +412,8 @@ class RowEncoder {
     for (int64_t g = 0; g < groups; ++g) {
       float scale = *job_.scale;
       if (job_.group) {
-        scale = bits<float>(amax_bits(g * group, group)) / Format::kMax;
+        const uint32_t amax = groups == 1 ? kept_ : amax_bits(g * group, group);
+        scale = bits<float>(amax) / Format::kMax;
         scale = scale > 0 ? scale : 1.0f;
         job_.scale[r * groups + g] = scale;
       }
@@ -347,7 +425,7 @@ class RowEncoder {
   }
 
   void write_factored(int64_t r) {
-    float scale = bits<float>(amax_bits(0, k_)) / -kLowestNibble / kMaxFactor;
+    float scale = bits<float>(kept_) / -kLowestNibble / kMaxFactor;
     scale = scale > 0 ? scale : 1.0f;
     job_.scale[r] = scale;
     for (int64_t b = 0; b < blocks_; ++b) {
@@ -424,6 +502,7 @@ class RowEncoder {
   std::vector<float> importance_;
   std::vector<uint32_t> moved_;  // wide enough for every kind of number
   std::vector<uint8_t> codes_, meta_;
+  uint32_t kept_ = 0;  // bits of the row's largest magnitude that is kept
 };
 
 }  // namespace

@@ -1,5 +1,7 @@
 """The attention of a packed component: its entry in config.json, and its tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -7,9 +9,7 @@ from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
 from quantkit.errors import CheckpointError
-from quantkit.numerics.attention import COLUMNS, QK_FORMATS
-from quantkit.numerics.attention_basis import is_rank
-from quantkit.numerics.attention_scales import SHAPES
+from quantkit.numerics.attention_limits import COLUMNS
 
 #: The key in the quantization_config.
 KEY = "attention"
@@ -97,6 +97,8 @@ class PackedAttention:
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield names and shapes of the scales, float32."""
+        from quantkit.numerics.attention_scales import SHAPES
+
         for module, shape in self.static.items():
             for part, by_column in SHAPES.items():
                 columns = (shape.head_size,) if by_column else ()
@@ -109,6 +111,8 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     Raises:
         CheckpointError: a missing or unknown key, or an unknown value.
     """
+    from quantkit.numerics.attention import QK_FORMATS
+
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {KEY} {value!r:.80}, wanted an object")
     where = f"{where}: {KEY}"
@@ -129,6 +133,8 @@ def parse_attention(value: object, where: str) -> PackedAttention:
 
 
 def _parse_ranks(value: object, static: Mapping[str, HeadShape], where: str) -> dict[str, int]:
+    from quantkit.numerics.attention_basis import is_rank
+
     if not isinstance(value, list) or not value:
         raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of ranks and their modules")
     ranks: dict[str, int] = {}

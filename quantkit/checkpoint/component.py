@@ -1,22 +1,24 @@
 """A packed component as a value: its headers, its tensors, its dense weights."""
 
+from __future__ import annotations
+
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
-from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, PackedConfig, rows_of
-from quantkit.checkpoint.validate import Index, Shard
-from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
-from quantkit.numerics.packing import from_rows, unpack_two_of_four
-from quantkit.numerics.scales import dequantize
+from quantkit.checkpoint.spec import PACKED_PARTS, PackedConfig, rows_of
 from quantkit.storage.system import open_to_read, read_at
-from quantkit.storage.tensorfile import Header, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
+    from quantkit.checkpoint.validate import Index, Shard
+    from quantkit.storage.tensorfile import Header, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class PackedComponent:
             for name, info in header.tensors.items()
         }
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor of a packed layer as it is stored.
+    def read_bytes(self, name: str) -> bytearray:
+        """Return the data of a tensor as it is stored.
 
         Args:
             name: as ``conv_in.weight_scale``.
@@ -64,10 +66,20 @@ class PackedComponent:
         path, info = self.tensors[name]
         descriptor = open_to_read(path)
         try:
-            data = bytearray(read_at(descriptor, info.nbytes, info.start))
+            return bytearray(read_at(descriptor, info.nbytes, info.start))
         finally:
             os.close(descriptor)
-        return torch.frombuffer(data, dtype=PACKED_DTYPES[info.dtype]).reshape(info.shape)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of a packed layer as it is stored, by its name."""
+        import torch
+
+        from quantkit.checkpoint.dtypes import PACKED_DTYPES
+
+        info = self.tensors[name][1]
+        return torch.frombuffer(self.read_bytes(name), dtype=PACKED_DTYPES[info.dtype]).reshape(
+            info.shape
+        )
 
     def parts(self, layer: str) -> dict[str, Tensor]:
         """Return the packed tensors of a layer by part: weight, weight_scale, ..."""
@@ -80,6 +92,9 @@ class PackedComponent:
         Returns:
             float32, the module's dense shape: (N, K) or (N, C, kh, kw).
         """
+        from quantkit.numerics.packing import from_rows
+        from quantkit.numerics.scales import dequantize
+
         scheme, shape = self.config.layers[layer], self.records[layer].shape
         parts, (_, k) = self.parts(layer), rows_of(shape)
         rows = dequantize(self.code_rows(layer), parts["weight_scale"], scheme.granularity)
@@ -94,6 +109,8 @@ class PackedComponent:
         Returns:
             (N, K) float8 or int8, channels last; factors of int4 are multiplied in.
         """
+        from quantkit.numerics.packing import unpack_two_of_four
+
         scheme, parts = self.config.layers[layer], self.parts(layer)
         codes = stored_codes(parts).reshape(self.records[layer].shape[0], -1)
         if scheme.sparsity is not None:
@@ -114,6 +131,10 @@ class PackedComponent:
 
 def stored_codes(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the codes of a packed weight as kernels multiply them, uint8, those kept alone."""
+    import torch
+
+    from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
+
     if "weight_group" in parts:
         return integer_codes(parts["weight"], parts["weight_group"]).view(torch.uint8)
     if parts["weight"].dtype is torch.uint8:

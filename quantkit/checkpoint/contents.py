@@ -1,24 +1,18 @@
 """The rules of FORMAT.md that need the data: finite numbers, legal codes, checksums."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from quantkit.checkpoint.code_rules import faults_of
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
-from quantkit.checkpoint.weight_reader import NUMBER_DTYPES, SourceTensor
+from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor, first_broken, value_of
+from quantkit.device.host.checker import BAD_CODE, BAD_FACTOR, BAD_META, BAD_SCALE
 from quantkit.errors import NonFiniteError
-from quantkit.numerics.attention_scales import POSITIVE
-from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
-from quantkit.numerics.nibbles import factors_are_legal
-from quantkit.numerics.packing import metadata_is_legal, unpack_two_of_four
-from quantkit.numerics.scheme import Scheme
 from quantkit.storage.digest import Claim
 from quantkit.storage.system import open_to_read
-from quantkit.storage.tensorfile import TensorInfo
+from quantkit.storage.tensorfile import ITEM_BYTES, TensorInfo
 
 _SCALES = ("weight_scale", "input_scale", "input_smooth")
 _SHIFTS = ("input_shift", "output_shift")
@@ -33,6 +27,10 @@ def broken_scales(component: PackedComponent) -> Iterator[str]:
         for part in (*_SCALES, *_SHIFTS):
             any_sign = part in _SHIFTS or (part == "weight_scale" and bool(scheme.weight.block))
             yield from _broken_values(component, f"{layer}.{part}", any_sign=any_sign)
+    if component.config.attention is None:
+        return
+    from quantkit.numerics.attention_scales import POSITIVE
+
     for spec in attention_tensors(component.config.attention):
         any_sign = spec.name.rpartition(".")[2] not in POSITIVE
         yield from _broken_values(component, spec.name, any_sign=any_sign)
@@ -41,11 +39,12 @@ def broken_scales(component: PackedComponent) -> Iterator[str]:
 def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> Iterator[str]:
     if name not in component.tensors:
         return
-    values = component.read(name).flatten()
-    bad = ~torch.isfinite(values) | ((values <= 0) & (not any_sign))
-    if bool(bad.any()):
+    values, dtype = component.read_bytes(name), component.tensors[name][1].dtype
+    bad = first_broken(values, dtype, positive=not any_sign)
+    if bad is not None:
         wanted = "finite" if any_sign else "finite and positive"
-        yield f"{_where(component, name)}: found {float(values[bad][0])}, wanted {wanted}"
+        found = value_of(values, dtype, bad)
+        yield f"{_where(component, name)}: found {found}, wanted {wanted}"
 
 
 def tensor_claims(component: PackedComponent) -> Iterator[Claim]:
@@ -64,9 +63,9 @@ def unpacked_tensors(component: PackedComponent) -> list[tuple[Path, TensorInfo]
 
 def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:
     """Yield a line if a float tensor holds NaN or infinity, which no trained weight is."""
-    if info.dtype not in NUMBER_DTYPES:
+    if info.dtype not in NUMBERS:
         return
-    width = NUMBER_DTYPES[info.dtype].itemsize
+    width = ITEM_BYTES[info.dtype]
     descriptor = open_to_read(path)
     try:
         source = SourceTensor(path, descriptor, info)
@@ -80,55 +79,21 @@ def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:
 
 def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     """Yield a line for every rule that the codes or the metadata of a layer break."""
-    scheme, parts = component.config.layers[layer], component.parts(layer)
+    scheme = component.config.layers[layer]
     if scheme.weight.block:
         # Files of other programs hold every code, and every scale beside codes of zero.
         return
-    where = _where(component, f"{layer}.weight")
-    groups = parts.get("weight_group")
-    if groups is not None and not factors_are_legal(groups):
+    where, faults = _where(component, f"{layer}.weight"), faults_of(component, layer)
+    if faults.bits & BAD_FACTOR:
         yield f"{where}_group: a factor is 0 or beyond 15; pack the model again"
         return
-    sizes, largest = _sizes(parts, scheme)
-    if int(sizes.max()) > largest:
+    if faults.bits & BAD_CODE:
         what = "-128, which no weight has" if scheme.weight.is_integer else "NaN or infinite"
         yield f"{where}: a code is {what}; pack the model again"
-    meta = parts.get("weight_meta")
-    if meta is not None and not metadata_is_legal(meta):
+    if faults.bits & BAD_META:
         yield f"{where}_meta: a nibble names no two ascending positions; pack the model again"
-        return
-    scale = parts["weight_scale"]
-    zero = _zero_groups(sizes, meta, scheme) & (scale != 1)
-    if bool(zero.any()):
-        yield f"{where}_scale: found {float(scale[zero][0])} for an all-zero group, wanted 1"
-
-
-def _sizes(parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[Tensor, int]:
-    """Return bytes (R, any) in the order of the codes' magnitudes, and the largest of a number.
-
-    Zero is 0. Codes are never decoded, which would take eight times their bytes and many passes.
-    """
-    if "weight_group" in parts:
-        # Two nibbles, of which 8 is zero; with legal factors, all of them are numbers.
-        return parts["weight"].flatten(1) ^ 0x88, 0xFF
-    fmt, codes = scheme.weight.byte_format, parts["weight"].flatten(1)
-    largest = int(torch.tensor(fmt.max).to(fmt.torch_dtype).view(torch.uint8))
-    if fmt.is_integer:
-        # -128 has no negative: as a byte it is beyond 127.
-        return codes.view(torch.int8).abs().view(torch.uint8), largest
-    return codes.view(torch.uint8) & 0x7F, largest
-
-
-def _zero_groups(sizes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
-    """Return which scales serve only zeros, of the scales' shape."""
-    match scheme.granularity:
-        case PerTensor():
-            return sizes.amax() == 0
-        case PerChannel():
-            return sizes.amax(dim=1) == 0
-        case PerGroup(size):
-            dense = sizes if meta is None else unpack_two_of_four(sizes, meta)
-            return dense.reshape(len(dense), -1, size).amax(dim=2) == 0
+    elif faults.bits & BAD_SCALE:
+        yield f"{where}_scale: found {faults.scale} for an all-zero group, wanted 1"
 
 
 def _where(component: PackedComponent, name: str) -> str:

@@ -7,11 +7,11 @@ the library has none: it writes the metadata keys in random order, here they asc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from quantkit.checkpoint.spec import TensorSpec
-from quantkit.storage.system import write_at
+from quantkit.device.host.hashing import new_digest
+from quantkit.storage.system import start_writing, write_at
 
 #: File order of dtypes: the library sorts by its enumeration, descending, so that every tensor is
 #: aligned to its item. Source: safetensors 0.8.0, observed; the tests compare with the library.
@@ -22,6 +22,9 @@ DTYPE_ORDER = (
 
 #: The data starts at a multiple of this; the header is padded with spaces.
 ALIGNMENT = 8
+
+#: Bytes after which the disk is told to begin: many enough for one request to be worth it.
+_BEGUN_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,31 @@ class Sink:
         self._descriptor = descriptor
         self._slot = slot
         self._position = slot.start
-        self._digest = sha256()
+        #: up to here the disk has begun
+        self._begun = slot.start
+        #: of the bytes so far
+        self.digest = new_digest()
 
     def append(self, data: memoryview) -> None:
-        """Write the next bytes of the tensor."""
+        """Hash and write the next bytes of the tensor."""
         data = data.cast("B")
+        self.digest.update(data)
+        self.write(data)
+
+    def write(self, data: memoryview) -> None:
+        """Write the next bytes of the tensor, which ``digest`` has or gets from the caller."""
         assert self._position + len(data) <= self._slot.stop, self._slot.spec.name
-        self._digest.update(data)
         write_at(self._descriptor, data, self._position)
         self._position += len(data)
+        if self._position - self._begun >= _BEGUN_BYTES:
+            self._begin()
 
     def close(self) -> str:
         """Return the SHA-256 of the whole tensor, in hex."""
         assert self._position == self._slot.stop, self._slot.spec.name
-        return self._digest.hexdigest()
+        self._begin()
+        return self.digest.hexdigest()
+
+    def _begin(self) -> None:
+        start_writing(self._descriptor, self._begun, self._position - self._begun)
+        self._begun = self._position

@@ -7,15 +7,12 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-import torch
-
 from quantkit._version import __version__
 from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.models.quantizers import CONFIG_KEY
-from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.tensorfile import ITEM_BYTES
@@ -32,14 +29,6 @@ PACKED_PARTS = (
     "weight", "weight_meta", "weight_group", "weight_scale", "input_scale", "input_smooth",
     "input_shift", "output_shift",
 )  # fmt: skip
-
-#: torch's dtypes of packed tensors, by their names in a safetensors header.
-PACKED_DTYPES: dict[str, torch.dtype] = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "U8": torch.uint8,
-    **{f.safetensors_dtype: f.torch_dtype for f in FORMATS.values() if f.codes_per_byte == 1},
-}
 
 Kind = Literal["linear", "conv2d"]
 

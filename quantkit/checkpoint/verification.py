@@ -1,6 +1,7 @@
 """``verify``: every byte of a packed directory, and every rule about it, from files alone."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_li
 from quantkit.checkpoint.reader import Packed, read_packed
 from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.validate import broken_rules
+from quantkit.device.host import checker
 from quantkit.errors import CheckpointError
 from quantkit.models.building import read_skeleton
 from quantkit.models.skeleton import Contents, misfits, some
@@ -89,7 +91,8 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
         )
     try:
         lists, copied = file_lists(packed), _copied(packed)
-        with one_torch_thread():
+        # Importing torch takes longer than the core's part of the work.
+        with one_torch_thread() if checker.why_unavailable() else nullcontext():
             found = _breaches(packed, lists, copied, progress)
             breaches = tuple(islice(found, 1 if stop_at_first else None))
     except OSError as error:

@@ -1,37 +1,34 @@
 """Reading a weight in blocks of rows, as the kernels read it, through small reused buffers."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import isfinite, prod
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
+from quantkit.device.host import checker
 from quantkit.errors import ModelError, NonFiniteError
 from quantkit.numerics.formats import FORMATS
 from quantkit.storage.system import read_into
-from quantkit.storage.tensorfile import TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from quantkit.storage.tensorfile import TensorInfo
 
 #: Elements of a block. 2**17 makes 512 KiB in float32, which stays in the cache of a core with what
 #: is computed from it; at 2**18 the allocator returns its memory each time, and page faults cost a
 #: tenth more; at 2**15 the calls of torch do. Measured on a 1.7 GB UNet with two threads.
 BLOCK_ELEMENTS = 1 << 17
 
-#: Float dtypes by their names in a safetensors header.
-FLOAT_DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-
-#: What is checked for NaN and infinity.
-NUMBER_DTYPES = {
-    **FLOAT_DTYPES,
-    **{fmt.safetensors_dtype: fmt.torch_dtype for fmt in FORMATS.values() if not fmt.is_integer},
-}
+#: What is checked for NaN and infinity, by its names in a safetensors header.
+NUMBERS = frozenset(
+    {"F16", "BF16", "F32", "F64"}
+    | {fmt.safetensors_dtype for fmt in FORMATS.values() if not fmt.is_integer}
+)
 
 
 class Digest(Protocol):
@@ -76,6 +73,10 @@ class SourceTensor:
         Raises:
             NonFiniteError: NaN or Inf, with the index in the source's shape.
         """
+        import torch
+
+        from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+
         shape = self.info.shape
         n, k = shape[0], prod(shape[1:])
         count = max(1, min(n, elements // k))
@@ -97,11 +98,9 @@ class SourceTensor:
         Raises:
             NonFiniteError: naming the element.
         """
-        values = torch.frombuffer(chunk, dtype=NUMBER_DTYPES[self.info.dtype])
-        wide = values if values.dtype == torch.float64 else values.float()
-        if not _is_finite(wide):
-            bad = first + int((~torch.isfinite(wide)).nonzero()[0])
-            raise self.non_finite(bad, float(values[bad - first]))
+        bad = first_broken(chunk, self.info.dtype)
+        if bad is not None:
+            raise self.non_finite(first + bad, value_of(chunk, self.info.dtype, bad))
 
     def non_finite(self, element: int, value: float) -> NonFiniteError:
         """Return the error that names an element, counted as it is stored, and its value."""
@@ -123,9 +122,44 @@ class SourceTensor:
             chunk, start = chunk[count:], start + count
 
     def _non_finite_in(self, block: Tensor, first_row: int) -> NonFiniteError:
+        import torch
+
         flat = block.flatten()
         offset = int((~torch.isfinite(flat)).nonzero()[0])
         return self.non_finite(first_row * block[0].numel() + offset, float(flat[offset]))
+
+
+def value_of(chunk: memoryview | bytearray, dtype: str, index: int) -> float:
+    """Return a number of a chunk, of a dtype in ``NUMBERS``, for a message."""
+    import torch
+
+    from quantkit.checkpoint.dtypes import NUMBER_DTYPES
+
+    return float(torch.frombuffer(chunk, dtype=NUMBER_DTYPES[dtype])[index])
+
+
+def first_broken(
+    chunk: memoryview | bytearray, dtype: str, *, positive: bool = False
+) -> int | None:
+    """Return the index of the first number that is NaN or infinite; None when there is none.
+
+    Args:
+        chunk: numbers, as they are stored.
+        dtype: of them, in ``NUMBERS``.
+        positive: what is not above zero is broken, too.
+    """
+    if not checker.why_unavailable():
+        return checker.first_broken(chunk, dtype, positive=positive)
+    import torch
+
+    from quantkit.checkpoint.dtypes import NUMBER_DTYPES
+
+    values = torch.frombuffer(chunk, dtype=NUMBER_DTYPES[dtype])
+    wide = values if values.dtype == torch.float64 else values.float()
+    if _is_finite(wide) and not (positive and bool(wide.amin() <= 0)):
+        return None
+    bad = ~torch.isfinite(wide) | ((wide <= 0) & positive)
+    return int(bad.nonzero()[0])
 
 
 def _copy_rows(block: Tensor, rows: Tensor) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoint.spec import PACKED_DTYPES, PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.checkpoint.dtypes import PACKED_DTYPES
+from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
 from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.dtypes import FLOAT_DTYPES
 from quantkit.checkpoint.verification import contents_of
-from quantkit.checkpoint.weight_reader import FLOAT_DTYPES
 from quantkit.errors import ModelError, NonFiniteError
 from quantkit.interchange.gguf_file import all_finite
 from quantkit.interchange.layer_codes import LayerCodes, read_codes

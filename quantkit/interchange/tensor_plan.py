@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.weight_reader import FLOAT_DTYPES
+from quantkit.checkpoint.dtypes import FLOAT_DTYPES
 from quantkit.errors import CheckpointError
 from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.joining import join

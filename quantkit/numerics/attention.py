@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.numerics import attention_limits
 from quantkit.numerics.attention_scales import AttentionScales, scales_of_ranges
 from quantkit.numerics.formats import E4M3FN, INT8, NumberFormat
 from quantkit.numerics.scales import cast
 
 #: Columns of a head that one matrix instruction takes.
-COLUMNS = 16
+COLUMNS = attention_limits.COLUMNS
 #: Keys that share a scale, where codes are int8.
 KEYS = 16
 #: Keys of v are stored in runs of so many bytes.

@@ -4,13 +4,17 @@ A mask is chosen from *scores* (non-negative, larger is kept), in floating point
 Ties go to the lower position, so that a mask never depends on a sort's whims.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.errors import RecipeError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ def choose_mask(scores: Tensor, pattern: Pattern) -> Tensor:
     Raises:
         ShapeError: K is not a multiple of m.
     """
+    import torch
+
     k = scores.shape[-1]
     if k % pattern.m:
         raise ShapeError(f"K {k} is not a multiple of {pattern.m}, which {pattern} groups need")
@@ -71,6 +77,8 @@ def choose_mask(scores: Tensor, pattern: Pattern) -> Tensor:
 
 def _beaten_by(columns: tuple[Tensor, ...], i: int) -> Tensor:
     """Count the columns that rank before column i."""
+    import torch
+
     wins = [c >= columns[i] for c in columns[:i]] + [c > columns[i] for c in columns[i + 1 :]]
     count = torch.zeros_like(columns[i], dtype=torch.int8)
     for win in wins:
@@ -90,6 +98,8 @@ def choose_first_axis(scores: Tensor, n: int) -> Tensor:
     Returns:
         bool (m, R), exactly n True in every column.
     """
+    import torch
+
     m = len(scores)
     earlier = torch.ones(m, m, dtype=torch.bool, device=scores.device).triu_(1).unsqueeze(2)
     rivals = scores.unsqueeze(1)
@@ -128,7 +138,7 @@ def wanda_scores(weight: Tensor, second_moment: Tensor | None) -> Tensor:
     return weight.abs().float() * second_moment.float().sqrt()
 
 
-Scorer = Callable[[Tensor, Tensor | None], Tensor]
+Scorer: TypeAlias = "Callable[[Tensor, Tensor | None], Tensor]"
 
 #: Methods that score a weight as it is.
 MASKS: dict[str, Scorer] = {"magnitude": magnitude_scores, "wanda": wanda_scores}

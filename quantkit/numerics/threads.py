@@ -1,9 +1,13 @@
 """How many threads torch may start."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from __future__ import annotations
 
-import torch
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 #: Columns from which factoring and refitting a layer is worth several threads.
 _MANY_COLUMNS = 4096
@@ -16,6 +20,8 @@ def one_torch_thread() -> Iterator[None]:
     Waking others costs more than they do, and idle ones spin: verifying took five times the CPU,
     choosing the masks of 8 million weights 0.9 s on two threads of a busy machine and 0.09 on one.
     """
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,19 +1,25 @@
 """The attention of a component: what its recipe asks for, and scales from calibration."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from quantkit.calibration.attention_statistics import AttentionStatistics, largest_about
 from quantkit.checkpoint.attention import CHILD, HeadShape, PackedAttention
 from quantkit.errors import RecipeError
 from quantkit.models.building import read_skeleton
-from quantkit.models.source import Component
-from quantkit.numerics.attention_scales import SHAPES, AttentionScales, scales_of_ranges
-from quantkit.packing.fewer_columns import Decision, decide
-from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.schema import matches
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from quantkit.calibration.attention_statistics import AttentionStatistics
+    from quantkit.models.source import Component
+    from quantkit.numerics.attention_scales import AttentionScales
+    from quantkit.packing.fewer_columns import Decision
+    from quantkit.recipe.attention import AttentionRecipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +52,9 @@ def plan_attention(
     """
     if section is None:
         return PlannedAttention()
+    from quantkit.numerics.attention_scales import SHAPES
+    from quantkit.packing.fewer_columns import decide
+
     scales, decisions = {}, {}
     if section.needs_calibration and statistics is not None:
         _refuse_none(component, section, statistics)
@@ -103,6 +112,9 @@ def _on_codes(
 
 def static_scales(statistics: AttentionStatistics, margin: float) -> AttentionScales:
     """Return the scales of a module, one for all timesteps: buckets gained nothing (SSIM .9995)."""
+    from quantkit.calibration.attention_statistics import largest_about
+    from quantkit.numerics.attention_scales import scales_of_ranges
+
     seen = statistics.pooled()
     q, low, high, k_mean, v_low, v_high, v_mean = (
         t[0]

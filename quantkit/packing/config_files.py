@@ -19,8 +19,8 @@ def write_index(index: Path, plans: Sequence[ShardPlan], target: Path) -> None:
         target: the file to make.
     """
     table = json.loads(index.read_text(encoding="utf-8"))
-    specs = {spec.name: plan for plan in plans for spec in plan.specs()}
-    size = sum(slot.stop - slot.start for plan in plans for slot in plan.slots().values())
+    specs = {spec.name: plan for plan in plans for spec in plan.specs}
+    size = sum(slot.stop - slot.start for plan in plans for slot in plan.slots.values())
     table["metadata"] = {**(table.get("metadata") or {}), "total_size": size}
     table["weight_map"] = {name: plan.name for name, plan in specs.items()}
     target.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -4,15 +4,20 @@ What lies outside of the blocks of a model reads or writes the latent, embeds a 
 layer more of the same kind. Without statistics all of it stays in 16 bit.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from __future__ import annotations
 
-from quantkit.calibration.smoothing import Smoothing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from quantkit.models.layer_plan import LayerPlan, is_judged
 from quantkit.numerics.scheme import Activation
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.packing.inputs import Inputs
-from quantkit.packing.output_error import Candidate, output_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from quantkit.calibration.smoothing import Smoothing
+    from quantkit.packing.inputs import Inputs
 
 #: Share of its output's power that a doubtful layer may lose. FP8 takes 0.0011 of numbers that are
 #: spread evenly, half by the weight and half by the input: three bits of mantissa leave a step of
@@ -33,8 +38,7 @@ def judge_doubtful(
     Raises:
         NonFiniteError: NaN or Inf in a weight.
     """
-    with one_torch_thread():
-        return tuple(_judged(t, smoothing.get(t.layer.name), inputs) for t in treatments)
+    return tuple(_judged(t, smoothing.get(t.layer.name), inputs) for t in treatments)
 
 
 def _judged(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -> LayerPlan:
@@ -48,10 +52,14 @@ def _judged(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -
     kept = replace(treatment, scheme=None)
     if known is None or known.samples is None:
         return replace(kept, reason=family.keep_reason(layer.name, layer.shape) or "")
+    from quantkit.calibration.smoothing import Smoothing
+    from quantkit.packing.output_error import Candidate, output_errors
+
     plain = Smoothing(None, inputs.boundaries.get(layer.name))
     # A shift only lessens the error.
     candidate = Candidate(replace(scheme, shift=False), smoothing or plain)
-    errors = output_errors(layer, (candidate,), inputs, asked_by="a doubtful layer")
+    with one_torch_thread():
+        errors = output_errors(layer, (candidate,), inputs, asked_by="a doubtful layer")
     lost = float(errors.squares[0]) / errors.power if errors.power else 0.0
     if lost <= MOST_LOST:
         return treatment

@@ -5,20 +5,16 @@ decide: which layers an error budget masks, what ``smooth: auto`` leaves alone, 
 and the scales of attention, some KB.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.layers import list_layers
-from quantkit.models.source import Component, Model
 from quantkit.models.treated import encoders_of
 from quantkit.numerics.masks import SPARSEGPT
 from quantkit.packing.attention import plan_attention
-from quantkit.packing.encode import WeightPlan
 from quantkit.packing.pack import complete_plan, summarize
 from quantkit.packing.plan import (
     ComponentPlan,
@@ -26,10 +22,19 @@ from quantkit.packing.plan import (
     recipe_for_header,
     refuse_nothing,
 )
-from quantkit.packing.summary import PackSummary
+from quantkit.packing.weight_plan import WeightPlan
 from quantkit.packing.writer import PlannedLayer
-from quantkit.recipe.schema import Recipe
-from quantkit.sparsity.maskfile import MaskSet
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.statistics import Calibration
+    from quantkit.models.source import Component, Model
+    from quantkit.packing.summary import PackSummary
+    from quantkit.recipe.schema import Recipe
+    from quantkit.sparsity.maskfile import MaskSet
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,23 @@ Steps of int8 are all alike, so that one channel far above the rest leaves it fe
 FP8 grow with the number. Smoothing moves such channels into the weight, mostly.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from __future__ import annotations
 
-from quantkit.calibration.smoothing import Smoothing
-from quantkit.models.layer_plan import LayerPlan
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.packing.inputs import Inputs
-from quantkit.packing.output_error import Candidate, OutputErrors, output_errors
-from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from quantkit.calibration.smoothing import Smoothing
+    from quantkit.models.layer_plan import LayerPlan
+    from quantkit.packing.inputs import Inputs
+    from quantkit.packing.output_error import OutputErrors
+    from quantkit.progress import Progress
 
 
 def choose_formats(
@@ -43,10 +49,10 @@ def choose_formats(
     """
     wanted = [t for t in treatments if _may_fall_back(t)]
     chosen: dict[str, LayerPlan] = {}
-    with one_torch_thread():
-        for done, treatment in enumerate(wanted):
-            progress(step, done, len(wanted))
-            name = treatment.layer.name
+    for done, treatment in enumerate(wanted):
+        progress(step, done, len(wanted))
+        name = treatment.layer.name
+        with one_torch_thread():
             chosen[name] = _nearer(treatment, smoothing.get(name), inputs)
     if wanted:
         progress(step, len(wanted), len(wanted))
@@ -67,6 +73,9 @@ def _may_fall_back(treatment: LayerPlan) -> bool:
 
 
 def _nearer(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -> LayerPlan:
+    from quantkit.calibration.smoothing import Smoothing
+    from quantkit.packing.output_error import Candidate, output_errors
+
     layer, scheme = treatment.layer, treatment.scheme
     assert scheme is not None
     assert treatment.weight.fallback is not None

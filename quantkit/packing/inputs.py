@@ -1,24 +1,28 @@
 """What is known of a component besides its weights: the recipe, statistics, masks."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.errors import ArtefactError
-from quantkit.models.layers import Layer
 from quantkit.models.skip_connections import concat_boundaries
-from quantkit.models.source import Component
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
-from quantkit.numerics.scheme import Scheme
-from quantkit.packing.encode import MaskSource
 from quantkit.packing.masks import ChosenMask, stored_mask
-from quantkit.recipe.layer_recipes import ActivationRecipe
-from quantkit.recipe.schema import Recipe
-from quantkit.sparsity.maskfile import LayerMask, MaskSet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.statistics import Calibration, LayerStatistics
+    from quantkit.models.layers import Layer
+    from quantkit.models.source import Component
+    from quantkit.numerics.scheme import Scheme
+    from quantkit.packing.weight_plan import MaskSource
+    from quantkit.recipe.layer_recipes import ActivationRecipe
+    from quantkit.recipe.schema import Recipe
+    from quantkit.sparsity.maskfile import LayerMask, MaskSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +54,7 @@ class Inputs:
         calibration: Calibration | None,
         masks: MaskSet | None,
         hessians: Hessians | None,
-    ) -> "Inputs":
+    ) -> Inputs:
         """Return what recipe, calibration, masks and second moments say of a component.
 
         Raises:
@@ -134,8 +138,13 @@ class Inputs:
         assert self.recipe.sparsity is not None, "plan_layers gives no pattern without the section"
         method, moment = self.recipe.sparsity.method, None
         if self.table is not None:
+            from quantkit.calibration.statistics import per_column
+
             pooled = self.statistics(layer).pooled()
             moment = per_column(pooled.second_moment[0], layer.area)
-        # A method that misses its statistics says so here, before anything is written.
-        MASKS[method](torch.ones(1, layer.k), moment)
+        if method != "magnitude":
+            import torch
+
+            # A method that misses its statistics says so here, before anything is written.
+            MASKS[method](torch.ones(1, layer.k), moment)
         return ChosenMask(method, moment)

@@ -1,18 +1,23 @@
 """One scale for layers whose rows other programs join to one weight."""
 
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.numerics.granularity import PerTensor
 from quantkit.packing.encode import tensor_scale
-from quantkit.packing.plan import ComponentPlan
-from quantkit.packing.writer import PlannedLayer, ShardPlan
 from quantkit.storage.system import open_to_read
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from quantkit.packing.plan import ComponentPlan
+    from quantkit.packing.writer import PlannedLayer, ShardPlan
 
 
 def with_joint_scales(plan: ComponentPlan, groups: Sequence[Collection[str]]) -> ComponentPlan:
@@ -31,6 +36,8 @@ def with_joint_scales(plan: ComponentPlan, groups: Sequence[Collection[str]]) ->
 def _joint_scales(
     layers: Mapping[str, tuple[ShardPlan, PlannedLayer]], groups: Sequence[Collection[str]]
 ) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
     for group in groups:
         found = [layers[name] for name in group if name in layers]
         if len(found) < len(group) or not all(_has_one_scale(row) for _, row in found):

@@ -1,21 +1,23 @@
 """Where a layer's mask comes from when it is packed: from a file, or chosen on the way."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration
 from quantkit.errors import RecipeError
-from quantkit.models.source import Model
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
-from quantkit.progress import Progress
-from quantkit.recipe.schema import Recipe
-from quantkit.sparsity.choose import choose_masks
-from quantkit.sparsity.maskfile import LayerMask, MaskSet
-from quantkit.sparsity.sparsegpt import Surgeon
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.statistics import Calibration
+    from quantkit.models.source import Model
+    from quantkit.progress import Progress
+    from quantkit.recipe.schema import Recipe
+    from quantkit.sparsity.maskfile import LayerMask, MaskSet
 
 
 def refuse_bare_masks(masks: MaskSet | None, recipe: Recipe) -> None:
@@ -49,6 +51,11 @@ def masks_beforehand(
         return None
     if hessians is None and rule.error_budget is None and rule.method in MASKS:
         return None
+    import torch
+
+    from quantkit.sparsity.choose import choose_masks
+    from quantkit.sparsity.sparsegpt import Surgeon
+
     surgeon = None if hessians is None else Surgeon(hessians, torch.device("cpu"))
     gptq = recipe.weight.rounding == "gptq"
     return choose_masks(model, recipe, calibration, surgeon=surgeon, update=gptq, progress=progress)

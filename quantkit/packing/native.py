@@ -5,31 +5,30 @@ everything where no compiler is.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from hashlib import sha256
+from collections.abc import Generator, Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING
-
-import torch
 
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
-from quantkit.checkpoint.weight_reader import FLOAT_DTYPES, Digest, SourceTensor
+from quantkit.checkpoint.weight_reader import SourceTensor, value_of
 from quantkit.device.host import encoder
+from quantkit.device.host.encoder import address
+from quantkit.device.host.hashing import Digest, Parts, new_digest
+from quantkit.numerics.formats import INT4
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
-from quantkit.numerics.nibbles import GROUP
 from quantkit.packing.masks import ChosenMask
-from quantkit.storage.tensorfile import TensorInfo
-
-if TYPE_CHECKING:
-    from quantkit.packing.encode import WeightPlan
+from quantkit.packing.weight_plan import WeightPlan
+from quantkit.storage.tensorfile import ITEM_BYTES, TensorInfo
 
 #: Bytes of the source that are read, hashed, encoded and written at once. Twice as much leaves the
 #: cache, half as much costs calls.
 CHUNK_BYTES = 1 << 20
 
+#: Columns of a block of the core.
+_BLOCK = INT4.subscale_group
 
-def takes(plan: "WeightPlan", info: TensorInfo) -> bool:
+
+def takes(plan: WeightPlan, info: TensorInfo) -> bool:
     """Tell whether the core does all that a plan asks for, and is there."""
     plain = plan.smooth is None and plan.mean is None and plan.shift is None
     nearest = plan.rounder is None and plan.blocks is None and plan.observer == "amax"
@@ -44,8 +43,13 @@ def takes(plan: "WeightPlan", info: TensorInfo) -> bool:
     )
 
 
-def encode(plan: "WeightPlan", source: SourceTensor, sinks: Mapping[str, Sink]) -> LayerRecord:
+def encode(
+    plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]
+) -> Generator[Parts, None, LayerRecord]:
     """Write what depends on the weight, of a layer that ``takes`` was asked about.
+
+    Yields:
+        what is to be hashed before the next step.
 
     Raises:
         NonFiniteError: NaN or Inf in the weight.
@@ -53,7 +57,7 @@ def encode(plan: "WeightPlan", source: SourceTensor, sinks: Mapping[str, Sink]) 
     return _Core(plan, source).run(sinks)
 
 
-def _knows_mask(plan: "WeightPlan") -> bool:
+def _knows_mask(plan: WeightPlan) -> bool:
     mask = plan.mask
     if mask is None:
         return plan.scheme.sparsity is None
@@ -62,42 +66,44 @@ def _knows_mask(plan: "WeightPlan") -> bool:
     return bool(mask.importance.isfinite().all())
 
 
-def _knows_groups(plan: "WeightPlan", k: int) -> bool:
+def _knows_groups(plan: WeightPlan, k: int) -> bool:
     if k == 0 or (plan.mask is not None and k % 8):
         return False
     if plan.scheme.weight.subscale_group:
-        return isinstance(plan.scheme.granularity, PerChannel) and k % GROUP == 0
+        return isinstance(plan.scheme.granularity, PerChannel) and k % _BLOCK == 0
     match plan.scheme.granularity:
         case PerGroup(size):
-            # The core's block of columns.
-            return size % GROUP == 0 and k % size == 0
+            return size % _BLOCK == 0 and k % size == 0
     return True
 
 
 class _Core:
-    def __init__(self, plan: "WeightPlan", source: SourceTensor) -> None:
+    def __init__(self, plan: WeightPlan, source: SourceTensor) -> None:
         self._plan, self._source = plan, source
         shape = source.info.shape
         self._k = prod(shape[1:])
-        stored = self._k * FLOAT_DTYPES[source.info.dtype].itemsize
+        stored = self._k * ITEM_BYTES[source.info.dtype]
         self._rows = max(1, min(shape[0], CHUNK_BYTES // stored))
         self._chunk = self._rows * stored
         self._importance = plan.mask.importance if isinstance(plan.mask, ChosenMask) else None
         self._job = self._new_job()
 
-    def run(self, sinks: Mapping[str, Sink]) -> LayerRecord:
-        digest = sha256()
+    def run(self, sinks: Mapping[str, Sink]) -> Generator[Parts, None, LayerRecord]:
+        digest = new_digest()
         buffers = {part: bytearray(self._rows * n) for part, n in self._row_bytes().items()}
         if isinstance(self._plan.scheme.granularity, PerTensor):
-            first, scale = self._tensor_scale(digest)
+            first, scale = yield from self._tensor_scale(digest)
             sinks["weight_scale"].append(memoryview(scale))
-            self._job.scale = _address(scale)
+            self._job.scale = address(scale)
         else:
             first = digest
         self._point(buffers)
-        for rows in self._blocks(first):
-            for part, buffer in buffers.items():
-                sinks[part].append(memoryview(buffer)[: rows * len(buffer) // self._rows])
+        for rows, chunk in self._blocks():
+            made = {p: memoryview(b)[: rows * len(b) // self._rows] for p, b in buffers.items()}
+            parts = [(sinks[part].digest, data) for part, data in made.items()]
+            yield parts if first is None else [(first, chunk), *parts]
+            for part, data in made.items():
+                sinks[part].write(data)
         return LayerRecord(self._source.info.shape, digest.hexdigest())
 
     def _new_job(self) -> encoder.Job:
@@ -127,7 +133,7 @@ class _Core:
         if job.group:
             sizes["weight_scale"] = 4 * (k // job.group)
         if fmt.subscale_group:
-            sizes["weight_group"] = k // GROUP
+            sizes["weight_group"] = k // _BLOCK
         if job.sparse:
             sizes["weight_meta"] = k // 8
         return sizes
@@ -136,33 +142,34 @@ class _Core:
         job = self._job
         for part, field in _FIELDS.items():
             if part in buffers:
-                setattr(job, field, _address(buffers[part]))
+                setattr(job, field, address(buffers[part]))
 
-    def _tensor_scale(self, digest: Digest) -> tuple[Digest | None, bytearray]:
+    def _tensor_scale(
+        self, digest: Digest
+    ) -> Generator[Parts, None, tuple[Digest | None, bytearray]]:
         """Return who is still to hash the source, and the one scale."""
         if self._plan.scale is not None:
             return digest, bytearray(self._plan.scale.float().numpy().tobytes())
         amax, largest = ctypes.c_float(), 0.0
         self._job.amax = ctypes.addressof(amax)
-        for _ in self._blocks(digest):
+        for _, chunk in self._blocks():
+            yield [(digest, chunk)]
             largest = max(largest, amax.value)
         scale = ctypes.c_float(largest / self._plan.scheme.weight.max)
         return None, bytearray(scale if scale.value > 0 else ctypes.c_float(1.0))
 
-    def _blocks(self, digest: Digest | None) -> Iterator[int]:
-        """Yield how many rows were encoded into the buffers, until the weight ends."""
+    def _blocks(self) -> Iterator[tuple[int, memoryview]]:
+        """Yield how many rows were encoded into the buffers, and their source, until its end."""
         job, info = self._job, self._source.info
         first = 0
         for chunk in self._source.chunks(self._chunk):
-            if digest is not None:
-                digest.update(chunk)
-            job.source = _address(chunk)
+            job.source = address(chunk)
             job.rows = len(chunk) * self._rows // self._chunk
             found = encoder.encode_rows(job)
             if found != encoder.DONE:
-                values = torch.frombuffer(chunk, dtype=FLOAT_DTYPES[info.dtype])
-                raise self._source.non_finite(first * self._k + found, float(values[found]))
-            yield job.rows
+                value = value_of(chunk, info.dtype, found)
+                raise self._source.non_finite(first * self._k + found, value)
+            yield job.rows, chunk
             first += job.rows
 
 
@@ -173,7 +180,3 @@ _FIELDS = {
     "weight_group": "factors",
     "weight_meta": "meta",
 }
-
-
-def _address(buffer: bytearray | memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

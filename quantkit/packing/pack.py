@@ -1,29 +1,34 @@
 """``pack``: plan, stream tensor by tensor, check, rename into place."""
 
-from collections.abc import Collection, Sequence
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
-from quantkit.models.layer_plan import LayerPlan
-from quantkit.models.source import Component, Model
 from quantkit.models.treated import encoders_of
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
-from quantkit.packing.joint_scales import with_joint_scales
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
 from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
 from quantkit.packing.writer import write_shards
-from quantkit.progress import Progress
-from quantkit.recipe.schema import Recipe
-from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.copying import copy_files, is_weight, list_files
 from quantkit.storage.files import staged_directory
 from quantkit.storage.places import check_directory, refuse_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.statistics import Calibration
+    from quantkit.models.layer_plan import LayerPlan
+    from quantkit.models.source import Component, Model
+    from quantkit.progress import Progress
+    from quantkit.recipe.schema import Recipe
+    from quantkit.sparsity.maskfile import MaskSet
 
 #: What the marker calls the output.
 KIND = "packed model"
@@ -156,6 +161,8 @@ def pack(
         model, recipe, calibration=calibration, masks=masks, hessians=hessians, progress=progress
     )
     if joined:
+        from quantkit.packing.joint_scales import with_joint_scales
+
         components = tuple(with_joint_scales(component, joined) for component in plan.components)
         plan = replace(plan, components=components)
     with (

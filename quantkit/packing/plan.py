@@ -1,43 +1,43 @@
 """From recipe, statistics and masks to a plan of every byte: nothing is read but headers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.observers import agreeing_edges, refuse_without_average, static_scale
-from quantkit.calibration.rescaled_statistics import refuse_without_samples
-from quantkit.calibration.shifting import input_shift
-from quantkit.calibration.smoothing import Smoothing, input_factor
-from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.checkpoint.column_decisions import KEY as SPARSE_K
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layer_plan import LayerPlan, plan_layers
 from quantkit.models.layers import Layer, list_layers
-from quantkit.models.source import Component
-from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.attention import PlannedAttention, plan_attention
 from quantkit.packing.doubtful import judge_doubtful
-from quantkit.packing.encode import WeightPlan
 from quantkit.packing.fallback import choose_formats, fell_back
-from quantkit.packing.gptq import Rounder
 from quantkit.packing.inputs import Inputs
 from quantkit.packing.masks import refuse_bare_masks
-from quantkit.packing.smoothing_strength import choose_strengths
+from quantkit.packing.weight_plan import WeightPlan
 from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
-from quantkit.progress import Progress
-from quantkit.recipe.layer_recipes import ActivationRecipe
-from quantkit.recipe.schema import Recipe
-from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.copying import is_weight, list_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.smoothing import Smoothing
+    from quantkit.calibration.statistics import Calibration, LayerStatistics
+    from quantkit.models.source import Component
+    from quantkit.numerics.formats import NumberFormat
+    from quantkit.packing.gptq import Rounder
+    from quantkit.progress import Progress
+    from quantkit.recipe.layer_recipes import ActivationRecipe
+    from quantkit.recipe.schema import Recipe
+    from quantkit.sparsity.maskfile import MaskSet
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,21 @@ def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
             f"{layer.name}: activation.buckets auto cannot be used with smooth, which changes the "
             "scales; give a number of buckets, or drop smooth"
         )
+    return replace(treatment, scheme=replace(scheme, buckets=_agreed(layer, scheme, inputs)))
+
+
+def _agreed(layer: Layer, scheme: Scheme, inputs: Inputs) -> tuple[float, ...]:
+    import torch
+
+    from quantkit.calibration.observers import agreeing_edges
+    from quantkit.calibration.smoothing import Smoothing
+
+    activation = inputs.recipe.settings(layer.name).activation
     statistics, factor = inputs.statistics(layer), None
     if scheme.smooth:
         halves = Smoothing(None, inputs.boundaries[layer.name])
         factor = _factor(halves, statistics, activation, scheme.input, torch.empty(0))
-    edges = agreeing_edges(statistics, activation, scheme.input, inputs.edges, factor)
-    return replace(treatment, scheme=replace(scheme, buckets=edges))
+    return agreeing_edges(statistics, activation, scheme.input, inputs.edges, factor)
 
 
 def _smoothing(
@@ -182,6 +191,11 @@ def _smoothing(
 ) -> dict[str, Smoothing]:
     """Return how inputs are rescaled, of the layers where they are."""
     smooth = [t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth]
+    if not smooth:
+        return {}
+    from quantkit.calibration.smoothing import Smoothing
+    from quantkit.packing.smoothing_strength import choose_strengths
+
     wanted = inputs.recipe.smooth
     if wanted == "auto":
         step = f"smoothing of {component.name or component.class_name}"
@@ -242,18 +256,11 @@ def _plan_layer(
     layer, activation = treatment.layer, inputs.activation(treatment.layer, scheme)
     smooth, input_scale, mean, shift = None, None, None, None
     if scheme.shift:
-        shift = input_shift(inputs.statistics(layer), inputs.edges, scheme.buckets)
+        shift = _shift(layer, scheme, inputs)
     if smoothing is not None:
-        statistics = inputs.statistics(layer)
-        if scheme.activation is Activation.STATIC and activation.observer != "amax":
-            refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
-        smooth = partial(_factor, smoothing, statistics, activation, scheme.input)
+        smooth = _smooth(layer, scheme, inputs, activation, smoothing)
     if scheme.activation is Activation.STATIC:
-        statistics = inputs.statistics(layer)
-        refuse_without_average(statistics, activation.observer)
-        input_scale = partial(
-            _static, statistics, activation, scheme.input, inputs.edges, shift=shift
-        )
+        input_scale = _input_scale(layer, scheme, inputs, activation, shift)
     # What is shifted has no mean, and what packing takes from it none either.
     if inputs.recipe.bias_correction and layer.bias and not scheme.shift:
         mean = _mean(layer, inputs)
@@ -280,7 +287,44 @@ def _plan_layer(
     return PlannedLayer(plan, tuple(_expected(layer, inputs)))
 
 
+def _shift(layer: Layer, scheme: Scheme, inputs: Inputs) -> Tensor:
+    from quantkit.calibration.shifting import input_shift
+
+    return input_shift(inputs.statistics(layer), inputs.edges, scheme.buckets)
+
+
+def _smooth(
+    layer: Layer,
+    scheme: Scheme,
+    inputs: Inputs,
+    activation: ActivationRecipe,
+    smoothing: Smoothing,
+) -> Callable[[Tensor], Tensor]:
+    from quantkit.calibration.rescaled_statistics import refuse_without_samples
+
+    statistics = inputs.statistics(layer)
+    if scheme.activation is Activation.STATIC and activation.observer != "amax":
+        refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
+    return partial(_factor, smoothing, statistics, activation, scheme.input)
+
+
+def _input_scale(
+    layer: Layer,
+    scheme: Scheme,
+    inputs: Inputs,
+    activation: ActivationRecipe,
+    shift: Tensor | None,
+) -> Callable[[Tensor | None], Tensor]:
+    from quantkit.calibration.observers import refuse_without_average
+
+    statistics = inputs.statistics(layer)
+    refuse_without_average(statistics, activation.observer)
+    return partial(_static, statistics, activation, scheme.input, inputs.edges, shift=shift)
+
+
 def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
+    from quantkit.packing.gptq import Rounder
+
     if inputs.hessians is None:
         raise RecipeError(
             f"{layer.name}: weight.rounding gptq needs second moments; give those of "
@@ -296,6 +340,8 @@ def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
 
 def _mean(layer: Layer, inputs: Inputs) -> Tensor:
     """Return E[x] of each column over all timesteps, (K,)."""
+    from quantkit.calibration.statistics import per_column
+
     if inputs.table is None:
         raise RecipeError(
             f"{layer.name}: bias_correction needs statistics; give a calibration, or drop it",
@@ -317,6 +363,8 @@ def _factor(
     fmt: NumberFormat,
     columns: Tensor,
 ) -> Tensor:
+    from quantkit.calibration.smoothing import input_factor
+
     return input_factor(smoothing, statistics, columns, activation, fmt)
 
 
@@ -341,4 +389,6 @@ def _static(
     *,
     shift: Tensor | None,
 ) -> Tensor:
+    from quantkit.calibration.observers import static_scale
+
     return static_scale(statistics, activation, fmt, factor, edges=edges, shift=shift)

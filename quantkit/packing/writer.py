@@ -1,15 +1,14 @@
 """Writing the weights of a packed component: every offset is known before the first byte."""
 
+from __future__ import annotations
+
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoint.layout import Sink, Slot, encode_header, place
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
@@ -19,14 +18,23 @@ from quantkit.checkpoint.spec import (
     layer_tensors,
     needed_version,
 )
-from quantkit.checkpoint.weight_reader import FLOAT_DTYPES, SourceTensor
+from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor
+from quantkit.device.host import checker
+from quantkit.device.host.hashing import Parts, update_all
 from quantkit.errors import ArtefactError, NonFiniteError
-from quantkit.models.source import Component
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.packing.encode import WeightPlan, encode_weight
-from quantkit.progress import Progress
+from quantkit.packing.encode import encode_weight, needs_torch
 from quantkit.storage.system import open_new, open_to_read, write_at
-from quantkit.storage.tensorfile import Header, TensorInfo, read_header
+from quantkit.storage.tensorfile import ITEM_BYTES, Header, TensorInfo, read_header
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from quantkit.models.source import Component
+    from quantkit.packing.weight_plan import WeightPlan
+    from quantkit.progress import Progress
 
 #: Bytes of a copied tensor that are read, checked, hashed and written at once; a multiple of every
 #: item size.
@@ -61,16 +69,24 @@ class ShardPlan:
     @property
     def nbytes(self) -> int:
         """Size of the output file."""
-        return max((s.stop for s in self.slots().values()), default=len(self.header({}, {})))
+        return max((s.stop for s in self.slots.values()), default=len(self.header({}, {})))
 
+    @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors of the output file."""
+        """The tensors of the output file."""
         added = [TensorSpec(n, "F32", tuple(t.shape)) for n, t in self.added.items()]
-        mine = (s for i in self.source.tensors.values() for s in self.specs_of(i).values())
-        return (*mine, *added)
+        return (*(s for specs in self._specs.values() for s in specs.values()), *added)
 
-    def specs_of(self, info: TensorInfo) -> dict[str, TensorSpec]:
+    def specs_of(self, info: TensorInfo) -> Mapping[str, TensorSpec]:
         """Return what a source tensor becomes, by the last part of the names."""
+        return self._specs[info.name]
+
+    @cached_property
+    def _specs(self) -> Mapping[str, Mapping[str, TensorSpec]]:
+        """What each source tensor becomes, by its name."""
+        return {name: self._made_of(info) for name, info in self.source.tensors.items()}
+
+    def _made_of(self, info: TensorInfo) -> Mapping[str, TensorSpec]:
         layer = self.layer_of(info)
         if layer is None:
             return {"": TensorSpec(info.name, info.dtype, info.shape)}
@@ -83,19 +99,20 @@ class ShardPlan:
         layer = info.name.removesuffix(".weight")
         return None if layer == info.name else self.layers.get(layer)
 
-    def slots(self) -> dict[str, Slot]:
-        """Return the place of every tensor."""
-        return place(self.specs(), len(self.header({}, {})))
+    @cached_property
+    def slots(self) -> Mapping[str, Slot]:
+        """The place of every tensor."""
+        return place(self.specs, len(self.header({}, {})))
 
     def header(self, records: Mapping[str, LayerRecord], digests: Mapping[str, str]) -> bytes:
         """Return the header; what is not given stands there as zeros of the same length."""
         infos = {name: self.source.tensors[f"{name}.weight"] for name in self.layers}
         layers = {n: records.get(n, LayerRecord(i.shape, _BLANK)) for n, i in infos.items()}
-        tensors = {spec.name: digests.get(spec.name, _BLANK) for spec in self.specs()}
+        tensors = {spec.name: digests.get(spec.name, _BLANK) for spec in self.specs}
         version = needed_version(layer.plan.scheme for layer in self.layers.values())
         metadata = ShardMetadata(version, dict(self.recipe), layers, tensors)
         text = {"format": "pt", **self.source.metadata, METADATA_KEY: metadata.to_text()}
-        return encode_header(self.specs(), text)
+        return encode_header(self.specs, text)
 
 
 def plan_shards(
@@ -129,7 +146,7 @@ def write_shards(
     Args:
         plans: from ``plan_shards``.
         folder: where the files go; nothing of their names is there.
-        threads: tensors in work at the same moment.
+        threads: at work; each has two tensors in hand.
         step: what progress calls this.
         progress: called in this thread.
 
@@ -138,7 +155,9 @@ def write_shards(
         ArtefactError: a mask or statistics for another weight.
         OSError: as no space left; the caller knows the output's name.
     """
-    with ExitStack() as stack, one_torch_thread():
+    with ExitStack() as stack:
+        if _needs_torch(plans):
+            stack.enter_context(one_torch_thread())
         files = [_ShardFile(plan, folder, stack) for plan in plans]
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         biases = _corrected_biases(files)
@@ -152,7 +171,8 @@ def write_shards(
             ),
             key=lambda task: -task[1].nbytes,
         )
-        futures = [pool.submit(_write, file, info, biases) for file, info in tasks]
+        pairs = [tasks[first : first + 2] for first in range(0, len(tasks), 2)]
+        futures = {pool.submit(_write_together, pair, biases): len(pair) for pair in pairs}
         try:
             _wait(futures, step, progress)
         except BaseException:
@@ -163,12 +183,21 @@ def write_shards(
             file.finish()
 
 
+def _needs_torch(plans: Sequence[ShardPlan]) -> bool:
+    """Tell whether PyTorch does any of the work: importing it takes longer than the core does."""
+    return bool(checker.why_unavailable()) or any(
+        needs_torch(layer.plan, shard.source.tensors[f"{name}.weight"])
+        for shard in plans
+        for name, layer in shard.layers.items()
+    )
+
+
 class _ShardFile:
     """An output file while its tensors arrive, in any order and from any thread."""
 
     def __init__(self, plan: ShardPlan, folder: Path, stack: ExitStack) -> None:
         self.plan = plan
-        self._slots = plan.slots()
+        self._slots = plan.slots
         self._records: dict[str, LayerRecord] = {}
         self._digests: dict[str, str] = {}
         self._source = open_to_read(plan.source.path)
@@ -176,8 +205,12 @@ class _ShardFile:
         self._target = open_new(folder / plan.name)
         stack.callback(os.close, self._target)
 
-    def write(self, info: TensorInfo) -> Tensor | None:
-        """Write what one source tensor becomes; return what its bias should gain, if it should."""
+    def write(self, info: TensorInfo) -> Generator[Parts, None, Tensor | None]:
+        """Write what one source tensor becomes; return what its bias should gain, if it should.
+
+        Yields:
+            what is to be hashed before the next step.
+        """
         correction = None
         source = SourceTensor(self.plan.source.path, self._source, info)
         specs = self.plan.specs_of(info)
@@ -186,7 +219,7 @@ class _ShardFile:
         if layer is None:
             _copy(source, sinks[""])
         else:
-            encoded = encode_weight(layer.plan, source, sinks)
+            encoded = yield from encode_weight(layer.plan, source, sinks)
             _check_digests(layer, encoded.record)
             self._records[layer.plan.layer] = encoded.record
             correction = encoded.correction
@@ -200,6 +233,10 @@ class _ShardFile:
         Raises:
             NonFiniteError: the sum is beyond the dtype.
         """
+        import torch
+
+        from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+
         source = SourceTensor(self.plan.source.path, self._source, info)
         sink = Sink(self._target, self._slots[info.name])
         dtype, first = FLOAT_DTYPES[info.dtype], 0
@@ -221,7 +258,7 @@ class _ShardFile:
         """Write what stands for no tensor of the source."""
         for name, tensor in self.plan.added.items():
             sink = Sink(self._target, self._slots[name])
-            sink.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            sink.append(tensor.contiguous().flatten().numpy().data)
             self._digests[name] = sink.close()
 
     def finish(self) -> None:
@@ -249,8 +286,17 @@ def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
     }
 
 
-def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> None:
-    correction = file.write(info)
+def _write_together(tasks: Sequence[tuple[_ShardFile, TensorInfo]], biases: _Biases) -> None:
+    """Write tensors side by side: what two of them hash takes as long as what one does."""
+    jobs = [_write(file, info, biases) for file, info in tasks]
+    while jobs:
+        asked = [(job, next(job, None)) for job in jobs]
+        update_all([part for _, parts in asked for part in parts or ()])
+        jobs = [job for job, parts in asked if parts is not None]
+
+
+def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> Generator[Parts, None, None]:
+    correction = yield from file.write(info)
     if correction is not None:
         # It may lie in another shard than the weight.
         other, bias = biases[f"{info.name.removesuffix('.weight')}.bias"]
@@ -258,7 +304,7 @@ def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> None:
 
 
 def _copy(source: SourceTensor, sink: Sink) -> None:
-    width = FLOAT_DTYPES[source.info.dtype].itemsize if source.info.dtype in FLOAT_DTYPES else 0
+    width = ITEM_BYTES[source.info.dtype] if source.info.dtype in NUMBERS else 0
     for index, chunk in enumerate(source.chunks(COPY_BYTES)):
         if width:
             source.check_finite(chunk, index * COPY_BYTES // width)
@@ -274,8 +320,11 @@ def _check_digests(layer: PlannedLayer, record: LayerRecord) -> None:
             )
 
 
-def _wait(futures: Sequence[Future[None]], step: str, progress: Progress) -> None:
-    progress(step, 0, len(futures))
-    for done, future in enumerate(as_completed(futures), 1):
+def _wait(futures: Mapping[Future[None], int], step: str, progress: Progress) -> None:
+    """Tell how many tensors are done, which each future has some of."""
+    done, total = 0, sum(futures.values())
+    progress(step, done, total)
+    for future in as_completed(futures):
         future.result()
-        progress(step, done, len(futures))
+        done += futures[future]
+        progress(step, done, total)

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from quantkit.errors import RecipeError
-from quantkit.numerics.attention import COLUMNS
-from quantkit.numerics.attention_scales import MARGIN
+from quantkit.numerics.attention_limits import COLUMNS, MARGIN
 from quantkit.recipe.fields import Patterns, Strict
 
 

@@ -5,6 +5,7 @@ The safetensors library reads and writes whole tensors; streaming needs the byte
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +25,9 @@ ITEM_BYTES = {
 #: The library reads up to 100 MB, of which hostile ones take gigabytes to parse. The header of a
 #: model of 90,000 tensors, as many as ``jsonfile`` allows, is smaller than this.
 MAX_HEADER_BYTES = 32 * 2**20
+
+#: Headers that are not parsed again: those of the shards of a model.
+_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ def read_header(path: Path, *, error: type[InputError] = ModelError) -> Header:
             contradicts itself.
     """
     with open_file(path, error=error) as file:
-        header = _read(path, file, error)
-    _ask_library(path, error)
-    return header
+        text = _read(path, file, error)
+        size = os.fstat(file.fileno()).st_size
+    return _judged(path, size, text, error)
 
 
 def read_bytes(info: TensorInfo, descriptor: int) -> bytes:
@@ -76,7 +80,8 @@ def read_bytes(info: TensorInfo, descriptor: int) -> bytes:
     return read_at(descriptor, info.nbytes, info.start)
 
 
-def _read(path: Path, file: BinaryIO, error: type[InputError]) -> Header:
+def _read(path: Path, file: BinaryIO, error: type[InputError]) -> bytes:
+    """Return the JSON of a header."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
@@ -86,27 +91,54 @@ def _read(path: Path, file: BinaryIO, error: type[InputError]) -> Header:
         )
     if length > MAX_HEADER_BYTES:
         raise error(f"{path}: header of {length} bytes, wanted at most {MAX_HEADER_BYTES}")
+    return file.read(length)
+
+
+@lru_cache(maxsize=_KEPT)
+def _judged(path: Path, size: int, text: bytes, error: type[InputError]) -> Header:
+    """Return a header of these bytes, which one command asks for several times."""
+    header = _parsed(path, size, text, error)
+    _ask_library(path, text, error)
+    return header
+
+
+def _parsed(path: Path, size: int, text: bytes, error: type[InputError]) -> Header:
     try:
-        table = parse_json(file.read(length))
+        table = parse_json(text)
     except ValueError as reason:
         raise error(f"{path}: damaged header ({short(reason)}); write it again") from reason
     try:
-        return _checked(path, size, 8 + length, table)
+        return _checked(path, size, 8 + len(text), table)
     except ValueError as reason:
         raise error(f"{path}: {short(reason)}; download or write it again") from reason
 
 
-def _ask_library(path: Path, error: type[InputError]) -> None:
-    """Let the library judge the header too: what it refuses, no loader reads."""
-    from safetensors import SafetensorError, safe_open
+def _ask_library(path: Path, text: bytes, error: type[InputError]) -> None:
+    """Let the library judge the header too: what it refuses, no loader reads.
+
+    It gets the header alone, so that it misses the data, which it says when all else is right:
+    opening the file by it would import numpy, which takes longer than packing a small model.
+    """
+    complaint = _complaint(text)
+    if complaint not in ("", _lacks_data()):
+        raise error(f"{path}: not safetensors ({complaint}); download or write it again")
+
+
+def _complaint(text: bytes) -> str:
+    """Return what the library has against a header without its data."""
+    from safetensors import SafetensorError, deserialize
 
     try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as reason:
-        raise error(
-            f"{path}: not safetensors ({short(reason)}); download or write it again"
-        ) from reason
+        deserialize(len(text).to_bytes(8, "little") + text)  # type: ignore[no-untyped-call]
+    except SafetensorError as reason:
+        return short(reason)
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _lacks_data() -> str:
+    """Return how the library says that data is missing behind a header that is right."""
+    return _complaint(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}')
 
 
 def _checked(path: Path, size: int, base: int, table: object) -> Header:

@@ -3,28 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
-from quantkit.calibration.hessian import Hessians, load_hessians
-from quantkit.calibration.statistics import Calibration, load_calibration
 from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.recommended import chosen_recipe
 from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.models.treated import recipe_of
-from quantkit.pipelines.running import choose_device, read_prompts
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe, SparsityRecipe
-from quantkit.sparsity.maskfile import MaskSet, load_masks
-from quantkit.sparsity.sparsegpt import Surgeon
-from quantkit.workflow.single_file import open_single_file
+
+if TYPE_CHECKING:
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.statistics import Calibration
+    from quantkit.sparsity.maskfile import MaskSet
+    from quantkit.sparsity.sparsegpt import Surgeon
 
 ModelLike: TypeAlias = str | Path | SingleFile | Model
 RecipeLike: TypeAlias = str | Path | Recipe
-CalibrationLike: TypeAlias = str | Path | Calibration
-HessiansLike: TypeAlias = str | Path | Hessians
-MasksLike: TypeAlias = str | Path | MaskSet
+CalibrationLike: TypeAlias = Union[str, Path, "Calibration"]
+HessiansLike: TypeAlias = Union[str, Path, "Hessians"]
+MasksLike: TypeAlias = Union[str, Path, "MaskSet"]
 #: a file with one prompt a line, or the prompts themselves
 PromptsLike: TypeAlias = str | Path | Sequence[str]
 
@@ -40,6 +40,8 @@ def as_model(model: ModelLike, *, family: str | None = None, variant: str | None
             raise ModelError(
                 f"{model}: a single file has no variants; drop variant", fields=("variant",)
             )
+        from quantkit.workflow.single_file import open_single_file
+
         return open_single_file(model, family=family)
     if isinstance(model, Model):
         return model
@@ -113,24 +115,30 @@ def name_of(recipe: RecipeLike) -> str:
     return f"recipe {recipe.name}" if isinstance(recipe, Recipe) else str(recipe)
 
 
-def as_calibration(calibration: CalibrationLike | None) -> Calibration | None:
+def as_calibration(calibration: CalibrationLike | None) -> "Calibration | None":
     """Return the calibration, read if it is a path."""
-    if calibration is None or isinstance(calibration, Calibration):
+    if not isinstance(calibration, str | Path):
         return calibration
+    from quantkit.calibration.statistics import load_calibration
+
     return load_calibration(Path(calibration))
 
 
-def as_hessians(hessians: HessiansLike | None) -> Hessians | None:
+def as_hessians(hessians: HessiansLike | None) -> "Hessians | None":
     """Return the second moments, opened if they are a path."""
-    if hessians is None or isinstance(hessians, Hessians):
+    if not isinstance(hessians, str | Path):
         return hessians
+    from quantkit.calibration.hessian import load_hessians
+
     return load_hessians(Path(hessians))
 
 
-def as_masks(masks: MasksLike | None) -> MaskSet | None:
+def as_masks(masks: MasksLike | None) -> "MaskSet | None":
     """Return the masks, read if they are a path."""
-    if masks is None or isinstance(masks, MaskSet):
+    if not isinstance(masks, str | Path):
         return masks
+    from quantkit.sparsity.maskfile import load_masks
+
     return load_masks(Path(masks))
 
 
@@ -142,16 +150,23 @@ def as_path(path: str | Path | None) -> Path | None:
 def as_prompts(prompts: PromptsLike | None) -> tuple[str, ...]:
     """Return the prompts, read if they are a path; None: the bundled set."""
     if prompts is None or isinstance(prompts, str | Path):
+        from quantkit.pipelines.running import read_prompts
+
         return read_prompts(as_path(prompts))
     return tuple(prompts)
 
 
 def surgeon_of(
     hessians: HessiansLike | None, device: str, scratch: Path | None = None
-) -> Surgeon | None:
+) -> "Surgeon | None":
     """Return what computes with the second moments, if there are any."""
     found = as_hessians(hessians)
-    return None if found is None else Surgeon(found, choose_device(device), scratch)
+    if found is None:
+        return None
+    from quantkit.pipelines.running import choose_device
+    from quantkit.sparsity.sparsegpt import Surgeon
+
+    return Surgeon(found, choose_device(device), scratch)
 
 
 @dataclass(frozen=True)

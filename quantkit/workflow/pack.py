@@ -1,19 +1,17 @@
 """Packing a model, and saying beforehand what packing would write."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration
 from quantkit.models.recipe_check import refuse_unmatched_encoders
-from quantkit.models.source import Model
 from quantkit.packing import dry_run
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast
 from quantkit.packing.summary import PackSummary
 from quantkit.progress import Progress, silent
-from quantkit.recipe.schema import Recipe
-from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.storage.system import cores
 from quantkit.workflow.inputs import (
@@ -29,6 +27,13 @@ from quantkit.workflow.inputs import (
     opened,
     with_encoders,
 )
+
+if TYPE_CHECKING:
+    from quantkit.calibration.hessian import Hessians
+    from quantkit.calibration.statistics import Calibration
+    from quantkit.models.source import Model
+    from quantkit.recipe.schema import Recipe
+    from quantkit.sparsity.maskfile import MaskSet
 
 __all__ = ["Forecast", "PackSummary", "pack", "plan_pack", "usual_threads"]
 
@@ -180,6 +185,6 @@ class _PackInputs:
         calibration: CalibrationLike | None,
         masks: MasksLike | None,
         hessians: HessiansLike | None,
-    ) -> "_PackInputs":
+    ) -> _PackInputs:
         statistics, moments = as_calibration(calibration), as_hessians(hessians)
         return cls(model, recipe, statistics, as_masks(masks), moments)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.checkpoint.contents import _sizes, _zero_groups
+from quantkit.checkpoint.code_rules import _sizes, _zero_groups
 from quantkit.models import skeleton
 from quantkit.models.skeleton import Contents, Skeleton, misfits, some, why_not_packed
 from quantkit.numerics.formats import E4M3FN

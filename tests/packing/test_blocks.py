@@ -28,13 +28,22 @@ from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows, unpack_positions
 from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.packing.encode import WeightPlan, encode_weight
+from quantkit.packing.encode import encode_weight
 from quantkit.packing.gptq import Rounding
 from quantkit.packing.masks import stored_mask
+from quantkit.packing.weight_plan import WeightPlan
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask
 from quantkit.storage.digest import sha256_of
-from tests.support.packing import WEIGHTS, bits, calibration_of, expected, run, with_samples
+from tests.support.packing import (
+    WEIGHTS,
+    bits,
+    calibration_of,
+    expected,
+    finish,
+    run,
+    with_samples,
+)
 from tests.support.packing import component as make_component
 
 pytestmark = pytest.mark.usefixtures("any_model")
@@ -243,7 +252,7 @@ def test_rounding_in_blocks_is_rounding_of_the_whole(tmp_path, monkeypatch, mask
     sinks = {part: _Bytes() for part in ("weight", "weight_scale", "weight_meta")}
     with layer.shard.open("rb") as file:
         source = rows_module.SourceTensor(layer.shard, file.fileno(), layer.weight)
-        encode_weight(plan, source, sinks)
+        finish(encode_weight(plan, source, sinks))
     rounding = Rounding.of(moment)
     rows = rounding.update(weight, mask) if masked else weight
     scale = amax_scale(rows, E4M3FN, PerChannel())

@@ -1,6 +1,7 @@
 """The compiled core against PyTorch: the same bytes, for everything that it takes."""
 
 from collections import defaultdict
+from hashlib import sha256
 from itertools import product
 from math import prod
 
@@ -11,17 +12,20 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.device import compilers
 from quantkit.device.host import encoder
+from quantkit.device.host.hashing import new_digest
 from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing import native
-from quantkit.packing.encode import WeightPlan, encode_weight
+from quantkit.packing.encode import encode_weight
 from quantkit.packing.masks import ChosenMask
+from quantkit.packing.weight_plan import WeightPlan
 from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import read_header
 from tests.support.kernel_cases import need
+from tests.support.packing import finish
 
 HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
 #: Linear and Conv2d; rows that are no multiple of a vector's block, and shorter than one.
@@ -54,9 +58,14 @@ def _compiler():
 class Bytes:
     def __init__(self):
         self.data = bytearray()
+        self.digest = new_digest()
 
     def append(self, data):
-        self.data += bytes(data.cast("B"))
+        self.digest.update(data.cast("B"))
+        self.write(data.cast("B"))
+
+    def write(self, data):
+        self.data += bytes(data)
 
 
 def source_of(folder, weight):
@@ -67,7 +76,9 @@ def source_of(folder, weight):
 
 def packed(plan, source):
     sinks = defaultdict(Bytes)
-    record = encode_weight(plan, source, sinks).record
+    record = finish(encode_weight(plan, source, sinks)).record
+    for sink in sinks.values():
+        assert sink.digest.hexdigest() == sha256(sink.data).hexdigest()
     return record, {part: bytes(sink.data) for part, sink in sinks.items()}
 
 

@@ -1,16 +1,13 @@
 """The core of packing, compiled for this machine: rows to scales, codes and metadata."""
 
 import ctypes
-import logging
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 
-from quantkit.device.host.compiling import base_command, open_library
-from quantkit.errors import KernelError
-from quantkit.resources import kernel_sources
+from quantkit.device.host import core
 
-_log = logging.getLogger(__name__)
+#: Why this machine has no compiled core; empty when it has.
+why_unavailable = core.why_unavailable
 
 #: Numbers that rows may be stored in, by their names in a safetensors header: the order is the
 #: core's.
@@ -35,17 +32,6 @@ class Job(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=1)
-def why_unavailable() -> str:
-    """Return why this machine has no compiled core; empty when it has. Compiles at first use."""
-    try:
-        _function()
-    except KernelError as error:
-        _log.info("packing in PyTorch: %s", error)
-        return str(error)
-    return ""
-
-
 def encode_rows(job: Job) -> int:
     """Do a job, without Python's lock.
 
@@ -67,12 +53,12 @@ def encode_rows(job: Job) -> int:
 
 @lru_cache(maxsize=1)
 def _function() -> Callable[..., int]:
-    function = open_library("encode.so", _command).qk_encode_rows
+    function = core.library().qk_encode_rows
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.POINTER(Job),)
     return function
 
 
-def _command(output: Path) -> list[str]:
-    source = str(kernel_sources() / "host" / "encode.cpp")
-    return [*base_command(), "-shared", "-o", str(output), source]
+def address(buffer: bytearray | memoryview) -> int:
+    """Return where a buffer that can be written to begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
