@@ -48,7 +48,7 @@ struct ValuesOf<Pv::kF16> {
   using Mma = HalfMma<Io::kF16>;
   using Acc = typename Mma::Acc;
   struct Values {
-    typename Mma::Tokens steps[2];
+    Vec16 steps[2];
   };
   struct Probabilities {
     typename Mma::Weights steps[2];
@@ -57,7 +57,7 @@ struct ValuesOf<Pv::kF16> {
 
   static QK_DEVICE Values load_row(const u8* row, int chunk, int lane) {
     const u8* const run = row + 64 * chunk + 32 * (lane / 16);
-    return {{load<typename Mma::Tokens>(run), load<typename Mma::Tokens>(run + 16)}};
+    return {{load<Vec16>(run), load<Vec16>(run + 16)}};
   }
   static QK_DEVICE void encode(Probabilities& p, int w, const f32* scores) {
     QK_UNROLL for (int i = 0; i < 2; ++i)
@@ -73,8 +73,9 @@ struct ValuesOf<Pv::kF16> {
   static QK_DEVICE void multiply(Acc (&out)[1][kBlocks], const Values& values,
                                  const Probabilities (&p)[kBlocks]) {
     QK_UNROLL for (int s = 0; s < 2; ++s) {
+      const auto rows = __builtin_bit_cast(typename Mma::Tokens, values.steps[s]);
       QK_UNROLL for (int j = 0; j < kBlocks; ++j)
-        out[0][j] = Mma::multiply(p[j].steps[s], values.steps[s], out[0][j]);
+        out[0][j] = Mma::multiply(p[j].steps[s], rows, out[0][j]);
     }
   }
 };

@@ -128,9 +128,9 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 
-# Sources: cycles from AMD's matrix instruction calculator (fp8 16x16x16 and its sparse 16x16x32, f16
-# 16x16x16); LDS read at 14.6 TB/s by 64 CUs of an RX 9070 XT at 2.9 GHz, of
-# 128 bytes nominal, as public benchmarks measured it. RDNA3 is taken to have the same LDS.
+# Sources: cycles from AMD's matrix instruction calculator (fp8 16x16x16 and its sparse 16x16x32,
+# f16 16x16x16); LDS read at 14.6 TB/s by 64 CUs of an RX 9070 XT at 2.9 GHz, of 128 bytes nominal,
+# as public benchmarks measured it. RDNA3 is taken to have the same LDS.
 _RDNA4_MATRIX = MatrixUnit(cycles=8, half_cycles=16, simds=2, lds_rate=79.0)
 _RDNA3_MATRIX = MatrixUnit(cycles=32, half_cycles=32, simds=2, lds_rate=79.0)
 
