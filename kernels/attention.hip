@@ -1,12 +1,14 @@
 // y[b, i, h, :] = sum_j p[j] (v[j, :] + v_mean) / sum_j p[j],   p[j] = 2^(q[i, :] . k[j, :])
 //
-// of the row n = b * heads + h; p is e4m3fn of 2^(score - m + 8), its sum that of codes: softmax.h.
+// of the row n = b * heads + h; p is e4m3fn of 2^(score - m + 8), or with QK_PV 1 float16, cut; its
+// sum is that of what it became: softmax.h.
 // Of q and k the first QK_RANK * 16 columns are multiplied, or all (QK_RANK 0); others are not
 // read.
 //
 // q       codes [N, M, D], D = 16 * QK_HEAD      q_scale f32 [N, M], int8 codes alone
 // k       codes [N, keys, D]                     k_scale f32 [N, ceil(keys / 16)], int8 codes alone
-// v       e4m3fn [N, D, pitch], transposed; columns from `keys` on are zero, pitch a multiple of 16
+// v       e4m3fn or float16 (QK_PV 1) [N, D, pitch], transposed; columns from `keys` on are zero,
+//         pitch a multiple of 16
 // v_scale f32 [scales, D]: row n has n % scales  v_mean  f32 [scales, D] or null
 // y       io [N / heads, M, heads, d], d <= D a multiple of 8; q, k, v are zero from column d on
 //
@@ -28,10 +30,11 @@
 #endif
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
+constexpr int kValueBytes = qk::Pv(QK_PV) == qk::Pv::kF16 ? 2 : 1;
 constexpr int kWaves = QK_THREADS / qk::kWave;
 constexpr int kHead = 16 * QK_HEAD, kRank = QK_RANK == 0 ? kHead : 16 * QK_RANK;
 using Loop = qk::Attention<kHead, kRank, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS,
-                           qk::Format(QK_X_FORMAT)>;
+                           qk::Format(QK_X_FORMAT), qk::Pv(QK_PV)>;
 
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 static_assert(QK_TILE_M == Loop::kWaveQueries * kWaves, "launch.json divides M by this number");
@@ -104,7 +107,7 @@ QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scal
   const qk::i64 at = row, groups = (keys + 15) / 16;
   const qk::Head head{q + at * m * kHead,
                       k + at * keys * kHead,
-                      v + at * kHead * pitch,
+                      v + at * kHead * pitch * kValueBytes,
                       q_scale + at * m,
                       k_scale + at * groups,
                       m,

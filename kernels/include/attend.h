@@ -7,7 +7,7 @@
 //   block i = 2c + s of a tile, row r           key 32c + 16 (r / 8) + 8s + r % 8 of the tile
 //   lane (h = lane / 16, r = lane % 16)         query r of each of its kQueryBlocks
 //   score e of block i in half h                key 32c + 16h + 8s + e
-//   chunk c of V^T, row d, half h               keys 32c + 16h .. 32c + 16h + 15: one 16-byte load
+//   chunk c of V^T, row d, half h               keys 32c + 16h .. 32c + 16h + 15: attend_values.h
 // clang-format on
 //
 // The tile that the keys do not fill comes first, and is the last one in memory: no later tile asks
@@ -15,8 +15,7 @@
 #pragma once
 
 #include "attend_head.h"
-#include "mma.h"
-#include "softmax.h"
+#include "attend_values.h"
 
 namespace qk {
 
@@ -65,20 +64,27 @@ struct RowsCopy {
   }
 };
 
-template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk>
+/// What two buffers of keys and values may take.
+constexpr int kLdsLimit = 32 * 1024;
+
+template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk, Pv kPv>
 struct Attention {
   using Scores = DenseMma<kQk, kQk>;
-  using Values = DenseMma<Format::kE4M3FN, Format::kE4M3FN>;
+  using Values = ValuesOf<kPv>;
   static constexpr bool kInt8 = kQk == Format::kInt8;
   static constexpr int kWaveQueries = 16 * kQueryBlocks;
   static constexpr int kKeyBlocks = kKeys / 16, kHeadBlocks = kD / 16;
   static constexpr int kChunks = kRank / Scores::kChunk;      // whole ones of a row of K
   static constexpr bool kHalf = kRank % Scores::kChunk != 0;  // and a half
   // Odd numbers of 16 bytes: rows then begin in different banks.
-  static constexpr int kPitchK = kRank + (kHalf ? 0 : 16), kPitchV = kKeys + 16;
-  static constexpr int kBytesK = kKeys * kPitchK, kBufferBytes = kBytesK + kD * kPitchV;
+  static constexpr int kPitchK = kRank + (kHalf ? 0 : 16), kRowV = kKeys * Values::kBytes;
+  static constexpr int kBytesK = kKeys * kPitchK;
+  // Where two padded buffers do not fit, two rows of V^T share banks.
+  static constexpr bool kPadV = 2 * (kBytesK + kD * (kRowV + 16)) <= kLdsLimit;
+  static constexpr int kPitchV = kRowV + (kPadV ? 16 : 0);
+  static constexpr int kBufferBytes = kBytesK + kD * kPitchV;
   static constexpr int kLdsBytes = 2 * kBufferBytes;
-  static_assert(kKeys % Values::kChunk == 0, "a tile must be a whole number of fragments of V^T");
+  static_assert(kKeys % 32 == 0, "a tile must be a whole number of fragments of V^T");
   static_assert(kD % 16 == 0 && kRank % 16 == 0, "a head must be a whole number of instructions");
   static_assert(kRank <= kD, "there are no more columns");
 
@@ -215,23 +221,20 @@ struct Attention {
       grow<kFirst>(s, j, kFirst || tops[j] > kOutgrown ? growth_to(tops[j]) : 0.0f);
   }
 
-  using Probabilities = typename Values::B[kKeyBlocks / 2][kQueryBlocks];
+  using Probabilities = typename Values::Probabilities[kKeyBlocks / 2][kQueryBlocks];
 
-  /// Probabilities in e4m3fn, and their sums.
+  /// Rounded probabilities, and their sums.
   QK_DEVICE void encode(Probabilities& p, const Tile& s) {
     QK_UNROLL for (int c = 0; c < kKeyBlocks / 2; ++c) {
       QK_UNROLL for (int w = 0; w < 4; ++w) {
-        QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j) {
-          const f32* const v = s[2 * c + w / 2][j].v + 4 * (w % 2);
-          p[c][j].v[w] = encode_four(approx_exp2(v[0]), approx_exp2(v[1]), approx_exp2(v[2]),
-                                     approx_exp2(v[3]));
-        }
+        QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j)
+          Values::encode(p[c][j], w, s[2 * c + w / 2][j].v + 4 * (w % 2));
       }
     }
     QK_UNROLL for (int c = 0; c < kKeyBlocks / 2; ++c) {
       QK_UNROLL for (int w = 0; w < 4; ++w) {
         QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j)
-          rows[j].sum = add_codes(p[c][j].v[w], rows[j].sum);
+          rows[j].sum = Values::add(p[c][j], w, rows[j].sum);
       }
     }
   }
@@ -240,8 +243,7 @@ struct Attention {
     QK_UNROLL for (int c = 0; c < kKeyBlocks / 2; ++c) {
       QK_UNROLL for (int d = 0; d < kHeadBlocks; ++d) {
         const u8* const row = v_rows + (16 * d + lane % 16) * kPitchV;
-        const typename Values::A values[1] = {Values::load_row(row, c, lane)};
-        Values::multiply(out[d], values, p[c]);
+        Values::multiply(out[d], Values::load_row(row, c, lane), p[c]);
       }
     }
   }
@@ -271,7 +273,7 @@ struct Attention {
   QK_DEVICE void run(const Head& head, u8* lds, int first) {
     const int thread = thread_index(), lane = thread % kWave;
     RowsCopy<kKeys, kRank / 16, kThreads> k;
-    RowsCopy<kD, kKeys / 16, kThreads> v;
+    RowsCopy<kD, kRowV / 16, kThreads> v;
     QK_UNROLL for (int d = 0; d < kHeadBlocks; ++d) {
       QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j)
         fill(out[d][0][j], 0.0f);
@@ -281,11 +283,13 @@ struct Attention {
       if constexpr (!kInt8) fill(start[j], kTop);
     }
     const int whole = (head.keys - 1) / kKeys * kKeys;
+    const int pitch = head.pitch * Values::kBytes;
     load_queries(head, first, lane);
     k.load_part(head.k + static_cast<i64>(whole) * kD, kD, head.keys - whole, kRank, thread);
-    v.load_part(head.v + whole, head.pitch, kD, head.pitch - whole, thread);
+    v.load_part(head.v + whole * Values::kBytes, pitch, kD, pitch - whole * Values::kBytes,
+                thread);
     k.set_offsets(kD, thread);
-    v.set_offsets(head.pitch, thread);
+    v.set_offsets(pitch, thread);
     u8 *current = lds, *next = lds + kBufferBytes;
     const auto store_tile = [&](u8* buffer) {
       k.store_all(buffer, kPitchK, thread);
@@ -304,7 +308,7 @@ struct Attention {
       QK_NO_UNROLL for (int key = 0; key < whole; key += kKeys) {
         const int following = key + kKeys < whole ? key + kKeys : 0;
         k.load_whole(head.k + static_cast<i64>(following) * kD, thread);
-        v.load_whole(head.v + following, thread);
+        v.load_whole(head.v + following * Values::kBytes, thread);
         u8* const swap = current;
         current = next;
         next = swap;

@@ -27,8 +27,9 @@
 
 namespace qk {
 
-template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk>
+template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk, Pv kPv>
 struct Attention {
+  static_assert(kPv == Pv::kE4M3FN, "there are no others here");
   using Scores = DenseMma<kQk, kQk>;
   using Values = DenseMma<Format::kE4M3FN, Format::kE4M3FN>;
   static constexpr bool kInt8 = kQk == Format::kInt8;

@@ -28,6 +28,10 @@
 #define QK_IDENTITY 0
 #define QK_SILU 1
 
+// Probabilities and values of attention: QK_PV.
+#define QK_PV_E4M3FN 0
+#define QK_PV_F16 1
+
 // How columns of a head pair up in a rotation.
 #define QK_NONE 0
 #define QK_PAIRS 1
@@ -43,6 +47,7 @@ namespace qk {
 constexpr u32 kNeutral = 0x44444444u;
 
 enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2, kInt8 = QK_INT8 };
+enum class Pv { kE4M3FN = QK_PV_E4M3FN, kF16 = QK_PV_F16 };
 enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
 
 /// What products of codes are summed in. int32 holds 133,000 products of int8 exactly.

@@ -1,5 +1,5 @@
 // Online softmax over scores that arrive in powers of two: a maximum that may lag, probabilities as
-// e4m3fn codes, and their sum.
+// e4m3fn codes or in float16, and their sum.
 //
 //   bias = 8 - m; scores come as S + bias, so exp2 of them is what is encoded: 2^(S - m + 8)
 //   m grows only when a score exceeds it by more than 0.75: e4m3fn ends at 448 = 2^8.81. It grows
@@ -7,7 +7,9 @@
 //   another size give the same result, but for what is below 2^-14 of the largest
 //
 // The sum is taken of the codes, not of what they were rounded from: the error of a row's
-// probabilities then cancels, where all values are alike.
+// probabilities then cancels, where all values are alike. So float16 is cut, which takes one
+// instruction for two: of what cutting takes away, the mean cancels, and the rest spreads as that
+// of rounding to nearest.
 #pragma once
 
 #include "fp8.h"
@@ -36,6 +38,16 @@ QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
   constexpr u32 kOnes = 0x38383838u;
   return __builtin_amdgcn_dot4_f32_fp8_fp8(codes, kOnes, sum);
 }
+/// float16 of two values from 0 on, cut, the first one lowest; NaN becomes NaN.
+QK_DEVICE u32 cut_pair(f32 a, f32 b) {
+  return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_pkrtz(a, b));
+}
+/// sum plus two float16.
+QK_DEVICE f32 add_pair(u32 pair, f32 sum) {
+  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+  const Half2 ones = {static_cast<_Float16>(1.0f), static_cast<_Float16>(1.0f)};
+  return __builtin_amdgcn_fdot2(__builtin_bit_cast(Half2, pair), ones, sum, false);
+}
 #elif defined(QK_HOST) && QK_HOST
 QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {
   constexpr Format kFormat = Format::kE4M3FN;
@@ -46,6 +58,14 @@ QK_DEVICE f32 add_codes(u32 codes, f32 sum) {
   f32 values[4];
   host::decode_run<host::Number::kE4M3FN, 4>(reinterpret_cast<const u8*>(&codes), values);
   return sum + ((values[0] + values[1]) + (values[2] + values[3]));
+}
+QK_DEVICE u32 cut_half(f32 value) {
+  const u16 nearest = float_to_half(value);
+  return static_cast<u32>(nearest) - (half_to_float(nearest) > value ? 1u : 0u);
+}
+QK_DEVICE u32 cut_pair(f32 a, f32 b) { return cut_half(a) | cut_half(b) << 16; }
+QK_DEVICE f32 add_pair(u32 pair, f32 sum) {
+  return sum + (half_to_float(static_cast<u16>(pair)) + half_to_float(static_cast<u16>(pair >> 16)));
 }
 #elif defined(QK_NVIDIA)
 QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {

@@ -21,6 +21,9 @@ _STATIC_KEYS = ("heads", "head_size", "modules")
 _RANK = "rank"
 _RANK_KEYS = ("rank", "modules")
 _TWO_OF_FOUR = "two_of_four"
+_PV = "pv"
+#: What probabilities and values are where nothing is said, and the word for 16 bit.
+_PV_CODES, _PV_NONE = "e4m3fn", "none"
 
 
 @dataclass(frozen=True, order=True)
@@ -48,6 +51,8 @@ class PackedAttention:
     ranks: Mapping[str, int] = field(default_factory=dict)
     #: the modules that multiply the largest two of every four columns of each key
     two_of_four: tuple[str, ...] = ()
+    #: of probabilities and values; None: 16 bit
+    pv: str | None = _PV_CODES
 
     @property
     def fewer_columns(self) -> bool:
@@ -58,7 +63,8 @@ class PackedAttention:
         """Return FORMAT.md's ``attention``."""
         value = {"exclude": list(self.exclude), "min_keys": self.min_keys, "qk": self.qk}
         static = {_STATIC: self._static_json()} if self.static else {}
-        return {**value, **static, **self._columns_json()}
+        pv = {} if self.pv else {_PV: _PV_NONE}
+        return {**value, **static, **self._columns_json(), **pv}
 
     def __str__(self) -> str:
         """Return a line for people."""
@@ -70,7 +76,11 @@ class PackedAttention:
         )
         if self.two_of_four:
             fewer += f"; two of four columns of keys in {len(self.two_of_four)} modules"
-        return f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{fewer}{kept}"
+        values = "" if self.pv else "; probabilities and values in 16 bit"
+        return (
+            f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{fewer}{values}"
+            f"{kept}"
+        )
 
     def _columns_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -116,7 +126,7 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {KEY} {value!r:.80}, wanted an object")
     where = f"{where}: {KEY}"
-    check_keys(value, _KEYS, where, optional=(_STATIC, _RANK, _TWO_OF_FOUR))
+    check_keys(value, _KEYS, where, optional=(_STATIC, _RANK, _TWO_OF_FOUR, _PV))
     qk, min_keys, exclude = (value[key] for key in _KEYS)
     if qk not in QK_FORMATS:
         raise CheckpointError(
@@ -129,7 +139,12 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     static = _parse_static(value[_STATIC], f"{where}: {_STATIC}") if _STATIC in value else {}
     ranks = _parse_ranks(value[_RANK], static, f"{where}: {_RANK}") if _RANK in value else {}
     fewer = _parse_names(value[_TWO_OF_FOUR], ranks, where) if _TWO_OF_FOUR in value else ()
-    return PackedAttention(qk, min_keys, tuple(exclude), static, ranks, fewer)
+    if value.get(_PV, _PV_NONE) != _PV_NONE:
+        raise CheckpointError(
+            f"{where}: pv {value[_PV]!r:.80}, wanted {_PV_NONE} or no such key; upgrade quantkit"
+        )
+    pv = None if _PV in value else _PV_CODES
+    return PackedAttention(qk, min_keys, tuple(exclude), static, ranks, fewer, pv)
 
 
 def _parse_ranks(value: object, static: Mapping[str, HeadShape], where: str) -> dict[str, int]:

@@ -18,9 +18,11 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.tensorfile import ITEM_BYTES
 
 #: The newest version. Each checkpoint is written as the first that holds it, for older readers.
-FORMAT_VERSION = 6
-#: What versions brought: shifts and terms, integers, attention, its static scales, its ranks.
+FORMAT_VERSION = 7
+#: What versions brought: shifts and terms, integers, attention, its static scales, its ranks, its
+#: values in 16 bit.
 _SHIFTS, _INTEGERS, _ATTENTION, _STATIC_ATTENTION, _FEWER_COLUMNS = 2, 3, 4, 5, 6
+_WIDE_VALUES = 7
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
 
@@ -38,6 +40,7 @@ _BROUGHT = {
     _ATTENTION: "attention",
     _STATIC_ATTENTION: "static scales of attention",
     _FEWER_COLUMNS: "fewer columns of queries and keys",
+    _WIDE_VALUES: "probabilities and values in 16 bit",
 }
 
 _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
@@ -122,6 +125,8 @@ def attention_version(attention: PackedAttention | None) -> int:
     """Return the first format version that holds this attention."""
     if attention is None:
         return FIRST_VERSION
+    if attention.pv is None:
+        return _WIDE_VALUES
     if attention.fewer_columns:
         return _FEWER_COLUMNS
     return _STATIC_ATTENTION if attention.static else _ATTENTION

@@ -49,12 +49,18 @@ class RegisterFile:
 class MatrixUnit:
     """What bounds a loop of matrix instructions."""
 
-    #: cycles that one instruction keeps the matrix unit of a SIMD
+    #: cycles that one instruction on 8-bit codes keeps the matrix unit of a SIMD
     cycles: int
+    #: and one on 16-bit numbers
+    half_cycles: int
     #: SIMDs of a compute unit, which share its LDS
     simds: int
     #: bytes per cycle that LDS moves for a compute unit
     lds_rate: float
+
+    def busy(self, mnemonic: str) -> int:
+        """Return the cycles of a matrix instruction."""
+        return self.half_cycles if mnemonic.endswith("f16") else self.cycles
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,11 @@ _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 102
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 
-# Sources: cycles from AMD's matrix instruction calculator (fp8 16x16x16 and its sparse 16x16x32 on
-# RDNA4, f16 16x16x16 on RDNA3); LDS read at 14.6 TB/s by 64 CUs of an RX 9070 XT at 2.9 GHz, of
-# 128 bytes nominal, as public benchmarks measured it. RDNA3 is taken to have the same LDS.
-_RDNA4_MATRIX = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
-_RDNA3_MATRIX = MatrixUnit(cycles=32, simds=2, lds_rate=79.0)
+# Sources: cycles from AMD's matrix instruction calculator (fp8 16x16x16 and its sparse 16x16x32,
+# f16 16x16x16); LDS read at 14.6 TB/s by 64 CUs of an RX 9070 XT at 2.9 GHz, of 128 bytes nominal,
+# as public benchmarks measured it. RDNA3 is taken to have the same LDS.
+_RDNA4_MATRIX = MatrixUnit(cycles=8, half_cycles=16, simds=2, lds_rate=79.0)
+_RDNA3_MATRIX = MatrixUnit(cycles=32, half_cycles=32, simds=2, lds_rate=79.0)
 
 
 def _with_int8(fp8: TileSpeed) -> TileSpeed:
@@ -233,6 +239,8 @@ _GFX12_MATRIX = (
     ("gemm_w16", "v_wmma_f32_16x16x16_{io}"),
     ("attention_fp8", "v_wmma_f32_16x16x16_fp8_fp8"),
     ("attention_int8", "v_wmma_i32_16x16x16_iu8"),
+    ("attention_fp8_f16", "v_wmma_f32_16x16x16_f16"),
+    ("attention_int8_f16", "v_wmma_f32_16x16x16_f16"),
 )
 _GFX11_MATRIX = (
     *_multiplying("fp8", "v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16"),
@@ -249,8 +257,12 @@ _SM89_MATRIX = (
 
 
 # int8 attention took 1.05 times as long as torch's on a 7900 XTX (comfy-kitchen, issue 104).
-_GFX11_WITHOUT = (
-    ("attention", "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8"),
+_GFX11_WITHOUT = tuple(
+    (family, "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8")
+    for family in ("attention", "attention_f16")
+)
+_NVIDIA_WITHOUT = (
+    ("attention_f16", "probabilities and values in 16 bit have kernels on RDNA4 and CPUs alone"),
 )
 
 
@@ -312,6 +324,7 @@ ARCHS: dict[str, Arch] = {
             tile_speed=_SM89_TILES,
             own=("attention",),
             on_request=_HOPPER_ON_REQUEST,
+            without=_NVIDIA_WITHOUT,
         ),
         Arch(
             "sm_89",
@@ -323,6 +336,7 @@ ARCHS: dict[str, Arch] = {
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
             tile_speed=_SM89_TILES,
             on_request=_SM89_ON_REQUEST,
+            without=_NVIDIA_WITHOUT,
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )

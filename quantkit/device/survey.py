@@ -46,7 +46,7 @@ class OpChoice:
     def backend(self) -> str:
         """What computes it: attention without a kernel is torch's, in 16 bit."""
         no_kernel = self.choice.backend is Backend.REFERENCE
-        is_attention = find_op(self.op).family == "attention"
+        is_attention = find_op(self.op).family.startswith("attention")
         return "torch" if no_kernel and is_attention and is_free() else self.choice.backend.value
 
 

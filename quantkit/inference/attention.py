@@ -39,6 +39,7 @@ def attention(
     model: Any,
     *,
     qk: str | None = E4M3FN.name,
+    pv: str | None = E4M3FN.name,
     min_keys: int = AttentionSettings.min_keys,
     exclude: Sequence[str] = (),
 ) -> AttentionLayers:
@@ -48,6 +49,8 @@ def attention(
         model: a diffusers pipeline (its denoisers), or a denoiser; packed or not.
         qk: format of queries and keys: e4m3fn, or int8, which is nearer where scores are large;
             None gives diffusers' processors back.
+        pv: format of probabilities and values: e4m3fn; None leaves them in 16 bit, for values that
+            e4m3fn is too coarse for.
         min_keys: attention over fewer keys stays torch's.
         exclude: globs on modules that keep their processors, as ``*.attn2``.
 
@@ -57,7 +60,7 @@ def attention(
     Raises:
         InputError: a format that is not known, or nothing that has attention.
     """
-    settings = None if qk is None else AttentionSettings(qk, min_keys)
+    settings = None if qk is None else AttentionSettings(qk, min_keys, pv=pv)
     found = _set_all(model, lambda _: settings, exclude)
     if not (found.quantized or found.kept) and settings:
         raise InputError(
@@ -107,7 +110,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _quantize(model: nn.Module, packed: PackedAttention) -> None:
-    whole = AttentionSettings(packed.qk, packed.min_keys)
+    whole = AttentionSettings(packed.qk, packed.min_keys, pv=packed.pv)
 
     def settings_of(name: str) -> AttentionSettings:
         rank, two_of_four = packed.ranks.get(name), name in packed.two_of_four

@@ -9,11 +9,11 @@ from quantkit.device.backends import Backend, forced
 from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
-from quantkit.device.ops.table import name_for
+from quantkit.device.ops.table import attention_for
 from quantkit.errors import InputError
 from quantkit.inference.attention_heads import Shape, attend_streams, stream_of
 from quantkit.models.attention import AttentionCall, Heads
-from quantkit.numerics.attention import QK_FORMATS, measured_scales, padded
+from quantkit.numerics.attention import PV_FORMATS, QK_FORMATS, measured_scales, padded
 from quantkit.numerics.formats import E4M3FN
 
 
@@ -21,7 +21,7 @@ from quantkit.numerics.formats import E4M3FN
 class AttentionSettings:
     """How attention is computed."""
 
-    #: of queries and keys: e4m3fn or int8; probabilities and values are e4m3fn
+    #: of queries and keys: e4m3fn or int8
     qk_format: str = E4M3FN.name
     #: with fewer keys torch's attention is used: making codes would cost more than they save
     min_keys: int = 512
@@ -29,6 +29,8 @@ class AttentionSettings:
     rank: int | None = None
     #: multiply the largest two of every four columns of each key
     two_of_four: bool = False
+    #: of probabilities and values: e4m3fn; None: float16
+    pv: str | None = E4M3FN.name
 
     def __post_init__(self) -> None:
         """Refuse what no kernel takes.
@@ -39,6 +41,9 @@ class AttentionSettings:
         if self.qk_format not in QK_FORMATS:
             wanted = ", ".join(QK_FORMATS)
             raise InputError(f"attention: qk {self.qk_format!r:.40}, wanted one of {wanted}")
+        if self.pv not in PV_FORMATS:
+            wanted = f"{E4M3FN.name}, or None for 16 bit"
+            raise InputError(f"attention: pv {self.pv!r:.40}, wanted {wanted}")
         if self.min_keys < 1:
             raise InputError(f"attention: min_keys {self.min_keys}, wanted 1 or more")
 
@@ -61,6 +66,7 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
         scale=call.scale,
         rank=settings.rank,
         two_of_four=settings.two_of_four,
+        pv=settings.pv,
     )
     return y.transpose(1, 2)
 
@@ -93,7 +99,7 @@ def why_not_sizes(settings: AttentionSettings, keys: int, columns: int, like: Te
         return f"heads of {columns} columns"
     if like.dtype not in IO_DTYPES.values():
         return f"{like.dtype} is not computed"
-    op = name_for("attention", settings.qk_format)
+    op = attention_for(settings.qk_format, settings.pv)
     reason: str = _why_no_kernel(op, str(like.device), padded(columns))
     return reason
 

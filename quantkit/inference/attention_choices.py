@@ -10,7 +10,7 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, why_on_request
-from quantkit.device.ops.table import name_for
+from quantkit.device.ops.table import attention_for
 from quantkit.models.building import read_skeleton
 from quantkit.numerics.attention import COLUMNS, padded
 from quantkit.recipe.schema import matches
@@ -25,7 +25,7 @@ class AttentionChoice:
 
     component: str
     module: str
-    #: of queries and keys, as "int8, static, 32 columns"; empty: 16 bit
+    #: of queries and keys, as "int8, static, 32 columns, values in 16 bit"; empty: 16 bit
     format: str
     #: gpu, host or torch
     backend: str
@@ -70,8 +70,10 @@ def _of_module(
         words += f", {settings.ranks[module]} columns"
     if module in settings.two_of_four:
         words += ", 2:4"
+    if settings.pv is None:
+        words += ", values in 16 bit"
     columns = COLUMNS if shape is None else padded(shape.head_size)
-    op = name_for("attention", settings.qk)
+    op = attention_for(settings.qk, settings.pv)
     choice = choose(op, device, k=columns)
     if choice.backend is Backend.REFERENCE:
         return words, TORCH, choice.reason

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.attention import ranks
-from quantkit.device.ops.table import is_operation, name_for
+from quantkit.device.ops.table import attention_for, is_operation, name_for
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import Heads
@@ -80,6 +80,7 @@ def attend_streams(
     rotation: Rotation | None = None,
     rank: int | None = None,
     two_of_four: bool = False,
+    pv: str | None = E4M3FN.name,
 ) -> Tensor:
     """Return attention over the tokens of one stream, or of two, one behind the other.
 
@@ -92,6 +93,7 @@ def attend_streams(
         rotation: of all tokens.
         rank: columns of queries and keys that are multiplied, the first; None: all.
         two_of_four: multiply the largest two of every four columns of each key.
+        pv: of probabilities and values: e4m3fn; None: float16.
 
     Returns:
         (B, T, H, D) in the dtype of the projections.
@@ -108,9 +110,9 @@ def attend_streams(
     qc, multiplied = _first_columns(qc, rank)
     # No kernel leaves the zeros out.
     kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
-    vc = _value_codes([s.v for s in streams], shape, wide)
+    vc = _value_codes([s.v for s in streams], shape, wide, pv)
     keys = sum(s.k.x.shape[1] for s in streams)
-    y: Tensor = OPERATORS[name_for("attention", qk_format)](
+    y: Tensor = OPERATORS[attention_for(qk_format, pv)](
         qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
         keys, *shape, qk_format, streams[0].q.x.dtype, multiplied,
     )  # fmt: skip
@@ -177,14 +179,22 @@ def _head_codes(
     return made if isinstance(made, tuple) else (made, None)
 
 
-def _value_codes(parts: Sequence[Part], shape: Shape, scales: AttentionScales) -> Tensor:
-    """Return codes of values, transposed."""
+def _value_codes(
+    parts: Sequence[Part], shape: Shape, scales: AttentionScales, pv: str | None
+) -> Tensor:
+    """Return values in e4m3fn or float16, transposed."""
+    if pv is None:
+        return _transposed("value_codes_f16", parts, shape, scales)
     size = shape.head_size
     mean, scale = (t[:, :size].flatten() for t in (scales.value_mean, scales.value_scale))
     if (codes := _projected(parts, "project_values", shape, mean, 1 / scale)) is not None:
         return codes
+    return _transposed(name_for("value_codes", pv), parts, shape, scales)
+
+
+def _transposed(name: str, parts: Sequence[Part], shape: Shape, scales: AttentionScales) -> Tensor:
     first, second = _pair([computed(part) for part in parts])
-    y: Tensor = OPERATORS[name_for("value_codes", E4M3FN.name)](
+    y: Tensor = OPERATORS[name](
         first.x, None if second is None else second.x, scales.value_mean, scales.value_scale,
         first.column, 0 if second is None else second.column, *shape,
     )  # fmt: skip

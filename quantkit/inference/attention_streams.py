@@ -83,6 +83,7 @@ class _Attention(NamedTuple):
             rotation=rotation,
             rank=self.settings.rank,
             two_of_four=self.settings.two_of_four,
+            pv=self.settings.pv,
         )
         return y.flatten(2)
 

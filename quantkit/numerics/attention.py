@@ -26,20 +26,23 @@ KEYS = 16
 RUN = 16
 #: What q and k may be.
 QK_FORMATS = (E4M3FN.name, INT8.name)
+#: What probabilities and values may be; None: float16.
+PV_FORMATS = (E4M3FN.name, None)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCodes:
     """What the product reads, of N heads with M queries, K keys, D columns (padded to 16).
 
-    uint8 codes; scales are float32.
+    uint8 codes, or float16; scales are float32.
     """
 
     #: (N, M, D)
     q: Tensor
     #: (N, K, D)
     k: Tensor
-    #: (N, D, pitch), e4m3fn, transposed: pitch is K up to a multiple of 16, the rest zero
+    #: (N, D, pitch), e4m3fn or float16, transposed: pitch is K up to a multiple of 16, the rest
+    #: zero
     v: Tensor
     #: (N, M) and (N, K / 16 up), of int8 codes; None: products of codes are scores
     q_scale: Tensor | None
@@ -62,6 +65,7 @@ def attention_codes(
     *,
     scale: float | None = None,
     qk_format: str = E4M3FN.name,
+    pv: str | None = E4M3FN.name,
     scales: AttentionScales | None = None,
 ) -> AttentionCodes:
     """Return codes.
@@ -72,12 +76,13 @@ def attention_codes(
         v: (N, K, D).
         scale: of q k'; None: 1 / sqrt(D).
         qk_format: e4m3fn or int8.
+        pv: of the values: e4m3fn; None: float16.
         scales: of the S heads of a picture, row n has n % S; None: of these very numbers.
     """
     tau = score_factor(q.shape[-1], scale)
     q, k, v = (_with_columns(t.float()) for t in (q, k, v))
     scales = measured_scales(q, k, v) if scales is None else with_padding(scales)
-    values = value_codes(v, scales.value_mean, scales.value_scale)
+    values = value_codes(v, scales.value_mean, scales.value_scale, pv)
     if qk_format == INT8.name:
         one = torch.ones(scales.heads, device=q.device)
         qc, q_scale = int8_codes(q, None, tau * one, 1)
@@ -185,21 +190,40 @@ def int8_codes(t: Tensor, mean: Tensor | None, factor: Tensor, group: int) -> tu
     return _codes(values / by_row, INT8), scale
 
 
-def value_codes(v: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
-    """Return e4m3fn codes of ``(v - mean) * (1 / scale)``, transposed; NaN stays NaN.
+def value_codes(
+    v: Tensor, mean: Tensor | None, scale: Tensor, pv: str | None = E4M3FN.name
+) -> Tensor:
+    """Return ``(v - mean) * (1 / scale)`` in e4m3fn or float16, saturated and transposed.
+
+    NaN stays NaN.
 
     Args:
         v: (N, K, D) float32.
         mean: (S, D) float32, row n of the heads has n % S; None: zeros.
         scale: (S, D) float32, likewise. Its inverse is at most the largest number of float32.
+        pv: e4m3fn; None: float16.
 
     Returns:
-        (N, D, pitch) uint8: pitch is K up to a multiple of 16, the rest zero.
+        (N, D, pitch) uint8 codes, or float16: pitch is K up to a multiple of 16, the rest zero.
     """
     inverse = (torch.ones_like(scale) / scale).clamp(max=torch.finfo(torch.float32).max)
     values = _centered(v, mean) * of_heads(inverse, len(v)).unsqueeze(1)
-    codes = _codes(values.transpose(1, 2), E4M3FN)
+    values = values.transpose(1, 2)
+    codes = in_float16(values) if pv is None else _codes(values, E4M3FN)
     return pad(codes, (0, padded(v.shape[1], RUN) - v.shape[1]))
+
+
+def in_float16(t: Tensor) -> Tensor:
+    """Return contiguous float16, saturated; NaN stays NaN."""
+    largest = torch.finfo(torch.float16).max
+    return t.clamp(-largest, largest).half().contiguous()
+
+
+def cut_to_float16(t: Tensor) -> Tensor:
+    """Return float16 of float32 from 0 on: the next number towards 0; NaN stays NaN."""
+    nearest = t.half()
+    above = (nearest.float() > t).short()
+    return (nearest.view(torch.int16) - above).view(torch.float16)
 
 
 def of_heads(numbers: Tensor, rows: int) -> Tensor:

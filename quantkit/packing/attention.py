@@ -71,6 +71,7 @@ def plan_attention(
         shapes,
         {name: t.rank for name, t in chosen.items() if t.rank is not None},
         tuple(name for name, t in chosen.items() if t.rank is None),
+        None if section.pv == "none" else section.pv,
     )
     tensors = {
         f"{module}.{CHILD}.{part}": getattr(of_module, part)

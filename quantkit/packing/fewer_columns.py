@@ -107,12 +107,12 @@ def _treatments(
     if section.rank is not None:
         if section.rank < columns:
             name = f"rank {section.rank}"
-            yield Treatment(name, errors.get(name), gain(columns, keys, name))
+            yield Treatment(name, errors.get(name), gain(columns, keys, name, section.pv))
         return
     for name, error in errors.items():
         kind = name.partition(" ")[0]
         if section.sparse_k == kind or (section.sparse_k == "auto" and HAS_KERNEL[kind]):
-            yield Treatment(name, error, gain(columns, keys, name))
+            yield Treatment(name, error, gain(columns, keys, name, section.pv))
 
 
 def _choose(section: AttentionRecipe, treatments: list[Treatment]) -> tuple[Treatment | None, str]:

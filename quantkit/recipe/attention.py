@@ -16,8 +16,10 @@ def _either_way_round(text: object) -> object:
 class AttentionRecipe(Strict):
     """Attention of denoisers on 8-bit codes."""
 
-    #: of queries and keys; probabilities and values are e4m3fn
+    #: of queries and keys
     qk: Literal["e4m3fn", "int8"] = "e4m3fn"
+    #: of probabilities and values; none: 16 bit
+    pv: Literal["e4m3fn", "none"] = "e4m3fn"
     #: dynamic: of each call's own numbers; static: from calibration
     scales: Literal["dynamic", "static"] = "dynamic"
     #: what static ranges are multiplied by

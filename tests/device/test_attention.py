@@ -258,7 +258,7 @@ def test_gfx12_code_keeps_its_bars(target, tmp_path):
     from quantkit.device.aot.build import build
 
     need(compilers.clang)
-    fp8, int8 = OPS
+    fp8, int8, *_ = OPS
     variants = [
         *(v for v in all_variants(fp8) if v.word("QK_IO") == "f16"),
         *(v for v in all_variants(int8) if v.words[0] == "bf16" and v.words[2] in BARS),

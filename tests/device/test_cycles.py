@@ -14,7 +14,7 @@ from quantkit.device.aot.cycles import (
 from quantkit.device.aot.disassembly import Instruction
 from quantkit.device.archs import MatrixUnit
 
-UNIT = MatrixUnit(cycles=8, simds=2, lds_rate=64.0)
+UNIT = MatrixUnit(cycles=8, half_cycles=16, simds=2, lds_rate=64.0)
 ONE, TWO = Residents(1, 2, 2), Residents(2, 2, 4)
 NOBODY = Residents(0, 2, 4)
 BRANCH = ("s_cbranch_scc1", "0")

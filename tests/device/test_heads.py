@@ -129,6 +129,7 @@ def test_kernels_give_the_references_bytes(d, rotary):
             check_same("head_codes_int8", *case.arguments, group)
         if rotary == "none":
             check_same("value_codes_fp8", *case.values)
+            check_same("value_codes_f16", *case.values)
 
 
 @pytest.mark.parametrize("norms", [(True, False), (False, True)], ids=["first", "second"])
@@ -245,6 +246,9 @@ def test_nan_stays_nan_and_large_values_saturate():
     values = codes.view(torch.float8_e4m3fn).float()
     assert values.isnan().nonzero().tolist() == [[0, 5, 3]]
     assert values[0, 6:8, 4].tolist() == [448, -448]
+    (values,) = check_same("value_codes_f16", *case.values)
+    assert values.isnan().nonzero().tolist() == [[0, 5, 3]]
+    assert values[0, 6:8, 4].tolist() == [65504, -65504]
     codes, scale = check_same("head_codes_int8", *case.arguments, 16)
     assert scale.isnan().nonzero().tolist() == [[0, 0]]
     assert bool((codes[0, :16, :40] == 0x80).all())

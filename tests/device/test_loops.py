@@ -18,7 +18,7 @@ from quantkit.device.ops.table import OPS
 from tests.support.kernel_cases import need
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gemm_fp8_sparse_t2_clang19.s.gz"
-UNIT = MatrixUnit(cycles=8, simds=2, lds_rate=79.0)
+UNIT = MatrixUnit(cycles=8, half_cycles=16, simds=2, lds_rate=79.0)
 WMMA = "v_wmma_f32_16x16x16_fp8_fp8 v[1:8], v[9:10], v[11:12], v[1:8]"
 BARRIER = ["s_barrier_signal -1", "s_barrier_wait 0xffff"]
 

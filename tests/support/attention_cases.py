@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.table import OPS, name_for
+from quantkit.device.ops.table import OPS, attention_for
 from quantkit.numerics.attention import AttentionCodes, attention_codes
 
 #: queries, keys: one of each, tails of every tile, whole ones, cross attention
@@ -32,8 +32,8 @@ class Heads:
 
         return cls(1.5 * normal(m), normal(n) + offset * normal(1), normal(n) + offset, heads)
 
-    def codes(self, fmt) -> AttentionCodes:
-        return attention_codes(self.q, self.k, self.v, qk_format=fmt)
+    def codes(self, fmt, pv="e4m3fn") -> AttentionCodes:
+        return attention_codes(self.q, self.k, self.v, qk_format=fmt, pv=pv)
 
     def exact(self, rank=None):
         """Return torch's own attention in float64, of ``rank`` columns, (pictures, M, heads, D)."""
@@ -43,10 +43,10 @@ class Heads:
         )
         return y.unflatten(0, (-1, self.heads)).transpose(1, 2)
 
-    def call(self, fmt, codes=None, *, dtype=torch.float16, rank=None):
+    def call(self, fmt, codes=None, *, dtype=torch.float16, rank=None, pv="e4m3fn"):
         """Return the operation and the arguments of its call."""
-        c = codes or self.codes(fmt)
+        c = codes or self.codes(fmt, pv)
         operands = (c.q, c.k, c.v, c.q_scale, c.k_scale, c.v_scale, c.v_mean)
         keys, columns = self.k.shape[1:]
         options = (keys, self.heads, columns, fmt, dtype, rank or c.q.shape[2])
-        return OPS[name_for("attention", fmt)], (*operands, *options)
+        return OPS[attention_for(fmt, pv)], (*operands, *options)

@@ -116,7 +116,7 @@ class _Unit:
 
     def run(self) -> float:
         """Return how much of the time matrix units work, once all waves have found their places."""
-        settled, busy = 0.0, list[float]()
+        settled, work = 0.0, list[tuple[float, int]]()
         queue = [(float(number), number) for number in range(len(self._waves))]
         while queue:
             now, number = heapq.heappop(queue)
@@ -126,8 +126,9 @@ class _Unit:
                 heapq.heappush(queue, (start, number))
                 continue
             self._issue(wave, now)
-            if self._steps[wave.at][0] == "matrix":
-                busy.append(now)
+            kind, mnemonic, _ = self._steps[wave.at]
+            if kind == "matrix":
+                work.append((now, self._unit.busy(mnemonic)))
             wave.at += 1
             if wave.at == len(self._steps):
                 wave.at, wave.passes = 0, wave.passes + 1
@@ -136,9 +137,9 @@ class _Unit:
                 if wave.passes == _PASSES:
                     break
             heapq.heappush(queue, (now + 1, number))
-        work = self._unit.cycles * sum(at >= settled for at in busy)
+        busy = sum(cycles for at, cycles in work if at >= settled)
         # Instructions at the window's ends count whole.
-        return min(1.0, work / ((now - settled) * len(self._vector_free)))
+        return min(1.0, busy / ((now - settled) * len(self._vector_free)))
 
     def _earliest(self, wave: _Wave, now: float) -> float:
         """Return when a wave's next instruction can be issued, as far as is known now."""
@@ -181,8 +182,9 @@ class _Unit:
             self._vector_free[wave.simd] = now + 1
         match kind:
             case "matrix":
-                self._vector_free[wave.simd] = now + self._unit.cycles
-                wave.sums[_result(operands)] = now + max(_MATRIX, self._unit.cycles)
+                busy = self._unit.busy(mnemonic)
+                self._vector_free[wave.simd] = now + busy
+                wave.sums[_result(operands)] = now + max(_MATRIX, busy)
             case "vector":
                 slow = _SLOW_CYCLES if _SLOW.match(mnemonic) else 1
                 self._vector_free[wave.simd] = now + slow

@@ -24,6 +24,8 @@ class Loop:
     issued: dict[str, int]
     #: bytes that the wave loads from and stores to LDS
     lds_bytes: int
+    #: cycles that matrix instructions take
+    busy: int
     unit: MatrixUnit
     #: the pass; empty where a part of it is a loop of its own
     code: tuple[Instruction, ...] = field(default=(), repr=False)
@@ -41,13 +43,12 @@ class Loop:
     @property
     def issue_share(self) -> float:
         """Share of the peak if every other instruction costs the matrix unit a cycle."""
-        busy = self.matrix * self.unit.cycles
-        return busy / (busy + sum(self.others.values()))
+        return self.busy / (self.busy + sum(self.others.values()))
 
     @property
     def lds_rate(self) -> float:
         """LDS bytes that a compute unit would move per cycle at the peak."""
-        return self.unit.simds * self.lds_bytes / (self.matrix * self.unit.cycles)
+        return self.unit.simds * self.lds_bytes / self.busy
 
     @property
     def lds_share(self) -> float:
@@ -77,12 +78,13 @@ def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop 
     # The longest: a compiler that rotates a loop branches back to more than one place.
     whole = max(inner.around(spans), key=_length, default=inner)
     issued: Counter[str] = Counter()
-    lds = 0
+    lds = busy = 0
     for instruction in whole.code:
         count = turns if instruction in inner.code else 1
         issued[instruction.kind] += count
         lds += count * lds_bytes(instruction.mnemonic)
-    return Loop(dict(issued), lds, unit, whole.code if turns == 1 else ())
+        busy += count * _busy(instruction, unit)
+    return Loop(dict(issued), lds, busy, unit, whole.code if turns == 1 else ())
 
 
 def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | None:
@@ -97,7 +99,8 @@ def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | 
     shortest = min(spans, key=_length)
     issued = Counter(instruction.kind for instruction in shortest.code)
     lds = sum(lds_bytes(i.mnemonic) for i in shortest.code)
-    return Loop(dict(issued), lds, unit, shortest.code)
+    busy = sum(_busy(i, unit) for i in shortest.code)
+    return Loop(dict(issued), lds, busy, unit, shortest.code)
 
 
 def lds_bytes(mnemonic: str) -> int:
@@ -126,6 +129,10 @@ class _Span:
             for span in spans
             if span != self and span.code[0].address <= first and span.code[-1].address >= last
         ]
+
+
+def _busy(instruction: Instruction, unit: MatrixUnit) -> int:
+    return unit.busy(instruction.mnemonic) if instruction.kind == "matrix" else 0
 
 
 def _length(span: _Span) -> int:

@@ -116,7 +116,7 @@ def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hop
 
 def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
     assert isinstance(sizes, dict)
-    io, qk_format, head, rank = words
+    io, qk_format, head, rank, _ = words
     columns = int(head[1:])
     maps = wanted.maps and has_maps(qk_format, sizes["keys"])
     return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns), maps)

@@ -2,6 +2,8 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,14 @@ from quantkit.device.ops.op import (
 )
 from quantkit.device.ops.products import IO, M, N, format_axis
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import COLUMNS, KEYS, RUN, attention_codes, padded
+from quantkit.numerics.attention import (
+    COLUMNS,
+    KEYS,
+    RUN,
+    attention_codes,
+    cut_to_float16,
+    padded,
+)
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.scales import cast, decode
 
@@ -32,6 +41,9 @@ _HEAD = Axis("QK_HEAD", tuple(f"d{d}" for d in range(COLUMNS, LARGEST_HEAD + 1, 
 #: Columns of queries and keys that are multiplied; the first word: all. launch.json says of which
 #: heads there is which.
 _RANK = Axis("QK_RANK", ("", *(f"r{r}" for r in range(COLUMNS, LARGEST_HEAD, COLUMNS))))
+
+#: Probabilities and values: e4m3fn, or float16.
+PV_AXES = {E4M3FN.name: Axis("QK_PV", ("",)), None: Axis("QK_PV", ("f16",), first=1)}
 
 #: kernels/include/softmax.h: where probabilities start, and what a score may exceed it by.
 _TOP, _OUTGROWN = 8.0, 8.75
@@ -59,7 +71,8 @@ def attention(
     Args:
         q: (N, M, D) uint8 codes of N = pictures * heads, D a multiple of 16.
         k: (N, keys, D).
-        v: (N, D, pitch) e4m3fn codes; columns from ``keys`` on are zero.
+        v: (N, D, pitch) uint8 codes in e4m3fn, or float16, as probabilities are then; columns from
+            ``keys`` on are zero.
         q_scale: float32 (N, M), and
         k_scale: float32 (N, keys / 16 up), of int8 codes; None: products of codes are scores in
             powers of two.
@@ -77,7 +90,8 @@ def attention(
         (N / heads, M, heads, head_size).
     """
     queries = decode(q[..., :rank], qk_format, precision)
-    values = decode(v, E4M3FN.name, precision)
+    pv = None if v.dtype == torch.float16 else E4M3FN.name
+    values = v.to(precision) if pv is None else decode(v, pv, precision)
     tile = _tile_of(q.shape[2])
     bias = torch.full(q.shape[:2], _TOP, dtype=precision, device=q.device).unsqueeze(2)
     out, total = bias.new_zeros(q.shape), torch.zeros_like(bias)
@@ -93,7 +107,8 @@ def attention(
         outgrown = (top > _OUTGROWN) | (start == whole)
         growth = torch.where(outgrown, (top - _TOP).ceil(), torch.zeros_like(top))
         factor = torch.ones_like(growth) if start == whole else torch.exp2(-growth)
-        p = cast(torch.exp2(s - growth).float(), E4M3FN).to(precision)
+        p = torch.exp2(s - growth).float()
+        p = (cut_to_float16(p) if pv is None else cast(p, E4M3FN)).to(precision)
         bias = bias - growth
         total = total * factor + p.sum(dim=2, keepdim=True)
         out = out * factor + p @ values[:, :, part].transpose(1, 2)
@@ -112,7 +127,7 @@ def ranks(columns: int) -> tuple[int, ...]:
 
 
 def _tile_of(columns: int) -> int:
-    """Return the keys of a step of the kernel's loop."""
+    """Return the keys of a step of the kernel's loop, which all ranks and formats share."""
     tile = own_tile(SOURCE, f"d{columns}")
     assert tile is not None
     return tile.n
@@ -149,7 +164,8 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         raise ShapeError(f"{op.name}: rank {rank} of heads of {d} columns, wanted one of {wanted}")
     pitch = padded(keys, RUN)
     expect(op.name, "k", k, torch.uint8, (n, keys, d))
-    expect(op.name, "v", v, torch.uint8, (n, d, pitch))
+    (value_word,) = op.words("QK_PV")
+    expect(op.name, "v", v, torch.float16 if value_word else torch.uint8, (n, d, pitch))
     expect(op.name, "v_scale", v_scale, torch.float32, (scales, d))
     if v_mean is not None:
         expect(op.name, "v_mean", v_mean, torch.float32, (scales, d))
@@ -162,7 +178,8 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         "m": m, "n": n, "k": d, "keys": keys, "pitch": pitch, "heads": heads, "d": head_size,
         "scales": scales,
     }  # fmt: skip
-    return Problem((word, qk_format, f"d{d}", "" if rank == d else f"r{rank}"), sizes)
+    rank_word = "" if rank == d else f"r{rank}"
+    return Problem((word, qk_format, f"d{d}", rank_word, value_word), sizes)
 
 
 def _check_sizes(
@@ -203,7 +220,8 @@ def _sample(
     (m, keys, _), columns = sizes, int(variant.word("QK_HEAD")[1:])
     heads, fmt = 2, variant.word("QK_X_FORMAT")
     q, k, v = (torch.randn(heads, n, columns - 8, generator=generator) for n in (m, keys, keys))
-    codes = attention_codes(2 * q, k + 1, v + 1, qk_format=fmt)
+    pv = None if variant.word("QK_PV") else E4M3FN.name
+    codes = attention_codes(2 * q, k + 1, v + 1, qk_format=fmt, pv=pv)
     operands = (
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
     )  # fmt: skip
@@ -212,7 +230,7 @@ def _sample(
 
 
 _FORMULA = (
-    "p[n, i, j] = exp2({score}), rounded to e4m3fn after the largest of i became 2^8; y = "
+    "p[n, i, j] = exp2({score}), {rounded} after the largest of i became 2^8; y = "
     "sum_j(p[n, i, j] * v[n, c, j]) / sum_j(p[n, i, j]) * v_scale[n % scales, c] + "
     "v_mean[n % scales, c]; a rank is the number of columns of q and k that count"
 )
@@ -223,26 +241,32 @@ _BUDGET = Budget(
     "a probability beside the boundary of two codes, which another order of sums moves across, is "
     "a sixteenth off",
 )
+_F16_BUDGET = replace(
+    _BUDGET,
+    nmse=1e-8,
+    reason="a probability beside a float16, which another order of sums moves across, is a "
+    "1024th off",
+)
 
 
-def _op(name: str, qk_format: str, score: str) -> Op:
+def _op(name: str, qk_format: str, score: str, pv: str | None = E4M3FN.name) -> Op:
     scaled = qk_format == INT8.name
     null = "" if scaled else "products of codes are scores"
     return Op(
         name=name,
-        family="attention",
+        family="attention" if pv else "attention_f16",
         source=SOURCE,
-        formula=_FORMULA.format(score=score),
+        formula=_FORMULA.format(score=score, rounded=f"rounded to {pv}" if pv else "cut to f16"),
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor v_scale, "
             "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype, "
             "int rank) -> Tensor"
         ),
-        axes=(IO, format_axis("X", (qk_format,)), _HEAD, _RANK),
+        axes=(IO, format_axis("X", (qk_format,)), _HEAD, _RANK, PV_AXES[pv]),
         args=(
             Argument("q", "u8", "[n, m, QK_HEAD * 16]"),
             Argument("k", "u8", "[n, keys, QK_HEAD * 16]"),
-            Argument("v", "u8", "[n, QK_HEAD * 16, pitch]"),
+            Argument("v", "u8" if pv else "f16", "[n, QK_HEAD * 16, pitch]"),
             Argument("q_scale", "f32", "[n, m]", null=null),
             Argument("k_scale", "f32", f"[n, ceil_div(keys, {KEYS})]", null=null),
             Argument("v_scale", "f32", "[scales, QK_HEAD * 16]"),
@@ -255,17 +279,17 @@ def _op(name: str, qk_format: str, score: str) -> Op:
         check=_check,
         outputs=_outputs,
         reference=attention,
-        budget=_BUDGET,
+        budget=_BUDGET if pv else _F16_BUDGET,
         sample=_sample,
         requires=(f"pitch % {RUN} == 0", "pitch >= keys", "d % 8 == 0", "n % heads == 0"),
     )
 
 
+_SCORE = "sum_c(q[n, i, c] * k[n, j, c])"
+_SCALED = f"{_SCORE} * q_scale[n, i] * k_scale[n, j / {KEYS}]"
 OPS = (
-    _op("attention_fp8", E4M3FN.name, "sum_c(q[n, i, c] * k[n, j, c])"),
-    _op(
-        "attention_int8",
-        INT8.name,
-        f"sum_c(q[n, i, c] * k[n, j, c]) * q_scale[n, i] * k_scale[n, j / {KEYS}]",
-    ),
+    _op("attention_fp8", E4M3FN.name, _SCORE),
+    _op("attention_int8", INT8.name, _SCALED),
+    _op("attention_fp8_f16", E4M3FN.name, _SCORE, None),
+    _op("attention_int8_f16", INT8.name, _SCALED, None),
 )

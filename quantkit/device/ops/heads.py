@@ -3,12 +3,13 @@
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.attention import LARGEST_HEAD
+from quantkit.device.ops.attention import LARGEST_HEAD, PV_AXES
 from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -29,6 +30,7 @@ from quantkit.device.ops.streams import (
     head_codes_fp8,
     head_codes_int8,
     lanes_of,
+    value_codes_f16,
     value_codes_fp8,
 )
 from quantkit.errors import KernelError, ShapeError
@@ -65,7 +67,8 @@ def _check_values(op: Op, operands: Operands, options: Options) -> Problem:
     expect(op.name, "scale", given(scale), torch.float32, (scales, columns))
     _check_devices(op, operands)
     sizes = {"m": streams.tokens, "n": streams.rows, "k": columns, "scales": scales}
-    return Problem((word, op.words("QK_X_FORMAT")[0]), sizes | streams.numbers)
+    words = (word, *op.words("QK_X_FORMAT"), *op.words("QK_PV"))
+    return Problem(words, sizes | streams.numbers)
 
 
 def _check_streams(
@@ -153,9 +156,11 @@ def _codes_and_scales(operands: Operands, options: Options) -> tuple[Output, ...
     return ((rows, tokens, columns), torch.uint8), ((rows, groups), torch.float32)
 
 
-def _transposed(operands: Operands, options: Options) -> tuple[Output, ...]:
+def _transposed(
+    operands: Operands, options: Options, *, dtype: torch.dtype = torch.uint8
+) -> tuple[Output, ...]:
     rows, tokens, columns = _shape(operands, options)
-    return (((rows, columns, padded(tokens, RUN)), torch.uint8),)
+    return (((rows, columns, padded(tokens, RUN)), dtype),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +273,34 @@ _HEAD_ARGS = (
 )
 _EPS = Argument("eps", "i32")
 
+
+def _values_in(pv: str) -> str:
+    return (
+        f"v[n, c, t] = {pv}(clamp((x[n, t, c] - mean[n % scales, c]) * "
+        "(1 / scale[n % scales, c]), -max, max))"
+    )
+
+
+_VALUES = Op(
+    name="value_codes_fp8",
+    family="value_codes",
+    source="value_codes.hip",
+    formula=_values_in(E4M3FN.name),
+    schema=f"({_STREAMS}, Tensor? mean, Tensor scale, {_WHERE}) -> Tensor",
+    axes=(IO, format_axis("X", (E4M3FN.name,)), PV_AXES[E4M3FN.name]),
+    args=(
+        *(_FIRST, _SECOND, _MEAN, Argument("scale", "f32", f"[scales, {_WIDTH}]")),
+        Argument("v", "u8", f"[n, k, ceil_div(m, {RUN}) * {RUN}]", written=True),
+        *(M, N, K, *_PLACES),
+    ),
+    k_multiple=COLUMNS,
+    check=_check_values,
+    outputs=_transposed,
+    reference=value_codes_fp8,
+    budget=_EXACT,
+    sample=_sample_values,
+    requires=_REQUIRES,
+)
 OPS = (
     Op(
         name="head_codes_fp8",
@@ -308,27 +341,15 @@ OPS = (
         sample=_sample_heads,
         requires=(*_REQUIRES, "group == 1 or group == 16"),
     ),
-    Op(
-        name="value_codes_fp8",
-        family="value_codes",
-        source="value_codes.hip",
-        formula=(
-            f"v[n, c, t] = {E4M3FN.name}(clamp((x[n, t, c] - mean[n % scales, c]) * "
-            "(1 / scale[n % scales, c]), -max, max))"
-        ),
-        schema=f"({_STREAMS}, Tensor? mean, Tensor scale, {_WHERE}) -> Tensor",
-        axes=(IO, format_axis("X", (E4M3FN.name,))),
-        args=(
-            *(_FIRST, _SECOND, _MEAN, Argument("scale", "f32", f"[scales, {_WIDTH}]")),
-            Argument("v", "u8", f"[n, k, ceil_div(m, {RUN}) * {RUN}]", written=True),
-            *(M, N, K, *_PLACES),
-        ),
-        k_multiple=COLUMNS,
-        check=_check_values,
-        outputs=_transposed,
-        reference=value_codes_fp8,
-        budget=_EXACT,
-        sample=_sample_values,
-        requires=_REQUIRES,
+    _VALUES,
+    replace(
+        _VALUES,
+        name="value_codes_f16",
+        family="value_codes_f16",
+        formula=_values_in("float16"),
+        axes=(IO, PV_AXES[None]),
+        args=tuple(replace(a, element="f16") if a.written else a for a in _VALUES.args),
+        outputs=partial(_transposed, dtype=torch.float16),
+        reference=value_codes_f16,
     ),
 )

@@ -205,8 +205,10 @@ class Variant:
     @property
     def tile_word(self) -> str:
         """The word that says what a block computes."""
-        own = (self.word("QK_HEAD"), self.word("QK_RANK"))
-        return self.word("QK_TILE") or "_".join(word for word in own if word)
+        if not self.word("QK_HEAD"):
+            return self.word("QK_TILE")
+        own = (self.word("QK_HEAD"), self.word("QK_RANK"), self.word("QK_PV"))
+        return "_".join(word for word in own if word)
 
     def word(self, macro: str) -> str:
         """Return the word chosen on the axis of ``macro``; empty when there is no such axis."""

@@ -8,6 +8,7 @@ projections need no copies. What the codes are stands in ``quantkit.numerics.att
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 
 from quantkit.device.ops.checks import given
 from quantkit.numerics.attention import COLUMNS, e4m3fn_codes, int8_codes, padded, value_codes
+from quantkit.numerics.formats import E4M3FN
 
 #: Values that a kernel loads at a time.
 ALIGNED = 8
@@ -153,6 +155,8 @@ def value_codes_fp8(
     second_column: int,
     heads: int,
     head_size: int,
+    *,
+    pv: str | None = E4M3FN.name,
 ) -> Tensor:
     """Return e4m3fn codes of ``(x - mean) * (1 / scale)``, transposed; NaN stays NaN.
 
@@ -166,15 +170,20 @@ def value_codes_fp8(
         second_column: likewise.
         heads: of a picture.
         head_size: columns of a head, a multiple of 8.
+        pv: None: float16 instead.
 
     Returns:
-        (B * heads, D, pitch) uint8: pitch is T1 + T2 up to a multiple of 16. Zero from column
-        ``head_size`` and from token T1 + T2 on.
+        (B * heads, D, pitch) uint8, or float16: pitch is T1 + T2 up to a multiple of 16. Zero from
+        column ``head_size`` and from token T1 + T2 on.
     """
     streams = Streams(first, second, first_column, second_column, heads, head_size)
     rows = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in streams.parts()], dim=1)
-    codes = value_codes(rows, _narrow(mean, head_size), scale[:, :head_size])
+    codes = value_codes(rows, _narrow(mean, head_size), scale[:, :head_size], pv)
     return pad(codes, (0, 0, 0, padded(head_size) - head_size))
+
+
+#: The same in float16, saturated at 65504.
+value_codes_f16 = partial(value_codes_fp8, pv=None)
 
 
 def _rows(

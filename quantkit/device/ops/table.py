@@ -65,6 +65,16 @@ def name_for(family: str, x_format: str, w_format: str = "", *, sparse: bool = F
     return _BY_KIND[family, x_format, w_format, sparse]
 
 
+def attention_for(qk_format: str, pv: str | None) -> str:
+    """Return the name of attention on codes of queries and keys.
+
+    Args:
+        qk_format: of these.
+        pv: of probabilities and values; None: float16.
+    """
+    return name_for("attention" if pv else "attention_f16", qk_format)
+
+
 def is_operation(family: str, x_format: str, w_format: str = "", *, sparse: bool = False) -> bool:
     """Tell whether ``name_for`` has a name for that."""
     return (family, x_format, w_format, sparse) in _BY_KIND
