@@ -25,6 +25,7 @@ from quantkit.inference import (
     head_scales,
     methods,
     projections,
+    prompts,
 )
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
@@ -175,6 +176,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         methods.install(model)
         projections.install(model)
         feed_forward.install(model)
+        prompts.install(model)
         attention.install(model, self.packed.attention)
         return model
 

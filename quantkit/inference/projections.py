@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import InputError
 from quantkit.inference.modules import PackedLinear, is_watched
+from quantkit.inference.prompts import PromptLinear, is_plain, keep_as
 from quantkit.numerics.granularity import PerChannel, PerTensor
 
 #: Attribute that diffusers' processors read -> the layers that it joins.
@@ -25,8 +26,6 @@ _JOINED = {
     "to_kv": ("to_k", "to_v"),
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
-#: What an adapter would take the place of.
-_PLAIN = (PackedLinear, nn.Linear)
 #: Parts with a row or an entry per output, and those that belong to the input.
 _OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale", "output_shift")
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
@@ -43,7 +42,7 @@ class _Joined(nn.Module):
         """Return the layers' outputs, side by side: of one product where nobody adds to theirs."""
         attention, names = self.layers
         layers = [getattr(attention, name) for name in names]
-        if all(type(part) in _PLAIN and not is_watched(part) for part in layers):
+        if all(_is_plain(part) for part in layers):
             y: Tensor = super().forward(x)
             return y
         return torch.cat([layer(x) for layer in layers], dim=-1)
@@ -61,7 +60,7 @@ class _Joined(nn.Module):
         return iter(())
 
 
-class JoinedLinear(_Joined, PackedLinear):  # type: ignore[misc]  # as PackedLinear
+class JoinedLinear(_Joined, PromptLinear):  # type: ignore[misc]  # as PackedLinear
     """Packed layers of one input as one."""
 
 
@@ -154,6 +153,11 @@ def _why_apart(layers: Sequence[Any]) -> str:
     return ""
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Tell whether a layer is what was joined, and no adapter in its place."""
+    return is_plain(layer) or (type(layer) is nn.Linear and not is_watched(layer))
+
+
 def _base(layer: Any) -> Any:
     """Return what an adapter is around of."""
     return getattr(layer, "base_layer", layer)
@@ -178,6 +182,8 @@ def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
         joined.fill(part, _cat(parts, dim=-1 if part == "output_shift" else 0))
     joined.bias = _biases(layers)
     _share(joined, layers)
+    keep_as(joined, layers)
+    joined.train(first.training)
     return joined
 
 
