@@ -12,6 +12,7 @@ from quantkit.inference import (
     feed_forward,
     head_scales,
     methods,
+    normed_blocks,
     projections,
     wide_feed_forward,
 )
@@ -26,6 +27,7 @@ _INSTALLED = (
     buckets,
     feed_forward,
     wide_feed_forward,
+    normed_blocks,
     projections,
 )
 

@@ -24,6 +24,7 @@ from quantkit.inference import (
     feed_forward,
     head_scales,
     methods,
+    normed_blocks,
     projections,
     prompts,
 )
@@ -177,6 +178,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         projections.install(model)
         feed_forward.install(model)
         prompts.install(model)
+        normed_blocks.install(model)
         attention.install(model, self.packed.attention)
         return model
 
