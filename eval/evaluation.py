@@ -224,7 +224,7 @@ def measure_baseline(
     trajectory = Trajectory(settings.steps)
     pictures = generate(
         pipe, settings, label="original", progress=progress, listener=trajectory.listen,
-        viewer=viewer,
+        viewer=viewer, replay=True,
     )  # fmt: skip
     original = Original(model, settings, device, dtype, pictures, trajectory)
     floors = measure_floors(pipe, original, backbones, progress) if noise_floor else ()
@@ -265,7 +265,7 @@ def evaluate(
     with log.record() as calls, computing(pair.quantized):
         packed = generate(
             pipe, settings, label="packed", progress=progress, listener=divergence.listen,
-            viewer=viewer,
+            viewer=viewer, replay=not pair.quantized,
         )  # fmt: skip
     dense = load_original(pair.model, device, original.dtype)
     # Only of quantkit's own layers is there a reference to hold them against.

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError, PromptError
+from quantkit.pipelines.replay import replayed
 from quantkit.pipelines.running import read_prompts
 from quantkit.progress import Progress, silent
 
@@ -91,6 +93,7 @@ def generate(
     progress: Progress = silent,
     listener: Listener = unheard,
     viewer: Viewer = unseen,
+    replay: bool = False,
 ) -> Generated:
     """Run the pipeline over all prompts.
 
@@ -101,6 +104,7 @@ def generate(
         progress: told about every denoising step of every prompt.
         listener: told the latents after every step; never, when the pipeline has no callback.
         viewer: told the pictures of every batch.
+        replay: record the denoisers' steps on a GPU, and launch them again.
 
     Returns:
         One picture per prompt and the wall time.
@@ -117,7 +121,7 @@ def generate(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = perf_counter()
-    with one_noise(pipe):
+    with one_noise(pipe), replayed(pipe) if replay else nullcontext():
         for start in range(0, len(settings.prompts), settings.batch):
             call = _Batch(settings, start, label, progress, listener)
             pictures += call.run(pipe)

@@ -194,8 +194,9 @@ def _measure(
     label = f"noise floor: {floor.title}"
     try:
         run = generate(
-            pipe, original.settings, label=label, progress=progress, listener=divergence.listen
-        )
+            pipe, original.settings, label=label, progress=progress, listener=divergence.listen,
+            replay=True,
+        )  # fmt: skip
     except NonFiniteError as error:
         # The packed pipeline is not to blame, and the other floor stands: say so and go on.
         return replace(floor, note=f"the original overflows: {str(error).partition(';')[0]}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quantkit.inference.loading import load_pipeline as load_pipeline
     from quantkit.models.source import SingleFile as SingleFile
     from quantkit.models.source import open_model as open_model
+    from quantkit.pipelines.replay import replay as replay
     from quantkit.recipe.load import load_recipe as load_recipe
     from quantkit.workflow.calibrate import calibrate as calibrate
     from quantkit.workflow.calibrate import merge_calibrations as merge_calibrations
@@ -66,6 +67,7 @@ _HOMES = {
     "pack": "workflow.pack",
     "permute": "workflow.permute",
     "recover": "workflow.recover",
+    "replay": "pipelines.replay",
     "rotate": "workflow.rotate",
     "run": "workflow.run",
     "sparsify": "workflow.sparsify",
@@ -99,6 +101,7 @@ __all__ = [
     "pack",
     "permute",
     "recover",
+    "replay",
     "rotate",
     "run",
     "sparsify",

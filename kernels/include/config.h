@@ -24,6 +24,9 @@
 // Bits of QK_INPUT: what is done to x before it is quantized.
 #define QK_SMOOTH 1
 #define QK_SHIFT 2
+// Of QK_ACT: what stands between a norm and its codes.
+#define QK_IDENTITY 0
+#define QK_SILU 1
 
 // How columns of a head pair up in a rotation.
 #define QK_NONE 0

@@ -6,6 +6,12 @@
 
 namespace qk {
 
+/// The value as it is once it has been written in the io type.
+template <Io kIo>
+QK_DEVICE f32 rounded(f32 value) {
+  return IoType<kIo>::widen(IoType<kIo>::round(value));
+}
+
 /// kCount values of a row, kCount a multiple of 8: whole 16-byte loads.
 template <Io kIo, int kCount>
 struct RunOf {

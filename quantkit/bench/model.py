@@ -42,6 +42,7 @@ from quantkit.bench.torchao_dynamic import quantize, short_layers
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums
 from quantkit.errors import ModelError
+from quantkit.pipelines.replay import replay
 from quantkit.progress import Progress
 
 #: A step: the denoiser on its inputs.
@@ -213,7 +214,7 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         model = bench.model(contender)
         # Before it is compiled: the hooks of watching would be compiled in.
         bench.eager((contender.variant, contender.attention))
-        step = _step(_compiled(model, contender, bench), _inputs(model, bench.inputs))
+        step = _step(_called(model, contender, bench), _inputs(model, bench.inputs))
         step = _fast(step) if contender.fast else step
         with log.record() as seen:
             output = step().float()
@@ -249,6 +250,8 @@ def _why_the_same(bench: _Bench, contender: ModelContender) -> str:
     if contender.variant and contender.variant.linear_only and not convolutions(bench.original):
         same = contender.name.replace("-linear", "")
         return f"no convolutions in this model: the same as {same}"
+    if contender.replayed and bench.device.type != "cuda":
+        return f"on {bench.device.type} nothing is replayed"
     return why_no_kernel(contender.attention, bench.device)
 
 
@@ -307,7 +310,11 @@ def _fast(step: Step) -> Step:
     return fast
 
 
-def _compiled(model: nn.Module, contender: ModelContender, bench: _Bench) -> Callable[..., Any]:
+def _called(model: nn.Module, contender: ModelContender, bench: _Bench) -> Callable[..., Any]:
+    if contender.replayed:
+        model = with_shared_weights(model)
+        replay(model)
+        return model
     if not contender.compiled:
         return model
     if bench.settings.compile_blocks:

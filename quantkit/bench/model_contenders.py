@@ -21,6 +21,8 @@ class ModelContender:
     limit: float = 0.05
     #: format of queries and keys of its attention; empty: attention is torch's
     attention: str = ""
+    #: its steps are replayed (``quantkit.replay``); not compiled
+    replayed: bool = False
 
     def with_attention(self, qk_format: str) -> "ModelContender":
         """Return the same with its attention on codes, under a name that says so."""
@@ -30,17 +32,21 @@ class ModelContender:
 #: FP8's and int8's own error over all layers of a random model is not ours to judge.
 _COARSE = 0.5
 
+#: Suffix, compiled, replayed.
+_WAYS = (("", False, False), ("-replayed", False, True), ("-compiled", True, False))
+
 MODEL_CONTENDERS: dict[str, ModelContender] = {
     contender.name: contender
     for contender in (
         ModelContender("f16", compiled=False),
+        ModelContender("f16-replayed", compiled=False, replayed=True),
         ModelContender("f16-compiled", compiled=True),
         *(
             ModelContender(f"torchao{suffix}-compiled", compiled=True, torchao=kind, limit=_COARSE)
             for kind, suffix in (("fp8", ""), ("int8", "-int8"))
         ),
         *(
-            ModelContender(f"{name}{suffix}", compiled, variant)
+            ModelContender(f"{name}{suffix}", compiled, variant, replayed=replayed)
             for name, variant in (
                 ("fp8", PackedVariant()),
                 ("sparse", PackedVariant(sparse=True)),
@@ -53,7 +59,7 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
                 ("w4a8", PackedVariant(weights="int4")),
                 ("w4a8-static", PackedVariant(weights="int4", static=True)),
             )
-            for suffix, compiled in (("", False), ("-compiled", True))
+            for suffix, compiled, replayed in _WAYS
         ),
         *(
             ModelContender(f"{name}-fast-compiled", compiled=True, variant=variant, fast=True)

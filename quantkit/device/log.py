@@ -42,3 +42,11 @@ def note(op: str, variant: str, backend: Backend) -> None:
         with _lock:
             for log in _listening:
                 log.calls[op, variant, backend] += 1
+
+
+def note_again(calls: Counter[tuple[str, str, Backend]]) -> None:
+    """Count calls that were recorded before, and are replayed."""
+    if _listening:
+        with _lock:
+            for log in _listening:
+                log.calls.update(calls)

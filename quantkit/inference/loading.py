@@ -17,6 +17,7 @@ from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.saving import variant_of
 from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
 from quantkit.pipelines.compute_dtype import usual_dtype
+from quantkit.pipelines.replay import replay as replay_steps
 from quantkit.storage.digest import Hashing
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
@@ -28,6 +29,7 @@ def load_pipeline(
     torch_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     checksums: bool = True,
+    replay: bool = False,
 ) -> Any:
     """Load a packed pipeline, every component in one compute dtype.
 
@@ -37,6 +39,7 @@ def load_pipeline(
             bfloat16 where the denoiser's 16-bit tensors are that, else float16.
         device: where to put it; the CPU by default.
         checksums: hash everything that is read, beside reading it.
+        replay: record the denoisers' steps and launch them again, on a GPU (``quantkit.replay``).
 
     Returns:
         the DiffusionPipeline.
@@ -66,7 +69,10 @@ def load_pipeline(
     loaded = {component for component, _, _ in iterate_packed(pipe)}
     assert loaded == {c.name for c in packed.components}, f"only {loaded} loaded as packed"
     # Where it is already: diffusers warns of every float16 pipeline that is sent to the CPU.
-    return pipe if device.type == "cpu" else pipe.to(device)
+    pipe = pipe if device.type == "cpu" else pipe.to(device)
+    if replay:
+        replay_steps(pipe)
+    return pipe
 
 
 def stored_dtypes(packed: Packed) -> frozenset[str]:

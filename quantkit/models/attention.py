@@ -77,14 +77,14 @@ Attend = Callable[[Heads, AttentionCall], Tensor | None]
 
 def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attention modules of a model, or of a pipeline's denoisers, by name."""
-    parts = {"": model} if isinstance(model, nn.Module) else _denoisers(model)
+    parts = {"": model} if isinstance(model, nn.Module) else denoisers_of(model)
     for part, module in parts.items():
         for name, child in module.named_modules(prefix=part):
             if hasattr(child, "processor") and hasattr(child, "set_processor"):
                 yield name, child
 
 
-def _denoisers(pipeline: Any) -> dict[str, nn.Module]:
+def denoisers_of(pipeline: Any) -> dict[str, nn.Module]:
     """Return the models of a pipeline that make the picture: VAEs, which encode, are not."""
     # This module is imported while diffusers is.
     from diffusers import ModelMixin

@@ -152,7 +152,7 @@ def test_steps_that_cannot_be_captured_say_so(unet_dir, monkeypatch):
     def refuse(*_):
         raise RuntimeError("operation failed during capture")
 
-    monkeypatch.setattr(bench_model, "_compiled", lambda model, *_: model)
+    monkeypatch.setattr(bench_model, "_called", lambda model, *_: model)
     monkeypatch.setattr(bench_model, "captured", refuse)
     first, second = run(unet_dir, "f16-compiled", "f16", graph=True).rows
     assert first.verdict is Verdict.CANNOT
@@ -178,10 +178,10 @@ def test_layers_outside_blocks_are_those_that_stay_uncompiled(flux_dir):
 
 @pytest.mark.parametrize("spoil", [torch.zeros_like, lambda y: y * torch.nan])
 def test_wrong_models_are_not_timed(unet_dir, monkeypatch, spoil):
-    original = bench_model._compiled
+    original = bench_model._called
     monkeypatch.setattr(
         bench_model,
-        "_compiled",
+        "_called",
         lambda model, *rest: lambda **kw: (spoil(original(model, *rest)(**kw)[0]),),
     )
     (row,) = (result := run(unet_dir, "f16")).rows
@@ -201,7 +201,7 @@ def test_fast_contenders_run_under_fast_sums(unet_dir, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(bench_model, "_compiled", uncompiled)
+    monkeypatch.setattr(bench_model, "_called", uncompiled)
     fast, usual = run(unet_dir, "fp8-static-fast-compiled", "fp8-static-compiled").rows
     assert fast.timing
     assert usual.timing

@@ -5,7 +5,9 @@ from quantkit.device.ops import (
     conv,
     geglu,
     gemm,
+    group_norm,
     heads,
+    layer_norm,
     projections,
     quantize,
     weight_only,
@@ -17,6 +19,8 @@ OPS: dict[str, Op] = {
     op.name: op
     for rows in (
         quantize.OPS,
+        group_norm.OPS,
+        layer_norm.OPS,
         gemm.OPS,
         geglu.OPS,
         conv.OPS,

@@ -1,0 +1,85 @@
+// q[n, t, c] = code(clamp((act(norm) - shift[c]) * smooth[c] / scale, -max, max)), with
+// norm = (x[n, t, c] + added[n, c] - mean) * (inverse * weight[c]) + bias[c]
+//
+// x       io [n, m, k], channels last        moments  f32 [n, groups, 2]: mean, inverse
+// (group_moments) added   io [n, k] or null: zeros           weight   f32 [k] or null: ones bias
+// f32 [k] or null: zeros             smooth, shift  f32 [k], read with QK_INPUT alone scale   f32
+// [1]                            q        codes [n, m, k] act is y / (1 + exp(-y)) with QK_SILU,
+// else y. The sum, the norm and act are rounded to io, as tensors between are. Any m and n, k a
+// multiple of 8; base pointers 16-byte aligned. NaN becomes the NaN code.
+//
+// Launch: 256 threads, grid (ceil(k / 256), n * ceil(m / 64), 1); lanes as norm_slab.h says.
+#include "norm_slab.h"
+
+namespace {
+
+constexpr qk::Io kIo = qk::Io(QK_IO);
+constexpr bool kSilu = QK_ACT == QK_SILU;
+constexpr float kLog2E = 1.4426950408889634f;
+using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
+using Numbers = qk::RunOf<qk::Io::kF32, qk::kSlabRun>;
+using Values = float[qk::kSlabRun];
+static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
+
+/// What a norm needs of a lane's channels.
+struct Channels {
+  Values mean, factor, bias;
+
+  QK_DEVICE Channels(const qk::Slab<kIo>& slab, const float* moments, const float* weight,
+                     const float* added, int groups) {
+    const int width = slab.channels / groups;
+    if (weight != nullptr) {
+      Numbers::widen(factor, Numbers::load_raw(weight + slab.channel, slab.exists, 0));
+    }
+    if (added != nullptr) {
+      Numbers::widen(bias, Numbers::load_raw(added + slab.channel, slab.exists, 0));
+    }
+    int group = slab.channel / width, within = slab.channel % width;
+    QK_UNROLL for (int e = 0; e < qk::kSlabRun; ++e) {
+      const float* const of = moments + 2 * (slab.picture * groups + group);
+      mean[e] = slab.exists ? of[0] : 0.0f;
+      const float inverse = slab.exists ? of[1] : 0.0f;
+      factor[e] = weight != nullptr ? inverse * factor[e] : inverse;
+      if (added == nullptr) bias[e] = 0.0f;
+      within = within + 1 < width ? within + 1 : 0;
+      group += within == 0;
+    }
+  }
+
+  QK_DEVICE void apply(Values& values) const {
+    QK_UNROLL for (int e = 0; e < qk::kSlabRun; ++e) {
+      const float y = qk::rounded<kIo>(qk::add_rounded((values[e] - mean[e]) * factor[e], bias[e]));
+      values[e] = y;
+      if constexpr (kSilu) {
+        const float below = 1.0f + qk::approx_exp2(-y * kLog2E);
+        values[e] = qk::rounded<kIo>(y * qk::approx_reciprocal(below));
+      }
+    }
+  }
+};
+
+}  // namespace
+
+QK_KERNEL(QK_THREADS)
+QK_SYMBOL(const void* x, const void* added, const float* moments, const float* weight,
+          const float* bias, const float* smooth, const float* shift, const float* scale, qk::u8* q,
+          int m, int n, int k, int groups) {
+  const qk::Slab<kIo> slab(m, k);
+  typename qk::Slab<kIo>::Run::Raw raw[qk::kSlabTurns];
+  slab.load(raw, x);
+  Values more = {};
+  if (added != nullptr) slab.load_added(more, added);
+  const Channels channels(slab, moments, weight, bias, groups);
+  const Input input{shift, smooth};
+  const qk::Divisor<qk::Format(QK_X_FORMAT)> divisor(scale[0]);
+  QK_UNROLL for (int turn = 0; turn < qk::kSlabTurns; ++turn) {
+    if (!slab.has(turn)) continue;
+    Values values;
+    qk::Slab<kIo>::widen(values, raw[turn], more, added != nullptr);
+    channels.apply(values);
+    input.apply(values, slab.channel, true, qk::kSlabRun);
+    qk::write_codes(q + slab.offset(turn), divisor.encode(values), true, qk::kSlabRun);
+  }
+}
+
+QK_HOST_ENTRY(QK_THREADS, 0)

@@ -1,0 +1,148 @@
+"""LayerNorm and RMSNorm of rows, with their modulation, and the codes of what they give."""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+import torch
+from torch import Tensor
+
+from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
+from quantkit.device.ops.norm_rows import (
+    INPUT_ARGS,
+    INPUT_AXIS,
+    check_input,
+    codes_of,
+    eps_bits,
+    input_word,
+    sample_input,
+)
+from quantkit.device.ops.op import Argument, Budget, Op, Operands, Options, Output, Problem, Variant
+from quantkit.device.ops.products import CODES, IO, K, M, formats
+from quantkit.errors import ShapeError
+from quantkit.numerics import norms
+
+#: Values that a lane loads at once.
+_ALIGNED = 8
+
+
+def layer_norm_codes(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    up: Tensor | None,
+    by: Tensor | None,
+    smooth: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    centred: bool,  # noqa: FBT001  the schema's
+    fmt: str,
+) -> Tensor:
+    """Return the codes of ``norm(x) * (1 + up) + by``, (M, K) uint8.
+
+    Args:
+        x: (M, K) float16, bfloat16 or float32.
+        weight, bias: (K,) float32, or None.
+        up, by: (B, K) of x's dtype, or None; each for M / B rows.
+        smooth, shift: as ``quantize_static`` takes them.
+        scale: float32 with one element.
+        eps: added to variances.
+        centred: LayerNorm; else RMSNorm.
+        fmt: of the codes.
+    """
+    y = norms.layer_norm(x.float(), centred=centred, eps=eps)
+    y = y if weight is None else y * weight
+    y = (y if bias is None else y + bias).to(x.dtype)
+    if up is not None:
+        y = y * (1 + _for_rows(up, x))
+    if by is not None:
+        y = y + _for_rows(by, x)
+    return codes_of(y, smooth, shift, scale, fmt)
+
+
+def _for_rows(numbers: Tensor, x: Tensor) -> Tensor:
+    return numbers.repeat_interleave(x.shape[0] // max(numbers.shape[0], 1), dim=0)
+
+
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    x, weight, bias, up, by, smooth, shift, scale = operands
+    x, (eps, centred, fmt) = given(x), options
+    word = io_word(op.name, x.dtype)
+    if x.ndim != 2 or x.shape[1] % _ALIGNED:
+        raise ShapeError(
+            f"{op.name}: x is {tuple(x.shape)}, wanted (M, K), K a multiple of {_ALIGNED}"
+        )
+    check_input(op.name, x, (weight, bias, smooth, shift), given(scale))
+    batch = _check_modulation(op.name, x, up, by)
+    words = (word, fmt, input_word(smooth, shift))
+    sizes = {"m": x.shape[0], "k": x.shape[1], "rows": x.shape[0] // batch or 1}
+    return Problem(words, sizes | {"centred": int(centred), "eps": eps_bits(op.name, eps)})
+
+
+def _check_modulation(op: str, x: Tensor, up: Tensor | None, by: Tensor | None) -> int:
+    """Return how many rows of modulation there are, 1 where there is none."""
+    given_ones = {name: t for name, t in (("up", up), ("by", by)) if t is not None}
+    batches = {t.shape[0] for t in given_ones.values()} or {1}
+    for name, tensor in given_ones.items():
+        expect(op, name, tensor, x.dtype, (tensor.shape[0], x.shape[1]))
+        check_device(op, name, tensor, x)
+    batch = max(batches)
+    if len(batches) > 1 or not batch or x.shape[0] % batch:
+        raise ShapeError(f"{op}: modulation of {batch} pictures, wanted a divisor of {x.shape[0]}")
+    return batch
+
+
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    del options
+    return ((tuple(given(operands[0]).shape), torch.uint8),)
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    m, n, k = sizes
+    dtype = IO_DTYPES[variant.word("QK_IO")]
+    x = (torch.randn(m, k, generator=generator) * 2 + 3).to(dtype)
+    numbers = torch.randn(2, k, generator=generator).unbind()
+    batch = 2 if m % 2 == 0 else 1
+    up, by = torch.randn(2, batch, k, generator=generator).to(dtype).unbind()
+    modulation = (up, by) if n % 2 else (None, None)
+    operands = (x, *numbers, *modulation, *sample_input(variant, k, generator))
+    return operands, (1e-6, n % 3 > 0, variant.word("QK_X_FORMAT"))
+
+
+_EXACT = Budget(0.0, 0.0, (0.0, 0.0), "sums have one order, and every step is rounded once")
+_WEIGHT, _BIAS, *_QUANTIZED = INPUT_ARGS
+
+
+def _op(kind: str) -> Op:
+    return Op(
+        name=f"layer_norm_codes_{kind}",
+        family="layer_norm_codes",
+        source="layer_norm_codes.hip",
+        formula=(
+            f"q[i, j] = {kind}(clamp((y - shift[j]) * smooth[j] / scale[0], -max, max)), "
+            "y = ((x[i, j] - mean_i) / sqrt(variance_i + eps) * weight[j] + bias[j]) * "
+            "(1 + up[i / rows, j]) + by[i / rows, j]"
+        ),
+        schema=(
+            "(Tensor x, Tensor? weight, Tensor? bias, Tensor? up, Tensor? by, Tensor? smooth, "
+            "Tensor? shift, Tensor scale, float eps, bool centred, str x_format) -> Tensor"
+        ),
+        axes=(IO, formats("X", kind), INPUT_AXIS),
+        args=(
+            *(Argument("x", "io", "[m, k]"), _WEIGHT, _BIAS),
+            Argument("up", "io", "[m // rows, k]", null="zeros"),
+            Argument("by", "io", "[m // rows, k]", null="zeros"),
+            *(*_QUANTIZED, Argument("q", "u8", "[m, k]", written=True), M, K),
+            *(Argument(name, "i32") for name in ("rows", "centred", "eps")),
+        ),
+        k_multiple=_ALIGNED,
+        check=_check,
+        outputs=_outputs,
+        reference=layer_norm_codes,
+        budget=_EXACT,
+        sample=_sample,
+    )
+
+
+OPS = tuple(_op(kind) for kind in CODES)

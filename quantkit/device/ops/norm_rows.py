@@ -1,0 +1,71 @@
+"""What operations share that quantize what a norm gives: numbers per column, one static scale."""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from quantkit.device.ops.checks import check_device, check_scalar, expect
+from quantkit.device.ops.op import Argument, Axis, Operands, Variant
+from quantkit.device.ops.quantize import quantize_static
+from quantkit.errors import KernelError
+
+#: What is done to a norm before it is quantized: bit 0 of the index smooths, bit 1 shifts.
+INPUT_AXIS = Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth"))
+INPUT_ARGS = (
+    Argument("weight", "f32", "[k]", null="ones"),
+    Argument("bias", "f32", "[k]", null="zeros"),
+    Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)"),
+    Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)"),
+    Argument("scale", "f32", "[1]"),
+)
+
+
+def input_word(smooth: Tensor | None, shift: Tensor | None) -> str:
+    """Return the word of INPUT_AXIS."""
+    changes = (word for word, t in (("shift", shift), ("smooth", smooth)) if t is not None)
+    return "_".join(changes)
+
+
+def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
+    """Refuse numbers per column that do not fit x (..., K), or more than one scale.
+
+    Args:
+        op: its name.
+        x: what the norm reads.
+        numbers: weight, bias, smooth and shift.
+        scale: of the codes.
+    """
+    names = (argument.name for argument in INPUT_ARGS)
+    for name, tensor in zip(names, numbers, strict=False):
+        if tensor is not None:
+            expect(op, name, tensor, torch.float32, (x.shape[-1],))
+            check_device(op, name, tensor, x)
+    check_scalar(op, "scale", scale, x)
+
+
+def codes_of(
+    y: Tensor, smooth: Tensor | None, shift: Tensor | None, scale: Tensor, fmt: str
+) -> Tensor:
+    """Return the codes of ``(y - shift) * smooth / scale``, of any shape (..., K)."""
+    rows = y.reshape(-1, y.shape[-1])
+    return quantize_static(rows, smooth, shift, scale, fmt).reshape(y.shape)
+
+
+def sample_input(variant: Variant, columns: int, generator: torch.Generator) -> Operands:
+    """Return smooth, shift and scale of a variant."""
+    words = variant.word("QK_INPUT").split("_")
+    smooth = torch.rand(columns, generator=generator) + 0.5 if "smooth" in words else None
+    shift = torch.randn(columns, generator=generator) if "shift" in words else None
+    return smooth, shift, torch.tensor([0.013])
+
+
+def eps_bits(op: str, eps: float) -> int:
+    """Return the bits of a float32 as an integer.
+
+    Raises:
+        KernelError: it is negative, or no number.
+    """
+    if not eps >= 0:
+        raise KernelError(f"{op}: eps {eps!r}, wanted 0 or more")
+    return int(struct.unpack("<i", struct.pack("<f", eps))[0])

@@ -1,0 +1,310 @@
+"""Replaying the steps of denoisers: recorded once per shape, launched again without Python.
+
+A denoiser that is called module by module keeps a fast GPU waiting for Python. Its first call with
+arguments of new shapes is run as ever and then recorded into a CUDA or HIP graph; later ones copy
+their tensors into the recorded ones and launch all kernels at once. Nothing is compiled. What the
+graph cannot know (other weights, adapters, processors, hooks) is looked for at each call, and what
+cannot be recorded runs as ever, with its reason.
+"""
+
+import inspect
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.errors import InputError
+from quantkit.models.attention import denoisers_of
+from quantkit.pipelines.recorded_step import Inputs, RecordedStep, agree, record, take_apart
+from quantkit.pipelines.unchanged import Snapshot
+
+_logger = logging.getLogger(__name__)
+
+#: Recorded steps that a model keeps, the latest used.
+MOST = 8
+#: torch's types of device with graphs; cards of AMD are cuda, too.
+_RECORDING = ("cuda",)
+#: The argument that some schedulers give as a number, a new one each step.
+_TIMESTEP = "timestep"
+#: What accelerate leaves on a module that it moves or watches.
+_ACCELERATE = "_hf_hook"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What became of the steps of a denoiser."""
+
+    recorded: int
+    replayed: int
+    #: why steps ran as ever -> how many
+    eager: Mapping[str, int]
+
+    def __str__(self) -> str:
+        """Return a line for people."""
+        eager = "".join(f"; {count} as ever: {why}" for why, count in self.eager.items())
+        return f"{self.recorded} recorded, {self.replayed} replayed{eager}"
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """The denoisers whose steps are replayed, by name."""
+
+    steps: "Mapping[str, Step]"
+
+    @property
+    def denoisers(self) -> dict[str, Replayed]:
+        """What became of their steps until now."""
+        return {name: step.replayed for name, step in self.steps.items()}
+
+    def __str__(self) -> str:
+        """Return a line per denoiser."""
+        return "\n".join(f"{name}: {found}" for name, found in self.denoisers.items())
+
+
+def replay(model: Any, *, enabled: bool = True) -> Replaying:
+    """Replay the steps of a pipeline's denoisers, or of one denoiser, on CUDA and HIP devices.
+
+    Args:
+        model: a diffusers pipeline or a denoiser, packed or not.
+        enabled: False gives their own forward back, and their recorded steps' memory.
+
+    Returns:
+        what becomes of their steps; it goes on counting.
+
+    Raises:
+        InputError: nothing that denoises.
+    """
+    parts = {"": model} if isinstance(model, nn.Module) else denoisers_of(model)
+    if not parts:
+        raise InputError(
+            f"replay: {type(model).__name__} has no denoiser; pass a pipeline, its unet or its "
+            "transformer"
+        )
+    for part in parts.values():
+        _uninstall(part)
+    if not enabled:
+        return Replaying({})
+    return Replaying({name or type(part).__name__: _install(part) for name, part in parts.items()})
+
+
+@contextmanager
+def replayed(model: Any) -> Iterator[None]:
+    """Replay the steps of a pipeline's denoisers within the body, where they are not already."""
+    parts = denoisers_of(model).values()
+    own = [part for part in parts if not isinstance(vars(part).get("forward"), Step)]
+    for part in own:
+        _install(part)
+    try:
+        yield
+    finally:
+        for part in own:
+            _uninstall(part)
+
+
+def _install(model: nn.Module) -> "Step":
+    step = Step(model)
+    vars(model)["forward"] = step
+    return step
+
+
+def _uninstall(model: nn.Module) -> None:
+    step = vars(model).get("forward")
+    if not isinstance(step, Step):
+        return
+    del vars(model)["forward"]
+    if step.own is not None:
+        vars(model)["forward"] = step.own
+
+
+class Step:
+    """The forward of a model whose steps are replayed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        #: the forward that this model has, where it has not its class'
+        self.own = vars(model).get("forward")
+        # Pipelines ask what a denoiser takes.
+        self.__signature__ = inspect.signature(model.forward)
+        self._graphs = _Graphs()
+
+    @property
+    def replayed(self) -> Replayed:
+        """What became of the model's steps."""
+        graphs = self._graphs
+        return Replayed(graphs.recorded, graphs.replayed, dict(graphs.eager))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's forward returns, in tensors that later steps leave alone."""
+        if torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        if reason := _why_not_now(self._model):
+            return self._run(reason, args, kwargs)
+        with self._graphs.alone() as alone:
+            if not alone:
+                return self._run("another thread is in the model", args, kwargs)
+            return self._replay(args, kwargs)
+
+    def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = _device(self._model)
+        try:
+            inputs = take_apart(*_with_timestep(self.__signature__, device, args, kwargs), device)
+        except TypeError as error:
+            return self._run(str(error), args, kwargs)
+        recorded = self._graphs.find(inputs.key)
+        if recorded is None:
+            return self._record(inputs, args, kwargs)
+        if isinstance(recorded, str):
+            return self._run(recorded, args, kwargs)
+        self._graphs.replayed += 1
+        return recorded(inputs.tensors)
+
+    def _record(self, inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = _why_not(self._model)
+        if not reason:
+            try:
+                answer = self._graphs.record(self._model, self._forward, inputs)
+            except RuntimeError as error:
+                reason = f"cannot be recorded: {str(error).strip().splitlines()[0]:.160}"
+            else:
+                return answer
+        _logger.warning("replay: %s: %s", type(self._model).__name__, reason)
+        answer = self._run(reason, args, kwargs)
+        self._graphs.refuse(self._model, inputs.key, reason)
+        return answer
+
+    def _run(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._graphs.eager[reason] += 1
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self._model).forward(self._model, *args, **kwargs)
+
+
+class _Graphs:
+    """The recorded steps of one model; a copy of the model starts with none."""
+
+    def __init__(self) -> None:
+        #: or why there is none
+        self._steps: OrderedDict[Hashable, RecordedStep | str] = OrderedDict()
+        self._snapshot: Snapshot | None = None
+        self._pool: Any = None
+        self._busy = threading.Lock()
+        self.recorded = self.replayed = 0
+        #: why steps ran as ever -> how many
+        self.eager: Counter[str] = Counter()
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Tell whether no other thread is in the body."""
+        alone = self._busy.acquire(blocking=False)
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._busy.release()
+
+    def find(self, key: Hashable) -> RecordedStep | str | None:
+        """Return the recorded step, or why there is none; None if that is not known.
+
+        A model that has changed since its last recording has none.
+        """
+        if self._snapshot is not None and not self._snapshot.holds():
+            self._steps.clear()
+            self._snapshot = self._pool = None
+        found = self._steps.get(key)
+        if found is not None:
+            self._steps.move_to_end(key)
+        return found
+
+    def record(self, model: nn.Module, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        """Run and record a step; return the model's answer.
+
+        Raises:
+            RuntimeError: it cannot be recorded, or does something else when it is launched.
+        """
+        step, answer = record(forward, inputs, self._pool)
+        if not agree(step(inputs.tensors), answer):
+            raise RuntimeError("its answer is another one when it is launched again")
+        self._pool = step.pool
+        self._keep(model, inputs.key, step)
+        self.recorded += 1
+        return answer
+
+    def refuse(self, model: nn.Module, key: Hashable, reason: str) -> None:
+        """Let such steps run as ever until the model changes."""
+        self._keep(model, key, reason)
+
+    def _keep(self, model: nn.Module, key: Hashable, step: RecordedStep | str) -> None:
+        while len(self._steps) >= MOST:
+            self._steps.popitem(last=False)
+        self._steps[key] = step
+        # After the call: models fill caches of their own in their first one.
+        self._snapshot = Snapshot(model)
+
+    def __deepcopy__(self, memo: object) -> "_Graphs":
+        return _Graphs()
+
+    def __reduce__(self) -> tuple[type["_Graphs"], tuple[()]]:
+        return _Graphs, ()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _why_not_now(model: nn.Module) -> str:
+    """Return why this very call runs as ever; empty when it need not."""
+    if (device := _device(model)).type not in _RECORDING:
+        return f"on {device.type}, which records nothing"
+    if model.training:
+        return "in training mode"
+    if torch.is_grad_enabled():
+        return "gradients are wanted; call it under torch.no_grad()"
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return "recorded by somebody else" if capturing else ""
+
+
+def _why_not(model: nn.Module) -> str:
+    """Return why no step of the model, as it is, can be replayed; empty when they can."""
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if hasattr(module, _ACCELERATE):
+            return f"{where} is offloaded, or watched by accelerate"
+        # Its own run outside of its forward.
+        if module is not model and (module._forward_hooks or module._forward_pre_hooks):  # noqa: SLF001
+            return f"{where} has hooks"
+    return ""
+
+
+def _with_timestep(
+    signature: inspect.Signature,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with a timestep that is a number as the tensor that models make of it.
+
+    As a number, each would be a step to record.
+    """
+    names = list(signature.parameters)
+    at = names.index(_TIMESTEP) if _TIMESTEP in names else len(args)
+    if at < len(args):
+        args = (*args[:at], _as_tensor(args[at], device), *args[at + 1 :])
+    if _TIMESTEP in kwargs:
+        kwargs = {**kwargs, _TIMESTEP: _as_tensor(kwargs[_TIMESTEP], device)}
+    return args, kwargs
+
+
+def _as_tensor(timestep: Any, device: torch.device) -> Any:
+    if type(timestep) not in (int, float):
+        return timestep
+    dtype = torch.int64 if type(timestep) is int else torch.float64
+    return torch.full((), timestep, dtype=dtype, device=device)
