@@ -24,7 +24,6 @@ from quantkit.inference import (
     feed_forward,
     head_scales,
     methods,
-    normed_blocks,
     projections,
     prompts,
 )
@@ -178,7 +177,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         projections.install(model)
         feed_forward.install(model)
         prompts.install(model)
-        normed_blocks.install(model)
+        _install_blocks(model)
         attention.install(model, self.packed.attention)
         return model
 
@@ -216,6 +215,13 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     def is_compileable(self) -> bool:
         """True: the operators have fake implementations."""
         return True
+
+
+def _install_blocks(model: nn.Module) -> None:
+    # The classes that it replaces import diffusers' quantizers, which import this.
+    from quantkit.inference import normed_blocks
+
+    normed_blocks.install(model)
 
 
 def register(module: ModuleType) -> None:

@@ -117,9 +117,14 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         """True when each column's codes depend on that column alone: of one given scale."""
         return self.takes_term and self.scheme.activation is Activation.STATIC
 
+    @property
+    def changes_of_input(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Smoothing, shift and scale of a static input: float32 (K,), (K,) and () or (1,)."""
+        return self._part("input_smooth"), self._shift(), self.static_scale
+
     def codes_of_parts(self, parts: Sequence[Tensor]) -> Normed:
         """Return the codes of inputs (..., .) side by side, of a layer that ``takes_parts``."""
-        smooth, shift, scale = self._part("input_smooth"), self._shift(), self.static_scale
+        smooth, shift, scale = self.changes_of_input
         ends = list(accumulate(part.shape[-1] for part in parts))
         codes = [
             split(

@@ -1,26 +1,36 @@
 """Norms that end in codes, one for all layers that read them.
 
-Layers that read one norm have one scale: it comes from the same numbers. So the norm's codes are made
-once, for queries, keys and values alike, and where an operation computes norm and codes in one pass
-(on a GPU), 16 bit between them are never written.
+Layers that read one norm have one scale: it comes from the same numbers. So the norm's codes are
+made once, for queries, keys and values alike, and where an operation computes norm and codes in one
+pass (on a GPU), 16 bit between them are never written.
 
-Whoever waits for a call of a layer gets it, and so does an adapter: then the norm gives its 16 bit to
-all of them.
+Whoever waits for a call of a layer gets it, and so does an adapter: then the norm gives its 16 bit
+to all of them.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
+from quantkit.device.ops.table import name_for
+from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
+from quantkit.inference.operators import operator_for
 from quantkit.inference.projections import JoinedLinear
 from quantkit.inference.prompts import is_plain
+from quantkit.pipelines.versions import Derived
 
 #: Parts that belong to a layer's input.
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
+#: Columns come in runs of so many.
+_ALIGNED = 8
+#: Where a norm keeps its numbers in float32.
+_WIDE = "quantkit_wide"
 
 
 class Modulation(NamedTuple):
@@ -72,12 +82,55 @@ def layer_normed(
         modulation: of the norm.
     """
     x = x if branch is None else branch.added_to(x)
+    coded = bool(readers) and all(map(_is_plain, readers))
+    if coded and _is_one_pass(norm, readers[0], x):
+        return x, _in_one_pass(norm, readers[0], x, modulation)
     y = norm(x)
     if modulation is not None:
         y = y * (1 + modulation.scale[:, None]) + modulation.shift[:, None]
-    if not readers or not all(map(_is_plain, readers)):
-        return x, y
-    return x, readers[0].as_codes(y)
+    return x, readers[0].as_codes(y) if coded else y
+
+
+def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
+    """Tell whether one operation computes the norm and its codes."""
+    usual = type(norm) is nn.LayerNorm and not is_watched(norm) and reader.takes_parts
+    # torch.compile writes both as one kernel itself where it quantizes.
+    if not usual or is_fused(x) or x.shape[-1] % _ALIGNED:
+        return False
+    name = name_for("layer_norm_codes", reader.scheme.input.name)
+    found: bool = _has_kernel(name, str(x.device), x.shape[-1])
+    return found
+
+
+def _in_one_pass(
+    norm: nn.LayerNorm, reader: PackedLinear, x: Tensor, modulation: Modulation | None
+) -> Normed:
+    weight, bias = _wide(norm)
+    up, by = modulation or (None, None)
+    smooth, shift, scale = reader.changes_of_input
+    name = reader.scheme.input.name
+    rows = x.reshape(-1, x.shape[-1])
+    codes: Tensor = operator_for("layer_norm_codes", name)(
+        rows, weight, bias, up, by, smooth, shift, scale, norm.eps, True, name
+    )
+    return Normed(codes, scale, x.shape, x.dtype)
+
+
+def _wide(norm: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias in float32, which the kernel reads; made once."""
+    if norm.weight is None:
+        return None, None
+    if torch.compiler.is_compiling() or norm.weight.is_inference():
+        return norm.weight.float(), None if norm.bias is None else norm.bias.float()
+    derived = vars(norm).setdefault(_WIDE, Derived())
+    weight, bias = derived.of((norm.weight, norm.bias), lambda t: t.detach().float())
+    return weight, bias
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernel(op: str, device: str, k: int) -> bool:
+    where = torch.device(device)
+    return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU
 
 
 def _is_plain(layer: Any) -> bool:

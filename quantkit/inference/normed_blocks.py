@@ -1,7 +1,7 @@
 """Transformer blocks of packed models whose norms end in codes; see ``norm_codes``.
 
-A block is replaced by exact class, as diffusers' own hand 16 bit from the norm to what reads it. What
-is computed is what diffusers computes, in its order; parameters and submodules are the same.
+A block is replaced by exact class, as diffusers' own hand 16 bit from the norm to what reads it.
+What is computed is what diffusers computes, in its order; parameters and submodules are the same.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _CODED = "quantkit_coded_norms"
 class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # diffusers' is untyped
     """SD 1.5, SDXL and whatever has LayerNorms before self-attention, cross-attention and GEGLU."""
 
-    def forward(
+    def forward(  # noqa: PLR0917  diffusers' signature
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -50,11 +50,12 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
             or not _is_usual(self, hidden_states)
             or {"gligen", "scale"} & set(options)
         ):
-            y: Tensor = super().forward(
+            former: Tensor = super().forward(
                 hidden_states, attention_mask, context, encoder_attention_mask, timestep,
                 cross_attention_kwargs, class_labels, added_cond_kwargs,
             )  # fmt: skip
-            return y
+            return former
+        y: Any
         x, y = layer_normed(self.norm1, _readers(self, "norm1"), hidden_states)
         y = self.attn1(y, encoder_hidden_states=None, attention_mask=attention_mask, **options)
         x, y = layer_normed(self.norm2, _readers(self, "norm2"), x, Branch(y))
@@ -65,7 +66,8 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
             **options,
         )
         x, y = layer_normed(self.norm3, _readers(self, "norm3"), x, Branch(y))
-        return self.ff(y) + x
+        sum_: Tensor = self.ff(y) + x
+        return sum_
 
 
 class CodedJointBlock(JointTransformerBlock):  # type: ignore[misc]  # as above
@@ -78,7 +80,7 @@ class CodedJointBlock(JointTransformerBlock):  # type: ignore[misc]  # as above
         temb: Tensor,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Return what JointTransformerBlock returns: the text's tokens, if any, and the picture's."""
+        """Return what JointTransformerBlock returns: the text, if it goes on, and the picture."""
         x, text, options = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
         if self.training or self.use_dual_attention or self._chunk_size is not None:
             y: tuple[Tensor | None, Tensor] = super().forward(x, text, temb, joint_attention_kwargs)
@@ -219,7 +221,7 @@ def _can_share(block: Any, paths: tuple[str, ...]) -> bool:
 
 
 def _readers(block: Any, norm: str) -> list[Any]:
-    """Return the layers that read a norm's codes in this call; none where something wants 16 bit."""
+    """Return the layers that read a norm's codes now; none where something wants 16 bit."""
     if norm not in getattr(block, _CODED) or block.training:
         return []
     return layers_at(block, _BLOCKS[_FORMER[type(block)]][1][norm])
@@ -245,7 +247,7 @@ def _adaptive(block: Any, name: str, x: Tensor, emb: Tensor) -> tuple[Any, ...]:
 
 
 def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[Tensor]) -> Tensor:
-    """Return the tokens behind attention's branch and the network's, which has a shift, scale and gate."""
+    """Return tokens behind attention's branch and the network's; its shift, scale and gate."""
     shift, scale, gate = mlp
     name = f"norm2{suffix}"
     readers = _readers(block, name)
@@ -255,11 +257,11 @@ def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[
 
 
 def _side_by_side(layer: Any, *parts: Tensor) -> Tensor:
-    """Return the layer's output of parts (B, T, .), side by side: as codes where that is the same."""
+    """Return the layer's output of parts (B, T, .), side by side: as codes where it takes them."""
     if not (is_plain(layer) and layer.takes_parts) or is_fused(parts[0]):
         y: Tensor = layer(torch.cat(parts, dim=2))
         return y
-    return layer(layer.codes_of_parts(parts))
+    return layer(layer.codes_of_parts(parts))  # type: ignore[no-any-return]  # a packed layer
 
 
 def _clipped(x: Tensor) -> Tensor:

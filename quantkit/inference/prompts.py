@@ -13,7 +13,7 @@ it is traced, and never again.
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.modules import PackedLinear, is_watched
+from quantkit.inference.normed import Normed
+from quantkit.pipelines.versions import Version, same_versions, version_of
 
 #: Embeddings that a layer remembers: guidance may call the model for each of two prompts.
 _PROMPTS = 2
@@ -28,28 +30,14 @@ _PROMPTS = 2
 _READERS = ("to_k", "to_v")
 
 
-class _Version(NamedTuple):
-    """A tensor as it was: gone, or written since, it is another one."""
-
-    tensor: "weakref.ref[Tensor]"
-    version: int
-    address: int
-
-    def is_now(self, x: Tensor) -> bool:
-        """Tell whether ``x`` is that tensor, or a view of it, and nothing was written since."""
-        base = x if x._base is None else x._base  # noqa: SLF001  a view may be made anew
-        same = self.tensor() is base and self.version == x._version  # noqa: SLF001  the only counter
-        return same and self.address == x.data_ptr()
-
-
 class _Entry:
     """An embedding that was seen, and what a layer made of it, if it came twice."""
 
     def __init__(self, x: Tensor, how: tuple[Any, ...], gone: Callable[[Any], None]) -> None:
-        self.x = _version(x, gone)
+        self.x = version_of(x, gone)
         #: the view of it, and what else the result depends on
         self.how = how
-        self.weights: tuple[_Version, ...] = ()
+        self.weights: tuple[Version, ...] = ()
         self.result: Tensor | None = None
         self.version = 0
 
@@ -59,17 +47,16 @@ class _Entry:
 
     def found(self, layer: nn.Module) -> Tensor | None:
         """Return the result, if neither it nor the layer changed."""
-        result, now = self.result, _tensors(layer)
-        if result is None or result._version != self.version or len(now) != len(self.weights):  # noqa: SLF001  as above
+        result = self.result
+        if result is None or result._version != self.version:  # noqa: SLF001  the only counter
             return None
-        same = all(was.is_now(t) for was, t in zip(self.weights, now, strict=True))
-        return result if same else None
+        return result if same_versions(self.weights, _tensors(layer)) else None
 
     def keep(self, layer: nn.Module, result: Tensor) -> None:
         """Keep a result of the layer as it is now, if torch counts what changes it."""
         now = _tensors(layer)
         if not any(t.is_inference() for t in (*now, result)):
-            self.weights = tuple(_version(t) for t in now)
+            self.weights = tuple(map(version_of, now))
             self.version, self.result = result._version, result  # noqa: SLF001  as above
 
 
@@ -106,10 +93,12 @@ class PromptLinear(PackedLinear):
     #: None: nothing is kept
     kept: Kept | None = None
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as PackedLinear
+    def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  as PackedLinear
         """Return ``input @ weight.T + bias``, computed or kept."""
         kept = self.kept
-        if torch.compiler.is_compiling() or kept is None or not _may_keep(self, input):
+        if torch.compiler.is_compiling() or kept is None or isinstance(input, Normed):
+            return super().forward(input)
+        if not _may_keep(self, input):
             return super().forward(input)
         entry = kept.find(input)
         y = None if entry is None else entry.found(self)
@@ -189,11 +178,6 @@ def _how(x: Tensor) -> tuple[Any, ...]:
 def _tensors(layer: nn.Module) -> list[Tensor]:
     own = (*layer._parameters.values(), *layer._buffers.values())  # noqa: SLF001  twice as fast
     return [t for t in own if t is not None]
-
-
-def _version(x: Tensor, gone: Callable[[Any], None] | None = None) -> _Version:
-    base = x if x._base is None else x._base  # noqa: SLF001  as above
-    return _Version(weakref.ref(base, gone), x._version, x.data_ptr())  # noqa: SLF001  as above
 
 
 def _forget(kept: "weakref.ref[Kept]", gone: "weakref.ref[Tensor]") -> None:
