@@ -2,7 +2,7 @@
 // norm = (x[n, t, c] + added[n, c] - mean) * (inverse * weight[c]) + bias[c]
 //
 // x       io [n, m, k], channels last        moments  f32 [n, groups, 2]: mean, inverse
-// (group_moments) added   io [n, k] or null: zeros           weight   f32 [k] or null: ones bias
+// (group_moments) added   io [n, k] or null: zeros           weight   io [k] or null: ones bias
 // f32 [k] or null: zeros             smooth, shift  f32 [k], read with QK_INPUT alone scale   f32
 // [1]                            q        codes [n, m, k] act is y / (1 + exp(-y)) with QK_SILU,
 // else y. The sum, the norm and act are rounded to io, as tensors between are. Any m and n, k a
@@ -17,7 +17,6 @@ constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr bool kSilu = QK_ACT == QK_SILU;
 constexpr float kLog2E = 1.4426950408889634f;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
-using Numbers = qk::RunOf<qk::Io::kF32, qk::kSlabRun>;
 using Values = float[qk::kSlabRun];
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
@@ -25,14 +24,14 @@ static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 struct Channels {
   Values mean, factor, bias;
 
-  QK_DEVICE Channels(const qk::Slab<kIo>& slab, const float* moments, const float* weight,
-                     const float* added, int groups) {
+  QK_DEVICE Channels(const qk::Slab<kIo>& slab, const float* moments, const void* weight,
+                     const void* added, int groups) {
     const int width = slab.channels / groups;
     if (weight != nullptr) {
-      Numbers::widen(factor, Numbers::load_raw(weight + slab.channel, slab.exists, 0));
+      slab.load_columns(factor, weight);
     }
     if (added != nullptr) {
-      Numbers::widen(bias, Numbers::load_raw(added + slab.channel, slab.exists, 0));
+      slab.load_columns(bias, added);
     }
     int group = slab.channel / width, within = slab.channel % width;
     QK_UNROLL for (int e = 0; e < qk::kSlabRun; ++e) {
@@ -61,8 +60,8 @@ struct Channels {
 }  // namespace
 
 QK_KERNEL(QK_THREADS)
-QK_SYMBOL(const void* x, const void* added, const float* moments, const float* weight,
-          const float* bias, const float* smooth, const float* shift, const float* scale, qk::u8* q,
+QK_SYMBOL(const void* x, const void* added, const float* moments, const void* weight,
+          const void* bias, const float* smooth, const float* shift, const float* scale, qk::u8* q,
           int m, int n, int k, int groups) {
   const qk::Slab<kIo> slab(m, k);
   typename qk::Slab<kIo>::Run::Raw raw[qk::kSlabTurns];

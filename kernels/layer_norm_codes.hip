@@ -1,7 +1,7 @@
 // q[i, j] = code(clamp((y[i, j] - shift[j]) * smooth[j] / scale, -max, max)), with
 // y = ((x[i, j] - mean_i) * inverse_i * weight[j] + bias[j]) * (1 + up[b, j]) + by[b, j]
 //
-// x       io [m, k]                          weight, bias   f32 [k] or null: ones, zeros
+// x       io [m, k]                          weight, bias   io [k] or null: ones, zeros
 // up, by  io [m / rows, k] or null           smooth, shift  f32 [k], read with QK_INPUT alone
 // scale   f32 [1]                            q              codes [m, k]
 // mean_i is the row's mean where `centred`, else 0 (RMSNorm); inverse_i = 1 / sqrt(mean of squared
@@ -22,7 +22,6 @@ constexpr int kRows = QK_THREADS / qk::kWave;
 constexpr qk::Io kIo = qk::Io(QK_IO);
 using Run = qk::RunOf<kIo, kRun>;
 using Memory = typename Run::Memory;
-using Numbers = qk::RunOf<qk::Io::kF32, kRun>;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
 using Values = float[kRun];
 // Runs that a lane keeps: 64 registers.
@@ -77,8 +76,8 @@ struct Row {
   }
 };
 
-QK_DEVICE void read(Values& values, const float* from) {
-  Numbers::widen(values, Numbers::load_raw(from, true, kRun));
+QK_DEVICE void read(Values& values, const void* from, int column) {
+  Run::widen(values, Run::load_raw(static_cast<const Memory*>(from) + column, true, kRun));
 }
 
 /// y * (1 + up) + by, each step rounded to io.
@@ -101,7 +100,7 @@ QK_DEVICE void modulate(Values& values, const Memory* up, const Memory* by) {
 }  // namespace
 
 QK_KERNEL(QK_THREADS)
-QK_SYMBOL(const void* x, const float* weight, const float* bias, const void* up, const void* by,
+QK_SYMBOL(const void* x, const void* weight, const void* bias, const void* up, const void* by,
           const float* smooth, const float* shift, const float* scale, qk::u8* q, int m, int k,
           int rows, int centred, int eps) {
   const int index = qk::block_x() * kRows + qk::wave_index();
@@ -140,12 +139,12 @@ QK_SYMBOL(const void* x, const float* weight, const float* bias, const void* up,
     QK_UNROLL for (int e = 0; e < kRun; ++e)
       y[e] = (values[e] - mean) * inverse;
     if (weight != nullptr) {
-      read(numbers, weight + column);
+      read(numbers, weight, column);
       QK_UNROLL for (int e = 0; e < kRun; ++e)
         y[e] *= numbers[e];
     }
     if (bias != nullptr) {
-      read(numbers, bias + column);
+      read(numbers, bias, column);
       QK_UNROLL for (int e = 0; e < kRun; ++e)
         y[e] = qk::add_rounded(y[e], numbers[e]);
     }

@@ -49,11 +49,13 @@ struct Slab {
       }
     }
   }
-  /// What is added to each pixel of the picture: io [n, k] or null.
+  /// What is added to each pixel of the picture: io [n, k].
   QK_DEVICE void load_added(f32 (&added)[kSlabRun], const void* rows) const {
-    const auto* const row =
-        static_cast<const Memory*>(rows) + (static_cast<i64>(picture) * channels + channel);
-    Run::widen(added, Run::load_raw(row, exists, 0));
+    load_columns(added, static_cast<const Memory*>(rows) + static_cast<i64>(picture) * channels);
+  }
+  /// Of a row io [k].
+  QK_DEVICE void load_columns(f32 (&values)[kSlabRun], const void* row) const {
+    Run::widen(values, Run::load_raw(static_cast<const Memory*>(row) + channel, exists, 0));
   }
   /// x + added, rounded as a sum of two tensors is.
   static QK_DEVICE void widen(f32 (&values)[kSlabRun], const typename Run::Raw& raw,

@@ -111,8 +111,8 @@ OPERATIONS: dict[str, Operation] = {
         ),
     )
 }
-# A convolution has a picture, a window and a stride; codes of heads are no product.
-_OTHERS = ("conv", "head", "value", "project")
+# A convolution has a picture, a window and a stride; codes of heads and of norms are no product.
+_OTHERS = ("conv", "head", "value", "project", "layer_norm", "group_norm")
 assert {op for op in OPS if "fp8" in op and not op.startswith(_OTHERS)} <= set(OPERATIONS), (
     "not measured"
 )

@@ -235,10 +235,6 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above
         ]
         return self._multiply(terms, dtype, windows)
 
-    def multiply_codes(self, x: Normed) -> Tensor:
-        """Return the convolution of a picture of codes (B, H, W, C): (B, OH, OW, N)."""
-        return self._multiply([(x.codes.reshape(x.shape), x.scale)], x.dtype, self.windows)
-
     def _dequantized_forward(self, x: Tensor) -> Tensor:
         smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)
         windows = self.windows

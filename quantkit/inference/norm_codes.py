@@ -23,14 +23,11 @@ from quantkit.inference.normed import Normed
 from quantkit.inference.operators import operator_for
 from quantkit.inference.projections import JoinedLinear
 from quantkit.inference.prompts import is_plain
-from quantkit.pipelines.versions import Derived
 
 #: Parts that belong to a layer's input.
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
 #: Columns come in runs of so many.
 _ALIGNED = 8
-#: Where a norm keeps its numbers in float32.
-_WIDE = "quantkit_wide"
 
 
 class Modulation(NamedTuple):
@@ -93,9 +90,11 @@ def layer_normed(
 
 def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
     """Tell whether one operation computes the norm and its codes."""
-    usual = type(norm) is nn.LayerNorm and not is_watched(norm) and reader.takes_parts
+    if type(norm) is not nn.LayerNorm or is_watched(norm) or not reader.takes_parts:
+        return False
+    same = all(t is None or t.dtype is x.dtype for t in (norm.weight, norm.bias))
     # torch.compile writes both as one kernel itself where it quantizes.
-    if not usual or is_fused(x) or x.shape[-1] % _ALIGNED:
+    if not same or is_fused(x) or x.shape[-1] % _ALIGNED:
         return False
     name = name_for("layer_norm_codes", reader.scheme.input.name)
     found: bool = _has_kernel(name, str(x.device), x.shape[-1])
@@ -105,26 +104,14 @@ def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
 def _in_one_pass(
     norm: nn.LayerNorm, reader: PackedLinear, x: Tensor, modulation: Modulation | None
 ) -> Normed:
-    weight, bias = _wide(norm)
     up, by = modulation or (None, None)
     smooth, shift, scale = reader.changes_of_input
     name = reader.scheme.input.name
     rows = x.reshape(-1, x.shape[-1])
     codes: Tensor = operator_for("layer_norm_codes", name)(
-        rows, weight, bias, up, by, smooth, shift, scale, norm.eps, True, name
+        rows, norm.weight, norm.bias, up, by, smooth, shift, scale, norm.eps, True, name
     )
     return Normed(codes, scale, x.shape, x.dtype)
-
-
-def _wide(norm: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight and bias in float32, which the kernel reads; made once."""
-    if norm.weight is None:
-        return None, None
-    if torch.compiler.is_compiling() or norm.weight.is_inference():
-        return norm.weight.float(), None if norm.bias is None else norm.bias.float()
-    derived = vars(norm).setdefault(_WIDE, Derived())
-    weight, bias = derived.of((norm.weight, norm.bias), lambda t: t.detach().float())
-    return weight, bias
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -22,7 +22,7 @@ from quantkit.device.backends import forced, sums_are_fast
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
-from quantkit.pipelines.versions import Version, same_versions, version_of
+from quantkit.inference.versions import Version, same_versions, version_of
 
 #: Embeddings that a layer remembers: guidance may call the model for each of two prompts.
 _PROMPTS = 2

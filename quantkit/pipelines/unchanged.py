@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantkit.pipelines.versions import Derived
-
 #: Attributes that are no modules and have settings of their own: attention processors of diffusers.
 _PROCESSOR = "processor"
 _CONTAINERS = (dict, list, set, tuple)
@@ -31,16 +29,13 @@ class Snapshot:
         self._seen = self._look()
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = _addresses(self._tensors)
-        # A recorded step reads a number that is written over, but not what was made of it before.
-        self._derived = [v for v in _values(self._namespaces) if isinstance(v, Derived)]
 
     def holds(self) -> bool:
         """Tell whether nothing was replaced, moved, added or taken away since."""
         (sizes, values), (old_sizes, old_values) = self._look(), self._seen
         # Every step asks this of 30,000 values: map and is_ take a tenth of a loop's time.
         same = sizes == old_sizes and all(map(is_, values, old_values))
-        same = same and _addresses(self._tensors) == self._addresses
-        return same and all(map(Derived.holds, self._derived))
+        return same and _addresses(self._tensors) == self._addresses
 
     def _look(self) -> tuple[list[int], list[Any]]:
         """Return how much everything holds, and what."""

@@ -16,7 +16,9 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import nn
 
-from quantkit.inference import attention, feed_forward, norm_codes, projections
+from quantkit.inference import feed_forward, norm_codes, projections
+from quantkit.inference.attention import _quantized as quantized_processor
+from quantkit.inference.attention_call import AttentionSettings
 from quantkit.inference.normed_blocks import install, uninstall
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel
@@ -287,8 +289,8 @@ class Logging:
 @torch.no_grad()
 def test_quantized_attention_reads_codes():
     model, inputs = packed("basic")
-    model[0].attn1.processor = attention._quantized(
-        model[0].attn1.processor, attention.AttentionSettings(min_keys=1)
+    model[0].attn1.processor = quantized_processor(
+        model[0].attn1.processor, AttentionSettings(min_keys=1)
     )
     wanted = answer(model, inputs)
     install(model)

@@ -72,7 +72,7 @@ def group_norm_codes(
         x: (B, T, C) float16, bfloat16 or float32.
         added: (B, C) of the same dtype, or None.
         moments: (B, G, 2) float32, of ``group_moments``.
-        weight, bias: (C,) float32, or None.
+        weight, bias: (C,) of x's dtype, or None.
         smooth, shift: as ``quantize_static`` takes them.
         scale: float32 with one element.
         activation: of ACTIVATIONS.
@@ -80,9 +80,9 @@ def group_norm_codes(
     """
     width = x.shape[2] // max(moments.shape[1], 1)
     mean, inverse = moments.repeat_interleave(width, dim=1).unsqueeze(1).unbind(-1)
-    factor = inverse if weight is None else inverse * weight
+    factor = inverse if weight is None else inverse * weight.float()
     y = (_sum(x, added) - mean) * factor
-    y = (y if bias is None else y + bias).to(x.dtype)
+    y = (y if bias is None else y + bias.float()).to(x.dtype)
     if activation:
         y = torch.nn.functional.silu(y.float()).to(x.dtype)
     return codes_of(y, smooth, shift, scale, fmt)
@@ -192,7 +192,7 @@ def _sample_codes(
 ) -> tuple[Operands, Options]:
     x, added = _pictures(variant, sizes, generator)
     moments = group_moments(group_partials(x, added), x.shape[1], _GROUPS, _EPS)
-    numbers = torch.randn(2, x.shape[2], generator=generator).unbind()
+    numbers = torch.randn(2, x.shape[2], generator=generator).to(x.dtype).unbind()
     operands = (x, added, moments, *numbers, *sample_input(variant, x.shape[2], generator))
     return operands, (variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
 

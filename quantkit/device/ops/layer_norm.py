@@ -41,7 +41,7 @@ def layer_norm_codes(
 
     Args:
         x: (M, K) float16, bfloat16 or float32.
-        weight, bias: (K,) float32, or None.
+        weight, bias: (K,) of x's dtype, or None.
         up, by: (B, K) of x's dtype, or None; each for M / B rows.
         smooth, shift: as ``quantize_static`` takes them.
         scale: float32 with one element.
@@ -50,8 +50,8 @@ def layer_norm_codes(
         fmt: of the codes.
     """
     y = norms.layer_norm(x.float(), centred=centred, eps=eps)
-    y = y if weight is None else y * weight
-    y = (y if bias is None else y + bias).to(x.dtype)
+    y = y if weight is None else y * weight.float()
+    y = (y if bias is None else y + bias.float()).to(x.dtype)
     if up is not None:
         y = y * (1 + _for_rows(up, x))
     if by is not None:
@@ -102,7 +102,7 @@ def _sample(
     m, n, k = sizes
     dtype = IO_DTYPES[variant.word("QK_IO")]
     x = (torch.randn(m, k, generator=generator) * 2 + 3).to(dtype)
-    numbers = torch.randn(2, k, generator=generator).unbind()
+    numbers = torch.randn(2, k, generator=generator).to(dtype).unbind()
     batch = 2 if m % 2 == 0 else 1
     up, by = torch.randn(2, batch, k, generator=generator).to(dtype).unbind()
     modulation = (up, by) if n % 2 else (None, None)

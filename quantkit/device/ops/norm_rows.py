@@ -13,8 +13,8 @@ from quantkit.errors import KernelError
 #: What is done to a norm before it is quantized: bit 0 of the index smooths, bit 1 shifts.
 INPUT_AXIS = Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth"))
 INPUT_ARGS = (
-    Argument("weight", "f32", "[k]", null="ones"),
-    Argument("bias", "f32", "[k]", null="zeros"),
+    Argument("weight", "io", "[k]", null="ones"),
+    Argument("bias", "io", "[k]", null="zeros"),
     Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)"),
     Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)"),
     Argument("scale", "f32", "[1]"),
@@ -33,13 +33,13 @@ def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
     Args:
         op: its name.
         x: what the norm reads.
-        numbers: weight, bias, smooth and shift.
+        numbers: weight and bias, of x's dtype; smooth and shift, float32.
         scale: of the codes.
     """
-    names = (argument.name for argument in INPUT_ARGS)
-    for name, tensor in zip(names, numbers, strict=False):
+    for argument, tensor in zip(INPUT_ARGS, numbers, strict=False):
         if tensor is not None:
-            expect(op, name, tensor, torch.float32, (x.shape[-1],))
+            name, dtype = argument.name, x.dtype if argument.element == "io" else torch.float32
+            expect(op, name, tensor, dtype, (x.shape[-1],))
             check_device(op, name, tensor, x)
     check_scalar(op, "scale", scale, x)
 

@@ -1,4 +1,4 @@
-"""Whether a tensor is still the one that something was made of, and what was made of tensors."""
+"""Whether a tensor is still the one that something was made of."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,11 +20,6 @@ class Version(NamedTuple):
         same = self.tensor() is base and self.version == x._version  # noqa: SLF001  the only counter
         return same and self.address == x.data_ptr()
 
-    def holds(self) -> bool:
-        """Tell whether the tensor is there, and nothing was written since."""
-        x = self.tensor()
-        return x is not None and self.is_now(x)
-
 
 def version_of(x: Tensor, gone: Callable[[Any], None] | None = None) -> Version:
     """Return a tensor as it is.
@@ -42,30 +37,3 @@ def same_versions(versions: Sequence[Version], tensors: Sequence[Tensor]) -> boo
     return len(versions) == len(tensors) and all(
         was.is_now(now) for was, now in zip(versions, tensors, strict=True)
     )
-
-
-class Derived:
-    """What was made of some tensors, until one of them changes; a copy starts anew."""
-
-    def __init__(self) -> None:
-        self._made: tuple[tuple[Version, ...], list[Tensor | None]] | None = None
-
-    def of(
-        self, tensors: Sequence[Tensor | None], make: Callable[[Tensor], Tensor]
-    ) -> list[Tensor | None]:
-        """Return what ``make`` gives of each tensor, None of none; it is called once for each."""
-        there = [t for t in tensors if t is not None]
-        if self._made is None or not same_versions(self._made[0], there):
-            made = [None if t is None else make(t) for t in tensors]
-            self._made = tuple(map(version_of, there)), made
-        return self._made[1]
-
-    def holds(self) -> bool:
-        """Tell whether what was made is still what would be made: a recorded step reads it."""
-        return self._made is None or all(was.holds() for was in self._made[0])
-
-    def __deepcopy__(self, memo: object) -> "Derived":
-        return Derived()
-
-    def __reduce__(self) -> tuple[type["Derived"], tuple[()]]:
-        return Derived, ()
