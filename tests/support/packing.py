@@ -29,11 +29,14 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 def finish(job):
     """Return what a job of packing returns, hashing what it asks for."""
-    while True:
-        try:
-            update_all(next(job))
-        except StopIteration as done:
-            return done.value
+    found = []
+
+    def whole():
+        found.append((yield from job))
+
+    for updates in whole():
+        update_all(updates)
+    return found[0]
 
 
 def component(folder, tensors):
