@@ -13,7 +13,8 @@ import quantkit
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
-from quantkit.device import compilers
+from quantkit.device import choosing, compilers, log
+from quantkit.device.archs import ARCHS
 from quantkit.errors import CheckpointError, InputError, RecipeError
 from quantkit.inference.attention_call import AttentionSettings
 from quantkit.models.attention import PROCESSORS
@@ -152,6 +153,33 @@ def test_int8_is_nearer(unet):
 
 
 @pytest.mark.parametrize("qk", ["e4m3fn", "int8"])
+def test_values_in_16_bit_are_nearer(unet, qk):
+    model = copy.deepcopy(unet)
+    quantkit.attention(model, qk=qk, min_keys=1)
+    coarse = error(ask(model), ask(unet))
+    quantkit.attention(model, qk=qk, pv=None, min_keys=1)
+    with log.record() as seen:
+        found = ask(model)
+    assert {name for name, _, _ in seen.calls if name.startswith("attention")} == {
+        {"e4m3fn": "attention_fp8_f16", "int8": "attention_int8_f16"}[qk]
+    }
+    assert 0 < error(found, ask(unet)) < (0.75 if qk == "e4m3fn" else 0.4) * coarse
+    assert torch.equal(ask(pickle.loads(pickle.dumps(model))), found)
+
+
+def test_without_their_kernel_attention_is_torchs(unet, monkeypatch):
+    model = copy.deepcopy(unet)
+    why = ARCHS["sm_90a"].why_without("attention_f16")
+    monkeypatch.setattr(
+        choosing, "_why_not_here", lambda _, family: why if family == "attention_f16" else ""
+    )
+    quantkit.attention(model, pv=None, min_keys=1)
+    assert torch.equal(ask(model), ask(unet))
+    quantkit.attention(model, min_keys=1)
+    assert not torch.equal(ask(model), ask(unet))
+
+
+@pytest.mark.parametrize("qk", ["e4m3fn", "int8"])
 def test_one_picture_is_computed_as_one_of_two(unet, qk):
     """One picture's heads are a view of the projections, which two pictures' are not."""
     model = copy.deepcopy(unet)
@@ -279,6 +307,8 @@ def test_a_dequantized_model_has_its_own_attention(packed):
         ({"min_keys": True}, "min_keys True, wanted 1 or more"),
         ({"exclude": "a"}, "exclude 'a', wanted a list"),
         ({"ranks": 3}, "unknown key 'ranks'"),
+        ({"pv": "e5m2"}, "pv 'e5m2', wanted none or no such key"),
+        ({"pv": None}, "pv None, wanted none"),
         (None, "attention None, wanted an object"),
     ],
 )
@@ -299,9 +329,27 @@ def test_an_older_version_cannot_hold_it(packed):
         parse_config({**config, "format_version": 3})
 
 
+def test_values_in_16_bit_are_of_version_7(packed, tmp_path):
+    section = {"qk": "int8", "pv": "none", "min_keys": 1, "exclude": ["down_blocks.*"]}
+    recipe = parse_recipe(json.dumps({"name": "a", "attention": section}), where="recipe")
+    quantkit.pack(packed / "unet", recipe=recipe, output=tmp_path / "wide")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())["quantization_config"]
+    assert config["format_version"] == 7
+    assert config["attention"] == section
+    model, wanted = load(tmp_path / "wide"), load(packed / "plain")
+    quantkit.attention(wanted, qk="int8", pv=None, min_keys=1, exclude=["down_blocks.*"])
+    assert torch.equal(ask(model), ask(wanted))
+    assert not torch.equal(ask(model), ask(load(packed / "packed")))
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(ask(load(tmp_path / "again")), ask(model))
+    with pytest.raises(CheckpointError, match="6 with probabilities and values in 16 bit"):
+        parse_config({**config, "format_version": 6})
+
+
 @pytest.mark.parametrize(
     ("section", "text"),
     [
+        ({"pv": "int8"}, "attention.pv"),
         ({"qk": "none"}, "attention.qk"),
         ({"min_keys": 0}, "attention.min_keys"),
         ({"ranks": "auto"}, "unknown key 'attention.ranks'"),
@@ -315,6 +363,8 @@ def test_recipes_are_checked(section, text):
 def test_what_is_refused():
     with pytest.raises(InputError, match="qk 'fp4', wanted one of e4m3fn, int8"):
         AttentionSettings("fp4")
+    with pytest.raises(InputError, match="pv 'int8', wanted e4m3fn, or None for 16 bit"):
+        AttentionSettings(pv="int8")
     with pytest.raises(InputError, match="min_keys 0"):
         AttentionSettings(min_keys=0)
     with pytest.raises(InputError, match="Linear has no attention modules"):

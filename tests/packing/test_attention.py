@@ -156,6 +156,35 @@ def test_projections_end_in_the_codes(made, monkeypatch):
     assert float((found - wanted).norm() / wanted.norm()) < 1e-3
 
 
+@torch.no_grad()
+def test_values_in_16_bit_are_projected_first(pipeline_dir, made, tmp_path):
+    need(compilers.host_compiler)
+    for name, asked in (("wide", {"pv": "none"}), ("wide8", {"pv": "none", "qk": "int8"})):
+        quantkit.pack(
+            pipeline_dir,
+            recipe=recipe(**asked),
+            calibration=made / "c.safetensors",
+            output=tmp_path / name,
+        )
+        assert entry(tmp_path / name / "unet")["static"] == entry(made / "packed/unet")["static"]
+    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(3))
+    calls = {}
+    for folder in (made / "packed", tmp_path / "wide", tmp_path / "wide8"):
+        unet = quantkit.load_pipeline(folder, torch_dtype=torch.float32).unet
+        text = torch.ones(2, 77, unet.config.cross_attention_dim)
+        with log.record() as seen:
+            y = unet(x, torch.tensor(500), text).sample
+        quantkit.attention(unet, qk=None)
+        exact = unet(x, torch.tensor(500), text).sample
+        # Small differences flip codes in the layers behind.
+        assert 0 < float((y - exact).norm() / exact.norm()) < 0.15
+        calls[folder.name] = {name for name, _, _ in seen.calls}
+    fp8, int8 = (calls[name] for name in ("wide", "wide8"))
+    assert {"project_codes_fp8", "value_codes_f16", "attention_fp8_f16"} <= fp8
+    assert {"head_codes_int8", "value_codes_f16", "attention_int8_f16"} <= int8
+    assert not {"project_values_fp8", "attention_fp8", "attention_int8"} & (fp8 | int8)
+
+
 def test_few_keys_get_none(pipeline_dir, made, tmp_path):
     quantkit.pack(
         pipeline_dir,

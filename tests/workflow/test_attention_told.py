@@ -130,3 +130,26 @@ def test_static_scales_are_told():
     static = {"a.attn1": HeadShape(2, 8), "a.attn2": HeadShape(2, 8)}
     told = str(PackedAttention("e4m3fn", 512, (), static))
     assert told == "queries and keys in e4m3fn from 512 keys on, static scales in 2 modules"
+
+
+def test_values_in_16_bit_are_told(packed, monkeypatch):
+    need(compilers.host_compiler)
+    wide = PackedAttention("int8", 512, ("a.*",), pv=None)
+    line = "queries and keys in int8 from 512 keys on; probabilities and values in 16 bit"
+    assert str(wide) == f"{line}; in 16 bit: a.*"
+    read = require_packed(packed / "packed")
+    (component,) = read.components
+    component = replace(component, config=replace(component.config, attention=wide))
+    read = replace(read, components=(component,))
+    found = attention_choices(read, CPU)
+    assert {(m.format, m.backend) for m in found if m.format} == {
+        ("int8, values in 16 bit", "host")
+    }
+    why = ARCHS["sm_90a"].why_without("attention_f16")
+    assert why == "probabilities and values in 16 bit have kernels on RDNA4 and CPUs alone"
+    monkeypatch.setattr(
+        choosing, "_why_not_here", lambda _, family: why if family == "attention_f16" else ""
+    )
+    found = attention_choices(read, CPU)
+    assert {(m.backend, m.reason) for m in found if m.format} == {("torch", why)}
+    assert OpChoice("attention_int8_f16", "cpu", Choice(Backend.REFERENCE, why)).backend == "torch"
