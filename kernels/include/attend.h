@@ -286,8 +286,7 @@ struct Attention {
     const int pitch = head.pitch * Values::kBytes;
     load_queries(head, first, lane);
     k.load_part(head.k + static_cast<i64>(whole) * kD, kD, head.keys - whole, kRank, thread);
-    v.load_part(head.v + whole * Values::kBytes, pitch, kD, pitch - whole * Values::kBytes,
-                thread);
+    v.load_part(head.v + whole * Values::kBytes, pitch, kD, pitch - whole * Values::kBytes, thread);
     k.set_offsets(kD, thread);
     v.set_offsets(pitch, thread);
     u8 *current = lds, *next = lds + kBufferBytes;

@@ -65,7 +65,8 @@ QK_DEVICE u32 cut_half(f32 value) {
 }
 QK_DEVICE u32 cut_pair(f32 a, f32 b) { return cut_half(a) | cut_half(b) << 16; }
 QK_DEVICE f32 add_pair(u32 pair, f32 sum) {
-  return sum + (half_to_float(static_cast<u16>(pair)) + half_to_float(static_cast<u16>(pair >> 16)));
+  return sum +
+         (half_to_float(static_cast<u16>(pair)) + half_to_float(static_cast<u16>(pair >> 16)));
 }
 #elif defined(QK_NVIDIA)
 QK_DEVICE u32 encode_four(f32 a, f32 b, f32 c, f32 d) {

@@ -22,6 +22,7 @@ from quantkit.checkpoint.directory import (
 )
 from quantkit.checkpoint.filelist import FILE_LIST, MADE, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed, read_packed
+from quantkit.checkpoint.side_by_side import breaches_of
 from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.device.host import checker
@@ -197,7 +198,7 @@ def _data_breaches(component: PackedComponent, progress: Progress) -> Iterator[s
     damaged = set()
     whose = component.name or component.class_name
     claims = list(tensor_claims(component))
-    found = in_threads(lambda claim: claim.breach(), claims)
+    found = breaches_of(claims)
     for claim in tracked(progress, f"checksums of {whose}", claims):
         if breach := next(found):
             damaged.add(claim.what.removesuffix(": "))

@@ -141,11 +141,16 @@ def _set_attn_processor(model: Any, packed: PackedAttention, *args: Any, **kwarg
     _quantize(model, packed)
 
 
+def plain_class(processor: Any) -> type:
+    """Return diffusers' class of a processor, quantized or not."""
+    return type(processor).__mro__[2 if isinstance(processor, _Quantized) else 0]
+
+
 def _plain(processor: Any) -> Any:
     """Return diffusers' processor of a quantized one."""
     if not isinstance(processor, _Quantized):
         return processor
-    cls: Any = type(processor).__mro__[2]
+    cls: Any = plain_class(processor)
     plain = cls.__new__(cls)
     plain.__dict__.update(processor.__dict__)
     return plain

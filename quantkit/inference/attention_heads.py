@@ -11,8 +11,9 @@ from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.attention import ranks
 from quantkit.device.ops.table import attention_for, is_operation, name_for
-from quantkit.inference.modules import PackedLinear, is_watched
+from quantkit.inference.modules import is_watched
 from quantkit.inference.operators import OPERATORS
+from quantkit.inference.prompts import is_plain
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention import KEYS, score_factor, unit_factors, with_padding
 from quantkit.numerics.attention_basis import two_of_four_codes, with_rank
@@ -215,7 +216,7 @@ def _projected(
 
 def _ends_in_codes(part: Pending, family: str) -> bool:
     layer: Any = part.layer
-    if type(layer) is not PackedLinear or is_watched(layer) or not layer.writes_codes:
+    if not is_plain(layer) or not layer.writes_codes:
         return False
     scheme = layer.scheme
     kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None

@@ -26,6 +26,7 @@ from quantkit.inference import (
     head_scales,
     methods,
     projections,
+    prompts,
 )
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
@@ -177,6 +178,8 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         projections.install(model)
         feed_forward.install(model)
         group_norms.install(model)
+        prompts.install(model)
+        _install_blocks(model)
         attention.install(model, self.packed.attention)
         return model
 
@@ -214,6 +217,13 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     def is_compileable(self) -> bool:
         """True: the operators have fake implementations."""
         return True
+
+
+def _install_blocks(model: nn.Module) -> None:
+    # The classes that it replaces import diffusers' quantizers, which import this.
+    from quantkit.inference import normed_blocks
+
+    normed_blocks.install(model)
 
 
 def register(module: ModuleType) -> None:

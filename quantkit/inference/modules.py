@@ -5,6 +5,9 @@ Convolutions read channels last, in the order of their rows (kh, kw, C). With a 
 are quantized once; else windows are unfolded into rows with a scale each.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,8 +15,10 @@ from torch.nn import functional
 from quantkit.checkpoint.spec import Kind
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
+from quantkit.inference.normed import Normed
 from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.terms import Term, split
 from quantkit.inference.weight_only import are_few, why_dequantized
 from quantkit.models.skeleton import why_not_packed
 from quantkit.numerics.granularity import PerGroup
@@ -24,7 +29,8 @@ from quantkit.numerics.windows import Windows
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and bias are narrower
     """A Linear layer over codes; an nn.Linear to those who ask, as adapters do.
 
-    Called with (..., K) in float16, bfloat16 or float32; returns (..., N) in the same dtype.
+    Called with (..., K) in float16, bfloat16 or float32; returns (..., N) in the same dtype. A norm
+    before it may give its codes in place of the 16 bit.
     """
 
     kind: Kind = "linear"
@@ -39,11 +45,13 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         alone = scheme.activation is Activation.NONE
         self._takes_few = alone and not why_dequantized(self.dense_shape, scheme)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  some models name it, as torch does
+    def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  some models name it, as torch does
         """Return ``input @ weight.T + bias``."""
         x = input
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
+        if isinstance(x, Normed):
+            return self._multiply([x.term], x.dtype).reshape(*x.shape[:-1], self.n)
         if self.scheme.activation is Activation.NONE:
             return self._weight_only_forward(_smoothed(x, self.input_smooth))
         rows = x.reshape(-1, self.k).contiguous()
@@ -68,7 +76,23 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             self.scheme.activation is Activation.STATIC and self.scheme.terms == 1 and not changed
         )
 
-    def gated_codes(self, x: Tensor, target: "PackedLinear") -> Tensor:
+    @property
+    def takes_term(self) -> bool:
+        """True when an input is nothing but codes and their scale."""
+        return self.scheme.activation is not Activation.NONE and self.scheme.terms == 1
+
+    def as_codes(self, x: Tensor) -> Normed:
+        """Return the codes of an input (..., K), of a layer that ``takes_term``."""
+        return Normed(*self._term(x), x.shape, x.dtype)
+
+    def _term(self, x: Tensor | Normed) -> Term:
+        """Return the codes of an input (..., K) that is one term."""
+        if isinstance(x, Normed):
+            return x.term
+        (term,) = self._terms(x.reshape(-1, self.k).contiguous())
+        return term
+
+    def gated_codes(self, x: Tensor | Normed, target: "PackedLinear") -> Tensor:
         """Return ``target``'s input of what GEGLU makes of this layer's output.
 
         Args:
@@ -78,7 +102,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         Returns:
             (M, N / 2) uint8 codes of h * gelu(g), h and g the halves of the output.
         """
-        ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
+        codes, x_scale = self._term(x)
         stored = self._stored()
         weights = (*stored, self._weight("weight_scale"), self._bias(x.dtype))
         scheme, scale = self.scheme, target.static_scale
@@ -88,6 +112,34 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
         return gated
 
+    @property
+    def takes_parts(self) -> bool:
+        """True when each column's codes depend on that column alone: of one given scale."""
+        return self.takes_term and self.scheme.activation is Activation.STATIC
+
+    @property
+    def changes_of_input(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Smoothing, shift and scale of a static input: float32 (K,), (K,) and () or (1,)."""
+        return self._part("input_smooth"), self._shift(), self.static_scale
+
+    def codes_of_parts(self, parts: Sequence[Tensor]) -> Normed:
+        """Return the codes of inputs (..., .) side by side, of a layer that ``takes_parts``."""
+        smooth, shift, scale = self.changes_of_input
+        ends = list(accumulate(part.shape[-1] for part in parts))
+        codes = [
+            split(
+                x.reshape(-1, x.shape[-1]).contiguous(),
+                scale,
+                None if smooth is None else smooth[end - x.shape[-1] : end],
+                None if shift is None else shift[end - x.shape[-1] : end],
+                self.scheme.input,
+                1,
+            )[0][0]
+            for x, end in zip(parts, ends, strict=True)
+        ]
+        shape = torch.Size((*parts[0].shape[:-1], self.k))
+        return Normed(torch.cat(codes, dim=1), scale, shape, parts[0].dtype)
+
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
         return self._multiply([(codes, self.static_scale)], dtype)
@@ -95,12 +147,10 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
     @property
     def writes_codes(self) -> bool:
         """True when a product may end in codes: of one term, with a scale for each output."""
-        scheme = self.scheme
-        one_term = scheme.activation is not Activation.NONE and scheme.terms == 1
-        return one_term and not isinstance(scheme.granularity, PerGroup)
+        return self.takes_term and not isinstance(self.scheme.granularity, PerGroup)
 
     def head_codes(
-        self, x: Tensor, family: str, heads: int, mean: Tensor | None, factor: Tensor
+        self, x: Tensor | Normed, family: str, heads: int, mean: Tensor | None, factor: Tensor
     ) -> Tensor:
         """Return e4m3fn codes of ``(forward(x) - mean) * factor`` by head; see the operations.
 
@@ -111,7 +161,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             mean: float32 (N,), or None.
             factor: float32 (N,).
         """
-        ((codes, x_scale),) = self._terms(x.reshape(-1, self.k).contiguous())
+        codes, x_scale = self._term(x)
         bias, scheme = self._bias(torch.float32), self.scheme
         offset = bias if mean is None else -mean if bias is None else bias - mean
         scale = self._weight("weight_scale") * factor

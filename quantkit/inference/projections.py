@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from quantkit.errors import InputError
 from quantkit.inference.modules import PackedLinear, is_watched
+from quantkit.inference.prompts import PromptLinear, is_plain, keep_as
 from quantkit.numerics.granularity import PerChannel, PerTensor
 
 #: Attribute that diffusers' processors read -> the layers that it joins.
-_JOINED = {
+JOINED = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "to_kv": ("to_k", "to_v"),
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
-#: What an adapter would take the place of.
-_PLAIN = (PackedLinear, nn.Linear)
 #: Parts with a row or an entry per output, and those that belong to the input.
 _OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale", "output_shift")
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
@@ -41,12 +40,19 @@ class _Joined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layers' outputs, side by side: of one product where nobody adds to theirs."""
-        attention, names = self.layers
-        layers = [getattr(attention, name) for name in names]
-        if all(type(part) in _PLAIN and not is_watched(part) for part in layers):
+        if self.is_whole:
             y: Tensor = super().forward(x)
             return y
-        return torch.cat([layer(x) for layer in layers], dim=-1)
+        return torch.cat([layer(x) for layer in self._apart()], dim=-1)
+
+    @property
+    def is_whole(self) -> bool:
+        """True when nobody adds to an output of the layers, or waits for their calls."""
+        return all(map(_is_plain, self._apart()))
+
+    def _apart(self) -> list[nn.Module]:
+        attention, names = self.layers
+        return [getattr(attention, name) for name in names]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Add nothing: the layers that were joined hold the same rows."""
@@ -61,7 +67,7 @@ class _Joined(nn.Module):
         return iter(())
 
 
-class JoinedLinear(_Joined, PackedLinear):  # type: ignore[misc]  # as PackedLinear
+class JoinedLinear(_Joined, PromptLinear):  # type: ignore[misc]  # as PackedLinear
     """Packed layers of one input as one."""
 
 
@@ -74,7 +80,7 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         if not hasattr(module, "fuse_projections"):
             continue
-        layers = (getattr(module, n, None) for names in _JOINED.values() for n in names)
+        layers = (getattr(module, n, None) for names in JOINED.values() for n in names)
         if any(isinstance(layer, PackedLinear) for layer in layers):
             own: Any = partial(fuse_projections, module)
             module.fuse_projections = own
@@ -94,7 +100,7 @@ def separate(model: nn.Module) -> list[Any]:
     """
     fused: list[Any] = [m for m in model.modules() if getattr(m, "fused_projections", False)]
     for module in fused:
-        for name in _JOINED:
+        for name in JOINED:
             if isinstance(getattr(module, name, None), _Joined):
                 delattr(module, name)
         module.fused_projections = False
@@ -115,12 +121,12 @@ def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT
         return
     first = "to_kv" if getattr(self, "is_cross_attention", False) else "to_qkv"
     found = {
-        name: [_base(getattr(self, part, None)) for part in _JOINED[name]]
+        name: [_base(getattr(self, part, None)) for part in JOINED[name]]
         for name in (first, "to_added_qkv")
     }
     joined = {name: _join(name, layers) for name, layers in found.items() if None not in layers}
     for name, layer in joined.items():
-        layer.layers = (self, _JOINED[name])
+        layer.layers = (self, JOINED[name])
         setattr(self, name, layer)
     self.fused_projections = fuse
 
@@ -154,6 +160,11 @@ def _why_apart(layers: Sequence[Any]) -> str:
     return ""
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Tell whether a layer is what was joined, and no adapter in its place."""
+    return is_plain(layer) or (type(layer) is nn.Linear and not is_watched(layer))
+
+
 def _base(layer: Any) -> Any:
     """Return what an adapter is around of."""
     return getattr(layer, "base_layer", layer)
@@ -178,6 +189,8 @@ def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
         joined.fill(part, _cat(parts, dim=-1 if part == "output_shift" else 0))
     joined.bias = _biases(layers)
     _share(joined, layers)
+    keep_as(joined, layers)
+    joined.train(first.training)
     return joined
 
 

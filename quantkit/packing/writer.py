@@ -20,7 +20,7 @@ from quantkit.checkpoint.spec import (
 )
 from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor
 from quantkit.device.host import checker
-from quantkit.device.host.hashing import Parts, update_all
+from quantkit.device.host.hashing import run_together
 from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.packing.encode import encode_weight, needs_torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from quantkit.device.host.hashing import Parts
     from quantkit.models.source import Component
     from quantkit.packing.weight_plan import WeightPlan
     from quantkit.progress import Progress
@@ -288,11 +289,7 @@ def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
 
 def _write_together(tasks: Sequence[tuple[_ShardFile, TensorInfo]], biases: _Biases) -> None:
     """Write tensors side by side: what two of them hash takes as long as what one does."""
-    jobs = [_write(file, info, biases) for file, info in tasks]
-    while jobs:
-        asked = [(job, next(job, None)) for job in jobs]
-        update_all([part for _, parts in asked for part in parts or ()])
-        jobs = [job for job, parts in asked if parts is not None]
+    run_together([_write(file, info, biases) for file, info in tasks])
 
 
 def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> Generator[Parts, None, None]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,15 @@ class Claim:
         try:
             found = _sha256(self.path, self.start, self.stop)
         except (OSError, EOFError) as error:
-            return f"{self.path}: {self.what}cannot be read ({error})"
+            return self.unreadable(error)
+        return self.judged(found)
+
+    def unreadable(self, error: Exception) -> str:
+        """Return a line that says why the bytes cannot be read."""
+        return f"{self.path}: {self.what}cannot be read ({error})"
+
+    def judged(self, found: str) -> str:
+        """Return a line that says how a digest is another; empty when it is not."""
         if found == self.sha256:
             return ""
         return (
@@ -99,14 +107,24 @@ def sha256_of_range(descriptor: int, start: int, stop: int) -> str:
         EOFError: the file ends before.
     """
     digest = hashlib.sha256()
+    for chunk in chunks_of_range(descriptor, start, stop):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def chunks_of_range(descriptor: int, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield the bytes from ``start`` up to ``stop`` of an open file, each until the next ones.
+
+    Raises:
+        EOFError: the file ends before.
+    """
     buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
     while start < stop:
         count = read_into(descriptor, buffer[: stop - start], start)
         if count == 0:
             raise EOFError(f"the file ends at byte {start}, wanted {stop}")
-        digest.update(buffer[:count])
+        yield buffer[:count]
         start += count
-    return digest.hexdigest()
 
 
 def _sha256(path: Path, start: int, stop: int) -> str:

@@ -72,7 +72,8 @@ def read_header(path: Path, *, error: type[InputError] = ModelError) -> Header:
     with open_file(path, error=error) as file:
         text = _read(path, file, error)
         size = os.fstat(file.fileno()).st_size
-    return _judged(path, size, text, error)
+    # mypy takes the hash of its instances for that of a class.
+    return _judged(path, size, text, error)  # type: ignore[arg-type]
 
 
 def read_bytes(info: TensorInfo, descriptor: int) -> bytes:

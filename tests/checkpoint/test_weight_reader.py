@@ -71,7 +71,7 @@ def test_the_index_has_its_keys_in_order(tmp_path):
     def plan(file, *names):
         slots = {name: SimpleNamespace(start=10, stop=14) for name in names}
         specs = tuple(SimpleNamespace(name=name) for name in names)
-        return SimpleNamespace(name=file, specs=lambda: specs, slots=lambda: slots)
+        return SimpleNamespace(name=file, specs=specs, slots=slots)
 
     write_index(tmp_path / "old.json", [plan("2", "z", "c"), plan("1", "d")], tmp_path / "new.json")
     text = (tmp_path / "new.json").read_text()

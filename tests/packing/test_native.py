@@ -29,7 +29,10 @@ from tests.support.packing import finish
 
 HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
 #: Linear and Conv2d; rows that are no multiple of a vector's block, and shorter than one.
-SHAPES = [(3, 32), (7, 64, 1, 1), (4, 32, 3, 3), (2, 40, 3, 1), (1, 8), (33, 264), (2, 20)]
+SHAPES = [
+    (3, 32), (7, 64, 1, 1), (4, 32, 3, 3), (2, 40, 3, 1), (1, 8), (33, 264), (2, 20),
+    (3, 19, 3, 3), (2, 24, 5, 5), (2, 9, 1, 8), (5, 16, 2, 5),
+]  # fmt: skip
 METHODS = ["", "magnitude", "wanda"]
 
 

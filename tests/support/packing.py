@@ -14,7 +14,7 @@ from quantkit.calibration.statistics import (
     LayerStatistics,
     per_column,
 )
-from quantkit.device.host.hashing import update_all
+from quantkit.device.host.hashing import run_together
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
@@ -29,11 +29,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 def finish(job):
     """Return what a job of packing returns, hashing what it asks for."""
-    while True:
-        try:
-            update_all(next(job))
-        except StopIteration as done:
-            return done.value
+    return run_together([job])[0]
 
 
 def component(folder, tensors):

@@ -2,12 +2,14 @@
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from quantkit.device.host import core
 from quantkit.device.host.encoder import address
+
+Result = TypeVar("Result")
 
 #: FIPS 180-4, 5.3.3: the first 32 bits of the fractional parts of the square roots of the primes.
 _START = (
@@ -36,14 +38,32 @@ def new_digest() -> Digest:
 
 def update_all(parts: Parts) -> None:
     """Give each digest its next bytes, without Python's lock; none may be named twice."""
-    if any(not isinstance(digest, _Sha256) for digest, _ in parts):
-        for digest, data in parts:
-            digest.update(memoryview(data))
-        return
     # The longest first: two that are alike keep both halves of the CPU's unit busy to the end.
     filled = sorted((part for part in parts if len(part[1])), key=lambda part: -len(part[1]))
+    if not filled:
+        return
+    if not isinstance(filled[0][0], _Sha256):
+        for digest, data in filled:
+            digest.update(memoryview(data))
+        return
     table = (_Part * len(filled))(*(_part(digest, data) for digest, data in filled))
     core.library().qk_sha256_update(table, len(filled))
+
+
+def run_together(jobs: Sequence[Generator[Parts, None, Result]]) -> list[Result]:
+    """Return what jobs return, that yield what they want to be hashed before they go on."""
+    results: dict[int, Result] = {}
+    while len(results) < len(jobs):
+        parts: list[tuple[Digest, memoryview | bytearray]] = []
+        for place, job in enumerate(jobs):
+            if place in results:
+                continue
+            try:
+                parts += next(job)
+            except StopIteration as done:
+                results[place] = done.value
+        update_all(parts)
+    return [results[place] for place in range(len(jobs))]
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,8 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -189,6 +191,18 @@ def _check_group_scale(op: str, scale: Tensor, n: int, k: int) -> None:
             f"{op}: w_scale has shape {_shape(scale)}, wanted ({n}, groups) with groups dividing "
             f"K {k}"
         )
+
+
+def eps_bits(op: str, eps: float) -> int:
+    """Return the bits of a float32: kernels take no other numbers than integers.
+
+    Raises:
+        KernelError: what is added to a variance is negative, or 1 or more.
+    """
+    if not 0 <= eps < 1:
+        raise KernelError(f"{op}: eps {eps}, wanted 0 or more and less than 1")
+    bits: int = struct.unpack("<i", struct.pack("<f", eps))[0]
+    return bits
 
 
 def check_device(op: str, name: str, tensor: Tensor, x: Tensor) -> None:

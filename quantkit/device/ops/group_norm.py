@@ -5,13 +5,12 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
+from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
 from quantkit.device.ops.norm_rows import (
     INPUT_ARGS,
     INPUT_AXIS,
     check_input,
     codes_of,
-    eps_bits,
     input_word,
     sample_input,
 )

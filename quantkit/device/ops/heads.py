@@ -2,7 +2,6 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
-import struct
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops.attention import LARGEST_HEAD, PV_AXES
-from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
+from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -54,7 +53,7 @@ def _check_heads(op: Op, operands: Operands, options: Options) -> Problem:
         raise KernelError(f"{op.name}: groups of {group[0]} tokens, wanted 1 or {KEYS}")
     _check_devices(op, operands)
     words = (word, op.words("QK_X_FORMAT")[0], rotary)
-    numbers = streams.numbers | {"scales": scales, "eps": _bits(op.name, eps)}
+    numbers = streams.numbers | {"scales": scales, "eps": eps_bits(op.name, eps)}
     sizes = {"m": streams.tokens, "n": streams.rows, "k": lanes_of(d)} | numbers
     return Problem(words, sizes | dict(zip(("group",), group, strict=False)))
 
@@ -129,14 +128,6 @@ def _check_devices(op: Op, operands: Operands) -> None:
     for argument, tensor in zip(op.args, operands, strict=False):
         if tensor is not None:
             check_device(op.name, argument.name, tensor, given(operands[0]))
-
-
-def _bits(op: str, eps: float) -> int:
-    """Return the bits of a float32: kernels take no other numbers than integers."""
-    if not 0 <= eps < 1:
-        raise KernelError(f"{op}: eps {eps}, wanted 0 or more and less than 1")
-    bits: int = struct.unpack("<i", struct.pack("<f", eps))[0]
-    return bits
 
 
 def _shape(operands: Operands, options: Options) -> tuple[int, int, int]:

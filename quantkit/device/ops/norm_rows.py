@@ -1,14 +1,11 @@
 """What operations share that quantize what a norm gives: numbers per column, one static scale."""
 
-import struct
-
 import torch
 from torch import Tensor
 
 from quantkit.device.ops.checks import check_device, check_scalar, expect
 from quantkit.device.ops.op import Argument, Axis, Operands, Variant
 from quantkit.device.ops.quantize import quantize_static
-from quantkit.errors import KernelError
 
 #: What is done to a norm before it is quantized: bit 0 of the index smooths, bit 1 shifts.
 INPUT_AXIS = Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth"))
@@ -58,14 +55,3 @@ def sample_input(variant: Variant, columns: int, generator: torch.Generator) -> 
     smooth = torch.rand(columns, generator=generator) + 0.5 if "smooth" in words else None
     shift = torch.randn(columns, generator=generator) if "shift" in words else None
     return smooth, shift, torch.tensor([0.013])
-
-
-def eps_bits(op: str, eps: float) -> int:
-    """Return the bits of a float32 as an integer.
-
-    Raises:
-        KernelError: it is negative, or no number.
-    """
-    if not eps >= 0:
-        raise KernelError(f"{op}: eps {eps!r}, wanted 0 or more")
-    return int(struct.unpack("<i", struct.pack("<f", eps))[0])

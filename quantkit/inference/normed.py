@@ -1,0 +1,39 @@
+"""What a norm gives to packed layers: codes of it, in place of its 16 bit."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Normed(NamedTuple):
+    """An input as codes; has what processors of diffusers ask a tensor for before projecting it."""
+
+    #: uint8, (M, K)
+    codes: Tensor
+    #: float32, () or (1,) of static codes, (M,) of codes per token
+    scale: Tensor
+    #: of what the codes stand for: (..., K)
+    shape: torch.Size
+    #: which it would have, and which the layers' products have
+    dtype: torch.dtype
+
+    @property
+    def term(self) -> tuple[Tensor, Tensor]:
+        """Codes and their scale."""
+        return self.codes, self.scale
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: codes have no gradient."""
+        return False

@@ -1,0 +1,269 @@
+"""Transformer blocks of packed models whose norms end in codes; see ``norm_codes``.
+
+A block is replaced by exact class, as diffusers' own hand 16 bit from the norm to what reads it.
+What is computed is what diffusers computes, in its order; parameters and submodules are the same.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers.hooks._helpers import TransformerBlockRegistry
+from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from diffusers.models.normalization import AdaLayerNormZero, AdaLayerNormZeroSingle
+from diffusers.models.transformers.transformer_flux import (
+    FluxSingleTransformerBlock,
+    FluxTransformerBlock,
+)
+from torch import Tensor, nn
+
+from quantkit.inference.fusing import is_fused
+from quantkit.inference.modules import is_watched
+from quantkit.inference.norm_codes import Branch, Modulation, layer_normed, read_alike
+from quantkit.inference.norm_readers import layers_at
+from quantkit.inference.prompts import is_plain
+
+#: Where a block keeps the names of its norms whose readers read alike.
+_CODED = "quantkit_coded_norms"
+
+
+class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # diffusers' is untyped
+    """SD 1.5, SDXL and whatever has LayerNorms before self-attention, cross-attention and GEGLU."""
+
+    def forward(  # noqa: PLR0917  diffusers' signature
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        class_labels: Tensor | None = None,
+        added_cond_kwargs: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return what BasicTransformerBlock returns, (B, T, K)."""
+        context, options = encoder_hidden_states, cross_attention_kwargs or {}
+        if (
+            context is None
+            or not _is_usual(self, hidden_states)
+            or {"gligen", "scale"} & set(options)
+        ):
+            former: Tensor = super().forward(
+                hidden_states, attention_mask, context, encoder_attention_mask, timestep,
+                cross_attention_kwargs, class_labels, added_cond_kwargs,
+            )  # fmt: skip
+            return former
+        y: Any
+        x, y = layer_normed(self.norm1, _readers(self, "norm1"), hidden_states)
+        y = self.attn1(y, encoder_hidden_states=None, attention_mask=attention_mask, **options)
+        x, y = layer_normed(self.norm2, _readers(self, "norm2"), x, Branch(y))
+        y = self.attn2(
+            y,
+            encoder_hidden_states=context,
+            attention_mask=encoder_attention_mask,
+            **options,
+        )
+        x, y = layer_normed(self.norm3, _readers(self, "norm3"), x, Branch(y))
+        sum_: Tensor = self.ff(y) + x
+        return sum_
+
+
+class CodedJointBlock(JointTransformerBlock):  # type: ignore[misc]  # as above
+    """Stable Diffusion 3."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return what JointTransformerBlock returns: the text, if it goes on, and the picture."""
+        x, text, options = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
+        if self.training or self.use_dual_attention or self._chunk_size is not None:
+            y: tuple[Tensor | None, Tensor] = super().forward(x, text, temb, joint_attention_kwargs)
+            return y
+        normed, gate, *mlp = _adaptive(self, "norm1", x, temb)
+        if self.context_pre_only:
+            words: Any = self.norm1_context(text, temb)
+        else:
+            words, text_gate, *text_mlp = _adaptive(self, "norm1_context", text, temb)
+        a, b = self.attn(hidden_states=normed, encoder_hidden_states=words, **options)
+        x = _feed_forward(self, "", x, Branch(a, gate), mlp)
+        if self.context_pre_only:
+            return None, x
+        return _feed_forward(self, "_context", text, Branch(b, text_gate), text_mlp), x
+
+
+class CodedFluxBlock(FluxTransformerBlock):  # type: ignore[misc]  # as above
+    """FLUX's blocks of two streams."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what FluxTransformerBlock returns: the text's tokens and the picture's."""
+        x, text = hidden_states, encoder_hidden_states
+        normed, gate, *mlp = _adaptive(self, "norm1", x, temb)
+        words, text_gate, *text_mlp = _adaptive(self, "norm1_context", text, temb)
+        a, b, *prompted = self.attn(
+            hidden_states=normed,
+            encoder_hidden_states=words,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
+        x = _feed_forward(self, "", x, Branch(a, gate), mlp)
+        for added in prompted:
+            x = x + added
+        text = _feed_forward(self, "_context", text, Branch(b, text_gate), text_mlp)
+        return _clipped(text), x
+
+
+class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  # as above
+    """FLUX's blocks of one stream; attention and network are side by side as codes alone."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what FluxSingleTransformerBlock returns: the text's tokens and the picture's."""
+        words = encoder_hidden_states.shape[1]
+        x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        y, gate = _adaptive(self, "norm", x, temb)
+        hidden = self.act_mlp(self.proj_mlp(y))
+        options = joint_attention_kwargs or {}
+        heads = self.attn(hidden_states=y, image_rotary_emb=image_rotary_emb, **options)
+        x = _clipped(x + gate.unsqueeze(1) * _side_by_side(self.proj_out, heads, hidden))
+        return x[:, :words], x[:, words:]
+
+
+#: Block -> what replaces it, and its norms: of each, what reads it.
+_BLOCKS: Mapping[type, tuple[type, Mapping[str, tuple[str, ...]]]] = {
+    BasicTransformerBlock: (
+        CodedTransformerBlock,
+        {"norm1": ("attn1.to_qkv",), "norm2": ("attn2.to_q",), "norm3": ("ff",)},
+    ),
+    JointTransformerBlock: (
+        CodedJointBlock,
+        {
+            "norm1": ("attn.to_qkv",),
+            "norm1_context": ("attn.to_added_qkv",),
+            "norm2": ("ff",),
+            "norm2_context": ("ff_context",),
+        },
+    ),
+    FluxTransformerBlock: (
+        CodedFluxBlock,
+        {
+            "norm1": ("attn.to_qkv",),
+            "norm1_context": ("attn.to_added_qkv",),
+            "norm2": ("ff",),
+            "norm2_context": ("ff_context",),
+        },
+    ),
+    FluxSingleTransformerBlock: (
+        CodedFluxSingleBlock,
+        {"norm": ("attn.to_qkv", "proj_mlp")},
+    ),
+}
+
+
+def install(model: nn.Module) -> None:
+    """Let the norms of a packed model's blocks end in codes where their readers allow it."""
+    for module in model.modules():
+        if type(module) in _BLOCKS:
+            coded, norms = _BLOCKS[type(module)]
+            found = frozenset(n for n, paths in norms.items() if _can_share(module, paths))
+            if found:
+                setattr(module, _CODED, found)
+                module.__class__ = coded
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo ``install``."""
+    for module in model.modules():
+        if type(module) in _FORMER:
+            delattr(module, _CODED)
+            module.__class__ = _FORMER[type(module)]
+
+
+_FORMER = {coded: former for former, (coded, _) in _BLOCKS.items()}
+
+
+def _as_their_formers() -> None:
+    """Let diffusers know the classes as those that they replace.
+
+    It finds blocks to compile by the name of their class, and those to cache by a table of classes.
+    """
+    for coded, former in _FORMER.items():
+        # Pickles go by the qualified name.
+        coded.__name__ = former.__name__
+        with suppress(ValueError):  # not all are there
+            TransformerBlockRegistry.register(coded, replace(TransformerBlockRegistry.get(former)))
+
+
+_as_their_formers()
+
+
+def _can_share(block: Any, paths: tuple[str, ...]) -> bool:
+    layers = layers_at(block, paths)
+    return bool(layers) and read_alike(layers)
+
+
+def _readers(block: Any, norm: str) -> list[Any]:
+    """Return the layers that read a norm's codes now; none where something wants 16 bit."""
+    if norm not in getattr(block, _CODED) or block.training:
+        return []
+    return layers_at(block, _BLOCKS[_FORMER[type(block)]][1][norm])
+
+
+def _is_usual(block: Any, x: Tensor) -> bool:
+    """Tell whether a block is computed as SDXL's: LayerNorms, and nothing beside them."""
+    unusual = block.only_cross_attention or block.attn2 is None or block.pos_embed is not None
+    chunked = block._chunk_size is not None  # noqa: SLF001  diffusers has no other name for it
+    return block.norm_type == "layer_norm" and x.ndim == 3 and not (unusual or chunked)
+
+
+def _adaptive(block: Any, name: str, x: Tensor, emb: Tensor) -> tuple[Any, ...]:
+    """Return what AdaLayerNormZero and its kind return: the norm, and gates, scales and shifts."""
+    norm, readers = getattr(block, name), _readers(block, name)
+    parts = {AdaLayerNormZero: 6, AdaLayerNormZeroSingle: 3}.get(type(norm))
+    if not readers or parts is None or is_watched(norm) or getattr(norm, "emb", None) is not None:
+        found: tuple[Any, ...] = norm(x, emb=emb)
+        return found
+    shift, scale, *others = norm.linear(norm.silu(emb)).chunk(parts, dim=1)
+    _, y = layer_normed(norm.norm, readers, x, modulation=Modulation(scale, shift))
+    return y, *others
+
+
+def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[Tensor]) -> Tensor:
+    """Return tokens behind attention's branch and the network's; its shift, scale and gate."""
+    shift, scale, gate = mlp
+    name = f"norm2{suffix}"
+    readers = _readers(block, name)
+    x, y = layer_normed(getattr(block, name), readers, x, branch, Modulation(scale, shift))
+    sum_: Tensor = x + gate.unsqueeze(1) * getattr(block, f"ff{suffix}")(y)
+    return sum_
+
+
+def _side_by_side(layer: Any, *parts: Tensor) -> Tensor:
+    """Return the layer's output of parts (B, T, .), side by side: as codes where it takes them."""
+    if not (is_plain(layer) and layer.takes_parts) or is_fused(parts[0]):
+        y: Tensor = layer(torch.cat(parts, dim=2))
+        return y
+    return layer(layer.codes_of_parts(parts))  # type: ignore[no-any-return]  # a packed layer
+
+
+def _clipped(x: Tensor) -> Tensor:
+    # As diffusers' blocks do: float16 ends there.
+    return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
