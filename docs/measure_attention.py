@@ -1,12 +1,13 @@
 """Draw the demo's 64 prompts with attention in 16 bit and on codes, into folders of pictures.
 
 ``python docs/measure_attention.py FOLDER`` prints SSIM to the original's, and what becomes of the
-CLIP score; ``quantkit eval images FOLDER/original FOLDER/e4m3fn-1 --prompts FOLDER/prompts.txt
---clip eval/assets/clip`` the rest. Static scales are those of a calibration on 16 of the prompts
-and other seeds.
+CLIP score; ``quantkit eval images FOLDER/original FOLDER/e4m3fn-e4m3fn-1-dynamic --prompts
+FOLDER/prompts.txt --clip eval/assets/clip`` the rest. Static scales are those of a calibration on
+16 of the prompts and other seeds. A second argument takes fewer prompts.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import click
@@ -28,8 +29,8 @@ from quantkit.packing.attention import static_scales
 ASSETS = Path(__file__).parents[1] / "eval" / "assets"
 PROMPTS, BATCH = 64, 16
 SEEN, OTHER_SEED, MARGIN = 16, 1000, 2.0
-#: format of queries and keys, and the fewest keys
-SETTINGS = (("e4m3fn", 1), ("e4m3fn", 64), ("int8", 1), ("int8", 64))
+#: format of queries and keys, of probabilities and values, and the fewest keys
+SETTINGS = tuple(product(("e4m3fn", "int8"), ("e4m3fn", None), (1, 64)))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -73,7 +74,8 @@ def give_static_scales(pipe: DiffusionPipeline, prompts: Path, folder: Path) -> 
 def main() -> None:
     """Print a line for every setting."""
     folder = Path(sys.argv[1])
-    prompts = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")[:PROMPTS]
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else PROMPTS
+    prompts = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")[:count]
     pipe = DiffusionPipeline.from_pretrained(ASSETS / "pipeline", torch_dtype=torch.float32).to(
         DEVICE
     )
@@ -86,14 +88,15 @@ def main() -> None:
     for scales in ("dynamic", "static"):
         if scales == "static":
             give_static_scales(pipe, folder / "prompts.txt", folder)
-        for qk, min_keys in SETTINGS:
-            quantkit.attention(pipe, qk=qk, min_keys=min_keys)
-            pictures, rounded = draw(pipe, prompts, folder / f"{qk}-{min_keys}-{scales}")
+        for qk, pv, min_keys in SETTINGS:
+            quantkit.attention(pipe, qk=qk, pv=pv, min_keys=min_keys)
+            name = f"{qk}-{pv or 'f16'}-{min_keys}-{scales}"
+            pictures, rounded = draw(pipe, prompts, folder / name)
             pairs = zip(original, pictures, strict=True)
             scores = [structural_similarity(a, b, channel_axis=2, data_range=1.0) for a, b in pairs]
             found = clip_score(clip, rounded, prompts)
             click.echo(
-                f"{qk}, {min_keys} keys, {scales}: SSIM {np.mean(scores):.4f}, worst "
+                f"{qk}, {pv or 'f16'}, {min_keys} keys, {scales}: SSIM {np.mean(scores):.4f}, worst "
                 f"{np.min(scores):.4f}; CLIP score {found:.3f} ({found / wanted - 1:+.3%})"
             )
 
