@@ -4,9 +4,9 @@
 //   scale_g = amax_g / max(format)      1 where that is 0
 //   code = round(clamp(w / scale_g))    ties to even; a true division: reciprocals differ
 //
-// The bytes are those of quantkit/packing/encode.py, which is the oracle of the tests and the path
-// without a compiler. Vectors are the compiler's, for AVX2, AVX-512 and NEON from one source; loops
-// alone are left scalar by GCC 12, five times slower. A row at a time stays in the cache.
+// The bytes are those of quantkit/packing/torch_encode.py, which is the oracle of the tests and the
+// path without a compiler. Vectors are the compiler's, for AVX2, AVX-512 and NEON from one source;
+// loops alone are left scalar by GCC 12, five times slower. A row at a time stays in the cache.
 //
 // Layout of a row on its way: blocks of 32 columns, plane j of a block holds columns 4 l + j in
 // lane l. So the four of a 2:4 group are one lane of four vectors, and four codes become a word by
