@@ -96,8 +96,8 @@ def main() -> None:
             scores = [structural_similarity(a, b, channel_axis=2, data_range=1.0) for a, b in pairs]
             found = clip_score(clip, rounded, prompts)
             click.echo(
-                f"{qk}, {pv or 'f16'}, {min_keys} keys, {scales}: SSIM {np.mean(scores):.4f}, worst "
-                f"{np.min(scores):.4f}; CLIP score {found:.3f} ({found / wanted - 1:+.3%})"
+                f"{qk}, {pv or 'f16'}, {min_keys} keys, {scales}: SSIM {np.mean(scores):.4f}, "
+                f"worst {np.min(scores):.4f}; CLIP score {found:.3f} ({found / wanted - 1:+.3%})"
             )
 
 

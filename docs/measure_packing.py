@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -94,7 +95,10 @@ def main() -> None:
         scratch = Path(temporary)
         model = Path(sys.argv[1]) if len(sys.argv) > 1 else scratch / "unet"
         if len(sys.argv) == 1:
-            write_unet(model)
+            # In a process of its own: a process begins with the peak of who starts it.
+            writing = get_context("spawn").Process(target=write_unet, args=(model,))
+            writing.start()
+            writing.join()
         for name, recipe in RECIPES.items():
             file = scratch / "recipe.yaml"
             file.write_text(recipe)

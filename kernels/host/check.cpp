@@ -8,7 +8,6 @@
 // over integers without branches, which compilers turn into vectors.
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 namespace {
 
@@ -28,37 +27,27 @@ constexpr uint8_t kLargest[] = {0x7e, 0x7b, 0x7f, 0xff};
 constexpr uint8_t kZeroNibbles = 0x88;
 constexpr int kMaxFactor = 15;
 
-// Signed, so that numbers that are not positive are at most 0, and broken ones at least ``broken``.
-// The least and the largest of many are what compilers find by vectors.
-template <class Signed, bool kPositive>
-int64_t first_outside(const uint8_t* from, int64_t count, Signed broken) {
-  constexpr Signed kMagnitude = std::numeric_limits<Signed>::max();
-  constexpr Signed kLeast = kPositive ? 1 : 0;
-  const auto number = [&](int64_t i) {
-    Signed value;
-    std::memcpy(&value, from + i * sizeof value, sizeof value);
-    return kPositive ? value : Signed(value & kMagnitude);
-  };
-  for (int64_t first = 0; first < count; first += kStride) {
-    const int64_t stop = first + kStride < count ? first + kStride : count;
-    Signed low = kMagnitude, high = 0;
-    for (int64_t i = first; i < stop; ++i) {
-      const Signed value = number(i);
-      low = value < low ? value : low;
-      high = value > high ? value : high;
-    }
-    if (low >= kLeast && high < broken) continue;
-    for (int64_t i = first; i < stop; ++i)
-      if (number(i) < kLeast || number(i) >= broken) return i;
-  }
-  return kDone;
-}
-
+// Signed, so that numbers that are not positive are at most 0, and broken ones at least kBroken.
 template <class Signed>
 int64_t first_broken(const void* from, int64_t count, Signed broken, bool positive) {
   const uint8_t* bytes = static_cast<const uint8_t*>(from);
-  return positive ? first_outside<Signed, true>(bytes, count, broken)
-                  : first_outside<Signed, false>(bytes, count, broken);
+  constexpr Signed kMagnitude = Signed(~(uint64_t{1} << (8 * sizeof(Signed) - 1)));
+  const Signed low = positive ? 1 : 0;
+  const auto wrong = [&](int64_t i) {
+    Signed value;
+    std::memcpy(&value, bytes + i * sizeof value, sizeof value);
+    if (!positive) value &= kMagnitude;
+    return value < low || value >= broken;
+  };
+  for (int64_t first = 0; first < count; first += kStride) {
+    const int64_t stop = first + kStride < count ? first + kStride : count;
+    bool any = false;
+    for (int64_t i = first; i < stop; ++i) any |= wrong(i);
+    if (!any) continue;
+    for (int64_t i = first; i < stop; ++i)
+      if (wrong(i)) return i;
+  }
+  return kDone;
 }
 
 // What Python passes: quantkit/device/host/checker.py has the same fields.

@@ -48,8 +48,9 @@ def faults_of(component: PackedComponent, layer: str) -> Faults:
     Raises:
         OSError: the file cannot be read, or ends early.
     """
-    if checker.why_unavailable():
-        return _by_torch(component.parts(layer), component.config.layers[layer])
+    scheme = component.config.layers[layer]
+    if checker.why_unavailable() or scheme.weight.name not in checker.CODES:
+        return _by_torch(component.parts(layer), scheme)
     return _by_core(component, layer)
 
 

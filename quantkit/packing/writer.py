@@ -218,7 +218,7 @@ class _ShardFile:
         sinks = {p: Sink(self._target, self._slots[spec.name]) for p, spec in specs.items()}
         layer = self.plan.layer_of(info)
         if layer is None:
-            yield from _copy(source, sinks[""])
+            _copy(source, sinks[""])
         else:
             encoded = yield from encode_weight(layer.plan, source, sinks)
             _check_digests(layer, encoded.record)
@@ -300,13 +300,12 @@ def _write(file: _ShardFile, info: TensorInfo, biases: _Biases) -> Generator[Par
         other.write_bias(bias, correction)
 
 
-def _copy(source: SourceTensor, sink: Sink) -> Generator[Parts, None, None]:
+def _copy(source: SourceTensor, sink: Sink) -> None:
     width = ITEM_BYTES[source.info.dtype] if source.info.dtype in NUMBERS else 0
     for index, chunk in enumerate(source.chunks(COPY_BYTES)):
         if width:
             source.check_finite(chunk, index * COPY_BYTES // width)
-        yield [(sink.digest, chunk)]
-        sink.write(chunk)
+        sink.append(chunk)
 
 
 def _check_digests(layer: PlannedLayer, record: LayerRecord) -> None:

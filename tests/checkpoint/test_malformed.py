@@ -301,7 +301,7 @@ def test_newer_version(refused, packed, command):
     config = json.loads((packed / "config.json").read_text())
     config[CONFIG_KEY]["format_version"] = 9
     (packed / "config.json").write_text(json.dumps(config))
-    match = r"config\.json: .*format_version 9 is newer than 6, .*upgrade quantkit"
+    match = r"config\.json: .*format_version 9 is newer than 7, .*upgrade quantkit"
     refused(command, packed, match=match)
 
 

@@ -120,7 +120,7 @@ ZERO = "0" * 64
 
 #: name -> (how to break the rule, what the reader says); found without reading all bytes
 CHEAP = {
-    "config-newer": (of_config(lambda c: c.update(format_version=7)), "7 is newer than 6.*upgrade"),
+    "config-newer": (of_config(lambda c: c.update(format_version=8)), "8 is newer than 7.*upgrade"),
     "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
     "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
     "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
@@ -146,7 +146,7 @@ CHEAP = {
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
         "is listed 2 times",
     ),
-    "metadata-newer": (of_metadata(lambda m: m.update(format_version=7)), "7 is newer than 6"),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=8)), "8 is newer than 7"),
     "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
     "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
     "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),

@@ -8,7 +8,10 @@ from quantkit.device import log
 from tests.support.denoisers import INPUTS, tiny_denoiser
 from tests.support.loading import draw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that records graphs"),
+]
 
 
 def _answers(name, model, count=3):
