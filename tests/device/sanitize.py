@@ -14,6 +14,13 @@ from pathlib import Path
 
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1"
 CHILD = "QUANTKIT_SANITIZED"
+_ATTENTION = ((1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64))
+_NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
+#: first word of an operation's name -> sizes of the samples that it draws itself
+SAMPLED = {
+    **dict.fromkeys(("attention", "head", "value", "project"), _ATTENTION),
+    **dict.fromkeys(("group", "layer"), _NORMS),
+}
 
 
 def main():
@@ -76,9 +83,8 @@ def launch_all(variant, layout):
         for m, k in rows:
             quantize(variant, layout, m, k)
         return len(rows)
-    if kind in {"attention", "head", "value", "project"}:
-        sizes = [(1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64)]
-        return sum(sample(variant, layout, size, generator) for size in sizes)
+    if kind in SAMPLED:
+        return sum(sample(variant, layout, size, generator) for size in SAMPLED[kind])
     if variant.op.name == "gemm_w16":
         from tests.device.test_weight_only import SHAPES, case_of
 
