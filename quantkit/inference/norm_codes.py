@@ -5,24 +5,23 @@ made once, for queries, keys and values alike, and where an operation computes n
 pass (on a GPU), 16 bit between them are never written.
 
 Whoever waits for a call of a layer gets it, and so does an adapter: then the norm gives its 16 bit
-to all of them.
+to all of them. So it does where torch.compile quantizes by itself (``fusing``): its own kernel of
+norm and codes was the fastest.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.device.backends import Backend
+from quantkit.device.backends import Backend, forced
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
-from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
 from quantkit.inference.operators import operator_for
-from quantkit.inference.projections import JoinedLinear
-from quantkit.inference.prompts import is_plain
 
 #: Parts that belong to a layer's input.
 _OF_INPUT = ("input_scale", "input_smooth", "input_shift")
@@ -79,25 +78,26 @@ def layer_normed(
         modulation: of the norm.
     """
     x = x if branch is None else branch.added_to(x)
-    coded = bool(readers) and all(map(_is_plain, readers))
-    if coded and _is_one_pass(norm, readers[0], x):
+    if readers and _is_one_pass(norm, readers[0], x):
         return x, _in_one_pass(norm, readers[0], x, modulation)
     y = norm(x)
     if modulation is not None:
         y = y * (1 + modulation.scale[:, None]) + modulation.shift[:, None]
-    return x, readers[0].as_codes(y) if coded else y
+    return x, readers[0].as_codes(y) if readers else y
 
 
 def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
     """Tell whether one operation computes the norm and its codes."""
     if type(norm) is not nn.LayerNorm or is_watched(norm) or not reader.takes_parts:
         return False
-    same = all(t is None or t.dtype is x.dtype for t in (norm.weight, norm.bias))
-    # torch.compile writes both as one kernel itself where it quantizes.
-    if not same or is_fused(x) or x.shape[-1] % _ALIGNED:
+    numbers = norm._parameters  # noqa: SLF001  getattr takes ten times as long
+    weight, bias = numbers["weight"], numbers["bias"]
+    if weight is not None and weight.dtype is not x.dtype:
+        return False
+    if x.shape[-1] % _ALIGNED or (bias is not None and bias.dtype is not x.dtype):
         return False
     name = name_for("layer_norm_codes", reader.scheme.input.name)
-    found: bool = _has_kernel(name, str(x.device), x.shape[-1])
+    found: bool = _has_kernel(name, str(x.device), x.shape[-1], forced())
     return found
 
 
@@ -115,15 +115,12 @@ def _in_one_pass(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernel(op: str, device: str, k: int) -> bool:
+@lru_cache(maxsize=1024)
+def _has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
+    """Tell whether a kernel runs; ``asked`` is what ``choose`` finds for itself."""
+    del asked
     where = torch.device(device)
     return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU
-
-
-def _is_plain(layer: Any) -> bool:
-    if isinstance(layer, JoinedLinear):
-        return layer.is_whole and not is_watched(layer)
-    return is_plain(layer)
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -1,16 +1,20 @@
 """Which packed layers read a norm of a block, and whether anything else does."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from diffusers.models.activations import GEGLU, GELU, ApproximateGELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_flux import FluxAttention
+from torch import nn
 
 from quantkit.inference.attention import plain_class
 from quantkit.inference.feed_forward import GatedFeedForward
 from quantkit.inference.modules import is_watched
-from quantkit.inference.projections import JOINED
+from quantkit.inference.projections import JOINED, JoinedLinear
+from quantkit.inference.prompts import is_plain
 
 #: Networks and activations whose first layer is all that reads their input.
 _NETWORKS = (FeedForward, GatedFeedForward)
@@ -25,41 +29,129 @@ _PROCESSORS = frozenset({
 })  # fmt: skip
 
 
-def layers_at(block: Any, paths: tuple[str, ...]) -> list[Any]:
-    """Return the layers that read an input of a block; none where more than layers reads it.
+class Readers:
+    """The layers that read a norm of a block, found once; a call asks whether they still do.
+
+    Found anew, they would cost a call as much as the operation that they save.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        #: table, name and what stands there: adapters and ``set_processor`` put something else in
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        #: namespaces of modules that nobody may wait for
+        self._watched: list[dict[str, Any]] = []
+
+    def hold(self) -> bool:
+        """Tell whether nobody took a place, or waits for a call."""
+        for table, name, value in self._places:
+            if table.get(name) is not value:
+                return False
+        for own in self._watched:
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                return False
+        return True
+
+    def add(self, owner: nn.Module, names: Iterable[str]) -> None:
+        """Add layers of a module, where all are plain packed ones; else none reads codes."""
+        for name in names:
+            layer = self.module(owner, name)
+            if isinstance(layer, JoinedLinear):
+                if not layer.is_whole:
+                    raise _Unknown
+                attention, parts = layer.layers
+                for part in parts:
+                    self.module(attention, part)
+            elif not is_plain(layer):
+                raise _Unknown
+            self.layers.append(layer)
+
+    def module(self, owner: nn.Module, name: str) -> Any:
+        """Return a module's child, which nobody may replace or wait for from now on."""
+        found = owner._modules.get(name)  # noqa: SLF001  getattr takes ten times as long
+        if found is None or is_watched(found):
+            raise _Unknown
+        self._places.append((owner._modules, name, found))  # noqa: SLF001  as above
+        self._watched.append(vars(found))
+        return found
+
+    def value(self, owner: nn.Module, name: str) -> Any:
+        """Return a module's attribute, which nobody may replace from now on."""
+        found = vars(owner).get(name)
+        self._places.append((vars(owner), name, found))
+        return found
+
+
+class _Unknown(Exception):  # noqa: N818  no error: something else than packed layers reads the norm
+    """Something reads the norm that wants 16 bit."""
+
+
+def readers_at(block: nn.Module, paths: tuple[str, ...]) -> Readers | None:
+    """Return the layers that read an input of a block; None where more than layers reads it.
 
     Args:
         block: of diffusers.
         paths: a layer, a FeedForward, or an attention module and one of its layers or of JOINED,
             which stands for what it joins until that is done.
     """
-    found = [_layers(block, path) for path in paths]
-    return [layer for layers in found for layer in layers] if all(found) else []
+    found = Readers()
+    try:
+        for path in paths:
+            _add(found, block, path)
+    except _Unknown:
+        return None
+    return found
 
 
-def _layers(block: Any, path: str) -> list[Any]:
+def _add(found: Readers, block: nn.Module, path: str) -> None:
     owner, _, name = path.partition(".")
-    module = getattr(block, owner)
-    if not name:
-        return [module] if not isinstance(module, FeedForward) else _first_of(module)
-    if not _only_projects(module):
-        return []
-    if name not in JOINED:
-        return [getattr(module, name)]
-    fused = getattr(module, "fused_projections", False)
-    return [getattr(module, part, None) for part in ((name,) if fused else JOINED[name])]
+    if name:
+        module = found.module(block, owner)
+        _check_attention(found, module)
+        fused = found.value(module, "fused_projections")
+        found.add(module, (name,) if fused or name not in JOINED else JOINED[name])
+    elif isinstance(block._modules.get(owner), FeedForward):  # noqa: SLF001  as above
+        network = found.module(block, owner)
+        activation = found.module(found.module(network, "net"), "0")
+        if type(network) not in _NETWORKS or type(activation) not in _ACTIVATIONS:
+            raise _Unknown
+        found.add(activation, ("proj",))
+    else:
+        found.add(block, (owner,))
 
 
-def _first_of(network: Any) -> list[Any]:
-    activation = network.net[0]
-    if type(network) not in _NETWORKS or type(activation) not in _ACTIVATIONS:
-        return []
-    return [] if is_watched(network) or is_watched(activation) else [activation.proj]
-
-
-def _only_projects(attention: Any) -> bool:
-    """Tell whether attention does nothing to its input but project it."""
-    if type(attention) not in _ATTENTION or is_watched(attention):
-        return False
+def _check_attention(found: Readers, attention: Any) -> None:
+    """Refuse attention that does more to its input than project it."""
+    processor = found.value(attention, "processor")
     changed = any(getattr(attention, name, None) for name in _OTHERS)
-    return not changed and plain_class(attention.processor).__name__ in _PROCESSORS
+    known = type(attention) in _ATTENTION and plain_class(processor).__name__ in _PROCESSORS
+    if changed or not known:
+        raise _Unknown
+
+
+class CodedNorms:
+    """Which norms of a block end in codes, and their readers; a copy of the block finds its own."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self._found: dict[str, Readers] = {}
+
+    def layers(self, block: nn.Module, norm: str, paths: tuple[str, ...]) -> list[Any]:
+        """Return the layers that read a norm's codes in this call; none if 16 bit are wanted."""
+        if norm not in self.names:
+            return []
+        compiling = torch.compiler.is_compiling()
+        found = None if compiling else self._found.get(norm)
+        if found is None or not found.hold():
+            found = readers_at(block, paths)
+            if found is None:
+                return []
+            if not compiling:
+                self._found[norm] = found
+        return found.layers
+
+    def __deepcopy__(self, memo: object) -> "CodedNorms":
+        return CodedNorms(self.names)
+
+    def __reduce__(self) -> tuple[type["CodedNorms"], tuple[frozenset[str]]]:
+        return CodedNorms, (self.names,)

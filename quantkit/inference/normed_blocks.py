@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import is_watched
 from quantkit.inference.norm_codes import Branch, Modulation, layer_normed, read_alike
-from quantkit.inference.norm_readers import layers_at
+from quantkit.inference.norm_readers import CodedNorms, readers_at
 from quantkit.inference.prompts import is_plain
 
 #: Where a block keeps the names of its norms whose readers read alike.
@@ -56,16 +56,16 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
             )  # fmt: skip
             return former
         y: Any
-        x, y = layer_normed(self.norm1, _readers(self, "norm1"), hidden_states)
+        x, y = layer_normed(self.norm1, _readers(self, "norm1", hidden_states), hidden_states)
         y = self.attn1(y, encoder_hidden_states=None, attention_mask=attention_mask, **options)
-        x, y = layer_normed(self.norm2, _readers(self, "norm2"), x, Branch(y))
+        x, y = layer_normed(self.norm2, _readers(self, "norm2", x), x, Branch(y))
         y = self.attn2(
             y,
             encoder_hidden_states=context,
             attention_mask=encoder_attention_mask,
             **options,
         )
-        x, y = layer_normed(self.norm3, _readers(self, "norm3"), x, Branch(y))
+        x, y = layer_normed(self.norm3, _readers(self, "norm3", x), x, Branch(y))
         sum_: Tensor = self.ff(y) + x
         return sum_
 
@@ -185,7 +185,7 @@ def install(model: nn.Module) -> None:
             coded, norms = _BLOCKS[type(module)]
             found = frozenset(n for n, paths in norms.items() if _can_share(module, paths))
             if found:
-                setattr(module, _CODED, found)
+                setattr(module, _CODED, CodedNorms(found))
                 module.__class__ = coded
 
 
@@ -198,6 +198,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 _FORMER = {coded: former for former, (coded, _) in _BLOCKS.items()}
+_NORMS = dict(_BLOCKS.values())
 
 
 def _as_their_formers() -> None:
@@ -216,15 +217,16 @@ _as_their_formers()
 
 
 def _can_share(block: Any, paths: tuple[str, ...]) -> bool:
-    layers = layers_at(block, paths)
-    return bool(layers) and read_alike(layers)
+    readers = readers_at(block, paths)
+    return readers is not None and read_alike(readers.layers)
 
 
-def _readers(block: Any, norm: str) -> list[Any]:
+def _readers(block: Any, norm: str, x: Tensor) -> list[Any]:
     """Return the layers that read a norm's codes now; none where something wants 16 bit."""
-    if norm not in getattr(block, _CODED) or block.training:
+    if block.training or is_fused(x):
         return []
-    return layers_at(block, _BLOCKS[_FORMER[type(block)]][1][norm])
+    found: CodedNorms = getattr(block, _CODED)
+    return found.layers(block, norm, _NORMS[type(block)][norm])
 
 
 def _is_usual(block: Any, x: Tensor) -> bool:
@@ -236,12 +238,17 @@ def _is_usual(block: Any, x: Tensor) -> bool:
 
 def _adaptive(block: Any, name: str, x: Tensor, emb: Tensor) -> tuple[Any, ...]:
     """Return what AdaLayerNormZero and its kind return: the norm, and gates, scales and shifts."""
-    norm, readers = getattr(block, name), _readers(block, name)
+    norm, readers = getattr(block, name), _readers(block, name, x)
     parts = {AdaLayerNormZero: 6, AdaLayerNormZeroSingle: 3}.get(type(norm))
     if not readers or parts is None or is_watched(norm) or getattr(norm, "emb", None) is not None:
         found: tuple[Any, ...] = norm(x, emb=emb)
         return found
-    shift, scale, *others = norm.linear(norm.silu(emb)).chunk(parts, dim=1)
+    numbers = norm.linear(norm.silu(emb))
+    if readers[0].takes_parts and len(numbers) > 1:
+        # One copy for all: an operation reads whole rows.
+        shift, scale, *others = numbers.unflatten(1, (parts, -1)).transpose(0, 1).contiguous()
+    else:
+        shift, scale, *others = numbers.chunk(parts, dim=1)
     _, y = layer_normed(norm.norm, readers, x, modulation=Modulation(scale, shift))
     return y, *others
 
@@ -250,7 +257,7 @@ def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[
     """Return tokens behind attention's branch and the network's; its shift, scale and gate."""
     shift, scale, gate = mlp
     name = f"norm2{suffix}"
-    readers = _readers(block, name)
+    readers = _readers(block, name, x)
     x, y = layer_normed(getattr(block, name), readers, x, branch, Modulation(scale, shift))
     sum_: Tensor = x + gate.unsqueeze(1) * getattr(block, f"ff{suffix}")(y)
     return sum_
