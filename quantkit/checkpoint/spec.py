@@ -10,6 +10,8 @@ from typing import Any, Literal
 from quantkit._version import __version__
 from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
+from quantkit.checkpoint.rotated import KEY as ROTATED_KEY
+from quantkit.checkpoint.rotated import parse_rotated, rotated_to_json
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.models.quantizers import CONFIG_KEY
@@ -20,9 +22,9 @@ from quantkit.storage.tensorfile import ITEM_BYTES
 #: The newest version. Each checkpoint is written as the first that holds it, for older readers.
 FORMAT_VERSION = 7
 #: What versions brought: shifts and terms, integers, attention, its static scales, its ranks, its
-#: values in 16 bit.
+#: values in 16 bit and other bases of its queries and keys.
 _SHIFTS, _INTEGERS, _ATTENTION, _STATIC_ATTENTION, _FEWER_COLUMNS = 2, 3, 4, 5, 6
-_WIDE_VALUES = 7
+_WIDE_VALUES = _OTHER_BASES = 7
 FIRST_VERSION = 1
 QUANT_METHOD = "quantkit"
 
@@ -40,7 +42,7 @@ _BROUGHT = {
     _ATTENTION: "attention",
     _STATIC_ATTENTION: "static scales of attention",
     _FEWER_COLUMNS: "fewer columns of queries and keys",
-    _WIDE_VALUES: "probabilities and values in 16 bit",
+    _WIDE_VALUES: "probabilities and values in 16 bit, or another basis",
 }
 
 _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
@@ -79,6 +81,8 @@ class PackedConfig:
     schemes: tuple[SchemeEntry, ...]
     #: None: in 16 bit
     attention: PackedAttention | None = None
+    #: attention modules whose queries and keys have another basis than the published model's
+    rotated: tuple[str, ...] = ()
 
     @cached_property
     def layers(self) -> dict[str, Scheme]:
@@ -97,6 +101,7 @@ class PackedConfig:
             "format_version": self.format_version,
             "quantkit_version": self.quantkit_version,
             **attention,
+            **rotated_to_json(self.rotated),
             "schemes": [
                 {**scheme_to_json(entry.scheme), "layers": list(entry.layers)}
                 for entry in self.schemes
@@ -105,20 +110,26 @@ class PackedConfig:
 
 
 def make_config(
-    schemes: Mapping[str, Scheme], attention: PackedAttention | None = None
+    schemes: Mapping[str, Scheme],
+    attention: PackedAttention | None = None,
+    *,
+    rotated: tuple[str, ...] = (),
 ) -> PackedConfig:
     """Return the config of layers and their treatments, equal treatments gathered.
 
     Args:
         schemes: module path to treatment.
         attention: None: in 16 bit.
+        rotated: attention modules with another basis.
     """
     gathered: dict[Scheme, list[str]] = {}
     for layer, scheme in sorted(schemes.items()):
         gathered.setdefault(scheme, []).append(layer)
     entries = tuple(SchemeEntry(scheme, tuple(layers)) for scheme, layers in gathered.items())
-    needed = max(attention_version(attention), needed_version(schemes.values()))
-    return PackedConfig(needed, __version__, entries, attention)
+    needed = max(
+        attention_version(attention), needed_version(schemes.values()), _rotated_version(rotated)
+    )
+    return PackedConfig(needed, __version__, entries, attention, rotated)
 
 
 def attention_version(attention: PackedAttention | None) -> int:
@@ -130,6 +141,11 @@ def attention_version(attention: PackedAttention | None) -> int:
     if attention.fewer_columns:
         return _FEWER_COLUMNS
     return _STATIC_ATTENTION if attention.static else _ATTENTION
+
+
+def _rotated_version(rotated: tuple[str, ...]) -> int:
+    # A reader that ignored the key would let adapters in, which know the basis before.
+    return _OTHER_BASES if rotated else FIRST_VERSION
 
 
 def needed_version(schemes: Iterable[Scheme]) -> int:
@@ -151,7 +167,7 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
             value, a layer with two schemes.
     """
     check_version(config.get("format_version"), CONFIG_KEY)
-    check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY,))
+    check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY, ROTATED_KEY))
     if config["quant_method"] != QUANT_METHOD:
         raise CheckpointError(
             f"{CONFIG_KEY}: quant_method {config['quant_method']!r:.80}, wanted {QUANT_METHOD!r}"
@@ -171,14 +187,21 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     attention = None
     if ATTENTION_KEY in config:
         attention = parse_attention(config[ATTENTION_KEY], CONFIG_KEY)
-    needed = max(attention_version(attention), needed_version(entry.scheme for entry in entries))
+    rotated: tuple[str, ...] = ()
+    if ROTATED_KEY in config:
+        rotated = parse_rotated(config[ROTATED_KEY], CONFIG_KEY)
+    needed = max(
+        attention_version(attention),
+        needed_version(entry.scheme for entry in entries),
+        _rotated_version(rotated),
+    )
     if format_version < needed:
         what = _BROUGHT[needed]
         raise CheckpointError(
             f"{CONFIG_KEY}: format_version {format_version} with {what}, which came with "
             f"{needed}; pack the model again"
         )
-    return PackedConfig(format_version, version, entries, attention)
+    return PackedConfig(format_version, version, entries, attention, rotated)
 
 
 def check_version(found: object, where: str) -> None:

@@ -27,6 +27,7 @@ from quantkit.inference import (
     methods,
     projections,
     prompts,
+    rotated,
 )
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
@@ -181,6 +182,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         prompts.install(model)
         _install_blocks(model)
         attention.install(model, self.packed.attention)
+        rotated.install(model, self.packed.rotated)
         return model
 
     def _dequantize(self, model: Any) -> nn.Module:

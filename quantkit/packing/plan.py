@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoint.column_decisions import KEY as SPARSE_K
 from quantkit.checkpoint.filelist import MADE
+from quantkit.checkpoint.rotated import rotated_modules
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layer_plan import LayerPlan, plan_layers
@@ -151,7 +152,11 @@ def assemble_plan(
         treatments,
         smoothing,
         recipe.bias_correction,
-        make_config({name: layer.plan.scheme for name, layer in packed.items()}, attention.packed),
+        make_config(
+            {name: layer.plan.scheme for name, layer in packed.items()},
+            attention.packed,
+            rotated=rotated_modules(component.path / "config.json"),
+        ),
         plan_shards(component, told, packed, attention.tensors),
         tuple(file for file in others if is_weight(file)),
         tuple(file for file in others if not is_weight(file)),

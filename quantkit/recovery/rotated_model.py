@@ -67,7 +67,7 @@ def write_rotated(
 ) -> Calibration:
     """Write the model with its bases; it computes what it did, up to rounding.
 
-    Every other tensor and file is copied byte for byte.
+    Its config.json names the modules; every other tensor and file is copied byte for byte.
 
     Args:
         model: the source, with one denoiser.
@@ -87,7 +87,9 @@ def write_rotated(
     (component,) = model.components
     tensors = RotatedTensors(component, rotation)
     found = Recovered(component, tensors, (), trajectories=0, aside=0.0)
-    write_recovered(model, None, found, outputs.pipeline, None, force=force)
+    write_recovered(
+        model, None, found, outputs.pipeline, None, force=force, rotated=rotation.bases.keys()
+    )
     (written,) = open_model(str(outputs.pipeline), family=component.family.name).components
     name = find_component(component.name, tuple(calibration.layers), "calibration")
     digests = dict(calibration.metadata.digests[name])
