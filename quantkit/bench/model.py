@@ -175,7 +175,7 @@ def run_model_bench(
             for contender in contenders[len(found) :]
         ]
         progress("prepare models", len(contenders), len(contenders))
-        rows = _time(found, device, plan)
+        rows = _time(found, device, plan, settings.in_a_row)
         if settings.profile:
             rows = [
                 _profiled(row, ready.step, device) if ready else row
@@ -256,15 +256,24 @@ def _why_the_same(bench: _Bench, contender: ModelContender) -> str:
 
 
 def _time(
-    found: Sequence[_Ready | ModelRow], device: torch.device, plan: TimingPlan
+    found: Sequence[_Ready | ModelRow],
+    device: torch.device,
+    plan: TimingPlan,
+    in_a_row: int | None,
 ) -> list[ModelRow]:
     # Weights alone are many times the cache: no flush.
     watch = Stopwatch(device, cold=False)
     calls = {f.row.contender: f.step for f in found if isinstance(f, _Ready)}
     watch.warm_up(calls, plan.warmup)
-    samples = watch.rounds(calls, plan)
+    timings = {name: found.summary() for name, found in watch.rounds(calls, plan).items()}
+    rows = {}
+    if in_a_row is not None:
+        samples = watch.in_a_row(calls, in_a_row, plan)
+        rows = {name: found.summary() for name, found in samples.items()}
     return [
-        f if isinstance(f, ModelRow) else replace(f.row, timing=samples[f.row.contender].summary())
+        f
+        if isinstance(f, ModelRow)
+        else replace(f.row, timing=timings[f.row.contender], in_a_row=rows.get(f.row.contender))
         for f in found
     ]
 

@@ -36,6 +36,8 @@ class ModelBenchSettings:
     attention: tuple[str, ...] = ()
     #: attention over fewer keys stays torch's
     min_keys: int = 512
+    #: steps that are launched one after another and waited for once; None: not measured
+    in_a_row: int | None = None
     #: where packed files lie for a while; None: where the system keeps such
     scratch: Path | None = None
 
@@ -53,6 +55,8 @@ class ModelRow:
     error: float | None = None
     #: of one step
     timing: Timing | None = None
+    #: of one step of ``settings.in_a_row``; None where these were not measured
+    in_a_row: Timing | None = None
     #: of parameters and buffers, and over the float16 model's
     weight_bytes: int | None = None
     of_f16: float | None = None

@@ -102,15 +102,32 @@ class Stopwatch:
     def rounds(self, calls: Mapping[str, Call], plan: TimingPlan) -> dict[str, Samples]:
         """Return the times of every call, taken in turns; each round starts with another one."""
         found = {name: Samples([], []) for name in calls}
-        names, end = list(calls), time.perf_counter() + plan.seconds
-        for index in range(plan.repeats):
-            if index >= LEAST_ROUNDS and time.perf_counter() > end:
-                break
-            turn = index % len(names) if names else 0
-            order = names[turn:] + names[:turn]
+        for order in _orders(list(calls), plan):
             for name, (device_us, host_us) in self._round(order, calls):
                 found[name].device.append(device_us)
                 found[name].host.append(host_us)
+        return found
+
+    def in_a_row(
+        self, calls: Mapping[str, Call], times: int, plan: TimingPlan
+    ) -> dict[str, Samples]:
+        """Return the times per call of so many, one after another, that are waited for once.
+
+        What the host does for a call may pass while the device is at the one before. By the wall
+        clock, from the first call until the device is done; the cache is as calls leave it.
+        """
+        found = {name: Samples([], []) for name in calls}
+        for order in _orders(list(calls), plan):
+            for name in order:
+                self._wait()
+                start = time.perf_counter()
+                for _ in range(times):
+                    calls[name]()
+                queued = time.perf_counter()
+                self._wait()
+                done = time.perf_counter()
+                found[name].device.append((done - start) / times * 1e6)
+                found[name].host.append((queued - start) / times * 1e6)
         return found
 
     def _round(
@@ -154,6 +171,16 @@ class Stopwatch:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _orders(names: list[str], plan: TimingPlan) -> Iterator[list[str]]:
+    """Yield the order of every round, until the plan ends."""
+    end = time.perf_counter() + plan.seconds
+    for index in range(plan.repeats):
+        if index >= LEAST_ROUNDS and time.perf_counter() > end:
+            return
+        turn = index % len(names) if names else 0
+        yield names[turn:] + names[:turn]
 
 
 def _flush_bytes(device: torch.device) -> int:

@@ -97,6 +97,13 @@ def bench() -> None:
     help="For all rounds, at most; 5 rounds at least.",
 )
 @click.option(
+    "--in-a-row",
+    type=click.IntRange(2, MAX_COUNT),
+    metavar="N",
+    help="Also launch N steps one after another, as a pipeline does, and wait once: ms per step. "
+    "Takes --seconds once more.",
+)
+@click.option(
     "--estimate",
     metavar="CARD",
     help="Measure nothing: say what a step should take on this card (gfx1201, gfx1200, gfx1100, "
@@ -126,6 +133,7 @@ def model_command(
     device: str,
     repeats: int,
     seconds: float,
+    in_a_row: int | None,
     estimate: str | None,
     profile: bool,
     scratch: Path | None,
@@ -151,6 +159,7 @@ def model_command(
         fuse_projections=fuse_projections,
         attention=tuple(dict.fromkeys(attention)),
         min_keys=min_keys,
+        in_a_row=in_a_row,
         scratch=scratch,
     )
     if estimate is not None:

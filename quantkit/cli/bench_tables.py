@@ -68,10 +68,23 @@ def print_model_result(result: "ModelResult") -> None:
     print_table(
         title, (*columns, "error", "quantkit calls"), [_model_cells(row) for row in result.rows]
     )
+    _print_in_a_row(result)
     for row in result.rows:
         if row.reason:
             echo(f"{row.contender}: {row.verdict.value}: {row.reason}")
     _print_profiles([row for row in result.rows if row.profile])
+
+
+def _print_in_a_row(result: "ModelResult") -> None:
+    """Print what a step takes that nobody waits for, where it was measured."""
+    cells = [
+        (row.contender, *(f"{us / 1e3:.2f}" for us in (t.p50_us, t.p95_us, t.p99_us, t.host_us)))
+        for row in result.rows
+        if (t := row.in_a_row) is not None
+    ]
+    if cells:
+        title = f"{result.settings.in_a_row} steps in a row, waited for once: ms per step"
+        print_table(title, ("contender", "p50 ms", "p95", "p99", "host ms"), cells)
 
 
 def _model_cells(row: "ModelRow") -> tuple[object, ...]:

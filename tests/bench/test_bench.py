@@ -5,7 +5,9 @@ import os
 import signal
 import statistics
 import threading
+import time
 from dataclasses import replace
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -93,6 +95,26 @@ def test_contenders_take_turns():
 def test_rounds_end_by_time_or_by_number(seconds, rounds):
     samples = Stopwatch(CPU).rounds({"a": lambda: None}, TimingPlan(0, 9, seconds))
     assert len(samples["a"].device) == rounds
+
+
+def test_steps_in_a_row_are_waited_for_once(monkeypatch):
+    """A device of its own: calls are queued, and a wait takes 2 ms for each."""
+    queue, seen = [], []
+
+    def wait(_):
+        time.sleep(2e-3 * len(queue))
+        seen.append(tuple(queue))
+        queue.clear()
+
+    monkeypatch.setattr(Stopwatch, "_wait", wait)
+    calls = {name: partial(queue.append, name) for name in "ab"}
+    found = Stopwatch(CPU).in_a_row(calls, 4, TimingPlan(0, 5, 100))
+    assert [row for row in seen if row] == [(name,) * 4 for name in "abbaabbaab"]
+    for samples in found.values():
+        assert len(samples.device) == 5
+        assert min(samples.device) >= 2e3
+        # The host queued four before it waited.
+        assert max(samples.host) < min(samples.device)
 
 
 def test_warm_up_runs_do_not_count():

@@ -421,7 +421,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "cpu",
     ]
     arguments += ["--seconds", "0", "--contenders", "f16", "--contenders", "fp8-linear"]
-    arguments += ["--batch", "1", "--profile", "--channels-last"]
+    arguments += ["--batch", "1", "--profile", "--channels-last", "--in-a-row", "3"]
     done = CliRunner().invoke(model_command, [*arguments, "--save", str(saved)])
     assert done.exit_code == 0, done.output
     assert "milliseconds of one step" in done.output
@@ -438,7 +438,11 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "fuse_projections": False,
         "attention": [],
         "min_keys": 512,
+        "in_a_row": 3,
     }
+    assert "3 steps in a row, waited for once: ms per step" in done.output
+    for row in values["rows"]:
+        assert 0 < row["in_a_row"]["host_us"] <= row["in_a_row"]["p50_us"]
     dense, packed = (row["profile"] for row in values["rows"])
     assert {"name", "calls", "ms"} == set(values["rows"][0]["kernels"][0])
     assert packed["quantkit products"] > 0
