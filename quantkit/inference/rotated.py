@@ -25,8 +25,8 @@ _PROJECTIONS = frozenset({
 })  # fmt: skip
 #: How a processor calls projections of its own: to_k_ip of IP-Adapters, to_q_lora.
 _OWN = ("to_q", "to_k")
-#: peft's name for the layer inside an adapter's.
-_INSIDE = "base_layer"
+#: peft's names for the layer inside an adapter's, and inside one that replaces it.
+_INSIDE = frozenset({"base_layer", "original_module"})
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _refuse(module: nn.Module, name: str, child: Any) -> None:
     if not isinstance(mark, _Mark) or not isinstance(child, nn.Module):
         return
     inside = vars(child).get("_modules", {})
-    adapted = name in _PROJECTIONS and _INSIDE in inside
+    adapted = name in _PROJECTIONS and not _INSIDE.isdisjoint(inside)
     own = next((part for part in inside if part.startswith(_OWN)), "")
     if adapted or own:
         raise InputError(

@@ -12,7 +12,7 @@ from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.packing.masks import ChosenMask, stored_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from quantkit.calibration.hessian import Hessians
     from quantkit.calibration.statistics import Calibration, LayerStatistics
@@ -97,6 +97,17 @@ class Inputs:
                     "choose masks of pattern 2:4"
                 )
         return frozenset(self.masks)
+
+    def expected(self, layer: Layer) -> Iterator[tuple[str, str]]:
+        """Yield who says what a layer's source weight must hash to, and that."""
+        if layer.name in self.digests:
+            yield "calibration", self.digests[layer.name]
+        if self.masks is not None and layer.name in self.masks:
+            yield "masks", self.masks[layer.name].source_digest
+        if self.hessians is not None:
+            digests = self.hessians.digests_of(self.component)
+            if layer.name in digests:
+                yield "hessians", digests[layer.name]
 
     def statistics(self, layer: Layer) -> LayerStatistics:
         """Return the statistics of a layer's input.

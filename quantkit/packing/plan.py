@@ -289,7 +289,7 @@ def _plan_layer(
         rounder=rounder,
         blocks=blocks,
     )
-    return PlannedLayer(plan, tuple(_expected(layer, inputs)))
+    return PlannedLayer(plan, tuple(inputs.expected(layer)))
 
 
 def _shift(layer: Layer, scheme: Scheme, inputs: Inputs) -> Tensor:
@@ -371,18 +371,6 @@ def _factor(
     from quantkit.calibration.smoothing import input_factor
 
     return input_factor(smoothing, statistics, columns, activation, fmt)
-
-
-def _expected(layer: Layer, inputs: Inputs) -> Iterator[tuple[str, str]]:
-    """Yield who says what the source weight must hash to."""
-    if layer.name in inputs.digests:
-        yield "calibration", inputs.digests[layer.name]
-    if inputs.masks is not None and layer.name in inputs.masks:
-        yield "masks", inputs.masks[layer.name].source_digest
-    if inputs.hessians is not None:
-        digests = inputs.hessians.digests_of(inputs.component)
-        if layer.name in digests:
-            yield "hessians", digests[layer.name]
 
 
 def _static(

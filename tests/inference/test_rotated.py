@@ -107,7 +107,7 @@ def test_a_lora_of_queries_or_keys_is_refused(folders, projection):
     assert torch.equal(step(pipe.unet), alone)
 
 
-@pytest.mark.parametrize("how", ["copy", "pickle", "dequantized", "moved", "peft"])
+@pytest.mark.parametrize("how", ["copy", "pickle", "dequantized", "moved", "peft", "replaced"])
 def test_it_is_refused_whatever_became_of_the_model(folders, how):
     import peft
 
@@ -124,6 +124,10 @@ def test_it_is_refused_whatever_became_of_the_model(folders, how):
         if how == "peft":
             config = peft.LoraConfig(r=2, target_modules=[f"{SELF}.to_q"])
             peft.inject_adapter_in_model(config, model)
+        elif how == "replaced":
+            saved = [f"{SELF}.to_q"]
+            config = peft.LoraConfig(r=2, target_modules=[f"{SELF}.to_v"], modules_to_save=saved)
+            peft.get_peft_model(model, config)
         else:
             model.load_lora_adapter(lora(model, f"{SELF}.to_q"), prefix=None)
 
