@@ -10,17 +10,16 @@ norm and codes was the fastest.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.device.backends import Backend, forced
-from quantkit.device.choosing import choose
+from quantkit.device.backends import forced
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
+from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import operator_for
 
 #: Parts that belong to a layer's input.
@@ -97,7 +96,7 @@ def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
     if x.shape[-1] % _ALIGNED or (bias is not None and bias.dtype is not x.dtype):
         return False
     name = name_for("layer_norm_codes", reader.scheme.input.name)
-    found: bool = _has_kernel(name, str(x.device), x.shape[-1], forced())
+    found: bool = has_kernel(name, str(x.device), x.shape[-1], forced())
     return found
 
 
@@ -112,15 +111,6 @@ def _in_one_pass(
         rows, norm.weight, norm.bias, up, by, smooth, shift, scale, norm.eps, True, name
     )
     return Normed(codes, scale, x.shape, x.dtype)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=1024)
-def _has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
-    """Tell whether a kernel runs; ``asked`` is what ``choose`` finds for itself."""
-    del asked
-    where = torch.device(device)
-    return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import nn
 
-from quantkit.inference import feed_forward, norm_codes, projections
+from quantkit.inference import activation_codes, feed_forward, norm_codes, projections
 from quantkit.inference.attention import _quantized as quantized_processor
 from quantkit.inference.attention_call import AttentionSettings
 from quantkit.inference.normed_blocks import install, uninstall
@@ -130,7 +130,7 @@ def quantized(function):
         result = function()
     counts = {e.key: e.count for e in seen.key_averages() if e.key.startswith("quantkit::")}
     made = {word: sum(n for key, n in counts.items() if word in key)
-            for word in ("quantize_", "layer_norm_codes_")}  # fmt: skip
+            for word in ("quantize_", "layer_norm_codes_", "gelu_codes_")}  # fmt: skip
     return result, made
 
 
@@ -154,7 +154,7 @@ def test_layers_of_one_norm_share_its_codes_to_the_bit(case, name):
 @pytest.fixture
 def one_pass(monkeypatch):
     """Every device has an operation for norms, a CPU too."""
-    monkeypatch.setattr(norm_codes, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(norm_codes, "has_kernel", lambda *_: True)
 
 
 #: Norms before layers with static scales: of each block, those that become one operation.
@@ -196,6 +196,48 @@ def test_numbers_of_a_norm_that_are_written_over_are_read_again():
     (wanted,) = answer(model, inputs)
     assert float((found[0] - wanted).norm() / wanted.norm()) < 0.02
     assert float((found[0] - before[0]).norm() / wanted.norm()) > 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_single_blocks_activation_and_codes_are_one_operation(monkeypatch, name, dtype):
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
+    model, inputs = packed("flux, single", SCHEMES[name])
+    model.to(dtype)
+    inputs = {k: v if k == "image_rotary_emb" else v.to(dtype) for k, v in inputs.items()}
+    wanted = answer(model, inputs)
+    install(model)
+    found, made = quantized(lambda: answer(model, inputs))
+    # What is left: of the norm. No codes are put together.
+    assert (made["gelu_codes_"], made["quantize_"]) == (1, 1)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine - theirs).float().norm() / theirs.float().norm()) < 0.02
+
+
+@torch.no_grad()
+def test_networks_of_joint_blocks_end_their_activation_in_codes(monkeypatch):
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
+    model, inputs = packed("joint")
+    wanted = answer(model, inputs)
+    feed_forward.install(model)
+    install(model)
+    found, made = quantized(lambda: answer(model, inputs))
+    assert (made["gelu_codes_"], made["quantize_"]) == (2, CASES["joint"].together - 2)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["act_mlp", "proj_out"])
+def test_who_looks_at_a_single_blocks_activation_sees_16_bit(monkeypatch, path):
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
+    model, inputs = packed("flux, single")
+    wanted, seen = answer(model, inputs), []
+    install(model)
+    model[0].get_submodule(path).register_forward_hook(lambda *args: seen.append(args[-1]))
+    assert same(answer(model, inputs), wanted)
+    assert [type(y) for y in seen] == [torch.Tensor]
 
 
 def hooked(layer):
