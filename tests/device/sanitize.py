@@ -20,7 +20,7 @@ _ROWS = ((1, 1, 1), (7, 2, 17), (9, 2, 1025), (33, 3, 96), (5, 1, 2560))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
     **dict.fromkeys(("attention", "head", "value", "project"), _ATTENTION),
-    **dict.fromkeys(("group", "layer"), _NORMS),
+    **dict.fromkeys(("group", "layer", "sum"), _NORMS),
     "gelu": _ROWS,
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quantkit.device import compilers
+from quantkit.device.backends import Backend, use
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.quantize import quantize_static
 from quantkit.device.ops.table import OPS, name_for
@@ -187,3 +188,21 @@ def test_operands_that_do_not_fit_are_refused(change, error, text):
         arguments[place] = value
     with pytest.raises(error, match=f"gelu_codes_fp8: {text}"):
         operate("gelu_codes_fp8", *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize(
+    ("m", "k", "left"), [(7, 17, 0), (9, 1025, 0), (33, 2560, 512), (4608, 15360, 3072)]
+)
+def test_a_gpu_has_the_nearest_codes(variant, m, k, left):
+    generator = torch.Generator().manual_seed(m * k)
+    y = (torch.randn(m, k, generator=generator) * 2).to(DTYPES[variant.word("QK_IO")])
+    y[m // 2, k // 2] = torch.nan
+    x, beside = y[:, left:].contiguous(), y[:, :left].contiguous() if left else None
+    numbers = drawn(variant, k, 0.013)
+    given = (t if t is None else t.cuda() for t in (x, beside, *numbers))
+    options = (variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
+    with use(Backend.GPU):
+        found = operate(variant.op.name, *given, *options)
+    check(found.cpu(), x, beside, variant, numbers)
