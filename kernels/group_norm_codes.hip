@@ -1,21 +1,21 @@
 // q[n, t, c] = code(clamp((act(norm) - shift[c]) * smooth[c] / scale, -max, max)), with
 // norm = (x[n, t, c] + added[n, c] - mean) * (inverse * weight[c]) + bias[c]
 //
-// x       io [n, m, k], channels last        moments  f32 [n, groups, 2]: mean, inverse
-// (group_moments) added   io [n, k] or null: zeros           weight   io [k] or null: ones bias
-// f32 [k] or null: zeros             smooth, shift  f32 [k], read with QK_INPUT alone scale   f32
-// [1]                            q        codes [n, m, k] act is y / (1 + exp(-y)) with QK_SILU,
-// else y. The sum, the norm and act are rounded to io, as tensors between are. Any m and n, k a
-// multiple of 8; base pointers 16-byte aligned. NaN becomes the NaN code.
+// x       io [n, m, k], channels last        moments        f32 [n, groups, 2], of group_moments
+// added   io [n, k] or null: zeros           weight, bias   io [k] or null: ones, zeros
+// scale   f32 [1]                            smooth, shift  f32 [k], read with QK_INPUT alone
+// q       codes [n, m, k]
+// act is silu with QK_SILU, else it gives y. The sum, the norm and act are rounded to io, as
+// tensors between are. Any m and n, k a multiple of 8; base pointers 16-byte aligned. NaN becomes
+// the NaN code.
 //
 // Launch: 256 threads, grid (ceil(k / 256), n * ceil(m / 64), 1); lanes as norm_slab.h says.
+#include "activation.h"
 #include "norm_slab.h"
 
 namespace {
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
-constexpr bool kSilu = QK_ACT == QK_SILU;
-constexpr float kLog2E = 1.4426950408889634f;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
 using Values = float[qk::kSlabRun];
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
@@ -48,11 +48,7 @@ struct Channels {
   QK_DEVICE void apply(Values& values) const {
     QK_UNROLL for (int e = 0; e < qk::kSlabRun; ++e) {
       const float y = qk::rounded<kIo>(qk::add_rounded((values[e] - mean[e]) * factor[e], bias[e]));
-      values[e] = y;
-      if constexpr (kSilu) {
-        const float below = 1.0f + qk::approx_exp2(-y * kLog2E);
-        values[e] = qk::rounded<kIo>(y * qk::approx_reciprocal(below));
-      }
+      values[e] = QK_ACT == QK_IDENTITY ? y : qk::rounded<kIo>(qk::activate<QK_ACT>(y));
     }
   }
 };

@@ -1,12 +1,14 @@
 // q[i, j] = code(clamp((y[i, j] - shift[j]) * smooth[j] / scale, -max, max)), with
 // y = ((x[i, j] - mean_i) * inverse_i * weight[j] + bias[j]) * (1 + up[b, j]) + by[b, j]
+// With QK_SUM all of that is of x + gate[b, j] * added[i, j], which is written, too.
 //
 // x       io [m, k]                          weight, bias   io [k] or null: ones, zeros
 // up, by  io [m / rows, k] or null           smooth, shift  f32 [k], read with QK_INPUT alone
 // scale   f32 [1]                            q              codes [m, k]
+// added   io [m, k], sum io [m, k]           gate           io [m / rows, k] or null: ones
 // mean_i is the row's mean where `centred`, else 0 (RMSNorm); inverse_i = 1 / sqrt(mean of squared
-// distances from it + eps). The norm, 1 + up, their product and the sum are rounded to io, as
-// tensors between are; row i is modulated by b = i / rows. Any m, k a multiple of 8; base pointers
+// distances from it + eps). Norm, 1 + up, products and sums are rounded to io, as tensors between
+// are; row i is modulated by b = i / rows. Any m, k a multiple of 8; base pointers
 // 16-byte aligned; eps are the bits of a float32. A NaN in a row makes all its codes NaN.
 //
 // Launch: 256 threads, grid (ceil(m / 8), 1, 1): a wave has a row. Lane l takes the 8 values at
@@ -46,16 +48,44 @@ QK_DEVICE float sum_of_lanes(float sum) {
   return sum;
 }
 
+/// What is normed: x, or x + gate * added.
+struct Source {
+  const Memory* x;
+#if QK_SUM
+  const Memory* added;
+  const Memory* gate;
+#endif
+
+  /// further: beyond `start`, the lane's first column, in steps that are known to the compiler.
+  QK_DEVICE typename Run::Raw load_raw(int start, int further) const {
+    const typename Run::Raw raw = Run::load_raw(x + start + further, true, kRun);
+#if QK_SUM
+    Values values, more, factors;
+    Run::widen(values, raw);
+    Run::widen(more, Run::load_raw(added + start + further, true, kRun));
+    if (gate != nullptr) {
+      Run::widen(factors, Run::load_raw(gate + start + further, true, kRun));
+      QK_UNROLL for (int e = 0; e < kRun; ++e)
+        more[e] = qk::rounded<kIo>(factors[e] * more[e]);
+    }
+    QK_UNROLL for (int e = 0; e < kRun; ++e)
+      values[e] = qk::add_rounded(values[e], more[e]);
+    return Run::narrow(values);
+#else
+    return raw;
+#endif
+  }
+};
+
 /// A row: the lane's runs, held or read again.
 struct Row {
-  const Memory* x;
+  Source source;
   int k;
   typename Run::Raw held[kHeld];
 
-  QK_DEVICE Row(const Memory* from, int columns, int start) : x(from), k(columns) {
+  QK_DEVICE Row(const Source& from, int columns, int start) : source(from), k(columns) {
     QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (start + step * kStep < k)
-        held[step] = Run::load_raw(x + start + step * kStep, true, kRun);
+      if (start + step * kStep < k) held[step] = source.load_raw(start, step * kStep);
     }
   }
 
@@ -70,7 +100,7 @@ struct Row {
       each(values, column);
     }
     QK_NO_UNROLL for (int column = start + kHeld * kStep; column < k; column += kStep) {
-      Run::widen(values, Run::load_raw(x + column, true, kRun));
+      Run::widen(values, source.load_raw(column, 0));
       each(values, column);
     }
   }
@@ -100,14 +130,31 @@ QK_DEVICE void modulate(Values& values, const Memory* up, const Memory* by) {
 }  // namespace
 
 QK_KERNEL(QK_THREADS)
-QK_SYMBOL(const void* x, const void* weight, const void* bias, const void* up, const void* by,
-          const float* smooth, const float* shift, const float* scale, qk::u8* q, int m, int k,
-          int rows, int centred, int eps) {
+QK_SYMBOL(const void* x,
+#if QK_SUM
+          const void* added, const void* gate,
+#endif
+          const void* weight, const void* bias, const void* up, const void* by, const float* smooth,
+          const float* shift, const float* scale,
+#if QK_SUM
+          void* sum,
+#endif
+          qk::u8* q, int m, int k, int rows, int centred, int eps) {
   const int index = qk::block_x() * kRows + qk::wave_index();
   const int start = qk::thread_index() % qk::kWave * kRun;
   // All waves take part: those without a row do the last one's, and write nothing.
   const int mine = index < m ? index : m - 1;
-  const Row row(static_cast<const Memory*>(x) + static_cast<qk::i64>(mine) * k, k, start);
+#if QK_SUM
+  const qk::i64 first = static_cast<qk::i64>(mine) * k;
+  const auto* const gates = static_cast<const Memory*>(gate);
+  const Source source{static_cast<const Memory*>(x) + first,
+                      static_cast<const Memory*>(added) + first,
+                      gates == nullptr ? gates : gates + static_cast<qk::i64>(mine / rows) * k};
+  Memory* const sums = static_cast<Memory*>(sum) + first;
+#else
+  const Source source{static_cast<const Memory*>(x) + static_cast<qk::i64>(mine) * k};
+#endif
+  const Row row(source, k, start);
   float mean = 0.0f;
   if (centred != 0) {
     row.for_each(start, [&](const Values& values, int) {
@@ -136,6 +183,9 @@ QK_SYMBOL(const void* x, const void* weight, const void* bias, const void* up, c
   qk::u8* const codes = q + static_cast<qk::i64>(mine) * k;
   row.for_each(start, [&](const Values& values, int column) {
     Values y, numbers;
+#if QK_SUM
+    Run::store_raw(sums + column, Run::narrow(values));
+#endif
     QK_UNROLL for (int e = 0; e < kRun; ++e)
       y[e] = (values[e] - mean) * inverse;
     if (weight != nullptr) {

@@ -24,9 +24,11 @@
 // Bits of QK_INPUT: what is done to x before it is quantized.
 #define QK_SMOOTH 1
 #define QK_SHIFT 2
-// Of QK_ACT: what stands between a norm and its codes.
+// Of QK_ACT: what stands between a norm or a product and its codes.
 #define QK_IDENTITY 0
 #define QK_SILU 1
+#define QK_GELU 2
+#define QK_TANH 3  // gelu with tanh
 
 // Probabilities and values of attention: QK_PV.
 #define QK_PV_E4M3FN 0

@@ -48,6 +48,19 @@ struct RunOf {
       values[e] = Type::widen(raw.vectors[e / kPerLoad].v[e % kPerLoad]);
   }
 
+  static QK_DEVICE Raw narrow(const f32 (&values)[kCount]) {
+    Raw raw;
+    QK_UNROLL for (int e = 0; e < kCount; ++e)
+      raw.vectors[e / kPerLoad].v[e % kPerLoad] = Type::round(values[e]);
+    return raw;
+  }
+
+  /// x is a multiple of 16 bytes.
+  static QK_DEVICE void store_raw(Memory* x, const Raw& raw) {
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p)
+      store(x + p * kPerLoad, raw.vectors[p]);
+  }
+
   /// Largest magnitude, as f32 bits: they compare as the values do, with NaN above everything.
   static QK_DEVICE u32 amax_bits(const Raw& raw) {
     u32 best = 0;

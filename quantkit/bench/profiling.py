@@ -14,8 +14,8 @@ GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
         ("quantkit products", r"^(gemm|conv|geglu)_fp8|^quantkit::(gemm|conv|geglu)"),
-        ("quantize", r"^quantize_fp8|^quantkit::quantize"),
-        ("norms", r"^triton_.*norm|layer_norm|group_norm|rowwise_?moments|rms_?norm|welford"),
+        ("quantize", r"^(quantize|gelu_codes)_fp8|^quantkit::(quantize|gelu_codes)"),
+        ("norms", r"^triton_.*norm|(layer|sum|group)_norm|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),
         ("attention", r"flash|fmha|attention|softmax"),
         ("convolutions", r"conv|fprop|winograd|nchwto|nhwcto"),

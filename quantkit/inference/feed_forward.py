@@ -1,21 +1,24 @@
-"""GEGLU networks of packed models: the first layer's kernel gates and quantizes for the second.
+"""Networks of packed models: what stands between their layers ends in codes for the second one.
 
-diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads both to
-multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the codes are
-all that leaves the first product (``device.ops.geglu``). On the CPU, and wherever somebody looks at
-a layer or moves it (hooks, offloading), the modules are called one by one.
+With GEGLU, diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads
+both to multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the
+codes are all that leaves the first product (``device.ops.geglu``). With GELU or SiLU activation and
+codes are one pass over the product (``activation_codes``). On the CPU, and wherever somebody looks
+at a layer or moves it (hooks, offloading), the modules are called one by one.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from diffusers.models.activations import GEGLU
+from diffusers.models.activations import GEGLU, GELU, LinearActivation
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
+from quantkit.inference.activation_codes import activated, is_one_pass, word_of
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
@@ -36,21 +39,38 @@ class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own cla
         return y
 
 
+class ActivatedFeedForward(FeedForward):  # type: ignore[misc]  # as above
+    """A FeedForward with GELU or SiLU whose last layer is packed."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what FeedForward returns, (..., dim_out), in one pass where that is possible."""
+        activation, dropout, down, *others = self.net
+        plain = not (self.training or is_watched(dropout))
+        if not plain or not is_one_pass(activation, down, hidden_states):
+            y: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return y
+        y = down(activated(activation, down, activation.proj(hidden_states)))
+        for module in others:
+            y = module(y)
+        return y
+
+
 def install(model: nn.Module) -> None:
-    """Let the GEGLU networks of a packed model fuse where their layers allow it."""
+    """Let the networks of a packed model fuse where their layers allow it."""
     for module in model.modules():
-        if type(module) is FeedForward and _fits(module):
-            module.__class__ = GatedFeedForward
+        if type(module) is FeedForward:
+            fitting = (coded for coded, fits in _CLASSES.items() if fits(module))
+            module.__class__ = next(fitting, FeedForward)
 
 
 def uninstall(model: nn.Module) -> None:
     """Undo ``install``."""
     for module in model.modules():
-        if type(module) is GatedFeedForward:
+        if type(module) in _CLASSES:
             module.__class__ = FeedForward
 
 
-def _fits(module: FeedForward) -> bool:
+def _fits_gated(module: FeedForward) -> bool:
     up, down = getattr(module.net[0], "proj", None), module.net[2]
     if type(module.net[0]) is not GEGLU or type(up) is not PackedLinear:
         return False
@@ -61,6 +81,20 @@ def _fits(module: FeedForward) -> bool:
     # A kernel writes codes of the kind that it reads.
     same_kind: bool = up.scheme.input.is_integer is down.scheme.input.is_integer
     return same_kind
+
+
+def _fits_activated(module: FeedForward) -> bool:
+    activation, _, down, *_ = module.net
+    if type(activation) not in (GELU, LinearActivation) or word_of(activation) is None:
+        return False
+    return type(down) is PackedLinear and down.takes_parts
+
+
+#: What a network becomes -> whether it can.
+_CLASSES: Mapping[type[FeedForward], Callable[[FeedForward], bool]] = {
+    GatedFeedForward: _fits_gated,
+    ActivatedFeedForward: _fits_activated,
+}
 
 
 def _is_fused(device: torch.device, up: Any, down: Any) -> bool:

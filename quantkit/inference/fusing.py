@@ -8,12 +8,14 @@ differ from the operator's where the compiler's division is a last place off.
 import torch
 from torch import Tensor
 
+from quantkit.inference.normed import Normed
+
 #: NVIDIA's first compute capability with instructions that convert to FP8.
 _FIRST_FP8 = (8, 9)
 
 
-def is_fused(x: Tensor) -> bool:
-    """Tell whether ``x`` is quantized by what torch.compile makes of plain PyTorch.
+def is_fused(x: Tensor | Normed) -> bool:
+    """Tell whether an input like ``x`` is quantized by what torch.compile makes of plain PyTorch.
 
     Only on NVIDIA GPUs that convert to FP8 themselves: no Radeon card was at hand to see what
     Triton makes of it there, and on the CPU quantkit's own kernel is what is to be validated.

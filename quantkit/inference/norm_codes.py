@@ -10,17 +10,16 @@ norm and codes was the fastest.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.device.backends import Backend, forced
-from quantkit.device.choosing import choose
+from quantkit.device.backends import forced
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
+from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import operator_for
 
 #: Parts that belong to a layer's input.
@@ -45,6 +44,12 @@ class Branch(NamedTuple):
     def added_to(self, x: Tensor) -> Tensor:
         """Return the sum as diffusers' blocks compute it."""
         return x + (self.x if self.gate is None else self.gate.unsqueeze(1) * self.x)
+
+    def is_like(self, x: Tensor) -> bool:
+        """Tell whether all is of x's dtype and shape, so that nothing is widened in the sum."""
+        gate = self.gate
+        plain = gate is None or (gate.dtype is x.dtype and gate.shape[1:] == x.shape[2:])
+        return plain and self.x.dtype is x.dtype and self.x.shape == x.shape
 
 
 def read_alike(layers: Sequence[Any]) -> bool:
@@ -77,16 +82,20 @@ def layer_normed(
         branch: is added before.
         modulation: of the norm.
     """
+    if branch is not None and not branch.is_like(x):
+        x, branch = branch.added_to(x), None
+    if readers and _is_one_pass(norm, readers[0], x, modulation):
+        if branch is None:
+            return x, _in_one_pass(norm, readers[0], x, modulation)
+        return _summed_in_one_pass(norm, readers[0], x, branch, modulation)
     x = x if branch is None else branch.added_to(x)
-    if readers and _is_one_pass(norm, readers[0], x):
-        return x, _in_one_pass(norm, readers[0], x, modulation)
     y = norm(x)
     if modulation is not None:
         y = y * (1 + modulation.scale[:, None]) + modulation.shift[:, None]
     return x, readers[0].as_codes(y) if readers else y
 
 
-def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
+def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor, modulation: Modulation | None) -> bool:
     """Tell whether one operation computes the norm and its codes."""
     if type(norm) is not nn.LayerNorm or is_watched(norm) or not reader.takes_parts:
         return False
@@ -96,31 +105,46 @@ def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor) -> bool:
         return False
     if x.shape[-1] % _ALIGNED or (bias is not None and bias.dtype is not x.dtype):
         return False
+    if modulation is not None and modulation.scale.dtype is not x.dtype:
+        return False
     name = name_for("layer_norm_codes", reader.scheme.input.name)
-    found: bool = _has_kernel(name, str(x.device), x.shape[-1], forced())
+    found: bool = has_kernel(name, str(x.device), x.shape[-1], forced())
     return found
 
 
 def _in_one_pass(
     norm: nn.LayerNorm, reader: PackedLinear, x: Tensor, modulation: Modulation | None
 ) -> Normed:
+    operator = operator_for("layer_norm_codes", reader.scheme.input.name)
+    codes: Tensor = operator(_rows(x), *_between(norm, reader, modulation))
+    return Normed(codes, reader.static_scale, x.shape, x.dtype)
+
+
+def _summed_in_one_pass(
+    norm: nn.LayerNorm,
+    reader: PackedLinear,
+    x: Tensor,
+    branch: Branch,
+    modulation: Modulation | None,
+) -> tuple[Tensor, Normed]:
+    """Return the sum, and the codes of its norm."""
+    operator = operator_for("sum_norm_codes", reader.scheme.input.name)
+    others = _between(norm, reader, modulation)
+    total, codes = operator(_rows(x), _rows(branch.x), branch.gate, *others)
+    return total.reshape(x.shape), Normed(codes, reader.static_scale, x.shape, x.dtype)
+
+
+def _between(
+    norm: nn.LayerNorm, reader: PackedLinear, modulation: Modulation | None
+) -> tuple[Any, ...]:
+    """Return the operands behind what is normed, and the options."""
     up, by = modulation or (None, None)
-    smooth, shift, scale = reader.changes_of_input
-    name = reader.scheme.input.name
-    rows = x.reshape(-1, x.shape[-1])
-    codes: Tensor = operator_for("layer_norm_codes", name)(
-        rows, norm.weight, norm.bias, up, by, smooth, shift, scale, norm.eps, True, name
-    )
-    return Normed(codes, scale, x.shape, x.dtype)
+    numbers = (norm.weight, norm.bias, up, by, *reader.changes_of_input)
+    return *numbers, norm.eps, True, reader.scheme.input.name
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=1024)
-def _has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
-    """Tell whether a kernel runs; ``asked`` is what ``choose`` finds for itself."""
-    del asked
-    where = torch.device(device)
-    return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -4,21 +4,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from diffusers.models.activations import GEGLU, GELU, ApproximateGELU
+from diffusers.models.activations import GEGLU, GELU, ApproximateGELU, LinearActivation
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import nn
 
 from quantkit.inference.attention import plain_class
-from quantkit.inference.feed_forward import GatedFeedForward
+from quantkit.inference.feed_forward import ActivatedFeedForward, GatedFeedForward
 from quantkit.inference.modules import is_watched
 from quantkit.inference.projections import JOINED, JoinedLinear
 from quantkit.inference.prompts import is_plain
 
 #: Networks and activations whose first layer is all that reads their input.
-_NETWORKS = (FeedForward, GatedFeedForward)
-_ACTIVATIONS = (GEGLU, GELU, ApproximateGELU)
+_NETWORKS = (FeedForward, GatedFeedForward, ActivatedFeedForward)
+_ACTIVATIONS = (GEGLU, GELU, ApproximateGELU, LinearActivation)
 _ATTENTION = (Attention, FluxAttention)
 #: What else attention may do to its input.
 _OTHERS = ("spatial_norm", "group_norm", "residual_connection")

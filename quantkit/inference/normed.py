@@ -1,4 +1,4 @@
-"""What a norm gives to packed layers: codes of it, in place of its 16 bit."""
+"""What a norm or an activation gives to packed layers: codes of it, in place of its 16 bit."""
 
 from typing import NamedTuple
 
@@ -32,6 +32,11 @@ class Normed(NamedTuple):
     def device(self) -> torch.device:
         """Where the codes are."""
         return self.codes.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """True on a GPU."""
+        return self.codes.is_cuda
 
     @property
     def requires_grad(self) -> bool:

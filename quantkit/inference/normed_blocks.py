@@ -19,6 +19,7 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor, nn
 
+from quantkit.inference.activation_codes import activated, is_one_pass
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import is_watched
 from quantkit.inference.norm_codes import Branch, Modulation, layer_normed, read_alike
@@ -140,10 +141,10 @@ class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  #
         words = encoder_hidden_states.shape[1]
         x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         y, gate = _adaptive(self, "norm", x, temb)
-        hidden = self.act_mlp(self.proj_mlp(y))
+        hidden = self.proj_mlp(y)
         options = joint_attention_kwargs or {}
         heads = self.attn(hidden_states=y, image_rotary_emb=image_rotary_emb, **options)
-        x = _clipped(x + gate.unsqueeze(1) * _side_by_side(self.proj_out, heads, hidden))
+        x = _clipped(x + gate.unsqueeze(1) * _projected(self, heads, hidden))
         return x[:, :words], x[:, words:]
 
 
@@ -263,12 +264,16 @@ def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[
     return sum_
 
 
-def _side_by_side(layer: Any, *parts: Tensor) -> Tensor:
-    """Return the layer's output of parts (B, T, .), side by side: as codes where it takes them."""
-    if not (is_plain(layer) and layer.takes_parts) or is_fused(parts[0]):
+def _projected(block: Any, heads: Tensor, hidden: Tensor) -> Tensor:
+    """Return what a block of one stream makes of heads and its network's first layer (B, T, .)."""
+    layer, activation = block.proj_out, block.act_mlp
+    if not block.training and is_one_pass(activation, layer, hidden, heads.shape[2]):
+        return layer(activated(activation, layer, hidden, heads))  # type: ignore[no-any-return]  # a packed layer
+    parts = (heads, activation(hidden))
+    if not (is_plain(layer) and layer.takes_parts) or is_fused(heads):
         y: Tensor = layer(torch.cat(parts, dim=2))
         return y
-    return layer(layer.codes_of_parts(parts))  # type: ignore[no-any-return]  # a packed layer
+    return layer(layer.codes_of_parts(parts))  # type: ignore[no-any-return]  # as above
 
 
 def _clipped(x: Tensor) -> Tensor:

@@ -16,10 +16,12 @@ SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1"
 CHILD = "QUANTKIT_SANITIZED"
 _ATTENTION = ((1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64))
 _NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
+_ROWS = ((1, 1, 1), (7, 2, 17), (9, 2, 1025), (33, 3, 96), (5, 1, 2560))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
     **dict.fromkeys(("attention", "head", "value", "project"), _ATTENTION),
-    **dict.fromkeys(("group", "layer"), _NORMS),
+    **dict.fromkeys(("group", "layer", "sum"), _NORMS),
+    "gelu": _ROWS,
 }
 
 

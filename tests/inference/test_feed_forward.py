@@ -1,4 +1,4 @@
-"""GEGLU networks of packed models: one operator instead of four, and when it is not taken."""
+"""Networks of packed models: one operator instead of several, and when it is not taken."""
 
 import copy
 
@@ -9,9 +9,14 @@ from torch import nn
 
 from quantkit.device import log
 from quantkit.errors import KernelError, ShapeError
-from quantkit.inference import feed_forward
-from quantkit.inference.feed_forward import GatedFeedForward, install
-from quantkit.numerics.formats import E4M3FN, E5M2
+from quantkit.inference import activation_codes, feed_forward
+from quantkit.inference.feed_forward import (
+    ActivatedFeedForward,
+    GatedFeedForward,
+    install,
+    uninstall,
+)
+from quantkit.numerics.formats import E4M3FN, E5M2, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
@@ -57,6 +62,7 @@ def network(up, down, *, bias=True, activation="geglu", dim=32):
 def fusing(monkeypatch):
     """Every device fuses, a CPU too."""
     monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
 
 
 def operators(function):
@@ -97,7 +103,7 @@ def test_layers_that_do_not_allow_it_stay_apart(name):
     assert type(model[0]) is FeedForward
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu-approximate", "geglu-approximate", "swiglu"])
+@pytest.mark.parametrize("activation", ["geglu-approximate", "swiglu"])
 def test_other_activations_stay_as_they_are(activation):
     model = network(PLAIN, PLAIN, activation=activation)
     install(model)
@@ -169,6 +175,141 @@ def test_it_compiles_without_a_graph_break():
     assert called["geglu_fp8"] == 1
 
 
+# ----------------------------------------------------------------------------- GELU and SiLU
+
+#: Activations of diffusers' networks.
+ACTIVATED = ("gelu", "gelu-approximate", "linear-silu")
+#: Of the layer behind the activation; the one before it is PLAIN.
+READERS = {
+    **{name: FUSED[name] for name in ("static", "sparse", "smooth", "shift")},
+    "int8": Scheme(INT8, PerChannel(), None, STATIC),
+    "groups": Scheme(E4M3FN, PerGroup(16), None, STATIC),
+}
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATED)
+@pytest.mark.parametrize("name", READERS)
+def test_an_activation_and_its_codes_are_one_operation(name, activation, dtype):
+    down = READERS[name]
+    model = network(PLAIN, down, activation=activation).to(dtype)
+    x = torch.randn(2, 5, 32).to(dtype)
+    apart = model(x)
+    install(model)
+    assert type(model[0]) is ActivatedFeedForward
+    found, called = operators(lambda: model(x))
+    assert found.dtype is dtype
+    # A few codes are a place off, up to 1/8 of their value.
+    assert float((found - apart).float().norm() / apart.float().norm()) < 0.02
+    kind = "int8" if down.input is INT8 else "fp8"
+    assert called[f"gelu_codes_{kind}"] == 1
+    # The first layer's input alone.
+    assert sum(n for key, n in called.items() if key.startswith("quantize")) == 1
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize(
+    "up", [None, Scheme(E4M3FN, PerChannel(), None, TOKEN)], ids=["dense", "token"]
+)
+def test_any_layer_may_stand_before_an_activation(up):
+    model, x = network(up, PLAIN, activation="gelu"), torch.randn(3, 32)
+    apart = model(x)
+    install(model)
+    found, called = operators(lambda: model(x))
+    assert called["gelu_codes_fp8"] == 1
+    assert float((found - apart).norm() / apart.norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    "down",
+    [
+        scheme
+        for name, (_, scheme) in APART.items()
+        if name in {"down dense", "down token", "down terms"}
+    ],
+    ids=["dense", "token", "terms"],
+)
+def test_readers_that_take_no_static_codes_stay_apart(down):
+    model = network(PLAIN, down, activation="gelu")
+    install(model)
+    assert type(model[0]) is FeedForward
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        lambda ff: ff.net[0].register_forward_hook(lambda *_: None),
+        lambda ff: ff.net[0].activation.register_forward_hook(lambda *_: None),
+        lambda ff: ff.net[1].register_forward_hook(lambda *_: None),
+        lambda ff: ff.net[2].register_forward_pre_hook(lambda *_: None),
+        lambda ff: wrapped(ff.net[0]),
+        lambda ff: wrapped(ff.net[2]),
+        lambda ff: ff.net.__setitem__(2, nn.Sequential(ff.net[2])),
+        lambda ff: ff.train(),
+    ],
+    ids=["hook", "inner hook", "dropout", "pre-hook", "first", "last", "adapter", "training"],
+)
+def test_who_looks_behind_an_activation_sees_16_bit(disturb):
+    model, x = network(PLAIN, PLAIN, activation="linear-silu"), torch.randn(3, 32)
+    apart = model(x)
+    install(model)
+    disturb(model[0])
+    found, called = operators(lambda: model(x))
+    assert called == {"quantize_fp8_static": 2, "gemm_fp8": 2}
+    assert torch.equal(found, apart)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fusing")
+def test_who_looks_at_the_first_layer_sees_it_called():
+    model, x = network(PLAIN, PLAIN, activation="gelu"), torch.randn(3, 32)
+    wanted, seen = model[0].net[0].proj(x), []
+    install(model)
+    model[0].net[0].proj.register_forward_hook(lambda *args: seen.append(args[-1]))
+    _, called = operators(lambda: model(x))
+    assert called["gelu_codes_fp8"] == len(seen) == 1
+    assert torch.equal(seen[0], wanted)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fusing")
+def test_a_final_dropout_is_called():
+    model, x = network(PLAIN, PLAIN, activation="gelu"), torch.randn(3, 32)
+    model[0].net.append(nn.Dropout(0.5).eval())
+    install(model)
+    before = model(x)
+    model[0].net[3].register_forward_hook(lambda _, __, y: 2 * y)
+    assert torch.equal(model(x), 2 * before)
+
+
+@torch.no_grad()
+def test_a_cpu_has_no_kernel_for_activations():
+    model, x = network(PLAIN, PLAIN, activation="gelu"), torch.randn(3, 32)
+    apart = model(x)
+    install(model)
+    assert torch.equal(model(x), apart)
+    uninstall(model)
+    assert type(model[0]) is FeedForward
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize("activation", ACTIVATED)
+def test_an_activated_network_compiles_without_a_graph_break(activation):
+    model, x = network(PLAIN, PLAIN, activation=activation), torch.randn(2, 5, 32)
+    install(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+    _, called = operators(lambda: compiled(x))
+    assert called["gelu_codes_fp8"] == 1
+
+
 # ------------------------------------------------------------------------------------ the operation
 
 
@@ -238,4 +379,25 @@ def test_a_gpu_gates_in_the_product(name, compiled):
     # One by one rounds to float16 twice more: a few codes are a place off, 1/16 of their value.
     error = (found - apart).norm() / apart.norm()
     assert float(error) < 0.01
+    assert not model(x[:0]).numel()
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("activation", ACTIVATED)
+def test_a_gpu_activates_and_quantizes_in_one_pass(activation, compiled):
+    model = network(PLAIN, PLAIN, activation=activation, dim=64).half().cuda()
+    x = torch.randn(3, 50, 64, device="cuda").half()
+    apart = model(x).float()
+    install(model)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True) if compiled else model
+    with log.record() as seen:
+        found = step(x).float()
+    calls = sum(count for (op, *_), count in seen.calls.items() if op == "gelu_codes_fp8")
+    # The compiler's kernel does the same.
+    assert calls == (0 if compiled else 1)
+    assert float((found - apart).norm() / apart.norm()) < 0.01
     assert not model(x[:0]).numel()

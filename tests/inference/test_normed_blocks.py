@@ -16,9 +16,10 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import nn
 
-from quantkit.inference import feed_forward, norm_codes, projections
+from quantkit.inference import activation_codes, feed_forward, norm_codes, projections
 from quantkit.inference.attention import _quantized as quantized_processor
 from quantkit.inference.attention_call import AttentionSettings
+from quantkit.inference.norm_codes import Branch
 from quantkit.inference.normed_blocks import install, uninstall
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel
@@ -130,7 +131,7 @@ def quantized(function):
         result = function()
     counts = {e.key: e.count for e in seen.key_averages() if e.key.startswith("quantkit::")}
     made = {word: sum(n for key, n in counts.items() if word in key)
-            for word in ("quantize_", "layer_norm_codes_")}  # fmt: skip
+            for word in ("quantize_", "layer_norm_", "sum_norm_", "gelu_codes_")}  # fmt: skip
     return result, made
 
 
@@ -154,11 +155,18 @@ def test_layers_of_one_norm_share_its_codes_to_the_bit(case, name):
 @pytest.fixture
 def one_pass(monkeypatch):
     """Every device has an operation for norms, a CPU too."""
-    monkeypatch.setattr(norm_codes, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(norm_codes, "has_kernel", lambda *_: True)
 
 
-#: Norms before layers with static scales: of each block, those that become one operation.
+#: Norms before layers with static scales: of each block, those that become one operation, and of
+#: these those with the sum before them.
 NORMS = {"basic": 3, "joint": 4, "joint, last": 2, "joint, dual": 0, "flux": 4, "flux, single": 1}
+SUMS = {"basic": 2, "joint": 2, "joint, last": 1, "joint, dual": 0, "flux": 2, "flux, single": 0}
+
+
+def norms_of(case):
+    """Return how many norms without a sum become one operation, and how many with it."""
+    return NORMS[case] - SUMS[case], SUMS[case]
 
 
 @torch.no_grad()
@@ -173,13 +181,47 @@ def test_norm_and_codes_are_one_operation(case, name, dtype):
     wanted = answer(model, inputs)
     install(model)
     found, made = quantized(lambda: answer(model, inputs))
-    assert made["layer_norm_codes_"] == (0 if name == "token" else NORMS[case])
+    norms = (made["layer_norm_"], made["sum_norm_"])
+    assert norms == ((0, 0) if name == "token" else norms_of(case))
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.dtype is dtype
         # A sum in another order takes a few codes to the next place, 1/8 of their value.
         assert float((mine - theirs).float().norm() / theirs.float().norm()) < 0.02
     if name == "token":
         assert same(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("one_pass")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case, count in SUMS.items() if count])
+def test_a_sum_in_the_norms_operation_is_diffusers_to_the_bit(monkeypatch, case, dtype):
+    model, inputs = packed(case)
+    model.to(dtype)
+    inputs = {k: v if k == "image_rotary_emb" else v.to(dtype) for k, v in inputs.items()}
+    install(model)
+    found, made = quantized(lambda: answer(model, inputs))
+    monkeypatch.setattr(Branch, "is_like", lambda *_: False)
+    wanted, apart = quantized(lambda: answer(model, inputs))
+    assert (made["sum_norm_"], apart["sum_norm_"]) == (SUMS[case], 0)
+    assert made["layer_norm_"] + SUMS[case] == apart["layer_norm_"]
+    assert same(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("one_pass")
+def test_a_sum_of_another_dtype_is_made_before():
+    model, inputs = packed("joint")
+    model.half()
+    inputs = {k: v.half() for k, v in inputs.items()}
+    attend = model[0].attn.processor
+    model[0].attn.processor = lambda *args, **kwargs: [t.float() for t in attend(*args, **kwargs)]
+    wanted = answer(model, inputs)
+    install(model)
+    found, made = quantized(lambda: answer(model, inputs))
+    assert (made["layer_norm_"], made["sum_norm_"]) == (0, 0)
+    assert same(found, wanted)
+    assert {t.dtype for t in found} == {torch.float32}
 
 
 @torch.no_grad()
@@ -196,6 +238,48 @@ def test_numbers_of_a_norm_that_are_written_over_are_read_again():
     (wanted,) = answer(model, inputs)
     assert float((found[0] - wanted).norm() / wanted.norm()) < 0.02
     assert float((found[0] - before[0]).norm() / wanted.norm()) > 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_single_blocks_activation_and_codes_are_one_operation(monkeypatch, name, dtype):
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
+    model, inputs = packed("flux, single", SCHEMES[name])
+    model.to(dtype)
+    inputs = {k: v if k == "image_rotary_emb" else v.to(dtype) for k, v in inputs.items()}
+    wanted = answer(model, inputs)
+    install(model)
+    found, made = quantized(lambda: answer(model, inputs))
+    # What is left: of the norm. No codes are put together.
+    assert (made["gelu_codes_"], made["quantize_"]) == (1, 1)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine - theirs).float().norm() / theirs.float().norm()) < 0.02
+
+
+@torch.no_grad()
+def test_networks_of_joint_blocks_end_their_activation_in_codes(monkeypatch):
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
+    model, inputs = packed("joint")
+    wanted = answer(model, inputs)
+    feed_forward.install(model)
+    install(model)
+    found, made = quantized(lambda: answer(model, inputs))
+    assert (made["gelu_codes_"], made["quantize_"]) == (2, CASES["joint"].together - 2)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["act_mlp", "proj_out"])
+def test_who_looks_at_a_single_blocks_activation_sees_16_bit(monkeypatch, path):
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
+    model, inputs = packed("flux, single")
+    wanted, seen = answer(model, inputs), []
+    install(model)
+    model[0].get_submodule(path).register_forward_hook(lambda *args: seen.append(args[-1]))
+    assert same(answer(model, inputs), wanted)
+    assert [type(y) for y in seen] == [torch.Tensor]
 
 
 def hooked(layer):
@@ -427,4 +511,4 @@ def test_they_compile_without_a_graph_break(case):
         torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True)
     )
     _, made = quantized(lambda: compiled(**inputs))
-    assert made["layer_norm_codes_"] == NORMS[case]
+    assert (made["layer_norm_"], made["sum_norm_"]) == norms_of(case)

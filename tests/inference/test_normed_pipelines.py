@@ -62,7 +62,7 @@ def test_pictures_are_the_same_to_the_bit(make, component, tmp_path, monkeypatch
     model = getattr(pipe, component)
     assert coded(model)
     found = draw(pipe, height=64, width=64)
-    monkeypatch.setattr(norm_codes, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(norm_codes, "has_kernel", lambda *_: True)
     one_pass = draw(pipe, height=64, width=64)
     uninstall(model)
     wanted = draw(pipe, height=64, width=64)
@@ -121,7 +121,7 @@ def test_one_operation_moves_a_step_as_little_as_rounding_its_input_does(bundled
         inputs["sample"] = torch.randn_like(inputs["sample"])
         wanted = first_tensor(unet(**inputs))
         with monkeypatch.context() as patch:
-            patch.setattr(norm_codes, "_has_kernel", lambda *_: True)
+            patch.setattr(norm_codes, "has_kernel", lambda *_: True)
             with log.record() as seen:
                 moved.append(error(first_tensor(unet(**inputs)), wanted))
         assert any("layer_norm_codes_fp8" in called for called in seen.calls)

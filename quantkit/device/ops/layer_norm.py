@@ -1,6 +1,10 @@
-"""LayerNorm and RMSNorm of rows, with their modulation, and the codes of what they give."""
+"""LayerNorm and RMSNorm of rows, or of a sum, with their modulation, and the codes of them."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +18,17 @@ from quantkit.device.ops.norm_rows import (
     input_word,
     sample_input,
 )
-from quantkit.device.ops.op import Argument, Budget, Op, Operands, Options, Output, Problem, Variant
+from quantkit.device.ops.op import (
+    Argument,
+    Axis,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
 from quantkit.device.ops.products import CODES, IO, K, M, formats
 from quantkit.errors import ShapeError
 from quantkit.numerics import norms
@@ -58,28 +72,60 @@ def layer_norm_codes(
     return codes_of(y, smooth, shift, scale, fmt)
 
 
+def sum_norm_codes(
+    x: Tensor,
+    added: Tensor,
+    gate: Tensor | None,
+    *operands: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return ``x + gate * added`` in x's dtype, as torch rounds it, and ``layer_norm_codes`` of it.
+
+    Args:
+        x: as there.
+        added: as x.
+        gate: (B, K) of x's dtype, for M / B rows each, or None for ones.
+        operands: as there, from ``weight`` on.
+    """
+    total = x + (added if gate is None else _for_rows(gate, x) * added)
+    return total, layer_norm_codes(total, *operands)
+
+
 def _for_rows(numbers: Tensor, x: Tensor) -> Tensor:
     return numbers.repeat_interleave(x.shape[0] // max(numbers.shape[0], 1), dim=0)
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
-    x, weight, bias, up, by, smooth, shift, scale = operands
-    x, (eps, centred, fmt) = given(x), options
+    x, *others = operands
+    return _check_norm(op, given(x), None, tuple(others), options)
+
+
+def _check_sum(op: Op, operands: Operands, options: Options) -> Problem:
+    x, added, gate, *others = operands
+    x, added = given(x), given(added)
+    expect(op.name, "added", added, x.dtype, tuple(x.shape))
+    check_device(op.name, "added", added, x)
+    return _check_norm(op, x, gate, tuple(others), options)
+
+
+def _check_norm(
+    op: Op, x: Tensor, gate: Tensor | None, operands: Operands, options: Options
+) -> Problem:
+    (weight, bias, up, by, smooth, shift, scale), (eps, centred, fmt) = operands, options
     word = io_word(op.name, x.dtype)
     if x.ndim != 2 or x.shape[1] % _ALIGNED:
         raise ShapeError(
             f"{op.name}: x is {tuple(x.shape)}, wanted (M, K), K a multiple of {_ALIGNED}"
         )
     check_input(op.name, x, (weight, bias, smooth, shift), given(scale))
-    batch = _check_modulation(op.name, x, up, by)
-    words = (word, fmt, input_word(smooth, shift))
+    batch = _check_modulation(op.name, x, {"gate": gate, "up": up, "by": by})
+    words = (word, fmt, input_word(smooth, shift), "")
     sizes = {"m": x.shape[0], "k": x.shape[1], "rows": x.shape[0] // batch or 1}
     return Problem(words, sizes | {"centred": int(centred), "eps": eps_bits(op.name, eps)})
 
 
-def _check_modulation(op: str, x: Tensor, up: Tensor | None, by: Tensor | None) -> int:
+def _check_modulation(op: str, x: Tensor, rows: Mapping[str, Tensor | None]) -> int:
     """Return how many rows of modulation there are, 1 where there is none."""
-    given_ones = {name: t for name, t in (("up", up), ("by", by)) if t is not None}
+    given_ones = {name: t for name, t in rows.items() if t is not None}
     batches = {t.shape[0] for t in given_ones.values()} or {1}
     for name, tensor in given_ones.items():
         expect(op, name, tensor, x.dtype, (tensor.shape[0], x.shape[1]))
@@ -93,6 +139,11 @@ def _check_modulation(op: str, x: Tensor, up: Tensor | None, by: Tensor | None) 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
     del options
     return ((tuple(given(operands[0]).shape), torch.uint8),)
+
+
+def _sum_and_codes(operands: Operands, options: Options) -> tuple[Output, ...]:
+    x, codes = given(operands[0]), _outputs(operands, options)
+    return ((tuple(x.shape), x.dtype), *codes)
 
 
 def _sample(
@@ -109,32 +160,48 @@ def _sample(
     return operands, (1e-6, n % 3 > 0, variant.word("QK_X_FORMAT"))
 
 
+def _sample_sum(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    (x, *others), options = _sample(variant, sizes, generator)
+    x = given(x)
+    added = torch.randn(x.shape, generator=generator).to(x.dtype)
+    batch = 2 if len(x) % 2 == 0 else 1
+    gate = torch.randn(batch, x.shape[1], generator=generator).to(x.dtype)
+    return (x, added, None if sizes[1] % 5 == 0 else gate, *others), options
+
+
 _EXACT = Budget(0.0, 0.0, (0.0, 0.0), "sums have one order, and every step is rounded once")
 _WEIGHT, _BIAS, *_QUANTIZED = INPUT_ARGS
+_X, _CODES = Argument("x", "io", "[m, k]"), Argument("q", "u8", "[m, k]", written=True)
+_BETWEEN = (
+    *(_WEIGHT, _BIAS, Argument("up", "io", "[m // rows, k]", null="zeros")),
+    *(Argument("by", "io", "[m // rows, k]", null="zeros"), *_QUANTIZED),
+)
+_NUMBERS = (M, K, *(Argument(name, "i32") for name in ("rows", "centred", "eps")))
+_ADDED = (
+    Argument("added", "io", "[m, k]"),
+    Argument("gate", "io", "[m // rows, k]", null="ones"),
+)
+_SCHEMA = (
+    "Tensor? weight, Tensor? bias, Tensor? up, Tensor? by, Tensor? smooth, Tensor? shift, "
+    "Tensor scale, float eps, bool centred, str x_format)"
+)
+_FORMULA = (
+    "(clamp((y - shift[j]) * smooth[j] / scale[0], -max, max)), y = ((x[i, j] - mean_i) / "
+    "sqrt(variance_i + eps) * weight[j] + bias[j]) * (1 + up[i / rows, j]) + by[i / rows, j]"
+)
 
 
-def _op(kind: str) -> Op:
+def _norm(kind: str) -> Op:
     return Op(
         name=f"layer_norm_codes_{kind}",
         family="layer_norm_codes",
         source="layer_norm_codes.hip",
-        formula=(
-            f"q[i, j] = {kind}(clamp((y - shift[j]) * smooth[j] / scale[0], -max, max)), "
-            "y = ((x[i, j] - mean_i) / sqrt(variance_i + eps) * weight[j] + bias[j]) * "
-            "(1 + up[i / rows, j]) + by[i / rows, j]"
-        ),
-        schema=(
-            "(Tensor x, Tensor? weight, Tensor? bias, Tensor? up, Tensor? by, Tensor? smooth, "
-            "Tensor? shift, Tensor scale, float eps, bool centred, str x_format) -> Tensor"
-        ),
-        axes=(IO, formats("X", kind), INPUT_AXIS),
-        args=(
-            *(Argument("x", "io", "[m, k]"), _WEIGHT, _BIAS),
-            Argument("up", "io", "[m // rows, k]", null="zeros"),
-            Argument("by", "io", "[m // rows, k]", null="zeros"),
-            *(*_QUANTIZED, Argument("q", "u8", "[m, k]", written=True), M, K),
-            *(Argument(name, "i32") for name in ("rows", "centred", "eps")),
-        ),
+        formula=f"q[i, j] = {kind}{_FORMULA}",
+        schema=f"(Tensor x, {_SCHEMA} -> Tensor",
+        axes=(IO, formats("X", kind), INPUT_AXIS, Axis("QK_SUM", ("",))),
+        args=(_X, *_BETWEEN, _CODES, *_NUMBERS),
         k_multiple=_ALIGNED,
         check=_check,
         outputs=_outputs,
@@ -144,4 +211,25 @@ def _op(kind: str) -> Op:
     )
 
 
-OPS = tuple(_op(kind) for kind in CODES)
+def _of_sum(kind: str) -> Op:
+    return replace(
+        _norm(kind),
+        name=f"sum_norm_codes_{kind}",
+        family="sum_norm_codes",
+        formula=(
+            f"q is layer_norm_codes_{kind} of sum[i, j] = x[i, j] + gate[i / rows, j] * added[i, j]"
+        ),
+        schema=f"(Tensor x, Tensor added, Tensor? gate, {_SCHEMA} -> (Tensor, Tensor)",
+        axes=(IO, formats("X", kind), INPUT_AXIS, Axis("QK_SUM", ("",), first=1)),
+        args=(
+            *(_X, *_ADDED, *_BETWEEN, Argument("sum", "io", "[m, k]", written=True)),
+            *(_CODES, *_NUMBERS),
+        ),
+        check=_check_sum,
+        outputs=_sum_and_codes,
+        reference=sum_norm_codes,
+        sample=_sample_sum,
+    )
+
+
+OPS = tuple(of(kind) for of in (_norm, _of_sum) for kind in CODES)

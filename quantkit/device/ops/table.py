@@ -1,6 +1,7 @@
 """The operations. A new one is a file with its rows, and that file's rows here."""
 
 from quantkit.device.ops import (
+    activations,
     attention,
     conv,
     geglu,
@@ -21,6 +22,7 @@ OPS: dict[str, Op] = {
         quantize.OPS,
         group_norm.OPS,
         layer_norm.OPS,
+        activations.OPS,
         gemm.OPS,
         geglu.OPS,
         conv.OPS,
@@ -57,7 +59,7 @@ def name_for(family: str, x_format: str, w_format: str = "", *, sparse: bool = F
     """Return the name of the operation of a family on codes of these formats.
 
     Args:
-        family: quantize_static, quantize_token, gemm, geglu or conv.
+        family: quantize_static, gelu_codes, gemm, geglu, conv, ...
         x_format: of the codes that are read, or made of 16 bit.
         w_format: of the weights' codes; empty for operations without weights.
         sparse: weights are 2:4.

@@ -1,0 +1,166 @@
+"""Activations between two layers, and the codes of what they give."""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantkit.device.ops.checks import (
+    IO_DTYPES,
+    check_device,
+    check_scalar,
+    expect,
+    given,
+    io_word,
+)
+from quantkit.device.ops.norm_rows import INPUT_AXIS, codes_of, input_word, sample_input
+from quantkit.device.ops.op import (
+    Argument,
+    Axis,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
+from quantkit.device.ops.products import CODES, IO, K, M, N, formats
+from quantkit.errors import KernelError, ShapeError
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+#: Word -> the function, on float32; tanh is gelu's approximation by it.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "tanh": _tanh_gelu,
+}
+#: Columns that a lane loads at once: what stands side by side begins at a multiple.
+ALIGNED = 16
+
+
+def gelu_codes(
+    x: Tensor,
+    beside: Tensor | None,
+    smooth: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor,
+    activation: str,
+    fmt: str,
+) -> Tensor:
+    """Return the codes of ``act(x)``, in x's dtype before; with ``beside`` left of them.
+
+    Args:
+        x: (M, K - N) float16, bfloat16 or float32.
+        beside: (M, N) of the same dtype, quantized as it is, or None; then N is 0.
+        smooth, shift: (K,), as ``quantize_static`` takes them.
+        scale: float32 with one element.
+        activation: of ACTIVATIONS.
+        fmt: of the codes.
+
+    Returns:
+        (M, K) uint8.
+    """
+    y = ACTIVATIONS[activation](x.float()).to(x.dtype)
+    y = y if beside is None else torch.cat([beside, y], dim=1)
+    return codes_of(y, smooth, shift, scale, fmt)
+
+
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    x, beside, smooth, shift, scale = operands
+    x, (activation, fmt) = given(x), options
+    if activation not in ACTIVATIONS:
+        wanted = ", ".join(ACTIVATIONS)
+        raise KernelError(f"{op.name}: activation {activation!r}, wanted one of {wanted}")
+    if x.ndim != 2:
+        raise ShapeError(f"{op.name}: x has shape {tuple(x.shape)}, wanted (M, K)")
+    word, n = io_word(op.name, x.dtype), _check_beside(op.name, x, beside)
+    columns = n + x.shape[1]
+    for name, numbers in (("smooth", smooth), ("shift", shift)):
+        if numbers is not None:
+            expect(op.name, name, numbers, torch.float32, (columns,))
+            check_device(op.name, name, numbers, x)
+    check_scalar(op.name, "scale", given(scale), x)
+    words = (word, fmt, activation, input_word(smooth, shift))
+    return Problem(words, {"m": x.shape[0], "n": n, "k": columns})
+
+
+def _check_beside(op: str, x: Tensor, beside: Tensor | None) -> int:
+    """Return the columns left of x's."""
+    if beside is None:
+        return 0
+    expect(op, "beside", beside, x.dtype, (x.shape[0], beside.shape[-1]))
+    check_device(op, "beside", beside, x)
+    columns = beside.shape[1]
+    if columns % ALIGNED or x.shape[1] % ALIGNED:
+        raise ShapeError(
+            f"{op}: {columns} columns beside {x.shape[1]}, wanted multiples of {ALIGNED}"
+        )
+    return columns
+
+
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    del options
+    x, beside = given(operands[0]), operands[1]
+    columns = x.shape[1] if beside is None else x.shape[1] + beside.shape[1]
+    return (((x.shape[0], columns), torch.uint8),)
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    m, n, k = sizes
+    y = (torch.randn(m, k, generator=generator) * 2).to(IO_DTYPES[variant.word("QK_IO")])
+    left = k // 3 // ALIGNED * ALIGNED if n % 2 and k % ALIGNED == 0 else 0
+    rows = (y[:, left:].contiguous(), y[:, :left].contiguous() if left else None)
+    changes = sample_input(variant, k, generator)
+    return (*rows, *changes), (variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
+
+
+_NEAR = Budget(
+    *(1e-9, 0.0, (0.0, 0.0)),
+    "gelu is within 1.8e-4 of its value, 1.3e-7 where that is smaller, silu and tanh within 4e-6: "
+    "a code is the nearest of its rounding",
+)
+
+
+def _op(kind: str) -> Op:
+    return Op(
+        name=f"gelu_codes_{kind}",
+        family="gelu_codes",
+        source="gelu_codes.hip",
+        formula=(
+            f"q[i, j] = {kind}(clamp((y[i, j] - shift[j]) * smooth[j] / scale[0], -max, max)), "
+            "y[i, j] = beside[i, j] where j < n, else act(x[i, j - n])"
+        ),
+        schema=(
+            "(Tensor x, Tensor? beside, Tensor? smooth, Tensor? shift, Tensor scale, "
+            "str activation, str x_format) -> Tensor"
+        ),
+        axes=(IO, formats("X", kind), Axis("QK_ACT", tuple(ACTIVATIONS), first=1), INPUT_AXIS),
+        args=(
+            Argument("x", "io", "[m, k - n]"),
+            Argument("beside", "io", "[m, n]", null="nothing beside: n is 0"),
+            Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)"),
+            Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)"),
+            Argument("scale", "f32", "[1]"),
+            *(Argument("q", "u8", "[m, k]", written=True), M, N, K),
+        ),
+        k_multiple=1,
+        check=_check,
+        outputs=_outputs,
+        reference=gelu_codes,
+        budget=_NEAR,
+        sample=_sample,
+        requires=(f"n % {ALIGNED} == 0", f"n * (k % {ALIGNED}) == 0"),
+    )
+
+
+OPS = tuple(_op(kind) for kind in CODES)

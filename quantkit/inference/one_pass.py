@@ -1,0 +1,17 @@
+"""Whether one operation takes the place of a module and of quantizing what it gives."""
+
+from functools import lru_cache
+
+import torch
+
+from quantkit.device.backends import Backend
+from quantkit.device.choosing import choose
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=1024)
+def has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
+    """Tell whether a kernel runs; ``asked`` is what ``choose`` finds for itself."""
+    del asked
+    where = torch.device(device)
+    return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU

@@ -1,0 +1,208 @@
+"""Activations and their codes in one pass: every value and tail on the host, against float64."""
+
+import pytest
+import torch
+
+from quantkit.device import compilers
+from quantkit.device.backends import Backend, use
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.quantize import quantize_static
+from quantkit.device.ops.table import OPS, name_for
+from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.formats import FORMATS
+from tests.support.kernel_cases import (
+    DTYPES,
+    covering_variants,
+    every_value,
+    launch,
+    need,
+    operate,
+)
+
+OPERATIONS = [op for op in OPS.values() if op.family == "gelu_codes"]
+#: Share of the value, and what is added: how far activation.h and gelu.h say that they are off.
+OFF = {"silu": (4e-6, 1e-15), "tanh": (4e-6, 1e-15), "gelu": (1.8e-4, 1.3e-7)}
+
+
+@pytest.fixture(autouse=True)
+def _host_compiler():
+    need(compilers.host_compiler)
+
+
+def variants():
+    for op in OPERATIONS:
+        for variant in covering_variants(op, pairs=True):
+            yield pytest.param(variant, id=variant.symbol)
+
+
+def activated(x, word):
+    """Return the activation in float64."""
+    x = x.double()
+    if word == "gelu":
+        return x * torch.special.ndtr(x)
+    inner = x if word == "silu" else 2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return x * inner.sigmoid()
+
+
+def numbers_of(codes, fmt):
+    """Return what codes stand for; NaN where a NaN was."""
+    values = codes.view(FORMATS[fmt].torch_dtype).double()
+    return torch.where(values < -FORMATS[fmt].max, torch.nan, values)
+
+
+def check(found, x, beside, variant, numbers):
+    """Check codes: of a number within what the kernel is off, rounded to x's dtype."""
+    word, fmt = variant.word("QK_ACT"), variant.word("QK_X_FORMAT")
+    exact, (share, constant) = activated(x, word), OFF[word]
+    # torch rounds float64 to 16 bit by way of float32.
+    moved = ((share + 2e-7) * exact.abs() + constant).nan_to_num(posinf=0)
+
+    def codes_of(y):
+        y = y.float().to(x.dtype)
+        y = y if beside is None else torch.cat([beside, y], dim=1)
+        smooth, shift, scale = numbers
+        return quantize_static(y, smooth, shift, scale, fmt)
+
+    # As numbers: zeros have signs.
+    found, *right = (
+        numbers_of(t, fmt) for t in (found, *(codes_of(exact + d) for d in (-moved, 0, moved)))
+    )
+    least, nearest, most = right
+    there = ~nearest.isnan()
+    assert torch.equal(found.isnan(), ~there)
+    assert bool(((least <= found) & (found <= most))[there].all())
+    left = 0 if beside is None else beside.shape[1]
+    assert torch.equal(found[:, :left].nan_to_num(), nearest[:, :left].nan_to_num())
+    assert int((found != nearest)[there].sum()) <= 1 + 0.03 * found.numel()
+
+
+def drawn(variant, k, scale):
+    """Return smooth, shift and scale of a variant."""
+    words, generator = variant.word("QK_INPUT").split("_"), torch.Generator().manual_seed(k)
+    smooth, shift = torch.rand(k, generator=generator) + 0.1, torch.randn(k, generator=generator)
+    given = (smooth if "smooth" in words else None, shift if "shift" in words else None)
+    return *given, torch.tensor([scale])
+
+
+def run(variant, x, beside, numbers, *, layout="gfx12", threads=2):
+    n = 0 if beside is None else beside.shape[1]
+    m, k = x.shape[0], x.shape[1] + n
+    smooth, shift, scale = numbers
+    tensors = {"x": x, "beside": beside, "smooth": smooth, "shift": shift, "scale": scale,
+               "q": torch.empty(m, k, dtype=torch.uint8)}  # fmt: skip
+    return launch(variant, layout, tensors, {"m": m, "n": n, "k": k}, threads=threads)["q"]
+
+
+@pytest.mark.parametrize("layout", ["gfx12", "sm89"])
+@pytest.mark.parametrize("variant", variants())
+def test_every_value_has_the_nearest_code(variant, layout):
+    values = every_value(variant.word("QK_IO"), "e4m3fn")
+    for k, scale in ((64, 0.02), (33, 1.0), (1, 1e-4)):
+        x = values[: values.numel() // k * k].reshape(-1, k)
+        numbers = drawn(variant, k, scale)
+        check(run(variant, x, None, numbers, layout=layout), x, None, variant, numbers)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize(
+    ("m", "k", "left"),
+    [
+        *((1, 1, 0), (1, 15, 0), (7, 17, 0), (9, 1025, 0), (1, 8193, 0), (3, 2731, 0)),
+        *((1, 32, 16), (5, 96, 32), (33, 2560, 512), (2, 16400, 16384), (3, 4112, 16)),
+        (700, 48, 16),
+    ],
+)
+def test_codes_are_the_nearest_at_every_tail(variant, m, k, left):
+    generator = torch.Generator().manual_seed(m * k)
+    y = (torch.randn(m, k, generator=generator) * 2).to(DTYPES[variant.word("QK_IO")])
+    y[m // 2, k // 2] = torch.nan
+    y[0, 0] = torch.inf
+    x, beside = y[:, left:].contiguous(), y[:, :left].contiguous() if left else None
+    numbers = drawn(variant, k, 0.013)
+    check(run(variant, x, beside, numbers), x, beside, variant, numbers)
+
+
+def telling(word="tanh", fmt="e4m3fn"):
+    return Variant(OPS[name_for("gelu_codes", fmt)], ("f16", fmt, word, "shift_smooth"))
+
+
+def case(word="tanh"):
+    x, beside = torch.randn(9, 80).half(), torch.randn(9, 32).half()
+    return telling(word), x, beside, drawn(telling(), 112, 0.013)
+
+
+@pytest.mark.parametrize("word", OFF)
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda x, beside, numbers: (x.roll(1, 1), beside, numbers),
+        lambda x, beside, numbers: (x, beside.roll(1, 0), numbers),
+        lambda x, beside, numbers: (x, beside, (numbers[0].roll(1), *numbers[1:])),
+        lambda x, beside, numbers: (x, beside, (numbers[0], numbers[1].roll(16), numbers[2])),
+        lambda x, beside, numbers: (x, beside, (*numbers[:2], numbers[2] * 1.02)),
+    ],
+    ids=["x", "beside", "smooth", "shift", "scale"],
+)
+def test_the_judge_sees_a_mistake(word, mistake):
+    torch.manual_seed(1)
+    variant, x, beside, numbers = case(word)
+    wrong = run(variant, *mistake(x, beside, numbers))
+    with pytest.raises(AssertionError):
+        check(wrong, x, beside, variant, numbers)
+
+
+@pytest.mark.parametrize("others", [("gelu", "silu"), ("tanh", "silu"), ("silu", "gelu")])
+def test_the_judge_sees_another_activation(others):
+    torch.manual_seed(1)
+    (variant, x, beside, numbers), other = case(others[0]), telling(others[1])
+    with pytest.raises(AssertionError):
+        check(run(other, x, beside, numbers), x, beside, variant, numbers)
+
+
+def test_codes_do_not_depend_on_threads():
+    torch.manual_seed(1)
+    variant, x, beside, numbers = case()
+    found = run(variant, x, beside, numbers, threads=5)
+    assert torch.equal(found, run(variant, x, beside, numbers, threads=1))
+
+
+# ------------------------------------------------------------------------------------ the operation
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({0: torch.zeros(2, 5, 80).half()}, ShapeError, r"x has shape \(2, 5, 80\)"),
+        ({1: torch.zeros(8, 32).half()}, ShapeError, r"beside has shape \(8, 32\)"),
+        ({1: torch.zeros(9, 32)}, KernelError, "beside is torch.float32, wanted torch.float16"),
+        ({1: torch.zeros(9, 24).half()}, ShapeError, "24 columns beside 80, wanted"),
+        ({2: torch.zeros(80)}, ShapeError, r"smooth has shape \(80,\), wanted \(112,\)"),
+        ({4: torch.ones(2)}, ShapeError, r"scale has shape \(2,\), wanted one element"),
+        ({5: "relu"}, KernelError, "activation 'relu', wanted one of silu, gelu, tanh"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_refused(change, error, text):
+    _, x, beside, numbers = case()
+    arguments = [x, beside, *numbers, "tanh", "e4m3fn"]
+    for place, value in change.items():
+        arguments[place] = value
+    with pytest.raises(error, match=f"gelu_codes_fp8: {text}"):
+        operate("gelu_codes_fp8", *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize(
+    ("m", "k", "left"), [(7, 17, 0), (9, 1025, 0), (33, 2560, 512), (4608, 15360, 3072)]
+)
+def test_a_gpu_has_the_nearest_codes(variant, m, k, left):
+    generator = torch.Generator().manual_seed(m * k)
+    y = (torch.randn(m, k, generator=generator) * 2).to(DTYPES[variant.word("QK_IO")])
+    y[m // 2, k // 2] = torch.nan
+    x, beside = y[:, left:].contiguous(), y[:, :left].contiguous() if left else None
+    numbers = drawn(variant, k, 0.013)
+    given = (t if t is None else t.cuda() for t in (x, beside, *numbers))
+    options = (variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
+    with use(Backend.GPU):
+        found = operate(variant.op.name, *given, *options)
+    check(found.cpu(), x, beside, variant, numbers)
