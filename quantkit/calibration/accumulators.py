@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.histogram import BINS, count_bins
+from quantkit.calibration.histogram import BINS
+from quantkit.calibration.input_measure import Measured
 from quantkit.calibration.moving_average import step_average, without_start
 from quantkit.calibration.sampling import Reservoir
 from quantkit.calibration.statistics import LayerStatistics
@@ -21,14 +22,13 @@ LayerSums = dict[str, Tensor]
 class Accumulators:
     """The accumulators of one layer over all timestep buckets."""
 
-    def __init__(self, module: nn.Module, buckets: int, device: torch.device, bad: Tensor) -> None:
+    def __init__(self, module: nn.Module, buckets: int, device: torch.device) -> None:
         """Begin with nothing seen.
 
         Args:
             module: the layer.
             buckets: how many.
             device: of its inputs.
-            bad: a bool on that device, set once an input held NaN or Inf.
         """
         weight = module.get_parameter("weight")
         channels = weight.shape[1]
@@ -43,22 +43,22 @@ class Accumulators:
         self._moving = zeros()
         self._updates = [0] * buckets
         self._count = [0] * buckets
-        self._bad = bad
         self.sample = Reservoir(buckets, weight[0].numel(), device)
 
-    def add(self, bucket: int, values: Tensor, channel_axis: int) -> None:
+    def add(self, bucket: int, seen: Measured) -> None:
         """Add one input, without waiting for the device."""
-        values = values.detach().float()
-        others = [axis for axis in range(values.ndim) if axis != channel_axis % values.ndim]
-        amax = values.abs().amax(dim=others)
-        self._channel_amax[bucket] = torch.maximum(self._channel_amax[bucket], amax)
-        self._values[bucket] += values.sum(dim=others).double()
-        self._squares[bucket] += values.square().sum(dim=others).double()
-        self._histogram[bucket] += count_bins(values)
-        self._count[bucket] += values.numel() // len(amax)
-        step_average(self._moving[bucket], amax.amax())
+        amax = self._channel_amax[bucket]
+        torch.maximum(amax, seen.amax, out=amax)
+        self._values[bucket] += seen.values
+        self._squares[bucket] += seen.squares
+        self._histogram[bucket] += seen.histogram
+        self._count[bucket] += seen.count
+        step_average(self._moving[bucket], seen.largest)
         self._updates[bucket] += 1
-        self._bad |= ~amax.isfinite().all()
+
+    def average(self, bucket: int) -> Tensor:
+        """The moving average of a bucket, float64 (): NaN or Inf from the first such input on."""
+        return self._moving[bucket]
 
     def taken(self) -> LayerSums:
         """Return the sums so far, as ``put`` and ``statistics_of`` take them."""

@@ -21,6 +21,7 @@ from quantkit.calibration.attention_observer import (
     observed_modules,
 )
 from quantkit.calibration.sampling import draw_candidates, row_count
+from quantkit.calibration.seen_input import Seen
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.attention import AttentionCall, Heads
@@ -70,6 +71,10 @@ class Collector:
         #: up
         self._bad: Tensor | None = None
         self._flagged: list[str] = []
+        #: where the flags of layers stand, in the order of their sums
+        self._averaged = torch.empty(0, dtype=torch.int64)
+        #: of the last input of a layer
+        self._seen: Seen | None = None
         self._bucket = 0
         self._timestep = 0.0
 
@@ -112,6 +117,8 @@ class Collector:
         Raises:
             NonFiniteError: naming the layer and the step.
         """
+        self._seen = None
+        self._flag_layers()
         if self._bad is not None:
             self._refuse_bad(self._bad.tolist())
 
@@ -168,6 +175,7 @@ class Collector:
             self._attention_sums_of(name, shape, device).put(kept)
 
     def _begin_call(self, timestep: Any, scheduler: Any) -> None:
+        self._flag_layers()
         flat = torch.as_tensor(timestep).double().reshape(-1)[:1]
         if self._bad is None:
             values = flat.tolist()
@@ -198,19 +206,34 @@ class Collector:
         def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             values = args[0] if args else kwargs["input"]
             sums, call = self._sums_of(layer, values.device), self._layer_calls[layer]
-            sums.add(self._bucket, values, axis)
+            seen = self._seen_of(values.detach(), axis)
+            sums.add(self._bucket, seen.measured)
             rows = row_count(values, module)
             drawn = draw_candidates(self._seeds, call, values.shape[0], rows)
-            sums.sample.offer(self._bucket, values.detach(), module, drawn)
+            sums.sample.offer(self._bucket, seen.values, module, drawn, seen.rows)
             self._layer_calls[layer] += 1
 
         return listen
 
+    def _seen_of(self, values: Tensor, axis: int) -> Seen:
+        """Return what is known of an input: queries, keys and values read one after another."""
+        if self._seen is None or not self._seen.is_of(values, axis):
+            self._seen = Seen.of(values, axis)
+        return self._seen
+
     def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
         if layer not in self._sums:
-            module, flag = self._modules[layer], self._flag_of(layer, device)
-            self._sums[layer] = Accumulators(module, len(self.calls), device, flag)
+            self._flag_of(layer, device)
+            self._sums[layer] = Accumulators(self._modules[layer], len(self.calls), device)
+            places = [self._flagged.index(name) for name in self._sums]
+            self._averaged = torch.tensor(places, device=device)
         return self._sums[layer]
+
+    def _flag_layers(self) -> None:
+        """Set the flags of layers whose averages of the last call's bucket are not finite."""
+        if self._bad is not None and self._sums:
+            averages = [sums.average(self._bucket) for sums in self._sums.values()]
+            self._bad[self._averaged] |= ~torch.stack(averages).isfinite()
 
     def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
         sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)

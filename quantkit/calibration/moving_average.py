@@ -15,7 +15,7 @@ def step_average(average: Tensor, value: Tensor) -> None:
         average: float64, on any device.
         value: of the same shape, any float dtype.
     """
-    average += RATE * (value.double() - average)
+    average.lerp_(value.double(), RATE)
 
 
 def without_start(average: Tensor, updates: Tensor) -> Tensor:

@@ -103,7 +103,14 @@ class Reservoir:
         self.rows = torch.zeros(buckets, SAMPLE_ROWS, columns, dtype=torch.bfloat16, device=device)
         self._rankings = [_EMPTY] * buckets
 
-    def offer(self, bucket: int, values: Tensor, module: nn.Module, drawn: Candidates) -> None:
+    def offer(
+        self,
+        bucket: int,
+        values: Tensor,
+        module: nn.Module,
+        drawn: Candidates,
+        shared: dict[Ranking, Tensor],
+    ) -> None:
         """Take in the rows of an input that belong to the largest so far.
 
         Args:
@@ -111,11 +118,17 @@ class Reservoir:
             values: what the module is called with.
             module: a Linear or a Conv2d.
             drawn: from ``draw_candidates``.
+            shared: rows of this very input that other Linear layers took; taken ones are added.
         """
         now = self._rankings[bucket] = admit(self._rankings[bucket], drawn)
-        if len(now.slots):
+        if not len(now.slots):
+            return
+        taken = None if isinstance(module, nn.Conv2d) else shared.get(now)
+        if taken is None:
             taken = rows_of_input(values, module, now.image, now.row).to(torch.bfloat16)
-            self.rows[bucket].index_copy_(0, _on(now.slots, values), taken)
+        if not isinstance(module, nn.Conv2d):
+            shared[now] = taken
+        self.rows[bucket].index_copy_(0, _slots_on(now, values.device), taken)
 
     def put(self, samples: Tensor, priority: Tensor) -> None:
         """Go on from what ``sorted`` returned."""
@@ -178,6 +191,12 @@ def rows_of_input(
     if not inside.all():
         windows *= _on(inside[..., None], values)
     return windows.reshape(len(row), -1)
+
+
+@lru_cache(maxsize=256)
+def _slots_on(ranking: Ranking, device: torch.device) -> Tensor:
+    """Return its slots, copied once for all layers that share it."""
+    return torch.from_numpy(ranking.slots).to(device, non_blocking=True)
 
 
 def _starts(values: Tensor, conv: nn.Conv2d, axis: int) -> NDArray[np.int64]:

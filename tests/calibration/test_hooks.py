@@ -33,8 +33,8 @@ def test_memory_does_not_grow_with_calls():
 
     few = observe([(torch.randn(1, 4, 2, 2), float(t)) for t in (4, 3)])
     many = observe([(torch.randn(8, 4, 9, 9), float(t)) for t in range(50, 0, -1)])
-    # Per bucket the channels' amax, sum and squares, a histogram and an average; per layer a flag.
-    assert size(few) == size(many) == 2 * (3 * 4 + BINS + 1 + 3 * 8 + BINS + 1) + 2
+    # Per bucket the channels' amax, sum and squares, a histogram and an average.
+    assert size(few) == size(many) == 2 * (3 * 4 + BINS + 1 + 3 * 8 + BINS + 1)
     for collector in (few, many):
         shapes = {name: tuple(s.sample.rows.shape) for name, s in collector._sums.items()}
         assert shapes == {"early": (2, SAMPLE_ROWS, 36), "late": (2, SAMPLE_ROWS, 8)}

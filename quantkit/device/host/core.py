@@ -11,7 +11,7 @@ from quantkit.resources import kernel_sources
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = ("encode.cpp", "check.cpp", "sha256.cpp")
+_SOURCES = ("encode.cpp", "check.cpp", "observe.cpp", "sha256.cpp")
 
 
 @lru_cache(maxsize=1)
