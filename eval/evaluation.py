@@ -53,6 +53,7 @@ from .quantized_pipeline import (
 from .range_map import RangeMap
 from .report_facts import (
     attention_columns,
+    attention_formats,
     describe_environment,
     kernel_facts,
     model_facts,
@@ -302,6 +303,7 @@ def evaluate(
         commands=tuple(commands),
         quantized_by=by,
         attention_columns=attention_columns(pair.packed),
+        attention_formats=attention_formats(pair.packed),
     )
     warnings = (*warn(pair.model, pair.packed, report), *_seen(settings, background))
     ranges = background.ranges and background.ranges.of([(r.component, r.name) for r in layers])

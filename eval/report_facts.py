@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from quantkit.checkpoint.column_decisions import column_decisions
+from quantkit.checkpoint.format_decisions import format_decisions
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.log import KernelLog
 from quantkit.inference.deviation import LayerDeviation
@@ -21,6 +22,7 @@ from .layers import Place, foreign_layers
 from .noise_floor import Original
 from .result import (
     AttentionColumns,
+    AttentionFormats,
     GenerationFacts,
     KernelCalls,
     Kernels,
@@ -66,6 +68,19 @@ def attention_columns(packed: Packed) -> tuple[AttentionColumns, ...]:
         AttentionColumns(component.name, module, decision)
         for component in packed.components
         for module, decision in column_decisions(component).items()
+    )
+
+
+def attention_formats(packed: Packed) -> tuple[AttentionFormats, ...]:
+    """Return what was decided for each attention module, where errors of formats decide.
+
+    Raises:
+        CheckpointError: a header that is damaged.
+    """
+    return tuple(
+        AttentionFormats(component.name, module, decision)
+        for component in packed.components
+        for module, decision in format_decisions(component).items()
     )
 
 

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from quantkit.checkpoint.column_decisions import ColumnDecision
+from quantkit.checkpoint.format_decisions import FormatDecision
 
 from .comparison import Comparison
 from .composition import PictureKinds, find_bounds, sort_pictures
@@ -98,6 +99,15 @@ class AttentionColumns:
     component: str
     module: str
     decision: ColumnDecision
+
+
+@dataclass(frozen=True)
+class AttentionFormats:
+    """What an attention module is multiplied in, where errors decided, and why."""
+
+    component: str
+    module: str
+    decision: FormatDecision
 
 
 @dataclass(frozen=True)
@@ -212,6 +222,8 @@ class Report:
     next_steps: tuple[NextStep, ...] = ()
     #: empty where the recipe asks for all columns
     attention_columns: tuple[AttentionColumns, ...] = ()
+    #: empty where the recipe gives the formats of attention
+    attention_formats: tuple[AttentionFormats, ...] = ()
     #: what calibration saw of the layers' inputs; None: not known, or not by timestep
     ranges: RangeMap | None = None
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
+from quantkit.calibration.format_errors import FormatErrors
 from quantkit.calibration.layer_fields import Field, check_fields
 from quantkit.models.attention import Heads
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 
 #: A module's sums by name, on the CPU.
 AttentionSums = dict[str, Tensor]
@@ -24,7 +26,16 @@ _NEAR = 20
 class AttentionAccumulators:
     """The accumulators of one module over all timestep buckets."""
 
-    def __init__(self, heads: int, columns: int, buckets: int, bad: Tensor, *, bare: bool) -> None:
+    def __init__(
+        self,
+        heads: int,
+        columns: int,
+        buckets: int,
+        bad: Tensor,
+        *,
+        bare: bool,
+        errors_from: int | None = None,
+    ) -> None:
         """Begin with nothing seen.
 
         Args:
@@ -33,6 +44,7 @@ class AttentionAccumulators:
             buckets: how many.
             bad: a bool on the device of q, k and v, set once they held NaN or Inf.
             bare: q and k come straight from their projections, so second moments are of use.
+            errors_from: measure the errors of formats in calls with so many keys; None: in none.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -50,6 +62,8 @@ class AttentionAccumulators:
         self._counts = [[0] * len(_COUNTS) for _ in range(buckets)]
         #: of q and k
         self._second = zeros(2 if bare else 0, heads, columns, columns)
+        self._errors_from = errors_from
+        self._errors = FormatErrors(heads, bad.device)
         self._bad = bad
 
     def add(self, bucket: int, heads: Heads, scale: float | None, *, cross: bool) -> None:
@@ -76,6 +90,8 @@ class AttentionAccumulators:
         if len(self._second):
             self._second += torch.stack([_second(t) for t in (q, k)])
         self._count(bucket, q, k, rows, cross=cross)
+        if self._errors_from is not None and k.shape[2] >= self._errors_from:
+            self._errors.add(heads, scale)
         found = [amax, low.flatten(), high.flatten(), shares.flatten()]
         self._bad |= ~torch.cat(found).isfinite().all()
 
@@ -101,6 +117,8 @@ class AttentionAccumulators:
             "shares": self._shares.cpu(),
             "counts": torch.tensor(self._counts),
             "second": self._second.cpu(),
+            "format_lost": self._errors.lost.cpu(),
+            "format_power": self._errors.power.cpu(),
         }
 
     def put(self, sums: Mapping[str, Tensor]) -> None:
@@ -120,12 +138,14 @@ class AttentionAccumulators:
         self._shares.copy_(sums["shares"])
         self._counts = sums["counts"].tolist()
         self._second.copy_(sums["second"])
+        self._errors.lost.copy_(sums["format_lost"])
+        self._errors.power.copy_(sums["format_power"])
 
 
 #: What is counted of a bucket, in this order: fields of ``AttentionStatistics``.
 _COUNTS = ("queries", "keys", "call_queries", "call_keys", "rows", "local_rows")
 #: Of ``AttentionSums``; axes: B buckets, H heads, D columns, P k and v, T q, k and v, S entropy and
-#: locality, C counts, M second moments: q's and k's, or none.
+#: locality, C counts, M second moments: q's and k's, or none, F formats.
 SUMS = {
     "q_amax": Field(torch.float32, "BH"),
     "low": Field(torch.float32, "BPHD", signed=True),
@@ -134,6 +154,8 @@ SUMS = {
     "shares": Field(torch.float64, "BSH"),
     "counts": Field(torch.int64, "BC"),
     "second": Field(torch.float64, "MHDD", signed=True),
+    "format_lost": Field(torch.float64, "FH"),
+    "format_power": Field(torch.float64, "H"),
 }
 
 
@@ -148,7 +170,7 @@ def check_attention_sums(where: str, tensors: Mapping[str, Tensor], buckets: int
     if moments not in (0, 2):
         raise ValueError(f"{where}/second: of {moments}, wanted 0 or 2")
     sizes = {"B": buckets, "H": heads, "D": columns, "M": moments}
-    sizes |= {"P": 2, "T": 3, "S": 2, "C": len(_COUNTS)}
+    sizes |= {"P": 2, "T": 3, "S": 2, "C": len(_COUNTS), "F": len(ATTENTION_FORMATS)}
     check_fields(where, tensors, SUMS, sizes)
     statistics = attention_statistics_of(tensors)
     check_attention(where, statistics.tensors(), buckets)
@@ -170,6 +192,7 @@ def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
         (total / counts[of].sum().clamp(min=1)).float()
         for total, of in zip(sums["second"], ("queries", "keys"), strict=False)
     ]
+    measured = bool(sums["format_power"].any())
     return AttentionStatistics(
         q_amax=sums["q_amax"],
         k_low=low[:, 0],
@@ -183,6 +206,8 @@ def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
         locality=locality,
         q_second=second[0] if second else None,
         k_second=second[1] if second else None,
+        format_lost=sums["format_lost"] if measured else None,
+        format_power=sums["format_power"] if measured else None,
         **counts,
     )
 

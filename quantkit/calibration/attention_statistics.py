@@ -4,6 +4,7 @@ They are those of what is multiplied: after norms and rotary embeddings, without
 Calls with a mask are not among them, as torch computes those whatever the checkpoint says.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from quantkit.calibration.buckets import bucket_groups, targets_of
 from quantkit.calibration.layer_fields import Field, check_fields
 from quantkit.numerics.attention_basis import is_rank
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 
 #: Optional fields: all of a group, or none.
 SECOND = ("q_second", "k_second")
 ERRORS = ("ranks", "rank_lost", "sparse_lost", "power", "held_out")
+FORMATS = ("format_lost", "format_power")
 #: Relative error that the float32 sums behind a mean or a second moment may have.
 _SUM_ERROR = 1e-3
 
@@ -73,6 +76,11 @@ class AttentionStatistics:
     power: Tensor | None = None
     #: int64 (1,), how many prompts these were
     held_out: Tensor | None = None
+    #: float64 (F, H), sum of squares that outputs lose in each of ATTENTION_FORMATS, with scales of
+    #: each call's own numbers, over the sampled rows; None, like the next, but where a recipe asked
+    format_lost: Tensor | None = None
+    #: float64 (H,), sum of squares of these outputs
+    format_power: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -93,6 +101,16 @@ class AttentionStatistics:
         """Return what fewer columns lose, by field; None where it was not measured."""
         found = self.tensors()
         return {name: found[name] for name in ERRORS} if ERRORS[0] in found else None
+
+    def format_errors(self) -> dict[str, float] | None:
+        """Return the relative error of the output by name of the format; None: not measured."""
+        if self.format_lost is None or self.format_power is None:
+            return None
+        total = float(self.format_power.sum())
+        lost = self.format_lost.sum(dim=1).tolist()
+        # A format that came later was not measured.
+        rows = zip(ATTENTION_FORMATS, lost, strict=False)
+        return {row.name: math.sqrt(one / total) if total else 0.0 for row, one in rows}
 
     def pooled(self) -> "AttentionStatistics":
         """Return the statistics of all buckets as one (B = 1)."""
@@ -179,7 +197,17 @@ def merge_attention(first: AttentionStatistics, second: AttentionStatistics) -> 
         q_second=_merged_second([(part.q_second, part.queries) for part in parts]),
         k_second=_merged_second([(part.k_second, part.keys) for part in parts]),
         **_merged_errors(first, second),
+        **_merged_formats(first, second),
     )
+
+
+def _merged_formats(first: AttentionStatistics, second: AttentionStatistics) -> dict[str, Tensor]:
+    """Return the errors of formats over both; none where one has none, or other formats."""
+    one, two = (part.tensors() for part in (first, second))
+    shapes = {part["format_lost"].shape if "format_lost" in part else None for part in (one, two)}
+    if len(shapes) > 1 or None in shapes:
+        return {}
+    return {name: one[name] + two[name] for name in FORMATS}
 
 
 def _merged_errors(first: AttentionStatistics, second: AttentionStatistics) -> dict[str, Tensor]:
@@ -202,7 +230,8 @@ def _merged_second(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | No
     return (total / max(rows, 1)).float()
 
 
-#: Of ``AttentionStatistics``; axes: B buckets, H heads, D columns.
+#: Of ``AttentionStatistics``; axes: B buckets, H heads, D columns, R ranks, S 2:4 or nothing,
+#: F formats.
 STATISTICS = {
     "q_amax": Field(torch.float32, "BH"),
     "k_low": Field(torch.float32, "BHD", signed=True),
@@ -227,6 +256,8 @@ STATISTICS = {
     "sparse_lost": Field(torch.float64, "SH"),
     "power": Field(torch.float64, "H"),
     "held_out": Field(torch.int64, "1"),
+    "format_lost": Field(torch.float64, "FH"),
+    "format_power": Field(torch.float64, "H"),
 }
 
 
@@ -242,12 +273,19 @@ def check_attention(where: str, tensors: Mapping[str, Tensor], buckets: int) -> 
         LookupError, ValueError: a field that is missing or unknown, or of a wrong dtype, shape or
             value.
     """
-    absent = {name for group in (SECOND, ERRORS) if not set(group) & set(tensors) for name in group}
+    groups = (SECOND, ERRORS, FORMATS)
+    absent = {name for group in groups if not set(group) & set(tensors) for name in group}
     wanted = {name: field for name, field in STATISTICS.items() if name not in absent}
     heads, columns = tensors["k_mean"].shape[1:]
     sizes = {"B": buckets, "H": heads, "D": columns, "1": 1}
     sizes |= {"R": tensors["ranks"].numel() if "ranks" in tensors else 0}
     sizes |= {"S": len(tensors["sparse_lost"]) if "sparse_lost" in tensors else 0}
+    sizes |= {"F": len(tensors["format_lost"]) if "format_lost" in tensors else 0}
+    if sizes["F"] > len(ATTENTION_FORMATS):
+        raise ValueError(
+            f"{where}/format_lost: {sizes['F']} formats, wanted at most {len(ATTENTION_FORMATS)}; "
+            "upgrade quantkit"
+        )
     check_fields(where, tensors, wanted, sizes)
     _check_ranges(where, tensors)
     _check_counts(where, tensors)

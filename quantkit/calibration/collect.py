@@ -166,7 +166,7 @@ class CalibrationRun:
 
     def facts(self, digests: Digests) -> dict[str, Any]:
         """Return what decides the statistics, under the names that messages call it."""
-        settings = self.settings
+        settings, attention = self.settings, self.recipe.attention
         weights = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
         dtype = choose_dtype(self.model, choose_device(self.device))
         return {
@@ -177,6 +177,7 @@ class CalibrationRun:
             "buckets": settings.buckets,
             "prompts": self.prompts_digest,
             "model": weights,
+            "errors of formats": None if attention is None else attention.errors_from,
             "compute dtype": str(dtype).removeprefix("torch."),
             "versions": library_versions(),
         }
@@ -234,7 +235,7 @@ def _collect(
                 ObservedPipeline(
                     run.model,
                     run.layers,
-                    run.settings,
+                    run.recipe,
                     processes.device(run.device),
                     batches=len(todo),
                     progress=progress,

@@ -33,7 +33,13 @@ class Collector:
     """Observes layers and attention modules of one denoiser; ``attached`` is where it listens."""
 
     def __init__(
-        self, name: str, denoiser: nn.Module, layers: Sequence[Layer], buckets: int
+        self,
+        name: str,
+        denoiser: nn.Module,
+        layers: Sequence[Layer],
+        buckets: int,
+        *,
+        errors_from: int | None = None,
     ) -> None:
         """Prepare to observe.
 
@@ -42,6 +48,8 @@ class Collector:
             denoiser: the module the pipeline calls.
             layers: those to observe.
             buckets: how many timestep buckets.
+            errors_from: measure what attention loses in each format, in calls with so many keys;
+                None: in none.
 
         Raises:
             ModelError: a layer of the files is not the module that diffusers builds.
@@ -54,6 +62,7 @@ class Collector:
         self._sums: dict[str, Accumulators] = {}
         self._attention_modules = observed_modules(denoiser)
         self._attention_sums: dict[str, AttentionAccumulators] = {}
+        self._errors_from = errors_from
         self._seeds = range(1)
         #: how often each layer was called in this batch
         self._layer_calls: Counter[str] = Counter()
@@ -215,7 +224,12 @@ class Collector:
         if name not in self._attention_sums:
             flag, bare = self._flag_of(name, device), is_bare(self._attention_modules[name])
             self._attention_sums[name] = AttentionAccumulators(
-                shape[1], shape[3], len(self.calls), flag, bare=bare
+                shape[1],
+                shape[3],
+                len(self.calls),
+                flag,
+                bare=bare,
+                errors_from=self._errors_from,
             )
         return self._attention_sums[name]
 

@@ -12,7 +12,7 @@ from quantkit.models.layers import Layer
 from quantkit.models.source import Model
 from quantkit.pipelines.running import Batch, choose_device, load_pipeline, run_batch
 from quantkit.progress import Progress
-from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.schema import Recipe
 
 
 class ObservedPipeline:
@@ -22,7 +22,7 @@ class ObservedPipeline:
         self,
         model: Model,
         layers: Mapping[str, Sequence[Layer]],
-        settings: CalibrationRecipe,
+        recipe: Recipe,
         device: str,
         *,
         batches: int,
@@ -34,7 +34,8 @@ class ObservedPipeline:
         Args:
             model: a pipeline.
             layers: those to observe, by component.
-            settings: how it is run.
+            recipe: its calibration section says how it is run, that of attention whether errors of
+                formats are measured.
             device: auto, cpu or cuda[:N].
             batches: that will be run, for the progress.
             progress: told of denoiser calls.
@@ -43,10 +44,17 @@ class ObservedPipeline:
         Raises:
             ModelError: diffusers cannot load it, or builds other layers.
         """
-        self._settings = settings
+        self._settings = settings = recipe.calibration
+        errors_from = None if recipe.attention is None else recipe.attention.errors_from
         self._pipe = load_pipeline(model, choose_device(device))
         self._collectors = [
-            Collector(name, getattr(self._pipe, name), found, settings.buckets)
+            Collector(
+                name,
+                getattr(self._pipe, name),
+                found,
+                settings.buckets,
+                errors_from=errors_from,
+            )
             for name, found in layers.items()
         ]
         #: of the denoiser, in a run that this one goes on with

@@ -150,6 +150,8 @@ def measure_rotation(
 ) -> dict[str, AttentionStatistics]:
     """Run the pipeline with its bases, and return the statistics of the modules that have one.
 
+    They have errors of formats where the calibration has any.
+
     Args:
         model: a pipeline with one denoiser, as it was.
         rotation: of that.
@@ -177,7 +179,10 @@ def measure_rotation(
         pipe = load_pipeline(model, choose_device(device))
         denoiser = getattr(pipe, component.name)
         turn(denoiser, rotation)
-        collector = Collector(component.name, denoiser, (), settings.buckets)
+        measured = any(s.format_errors() for s in calibration.attention_of(component).values())
+        collector = Collector(
+            component.name, denoiser, (), settings.buckets, errors_from=1 if measured else None
+        )
         collector.put({}, {}, [0] * settings.buckets, edges)
         batches = split_batches(prompts, settings)
         total = len(batches) * settings.steps

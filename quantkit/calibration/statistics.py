@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.calibration.attention_statistics import (
     ERRORS,
+    FORMATS,
     AttentionStatistics,
     check_attention,
 )
@@ -32,10 +33,10 @@ from quantkit.storage.jsonfile import as_type, parsing
 
 _KIND = "quantkit_calibration"
 #: Version 2 added the moving average, version 3 the mean and the samples, version 4 attention,
-#: version 5 the errors of fewer columns; a calibration without them is still written as the version
-#: that has all of it.
-_NEWEST = 5
-_WITH_ATTENTION = 4
+#: version 5 the errors of fewer columns, version 6 those of formats; a calibration without them is
+#: still written as the version that has all of it.
+_NEWEST = 6
+_WITH_ATTENTION, _WITH_COLUMNS = 4, 5
 #: What the fields of attention modules begin with in the file.
 _ATTENTION = "attention."
 
@@ -313,8 +314,10 @@ def _grouped(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str, bool], dict[
 
 
 def _oldest_with(stored: set[str]) -> int:
-    if any(f"{_ATTENTION}{name}" in stored for name in ERRORS):
+    if any(f"{_ATTENTION}{name}" in stored for name in FORMATS):
         return _NEWEST
+    if any(f"{_ATTENTION}{name}" in stored for name in ERRORS):
+        return _WITH_COLUMNS
     if any(name.startswith(_ATTENTION) for name in stored):
         return _WITH_ATTENTION
     if stored.issuperset(SAMPLES):

@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from quantkit.checkpoint.attention_formats import KEY as FORMATS
+from quantkit.checkpoint.attention_formats import (
+    format_to_json,
+    formats_to_json,
+    parse_format,
+    parse_formats,
+)
 from quantkit.checkpoint.schemes import check_keys
 from quantkit.errors import CheckpointError
+from quantkit.numerics.attention_formats import AttentionFormat, attention_format
 from quantkit.numerics.attention_limits import COLUMNS
 
 #: The key in the quantization_config.
@@ -22,8 +30,6 @@ _RANK = "rank"
 _RANK_KEYS = ("rank", "modules")
 _TWO_OF_FOUR = "two_of_four"
 _PV = "pv"
-#: What probabilities and values are where nothing is said, and the word for 16 bit.
-_PV_CODES, _PV_NONE = "e4m3fn", "none"
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +58,17 @@ class PackedAttention:
     #: the modules that multiply the largest two of every four columns of each key
     two_of_four: tuple[str, ...] = ()
     #: of probabilities and values; None: 16 bit
-    pv: str | None = _PV_CODES
+    pv: str | None = "e4m3fn"
+    #: by module, where they are not these two
+    formats: Mapping[str, AttentionFormat] = field(default_factory=dict)
+
+    def format_of(self, module: str) -> AttentionFormat:
+        """Return the formats of a module on codes."""
+        return self.formats.get(module) or self._format
+
+    @property
+    def _format(self) -> AttentionFormat:
+        return attention_format(self.qk, self.pv)
 
     @property
     def fewer_columns(self) -> bool:
@@ -61,10 +77,16 @@ class PackedAttention:
 
     def to_json(self) -> dict[str, Any]:
         """Return FORMAT.md's ``attention``."""
-        value = {"exclude": list(self.exclude), "min_keys": self.min_keys, "qk": self.qk}
+        value: dict[str, Any] = {"exclude": list(self.exclude), "min_keys": self.min_keys}
         static = {_STATIC: self._static_json()} if self.static else {}
-        pv = {} if self.pv else {_PV: _PV_NONE}
-        return {**value, **static, **self._columns_json(), **pv}
+        formats = {FORMATS: formats_to_json(self.formats)} if self.formats else {}
+        return {
+            **value,
+            **format_to_json(self._format),
+            **static,
+            **self._columns_json(),
+            **formats,
+        }
 
     def __str__(self) -> str:
         """Return a line for people."""
@@ -77,9 +99,11 @@ class PackedAttention:
         if self.two_of_four:
             fewer += f"; two of four columns of keys in {len(self.two_of_four)} modules"
         values = "" if self.pv else "; probabilities and values in 16 bit"
+        names = [found.name for found in self.formats.values()]
+        others = "".join(f"; {name} in {names.count(name)} modules" for name in sorted(set(names)))
         return (
             f"queries and keys in {self.qk} from {self.min_keys} keys on{static}{fewer}{values}"
-            f"{kept}"
+            f"{others}{kept}"
         )
 
     def _columns_json(self) -> dict[str, Any]:
@@ -121,17 +145,12 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     Raises:
         CheckpointError: a missing or unknown key, or an unknown value.
     """
-    from quantkit.numerics.attention import QK_FORMATS
-
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {KEY} {value!r:.80}, wanted an object")
     where = f"{where}: {KEY}"
-    check_keys(value, _KEYS, where, optional=(_STATIC, _RANK, _TWO_OF_FOUR, _PV))
-    qk, min_keys, exclude = (value[key] for key in _KEYS)
-    if qk not in QK_FORMATS:
-        raise CheckpointError(
-            f"{where}: qk {qk!r:.80}, wanted one of {', '.join(QK_FORMATS)}; upgrade quantkit"
-        )
+    check_keys(value, _KEYS, where, optional=(_STATIC, _RANK, _TWO_OF_FOUR, _PV, FORMATS))
+    most = parse_format(value, where)
+    min_keys, exclude = value["min_keys"], value["exclude"]
     if type(min_keys) is not int or min_keys < 1:
         raise CheckpointError(f"{where}: min_keys {min_keys!r:.80}, wanted 1 or more")
     if not _are_names(exclude):
@@ -139,12 +158,10 @@ def parse_attention(value: object, where: str) -> PackedAttention:
     static = _parse_static(value[_STATIC], f"{where}: {_STATIC}") if _STATIC in value else {}
     ranks = _parse_ranks(value[_RANK], static, f"{where}: {_RANK}") if _RANK in value else {}
     fewer = _parse_names(value[_TWO_OF_FOUR], ranks, where) if _TWO_OF_FOUR in value else ()
-    if value.get(_PV, _PV_NONE) != _PV_NONE:
-        raise CheckpointError(
-            f"{where}: pv {value[_PV]!r:.80}, wanted {_PV_NONE} or no such key; upgrade quantkit"
-        )
-    pv = None if _PV in value else _PV_CODES
-    return PackedAttention(qk, min_keys, tuple(exclude), static, ranks, fewer, pv)
+    formats = parse_formats(value[FORMATS], where) if FORMATS in value else {}
+    return PackedAttention(
+        most.qk, min_keys, tuple(exclude), static, ranks, fewer, most.pv, formats
+    )
 
 
 def _parse_ranks(value: object, static: Mapping[str, HeadShape], where: str) -> dict[str, int]:

@@ -3,13 +3,10 @@
 Packing writes it into the recipe of a shard's header; what is computed stands in config.json.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.errors import CheckpointError
-from quantkit.storage.jsonfile import DAMAGE, as_type, short
+from quantkit.checkpoint.decisions import read_decisions
 
 #: The entry of the recipe in the header.
 KEY = "sparse_k_chosen"
@@ -34,6 +31,16 @@ class ColumnDecision:
     #: relative, of everything that was measured, by the same names as ``chosen``
     errors: dict[str, tuple[float, ...]]
 
+    def __post_init__(self) -> None:
+        """Refuse lists of unequal length.
+
+        Raises:
+            ValueError: naming how many there should be.
+        """
+        heads = len(self.entropy)
+        if any(len(values) != heads for values in (self.locality, *self.errors.values())):
+            raise ValueError(f"lists of unequal length, wanted {heads} heads")
+
 
 def column_decisions(component: PackedComponent) -> dict[str, ColumnDecision]:
     """Return what was decided, by module path; empty where the recipe did not ask for it.
@@ -41,22 +48,4 @@ def column_decisions(component: PackedComponent) -> dict[str, ColumnDecision]:
     Raises:
         CheckpointError: the entry is damaged.
     """
-    told = component.metadata[0].recipe.get(KEY, {})
-    try:
-        return _parse(told)
-    except DAMAGE as error:
-        raise CheckpointError(
-            f"{component.path}: {KEY} in the header is damaged ({short(error)}); pack the model "
-            "again"
-        ) from error
-
-
-def _parse(told: Any) -> dict[str, ColumnDecision]:
-    if not isinstance(told, Mapping):
-        raise TypeError(f"{told!r:.80}, wanted an object")
-    found = {str(name): as_type(ColumnDecision, row) for name, row in told.items()}
-    for name, row in found.items():
-        heads = len(row.entropy)
-        if any(len(values) != heads for values in (row.locality, *row.errors.values())):
-            raise ValueError(f"{name:.80}: lists of unequal length, wanted {heads} heads")
-    return found
+    return read_decisions(component, KEY, ColumnDecision)

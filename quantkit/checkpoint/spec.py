@@ -22,7 +22,7 @@ from quantkit.storage.tensorfile import ITEM_BYTES
 #: The newest version. Each checkpoint is written as the first that holds it, for older readers.
 FORMAT_VERSION = 7
 #: What versions brought: shifts and terms, integers, attention, its static scales, its ranks, its
-#: values in 16 bit and other bases of its queries and keys.
+#: values in 16 bit, its formats by module and other bases of its queries and keys.
 _SHIFTS, _INTEGERS, _ATTENTION, _STATIC_ATTENTION, _FEWER_COLUMNS = 2, 3, 4, 5, 6
 _WIDE_VALUES = _OTHER_BASES = 7
 FIRST_VERSION = 1
@@ -42,7 +42,7 @@ _BROUGHT = {
     _ATTENTION: "attention",
     _STATIC_ATTENTION: "static scales of attention",
     _FEWER_COLUMNS: "fewer columns of queries and keys",
-    _WIDE_VALUES: "probabilities and values in 16 bit, or another basis",
+    _WIDE_VALUES: "probabilities and values in 16 bit, formats by module, or another basis",
 }
 
 _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
@@ -136,7 +136,7 @@ def attention_version(attention: PackedAttention | None) -> int:
     """Return the first format version that holds this attention."""
     if attention is None:
         return FIRST_VERSION
-    if attention.pv is None:
+    if attention.pv is None or attention.formats:
         return _WIDE_VALUES
     if attention.fewer_columns:
         return _FEWER_COLUMNS

@@ -10,6 +10,7 @@ from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.column_decisions import ColumnDecision
+    from quantkit.checkpoint.format_decisions import FormatDecision
     from quantkit.workflow.inspect import InspectedLayer
     from quantkit.workflow.inspect_calibration import InspectedAttention
 
@@ -33,6 +34,7 @@ _ATTENTION_COLUMNS = (
     "entropy",
     "locality",
 )
+_FORMAT_COLUMNS = ("attention module", "format", "why")
 _COLUMN_COLUMNS = ("attention module", "heads", "entropy", "locality", "columns", "why")
 
 
@@ -59,6 +61,9 @@ def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
     print_table(str(packed), _COLUMNS, [_row(layer) for layer in found.layers])
     for name, attention in found.attention.items():
         echo(f"{f'{name}: ' * bool(name)}attention: {attention}")
+    if found.formats:
+        formats = [_format_row(*place, decision) for place, decision in found.formats.items()]
+        print_table("Formats of attention", _FORMAT_COLUMNS, formats)
     if found.columns:
         rows = [_column_row(*place, decision) for place, decision in found.columns.items()]
         print_table("Columns of queries and keys", _COLUMN_COLUMNS, rows)
@@ -97,6 +102,10 @@ def _column_row(component: str, module: str, found: "ColumnDecision") -> tuple[o
         found.chosen or "all",
         found.reason,
     )
+
+
+def _format_row(component: str, module: str, found: "FormatDecision") -> tuple[object, ...]:
+    return "/".join(filter(None, (component, module))), found.chosen or "16 bit", found.reason
 
 
 def _between(values: tuple[float, ...]) -> str:

@@ -22,7 +22,12 @@ ORDERED_BY = "e4m3fn-token"
 #: Treatments of the table, and their headings.
 COLUMNS = {"e4m3fn-static": "static", "e4m3fn-token": "token", "2:4-wanda-e4m3fn-token": "2:4"}
 #: The same of attention modules.
-ATTENTION_COLUMNS = {"attention-e4m3fn": "e4m3fn", "attention-int8": "int8"}
+ATTENTION_COLUMNS = {
+    "attention-e4m3fn": "e4m3fn",
+    "attention-int8": "int8",
+    "attention-e4m3fn-pv16": "e4m3fn, pv 16 bit",
+    "attention-int8-pv16": "int8, pv 16 bit",
+}
 
 
 @click.command("sensitivity")

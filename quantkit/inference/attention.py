@@ -1,7 +1,7 @@
 """Attention of diffusers' models on 8-bit codes, packed or not."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from quantkit.inference.attention_call import AttentionSettings, attend
 from quantkit.inference.attention_streams import with_streams
 from quantkit.models.attention import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
-from quantkit.recipe.schema import matches
+from quantkit.recipe.fields import matches
 
 #: diffusers' method, which an instance gets one of its own for: what joins projections, or puts an
 #: adapter in and takes it out, calls it.
@@ -93,10 +93,12 @@ def install(model: Any, packed: PackedAttention | None) -> None:
     """Give a packed model the attention that its config asks for; None: its own.
 
     Raises:
-        CheckpointError: fewer columns of a module that the model has not, or that has no more.
+        CheckpointError: a format, or fewer columns, of a module that the model has not, or that has
+            no more.
     """
     if packed is None:
         return
+    _refuse_unknown(model, packed)
     _refuse_ranks(model, packed)
     _quantize(model, packed)
     if hasattr(type(model), _SET):
@@ -110,13 +112,19 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _quantize(model: nn.Module, packed: PackedAttention) -> None:
-    whole = AttentionSettings(packed.qk, packed.min_keys, pv=packed.pv)
-
     def settings_of(name: str) -> AttentionSettings:
-        rank, two_of_four = packed.ranks.get(name), name in packed.two_of_four
-        return replace(whole, rank=rank, two_of_four=two_of_four)
+        found, rank = packed.format_of(name), packed.ranks.get(name)
+        fewer = name in packed.two_of_four
+        return AttentionSettings(found.qk, packed.min_keys, rank, fewer, found.pv)
 
     _set_all(model, settings_of, packed.exclude)
+
+
+def _refuse_unknown(model: Any, packed: PackedAttention) -> None:
+    for name in packed.formats.keys() - dict(attention_modules(model)).keys():
+        raise CheckpointError(
+            f"attention: {name:.80}: a format, but no such module; pack the model again"
+        )
 
 
 def _refuse_ranks(model: Any, packed: PackedAttention) -> None:

@@ -13,7 +13,8 @@ from quantkit.device.ops.table import attention_for
 from quantkit.errors import InputError
 from quantkit.inference.attention_heads import Shape, attend_streams, stream_of
 from quantkit.models.attention import AttentionCall, Heads
-from quantkit.numerics.attention import PV_FORMATS, QK_FORMATS, measured_scales, padded
+from quantkit.numerics.attention import measured_scales, padded
+from quantkit.numerics.attention_formats import PV_FORMATS, QK_FORMATS
 from quantkit.numerics.formats import E4M3FN
 
 

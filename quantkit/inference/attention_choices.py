@@ -13,7 +13,7 @@ from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.ops.table import attention_for
 from quantkit.models.building import read_skeleton
 from quantkit.numerics.attention import COLUMNS, padded
-from quantkit.recipe.schema import matches
+from quantkit.recipe.fields import matches
 
 #: What computes attention where no kernel does.
 TORCH = "torch"
@@ -64,16 +64,16 @@ def _of_component(
 def _of_module(
     module: str, settings: PackedAttention, device: torch.device
 ) -> tuple[str, str, str]:
-    shape = settings.static.get(module)
-    words = settings.qk if shape is None else f"{settings.qk}, static"
+    shape, found = settings.static.get(module), settings.format_of(module)
+    words = found.qk if shape is None else f"{found.qk}, static"
     if module in settings.ranks:
         words += f", {settings.ranks[module]} columns"
     if module in settings.two_of_four:
         words += ", 2:4"
-    if settings.pv is None:
+    if found.pv is None:
         words += ", values in 16 bit"
     columns = COLUMNS if shape is None else padded(shape.head_size)
-    op = attention_for(settings.qk, settings.pv)
+    op = attention_for(found.qk, found.pv)
     choice = choose(op, device, k=columns)
     if choice.backend is Backend.REFERENCE:
         return words, TORCH, choice.reason

@@ -6,30 +6,28 @@ format's name says what they mean.
 
 They are defined through ``torch.library.define``, whose dispatch costs a quarter of what
 ``torch.library.custom_op`` adds to every call. None has a gradient: packed layers are not trained.
+Where nothing looks at what is dispatched, calls leave it out: it takes as long as all the rest.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack  # what looks at calls has no public sign
+from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
 
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import Op
 from quantkit.device.ops.table import OPS, name_for
 
-Operator = OpOverload[..., Any]
+Operator = Callable[..., Any]
 
 
-def define(op: Op) -> Operator:
+def define(op: Op) -> OpOverload[..., Any]:
     """Return a new operator ``quantkit::NAME`` for a row of OPS."""
     qualified, count = f"quantkit::{op.name}", op.inputs
-    # A list of numbers is no key of a prepared call.
-    lists = "[]" in op.schema
-
-    def run(*arguments: Any) -> Any:
-        if lists:
-            arguments = tuple(tuple(a) if type(a) is list else a for a in arguments)
-        return execute.call(op, *arguments)
 
     def fake(*arguments: Any) -> Any:
         x, outputs = arguments[0], op.outputs(arguments[:count], arguments[count:])
@@ -37,14 +35,52 @@ def define(op: Op) -> Operator:
         return made[0] if len(made) == 1 else tuple(made)
 
     torch.library.define(qualified, op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", run)
+    torch.library.impl(qualified, "default", runner(op))
     torch.library.register_fake(qualified, fake)
-    operator: Operator = getattr(torch.ops.quantkit, op.name).default
+    overload: OpOverload[..., Any] = getattr(torch.ops.quantkit, op.name).default
+    return overload
+
+
+def runner(op: Op) -> Operator:
+    """Return what computes a row of OPS."""
+
+    def run(*arguments: Any) -> Any:
+        return execute.call(op, *arguments)
+
+    def run_lists(*arguments: Any) -> Any:
+        # A list of numbers is no key of a prepared call.
+        return run(*(tuple(a) if type(a) is list else a for a in arguments))
+
+    return run_lists if "[]" in op.schema else run
+
+
+def callable_of(op: Op, overload: Operator) -> Operator:
+    """Return a function that calls an operator, or what it runs where that is the same."""
+    run = runner(op)
+
+    def operator(*arguments: Any) -> Any:
+        return run(*arguments) if _is_plain(arguments[0]) else overload(*arguments)
+
     return operator
 
 
-#: name of an operation -> its operator
-OPERATORS: dict[str, Operator] = {name: define(op) for name, op in OPS.items()}
+def _is_plain(x: Tensor) -> bool:
+    """Tell whether nothing traces, fakes, profiles or differentiates a call on ``x``."""
+    return not (
+        torch.compiler.is_compiling()
+        or _profiler_enabled()
+        or torch.is_grad_enabled()
+        or type(x) is not Tensor
+        or _len_torch_dispatch_stack()
+    )
+
+
+#: name of an operation -> its operator, as torch has it
+OVERLOADS: dict[str, OpOverload[..., Any]] = {name: define(op) for name, op in OPS.items()}
+#: name of an operation -> what calls it
+OPERATORS: dict[str, Operator] = {
+    name: callable_of(op, OVERLOADS[name]) for name, op in OPS.items()
+}
 
 
 def operator_for(

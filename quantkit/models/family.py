@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.recipe.schema import matches
+from quantkit.recipe.fields import matches
 
 CONDITION = "embeds timestep or condition: one row per image, and its error reaches every layer"
 TEXT = "embeds the prompt once per image; its error reaches every block"

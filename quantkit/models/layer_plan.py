@@ -12,8 +12,9 @@ from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern, parse_pattern
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.recipe.fields import matches
 from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
-from quantkit.recipe.schema import LayerSettings, Recipe, matches
+from quantkit.recipe.schema import LayerSettings, Recipe
 
 #: K of one dense FP8 matrix instruction, and of one sparse one. Source: RDNA4 ISA (V_WMMA
 #: 16x16x16, V_SWMMAC 16x16x32).

@@ -9,7 +9,7 @@ from typing import Literal
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.building import read_skeleton
 from quantkit.models.source import Component
-from quantkit.recipe.schema import matches
+from quantkit.recipe.fields import matches
 from quantkit.storage.tensorfile import TensorInfo, read_header
 
 #: Dtypes that weights are packed from.

@@ -7,8 +7,9 @@ from quantkit.models.families import FAMILIES, GENERAL
 from quantkit.models.layers import list_layers
 from quantkit.models.recommended import recipes_for
 from quantkit.models.source import Model, open_encoders
+from quantkit.recipe.fields import matches
 from quantkit.recipe.load import did_you_mean
-from quantkit.recipe.schema import Recipe, matches
+from quantkit.recipe.schema import Recipe
 
 
 def refuse_misfit(recipe: Recipe, where: str, model: Model) -> None:

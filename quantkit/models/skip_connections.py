@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.models.family import Family
 from quantkit.models.layers import Layer
-from quantkit.recipe.schema import matches
+from quantkit.recipe.fields import matches
 
 
 def concat_boundaries(family: Family, layers: Sequence[Layer]) -> Mapping[str, int]:

@@ -24,10 +24,6 @@ COLUMNS = attention_limits.COLUMNS
 KEYS = 16
 #: Keys of v are stored in runs of so many bytes.
 RUN = 16
-#: What q and k may be.
-QK_FORMATS = (E4M3FN.name, INT8.name)
-#: What probabilities and values may be; None: float16.
-PV_FORMATS = (E4M3FN.name, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantkit.checkpoint.attention import CHILD, HeadShape, PackedAttention
 from quantkit.errors import RecipeError
 from quantkit.models.building import read_skeleton
-from quantkit.recipe.schema import matches
+from quantkit.numerics.attention_formats import NONE
+from quantkit.packing.attention_formats import choose_attention_formats
+from quantkit.recipe.fields import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from quantkit.calibration.attention_statistics import AttentionStatistics
+    from quantkit.checkpoint.format_decisions import FormatDecision
     from quantkit.models.source import Component
     from quantkit.numerics.attention_scales import AttentionScales
     from quantkit.packing.fewer_columns import Decision
@@ -31,7 +34,9 @@ class PlannedAttention:
     #: float32, by name
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     #: how many columns modules multiply, and why, by path
-    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    columns: Mapping[str, Decision] = field(default_factory=dict)
+    #: what modules are multiplied in, and why, by path, where errors decided
+    formats: Mapping[str, FormatDecision] = field(default_factory=dict)
 
 
 def plan_attention(
@@ -47,67 +52,92 @@ def plan_attention(
         statistics: by module; None: they are not there yet, and no scales are stored.
 
     Raises:
-        RecipeError: scales from a calibration that did not observe attention, or fewer columns
-            from one of a model without a basis.
+        RecipeError: scales from a calibration that did not observe attention, formats from one that
+            did not measure their errors, or fewer columns from one of a model without a basis.
     """
-    if section is None:
+    if section is None or section.is_off:
         return PlannedAttention()
     from quantkit.numerics.attention_scales import SHAPES
     from quantkit.packing.fewer_columns import decide
 
-    scales, decisions = {}, {}
     if section.needs_calibration and statistics is not None:
         _refuse_none(component, section, statistics)
-        on_codes = _on_codes(section, statistics)
-        decisions = decide(section, on_codes)
+    base, decided = _formats(component, section, statistics)
+    if base is None:
+        return PlannedAttention(formats=decided)
+    scales, columns = {}, {}
+    if section.needs_calibration and statistics is not None:
+        on_codes = _on_codes(base, statistics)
+        columns = decide(section, on_codes, {name: base.format_of(name) for name in on_codes})
         if section.scales == "static":
             scales = {name: static_scales(s, section.margin) for name, s in on_codes.items()}
-    shapes = {name: HeadShape(s.heads, s.head_size) for name, s in scales.items()}
-    chosen = {name: d.chosen for name, d in decisions.items() if d.chosen is not None}
-    packed = PackedAttention(
-        section.qk,
-        section.min_keys,
-        section.exclude,
-        shapes,
-        {name: t.rank for name, t in chosen.items() if t.rank is not None},
-        tuple(name for name, t in chosen.items() if t.rank is None),
-        None if section.pv == "none" else section.pv,
+    chosen = {name: d.chosen for name, d in columns.items() if d.chosen is not None}
+    packed = replace(
+        base,
+        static={name: HeadShape(s.heads, s.head_size) for name, s in scales.items()},
+        ranks={name: t.rank for name, t in chosen.items() if t.rank is not None},
+        two_of_four=tuple(name for name, t in chosen.items() if t.rank is None),
     )
     tensors = {
         f"{module}.{CHILD}.{part}": getattr(of_module, part)
         for module, of_module in scales.items()
         for part in SHAPES
     }
-    return PlannedAttention(packed, tensors, decisions)
+    return PlannedAttention(packed, tensors, columns, decided)
+
+
+def _formats(
+    component: Component,
+    section: AttentionRecipe,
+    statistics: Mapping[str, AttentionStatistics] | None,
+) -> tuple[PackedAttention | None, Mapping[str, FormatDecision]]:
+    """Return the formats of all modules, None where all stay in 16 bit; and what was decided."""
+    if section.is_uniform:
+        # Whatever modules there are: nothing is built to list them.
+        pv = None if section.pv == NONE else section.pv
+        return PackedAttention(section.qk, section.min_keys, section.exclude, pv=pv), {}
+    found = choose_attention_formats(section, _known(component, section.exclude), statistics)
+    if found.most is None:
+        return None, found.decisions
+    kept = (*section.exclude, *found.kept)
+    return PackedAttention(
+        found.most.qk, section.min_keys, kept, pv=found.most.pv, formats=found.others
+    ), found.decisions
+
+
+def _known(component: Component, exclude: Sequence[str]) -> list[str]:
+    """Return the attention modules whose processors are known, but for excluded ones."""
+    modules = read_skeleton(component.path / "config.json").attention
+    return [name for name, why in modules.items() if not why and not matches(name, exclude)]
 
 
 def _refuse_none(
     component: Component, section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
 ) -> None:
     """Refuse a calibration without attention, unless the model has none that is known."""
-    if statistics:
+    if statistics or not _known(component, ()):
         return
-    reasons = read_skeleton(component.path / "config.json").attention.values()
-    if not all(reasons):
-        static = section.scales == "static"
-        asked, cure = ("scales static", "set attention.scales to dynamic")
-        if not static:
-            asked, cure = (f"sparse_k {section.sparse_k}", "set attention.sparse_k to none")
-        raise RecipeError(
-            f"attention.{asked}: the calibration has no attention; calibrate again with this "
-            f"quantkit, or {cure}",
-            fields=("attention", "calibration"),
-        )
+    if section.scales == "static":
+        asked, cure = "scales static", "set attention.scales to dynamic"
+    elif section.chooses_formats:
+        asked, cure = "qk or pv auto", "give formats"
+    else:
+        asked, cure = f"sparse_k {section.sparse_k}", "set attention.sparse_k to none"
+    raise RecipeError(
+        f"attention.{asked}: the calibration has no attention; calibrate again with this "
+        f"quantkit, or {cure}",
+        fields=("attention", "calibration"),
+    )
 
 
 def _on_codes(
-    section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
+    packed: PackedAttention, statistics: Mapping[str, AttentionStatistics]
 ) -> dict[str, AttentionStatistics]:
     """Return the statistics of the modules whose attention is on codes."""
     return {
         name: of_module
         for name, of_module in statistics.items()
-        if not matches(name, section.exclude) and of_module.call_keys.max() >= section.min_keys
+        if not matches(name, packed.exclude) and of_module.call_keys.max() >= packed.min_keys
     }
 
 

@@ -8,6 +8,7 @@ from quantkit.calibration.attention_statistics import AttentionStatistics
 from quantkit.calibration.column_errors import errors_of_module, relative
 from quantkit.checkpoint.column_decisions import ColumnDecision
 from quantkit.errors import RecipeError
+from quantkit.numerics.attention_formats import AttentionFormat
 from quantkit.packing.attention_speed import HAS_KERNEL, LEAST_GAIN, gain
 from quantkit.recipe.attention import AttentionRecipe
 
@@ -47,35 +48,44 @@ class Decision(NamedTuple):
 
 
 def decide(
-    section: AttentionRecipe, statistics: Mapping[str, AttentionStatistics]
+    section: AttentionRecipe,
+    statistics: Mapping[str, AttentionStatistics],
+    formats: Mapping[str, AttentionFormat],
 ) -> dict[str, Decision]:
     """Return what was chosen for the modules that have a basis, by path; entropy decides nothing.
+
+    With ``sparse_k: auto`` the others are told of, too.
 
     Args:
         section: of the recipe; empty where its ``sparse_k`` is none.
         statistics: by module, of those whose attention is on codes.
+        formats: of the same modules.
 
     Raises:
-        RecipeError: no module's errors were measured.
+        RecipeError: no module's errors were measured, and the recipe insists on fewer columns.
     """
     if section.sparse_k == "none":
         return {}
-    if not any(of_module.errors() for of_module in statistics.values()):
+    measured = any(of_module.errors() for of_module in statistics.values())
+    if not measured and section.sparse_k != "auto":
         raise RecipeError(
             f"attention.sparse_k {section.sparse_k}: the calibration has no errors of fewer "
             "columns; run 'quantkit rotate', and pack the model that it writes with the "
             "calibration beside it, or drop sparse_k",
             fields=("calibration",),
         )
-    found = {name: _decide(section, s) for name, s in statistics.items()}
-    return {name: decision for name, decision in found.items() if decision is not None}
+    found = {name: _decide(section, s, formats[name].pv_word) for name, s in statistics.items()}
+    told = section.sparse_k == "auto"
+    return {name: d for name, d in found.items() if told or statistics[name].errors() is not None}
 
 
-def _decide(section: AttentionRecipe, seen: AttentionStatistics) -> Decision | None:
-    lost = seen.errors()
+def _decide(section: AttentionRecipe, seen: AttentionStatistics, pv: str) -> Decision:
+    pooled, lost = seen.pooled(), seen.errors()
+    shares = _rounded(pooled.entropy[0]), _rounded(pooled.locality[0])
     if lost is None:
-        return None
-    pooled, power = seen.pooled(), lost["power"]
+        why = "no basis of its own; 'quantkit rotate' gives one where there can be one"
+        return Decision(None, ColumnDecision(None, None, None, why, *shares, {}))
+    power = lost["power"]
     named = [f"rank {rank}" for rank in lost["ranks"].tolist()]
     rows = [*lost["rank_lost"], *lost["sparse_lost"]]
     by_head = {
@@ -83,14 +93,14 @@ def _decide(section: AttentionRecipe, seen: AttentionStatistics) -> Decision | N
         for name, row in zip([*named, "2:4"], rows, strict=False)
     }
     errors, keys = errors_of_module(lost), int(seen.call_keys.max())
-    chosen, reason = _choose(section, list(_treatments(section, errors, seen.columns, keys)))
+    ways = list(_treatments(section, errors, seen.columns, keys, pv))
+    chosen, reason = _choose(section, ways)
     told = ColumnDecision(
         None if chosen is None else str(chosen),
         None if chosen is None else chosen.error,
         None if chosen is None else round(chosen.gain, _DIGITS),
         reason,
-        _rounded(pooled.entropy[0]),
-        _rounded(pooled.locality[0]),
+        *shares,
         by_head,
     )
     return Decision(chosen, told)
@@ -101,18 +111,18 @@ def _rounded(values: Any) -> tuple[float, ...]:
 
 
 def _treatments(
-    section: AttentionRecipe, errors: Mapping[str, float], columns: int, keys: int
+    section: AttentionRecipe, errors: Mapping[str, float], columns: int, keys: int, pv: str
 ) -> Iterator[Treatment]:
     """Yield the ways that the recipe allows."""
     if section.rank is not None:
         if section.rank < columns:
             name = f"rank {section.rank}"
-            yield Treatment(name, errors.get(name), gain(columns, keys, name, section.pv))
+            yield Treatment(name, errors.get(name), gain(columns, keys, name, pv))
         return
     for name, error in errors.items():
         kind = name.partition(" ")[0]
         if section.sparse_k == kind or (section.sparse_k == "auto" and HAS_KERNEL[kind]):
-            yield Treatment(name, error, gain(columns, keys, name, section.pv))
+            yield Treatment(name, error, gain(columns, keys, name, pv))
 
 
 def _choose(section: AttentionRecipe, treatments: list[Treatment]) -> tuple[Treatment | None, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoint.column_decisions import KEY as SPARSE_K
 from quantkit.checkpoint.filelist import MADE
+from quantkit.checkpoint.format_decisions import KEY as FORMATS
 from quantkit.checkpoint.rotated import rotated_modules
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
@@ -249,9 +250,12 @@ def _told(
         told["fallback_chosen"] = fallen
     if recipe.smooth == "auto":
         told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
-    if attention.decisions:
-        chosen = sorted(attention.decisions.items())
-        told[SPARSE_K] = {name: asdict(decision.told) for name, decision in chosen}
+    if attention.columns:
+        columns = sorted(attention.columns.items())
+        told[SPARSE_K] = {name: asdict(decision.told) for name, decision in columns}
+    if attention.formats:
+        formats = sorted(attention.formats.items())
+        told[FORMATS] = {name: asdict(decision) for name, decision in formats}
     return told
 
 

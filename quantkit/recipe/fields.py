@@ -1,7 +1,8 @@
 """The types of single values in recipes, and what is checked of each."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -106,3 +107,8 @@ Buckets = int | tuple[float, ...] | Literal["auto"]
 Format = Annotated[str, AfterValidator(checked_format)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 Patterns = tuple[str, ...]
+
+
+def matches(layer: str, patterns: Sequence[str]) -> bool:
+    """Tell whether one of the globs matches the module path."""
+    return any(fnmatchcase(layer, pattern) for pattern in patterns)

@@ -4,9 +4,8 @@ Layer patterns are fnmatch globs on the module path inside the component, as
 ``down_blocks.*.attentions.*``. Nothing here opens a model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -22,6 +21,7 @@ from quantkit.recipe.fields import (
     Strict,
     alpha_or_auto,
     checked_pattern,
+    matches,
     printable,
     section_of,
 )
@@ -329,8 +329,3 @@ class Recipe(Strict):
     def _sparse(self, layer: str) -> bool:
         rule = self.sparsity
         return rule is not None and matches(layer, rule.layers) and not matches(layer, rule.exclude)
-
-
-def matches(layer: str, patterns: Sequence[str]) -> bool:
-    """Tell whether one of the globs matches the module path."""
-    return any(fnmatchcase(layer, pattern) for pattern in patterns)

@@ -158,7 +158,7 @@ def treated_pipeline(
         if name in BY_NAME and name != SIXTEEN_BIT.name
     }
     formats = {
-        module: ATTENTION_BY_NAME[name].qk
+        module: ATTENTION_BY_NAME[name].format
         for module, name in treatments.items()
         if name in ATTENTION_BY_NAME
     }

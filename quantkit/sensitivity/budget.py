@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from math import fsum
 
 from quantkit.errors import RecipeError
+from quantkit.recipe.fields import matches
 from quantkit.recipe.goals import BudgetRecipe
-from quantkit.recipe.schema import Recipe, matches
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.error_propagation import Gain, find_gains
 from quantkit.sensitivity.knapsack import Option, solve
 from quantkit.sensitivity.result import ATTENTION, LayerSensitivity, Sensitivity
@@ -38,8 +39,6 @@ class AssignmentProblem:
     fixed_bytes: int
     #: None: no masks
     method: str | None
-    #: of queries and keys of all attention modules that are on codes; None: none is
-    qk: str | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -85,7 +84,7 @@ class Assignment:
 def make_problems(
     sensitivity: Sensitivity, recipe: Recipe, allowed: Sequence[str]
 ) -> tuple[AssignmentProblem, ...]:
-    """Return one problem per mask method and format of attention, since a recipe has one of each.
+    """Return one problem per mask method, since a recipe has one.
 
     Those without masks come first.
 
@@ -102,11 +101,8 @@ def make_problems(
     gains = find_gains(sensitivity.layers)
     found = (BY_NAME[name].method for name in names if name in BY_NAME)
     methods = dict.fromkeys(method for method in found if method)
-    formats = tuple(ATTENTION_BY_NAME[n].qk for n in names if n in ATTENTION_BY_NAME)
     return tuple(
-        _make_problem(sensitivity, recipe, gains, names, method=method, qk=qk)
-        for method in (None, *methods)
-        for qk in (formats if sensitivity.attention and formats else (None,))
+        _make_problem(sensitivity, recipe, gains, names, method) for method in (None, *methods)
     )
 
 
@@ -149,18 +145,14 @@ def _make_problem(
     recipe: Recipe,
     gains: Mapping[str, Gain],
     names: Sequence[str],
-    *,
     method: str | None,
-    qk: str | None,
 ) -> AssignmentProblem:
     def allowed(layer: LayerSensitivity, name: str) -> bool:
         if name == SIXTEEN_BIT.name:
             return True
         if name not in names or is_kept(layer, recipe):
             return False
-        if layer.kind == ATTENTION:
-            return ATTENTION_BY_NAME[name].qk == qk
-        return BY_NAME[name].method in {None, method}
+        return layer.kind == ATTENTION or BY_NAME[name].method in {None, method}
 
     candidates = tuple(
         tuple(
@@ -170,15 +162,18 @@ def _make_problem(
         )
         for layer in sensitivity.layers
     )
-    return AssignmentProblem(
-        sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method, qk
-    )
+    return AssignmentProblem(sensitivity.layers, candidates, gains, sensitivity.fixed_bytes, method)
 
 
 def is_kept(layer: LayerSensitivity, recipe: Recipe) -> bool:
-    """Tell whether a recipe keeps a layer, or an attention module, in 16 bit."""
+    """Tell whether a recipe keeps a layer in 16 bit, or decides of an attention module itself."""
     if layer.kind == ATTENTION:
-        return recipe.attention is not None and matches(layer.name, recipe.attention.exclude)
+        section = recipe.attention
+        return section is not None and (
+            section.chooses_formats
+            or matches(layer.name, section.exclude)
+            or not matches(layer.name, section.layers)
+        )
     return recipe.settings(layer.name).keep is True
 
 

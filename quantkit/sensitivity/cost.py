@@ -17,7 +17,6 @@ from quantkit.calibration.attention_statistics import AttentionStatistics
 from quantkit.checkpoint.spec import layer_tensors
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.numerics.formats import INT8
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.recipe.layer_recipes import WeightRecipe
 from quantkit.sensitivity.treatments import AttentionTreatment, Treatment, scheme_of
@@ -46,12 +45,6 @@ RX_9070_XT = PeakRates(
     flops_fp8_sparse=64 * 2.97e9 * 4096,
     bandwidth=256 / 8 * 20e9,
 )
-
-
-#: Scores of int8 codes are multiplied by their scales: the kernel issues so many times the
-#: instructions of e4m3fn's, 7.5 against 5.2 per matrix instruction at 64 columns, 5.8 against 3.8
-#: at 128, of which the matrix unit hides most: shares of its peak .66 and .55, .74 and .62.
-_INT8_SLOTS = 1.2
 
 
 def packed_bytes(
@@ -117,9 +110,10 @@ def attention_seconds(
     inputs, outputs = (rows + 2 * calls * keys) * width, rows * width
     if treatment is None:
         return max(work / device.flops_16_bit, 2 * (inputs + outputs) / device.bandwidth)
-    moved = (2 + 1 + 1) * inputs + 2 * outputs
-    slots = _INT8_SLOTS if treatment.qk == INT8.name else 1.0
-    return max(slots * work / device.flops_fp8, moved / device.bandwidth)
+    # Values in 16 bit are written and read as such.
+    wide = 0 if treatment.format.pv else 2 * calls * keys * width
+    moved = (2 + 1 + 1) * inputs + 2 * outputs + wide
+    return max(treatment.format.cost * work / device.flops_fp8, moved / device.bandwidth)
 
 
 def strides_of(component: Component) -> dict[str, int]:

@@ -15,7 +15,8 @@ from quantkit.models.source import Component, Model
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.packing.attention import static_scales
 from quantkit.recipe.attention import AttentionRecipe
-from quantkit.recipe.schema import Recipe, matches
+from quantkit.recipe.fields import matches
+from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.local_error import StoredInputs, read_weight
 from quantkit.sensitivity.result import ATTENTION, Sensitivity
 from quantkit.sensitivity.simulate import Substitute
@@ -97,6 +98,7 @@ class MeasuredModel:
             if int(statistics.call_keys.max()) >= settings.min_keys
             and statistics.columns % 8 == 0
             and statistics.columns <= LARGEST_HEAD
+            and matches(name, settings.layers)
             and not matches(name, settings.exclude)
         }
 

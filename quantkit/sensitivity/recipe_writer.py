@@ -1,15 +1,18 @@
 """The chosen recipe: an ordinary one, with an override per treatment and a remark per layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from math import fsum
 from pathlib import Path
 from typing import Any
 
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.schema import LayerSettings, Override, Recipe, SparsityRecipe
 from quantkit.sensitivity.budget import Assignment
 from quantkit.sensitivity.result import ATTENTION, Sensitivity
 from quantkit.sensitivity.treatments import (
+    ATTENTION_BY_NAME,
     BY_NAME,
     SIXTEEN_BIT,
     TREATMENTS,
@@ -69,21 +72,31 @@ def _attention(
     sensitivity: Sensitivity, recipe: Recipe, assignment: Assignment
 ) -> AttentionRecipe | None:
     """Return the section that puts the chosen modules on codes, and no other measured one."""
-    if not sensitivity.attention:
-        return recipe.attention
+    section = recipe.attention
+    if not sensitivity.attention or (section is not None and section.chooses_formats):
+        return section
     pairs = zip(assignment.problem.layers, assignment.chosen, strict=True)
     chosen = {layer.name: c.treatment for layer, c in pairs if layer.kind == ATTENTION}
-    left = tuple(name for name, treatment in chosen.items() if treatment == SIXTEEN_BIT.name)
-    if len(left) == len(chosen):
+    formats = {n: ATTENTION_BY_NAME[t].format for n, t in chosen.items() if t in ATTENTION_BY_NAME}
+    if not formats:
         return None
+    counts = Counter(formats.values())
+    most = max(ATTENTION_FORMATS, key=lambda row: counts[row])
     measured = sensitivity.recipe.attention or AttentionRecipe()
-    base = recipe.attention or AttentionRecipe()
-    excluded = dict.fromkeys((*base.exclude, *measured.exclude, *left))
+    base = section or AttentionRecipe()
+    left = (name for name, treatment in chosen.items() if treatment == SIXTEEN_BIT.name)
     values = {
         **base.model_dump(),
-        "qk": assignment.problem.qk,
+        "strategy": None,
+        "qk": most.qk,
+        "pv": most.pv_word,
         "min_keys": measured.min_keys,
-        "exclude": tuple(excluded),
+        "exclude": tuple(dict.fromkeys((*base.exclude, *measured.exclude, *left))),
+        "overrides": tuple(
+            {"layers": names, "qk": row.qk, "pv": row.pv_word}
+            for row in ATTENTION_FORMATS
+            if row != most and (names := tuple(n for n, f in formats.items() if f == row))
+        ),
     }
     return AttentionRecipe.model_validate(values)
 

@@ -9,59 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.attention_observer import attending
-from quantkit.device.ops.attention import attention
+from quantkit.calibration.format_errors import lost_power, rounded_attention
 from quantkit.models.attention import Attend, AttentionCall, Heads
-from quantkit.numerics.attention import attention_codes
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.sensitivity.treatments import ATTENTION_TREATMENTS
-
-#: Rows of q of every picture and call that errors are measured on: as many as calibration looks at.
-_ROWS = 32
-
-
-def rounded_attention(
-    heads: Heads,
-    scale: float | None,
-    qk_format: str,
-    scales: AttentionScales | None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Return attention as the kernels compute it.
-
-    Args:
-        heads: (B, H, N, D).
-        scale: of q k'; None: 1 / sqrt(D).
-        qk_format: e4m3fn or int8.
-        scales: static ones; None: of these very numbers.
-        rows: of q, those that are wanted; None: all. Scales are those of all.
-
-    Returns:
-        (B, H, rows, D) float32.
-    """
-    _, count, keys, columns = heads.k.shape
-    codes = attention_codes(
-        *(t.flatten(0, 1) for t in heads), scale=scale, qk_format=qk_format, scales=scales
-    )
-    q, q_scale = codes.q, codes.q_scale
-    if rows is not None:
-        q, q_scale = q[:, rows], None if q_scale is None else q_scale[:, rows]
-    y = attention(
-        q, codes.k, codes.v, q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        keys, count, columns, qk_format, torch.float32, q.shape[2],
-    )  # fmt: skip
-    return y.transpose(1, 2)
 
 
 def rounding(
     denoiser: nn.Module,
-    formats: Mapping[str, str],
+    formats: Mapping[str, AttentionFormat],
     scales: Mapping[str, AttentionScales | None],
 ) -> AbstractContextManager[None]:
     """Return the context in which attention modules compute on codes, calls with a mask aside.
 
     Args:
         denoiser: the module that the pipeline calls.
-        formats: of queries and keys, by module path.
+        formats: by module path.
         scales: static ones, or None, of these modules and maybe others.
     """
 
@@ -94,18 +58,10 @@ class AttentionErrors:
         return found
 
     def _measure(self, module: str, heads: Heads, call: AttentionCall) -> None:
-        queries = heads.q.shape[2]
-        count = min(_ROWS, queries)
-        rows = torch.arange(1, 2 * count, 2, device=heads.q.device) * queries // (2 * count)
-        q, k, v = (t.detach().float() for t in heads)
-        wanted = nn.functional.scaled_dot_product_attention(q[:, :, rows], k, v, scale=call.scale)
+        lost, total = lost_power(heads, call.scale, ATTENTION_FORMATS, self.scales[module])
         by_treatment = self._sums.setdefault(module, {})
-        for treatment in ATTENTION_TREATMENTS:
-            found = rounded_attention(
-                Heads(q, k, v), call.scale, treatment.qk, self.scales[module], rows
-            )
-            power = [(wanted - found).square(), wanted.square()]
-            sums = torch.stack([p.sum(dtype=torch.float64) for p in power])
+        for treatment, of_heads in zip(ATTENTION_TREATMENTS, lost, strict=True):
+            sums = torch.stack([of_heads.sum(), total.sum()])
             before = by_treatment.get(treatment.name)
             by_treatment[treatment.name] = sums if before is None else before + sums
 

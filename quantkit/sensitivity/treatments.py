@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from quantkit.models.layer_plan import dense_reason, factor_reason
 from quantkit.models.layers import Layer
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, NumberFormat
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import SPARSEGPT, TWO_OF_FOUR
@@ -68,13 +69,11 @@ class AttentionTreatment:
     """What is done to the products of one attention module; 16-bit leaves them alone."""
 
     name: str
-    #: format of queries and keys; probabilities and values are e4m3fn
-    qk: str
+    format: AttentionFormat
 
 
-ATTENTION_TREATMENTS = (
-    AttentionTreatment("attention-e4m3fn", E4M3FN.name),
-    AttentionTreatment("attention-int8", INT8.name),
+ATTENTION_TREATMENTS = tuple(
+    AttentionTreatment(f"attention-{row.name}", row) for row in ATTENTION_FORMATS
 )
 
 ATTENTION_BY_NAME = {treatment.name: treatment for treatment in ATTENTION_TREATMENTS}

@@ -1,5 +1,6 @@
 """What is inside a packed directory."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.column_decisions import ColumnDecision, column_decisions
 from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.format_decisions import FormatDecision, format_decisions
 from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
 from quantkit.errors import CheckpointError
@@ -84,6 +86,15 @@ class Inspection:
             for module, decision in column_decisions(component).items()
         }
 
+    @property
+    def formats(self) -> dict[tuple[str, str], FormatDecision]:
+        """What attention is multiplied in, by component and module, where errors decided."""
+        return {
+            (component.name, module): decision
+            for component in self.packed.components
+            for module, decision in format_decisions(component).items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         components = [
@@ -101,16 +112,22 @@ class Inspection:
             "bytes_after": self.bytes_after,
         }
         layers = [layer.to_json() for layer in self.layers]
-        columns = [
-            {"component": component, "module": module, **asdict(decision)}
-            for (component, module), decision in self.columns.items()
-        ]
         return {
             "components": components,
             "layers": layers,
-            "attention_columns": columns,
+            "attention_columns": _decisions_json(self.columns),
+            "attention_formats": _decisions_json(self.formats),
             "totals": totals,
         }
+
+
+def _decisions_json(
+    decisions: Mapping[tuple[str, str], ColumnDecision] | Mapping[tuple[str, str], FormatDecision],
+) -> list[dict[str, Any]]:
+    return [
+        {"component": component, "module": module, **asdict(decision)}
+        for (component, module), decision in decisions.items()
+    ]
 
 
 def inspect(packed: str | Path) -> Inspection:

@@ -100,7 +100,7 @@ DAMAGE = {
     "empty": (lambda p: p.write_bytes(b""), ": truncated"),
     "not safetensors": (lambda p: p.write_text("x" * 100), "not safetensors"),
     "bit in a tensor": (lambda p: flip(p, -9), "its checksum does not agree"),
-    "newer": (lambda p: rewrite_entry(p, format_version=6), "format_version 6, wanted 1 to 5; u"),
+    "newer": (lambda p: rewrite_entry(p, format_version=7), "format_version 7, wanted 1 to 6; u"),
     "other numbers": (lambda p: rewrite_entry(p, about="{}"), "its checksum does not agree"),
     "other file": (lambda p: save_file({}, p), "not a quantkit_calibration file"),
 }

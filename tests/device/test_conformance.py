@@ -10,7 +10,7 @@ from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
-from quantkit.inference.operators import OPERATORS
+from quantkit.inference.operators import OVERLOADS
 from tests.support.kernel_cases import covering_variants, need
 
 SIZES = ((1, 3, 64), (5, 7, 96), (37, 70, 288), (130, 45, 1152))
@@ -65,7 +65,7 @@ def test_the_kernel_agrees_with_the_reference(op, sizes):
 def test_the_operator_keeps_torchs_contract(op):
     variant = covering_variants(op, pairs=False)[0]
     operands, options = op.sample(variant, SIZES[1], torch.Generator().manual_seed(1))
-    torch.library.opcheck(OPERATORS[op.name], (*operands, *map(plain, options)))
+    torch.library.opcheck(OVERLOADS[op.name], (*operands, *map(plain, options)))
 
 
 def plain(option):

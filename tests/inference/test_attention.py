@@ -302,7 +302,7 @@ def test_a_dequantized_model_has_its_own_attention(packed):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"qk": "fp4"}, "qk 'fp4', wanted one of e4m3fn, int8"),
+        ({"qk": "fp4"}, "qk 'fp4' with pv 'e4m3fn', wanted one of e4m3fn, int8"),
         ({"min_keys": 0}, "min_keys 0, wanted 1 or more"),
         ({"min_keys": True}, "min_keys True, wanted 1 or more"),
         ({"exclude": "a"}, "exclude 'a', wanted a list"),
@@ -350,7 +350,7 @@ def test_values_in_16_bit_are_of_version_7(packed, tmp_path):
     ("section", "text"),
     [
         ({"pv": "int8"}, "attention.pv"),
-        ({"qk": "none"}, "attention.qk"),
+        ({"qk": "fp4"}, "attention.qk"),
         ({"min_keys": 0}, "attention.min_keys"),
         ({"ranks": "auto"}, "unknown key 'attention.ranks'"),
     ],

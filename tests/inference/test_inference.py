@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
+from quantkit.device.ops import call as execute
 from quantkit.errors import CheckpointError, InputError, ShapeError
 from quantkit.inference import buckets
 from quantkit.inference.codes import Codes
 from quantkit.inference.deviation import watch
 from quantkit.inference.loading import packed_layers
 from quantkit.inference.modules import pack_module
-from quantkit.inference.operators import OPERATORS
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, Q4_0, Q8_0
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -269,47 +269,6 @@ def test_codes_and_scales_survive_every_cast(name, change):
         assert same_bytes(after[part], tensor)
 
 
-def operator_samples():
-    x = torch.randn(5, 32)
-    codes = torch.randint(0, 120, (5, 32), dtype=torch.uint8)
-    w = torch.randint(0, 120, (8, 32), dtype=torch.uint8)
-    meta = torch.full((8, 4), 0x4E, dtype=torch.uint8)
-    one, rows, bias = torch.ones(1), torch.rand(5), torch.randn(8)
-    smooth = torch.rand(32) + 0.5
-    half = torch.float16
-    # A window of 2 x 2 pixels has as many codes as a row.
-    image = torch.randint(0, 120, (2, 5, 4, 8), dtype=torch.uint8)
-    pad_one = [2, 2, 1, 1, 1, 1, 0, 1, 1, 0]
-    by_two = [2, 2, 2, 1, 1, 2, 0, 0, 0, 0]
-    e4m3, e5m2, kept = ("e4m3fn",) * 2, ("e5m2",) * 2, w[:, :16].contiguous()
-    return {
-        "quantize_fp8_static": (x, None, None, one, "e4m3fn"),
-        "quantize_fp8_static-smooth": (x.half(), smooth, None, one, "e5m2"),
-        "quantize_fp8_static-shift": (x, smooth, -smooth, one, "e4m3fn"),
-        "quantize_fp8_token-shift": (x.half(), None, -smooth, "e4m3fn"),
-        "quantize_fp8_static-empty": (x[:0], None, None, one, "e4m3fn"),
-        "quantize_fp8_token": (x, smooth, None, "e4m3fn"),
-        "quantize_fp8_token-empty": (x[:0], None, None, "e4m3fn"),
-        "gemm_fp8": (codes, rows, w, one.reshape(()), None, *e4m3, torch.float32),
-        "gemm_fp8-bias": (codes, one, w, bias.abs(), bias.half(), *e4m3, half),
-        "gemm_fp8-empty": (codes[:0], rows[:0], w, one.reshape(()), None, *e4m3, half),
-        "geglu_fp8": (codes, rows, w, bias.abs(), bias, one, *e4m3, "e5m2", torch.float32),
-        "geglu_fp8-empty": (codes[:0], one, w, one, None, one, *e4m3, "e4m3fn", half),
-        "geglu_fp8_sparse": (codes, one, kept, meta, one, None, one, *e4m3, "e4m3fn", half),
-        "conv_fp8": (image, one, w, bias.abs(), bias, pad_one, *e4m3, torch.float32),
-        "conv_fp8-strided": (image, one, w, one, None, by_two, *e5m2, half),
-        "conv_fp8-empty": (image[:0], one, w, one, bias, pad_one, *e4m3, torch.float32),
-        "conv_fp8_sparse": (image, one, kept, meta, one, bias, pad_one, *e4m3, torch.float32),
-        "gemm_fp8_sparse": (codes, rows, kept, meta, bias.abs(), bias, *e5m2, torch.float32),
-    }
-
-
-@pytest.mark.parametrize("name", operator_samples().keys())
-def test_operator_keeps_its_contract(name):
-    operator: Any = OPERATORS[name.split("-")[0]]
-    torch.library.opcheck(operator, operator_samples()[name])
-
-
 @pytest.mark.parametrize("make", [lambda: nn.Linear(32, 8), lambda: nn.Conv2d(32, 8, 3, 2, 1)])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_layers_compile_without_a_graph_break(scheme, make, dynamic):
@@ -500,7 +459,6 @@ def test_watch_measures_against_reference_and_dense():
 
 
 def test_watch_sees_a_wrong_scale(monkeypatch):
-    from quantkit.device.ops import call as execute
 
     right = execute.call
 

@@ -25,6 +25,7 @@ from quantkit.inference.attention import install
 from quantkit.inference.attention_call import AttentionSettings, attend
 from quantkit.models.attention import AttentionCall, Heads, attention_modules
 from quantkit.numerics.attention_basis import ranks_of
+from quantkit.numerics.attention_formats import attention_format
 from quantkit.packing.attention_speed import CYCLES, gain
 from quantkit.packing.fewer_columns import decide
 from quantkit.recipe.attention import AttentionRecipe
@@ -55,6 +56,7 @@ def module(errors, columns=64, keys=4096, heads=3):
     )
 
 
+FORMATS = dict.fromkeys(("a", "b", "far", "small"), attention_format("e4m3fn", "e4m3fn"))
 #: sparse_k, errors, columns, keys -> what is chosen, and a part of why
 CHOICES = {
     "half": ("rank", (0.019, 0.01, 0.5), 64, 4096, "rank 32", "error 0.0190, gains 13.1%"),
@@ -74,7 +76,7 @@ CHOICES = {
 def test_the_fastest_within_the_budget_is_chosen(case):
     kind, errors, columns, keys, wanted, reason = CHOICES[case]
     section = AttentionRecipe.model_validate({"sparse_k": kind})
-    (found,) = decide(section, {"a": module(errors, columns, keys)}).values()
+    (found,) = decide(section, {"a": module(errors, columns, keys)}, FORMATS).values()
     assert (None if found.chosen is None else str(found.chosen)) == wanted
     assert reason in found.told.reason
     assert found.told.errors["2:4"] == pytest.approx([errors[-1]] * 3, abs=1e-4)
@@ -84,19 +86,38 @@ def test_the_fastest_within_the_budget_is_chosen(case):
 def test_a_given_rank_is_taken_as_it_is():
     found = decide(AttentionRecipe(sparse_k="rank", rank=32), {
         "far": module((0.9, 0.9, 0.9), keys=16), "small": module((0.9, 0.9), columns=32),
-    })  # fmt: skip
+    }, FORMATS)  # fmt: skip
     assert found["far"].chosen.rank == 32
     assert found["small"].chosen is None
-    other = decide(AttentionRecipe(sparse_k="rank", rank=16), {"a": module((0.1, 0.1, 0.1))})
+    other = decide(
+        AttentionRecipe(sparse_k="rank", rank=16), {"a": module((0.1, 0.1, 0.1))}, FORMATS
+    )
     assert (other["a"].chosen.rank, other["a"].chosen.error) == (16, None)
 
 
 def test_nothing_is_chosen_unasked_or_unmeasured():
-    assert decide(AttentionRecipe(), {"a": module((0, 0, 0))}) == {}
-    with pytest.raises(RecipeError, match=r"sparse_k auto: .*run 'quantkit rotate', and pack"):
-        decide(AttentionRecipe(sparse_k="auto"), {"a": attention_statistics()})
+    assert decide(AttentionRecipe(), {"a": module((0, 0, 0))}, FORMATS) == {}
+    with pytest.raises(RecipeError, match=r"sparse_k rank: .*run 'quantkit rotate', and pack"):
+        decide(AttentionRecipe(sparse_k="rank"), {"a": attention_statistics()}, FORMATS)
     both = {"a": attention_statistics(), "b": module((0, 0, 0))}
-    assert set(decide(AttentionRecipe(sparse_k="auto"), both)) == {"b"}
+    assert set(decide(AttentionRecipe(sparse_k="rank"), both, FORMATS)) == {"b"}
+
+
+def test_auto_takes_models_without_a_basis_and_says_so():
+    seen = {"a": attention_statistics(), "b": module((0, 0, 0))}
+    found = decide(AttentionRecipe(sparse_k="auto"), seen, FORMATS)
+    assert found["a"].chosen is None
+    assert "'quantkit rotate' gives one" in found["a"].told.reason
+    assert len(found["a"].told.entropy) == 3
+    assert str(found["b"].chosen) == "rank 32"
+
+
+def test_gains_are_those_of_the_modules_own_values():
+    seen = {"a": module((0.001, 0.001, 0.5)), "b": module((0.001, 0.001, 0.5))}
+    formats = {"a": attention_format("int8", "e4m3fn"), "b": attention_format("int8", None)}
+    found = decide(AttentionRecipe(sparse_k="rank"), seen, formats)
+    assert found["a"].chosen.gain == gain(64, 4096, "rank 32", "e4m3fn")
+    assert found["b"].chosen.gain == gain(64, 4096, "rank 32", "none")
 
 
 @pytest.mark.parametrize(("pv", "moved"), [("e4m3fn", 9), ("none", 10)])
@@ -304,7 +325,10 @@ def test_a_budget_that_nothing_meets_leaves_attention_as_it_is(rotated, tmp_path
     assert attention_version(component.config.attention) == 4
     chosen = component.metadata[0].recipe["sparse_k_chosen"]
     assert {row["chosen"] for row in chosen.values()} == {None}
-    assert all("less than 5%" in row["reason"] for row in chosen.values())
+    for name, row in chosen.items():
+        why = "less than 5%" if name in rotated.rotation.bases else "no basis of its own"
+        assert why in row["reason"]
+    assert set(chosen) > set(rotated.rotation.bases)
 
 
 def test_a_calibration_of_the_model_before_is_refused(rotated, tmp_path):

@@ -7,9 +7,11 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import quantkit
+from quantkit.calibration.format_errors import lost_power, rounded_attention
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.attention import Heads
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe
@@ -23,7 +25,7 @@ from quantkit.sensitivity.result import (
     save_sensitivity,
     to_json,
 )
-from quantkit.sensitivity.treated_attention import AttentionErrors, rounded_attention, rounding
+from quantkit.sensitivity.treated_attention import AttentionErrors, rounding
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, ATTENTION_TREATMENTS
 from tests.support.artefacts import attention_statistics
 from tests.support.sensitivities import choose, three_layers
@@ -37,7 +39,7 @@ SCALES = AttentionScales(
     torch.full((3, 24), 8 / 448),
     torch.zeros(3, 24),
 )
-FORMATS = [treatment.qk for treatment in ATTENTION_TREATMENTS]
+by_name = pytest.mark.parametrize("found", ATTENTION_FORMATS, ids=lambda row: row.name)
 
 
 @pytest.fixture(scope="module")
@@ -62,35 +64,40 @@ def modules_of(unet):
     return [name for name, m in unet.named_modules() if hasattr(m, "processor")]
 
 
-@pytest.mark.parametrize("qk", FORMATS)
-def test_rounding_is_what_quantized_attention_computes(unet, qk):
+@by_name
+def test_rounding_is_what_quantized_attention_computes(unet, found):
     before = answer(unet)
     modules = modules_of(unet)
-    with rounding(unet, dict.fromkeys(modules, qk), dict.fromkeys(modules)):
-        found = answer(unet)
+    with rounding(unet, dict.fromkeys(modules, found), dict.fromkeys(modules)):
+        rounded = answer(unet)
     assert torch.equal(answer(unet), before)
     with use(Backend.REFERENCE):
-        quantkit.attention(unet, qk=qk, min_keys=1)
+        quantkit.attention(unet, qk=found.qk, pv=found.pv, min_keys=1)
         wanted = answer(unet)
     quantkit.attention(unet, qk=None)
-    assert torch.equal(found, wanted)
-    assert not torch.equal(found, before)
+    assert torch.equal(rounded, wanted)
+    assert not torch.equal(rounded, before)
 
 
-@pytest.mark.parametrize("qk", FORMATS)
-def test_some_rows_are_those_of_all(qk):
+@by_name
+def test_errors_are_of_some_rows_with_scales_of_all(found):
     generator = torch.Generator().manual_seed(0)
     heads = Heads(*(torch.randn(2, 3, n, 24, generator=generator) for n in (50, 70, 70)))
-    rows = torch.tensor([0, 7, 49])
+    places = [(2 * i + 1) * 50 // 64 for i in range(32)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads, scale=0.3)[:, :, places]
     for scales in (None, SCALES):
-        found = rounded_attention(heads, 0.3, qk, scales, rows)
-        whole = rounded_attention(heads, 0.3, qk, scales)
-        torch.testing.assert_close(found, whole[:, :, rows])
-    exact = torch.nn.functional.scaled_dot_product_attention(*heads, scale=0.3)
-    assert 0 < float((whole - exact).norm() / exact.norm()) < 0.1
+        whole = rounded_attention(heads, 0.3, found, scales)[:, :, places]
+        lost, power = lost_power(heads, 0.3, (found,), scales)
+        wanted = (whole - exact).double().square().sum(dim=(0, 2, 3))
+        torch.testing.assert_close(lost[0], wanted, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            power, exact.double().square().sum(dim=(0, 2, 3)), rtol=1e-5, atol=0
+        )
+        assert 0 < float(lost.sum() / power.sum()) < 0.01
     # The ranges are those given: codes end there.
     short = replace(SCALES, query_range=torch.full((3,), 0.5))
-    assert not torch.equal(rounded_attention(heads, 0.3, qk, short), whole) or qk == "int8"
+    cut = rounded_attention(heads, 0.3, found, short)[:, :, places]
+    assert not torch.equal(cut, whole) or found.qk == "int8"
 
 
 def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
@@ -117,7 +124,7 @@ def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
         places = list(range(q.shape[2])) if places is None else places
         wanted = attend(q.double(), k.double(), v.double())[:, :, places]
         for treatment, error in errors.of(name).items():
-            y = rounded_attention(Heads(q, k, v), None, ATTENTION_BY_NAME[treatment].qk, None)
+            y = rounded_attention(Heads(q, k, v), None, ATTENTION_BY_NAME[treatment].format, None)
             lost = (y[:, :, places] - wanted).square().sum() / wanted.square().sum()
             assert error == pytest.approx(float(lost), rel=1e-3), (name, treatment)
             assert 0 < error < 0.01
@@ -126,16 +133,18 @@ def test_errors_are_of_the_outputs_of_all_calls(unet, monkeypatch):
 def test_time_is_that_of_products_or_of_bytes():
     statistics = attention_statistics()  # 3 heads of 8 columns, 64 queries and 40 keys a call
     slow = PeakRates("card", 10.0, 20.0, 40.0, 1e9)
-    e4m3fn, int8 = ATTENTION_TREATMENTS
+    e4m3fn, int8, wide, _ = ATTENTION_TREATMENTS
     work = 4 * 128 * 40 * 24
     assert attention_seconds(statistics, None, 128, slow) == work / 10
     assert attention_seconds(statistics, e4m3fn, 128, slow) == work / 20
-    assert attention_seconds(statistics, int8, 128, slow) == pytest.approx(1.2 * work / 20)
+    assert attention_seconds(statistics, int8, 128, slow) == pytest.approx(1.14 * work / 20)
     narrow = PeakRates("card", 1e12, 1e12, 1e12, 2.0)
     inputs, outputs = (128 + 2 * 2 * 40) * 24, 128 * 24
     assert attention_seconds(statistics, None, 128, narrow) == inputs + outputs
     # Codes are made of what was read, and read again.
     assert attention_seconds(statistics, e4m3fn, 128, narrow) == 2 * inputs + outputs
+    # Two bytes more, one written and one read, for each value of two calls.
+    assert attention_seconds(statistics, wide, 128, narrow) == 2 * inputs + outputs + 2 * 40 * 24
 
 
 # Choosing
@@ -179,18 +188,21 @@ def test_speed_is_bought_where_it_costs_least():
     assert set(chosen.remarks) == {layer.name for layer in with_attention().layers}
 
 
-def test_all_modules_have_one_format():
-    both = replace(
-        with_attention(),
-        layers=(module("b.attn1"), module("c.attn1", 2e-4), *three_layers().layers),
-    )
-    names = {
-        speed: {t for t in treatments(choose(both, speed=speed)).values() if "attention" in t}
-        for speed in (1.1, 1.2, 1.6, 2.0)
-    }
-    assert all(len(found) == 1 for found in names.values())
-    # Nothing but e4m3fn everywhere is fast enough at last.
-    assert names[2.0] == {"attention-e4m3fn"}
+def test_every_module_has_a_format_of_its_own():
+    sensitive = module("c.attn1", 0.02)
+    both = replace(with_attention(), layers=(module("b.attn1"), sensitive, *three_layers().layers))
+    seen = set()
+    for speed in (1.1, 1.2, 1.4, 1.86, 1.94):
+        chosen = choose(both, speed=speed)
+        section, found = chosen.recipe.attention, treatments(chosen)
+        assert parse_recipe(recipe_text(chosen.recipe, {}), where="t").attention == section
+        for name in ("b.attn1", "c.attn1"):
+            formats = tuple(f"attention-{row.name}" for row in section.formats_of(name))
+            assert formats == (() if found[name] == "16-bit" else (found[name],))
+        seen.add((found["b.attn1"], found["c.attn1"]))
+    # Where a module of theirs is enough, the sensitive one has the finer format.
+    assert ("attention-e4m3fn", "attention-int8") in seen
+    assert ("attention-e4m3fn", "attention-e4m3fn") in seen
 
 
 def test_what_the_recipe_excludes_stays():
@@ -199,6 +211,14 @@ def test_what_the_recipe_excludes_stays():
     chosen = choose(with_attention(), kept, speed=1.05)
     assert treatments(chosen)["b.attn1"] == "16-bit"
     assert choose(three_layers(), kept, bytes=0.6).recipe.attention == kept.attention
+
+
+def test_formats_that_errors_choose_are_left_to_packing():
+    adaptive = AttentionRecipe.model_validate({"strategy": "adaptive"})
+    recipe = load_recipe("fp8").model_copy(update={"attention": adaptive})
+    chosen = choose(with_attention(), recipe, error=10.0)
+    assert chosen.recipe.attention == adaptive
+    assert treatments(chosen)["b.attn1"] == "16-bit"
 
 
 def test_globs_choose_among_formats():

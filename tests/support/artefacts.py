@@ -7,6 +7,7 @@ from quantkit.calibration.histogram import BINS
 from quantkit.calibration.moving_average import RATE
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import CalibrationProvenance, LayerStatistics
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 
 
 def statistics(channels=4, buckets=2):
@@ -64,6 +65,8 @@ def attention_sums(buckets=2, heads=3, columns=8):
         "shares": shares,
         "counts": torch.tensor([[64, 40, 64, 40, 32, 0]] * buckets),
         "second": second * torch.tensor([64, 40]).reshape(2, 1, 1, 1),
+        "format_lost": torch.zeros(len(ATTENTION_FORMATS), heads, dtype=torch.float64),
+        "format_power": torch.zeros(heads, dtype=torch.float64),
     }
 
 
