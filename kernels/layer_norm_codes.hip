@@ -58,10 +58,9 @@ struct Source {
 
   /// further: beyond `start`, the lane's first column, in steps that are known to the compiler.
   QK_DEVICE typename Run::Raw load_raw(int start, int further) const {
-    const typename Run::Raw raw = Run::load_raw(x + start + further, true, kRun);
 #if QK_SUM
     Values values, more, factors;
-    Run::widen(values, raw);
+    Run::widen(values, Run::load_raw(x + start + further, true, kRun));
     Run::widen(more, Run::load_raw(added + start + further, true, kRun));
     if (gate != nullptr) {
       Run::widen(factors, Run::load_raw(gate + start + further, true, kRun));
@@ -72,7 +71,7 @@ struct Source {
       values[e] = qk::add_rounded(values[e], more[e]);
     return Run::narrow(values);
 #else
-    return raw;
+    return Run::load_raw(x + start + further, true, kRun);
 #endif
   }
 };
@@ -99,7 +98,9 @@ struct Row {
       Run::widen(values, held[step]);
       each(values, column);
     }
-    QK_NO_UNROLL for (int column = start + kHeld * kStep; column < k; column += kStep) {
+    QK_NO_UNROLL for (int next = start + kHeld * kStep; next < k; next += kStep) {
+      // Else clang counts pointers up, one for each operand, by additions with a carry.
+      const int column = static_cast<int>(qk::opaque(static_cast<qk::u32>(next)));
       Run::widen(values, source.load_raw(column, 0));
       each(values, column);
     }

@@ -1,6 +1,7 @@
-"""The stand-in HIP runtime that the loader's tests share."""
+"""The stand-in HIP runtime that the loader's tests share, and a GPU."""
 
 import pytest
+import torch
 
 from quantkit.device import cache
 from quantkit.device.gpu import driver_hip, objects
@@ -12,6 +13,13 @@ from tests.support.standin_hip import VARIABLES, Standin, build_standin
 def standin_root(tmp_path_factory):
     compiling._folder()  # the host kernels stay in the cache that all tests share
     return build_standin(tmp_path_factory.mktemp("rocm"))
+
+
+@pytest.fixture
+def gpu():
+    """Skip where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
 
 
 @pytest.fixture

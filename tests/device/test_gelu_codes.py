@@ -191,6 +191,7 @@ def test_operands_that_do_not_fit_are_refused(change, error, text):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize(
     ("m", "k", "left"), [(7, 17, 0), (9, 1025, 0), (33, 2560, 512), (4608, 15360, 3072)]

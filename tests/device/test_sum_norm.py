@@ -104,6 +104,7 @@ def test_what_does_not_fit_is_refused(place, value, error, text):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (9, 520), (64, 3072), (3, 8456), (4608, 3072)])
