@@ -35,22 +35,27 @@ def word_of(activation: Any) -> str | None:
     return _GELUS.get(activation.approximate) if known else None
 
 
-def is_one_pass(activation: Any, reader: Any, x: Tensor | Normed, beside: int = 0) -> bool:
+def is_one_pass(
+    activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
+) -> bool:
     """Tell whether one operation computes an activation and the codes that a layer reads.
 
     Args:
         activation: has a word, and nobody waits for its call.
         reader: what reads it alone.
         x: what is activated, or what that is made of.
-        beside: columns that stand left of it.
+        beside: what stands left of it.
     """
     if word_of(activation) is None or is_watched(activation) or not is_plain(reader):
         return False
     if type(activation) is LinearActivation and is_watched(activation.activation):
         return False
-    aligned = not beside or (beside % ALIGNED == 0 and reader.k % ALIGNED == 0)
-    if not (aligned and reader.takes_parts) or is_fused(x):
+    if not reader.takes_parts or is_fused(x):
         return False
+    if beside is not None:
+        odd = beside.shape[-1] % ALIGNED or reader.k % ALIGNED
+        if odd or beside.dtype is not x.dtype:
+            return False
     name = name_for("gelu_codes", reader.scheme.input.name)
     found: bool = has_kernel(name, str(x.device), reader.k, forced())
     return found

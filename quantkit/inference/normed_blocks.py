@@ -267,7 +267,7 @@ def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[
 def _projected(block: Any, heads: Tensor, hidden: Tensor) -> Tensor:
     """Return what a block of one stream makes of heads and its network's first layer (B, T, .)."""
     layer, activation = block.proj_out, block.act_mlp
-    if not block.training and is_one_pass(activation, layer, hidden, heads.shape[2]):
+    if not block.training and is_one_pass(activation, layer, hidden, heads):
         return layer(activated(activation, layer, hidden, heads))  # type: ignore[no-any-return]  # a packed layer
     parts = (heads, activation(hidden))
     if not (is_plain(layer) and layer.takes_parts) or is_fused(heads):

@@ -9,7 +9,7 @@ import torch
 import quantkit
 from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
 from quantkit.device import log
-from quantkit.inference import norm_codes
+from quantkit.inference import activation_codes, norm_codes
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.normed_blocks import install, uninstall
 from quantkit.numerics.formats import E4M3FN
@@ -63,6 +63,7 @@ def test_pictures_are_the_same_to_the_bit(make, component, tmp_path, monkeypatch
     assert coded(model)
     found = draw(pipe, height=64, width=64)
     monkeypatch.setattr(norm_codes, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
     one_pass = draw(pipe, height=64, width=64)
     uninstall(model)
     wanted = draw(pipe, height=64, width=64)

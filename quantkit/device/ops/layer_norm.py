@@ -20,7 +20,6 @@ from quantkit.device.ops.norm_rows import (
 )
 from quantkit.device.ops.op import (
     Argument,
-    Axis,
     Budget,
     Op,
     Operands,
@@ -118,7 +117,7 @@ def _check_norm(
         )
     check_input(op.name, x, (weight, bias, smooth, shift), given(scale))
     batch = _check_modulation(op.name, x, {"gate": gate, "up": up, "by": by})
-    words = (word, fmt, input_word(smooth, shift), "")
+    words = (word, fmt, input_word(smooth, shift))
     sizes = {"m": x.shape[0], "k": x.shape[1], "rows": x.shape[0] // batch or 1}
     return Problem(words, sizes | {"centred": int(centred), "eps": eps_bits(op.name, eps)})
 
@@ -200,7 +199,7 @@ def _norm(kind: str) -> Op:
         source="layer_norm_codes.hip",
         formula=f"q[i, j] = {kind}{_FORMULA}",
         schema=f"(Tensor x, {_SCHEMA} -> Tensor",
-        axes=(IO, formats("X", kind), INPUT_AXIS, Axis("QK_SUM", ("",))),
+        axes=(IO, formats("X", kind), INPUT_AXIS),
         args=(_X, *_BETWEEN, _CODES, *_NUMBERS),
         k_multiple=_ALIGNED,
         check=_check,
@@ -216,11 +215,11 @@ def _of_sum(kind: str) -> Op:
         _norm(kind),
         name=f"sum_norm_codes_{kind}",
         family="sum_norm_codes",
+        source="sum_norm_codes.hip",
         formula=(
             f"q is layer_norm_codes_{kind} of sum[i, j] = x[i, j] + gate[i / rows, j] * added[i, j]"
         ),
         schema=f"(Tensor x, Tensor added, Tensor? gate, {_SCHEMA} -> (Tensor, Tensor)",
-        axes=(IO, formats("X", kind), INPUT_AXIS, Axis("QK_SUM", ("",), first=1)),
         args=(
             *(_X, *_ADDED, *_BETWEEN, Argument("sum", "io", "[m, k]", written=True)),
             *(_CODES, *_NUMBERS),
