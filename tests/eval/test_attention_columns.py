@@ -1,13 +1,14 @@
-"""How many columns attention multiplies, in the report's page and JSON."""
+"""How many columns attention multiplies, and in what, in the report's page and JSON."""
 
 import json
 from dataclasses import replace
 
 import pytest
 from quantkit.eval.report import write_report
-from quantkit.eval.result import AttentionColumns
+from quantkit.eval.result import AttentionColumns, AttentionFormats
 
 from quantkit.checkpoint.column_decisions import ColumnDecision
+from quantkit.checkpoint.format_decisions import FormatDecision
 from tests.eval.test_report import Page
 from tests.support.reports import NASTY, made, made_report
 
@@ -44,3 +45,20 @@ def test_a_report_without_them_has_no_section(pairs, tmp_path):
     page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     assert "Columns of queries and keys" not in page
     assert json.loads((tmp_path / "r" / "report.json").read_text())["attention_columns"] == []
+
+
+def test_every_module_has_a_row_of_its_format(pairs, tmp_path):
+    errors = {"e4m3fn": 0.0312, "int8": 0.0123}
+    chosen = FormatDecision("int8", 0.0123, "error 0.0123; e4m3fn 0.0312", errors)
+    kept = FormatDecision(None, None, "77 keys, fewer than 512", {})
+    formats = (AttentionFormats("unet", "a.attn1", chosen), AttentionFormats("unet", NASTY, kept))
+    report = replace(made_report(pairs), attention_formats=formats)
+    write_report(report, pairs, tmp_path / "r", force=False)
+    page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+    text = " ".join(" ".join(Page(page).text).split())
+    assert "Formats of attention 2 attention modules" in text
+    assert "unet.a.attn1 int8 e4m3fn: 0.0312, int8: 0.0123 error 0.0123; e4m3fn 0.0312" in text
+    assert "16 bit 77 keys, fewer than 512" in text
+    (first, second) = json.loads((tmp_path / "r" / "report.json").read_text())["attention_formats"]
+    assert first["decision"]["errors"] == errors
+    assert (second["module"], second["decision"]["chosen"]) == (NASTY, None)
