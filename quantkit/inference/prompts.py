@@ -7,7 +7,8 @@ result is kept when an embedding comes a second time, so inputs that are made an
 projection inside the model) cost no memory.
 
 A compiled or captured step computes them every time: what is compared would be compared once, while
-it is traced, and never again.
+it is traced, and never again. A replayed step reads them where ``pipelines.kept_results`` keeps
+them.
 """
 
 import weakref
@@ -22,7 +23,8 @@ from quantkit.device.backends import forced, sums_are_fast
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
-from quantkit.inference.versions import Version, same_versions, version_of
+from quantkit.pipelines.kept_results import kept_result
+from quantkit.pipelines.versions import Version, same_versions, version_of
 
 #: Embeddings that a layer remembers: guidance may call the model for each of two prompts.
 _PROMPTS = 2
@@ -100,6 +102,10 @@ class PromptLinear(PackedLinear):
             return super().forward(input)
         if not _may_keep(self, input):
             return super().forward(input)
+        if (y := kept_result(self, input, partial(super().forward, input))) is not None:
+            return y
+        if _is_recorded(input):
+            return super().forward(input)
         entry = kept.find(input)
         y = None if entry is None else entry.found(self)
         if y is None:
@@ -162,11 +168,15 @@ def _may_keep(layer: PromptLinear, x: Tensor) -> bool:
     if layer.training or torch.is_grad_enabled() or is_watched(layer):
         return False
     # An inference tensor counts no versions; a fake one has no address.
-    if type(x) is not Tensor or torch.is_inference_mode_enabled() or x.is_inference() or x.is_meta:
-        return False
+    counted = type(x) is Tensor and not (torch.is_inference_mode_enabled() or x.is_inference())
+    return counted and not x.is_meta
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Tell whether this very call stands for later ones, which nobody compares."""
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     traced: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]  # untyped
-    return not (captured or traced)
+    return captured or traced
 
 
 def _how(x: Tensor) -> tuple[Any, ...]:

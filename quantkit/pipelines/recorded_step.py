@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from quantkit.device import log
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.log import KernelLog, note_again
+from quantkit.pipelines.kept_results import KeptResults, keeping
 
 #: What an argument may be that is no tensor.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -30,6 +31,8 @@ class Inputs:
     key: Hashable
     #: puts them together again
     rebuild: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    #: torch counts what is written to them
+    counted: bool
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Inputs:
@@ -52,14 +55,16 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
             raise TypeError(f"an argument is a {type(leaf).__name__}")
     # 1, 1.0 and True are equal, and models may ask which they have.
     others = tuple((i, type(leaf), leaf) for i, leaf in rest.items())
-    key = (str(spec), others, tuple((t.shape, t.stride(), t.dtype) for t in tensors), _modes())
+    layouts = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+    counted = not torch.is_inference_mode_enabled() and not any(t.is_inference() for t in tensors)
+    key = (str(spec), others, layouts, counted, _modes())
 
     def rebuild(given: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         whole = rest | dict(zip(places, given, strict=True))
         found = pytree.tree_unflatten([whole[i] for i in range(len(leaves))], spec)
         return found[0], found[1]
 
-    return Inputs(tensors, key, rebuild)
+    return Inputs(tensors, key, rebuild, counted)
 
 
 def _modes() -> tuple[object, ...]:
@@ -76,17 +81,27 @@ def _modes() -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedStep:
-    """A recorded call: its inputs are copied in, what it returns is copied out."""
+class Recording:
+    """What a graph does."""
 
     launch: Launch
-    inputs: tuple[Tensor, ...]
-    #: as the model returned it; the next launch overwrites its tensors
+    #: as it was returned; the next launch overwrites its tensors
     output: Any
-    #: memory of what the call makes on the way, which other steps of the model share
+    #: memory of what it makes on the way, which other recordings of the model share
     pool: Any
     #: the kernels of ours that it launches
     kernels: KernelLog
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """A recorded call: its inputs are copied in, what it returns is copied out."""
+
+    inputs: tuple[Tensor, ...]
+    step: Recording
+    #: what the step reads and does not compute, and what computes that; None: there is nothing
+    kept: KeptResults
+    refresh: Recording | None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Queue the step on the current stream.
@@ -97,9 +112,22 @@ class RecordedStep:
         for mine, given in zip(self.inputs, tensors, strict=True):
             if mine is not given:
                 mine.copy_(given, non_blocking=True)
-        self.launch()
-        note_again(self.kernels.calls)
-        return pytree.tree_map_only(Tensor, Tensor.clone, self.output)
+        if self.refresh is None:
+            return self._launch(None)
+        answer = self._launch(None if self.kept.are_of(tensors) else self.refresh)
+        # A hundred weights are looked at while the device is busy.
+        return answer if self.kept.are_of_weights() else self._launch(self.refresh)
+
+    def _launch(self, refresh: Recording | None) -> Any:
+        if refresh is not None:
+            refresh.launch()
+            note_again(refresh.kernels.calls)
+        self.step.launch()
+        return pytree.tree_map_only(Tensor, Tensor.clone, self.step.output)
+
+    def note(self) -> None:
+        """Count the kernels of a launch."""
+        note_again(self.step.kernels.calls)
 
 
 def agree(found: Any, wanted: Any) -> bool:
@@ -134,24 +162,47 @@ def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[Recorde
     Raises:
         RuntimeError: the call waits for the device, or does what cannot be recorded.
     """
-    device = inputs.tensors[0].device
     with torch.inference_mode(mode=False):
         mine = tuple(tensor.clone() for tensor in inputs.tensors)
     args, kwargs = inputs.rebuild(mine)
+    run, kept = partial(call, *args, **kwargs), KeptResults(mine if inputs.counted else ())
+    device = mine[0].device
+    with keeping(kept):
+        answer = run_aside(run, device)
+        kept.complete()
+        refresh = capture(kept.compute, device, pool) if kept else None
+        step = capture(run, device, refresh.pool if refresh else pool)
+    return RecordedStep(mine, step, kept, refresh), answer
+
+
+def run_aside(run: Callable[[], Any], device: torch.device) -> Any:
+    """Return what a call returns, run on the stream that it is captured on afterwards."""
     with torch.cuda.device(device):
-        aside = _aside(device)
-        current = torch.cuda.current_stream()
+        aside, current = _aside(device), torch.cuda.current_stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            answer = call(*args, **kwargs)
+            answer = run()
         current.wait_stream(aside)
         # The allocator gives what was made aside to the next work there, which waits for this copy.
-        answer = pytree.tree_map_only(Tensor, Tensor.clone, answer)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=aside), log.record() as kernels:
-            output = call(*args, **kwargs)
-    launch = partial(_launch, graph, device)
-    return RecordedStep(launch, mine, output, graph.pool(), kernels), answer
+        return pytree.tree_map_only(Tensor, Tensor.clone, answer)
+
+
+def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Recording:
+    """Return what a call queues, which is not run.
+
+    Args:
+        run: the call.
+        device: where it queues.
+        pool: of an earlier recording; None: a new one.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(graph, pool=pool, stream=_aside(device)),
+        log.record() as kernels,
+    ):
+        output = run()
+    return Recording(partial(_launch, graph, device), output, graph.pool(), kernels)
 
 
 @lru_cache(maxsize=64)

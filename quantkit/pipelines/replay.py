@@ -3,8 +3,9 @@
 A denoiser that is called module by module keeps a fast GPU waiting for Python. Its first call with
 arguments of new shapes is run as ever and then recorded into a CUDA or HIP graph; later ones copy
 their tensors into the recorded ones and launch all kernels at once. Nothing is compiled. What the
-graph cannot know (other weights, adapters, processors, hooks) is looked for at each call, and what
-cannot be recorded runs as ever, with its reason.
+graph cannot know (other weights, adapters, processors, hooks) is looked for at each call, while the
+device is busy: a step that was launched of a model that had changed is thrown away, for it wrote to
+memory of its own alone. What cannot be recorded runs as ever, with its reason.
 """
 
 import inspect
@@ -118,6 +119,7 @@ def _uninstall(model: nn.Module) -> None:
     if not isinstance(step, Step):
         return
     del vars(model)["forward"]
+    step.forget()
     if step.own is not None:
         vars(model)["forward"] = step.own
 
@@ -139,6 +141,10 @@ class Step:
         graphs = self._graphs
         return Replayed(graphs.recorded, graphs.replayed, dict(graphs.eager))
 
+    def forget(self) -> None:
+        """Free the recorded steps: what is in them refers to the model, which has this."""
+        self._graphs.forget()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's forward returns, in tensors that later steps leave alone."""
         if torch.compiler.is_compiling():
@@ -157,12 +163,13 @@ class Step:
         except TypeError as error:
             return self._run(str(error), args, kwargs)
         recorded = self._graphs.find(inputs.key)
-        if recorded is None:
-            return self._record(inputs, args, kwargs)
         if isinstance(recorded, str):
             return self._run(recorded, args, kwargs)
-        self._graphs.replayed += 1
-        return recorded(inputs.tensors)
+        if recorded is not None:
+            answer = recorded(inputs.tensors)
+            if self._graphs.confirm(recorded):
+                return answer
+        return self._record(inputs, args, kwargs)
 
     def _record(self, inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = _why_not(self._model)
@@ -214,15 +221,32 @@ class _Graphs:
     def find(self, key: Hashable) -> RecordedStep | str | None:
         """Return the recorded step, or why there is none; None if that is not known.
 
-        A model that has changed since its last recording has none.
+        A model that has changed since its last recording has none. A recorded step may be launched,
+        and is to be confirmed.
         """
-        if self._snapshot is not None and not self._snapshot.holds():
-            self._steps.clear()
-            self._snapshot = self._pool = None
         found = self._steps.get(key)
+        if (snapshot := self._snapshot) is not None:
+            launched = isinstance(found, RecordedStep)
+            if not (snapshot.is_readable() if launched else snapshot.holds()):
+                self.forget()
+                return None
         if found is not None:
             self._steps.move_to_end(key)
         return found
+
+    def confirm(self, step: RecordedStep) -> bool:
+        """Tell whether a step that was launched is still the model's, and count it if so."""
+        if self._snapshot is None or not self._snapshot.holds():
+            self.forget()
+            return False
+        step.note()
+        self.replayed += 1
+        return True
+
+    def forget(self) -> None:
+        """Free the recorded steps."""
+        self._steps.clear()
+        self._snapshot = self._pool = None
 
     def record(self, model: nn.Module, forward: Callable[..., Any], inputs: Inputs) -> Any:
         """Run and record a step; return the model's answer.
@@ -233,7 +257,7 @@ class _Graphs:
         step, answer = record(forward, inputs, self._pool)
         if not agree(step(inputs.tensors), answer):
             raise RuntimeError("its answer is another one when it is launched again")
-        self._pool = step.pool
+        self._pool = step.step.pool
         self._keep(model, inputs.key, step)
         self.recorded += 1
         return answer

@@ -5,6 +5,7 @@ import torch
 
 import quantkit
 from quantkit.device import log
+from quantkit.inference.prompts import keep_prompts
 from tests.support.denoisers import INPUTS, tiny_denoiser
 from tests.support.loading import draw
 
@@ -42,12 +43,29 @@ def test_replayed_steps_answer_as_called_ones(name):
     assert (only.recorded, only.replayed, dict(only.eager)) == (1, 2, {})
 
 
+def _load(folder, **options):
+    return quantkit.load_pipeline(folder, device="cuda", torch_dtype=torch.float16, **options)
+
+
+def _drawn(pipe, prompt, steps=3):
+    generator = torch.Generator().manual_seed(0)
+    return pipe(
+        prompt, num_inference_steps=steps, output_type="pt", generator=generator
+    ).images.clone()
+
+
+def _products(counted):
+    return sum(n for (op, _, _), n in counted.calls.items() if op.startswith("gemm"))
+
+
 def test_a_packed_pipeline_draws_the_same_and_names_its_kernels(packed_dir):
-    pipe = quantkit.load_pipeline(packed_dir, device="cuda", torch_dtype=torch.float16)
+    pipe = _load(packed_dir)
+    keep_prompts(pipe, wanted=False)
     draw(pipe)  # the device's own test is counted, too
     with log.record() as called:
         wanted = draw(pipe)
-    pipe = quantkit.load_pipeline(packed_dir, device="cuda", torch_dtype=torch.float16, replay=True)
+    pipe = _load(packed_dir, replay=True)
+    keep_prompts(pipe, wanted=False)
     draw(pipe)
     with log.record() as replayed:
         assert torch.equal(torch.as_tensor(draw(pipe)), torch.as_tensor(wanted))
@@ -55,8 +73,53 @@ def test_a_packed_pipeline_draws_the_same_and_names_its_kernels(packed_dir):
     assert vars(pipe.unet)["forward"].replayed.eager == {}
 
 
+def test_replayed_steps_read_the_keys_of_their_prompt(packed_dir):
+    pipe = _load(packed_dir)
+    keep_prompts(pipe, wanted=False)
+    prompts = ("a red square", "a blue one", "a red square")
+    wanted = [_drawn(pipe, prompt) for prompt in prompts]
+    pipe = _load(packed_dir, replay=True)
+    answers = [_drawn(pipe, prompt) for prompt in prompts]
+    assert all(map(torch.equal, answers, wanted))
+    with log.record() as computed:
+        _drawn(pipe, "a green one", steps=1)
+    with log.record() as kept:
+        _drawn(pipe, "a green one", steps=3)
+    keep_prompts(pipe, wanted=False)
+    _drawn(pipe, "a green one", steps=1)
+    with log.record() as called:
+        _drawn(pipe, "a green one", steps=3)
+    # Of three steps the first alone has the products of the prompt.
+    assert _products(called) == 3 * _products(computed)
+    assert _products(kept) < _products(called)
+    assert vars(pipe.unet)["forward"].replayed.eager == {}
+
+
+def test_a_model_that_moved_is_not_launched(packed_dir):
+    pipe = _load(packed_dir, replay=True)
+    wanted = _drawn(pipe, "a red square")
+    pipe.to("cpu")
+    torch.cuda.empty_cache()
+    pipe.to("cuda")
+    assert torch.equal(_drawn(pipe, "a red square"), wanted)
+    assert vars(pipe.unet)["forward"].replayed.recorded == 2
+
+
+def test_a_step_of_a_model_that_changed_is_thrown_away():
+    from diffusers.models.attention_processor import AttnProcessor
+
+    model = tiny_denoiser("sdxl").eval().half().cuda()
+    quantkit.replay(model)
+    _answers("sdxl", model)
+    model.set_attn_processor(AttnProcessor())
+    model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    answers = _answers("sdxl", model)
+    quantkit.replay(model, enabled=False)
+    assert all(map(torch.equal, answers, _answers("sdxl", model)))
+
+
 def test_memory_is_given_back(packed_dir):
-    pipe = quantkit.load_pipeline(packed_dir, device="cuda", torch_dtype=torch.float16)
+    pipe = _load(packed_dir)
     kept = []
     for _ in range(6):
         quantkit.replay(pipe)

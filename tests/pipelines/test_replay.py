@@ -1,43 +1,31 @@
 """Replaying: what is recorded, when it is not good any more, and what runs as ever."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import quantkit
-from quantkit.device.log import KernelLog
 from quantkit.errors import InputError
+from quantkit.pipelines import recorded_step, unchanged
 from quantkit.pipelines import replay as replaying
-from quantkit.pipelines.recorded_step import RecordedStep
 from quantkit.pipelines.unchanged import Snapshot
 from tests.support.denoisers import output_of, tiny_denoiser
-
-
-def _record(call, inputs, pool):
-    """Do on the CPU what a graph does: the recorded tensors are read and written again."""
-    mine = tuple(tensor.clone() for tensor in inputs.tensors)
-    args, kwargs = inputs.rebuild(mine)
-    answer, output = call(*args, **kwargs), call(*args, **kwargs)
-
-    def launch():
-        made = pytree.tree_leaves(call(*args, **kwargs))
-        for old, new in zip(pytree.tree_leaves(output), made, strict=True):
-            old.copy_(new)
-
-    return RecordedStep(launch, mine, output, pool, KernelLog()), answer
+from tests.support.recording import capture_on_cpu
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Let the CPU record."""
     monkeypatch.setattr(replaying, "_RECORDING", ("cpu",))
-    monkeypatch.setattr(replaying, "record", _record)
+    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
+    monkeypatch.setattr(recorded_step, "capture", capture_on_cpu)
 
 
 @pytest.fixture
@@ -157,6 +145,85 @@ def test_a_changed_model_is_recorded_again(unet, on_cpu, change):
     assert torch.equal(answer, _call(unet))
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """One entry for each launch of a recording."""
+    made = []
+
+    def capture(*args):
+        found = capture_on_cpu(*args)
+        return replace(found, launch=lambda: (made.append(1), found.launch()))
+
+    monkeypatch.setattr(recorded_step, "capture", capture)
+    return made
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """How many bytes torch says that it gave back."""
+    total = [4096]
+    monkeypatch.setattr(unchanged, "_released", lambda _: total[0])
+    return total
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["kept", "given back"])
+def test_a_moved_model_is_not_launched_where_memory_was_given_back(
+    unet, on_cpu, launches, released, more
+):
+    """What is launched in vain reads memory that is there: else the device would stop working."""
+    found = quantkit.replay(unet)
+    _call(unet)
+    before = unet.conv_out.weight.data
+    unet.conv_out.weight.data = before * 2
+    released[0] += more
+    launches.clear()
+    answer = _call(unet)
+    # A new recording is launched once to be compared.
+    assert len(launches) == 2 - more
+    assert _counts(found) == (2, 0)
+    launches.clear()
+    released[0] += 1
+    assert torch.equal(_call(unet), answer)
+    assert (len(launches), _counts(found)) == (1, (2, 1))
+    quantkit.replay(unet, enabled=False)
+    assert torch.equal(answer, _call(unet))
+
+
+def test_a_step_that_is_thrown_away_is_not_counted(unet, on_cpu, launches):
+    found = quantkit.replay(unet)
+    _call(unet)
+    launches.clear()
+    _watch(unet)
+    _call(unet)
+    assert (len(launches), _counts(found)) == (1, (1, 0))
+    assert "1 as ever: mid_block has hooks" in str(found)
+
+
+def test_memory_is_freed_when_it_is_switched_off(unet, on_cpu):
+    """At once: what a model is compared with refers to the model."""
+    quantkit.replay(unet)
+    _call(unet)
+    (step,) = vars(unet)["forward"]._graphs._steps.values()
+    gone = weakref.ref(step.inputs[0])
+    del step
+    gc.disable()
+    try:
+        quantkit.replay(unet, enabled=False)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_what_refers_to_itself_is_collected(unet, on_cpu):
+    quantkit.replay(unet)
+    _call(unet)
+    (step,) = vars(unet)["forward"]._graphs._steps.values()
+    gone = weakref.ref(step.inputs[0])
+    del step, vars(unet)["forward"]
+    gc.collect()
+    assert gone() is None
+
+
 def test_an_adapters_weight_is_looked_at(unet, on_cpu):
     _lora(unet)
     found = quantkit.replay(unet)
@@ -241,7 +308,7 @@ def test_what_fails_to_be_recorded_is_tried_once(unet, on_cpu, monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     wanted = _call(unet)
-    monkeypatch.setattr(replaying, "record", fail)
+    monkeypatch.setattr(recorded_step, "capture", fail)
     found = quantkit.replay(unet)
     assert all(torch.equal(_call(unet), wanted) for _ in range(3))
     assert len(tries) == 1
@@ -249,12 +316,12 @@ def test_what_fails_to_be_recorded_is_tried_once(unet, on_cpu, monkeypatch):
 
 
 def test_a_recording_that_answers_otherwise_is_dropped(unet, on_cpu, monkeypatch):
-    def record(call, inputs, pool):
-        step, answer = _record(call, inputs, pool)
-        return replace(step, launch=step.output.sample.zero_), answer
+    def capture(*args):
+        found = capture_on_cpu(*args)
+        return replace(found, launch=found.output.sample.zero_)
 
     wanted = _call(unet)
-    monkeypatch.setattr(replaying, "record", record)
+    monkeypatch.setattr(recorded_step, "capture", capture)
     found = quantkit.replay(unet)
     assert all(torch.equal(_call(unet), wanted) for _ in range(2))
     assert "2 as ever: cannot be recorded: its answer is another one" in str(found)
