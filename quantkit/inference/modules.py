@@ -6,6 +6,7 @@ are quantized once; else windows are unfolded into rows with a scale each.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.checkpoint.spec import Kind
+from quantkit.device.ops.call import prepared
+from quantkit.device.ops.table import name_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
+from quantkit.inference.direct_calls import TwoKernels, key_of
 from quantkit.inference.normed import Normed
-from quantkit.inference.operators import OPERATORS, operator_for
+from quantkit.inference.operators import OPERATORS, is_unseen, operator_for
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.inference.terms import Term, split
 from quantkit.inference.weight_only import are_few, why_dequantized
@@ -48,6 +52,10 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
     def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  some models name it, as torch does
         """Return ``input @ weight.T + bias``."""
         x = input
+        key = key_of(x) if is_unseen(x) else None
+        if key is not None and (direct := self.direct.find(self, key)) is not None:
+            found: Tensor = direct(x)
+            return found
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
         if isinstance(x, Normed):
@@ -55,7 +63,30 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         if self.scheme.activation is Activation.NONE:
             return self._weight_only_forward(_smoothed(x, self.input_smooth))
         rows = x.reshape(-1, self.k).contiguous()
-        return self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
+        y = self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
+        if key is not None:
+            self.direct.learn(self, key, partial(self._two_kernels, x))
+        return y
+
+    def _two_kernels(self, x: Tensor) -> TwoKernels | None:
+        """Return the calls of ``forward``; None where it has more, or others than kernels."""
+        scheme, bias = self.scheme, self._parameters["bias"]
+        cast = bias is not None and bias.dtype is not x.dtype
+        if scheme.terms > 1 or scheme.shift or self.buckets[0] is not None or cast:
+            return None
+        kind, rows = scheme.input.name, x.reshape(-1, self.k)
+        scale = self._part("input_scale") if self.takes_parts else None
+        given = (self._part("input_smooth"), None, *(() if scale is None else (scale,)))
+        family = "quantize_token" if scale is None else "quantize_static"
+        quantize = prepared(name_for(family, kind), (rows, *given), (kind,))
+        # Of what is made in between, shapes and dtypes alone are looked at.
+        codes = torch.empty_like(rows, dtype=torch.uint8)
+        made = rows.new_empty(len(rows), dtype=torch.float32) if scale is None else scale
+        product = self._product_call((codes, made), x.dtype)
+        if quantize is None or product is None:
+            return None
+        multiply = product.multiply.shaped((*x.shape[:-1], self.n))
+        return TwoKernels(quantize, given, scale is not None, multiply, product.weights)
 
     def _weight_only_forward(self, x: Tensor) -> Tensor:
         bias = _as(self.bias, x)

@@ -10,7 +10,7 @@ Where nothing looks at what is dispatched, calls leave it out: it takes as long 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -59,13 +59,13 @@ def callable_of(op: Op, overload: Operator) -> Operator:
     run = runner(op)
 
     def operator(*arguments: Any) -> Any:
-        return run(*arguments) if _is_plain(arguments[0]) else overload(*arguments)
+        return run(*arguments) if is_unseen(arguments[0]) else overload(*arguments)
 
     return operator
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Tell whether nothing traces, fakes, profiles or differentiates a call on ``x``."""
+def is_unseen(x: object) -> TypeGuard[Tensor]:
+    """Tell whether nothing traces, fakes, profiles or differentiates a call on a tensor."""
     return not (
         torch.compiler.is_compiling()
         or _profiler_enabled()

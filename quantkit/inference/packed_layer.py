@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.dtypes import PACKED_DTYPES
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.device.ops.call import prepared
+from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes
-from quantkit.inference.operators import operator_for
+from quantkit.inference.direct_calls import DirectCalls, Product, key_of
+from quantkit.inference.operators import OPERATORS, is_unseen
 from quantkit.inference.terms import Term, split
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
@@ -69,6 +72,7 @@ class PackedLayer(nn.Module):
         self.dense_shape = tuple(dense.weight.shape)
         #: output features, and the length of a row: in_features, or kh * kw * C
         self.n, self.k = self.dense_shape[0], prod(self.dense_shape[1:])
+        self.direct = DirectCalls()
         # A tuple hides the buckets from the module tree: they belong to the root model.
         self.buckets = (buckets,)
         # First: models ask their first parameter for the dtype to compute in (Wan's embedder).
@@ -234,13 +238,37 @@ class PackedLayer(nn.Module):
     def _product(
         self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
     ) -> Tensor:
-        stored, scheme = self._stored(), self.scheme
-        family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
-        sparse = scheme.sparsity is not None
-        multiply = operator_for(family, scheme.input.name, scheme.codes.name, sparse=sparse)
-        weights = (*stored, self._weight("weight_scale"), bias)
-        y: Tensor = multiply(*term, *weights, *how, scheme.input.name, scheme.codes.name, dtype)
+        # A bias that was cast, or shifted, is another one at each call.
+        own = is_unseen(term[0]) and bias is self._parameters["bias"]
+        key = key_of(term[0], term[1].shape, dtype, windows) if own else None
+        if key is not None and (direct := self.direct.find(self, key)) is not None:
+            found: Tensor = direct(*term)
+            return found
+        name, options = self._operation(dtype, windows)
+        weights = (*self._stored(), self._weight("weight_scale"), bias)
+        y: Tensor = OPERATORS[name](*term, *weights, *options)
+        if key is not None:
+            self.direct.learn(self, key, partial(self._product_call, term, dtype, windows))
         return y
+
+    def _product_call(
+        self, term: Term, dtype: torch.dtype, windows: Windows | None = None
+    ) -> Product | None:
+        """Return what ``_product`` has run for such a term; None where it was no kernel."""
+        name, options = self._operation(dtype, windows)
+        weights = (*self._stored(), self._weight("weight_scale"), self._parameters["bias"])
+        call = prepared(name, (*term, *weights), options)
+        return None if call is None else Product(call, weights)
+
+    def _operation(
+        self, dtype: torch.dtype, windows: Windows | None
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Return the name of the product's operation, and its options."""
+        scheme = self.scheme
+        kinds = (scheme.input.name, scheme.codes.name)
+        family, how = ("gemm", ()) if windows is None else ("conv", (windows.numbers,))
+        name = name_for(family, *kinds, sparse=scheme.sparsity is not None)
+        return name, (*how, *kinds, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
         probe = self.weight.new_empty(0, dtype=self.compute_dtype)

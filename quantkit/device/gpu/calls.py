@@ -5,6 +5,7 @@ and numbers. After that, a call is found by the signature of its operands.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _MOST_CALLS = 4096
 class Call:
     """A prepared call of one kernel."""
 
-    __slots__ = ("_name", "_op", "_outputs", "_torch_device", "launch")
+    __slots__ = ("_like", "_name", "_op", "launch")
 
     def __init__(
         self,
@@ -50,17 +51,27 @@ class Call:
         """
         #: queues the kernel on given operands, outputs included
         self.launch = prepare_launch(device, kernel, sizes, nulls)
-        self._torch_device = device.torch_device
         self._op, self._name = kernel.operation, kernel.name
-        self._outputs = tuple(outputs)
+        self._like = tuple(_shaped(device.torch_device, *output) for output in outputs)
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Queue the operation on the current stream and return its outputs."""
-        device = self._torch_device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        made = list(map(torch.empty_like, self._like))
         self.launch(*inputs, *made)
         log.note(self._op, self._name, Backend.GPU)
         return made
+
+    def shaped(self, shape: tuple[int, ...]) -> "Call":
+        """Return the same call, whose one output has another shape of as many elements."""
+        other, (like,) = copy(self), self._like
+        other._like = (_shaped(like.device, shape, like.dtype),)  # noqa: SLF001  a copy
+        return other
+
+
+def _shaped(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of one element, repeated: ``empty_like`` takes half as long as ``empty``."""
+    with torch.inference_mode(mode=False):
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 _calls: dict[Signature, Call] = {}

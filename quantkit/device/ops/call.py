@@ -36,11 +36,17 @@ def call(op: Op, *arguments: Any) -> Any:
     """
     operands, options = arguments[: op.inputs], arguments[op.inputs :]
     key = signature(op.name, operands, (options, sums_are_fast()))
-    if key and (prepared := calls.find(key)):
-        found = prepared(*operands)
+    if key and (ready := calls.find(key)):
+        found = ready(*operands)
     else:
         found = _run(op, operands, options, key)
     return found[0] if len(found) == 1 else tuple(found)
+
+
+def prepared(op: str, operands: Operands, options: Options) -> calls.Call | None:
+    """Return what ``call`` runs on a GPU for operands like these, once it has run it."""
+    key = signature(op, operands, (options, sums_are_fast()))
+    return calls.find(key) if key else None
 
 
 def _run(op: Op, operands: Operands, options: Options, key: calls.Signature) -> list[Tensor]:
