@@ -10,11 +10,12 @@
 // 16-byte aligned. cos and sin are read with QK_ROTARY alone. NaN becomes the NaN code. eps are the
 // bits of a float32; k is the least power of two with 16 k >= d: the lanes of a row.
 //
-// Launch: 256 threads, grid (ceil(m * k / 256), ceil(n / 4), 1). A lane has 16 columns of a token,
+// Launch: 256 threads, grid (ceil(m * k / 128), ceil(n / 4), 1). A lane has 8 columns of a token,
 // in four rows of heads, which share the rotation and the norm's weight.
 #include "heads.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
+constexpr qk::Rotary kRotary = qk::Rotary(QK_ROTARY);
 constexpr int kRows = 4;
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
@@ -24,34 +25,33 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
           const float* factor, qk::u8* q, int m, int n, int k, int first_tokens, int first_pitch,
           int first_column, int second_pitch, int second_column, int heads, int d, int scales,
           int eps) {
-  const qk::Heads all{{first, first_weight, first_tokens, first_pitch, first_column},
-                      {second, second_weight, m - first_tokens, second_pitch, second_column},
-                      cos,
-                      sin,
-                      mean,
-                      factor,
-                      heads,
-                      d,
-                      scales,
-                      qk::bits_float(static_cast<qk::u32>(eps))};
-  const qk::Place place(k, m, all.padded());
-  const qk::TokenColumns<kIo, qk::Rotary(QK_ROTARY)> token(all, place, k);
+  const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
+  const int lanes = 2 * k, width = all.padded();
+  const qk::Place<1> place(lanes, m, width);
+  const qk::Columns<1> columns(place.column, d);
+  const qk::Side<kIo, qk::Io::kF32, 1> side(
+      all, {first, first_weight, first_tokens, first_pitch, first_column},
+      {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token,
+      lanes);
+  const qk::Turn<kRotary, 1> turn(all, place.token, columns);
   const int start = qk::block_y() * kRows;
-  qk::RawColumns<kIo> raw[kRows];
+  qk::RawColumns<kIo, 1> raw[kRows];
   float factors[kRows];
   qk::HeadRow row(all, start);
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    raw[i].load(token.row_of(row), token.columns);
+    raw[i].load(side.row_of(row), columns);
     factors[i] = factor[row.numbers];
     row.advance(all, n);
   }
   row = qk::HeadRow(all, start);
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    float values[qk::kColumns];
-    token.finish(values, raw[i], row, factors[i]);
+    float values[qk::kRun];
+    side.finish(values, raw[i], row, turn);
+    const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
+    qk::shift_and_scale<1>(values, means, columns, factors[i]);
     if (place.exists && start + i < n) {
       const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
-      qk::store(q + at * all.padded() + place.column, qk::encode_run<qk::Format::kE4M3FN>(values));
+      qk::store(q + at * width + place.column, qk::encode_run<qk::Format::kE4M3FN>(values));
     }
     row.advance(all, n);
   }

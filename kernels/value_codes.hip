@@ -11,20 +11,26 @@
 // operation rounded by itself; 1 / scale is the largest finite number where it would be infinite.
 // NaN stays one.
 //
-// Launch: 256 threads, grid (ceil(m / 64), ceil(n * k / 512), 1). A lane has 8 columns of 16
-// tokens: what it has of a column is one 16-byte store (float16: two), so nothing goes through LDS.
-// Four lanes next to each other store 64 tokens of a column; those 4 apart load the columns of a
-// token that lie side by side.
+// Launch: 256 threads, grid (ceil(m / 64), ceil(n * k / 256), 1). A lane has 8 columns of 8 tokens:
+// what it has of a column is one 8-byte store (float16: 16), so nothing goes through LDS. Eight
+// lanes next to each other store 64 tokens of a column; those 8 apart load the columns of a token
+// that lie side by side.
 #include "heads.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
-constexpr int kRun = 8, kTokens = 16, kNeighbours = 4;
+constexpr int kRun = qk::kRun, kTokens = 8, kNeighbours = 8;
 constexpr qk::Pv kPv = qk::Pv(QK_PV);
 constexpr int kBytes = kPv == qk::Pv::kF16 ? 2 : 1, kWords = kBytes;  // of a value; of four
 using Run = qk::RunOf<kIo, kRun>;
 using Numbers = qk::RunOf<qk::Io::kF32, kRun>;
-static_assert(QK_THREADS / kNeighbours * kRun == 512, "launch.json divides n * k by this number");
+static_assert(QK_THREADS / kNeighbours * kRun == 256, "launch.json divides n * k by this number");
+static_assert(kTokens * kNeighbours == 64, "launch.json divides m by this number");
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
+
+/// What a lane stores of a column.
+struct alignas(kTokens* kBytes) Piece {
+  qk::u32 v[kTokens / 4 * kWords];
+};
 
 /// At most the largest finite number.
 QK_DEVICE float inverse(float scale) {
@@ -48,18 +54,14 @@ QK_DEVICE void encode(qk::u32 (&words)[kWords], float a, float b, float c, float
   }
 }
 
-/// A row of heads in two streams.
-struct Row {
-  qk::Stream first, second;
-  int picture, offset;  // of its columns from the streams' first
+/// Where the columns of a row of heads lie in a stream, token by token.
+struct Rows {
+  const Run::Memory* x;  // of the lane's first token, which may lie before the stream
+  qk::i64 pitch;
 
-  QK_DEVICE const Run::Memory* at(int token) const {
-    const bool behind = token >= first.tokens;
-    const qk::i64 pitch = behind ? second.pitch : first.pitch;
-    const qk::i64 tokens = behind ? second.tokens : first.tokens;
-    const int inside = behind ? token - first.tokens : token;
-    return static_cast<const Run::Memory*>(behind ? second.x : first.x) +
-           ((picture * tokens + inside) * pitch + (behind ? second.column : first.column) + offset);
+  QK_DEVICE Rows(const qk::Stream& stream, int picture, int offset, int token)
+      : x(static_cast<const Run::Memory*>(stream.x)), pitch(stream.pitch) {
+    x += (static_cast<qk::i64>(picture) * stream.tokens + token) * pitch + stream.column + offset;
   }
 };
 
@@ -71,15 +73,20 @@ QK_SYMBOL(const void* first, const void* second, const float* mean, const float*
   const int slot = qk::block_y() * (QK_THREADS / kNeighbours) + thread / kNeighbours;
   const int row = slot / runs, column = slot % runs * kRun;
   const int token = (qk::block_x() * kNeighbours + thread % kNeighbours) * kTokens;
-  if (row >= n || token >= m) return;
-  const Row from{{first, nullptr, first_tokens, first_pitch, first_column},
-                 {second, nullptr, m - first_tokens, second_pitch, second_column},
-                 row / heads,
-                 row % heads * d + column};
+  const int pitch = (m + 15) / 16 * 16;
+  if (row >= n || token >= pitch) return;
+  const int picture = row / heads, offset = row % heads * d + column;
+  const Rows before({first, nullptr, first_tokens, first_pitch, first_column}, picture, offset,
+                    token);
+  const Rows behind(
+      {second == nullptr ? first : second, nullptr, m - first_tokens, second_pitch, second_column},
+      picture, offset, token - first_tokens);
   typename Run::Raw raw[kTokens];
   QK_UNROLL for (int i = 0; i < kTokens; ++i) {
     raw[i] = {};
-    if (column < d && token + i < m) raw[i] = Run::load_raw(from.at(token + i), true, kRun);
+    const bool second_one = token + i >= first_tokens;
+    const auto* const x = second_one ? behind.x + i * behind.pitch : before.x + i * before.pitch;
+    if (column < d && token + i < m) raw[i] = Run::load_raw(x, true, kRun);
   }
   const int numbers = row % scales * k + column;
   float means[kRun] = {}, factors[kRun];
@@ -87,7 +94,7 @@ QK_SYMBOL(const void* first, const void* second, const float* mean, const float*
   Numbers::widen(factors, Numbers::load_raw(scale + numbers, true, kRun));
   QK_UNROLL for (int c = 0; c < kRun; ++c)
     factors[c] = inverse(factors[c]);
-  qk::u32 words[kRun][kTokens / 4][kWords];
+  Piece pieces[kRun];
   QK_UNROLL for (int w = 0; w < kTokens / 4; ++w) {
     float values[4][kRun];
     QK_UNROLL for (int i = 0; i < 4; ++i) {
@@ -98,19 +105,16 @@ QK_SYMBOL(const void* first, const void* second, const float* mean, const float*
         values[i][c] = there ? value : 0.0f;
       }
     }
-    QK_UNROLL for (int c = 0; c < kRun; ++c)
-      encode(words[c][w], values[0][c], values[1][c], values[2][c], values[3][c]);
-  }
-  const int pitch = (m + kTokens - 1) / kTokens * kTokens;
-  qk::u8* const to = v + ((static_cast<qk::i64>(row) * k + column) * pitch + token) * kBytes;
-  QK_UNROLL for (int c = 0; c < kRun; ++c) {
-    QK_UNROLL for (int part = 0; part < kBytes; ++part) {
-      qk::Vec16 stored;
-      QK_UNROLL for (int w = 0; w < 4; ++w)
-        stored.v[w] = words[c][(4 * part + w) / kWords][(4 * part + w) % kWords];
-      qk::store(to + static_cast<qk::i64>(c) * pitch * kBytes + 16 * part, stored);
+    QK_UNROLL for (int c = 0; c < kRun; ++c) {
+      qk::u32 words[kWords];
+      encode(words, values[0][c], values[1][c], values[2][c], values[3][c]);
+      QK_UNROLL for (int i = 0; i < kWords; ++i)
+        pieces[c].v[kWords * w + i] = words[i];
     }
   }
+  qk::u8* const to = v + ((static_cast<qk::i64>(row) * k + column) * pitch + token) * kBytes;
+  QK_UNROLL for (int c = 0; c < kRun; ++c)
+    qk::store(to + static_cast<qk::i64>(c) * pitch * kBytes, pieces[c]);
 }
 
 QK_HOST_ENTRY(QK_THREADS, 0)

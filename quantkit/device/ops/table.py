@@ -8,6 +8,7 @@ from quantkit.device.ops import (
     gemm,
     group_norm,
     heads,
+    joint_heads,
     layer_norm,
     projections,
     quantize,
@@ -29,6 +30,7 @@ OPS: dict[str, Op] = {
         weight_only.OPS,
         attention.OPS,
         heads.OPS,
+        joint_heads.OPS,
         projections.OPS,
     )
     for op in rows
