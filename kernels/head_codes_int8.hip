@@ -38,29 +38,29 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
   QK_SHARED(lds, kLdsBytes);
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int width = all.padded();
-  const qk::Place<kRuns> place(k, m, width);
+  const qk::Place<kRuns> place(k, m, width, qk::block_x());
   const qk::Columns<kRuns> columns(place.column, d);
   const qk::Side<kIo, qk::Io::kF32, kRuns> side(
       all, {first, first_weight, first_tokens, first_pitch, first_column},
-      {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token,
-      k);
+      {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token);
   const qk::Turn<qk::Rotary(QK_ROTARY), kRuns> turn(all, place.token, columns);
   const int start = qk::block_y() * kRows;
-  qk::RawColumns<kIo, kRuns> raw[kRows];
-  float factors[kRows];
+  float values[kRows][kColumns], factors[kRows], roots[kRows];
   qk::HeadRow row(all, start);
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    raw[i].load(side.row_of(row), columns);
+    qk::load_columns<kIo, kRuns>(values[i], side.row_of(row), columns);
     factors[i] = factor[row.numbers];
     row.advance(all, n);
   }
+  if (side.any_norm) qk::inverse_roots<kRuns>(roots, values, all, columns, k);
   row = qk::HeadRow(all, start);
-  float values[kRows][kColumns];
   qk::u32 amax[kRows];
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    side.finish(values[i], raw[i], row, turn);
+    side.finish(values[i], roots[i], row, turn);
     const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
     qk::shift_and_scale<kRuns>(values[i], means, columns, factors[i]);
+    QK_UNROLL for (int e = 0; e < kColumns; ++e)
+      values[i][e] = columns.there[e / qk::kRun] ? values[i][e] : 0.0f;
     row.advance(all, n);
     amax[i] = place.exists ? qk::amax_bits_of(values[i]) : 0u;
     QK_UNROLL for (int mask = 1; mask < qk::kMostRuns / kRuns; mask *= 2) {

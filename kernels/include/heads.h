@@ -1,7 +1,7 @@
 // Values of attention's heads, from one or two streams of tokens: norm, rotation, mean, factor.
 //
 //   row n = picture * heads + head; tokens of the second stream stand behind those of the first
-//   r       = 1 / sqrt(sum_c(x_c x_c) / d + eps)             where the stream has a weight
+//   r       = 1 / sqrt(sum_c(x_c x_c) * (1 / d) + eps)       where the stream has a weight
 //   u_c     = x_c * r * weight_c
 //   v_c     = u_c * cos_c + rotated(u)_c * sin_c             where there is a rotation
 //   value_c = (v_c - mean_c) * factor                        columns from d on are zero
@@ -61,10 +61,10 @@ struct Place {
   int token, column;
   bool exists;
 
-  QK_DEVICE Place(int lanes, int tokens, int columns) {
+  QK_DEVICE Place(int lanes, int tokens, int columns, int block) {
     const int shift = (lanes > 1) + (lanes > 2) + (lanes > 4) + (lanes > 8) + (lanes > 16);
     const int thread = thread_index();
-    token = (block_x() * QK_THREADS + thread) >> shift;
+    token = (block * QK_THREADS + thread) >> shift;
     column = (thread & (lanes - 1)) * kRuns * kRun;
     exists = token < tokens && column < columns;
     // Lanes that have none take part in sums over others.
@@ -132,6 +132,36 @@ struct Turn {
   }
 };
 
+/// 1 / the root of the mean square of rows' columns, in all their lanes. Rows at once, as a lane
+/// waits for its neighbours.
+template <int kRuns, int kRows>
+QK_DEVICE void inverse_roots(f32 (&roots)[kRows], const f32 (&values)[kRows][kRuns * kRun],
+                             const Heads& all, const Columns<kRuns>& columns, int lanes) {
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    f32 sums[kRuns];
+    QK_UNROLL for (int p = 0; p < kRuns; ++p) {
+      f32 squares[kRun];
+      QK_UNROLL for (int e = 0; e < kRun; ++e)
+        squares[e] = values[i][kRun * p + e] * values[i][kRun * p + e];
+      QK_UNROLL for (int apart = kRun / 2; apart > 0; apart /= 2) {
+        QK_UNROLL for (int e = 0; e < apart; ++e)
+          squares[e] = add_rounded(squares[e], squares[e + apart]);
+      }
+      sums[p] = columns.there[p] ? squares[0] : 0.0f;
+    }
+    roots[i] = kRuns == 2 ? add_rounded(sums[0], sums[kRuns - 1]) : sums[0];
+  }
+  QK_UNROLL for (int mask = 1; mask < kMostRuns / kRuns; mask *= 2) {
+    if (lanes > mask) {
+      QK_UNROLL for (int i = 0; i < kRows; ++i)
+        roots[i] = add_rounded(roots[i], bits_float(lane_xor(float_bits(roots[i]), mask)));
+    }
+  }
+  const f32 share = 1.0f / static_cast<f32>(all.d);
+  QK_UNROLL for (int i = 0; i < kRows; ++i)
+    roots[i] = 1.0f / sqrt_rounded(add_rounded(roots[i] * share, all.eps));
+}
+
 /// A lane's token and columns in a projection of one or two streams, of any head.
 template <Io kIo, Io kWeight, int kRuns>
 struct Side {
@@ -141,16 +171,15 @@ struct Side {
   using Values = f32[kColumns];
   const Heads& all;
   const Columns<kRuns>& columns;
-  int lanes;
   const Memory* x;  // of the stream's first picture
   i64 picture;      // elements from one to the next
   const WeightMemory* norm;
-  bool any_norm;
+  bool any_norm;  // of one of the streams
   Values weight;
 
   QK_DEVICE Side(const Heads& heads, const Stream& first, const Stream& second,
-                 const Columns<kRuns>& from, int place, int count)
-      : all(heads), columns(from), lanes(count) {
+                 const Columns<kRuns>& from, int place)
+      : all(heads), columns(from) {
     const bool behind = place >= first.tokens;
     const int token = behind ? place - first.tokens : place;
     const int pitch = behind ? second.pitch : first.pitch;
@@ -159,31 +188,13 @@ struct Side {
     picture = static_cast<i64>(behind ? second.tokens : first.tokens) * pitch;
     norm = static_cast<const WeightMemory*>(behind ? second.weight : first.weight);
     any_norm = first.weight != nullptr || second.weight != nullptr;
+    QK_UNROLL for (int e = 0; e < kColumns; ++e)
+      weight[e] = 1.0f;
     if (norm != nullptr) load_columns<kWeight, kRuns>(weight, norm, columns);
   }
 
   QK_DEVICE const Memory* row_of(const HeadRow& row) const {
     return x + (row.picture * picture + row.head * all.d);
-  }
-
-  /// 1 / the root of the mean square of the row's columns, in all its lanes.
-  QK_DEVICE f32 inverse(const Values& values) const {
-    f32 sums[kRuns];
-    QK_UNROLL for (int p = 0; p < kRuns; ++p) {
-      f32 squares[kRun];
-      QK_UNROLL for (int e = 0; e < kRun; ++e)
-        squares[e] = columns.there[p] ? values[kRun * p + e] * values[kRun * p + e] : 0.0f;
-      QK_UNROLL for (int apart = kRun / 2; apart > 0; apart /= 2) {
-        QK_UNROLL for (int e = 0; e < apart; ++e)
-          squares[e] = add_rounded(squares[e], squares[e + apart]);
-      }
-      sums[p] = squares[0];
-    }
-    f32 sum = kRuns == 2 ? add_rounded(sums[0], sums[kRuns - 1]) : sums[0];
-    QK_UNROLL for (int mask = 1; mask < kMostRuns / kRuns; mask *= 2) {
-      if (lanes > mask) sum = add_rounded(sum, bits_float(lane_xor(float_bits(sum), mask)));
-    }
-    return 1.0f / sqrt_rounded(add_rounded(sum / static_cast<f32>(all.d), all.eps));
   }
 
   /// x_c * r * weight_c of the columns half a head from the lane's, whose runs are whole, too.
@@ -205,18 +216,15 @@ struct Side {
     }
   }
 
-  /// Values of a row of heads with norm and rotation, of which `raw` has been loaded.
+  /// Norm and rotation of the values of a row, whose inverse root is r.
   template <Rotary kRotary>
-  QK_DEVICE void finish(Values& values, const RawColumns<kIo, kRuns>& raw, const HeadRow& row,
+  QK_DEVICE void finish(Values& values, f32 r, const HeadRow& row,
                         const Turn<kRotary, kRuns>& turn) const {
-    raw.widen(values);
-    f32 r = 1.0f;
     if (any_norm) {
-      r = inverse(values);
-      if (norm != nullptr) {
-        QK_UNROLL for (int e = 0; e < kColumns; ++e)
-          values[e] = values[e] * r * weight[e];
-      }
+      // Of a stream without a norm both are 1.
+      r = norm != nullptr ? r : 1.0f;
+      QK_UNROLL for (int e = 0; e < kColumns; ++e)
+        values[e] = values[e] * r * weight[e];
     }
     if constexpr (kRotary != Rotary::kNone) {
       Values other;
@@ -232,7 +240,7 @@ struct Side {
   }
 };
 
-/// (values - mean) * factor, zero from column d on.
+/// (values - mean) * factor.
 template <int kRuns>
 QK_DEVICE void shift_and_scale(f32 (&values)[kRuns * kRun], const f32* mean,
                                const Columns<kRuns>& columns, f32 factor) {
@@ -243,7 +251,15 @@ QK_DEVICE void shift_and_scale(f32 (&values)[kRuns * kRun], const f32* mean,
       values[e] = add_rounded(values[e], -means[e]);
   }
   QK_UNROLL for (int e = 0; e < kRuns * kRun; ++e)
-    values[e] = columns.there[e / kRun] ? values[e] * factor : 0.0f;
+    values[e] *= factor;
+}
+
+/// e4m3fn codes of a run, zero where it is no column.
+QK_DEVICE Codes<kRun> encode_there(const f32 (&values)[kRun], bool there) {
+  Codes<kRun> codes = encode_run<Format::kE4M3FN>(values);
+  QK_UNROLL for (int i = 0; i < kRun / 4; ++i)
+    codes.words[i] = there ? codes.words[i] : 0u;
+  return codes;
 }
 
 }  // namespace qk

@@ -25,6 +25,7 @@ from quantkit.inference.attention_heads import (
     computed,
 )
 from quantkit.inference.attention_wide import WideAttention
+from quantkit.inference.head_factors import factors_of
 from quantkit.inference.head_scales import scales_of
 from quantkit.numerics.attention_scales import AttentionScales
 
@@ -109,6 +110,7 @@ class _CodedAttention(NamedTuple):
             rank=self.settings.rank,
             two_of_four=self.settings.two_of_four,
             pv=self.settings.pv,
+            factors=factors_of(self.module, self.scales, self.settings.qk_format),
         )
         return y.flatten(2)
 

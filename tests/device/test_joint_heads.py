@@ -12,6 +12,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.attention import padded
 from tests.support.kernel_cases import need
 
 OP = OPS["joint_heads"]
@@ -125,6 +126,56 @@ def test_nan_and_infinity_stay_in_their_row():
     x[0, 3, 8 + 64 + 5], x[1, 4, 8 + 6] = torch.nan, torch.inf
     found = made(replace(case, first=(x, *case.first[1:])))
     assert found.isnan().any(-1).nonzero().tolist() == [[0, 0, 3, 1], [0, 1, 4, 0]]
+
+
+def codes_of(case, **new):
+    """Return what stream_codes_fp8 is called with for the streams of a case."""
+    width = padded(case.d)
+    normal = torch.randn(2, case.heads, width, generator=torch.Generator().manual_seed(1))
+    numbers = {
+        "k_mean": normal[0] / 4, "q_factor": torch.full((case.heads,), 20.0),
+        "k_factor": 9 + torch.arange(case.heads) / 4, "v_mean": normal[1] / 4,
+        "v_scale": 0.01 + normal[0].abs() / 64, **new,
+    }  # fmt: skip
+    where = len(case.arguments) - 5
+    return (*case.arguments[:where], *numbers.values(), *case.arguments[where:])
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+@pytest.mark.parametrize(("d", "rotary"), [(8, "pairs"), (40, "none"), (72, "pairs"),
+                                           (128, "halves"), (160, "none")])  # fmt: skip
+def test_all_codes_are_those_of_the_operations_for_one_side(d, rotary, tokens):
+    case = Case.draw(d, tokens, dtype=torch.bfloat16, rotary=rotary)
+    first = case.first if tokens[1] else (case.first[0],) * 3
+    arguments = codes_of(replace(case, first=first))
+    with log.record() as seen:
+        found = execute.call(OPS["stream_codes_fp8"], *arguments)
+    assert [where for _, _, where in seen.calls] == [Backend.HOST]
+    with use(Backend.REFERENCE):
+        wanted = execute.call(OPS["stream_codes_fp8"], *arguments)
+    assert [t.shape for t in found] == [t.shape for t in wanted]
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "text"),
+    [
+        ({"q_factor": torch.ones(3)}, ShapeError, "numbers of 3 heads, wanted a divisor of 4"),
+        ({"k_factor": torch.ones(1)}, ShapeError, "k_factor has shape (1,), wanted (2,)"),
+        ({"k_mean": torch.ones(2, 16)}, ShapeError, "k_mean has shape (2, 16), wanted (2, 32)"),
+        ({"v_scale": torch.ones(2, 32).half()}, KernelError, "v_scale is torch.float16"),
+        ({"v_mean": torch.ones(2, 32).to("meta")}, KernelError, "v_mean is on meta"),
+    ],
+)
+def test_numbers_of_codes_that_do_not_fit_are_refused(new, error, text):
+    with pytest.raises(error, match="stream_codes_fp8") as caught:
+        execute.call(OPS["stream_codes_fp8"], *codes_of(Case((X, X, X)), **new))
+    assert text in str(caught.value)
+
+
+def test_codes_are_of_values_too():
+    with pytest.raises(ShapeError, match="stream_codes_fp8: first_v is missing"):
+        execute.call(OPS["stream_codes_fp8"], *codes_of(Case((X, X, None))))
 
 
 X = torch.zeros(2, 5, 64)

@@ -2,6 +2,8 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -88,6 +90,18 @@ def joint_heads(
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    words, sizes = check_streams(op, operands, options)
+    return Problem(words, sizes | {"k": lanes_of(sizes["d"], ALIGNED)})
+
+
+def check_streams(
+    op: Op, operands: Operands, options: Options
+) -> tuple[tuple[str, str], dict[str, int]]:
+    """Refuse operands of two streams' projections, norms and rotation that do not fit together.
+
+    Returns:
+        the words of dtype and rotation, and the integers among the arguments, but for k.
+    """
     columns, heads, d, eps, rotary = options
     first, second = given(operands[0]), operands[3]
     word = io_word(op.name, first.dtype)
@@ -104,13 +118,13 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         if tensor is not None:
             check_device(op.name, argument.name, tensor, first)
     sizes = {
-        "m": streams.tokens, "n": streams.rows, "k": lanes_of(d, ALIGNED),
+        "m": streams.tokens, "n": streams.rows,
         "first_tokens": first.shape[1], "first_pitch": first.shape[2],
         "second_pitch": 0 if second is None else second.shape[2],
         **dict(zip(_COLUMNS, columns, strict=True)), "heads": heads, "d": d,
         "eps": eps_bits(op.name, eps),
     }  # fmt: skip
-    return Problem((word, rotary), sizes)
+    return (word, rotary), sizes
 
 
 def _check_shape(op: str, columns: tuple[int, ...], heads: int, d: int) -> None:
@@ -153,6 +167,19 @@ def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
 def _sample(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
+    (*first, first_v), (*second, second_v), others, options = sample_streams(
+        variant, sizes, generator
+    )
+    if sizes[1] % 2:
+        # Values are left where they are.
+        first_v = second_v = None
+    return (*first, first_v, *second, second_v, *others), options
+
+
+def sample_streams(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[list[Tensor | None], list[Tensor | None], Operands, Options]:
+    """Return projections of two pictures' streams, their norms and rotation, and the options."""
     m, n, k = sizes
     dtype, rotary, heads = IO_DTYPES[variant.word("QK_IO")], variant.word("QK_ROTARY"), 3
     odd = ALIGNED if n % 3 == 0 and rotary != "halves" else 0
@@ -161,19 +188,49 @@ def _sample(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    first = [normal(2, m - behind, heads * d + ALIGNED) for _ in range(3)]
+    first: list[Tensor | None] = [normal(2, m - behind, heads * d + ALIGNED) for _ in range(3)]
     second = [normal(2, behind, heads * d) if behind else None for _ in range(3)]
-    if n % 2:
-        first[2], second[2] = None, None  # type: ignore[call-overload]  # values are left where they are
     weights = [normal(d), normal(d), *(normal(d) if behind else None for _ in range(2))]
     angle = torch.rand(m, d, generator=generator) * 6.3
     turn = (None, None) if rotary == ROTATIONS[0] else (angle.cos(), angle.sin())
     columns = (0, ALIGNED, 0, 0, 0, 0)
-    return (*first, *second, *weights, *turn), (columns, heads, d, 1e-6, rotary)
+    return first, second, (*weights, *turn), (columns, heads, d, 1e-6, rotary)
 
 
 _COLUMNS = ("c_fq", "c_fk", "c_fv", "c_sq", "c_sk", "c_sv")
 _PARTS = ("q", "k", "v")
+_FIRST = "[n // heads, first_tokens, first_pitch]"
+_SECOND = "[n // heads, m - first_tokens, second_pitch]"
+_TURN = "no rotation (variants with _none)"
+SCHEMA = (
+    "Tensor? second_q, Tensor? second_k, Tensor? second_v, Tensor? first_q_weight, "
+    "Tensor? first_k_weight, Tensor? second_q_weight, Tensor? second_k_weight, Tensor? cos, "
+    "Tensor? sin"
+)
+OPTIONS = "int[] columns, int heads, int head_size, float eps, str rotary"
+#: Arguments behind those of the first stream's projections.
+STREAM_ARGS = (
+    *(Argument(f"second_{part}", "io", _SECOND, null="there is one stream") for part in _PARTS),
+    *(
+        Argument(f"{stream}_{part}_weight", "io", "[d]", null="no norm")
+        for stream in ("first", "second")
+        for part in _PARTS[:2]
+    ),
+    Argument("cos", "f32", "[m, d]", null=_TURN),
+    Argument("sin", "f32", "[m, d]", null=_TURN),
+)
+PROJECTIONS = tuple(Argument(f"first_{part}", "io", _FIRST) for part in _PARTS)
+PLACES = tuple(
+    Argument(name, "i32")
+    for name in ("first_tokens", "first_pitch", "second_pitch", *_COLUMNS, "heads", "d")
+)
+EPS = Argument("eps", "i32")
+REQUIRES = (
+    f"d % {ALIGNED} == 0",
+    f"d <= {LARGEST_HEAD}",
+    "n % heads == 0",
+    *(f"{name} % {ALIGNED} == 0" for name in ("first_pitch", "second_pitch", *_COLUMNS)),
+)
 OPS = (
     Op(
         name="joint_heads",
@@ -184,42 +241,15 @@ OPS = (
             "queries (p 0) and keys (1); of values (2) x"
         ),
         schema=(
-            "(Tensor first_q, Tensor first_k, Tensor? first_v, Tensor? second_q, Tensor? second_k, "
-            "Tensor? second_v, Tensor? first_q_weight, Tensor? first_k_weight, "
-            "Tensor? second_q_weight, Tensor? second_k_weight, Tensor? cos, Tensor? sin, "
-            "int[] columns, int heads, int head_size, float eps, str rotary) -> Tensor"
+            f"(Tensor first_q, Tensor first_k, Tensor? first_v, {SCHEMA}, {OPTIONS}) -> Tensor"
         ),
         axes=(IO, ROTARY),
         args=(
-            Argument("first_q", "io", "[n // heads, first_tokens, first_pitch]"),
-            Argument("first_k", "io", "[n // heads, first_tokens, first_pitch]"),
-            Argument(
-                "first_v", "io", "[n // heads, first_tokens, first_pitch]", null="no values"
-            ),
-            *(
-                Argument(
-                    f"second_{part}",
-                    "io",
-                    "[n // heads, m - first_tokens, second_pitch]",
-                    null="there is one stream",
-                )
-                for part in _PARTS
-            ),
-            *(
-                Argument(f"{stream}_{part}_weight", "io", "[d]", null="no norm")
-                for stream in ("first", "second")
-                for part in _PARTS[:2]
-            ),
-            Argument("cos", "f32", "[m, d]", null="no rotation (variants with _none)"),
-            Argument("sin", "f32", "[m, d]", null="no rotation (variants with _none)"),
+            *PROJECTIONS[:2],
+            replace(PROJECTIONS[2], null="no values"),
+            *STREAM_ARGS,
             Argument("y", "io", "[3, n // heads, m, heads, d]", written=True),
-            *(M, N, K),
-            *(
-                Argument(name, "i32")
-                for name in (
-                    "first_tokens", "first_pitch", "second_pitch", *_COLUMNS, "heads", "d", "eps"
-                )
-            ),
+            *(M, N, K, *PLACES, EPS),
         ),
         k_multiple=1,
         check=_check,
@@ -229,11 +259,6 @@ OPS = (
             0.0, 0.0, (0.0, 0.0), "every operation is rounded in the same order, as torch's"
         ),
         sample=_sample,
-        requires=(
-            f"d % {ALIGNED} == 0",
-            f"d <= {LARGEST_HEAD}",
-            "n % heads == 0",
-            *(f"{name} % {ALIGNED} == 0" for name in ("first_pitch", "second_pitch", *_COLUMNS)),
-        ),
+        requires=REQUIRES,
     ),
-)  # fmt: skip
+)

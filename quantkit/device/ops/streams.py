@@ -213,7 +213,8 @@ def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     squares = pad(x * x, (0, ALIGNED * runs - d)).reshape(*x.shape[:-1], runs, ALIGNED)
     total = _neighbours(_folded(squares).squeeze(-1))
     # By tensors: a GPU multiplies by the reciprocal of a Python number.
-    mean = total / torch.full_like(total, d) + torch.full_like(total, eps)
+    share = torch.ones_like(total) / torch.full_like(total, d)
+    mean = total * share + torch.full_like(total, eps)
     # torch's float32 root is not rounded to nearest on every CPU; that of float64 is near enough.
     return x * (torch.ones_like(mean) / mean.double().sqrt().float()) * weight
 

@@ -12,6 +12,7 @@ from quantkit.device.ops import (
     layer_norm,
     projections,
     quantize,
+    stream_codes,
     weight_only,
 )
 from quantkit.device.ops.op import Op, Variant, all_variants
@@ -31,6 +32,7 @@ OPS: dict[str, Op] = {
         attention.OPS,
         heads.OPS,
         joint_heads.OPS,
+        stream_codes.OPS,
         projections.OPS,
     )
     for op in rows
