@@ -10,12 +10,13 @@
 // 16-byte aligned. cos and sin are read with QK_ROTARY alone. NaN becomes the NaN code. eps are the
 // bits of a float32; k is the least power of two with 16 k >= d: the lanes of a row.
 //
-// Launch: 256 threads, grid (ceil(m * k / 256), ceil(n / 4), 1). A lane has 16 columns of a token,
-// in four rows of heads, which share the rotation and the norm's weight.
+// Launch: 256 threads, grid (ceil(m * k / 128), ceil(n / 4), 1). A lane has 8 columns of a token,
+// in four rows, two at a time of heads, which share the rotation and the norm's weight.
 #include "heads.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
-constexpr int kRows = 4;
+constexpr qk::Rotary kRotary = qk::Rotary(QK_ROTARY);
+constexpr int kRows = 2, kSteps = 2;
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
 QK_KERNEL(QK_THREADS)
@@ -24,36 +25,35 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
           const float* factor, qk::u8* q, int m, int n, int k, int first_tokens, int first_pitch,
           int first_column, int second_pitch, int second_column, int heads, int d, int scales,
           int eps) {
-  const qk::Heads all{{first, first_weight, first_tokens, first_pitch, first_column},
-                      {second, second_weight, m - first_tokens, second_pitch, second_column},
-                      cos,
-                      sin,
-                      mean,
-                      factor,
-                      heads,
-                      d,
-                      scales,
-                      qk::bits_float(static_cast<qk::u32>(eps))};
-  const qk::Place place(k, m, all.padded());
-  const qk::TokenColumns<kIo, qk::Rotary(QK_ROTARY)> token(all, place, k);
-  const int start = qk::block_y() * kRows;
-  qk::RawColumns<kIo> raw[kRows];
-  float factors[kRows];
-  qk::HeadRow row(all, start);
-  QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    raw[i].load(token.row_of(row), token.columns);
-    factors[i] = factor[row.numbers];
-    row.advance(all, n);
-  }
-  row = qk::HeadRow(all, start);
-  QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    float values[qk::kColumns];
-    token.finish(values, raw[i], row, factors[i]);
-    if (place.exists && start + i < n) {
-      const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
-      qk::store(q + at * all.padded() + place.column, qk::encode_run<qk::Format::kE4M3FN>(values));
+  const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
+  const int lanes = 2 * k, width = all.padded();
+  const qk::Place<1> place(lanes, m, width, qk::block_x());
+  const qk::Columns<1> columns(place.column, d);
+  const qk::Side<kIo, qk::Io::kF32, 1> side(
+      all, {first, first_weight, first_tokens, first_pitch, first_column},
+      {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token);
+  const qk::Turn<kRotary, 1> turn(all, place.token, columns);
+  const int start = qk::block_y() * (kRows * kSteps);
+  qk::HeadRow next(all, start);
+  QK_NO_UNROLL for (int step = 0; step < kSteps; ++step) {
+    float values[kRows][qk::kRun], factors[kRows], roots[kRows];
+    qk::HeadRow row = next;
+    QK_UNROLL for (int i = 0; i < kRows; ++i) {
+      qk::load_columns<kIo, 1>(values[i], side.row_of(next), columns);
+      factors[i] = factor[next.numbers];
+      next.advance(all, n);
     }
-    row.advance(all, n);
+    if (side.any_norm) qk::inverse_roots<1>(roots, values, all, columns, lanes);
+    QK_UNROLL for (int i = 0; i < kRows; ++i) {
+      side.finish(values[i], roots[i], row, turn);
+      const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
+      qk::shift_and_scale<1>(values[i], means, columns, factors[i]);
+      if (place.exists && start + step * kRows + i < n) {
+        const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
+        qk::store(q + at * width + place.column, qk::encode_there(values[i], columns.there[0]));
+      }
+      row.advance(all, n);
+    }
   }
 }
 

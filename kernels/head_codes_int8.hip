@@ -12,7 +12,7 @@
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr qk::Format kFormat = qk::Format::kInt8;
-constexpr int kRows = 2, kGroup = 16;
+constexpr int kRows = 2, kGroup = 16, kRuns = 2, kColumns = kRuns * qk::kRun;
 constexpr int kLdsBytes = kRows * QK_THREADS * 4;  // a maximum per row and token
 static_assert(kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 
@@ -36,35 +36,34 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
           int first_pitch, int first_column, int second_pitch, int second_column, int heads, int d,
           int scales, int eps, int group) {
   QK_SHARED(lds, kLdsBytes);
-  const qk::Heads all{{first, first_weight, first_tokens, first_pitch, first_column},
-                      {second, second_weight, m - first_tokens, second_pitch, second_column},
-                      cos,
-                      sin,
-                      mean,
-                      factor,
-                      heads,
-                      d,
-                      scales,
-                      qk::bits_float(static_cast<qk::u32>(eps))};
-  const qk::Place place(k, m, all.padded());
-  const qk::TokenColumns<kIo, qk::Rotary(QK_ROTARY)> token(all, place, k);
+  const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
+  const int width = all.padded();
+  const qk::Place<kRuns> place(k, m, width, qk::block_x());
+  const qk::Columns<kRuns> columns(place.column, d);
+  const qk::Side<kIo, qk::Io::kF32, kRuns> side(
+      all, {first, first_weight, first_tokens, first_pitch, first_column},
+      {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token);
+  const qk::Turn<qk::Rotary(QK_ROTARY), kRuns> turn(all, place.token, columns);
   const int start = qk::block_y() * kRows;
-  qk::RawColumns<kIo> raw[kRows];
-  float factors[kRows];
+  float values[kRows][kColumns], factors[kRows], roots[kRows];
   qk::HeadRow row(all, start);
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    raw[i].load(token.row_of(row), token.columns);
+    qk::load_columns<kIo, kRuns>(values[i], side.row_of(row), columns);
     factors[i] = factor[row.numbers];
     row.advance(all, n);
   }
+  if (side.any_norm) qk::inverse_roots<kRuns>(roots, values, all, columns, k);
   row = qk::HeadRow(all, start);
-  float values[kRows][qk::kColumns];
   qk::u32 amax[kRows];
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
-    token.finish(values[i], raw[i], row, factors[i]);
+    side.finish(values[i], roots[i], row, turn);
+    const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
+    qk::shift_and_scale<kRuns>(values[i], means, columns, factors[i]);
+    QK_UNROLL for (int e = 0; e < kColumns; ++e)
+      values[i][e] = columns.there[e / qk::kRun] ? values[i][e] : 0.0f;
     row.advance(all, n);
     amax[i] = place.exists ? qk::amax_bits_of(values[i]) : 0u;
-    QK_UNROLL for (int mask = qk::kMostLanes / 2; mask > 0; mask /= 2) {
+    QK_UNROLL for (int mask = 1; mask < qk::kMostRuns / kRuns; mask *= 2) {
       if (k > mask) amax[i] = larger(amax[i], qk::lane_xor(amax[i], mask));
     }
   }
@@ -85,13 +84,13 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
     const int groups = (m + group - 1) / group;
     if (place.column == 0 && place.token % group == 0)
       scale[static_cast<qk::i64>(start + i) * groups + place.token / group] = unit;
-    qk::Codes<qk::kColumns> codes;
+    qk::Codes<kColumns> codes;
     if (!qk::FastDivisor<kFormat>(unit).encode(codes, values[i]))
       codes = qk::Divisor<kFormat>(unit).encode(values[i]);
     // Of a NaN group all quotients are NaN.
-    if (d % qk::kColumns != 0 && !token.columns.there[1]) codes.words[2] = codes.words[3] = 0;
+    if (!columns.there[1]) codes.words[2] = codes.words[3] = 0;
     const qk::i64 at = static_cast<qk::i64>(start + i) * m + place.token;
-    qk::store(q + at * all.padded() + place.column, codes);
+    qk::store(q + at * width + place.column, codes);
   }
 }
 

@@ -3,6 +3,7 @@
 Scales are given with the codes, static ones of a packed model, or those of each call's own numbers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,10 +25,9 @@ from quantkit.models.attention import AttentionCall, Heads
 from quantkit.numerics.attention import (
     KEYS,
     AttentionCodes,
+    HeadFactors,
+    head_factors,
     padded,
-    score_factor,
-    unit_factors,
-    with_padding,
 )
 from quantkit.numerics.formats import E4M3FN, INT8
 
@@ -52,8 +52,10 @@ def _given(problem: AttentionProblem, qk_format: str) -> Call:
 
 def _static(problem: AttentionProblem, qk_format: str) -> Call:
     _need_kernel(problem, qk_format)
-    scales = problem.scales
-    return lambda: attend_streams([_stream(problem)], _shape(problem), scales, qk_format)
+    scales, shape = problem.scales, _shape(problem)
+    # A packed model keeps what follows from its scales.
+    factors = head_factors(scales, shape.head_size, qk_format)
+    return lambda: attend_streams([_stream(problem)], shape, scales, qk_format, factors=factors)
 
 
 def _dynamic(problem: AttentionProblem, qk_format: str) -> Call:
@@ -86,28 +88,34 @@ def _dynamic_compiled(problem: AttentionProblem, qk_format: str) -> Call:
 def _making(problem: AttentionProblem, qk_format: str) -> Call:
     """Return a call of the operators that make codes with scales that are given."""
     _need_kernel(problem, qk_format)
-    head, value = (OPERATORS[name_for(*op)] for op in (("head_codes", qk_format), _VALUES))
-    (q, k, v), shape = _projections(problem), _shape(problem)
-    scales, tau = with_padding(problem.scales), score_factor(shape.head_size)
-    one = torch.ones_like(scales.query_range)
-    is_int8 = qk_format == INT8.name
-    factors = (
-        (tau * one, one) if is_int8 else unit_factors(scales.query_range, scales.key_range, tau)
-    )
-    sides = ((q, None, factors[0], 1), (k, scales.key_mean, factors[1], KEYS))
+    projections, shape = _projections(problem), _shape(problem)
+    made = head_factors(problem.scales, shape.head_size, qk_format)
+    if qk_format == E4M3FN.name and len({x.shape for x in projections}) == 1:
+        return partial(_at_once, projections, made, shape)
+    return partial(_one_by_one, projections, made, shape, qk_format)
 
-    def call() -> tuple[Tensor, ...]:
-        made = [
-            head(
-                x, *[None] * 5, mean, factor, 0, 0, *shape, 0.0, _NO_ROTATION,
-                *((group,) if is_int8 else ()),
-            )
-            for x, mean, factor, group in sides
-        ]  # fmt: skip
-        qc, kc = (m[0] if isinstance(m, tuple) else m for m in made)
-        return qc, kc, value(v, None, scales.value_mean, scales.value_scale, 0, 0, *shape)
 
-    return call
+def _at_once(projections: Sequence[Tensor], made: HeadFactors, shape: Shape) -> tuple[Tensor, ...]:
+    scales = made.scales
+    codes: tuple[Tensor, ...] = OPERATORS[name_for("stream_codes", E4M3FN.name)](
+        *projections, *[None] * 9, scales.key_mean, made.query, made.key, scales.value_mean,
+        scales.value_scale, [0] * 6, *shape, 0.0, _NO_ROTATION,
+    )  # fmt: skip
+    return codes
+
+
+def _one_by_one(
+    projections: Sequence[Tensor], made: HeadFactors, shape: Shape, qk_format: str
+) -> tuple[Tensor, ...]:
+    q, k, v = projections
+    scales, head = made.scales, OPERATORS[name_for("head_codes", qk_format)]
+    codes = []
+    for x, mean, factor, group in ((q, None, made.query, 1), (k, scales.key_mean, made.key, KEYS)):
+        groups = (group,) if qk_format == INT8.name else ()
+        found = head(x, *[None] * 5, mean, factor, 0, 0, *shape, 0.0, _NO_ROTATION, *groups)
+        codes.append(found[0] if isinstance(found, tuple) else found)
+    value = OPERATORS[name_for(*_VALUES)]
+    return *codes, value(v, None, scales.value_mean, scales.value_scale, 0, 0, *shape)
 
 
 _VALUES = ("value_codes", E4M3FN.name)

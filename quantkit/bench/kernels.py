@@ -115,7 +115,7 @@ OPERATIONS: dict[str, Operation] = {
 # product.
 # With values in 16 bit no kernel runs where libraries do.
 _OTHERS = (
-    *("conv", "head", "value", "project", "layer_norm", "sum_norm", "group_norm", "gelu"),
+    *("conv", "head", "value", "stream", "project", "layer_norm", "sum_norm", "group_norm", "gelu"),
     *("attention_fp8_f16", "attention_int8_f16"),
 )
 assert {op for op in OPS if "fp8" in op and not op.startswith(_OTHERS)} <= set(OPERATIONS), (

@@ -10,7 +10,8 @@ from torch import nn
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference.attention_call import AttentionSettings, attend
-from quantkit.inference.attention_streams import with_streams
+from quantkit.inference.attention_streams import has_joint_heads, with_streams
+from quantkit.inference.layers import iterate_packed
 from quantkit.models.attention import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.fields import matches
@@ -76,6 +77,7 @@ def _set_all(
     """Set the processors of known modules, diffusers' own where there are no settings."""
     quantized: list[str] = []
     kept: dict[str, str] = {}
+    packed = next(iterate_packed(model), None) is not None
     for name, module in attention_modules(model):
         plain = _plain(module.processor)
         reason = "excluded" if matches(name, exclude) else why_kept(plain)
@@ -83,10 +85,16 @@ def _set_all(
             kept[name] = reason
             continue
         settings = settings_of(name)
-        module.processor = _quantized(plain, settings) if settings else plain
+        module.processor = _with_heads(plain, settings, packed=packed)
         if settings:
             quantized.append(name)
     return AttentionLayers(tuple(quantized), kept)
+
+
+def _with_heads(plain: Any, settings: AttentionSettings | None, *, packed: bool) -> Any:
+    """Return a processor on codes, or one of a packed model whose heads one pass may make."""
+    joint = packed and has_joint_heads(type(plain))
+    return _quantized(plain, settings) if settings or joint else plain
 
 
 def install(model: Any, packed: PackedAttention | None) -> None:
@@ -96,12 +104,11 @@ def install(model: Any, packed: PackedAttention | None) -> None:
         CheckpointError: a format, or fewer columns, of a module that the model has not, or that has
             no more.
     """
-    if packed is None:
-        return
-    _refuse_unknown(model, packed)
-    _refuse_ranks(model, packed)
-    _quantize(model, packed)
-    if hasattr(type(model), _SET):
+    if packed is not None:
+        _refuse_unknown(model, packed)
+        _refuse_ranks(model, packed)
+    changed = _quantize(model, packed)
+    if (changed or packed is not None) and hasattr(type(model), _SET):
         setattr(model, _SET, partial(_set_attn_processor, model, packed))
 
 
@@ -111,13 +118,18 @@ def uninstall(model: nn.Module) -> None:
     vars(model).pop(_SET, None)
 
 
-def _quantize(model: nn.Module, packed: PackedAttention) -> None:
-    def settings_of(name: str) -> AttentionSettings:
+def _quantize(model: nn.Module, packed: PackedAttention | None) -> bool:
+    """Give processors the attention of the config; tell whether one is not diffusers' own."""
+
+    def settings_of(name: str) -> AttentionSettings | None:
+        if packed is None or matches(name, packed.exclude):
+            return None
         found, rank = packed.format_of(name), packed.ranks.get(name)
         fewer = name in packed.two_of_four
         return AttentionSettings(found.qk, packed.min_keys, rank, fewer, found.pv)
 
-    _set_all(model, settings_of, packed.exclude)
+    _set_all(model, settings_of, ())
+    return any(isinstance(m.processor, _Quantized) for _, m in attention_modules(model))
 
 
 def _refuse_unknown(model: Any, packed: PackedAttention) -> None:
@@ -143,7 +155,9 @@ def _refuse_ranks(model: Any, packed: PackedAttention) -> None:
             )
 
 
-def _set_attn_processor(model: Any, packed: PackedAttention, *args: Any, **kwargs: Any) -> None:
+def _set_attn_processor(
+    model: Any, packed: PackedAttention | None, *args: Any, **kwargs: Any
+) -> None:
     """Set processors as diffusers does, and quantize those that are known."""
     getattr(type(model), _SET)(model, *args, **kwargs)
     _quantize(model, packed)
@@ -165,16 +179,16 @@ def _plain(processor: Any) -> Any:
 
 
 class _Quantized:
-    """What marks a processor as quantized."""
+    """What marks a processor as quantized, or as one whose heads one pass may make."""
 
-    settings: AttentionSettings
+    settings: AttentionSettings | None
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, AttentionSettings]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, AttentionSettings | None]]:
         """Pickle by the class that it is made of."""
         return _quantized, (_plain(self), self.settings)
 
 
-def _quantized(plain: Any, settings: AttentionSettings) -> Any:
+def _quantized(plain: Any, settings: AttentionSettings | None) -> Any:
     """Return a processor that computes what ``plain`` does, with quantized attention."""
     known: Any = type(plain)
     cls = _quantized_class(known, settings)
@@ -184,10 +198,11 @@ def _quantized(plain: Any, settings: AttentionSettings) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _quantized_class(plain: Hashable, settings: AttentionSettings) -> Any:
+def _quantized_class(plain: Hashable, settings: AttentionSettings | None) -> Any:
     cls: Any = plain
+    call = call_with(cls, partial(attend, settings)) if settings else cls.__call__
     body = {
-        "__call__": with_streams(cls, call_with(cls, partial(attend, settings)), settings),
+        "__call__": with_streams(cls, call, settings),
         "settings": settings,
         "__module__": cls.__module__,
     }

@@ -15,7 +15,7 @@ from quantkit.inference.modules import is_watched
 from quantkit.inference.operators import OPERATORS
 from quantkit.inference.prompts import is_plain
 from quantkit.models.attention import Heads
-from quantkit.numerics.attention import KEYS, score_factor, unit_factors, with_padding
+from quantkit.numerics.attention import KEYS, HeadFactors, head_factors
 from quantkit.numerics.attention_basis import two_of_four_codes, with_rank
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN, INT8
@@ -82,6 +82,7 @@ def attend_streams(
     rank: int | None = None,
     two_of_four: bool = False,
     pv: str | None = E4M3FN.name,
+    factors: HeadFactors | None = None,
 ) -> Tensor:
     """Return attention over the tokens of one stream, or of two, one behind the other.
 
@@ -95,26 +96,19 @@ def attend_streams(
         rank: columns of queries and keys that are multiplied, the first; None: all.
         two_of_four: multiply the largest two of every four columns of each key.
         pv: of probabilities and values: e4m3fn; None: float16.
+        factors: that follow from ``scales`` and ``scale``; None: they are made.
 
     Returns:
         (B, T, H, D) in the dtype of the projections.
     """
-    wide, tau = with_padding(scales), score_factor(shape.head_size, scale)
-    ones = torch.ones_like(wide.query_range)
-    factors = (tau * ones, ones)
-    if qk_format == E4M3FN.name:
-        factors = unit_factors(wide.query_range, wide.key_range, tau)
-    q = _Side([s.q for s in streams], [s.norm_q for s in streams], None, factors[0], 1)
-    k = _Side([s.k for s in streams], [s.norm_k for s in streams], wide.key_mean, factors[1], KEYS)
-    qc, q_scale = _head_codes(q, shape, qk_format, rotation)
-    kc, k_scale = _head_codes(k, shape, qk_format, rotation)
+    made = factors or head_factors(scales, shape.head_size, qk_format, scale)
+    qc, kc, vc, q_scale, k_scale = _codes(streams, shape, made, (qk_format, pv), rotation)
     qc, multiplied = _first_columns(qc, rank)
     # No kernel leaves the zeros out.
     kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
-    vc = _value_codes([s.v for s in streams], shape, wide, pv)
     keys = sum(s.k.x.shape[1] for s in streams)
     y: Tensor = OPERATORS[attention_for(qk_format, pv)](
-        qc, kc, vc, q_scale, k_scale, wide.value_scale, wide.value_mean,
+        qc, kc, vc, q_scale, k_scale, made.scales.value_scale, made.scales.value_mean,
         keys, *shape, qk_format, streams[0].q.x.dtype, multiplied,
     )  # fmt: skip
     return y
@@ -139,6 +133,80 @@ def _is_multiplied(rank: int, columns: int) -> bool:
 def computed(part: Part) -> Projection:
     """Return a projection that is computed."""
     return part if isinstance(part, Projection) else Projection(part.layer(part.x))
+
+
+class _Codes(NamedTuple):
+    """Of queries, keys and values, and the scales of int8 ones."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+
+
+def _codes(
+    streams: Sequence[Stream],
+    shape: Shape,
+    made: HeadFactors,
+    formats: tuple[str, str | None],
+    rotation: Rotation | None,
+) -> _Codes:
+    qk_format, pv = formats
+    if qk_format == pv == E4M3FN.name and not _some_end_in_codes(streams, rotation):
+        streams = [s._replace(q=computed(s.q), k=computed(s.k), v=computed(s.v)) for s in streams]
+        if (together := _at_once(streams, shape, made, rotation)) is not None:
+            return together
+    means = made.scales.key_mean
+    q = _Side([s.q for s in streams], [s.norm_q for s in streams], None, made.query, 1)
+    k = _Side([s.k for s in streams], [s.norm_k for s in streams], means, made.key, KEYS)
+    qc, q_scale = _head_codes(q, shape, qk_format, rotation)
+    kc, k_scale = _head_codes(k, shape, qk_format, rotation)
+    vc = _value_codes([s.v for s in streams], shape, made.scales, pv)
+    return _Codes(qc, kc, vc, q_scale, k_scale)
+
+
+def _at_once(
+    streams: Sequence[Stream], shape: Shape, made: HeadFactors, rotation: Rotation | None
+) -> _Codes | None:
+    """Return all codes, of one launch; None where projections or norms are not alike."""
+    norms = [norm for s in streams for norm in (s.norm_q, s.norm_k)]
+    found, x = _norms_of(norms), streams[0].q.x
+    for norm, known in zip(norms, found, strict=True):
+        if norm is not None and (known is None or known.weight.dtype is not x.dtype):
+            return None
+    parts = [[computed(part) for part in (s.q, s.k, s.v)] for s in streams]
+    if any(len({part.x.shape for part in of_stream}) > 1 for of_stream in parts):
+        return None
+    first, second = _pair(parts)
+    weights = [None if norm is None else norm.weight for norm in found]
+    nowhere = [Projection(x)] * 3
+    cos, sin = rotation or (None, None)
+    scales = made.scales
+    q, k, v = OPERATORS[name_for("stream_codes", E4M3FN.name)](
+        *(part.x for part in first),
+        *((None,) * 3 if second is None else (part.x for part in second)),
+        *weights, *(None,) * (4 - len(weights)), cos, sin,
+        scales.key_mean, made.query, made.key, scales.value_mean, scales.value_scale,
+        [part.column for part in (*first, *(second or nowhere))], *shape,
+        max([0.0, *(norm.eps for norm in found if norm is not None)]),
+        "none" if rotation is None else "pairs",
+    )  # fmt: skip
+    return _Codes(q, k, v)
+
+
+def _some_end_in_codes(streams: Sequence[Stream], rotation: Rotation | None) -> bool:
+    """Tell whether a projection ends in codes, so that the others' are made apart."""
+    stream = streams[0]
+    if len(streams) > 1:
+        return False
+    plain = rotation is None and stream.norm_q is stream.norm_k is None
+    families = {"project_values": [stream.v], "project_codes": [stream.q, stream.k] * plain}
+    return any(
+        isinstance(part, Pending) and _ends_in_codes(part, family)
+        for family, parts in families.items()
+        for part in parts
+    )
 
 
 class _Side(NamedTuple):

@@ -1,12 +1,13 @@
 """Processors of diffusers that quantkit computes from their projections on.
 
 A static scale belongs to a module, which the call of attention inside a processor does not know. So
-these few are written again, for the modules that have scales, and leave everything else, as masks
-and norms that are not theirs, to the processor itself.
+these few are written again, for the modules that have scales and for heads in 16 bit that one pass
+makes (``attention_wide``), and leave everything else, as norms that are not theirs, to the
+processor itself.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,49 +24,74 @@ from quantkit.inference.attention_heads import (
     attend_streams,
     computed,
 )
+from quantkit.inference.attention_wide import WideAttention
+from quantkit.inference.head_factors import factors_of
 from quantkit.inference.head_scales import scales_of
 from quantkit.numerics.attention_scales import AttentionScales
 
 
-def with_streams(processor_class: type, call: Any, settings: AttentionSettings) -> Any:
-    """Return the ``__call__`` of a quantized processor.
+def with_streams(processor_class: type, call: Any, settings: AttentionSettings | None) -> Any:
+    """Return the ``__call__`` of a processor of a packed model, or of a quantized one.
 
     Args:
         processor_class: of diffusers.
         call: of it, with scales of each call's own numbers.
-        settings: of the attention.
+        settings: of the attention; None: it stays in 16 bit.
     """
     own = _PROCESSORS.get(processor_class.__name__)
     if own is None:
         return call
 
-    def with_static_scales(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
-        scales = scales_of(attn)
-        y = None if scales is None else own(_Attention(attn, settings, scales), *args, **kwargs)
-        return call(self, attn, *args, **kwargs) if y is None else y
+    def with_heads(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        for attention in _ways(self, attn, settings):
+            if (y := own(attention, *args, **kwargs)) is not None:
+                return y
+        return call(self, attn, *args, **kwargs)
 
     # Attention modules ask a processor what it takes.
-    function: Any = with_static_scales
+    function: Any = with_heads
     function.__signature__ = inspect.signature(call)
     return function
 
 
-class _Attention(NamedTuple):
+def has_joint_heads(processor_class: type) -> bool:
+    """Tell whether one pass may make the heads of a processor's attention."""
+    return processor_class.__name__ in _JOINT
+
+
+def _ways(
+    processor: Any, attn: Any, settings: AttentionSettings | None
+) -> Iterator["_CodedAttention | WideAttention"]:
+    """Yield what may compute a call, the fastest first."""
+    if settings is not None and (scales := scales_of(attn)) is not None:
+        yield _CodedAttention(attn, settings, scales)
+    if has_joint_heads(type(processor)):
+        yield WideAttention(attn, processor, settings)
+
+
+class _CodedAttention(NamedTuple):
     """An attention module with static scales."""
 
     module: Any
     settings: AttentionSettings
     scales: AttentionScales
 
-    def takes(self, tokens: int, like: Tensor) -> bool:
+    def takes(
+        self, tokens: int, like: Tensor, mask: Tensor | None = None, rotary: Any = None
+    ) -> bool:
         """Tell whether a kernel computes attention over so many keys."""
-        return not why_not_sizes(self.settings, tokens, self.scales.head_size, like)
+        del rotary
+        reason = why_not_sizes(self.settings, tokens, self.scales.head_size, like)
+        return mask is None and not reason
 
-    def attend(self, streams: Sequence[Stream], rotary: Any = None) -> Tensor | None:
+    def attend(
+        self, streams: Sequence[Stream], rotary: Any = None, mask: Tensor | None = None
+    ) -> Tensor | None:
         """Return attention over the tokens of all streams, one after another: (B, T, H * D).
 
         None where gradients are wanted.
         """
+        del mask
         x = streams[0].q.x
         if torch.is_grad_enabled():
             streams = [
@@ -84,12 +110,16 @@ class _Attention(NamedTuple):
             rank=self.settings.rank,
             two_of_four=self.settings.two_of_four,
             pv=self.settings.pv,
+            factors=factors_of(self.module, self.scales, self.settings.qk_format),
         )
         return y.flatten(2)
 
 
+_Own = _CodedAttention | WideAttention
+
+
 def _unet(
-    own: _Attention,
+    own: _Own,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -110,10 +140,11 @@ def _unet(
 
 
 def _joint(
-    own: _Attention,
+    own: _Own,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    **_: Any,
 ) -> Any:
     """Compute JointAttnProcessor2_0, which ignores masks: Stable Diffusion 3, the text last."""
     del attention_mask
@@ -132,7 +163,7 @@ def _joint(
 
 
 def _flux(
-    own: _Attention,
+    own: _Own,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -140,25 +171,23 @@ def _flux(
 ) -> Any:
     """Compute FluxAttnProcessor: FLUX, Chroma, the text first."""
     attn, text = own.module, encoder_hidden_states
-    if attention_mask is not None:
-        return None
     joint = text is not None and attn.added_kv_proj_dim is not None
     if (text is not None) != joint:
         return None
     tokens = hidden_states.shape[1] + (text.shape[1] if text is not None else 0)
-    if not own.takes(tokens, hidden_states):
+    if not own.takes(tokens, hidden_states, attention_mask, image_rotary_emb):
         return None
     streams = [_projected(attn, hidden_states)]
     if text is not None:
         streams.insert(0, _projected_text(attn, text))
-    y = own.attend(streams, image_rotary_emb)
+    y = own.attend(streams, image_rotary_emb, attention_mask)
     if y is None or text is None:
         return y
     words, picture = y[:, : text.shape[1]], y[:, text.shape[1] :]
     return _out(attn, picture.contiguous()), attn.to_add_out(words.contiguous())
 
 
-def _fused_joint(own: _Attention, *args: Any, **kwargs: Any) -> Any:
+def _fused_joint(own: _Own, *args: Any, **kwargs: Any) -> Any:
     """Compute FusedJointAttnProcessor2_0, which leaves norms out."""
     return None if own.module.norm_q is not None else _joint(own, *args, **kwargs)
 
@@ -208,3 +237,5 @@ _PROCESSORS: dict[str, Callable[..., Any]] = {
     "FusedJointAttnProcessor2_0": _fused_joint,
     "FluxAttnProcessor": _flux,
 }
+#: Those of them that norm and rotate heads, or join two streams.
+_JOINT = frozenset({"JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "FluxAttnProcessor"})

@@ -8,6 +8,7 @@ back at the end, because probabilities sum to one.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,6 +134,34 @@ def with_padding(scales: AttentionScales) -> AttentionScales:
 
 def _with_columns(t: Tensor, value: float = 0) -> Tensor:
     return pad(t, (0, padded(t.shape[-1]) - t.shape[-1]), value=value)
+
+
+class HeadFactors(NamedTuple):
+    """What codes of heads are made with, float32."""
+
+    #: columns up to a multiple of 16
+    scales: AttentionScales
+    #: (H,), of queries and of keys
+    query: Tensor
+    key: Tensor
+
+
+def head_factors(
+    scales: AttentionScales, columns: int, qk_format: str, scale: float | None = None
+) -> HeadFactors:
+    """Return what codes of heads are made with.
+
+    Args:
+        scales: of the heads.
+        columns: of a head, without padding.
+        qk_format: e4m3fn or int8, whose scales are those of each call's numbers.
+        scale: of q k'; None: 1 / sqrt(columns).
+    """
+    wide, tau = with_padding(scales), score_factor(columns, scale)
+    if qk_format == E4M3FN.name:
+        return HeadFactors(wide, *unit_factors(wide.query_range, wide.key_range, tau))
+    ones = torch.ones_like(wide.query_range)
+    return HeadFactors(wide, tau * ones, ones)
 
 
 def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, Tensor]:

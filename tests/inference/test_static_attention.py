@@ -12,7 +12,7 @@ from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
 from quantkit.checkpoint.attention import CHILD, HeadShape
 from quantkit.device import compilers
 from quantkit.errors import CheckpointError
-from quantkit.inference import head_scales
+from quantkit.inference import attention_heads, head_factors, head_scales
 from quantkit.models.attention import attention_modules, call_with
 from quantkit.numerics.attention_scales import SHAPES, scales_of_ranges
 from tests.support.denoiser_classes import ROWS, Row
@@ -158,6 +158,49 @@ def test_copies_pickles_and_other_dtypes_keep_them(model):
     children = [m for m in halved.modules() if isinstance(m, head_scales.HeadScales)]
     assert children
     assert all(t.dtype is torch.float32 for m in children for t in m.buffers())
+
+
+@torch.no_grad()
+def test_codes_of_one_launch_are_those_of_three(model, monkeypatch):
+    static = with_scales(model)
+    quantkit.attention(static, min_keys=1)
+    made, at_once = [], attention_heads._at_once
+    monkeypatch.setattr(
+        attention_heads, "_at_once", lambda *args: made.append(at_once(*args)) or made[-1]
+    )
+    found = answer(static)
+    assert any(codes is not None for codes in made)
+    monkeypatch.setattr(attention_heads, "_at_once", lambda *_: None)
+    assert torch.equal(answer(static), found)
+
+
+@torch.no_grad()
+def test_norms_in_another_dtype_are_read_as_they_are():
+    static = with_scales(tiny_model(ROW["FluxTransformer2DModel"]))
+    quantkit.attention(static, min_keys=1)
+    wanted = answer(static)
+    for _, module in attention_modules(static):
+        module.norm_k.to(torch.float64)
+    assert error(answer(static), wanted) < 1e-3
+
+
+@torch.no_grad()
+def test_what_follows_from_scales_is_made_once(model, monkeypatch):
+    static = with_scales(model)
+    quantkit.attention(static, min_keys=1)
+    made, make = [], head_factors.head_factors
+    monkeypatch.setattr(
+        head_factors, "head_factors", lambda *args: made.append(make(*args)) or made[-1]
+    )
+    for calls in (1, 1, 2):
+        if calls == 2:
+            for _, module in attention_modules(static):
+                getattr(module, CHILD).query_range.mul_(2)
+        answer(static)
+        assert len(made) == calls * len(list(attention_modules(static)))
+    assert (
+        len(pickle.dumps(copy.deepcopy(static))) <= len(pickle.dumps(with_scales(model))) + 20_000
+    )
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,7 +37,7 @@ from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import COLUMNS, KEYS, RUN, padded
 from quantkit.numerics.formats import E4M3FN, INT8
 
-_ROTARY = Axis("QK_ROTARY", ROTATIONS)
+ROTARY = Axis("QK_ROTARY", ROTATIONS)
 
 
 def _check_heads(op: Op, operands: Operands, options: Options) -> Problem:
@@ -48,7 +49,7 @@ def _check_heads(op: Op, operands: Operands, options: Options) -> Problem:
     for name, weight in (("first_weight", first_weight), ("second_weight", second_weight)):
         if weight is not None:
             expect(op.name, name, weight, torch.float32, (d,))
-    _check_rotation(op.name, streams, (cos, sin), rotary)
+    check_rotation(op.name, streams, (cos, sin), rotary)
     if group and group[0] not in (1, KEYS):
         raise KernelError(f"{op.name}: groups of {group[0]} tokens, wanted 1 or {KEYS}")
     _check_devices(op, operands)
@@ -107,9 +108,10 @@ def _check_stream(op: str, name: str, x: Tensor, first: Tensor, column: int, wid
         )
 
 
-def _check_rotation(
-    op: str, streams: Streams, rotation: tuple[Tensor | None, Tensor | None], rotary: str
+def check_rotation(
+    op: str, streams: Streams, rotation: Sequence[Tensor | None], rotary: str
 ) -> None:
+    """Refuse cosines and sines that are not those of a rotation of all tokens."""
     if rotary not in ROTATIONS:
         raise KernelError(f"{op}: rotary {rotary!r}, wanted one of {', '.join(ROTATIONS)}")
     for name, numbers in zip(("cos", "sin"), rotation, strict=True):
@@ -299,7 +301,7 @@ OPS = (
         source="head_codes.hip",
         formula=f"q[n, t, c] = {E4M3FN.name}(clamp({_VALUE}, -max, max))",
         schema=f"{_HEADS}) -> Tensor",
-        axes=(IO, format_axis("X", (E4M3FN.name,)), _ROTARY),
+        axes=(IO, format_axis("X", (E4M3FN.name,)), ROTARY),
         args=(*_HEAD_ARGS, M, N, K, *_PLACES, _EPS),
         k_multiple=1,
         check=_check_heads,
@@ -318,7 +320,7 @@ OPS = (
             "q[n, t, c] = int8(the same / scale[n, t / group])"
         ),
         schema=f"{_HEADS}, int group) -> (Tensor, Tensor)",
-        axes=(IO, format_axis("X", (INT8.name,)), _ROTARY),
+        axes=(IO, format_axis("X", (INT8.name,)), ROTARY),
         args=(
             *_HEAD_ARGS,
             Argument("scale", "f32", "[n, ceil_div(m, group)]", written=True),

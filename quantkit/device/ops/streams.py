@@ -7,6 +7,7 @@ projections need no copies. What the codes are stands in ``quantkit.numerics.att
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -111,7 +112,8 @@ def head_codes_fp8(
         (B * heads, T1 + T2, D) uint8, zero from column ``head_size`` on.
     """
     streams = Streams(first, second, first_column, second_column, heads, head_size)
-    rows = _rows(streams, (first_weight, second_weight), (cos, sin), eps, rotary)
+    rows = normed_and_rotated(streams, (first_weight, second_weight), (cos, sin), eps, rotary)
+    rows = rows.flatten(0, 1)
     return _padded(e4m3fn_codes(rows, _narrow(mean, head_size), factor))
 
 
@@ -141,7 +143,8 @@ def head_codes_int8(
         (B * heads, T1 + T2, D) uint8 and (B * heads, (T1 + T2) / group up) float32.
     """
     streams = Streams(first, second, first_column, second_column, heads, head_size)
-    rows = _rows(streams, (first_weight, second_weight), (cos, sin), eps, rotary)
+    rows = normed_and_rotated(streams, (first_weight, second_weight), (cos, sin), eps, rotary)
+    rows = rows.flatten(0, 1)
     codes, scale = int8_codes(rows, _narrow(mean, head_size), factor, group)
     return _padded(codes), scale
 
@@ -186,14 +189,14 @@ def value_codes_fp8(
 value_codes_f16 = partial(value_codes_fp8, pv=None)
 
 
-def _rows(
+def normed_and_rotated(
     streams: Streams,
-    weights: tuple[Tensor | None, Tensor | None],
-    rotation: tuple[Tensor | None, Tensor | None],
+    weights: Sequence[Tensor | None],
+    rotation: Sequence[Tensor | None],
     eps: float,
     rotary: str,
 ) -> Tensor:
-    """Return (B * heads, tokens, d) float32, normalized and rotated."""
+    """Return (B, heads, tokens, d) float32 of all streams, one behind the other."""
     parts = (
         part if weight is None else _normalized(part, weight, eps)
         for part, weight in zip(streams.parts(), weights, strict=False)
@@ -201,27 +204,33 @@ def _rows(
     x = torch.cat([part.transpose(1, 2) for part in parts], dim=2)
     if rotary != ROTATIONS[0]:
         x = x * given(rotation[0]) + _rotated(x, rotary) * given(rotation[1])
-    return x.flatten(0, 1)
+    return x
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x x) + eps) * weight, summed in the kernel's order."""
-    d = x.shape[-1]
-    squares = pad(x * x, (0, COLUMNS * lanes_of(d) - d)).reshape(
-        *x.shape[:-1], lanes_of(d), COLUMNS
-    )
-    total = _folded(_folded(squares, -1), -2).squeeze(-1)
+    d, runs = x.shape[-1], 2 * lanes_of(x.shape[-1])
+    squares = pad(x * x, (0, ALIGNED * runs - d)).reshape(*x.shape[:-1], runs, ALIGNED)
+    total = _neighbours(_folded(squares).squeeze(-1))
     # By tensors: a GPU multiplies by the reciprocal of a Python number.
-    mean = total / torch.full_like(total, d) + torch.full_like(total, eps)
+    share = torch.ones_like(total) / torch.full_like(total, d)
+    mean = total * share + torch.full_like(total, eps)
     # torch's float32 root is not rounded to nearest on every CPU; that of float64 is near enough.
     return x * (torch.ones_like(mean) / mean.double().sqrt().float()) * weight
 
 
-def _folded(t: Tensor, dim: int) -> Tensor:
-    """Return the sum along a power of two of elements, the first half to the second each time."""
-    while t.shape[dim] > 1:
-        low, high = t.chunk(2, dim=dim)
+def _folded(t: Tensor) -> Tensor:
+    """Return the sum of a power of two of elements, the first half to the second each time."""
+    while t.shape[-1] > 1:
+        low, high = t.chunk(2, dim=-1)
         t = low + high
+    return t
+
+
+def _neighbours(t: Tensor) -> Tensor:
+    """Return the same sum, neighbours to each other each time."""
+    while t.shape[-1] > 1:
+        t = t[..., ::2] + t[..., 1::2]
     return t
 
 
@@ -234,9 +243,9 @@ def _rotated(x: Tensor, rotary: str) -> Tensor:
     return torch.cat((-high, low), dim=-1)
 
 
-def lanes_of(head_size: int) -> int:
-    """Return the least power of two whose lanes of 16 columns hold a row."""
-    return 1 << (padded(head_size) // COLUMNS - 1).bit_length()
+def lanes_of(head_size: int, columns: int = COLUMNS) -> int:
+    """Return the least power of two whose lanes of so many columns hold a row."""
+    return 1 << (-(-head_size // columns) - 1).bit_length()
 
 
 def _narrow(numbers: Tensor | None, columns: int) -> Tensor | None:

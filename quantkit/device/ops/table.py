@@ -8,9 +8,11 @@ from quantkit.device.ops import (
     gemm,
     group_norm,
     heads,
+    joint_heads,
     layer_norm,
     projections,
     quantize,
+    stream_codes,
     weight_only,
 )
 from quantkit.device.ops.op import Op, Variant, all_variants
@@ -29,6 +31,8 @@ OPS: dict[str, Op] = {
         weight_only.OPS,
         attention.OPS,
         heads.OPS,
+        joint_heads.OPS,
+        stream_codes.OPS,
         projections.OPS,
     )
     for op in rows
