@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.attention import CHILD
-from quantkit.inference.versions import Version, same_versions, version_of
+from quantkit.pipelines.versions import Version, same_versions, version_of
 from quantkit.numerics.attention import HeadFactors, head_factors
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 
