@@ -3,7 +3,7 @@
 //   amax_c = max |x|      sum_c = sum of x      squares_c = sum of x^2      counts_b = |x| in bin b
 //
 // float32; n is 1 where channels stand last, and the pixels of a picture where they come before.
-// Bin b of a magnitude is its exponent and first mantissa bits (quantkit/calibration/histogram.py,
+// Bin b of a magnitude is its exponent and first mantissa bits (quantkit/numerics/histogram.py,
 // which is the oracle of the tests and the path without a compiler). Magnitudes are compared as
 // integers, so NaN and Inf stand above all others and stay. Sums are float32 over at most 32 terms
 // a lane, then double. Vectors are the compiler's, from one source; threads share channels.

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.input_measure import Measured
 from quantkit.calibration.moving_average import step_average, without_start
 from quantkit.calibration.sampling import Reservoir
 from quantkit.calibration.statistics import LayerStatistics
+from quantkit.numerics.histogram import BINS
 
 #: A layer's sums by name, on the CPU.
 LayerSums = dict[str, Tensor]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.histogram import BINS, count_bins
 from quantkit.device.host import observer
+from quantkit.numerics.histogram import BINS, count_bins
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quantkit.calibration import seen_input
-from quantkit.calibration.histogram import BINS, bin_edges
 from quantkit.calibration.hooks import Collector
 from quantkit.calibration.input_measure import measure
 from quantkit.calibration.seen_input import Seen
 from quantkit.device.host import observer
+from quantkit.numerics.histogram import BINS, bin_edges
 from tests.support.observed import Scheduler, layer_of
 
 
