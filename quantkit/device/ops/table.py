@@ -9,6 +9,7 @@ from quantkit.device.ops import (
     group_norm,
     heads,
     layer_norm,
+    observe,
     projections,
     quantize,
     weight_only,
@@ -30,6 +31,7 @@ OPS: dict[str, Op] = {
         attention.OPS,
         heads.OPS,
         projections.OPS,
+        observe.OPS,
     )
     for op in rows
 }
