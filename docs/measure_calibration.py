@@ -1,11 +1,13 @@
 """Time drawing pictures' latents with a pipeline, and calibrating it on the same prompts.
 
 ``python docs/measure_calibration.py [cpu|cuda [PROMPTS [STEPS [BATCH]]]]`` prints seconds of both,
-loading aside, and their ratio, of the bundled pipeline.
+loading aside, and their ratio, of the bundled pipeline; on a CPU, seconds of the process, so that
+others on the same cores do not count.
 """
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,9 +27,17 @@ ASSETS = Path(__file__).parents[1] / "eval" / "assets"
 
 def waited(device: str) -> float:
     """Return the time once the device is done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def seconds(device: str, run: Callable[[], object]) -> float:
+    """Return what a run takes."""
+    start = waited(device)
+    run()
+    return waited(device) - start
 
 
 def main() -> None:
@@ -42,20 +52,21 @@ def main() -> None:
     layers = {c.name: observed_layers(c, recipe) for c in model.components}
     batches = split_batches(prompts, settings)
     pipe = load_pipeline(model, torch.device(device))
-    run_batch(pipe, batches[0], settings)
-    start = waited(device)
-    for part in batches:
-        run_batch(pipe, part, settings)
-    plain = waited(device) - start
     with ExitStack() as stack:
         observed = ObservedPipeline(
             model, layers, recipe, device, batches=len(batches), progress=silent, stack=stack
         )
+        run_batch(pipe, batches[0], settings)
         observed.run(batches[0])
-        start = waited(device)
-        for part in batches:
-            observed.run(part)
-        watched = waited(device) - start
+        # In turns: others on the machine slow both.
+        turns = [
+            (
+                seconds(device, lambda part=part: run_batch(pipe, part, settings)),
+                seconds(device, lambda part=part: observed.run(part)),
+            )
+            for part in batches
+        ]
+    plain, watched = map(sum, zip(*turns, strict=True))
     click.echo(
         f"{count} prompts, {steps} steps, batch {batch}, {device}: {plain:.2f} s drawn, "
         f"{watched:.2f} s calibrated, {watched / plain:.2f}"

@@ -3,7 +3,7 @@
 //   amax_c = max |x|      sum_c = sum of x      squares_c = sum of x^2      counts_b = |x| in bin b
 //
 // float32; n is 1 where channels stand last, and the pixels of a picture where they come before.
-// Bin b of a magnitude is its exponent and first mantissa bits (quantkit/calibration/histogram.py,
+// Bin b of a magnitude is its exponent and first mantissa bits (quantkit/numerics/histogram.py,
 // which is the oracle of the tests and the path without a compiler). Magnitudes are compared as
 // integers, so NaN and Inf stand above all others and stay. Sums are float32 over at most 32 terms
 // a lane, then double. Vectors are the compiler's, from one source; threads share channels.
@@ -34,7 +34,7 @@ struct Observe {
   uint32_t* amax;   // (channels), bits of float32
   double* sums;     // (channels)
   double* squares;  // (channels)
-  int64_t* counts;  // (bins)
+  double* counts;   // (bins)
   int64_t outer, channels, inner;
   int32_t threads;
 };
@@ -44,11 +44,32 @@ To bits(From value) {
   return __builtin_bit_cast(To, value);
 }
 
+// How often each bin was met. Neighbours are often alike, and an increment waits for the one before
+// it in the same place: so they stand in different tables.
+struct Counts {
+  int64_t of[4][kBins] = {};
+
+  // Of two vectors, in turns.
+  void add(const Ints& first, const Ints& second) {
+    int32_t one[kLanes], two[kLanes];
+    std::memcpy(one, &first, sizeof one);
+    std::memcpy(two, &second, sizeof two);
+    for (int64_t l = 0; l < kLanes; ++l) {
+      ++of[2 * l & 3][one[l]];
+      ++of[(2 * l + 1) & 3][two[l]];
+    }
+  }
+  void add(const Ints& bins) {
+    for (int64_t l = 0; l < kLanes; ++l) ++of[l & 3][bins[l]];
+  }
+};
+
 struct Lanes {
   Words amax = {};
   Floats sum = {}, square = {};
 
-  void add(const float* from, int64_t (&counts)[2][kBins]) {
+  // Returns the bins.
+  Ints add(const float* from) {
     Floats x;
     std::memcpy(&x, from, sizeof x);
     const Words magnitude = bits<Words>(x) & kMagnitude;
@@ -57,8 +78,16 @@ struct Lanes {
     square += x * x;
     Ints bin = bits<Ints>(magnitude >> kShift) - (kFirst - 1);
     bin = bin < 0 ? Ints{} : bin;
-    bin = bin > kBins - 1 ? Ints{} + (kBins - 1) : bin;
-    for (int64_t l = 0; l < kLanes; ++l) ++counts[l & 1][bin[l]];
+    return bin > kBins - 1 ? Ints{} + (kBins - 1) : bin;
+  }
+
+  // Of `count` vectors, so many numbers apart.
+  void add(const float* from, int64_t apart, int64_t count, Counts& counts) {
+    for (; count > 1; count -= 2, from += 2 * apart) {
+      const Ints first = add(from);
+      counts.add(first, add(from + apart));
+    }
+    if (count > 0) counts.add(add(from));
   }
 };
 
@@ -67,21 +96,21 @@ struct Single {
   uint32_t amax = 0;
   float sum = 0, square = 0;
 
-  void add(float x, int64_t (&counts)[2][kBins]) {
+  void add(float x, Counts& counts) {
     const uint32_t magnitude = bits<uint32_t>(x) & kMagnitude;
     amax = magnitude > amax ? magnitude : amax;
     sum += x;
     square += x * x;
     int32_t bin = int32_t(magnitude >> kShift) - (kFirst - 1);
     bin = bin < 0 ? 0 : bin;
-    ++counts[0][bin > kBins - 1 ? kBins - 1 : bin];
+    ++counts.of[0][bin > kBins - 1 ? kBins - 1 : bin];
   }
 };
 
 struct Worker {
   const Observe& job;
   int64_t first, stop;  // channels
-  int64_t counts[2][kBins] = {};
+  Counts counts = {};
 
   void note(int64_t channel, uint32_t amax, float sum, float square) {
     if (amax > job.amax[channel]) job.amax[channel] = amax;
@@ -101,7 +130,7 @@ struct Worker {
       int64_t c = first;
       for (; c + kLanes <= stop; c += kLanes) {
         Lanes lanes;
-        for (int64_t r = row; r < end; ++r) lanes.add(job.x + r * job.channels + c, counts);
+        lanes.add(job.x + row * job.channels + c, job.channels, end - row, counts);
         note(c, lanes);
       }
       for (; c < stop; ++c) {
@@ -122,9 +151,10 @@ struct Worker {
     constexpr int64_t kStep = kRows * kLanes;
     for (int64_t begin = 0; begin < job.inner; begin += kStep) {
       const int64_t end = begin + kStep < job.inner ? begin + kStep : job.inner;
-      int64_t i = begin;
+      const int64_t vectors = (end - begin) / kLanes;
+      int64_t i = begin + vectors * kLanes;
       Lanes lanes;
-      for (; i + kLanes <= end; i += kLanes) lanes.add(x + i, counts);
+      lanes.add(x + begin, kLanes, vectors, counts);
       for (int64_t l = 0; l < kLanes; ++l)
         note(channel, lanes.amax[l], lanes.sum[l], lanes.square[l]);
       Single single;
@@ -161,5 +191,6 @@ extern "C" void qk_observe(const Observe* job) {
   if (threads > 0) workers[0].work();
   for (auto& other : others) other.join();
   for (const Worker& worker : workers)
-    for (int32_t b = 0; b < kBins; ++b) job->counts[b] += worker.counts[0][b] + worker.counts[1][b];
+    for (const auto& table : worker.counts.of)
+      for (int32_t b = 0; b < kBins; ++b) job->counts[b] += double(table[b]);
 }

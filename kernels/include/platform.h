@@ -85,6 +85,8 @@ QK_DEVICE void store(void* address, const T& value) {
   __builtin_memcpy(address, &value, sizeof(T));
 }
 
+/// Adds to a number in LDS, of which other threads add to the same. A block's fibers take turns.
+QK_DEVICE void add_shared(void* address, u32 value) { store(address, load<u32>(address) + value); }
 QK_DEVICE int uniform(int value) { return value; }
 QK_DEVICE u32 opaque(u32 value) { return value; }
 QK_DEVICE void schedule_barrier() {}
@@ -284,6 +286,10 @@ QK_DEVICE void block_sync() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
+/// Adds to a number in LDS, of which other threads add to the same: ds_add_u32.
+QK_DEVICE void add_shared(void* address, u32 value) {
+  __atomic_fetch_add(static_cast<u32*>(address), value, __ATOMIC_RELAXED);
+}
 QK_DEVICE u32 float_bits(f32 value) { return __builtin_bit_cast(u32, value); }
 QK_DEVICE f32 bits_float(u32 bits) { return __builtin_bit_cast(f32, bits); }
 QK_DEVICE u32 lane_xor(u32 value, int mask) {
@@ -389,6 +395,10 @@ QK_DEVICE int wave_index() { return __shfl_sync(0xffffffffu, thread_index() / kW
 QK_DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
 QK_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 QK_DEVICE void block_sync() { __syncthreads(); }
+/// Adds to a number in shared memory, of which other threads add to the same.
+QK_DEVICE void add_shared(void* address, u32 value) {
+  atomicAdd(static_cast<u32*>(address), value);
+}
 QK_DEVICE u32 float_bits(f32 value) { return __float_as_uint(value); }
 QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
 QK_DEVICE int uniform(int value) { return value; }

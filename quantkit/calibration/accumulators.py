@@ -1,22 +1,40 @@
-"""The running sums of what one layer reads, on its device, and what they come to.
+"""The running sums of what layers read, on their device, and what they come to.
+
+A call's inputs are added all at once: one by one, launching the additions takes a GPU's host longer
+than the denoiser does.
 
 They can be taken out and put back bit by bit, so that a run that was ended goes on as if it had not
 been: statistics are rounded, and joined with others they are those of one run up to rounding only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.input_measure import Measured
-from quantkit.calibration.moving_average import step_average, without_start
+from quantkit.calibration.moving_average import step_averages, without_start
 from quantkit.calibration.sampling import Reservoir
 from quantkit.calibration.statistics import LayerStatistics
+from quantkit.numerics.histogram import BINS
 
 #: A layer's sums by name, on the CPU.
 LayerSums = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketSums:
+    """Views of one bucket's sums."""
+
+    #: float32 (C,)
+    amax: Tensor
+    #: float64 (2, C)
+    sums: Tensor
+    #: float64 (BINS,)
+    histogram: Tensor
+    #: float64 (): NaN or Inf from the first such input on
+    moving: Tensor
 
 
 class Accumulators:
@@ -37,36 +55,29 @@ class Accumulators:
             return torch.zeros(buckets, *shape, device=device, dtype=torch.float64)
 
         self._channel_amax = torch.zeros(buckets, channels, device=device)
-        self._values, self._squares = zeros(channels), zeros(channels)
+        #: of values, and of their squares
+        self._sums = zeros(2, channels)
         self._histogram = zeros(BINS)
         #: the moving average of each call's amax, from a start of zero
         self._moving = zeros()
         self._updates = [0] * buckets
         self._count = [0] * buckets
         self.sample = Reservoir(buckets, weight[0].numel(), device)
+        parts = (self._channel_amax, self._sums, self._histogram, self._moving)
+        self.parts = [BucketSums(*views) for views in zip(*parts, strict=True)]
 
-    def add(self, bucket: int, seen: Measured) -> None:
-        """Add one input, without waiting for the device."""
-        amax = self._channel_amax[bucket]
-        torch.maximum(amax, seen.amax, out=amax)
-        self._values[bucket] += seen.values
-        self._squares[bucket] += seen.squares
-        self._histogram[bucket] += seen.histogram
+    def count(self, bucket: int, seen: Measured) -> None:
+        """Count an input that is about to be added."""
         self._count[bucket] += seen.count
-        step_average(self._moving[bucket], seen.largest)
         self._updates[bucket] += 1
-
-    def average(self, bucket: int) -> Tensor:
-        """The moving average of a bucket, float64 (): NaN or Inf from the first such input on."""
-        return self._moving[bucket]
 
     def taken(self) -> LayerSums:
         """Return the sums so far, as ``put`` and ``statistics_of`` take them."""
         samples, priority = self.sample.sorted()
         return {
             "channel_amax": self._channel_amax.cpu(),
-            "values": self._values.cpu(),
-            "squares": self._squares.cpu(),
+            "values": self._sums[:, 0].cpu(),
+            "squares": self._sums[:, 1].cpu(),
             "histogram": self._histogram.cpu(),
             "moving": self._moving.cpu(),
             "updates": torch.tensor(self._updates),
@@ -87,12 +98,30 @@ class Accumulators:
             if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"{name}: {found.dtype} {tuple(found.shape)!s:.80}")
         self._channel_amax.copy_(sums["channel_amax"])
-        self._values.copy_(sums["values"])
-        self._squares.copy_(sums["squares"])
+        self._sums.copy_(torch.stack((sums["values"], sums["squares"]), dim=1))
         self._histogram.copy_(sums["histogram"])
         self._moving.copy_(sums["moving"])
         self._updates, self._count = sums["updates"].tolist(), sums["count"].tolist()
         self.sample.put(sums["samples"], sums["priority"])
+
+
+def add_inputs(bucket: int, inputs: Sequence[tuple[Accumulators, Measured]]) -> None:
+    """Add inputs of different layers, without waiting for the device."""
+    for sums, seen in inputs:
+        sums.count(bucket, seen)
+    mine, found = [sums.parts[bucket] for sums, _ in inputs], [seen for _, seen in inputs]
+    amax = [seen.amax for seen in found]
+    largest = largest_of(amax).double()
+    torch._foreach_maximum_([sums.amax for sums in mine], amax)
+    torch._foreach_add_([sums.sums for sums in mine], [seen.sums for seen in found])
+    torch._foreach_add_([sums.histogram for sums in mine], [seen.histogram for seen in found])
+    step_averages([sums.moving for sums in mine], largest.unbind())
+
+
+def largest_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest |x| of each tensor, of their dtype, (n,)."""
+    norms: tuple[Tensor, ...] = torch._foreach_norm(list(tensors), torch.inf)  # noqa: SLF001
+    return torch.stack(norms)
 
 
 def statistics_of(sums: Mapping[str, Tensor]) -> LayerStatistics:

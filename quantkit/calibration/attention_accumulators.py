@@ -1,11 +1,17 @@
-"""The running sums of one attention module, on its device, and what they come to."""
+"""The running sums of attention modules, on their device, and what they come to.
+
+As those of layers, sums of a call are added all at once.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from quantkit.calibration.accumulators import largest_of
 from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
 from quantkit.calibration.format_errors import FormatErrors
 from quantkit.calibration.layer_fields import Field, check_fields
@@ -23,6 +29,21 @@ ROWS = 32
 _NEAR = 20
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What was found of one call of a module; H heads of D columns."""
+
+    #: of q, k and v, each (H, D) in their dtype
+    low: list[Tensor]
+    high: list[Tensor]
+    #: the same, float32
+    sums: list[Tensor]
+    #: float64 (2, H), over sampled rows, of entropy and locality
+    shares: Tensor
+    #: float64 (H, D, D), of q and k: sums of x x'; none where no use is made of them
+    second: list[Tensor]
+
+
 class AttentionAccumulators:
     """The accumulators of one module over all timestep buckets."""
 
@@ -31,7 +52,7 @@ class AttentionAccumulators:
         heads: int,
         columns: int,
         buckets: int,
-        bad: Tensor,
+        device: torch.device,
         *,
         bare: bool,
         errors_from: int | None = None,
@@ -42,19 +63,17 @@ class AttentionAccumulators:
             heads: how many.
             columns: of each.
             buckets: how many.
-            bad: a bool on the device of q, k and v, set once they held NaN or Inf.
+            device: of q, k and v.
             bare: q and k come straight from their projections, so second moments are of use.
             errors_from: measure the errors of formats in calls with so many keys; None: in none.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=bad.device)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._q_amax = zeros(buckets, heads, dtype=torch.float32)
-        #: of k and v
-        self._low = zeros(buckets, 2, heads, columns, dtype=torch.float32)
-        self._high = torch.zeros_like(self._low)
-        #: of q, k and v
+        #: of q, k and v, beyond all numbers where nothing was seen
+        self._low = zeros(buckets, 3, heads, columns, dtype=torch.float32).fill_(torch.inf)
+        self._high = -self._low
         self._values = zeros(buckets, 3, heads, columns)
         #: of entropies and localities
         self._shares = zeros(buckets, 2, heads)
@@ -63,11 +82,13 @@ class AttentionAccumulators:
         #: of q and k
         self._second = zeros(2 if bare else 0, heads, columns, columns)
         self._errors_from = errors_from
-        self._errors = FormatErrors(heads, bad.device)
-        self._bad = bad
+        self._errors = FormatErrors(heads, device)
+        parts = (self._low, self._high, self._values, self._shares)
+        self.parts = [ModuleSums(*views) for views in zip(*parts, strict=True)]
+        self.second = list(self._second)
 
-    def add(self, bucket: int, heads: Heads, scale: float | None, *, cross: bool) -> None:
-        """Add one call, without waiting for the device.
+    def look(self, bucket: int, heads: Heads, scale: float | None, *, cross: bool) -> Attended:
+        """Return what is to be added of one call, without waiting for the device.
 
         Args:
             bucket: of the call.
@@ -76,24 +97,18 @@ class AttentionAccumulators:
             cross: keys are not the queries' own sequence.
         """
         q, k, v = (t.detach() for t in heads)
-        amax = q.abs().amax(dim=(0, 2, 3)).float()
-        low = torch.stack([t.amin(dim=(0, 2)) for t in (k, v)]).float()
-        high = torch.stack([t.amax(dim=(0, 2)) for t in (k, v)]).float()
-        shares, rows = _shares(q, k, scale, cross=cross)
-        first = not self._counts[bucket][0]
-        self._q_amax[bucket] = torch.maximum(self._q_amax[bucket], amax)
-        self._low[bucket] = low if first else torch.minimum(self._low[bucket], low)
-        self._high[bucket] = high if first else torch.maximum(self._high[bucket], high)
-        sums = [t.sum(dim=(0, 2), dtype=torch.float32) for t in (q, k, v)]
-        self._values[bucket] += torch.stack(sums).double()
-        self._shares[bucket] += shares
-        if len(self._second):
-            self._second += torch.stack([_second(t) for t in (q, k)])
+        wide = [_rows_together(t) for t in (q, k)]
+        shares, rows = _shares(wide[0], wide[1], scale, cross=cross)
         self._count(bucket, q, k, rows, cross=cross)
         if self._errors_from is not None and k.shape[2] >= self._errors_from:
             self._errors.add(heads, scale)
-        found = [amax, low.flatten(), high.flatten(), shares.flatten()]
-        self._bad |= ~torch.cat(found).isfinite().all()
+        return Attended(
+            low=[t.amin(dim=(0, 2)) for t in (q, k, v)],
+            high=[t.amax(dim=(0, 2)) for t in (q, k, v)],
+            sums=[t.sum(dim=(0, 2), dtype=torch.float32) for t in (q, k, v)],
+            shares=shares,
+            second=[_second(t) for t in wide] if self.second else [],
+        )
 
     def _count(self, bucket: int, q: Tensor, k: Tensor, rows: int, *, cross: bool) -> None:
         pictures, queries, keys = len(q), q.shape[2], k.shape[2]
@@ -109,10 +124,13 @@ class AttentionAccumulators:
 
     def taken(self) -> AttentionSums:
         """Return the sums so far, as ``put`` and ``attention_statistics_of`` take them."""
+        low, high = self._low.cpu(), self._high.cpu()
+        seen = low <= high
+        low, high = (torch.where(seen | t.isnan(), t, 0.0) for t in (low, high))
         return {
-            "q_amax": self._q_amax.cpu(),
-            "low": self._low.cpu(),
-            "high": self._high.cpu(),
+            "q_amax": torch.maximum(-low[:, 0], high[:, 0]).amax(dim=2),
+            "low": low[:, 1:].contiguous(),
+            "high": high[:, 1:].contiguous(),
             "values": self._values.cpu(),
             "shares": self._shares.cpu(),
             "counts": torch.tensor(self._counts),
@@ -131,15 +149,62 @@ class AttentionAccumulators:
             found = sums[name]
             if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"{name}: {found.dtype} {tuple(found.shape)!s:.80}")
-        self._q_amax.copy_(sums["q_amax"])
-        self._low.copy_(sums["low"])
-        self._high.copy_(sums["high"])
+        self._counts = sums["counts"].tolist()
+        seen = [bucket for bucket, counts in enumerate(self._counts) if counts[0]]
+        amax = sums["q_amax"][seen, :, None].to(self._low.device)
+        self._low[seen, 0], self._high[seen, 0] = -amax, amax
+        self._low[seen, 1:] = sums["low"][seen].to(amax.device)
+        self._high[seen, 1:] = sums["high"][seen].to(amax.device)
         self._values.copy_(sums["values"])
         self._shares.copy_(sums["shares"])
-        self._counts = sums["counts"].tolist()
         self._second.copy_(sums["second"])
         self._errors.lost.copy_(sums["format_lost"])
         self._errors.power.copy_(sums["format_power"])
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleSums:
+    """Views of one bucket's sums."""
+
+    #: float32 (3, H, D)
+    low: Tensor
+    high: Tensor
+    #: float64 (3, H, D)
+    values: Tensor
+    #: float64 (2, H)
+    shares: Tensor
+
+
+def add_attended(bucket: int, calls: Sequence[tuple[AttentionAccumulators, Attended]]) -> Tensor:
+    """Add calls of different modules, without waiting for the device.
+
+    Returns:
+        bool (n,): of a call, whether all that it multiplied is finite.
+    """
+    mine, found = [sums.parts[bucket] for sums, _ in calls], [call for _, call in calls]
+    shapes = [sums.low.shape for sums in mine]
+    low = _joined([call.low for call in found], shapes, torch.float32)
+    high = _joined([call.high for call in found], shapes, torch.float32)
+    values = _joined([call.sums for call in found], shapes, torch.float64)
+    shares = [call.shares for call in found]
+    torch._foreach_minimum_([sums.low for sums in mine], low)
+    torch._foreach_maximum_([sums.high for sums in mine], high)
+    torch._foreach_add_([sums.values for sums in mine], values)
+    torch._foreach_add_([sums.shares for sums in mine], shares)
+    second = [part for sums, _ in calls for part in sums.second]
+    if second:
+        torch._foreach_add_(second, [part for call in found for part in call.second])
+    finite = [largest_of(parts).isfinite() for parts in (low, high, shares)]
+    return torch.stack(finite).all(dim=0)
+
+
+def _joined(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the parts of each call as one tensor of a shape, converted all at once."""
+    flat = torch.cat([part.reshape(-1) for call in parts for part in call]).to(dtype)
+    pieces = torch.split(flat, [shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 #: What is counted of a bucket, in this order: fields of ``AttentionStatistics``.
@@ -213,26 +278,48 @@ def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
 
 
 def _shares(q: Tensor, k: Tensor, scale: float | None, *, cross: bool) -> tuple[Tensor, int]:
-    """Return sums over sampled rows of q of entropy and locality, float64 (2, H), and how many."""
+    """Return sums over sampled rows of q of entropy and locality, float64 (2, H), and how many.
+
+    Args:
+        q, k: float32 (B, H, N, D).
+        scale: of q k'; None: 1 / sqrt(D).
+        cross: locality is 0.
+    """
     queries, (keys, columns) = q.shape[2], k.shape[2:]
     rows = min(ROWS, queries)
-    # Made where it is used: copying it there would wait for the device.
-    places = torch.arange(1, 2 * rows, 2, device=q.device) * queries // (2 * rows)
     scale = 1 / math.sqrt(columns) if scale is None else scale
-    scores = (q[:, :, places].float() * scale) @ k.float().transpose(2, 3)
+    scores = (q[:, :, _places(queries, q.device)] * scale) @ k.transpose(2, 3)
     log = scores.log_softmax(dim=3)
     shares = log.exp()
-    entropy = -(shares * log).sum(dim=(0, 2, 3), dtype=torch.float64) / (math.log(keys) or 1.0)
-    # All on one key may come out a rounding below.
-    entropy = entropy.clamp(min=0)
+    # Sums along keys are short enough for float32. All on one key may come out a rounding below.
+    bits = log.mul_(shares).sum(dim=3).neg().clamp(min=0)
+    entropy = bits.sum(dim=(0, 2), dtype=torch.float64) / (math.log(keys) or 1.0)
     if cross:
         return torch.stack([entropy, torch.zeros_like(entropy)]), rows
-    away = (places.unsqueeze(1) - torch.arange(keys, device=q.device)).abs()
-    near = (shares * (away <= keys // _NEAR)).sum(dim=(0, 2, 3), dtype=torch.float64)
-    return torch.stack([entropy, near]), rows
+    near = shares.mul_(_near(queries, keys, q.device)).sum(dim=3)
+    return torch.stack([entropy, near.sum(dim=(0, 2), dtype=torch.float64)]), rows
+
+
+@lru_cache(maxsize=64)
+def _places(queries: int, device: torch.device) -> Tensor:
+    """Return which rows of q are sampled."""
+    rows = min(ROWS, queries)
+    # Made where it is used: copying it there would wait for the device.
+    return torch.arange(1, 2 * rows, 2, device=device) * queries // (2 * rows)
+
+
+@lru_cache(maxsize=64)
+def _near(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return 1 where a key is near a sampled query, float32 (rows, keys)."""
+    places = _places(queries, device).unsqueeze(1)
+    return ((places - torch.arange(keys, device=device)).abs() <= keys // _NEAR).float()
+
+
+def _rows_together(t: Tensor) -> Tensor:
+    """Return heads in float32 that lie one behind another: a CPU multiplies others row by row."""
+    return t.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
 def _second(t: Tensor) -> Tensor:
     """Return the sum of x x' over all rows x of each head, float64 (H, D, D)."""
-    t = t.float()
     return (t.transpose(2, 3) @ t).sum(dim=0, dtype=torch.float64)

@@ -7,13 +7,18 @@ waited for once per call of the denoiser, when the timestep is read.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.accumulators import Accumulators, LayerSums, statistics_of
-from quantkit.calibration.attention_accumulators import AttentionAccumulators, AttentionSums
+from quantkit.calibration.accumulators import Accumulators, LayerSums, add_inputs, statistics_of
+from quantkit.calibration.attention_accumulators import (
+    Attended,
+    AttentionAccumulators,
+    AttentionSums,
+    add_attended,
+)
 from quantkit.calibration.attention_observer import (
     is_bare,
     is_cross,
@@ -28,6 +33,9 @@ from quantkit.models.attention import AttentionCall, Heads
 from quantkit.models.encoder_skeleton import loaded_names
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
+
+if TYPE_CHECKING:
+    from quantkit.calibration.input_measure import Measured
 
 
 class Collector:
@@ -71,8 +79,13 @@ class Collector:
         #: up
         self._bad: Tensor | None = None
         self._flagged: list[str] = []
-        #: where the flags of layers stand, in the order of their sums
+        #: where the flags of layers stand, in the order of their sums, and those of modules
         self._averaged = torch.empty(0, dtype=torch.int64)
+        self._flag_places: dict[tuple[str, ...], Tensor] = {}
+        #: of this call, by layer: added up when it is over, or a layer is called again
+        self._inputs: dict[str, Measured] = {}
+        #: likewise of attention modules
+        self._attended: dict[str, Attended] = {}
         #: of the last input of a layer
         self._seen: Seen | None = None
         self._bucket = 0
@@ -145,10 +158,12 @@ class Collector:
 
     def taken(self) -> dict[str, LayerSums]:
         """Return the sums so far of every layer that was called, in the order of first calls."""
+        self._settle()
         return {name: sums.taken() for name, sums in self._sums.items()}
 
     def taken_attention(self) -> dict[str, AttentionSums]:
         """Return the sums so far of every attention module that was called, likewise."""
+        self._settle()
         return {name: sums.taken() for name, sums in self._attention_sums.items()}
 
     def put(
@@ -207,7 +222,9 @@ class Collector:
             values = args[0] if args else kwargs["input"]
             sums, call = self._sums_of(layer, values.device), self._layer_calls[layer]
             seen = self._seen_of(values.detach(), axis)
-            sums.add(self._bucket, seen.measured)
+            if layer in self._inputs:
+                self._settle()
+            self._inputs[layer] = seen.measured
             rows = row_count(values, module)
             drawn = draw_candidates(self._seeds, call, values.shape[0], rows)
             sums.sample.offer(self._bucket, seen.values, module, drawn, seen.rows)
@@ -223,46 +240,68 @@ class Collector:
 
     def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
         if layer not in self._sums:
-            self._flag_of(layer, device)
+            self._flag(layer, device)
             self._sums[layer] = Accumulators(self._modules[layer], len(self.calls), device)
             places = [self._flagged.index(name) for name in self._sums]
             self._averaged = torch.tensor(places, device=device)
         return self._sums[layer]
 
+    def _settle(self) -> None:
+        """Add what was measured since the last call to the sums."""
+        if self._inputs:
+            inputs = [(self._sums[name], measured) for name, measured in self._inputs.items()]
+            add_inputs(self._bucket, inputs)
+            self._inputs.clear()
+        if self._attended:
+            calls = [(self._attention_sums[name], call) for name, call in self._attended.items()]
+            finite = add_attended(self._bucket, calls)
+            assert self._bad is not None
+            self._bad[self._places_of(tuple(self._attended), finite.device)] |= ~finite
+            self._attended.clear()
+
     def _flag_layers(self) -> None:
         """Set the flags of layers whose averages of the last call's bucket are not finite."""
+        self._settle()
         if self._bad is not None and self._sums:
-            averages = [sums.average(self._bucket) for sums in self._sums.values()]
+            averages = [sums.parts[self._bucket].moving for sums in self._sums.values()]
             self._bad[self._averaged] |= ~torch.stack(averages).isfinite()
 
     def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
         sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)
         cross = is_cross(self._attention_modules[name], heads)
-        sums.add(self._bucket, heads, call.scale, cross=cross)
+        if name in self._attended:
+            self._settle()
+        self._attended[name] = sums.look(self._bucket, heads, call.scale, cross=cross)
 
     def _attention_sums_of(
         self, name: str, shape: Sequence[int], device: torch.device
     ) -> AttentionAccumulators:
         """Return the accumulators of a module whose keys have this shape, (B, H, N, D)."""
         if name not in self._attention_sums:
-            flag, bare = self._flag_of(name, device), is_bare(self._attention_modules[name])
+            self._flag(name, device)
             self._attention_sums[name] = AttentionAccumulators(
                 shape[1],
                 shape[3],
                 len(self.calls),
-                flag,
-                bare=bare,
+                device,
+                bare=is_bare(self._attention_modules[name]),
                 errors_from=self._errors_from,
             )
         return self._attention_sums[name]
 
-    def _flag_of(self, name: str, device: torch.device) -> Tensor:
-        """Return a bool that is set once NaN or Inf is seen there."""
+    def _flag(self, name: str, device: torch.device) -> None:
+        """Have a flag that is set once NaN or Inf is seen there."""
         if self._bad is None:
             count = len(self._modules) + len(self._attention_modules)
             self._bad = torch.zeros(count, dtype=torch.bool, device=device)
         self._flagged.append(name)
-        return self._bad[len(self._flagged) - 1]
+
+    def _places_of(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Return where the flags of these stand; the same ones are called in every step."""
+        if names not in self._flag_places:
+            places = [self._flagged.index(name) for name in names]
+            self._flag_places = {names: torch.tensor(places, device=device)}
+        return self._flag_places[names]
 
 
 def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, ...]:

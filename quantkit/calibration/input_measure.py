@@ -1,12 +1,28 @@
-"""What is summed up of one input: one pass over it on the CPU, a few launches on a GPU."""
+"""What is summed up of one input, in one pass over it: by a kernel, by the compiled core on a CPU.
+
+Where there is neither, PyTorch does it in a dozen passes.
+"""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from quantkit.calibration.histogram import BINS, count_bins
+from quantkit.device.backends import Backend, forced
+from quantkit.device.choosing import choose
 from quantkit.device.host import observer
+from quantkit.device.ops.call import call
+from quantkit.device.ops.checks import IO_DTYPES
+from quantkit.device.ops.table import OPS
+from quantkit.numerics.histogram import BINS, count_bins
+
+#: Blocks that a GPU is given at once: some for each of its units, whose sums are added then.
+_BLOCKS = 512
+#: Rows of a block, and its channels.
+_LEAST_ROWS, _SLAB = 32, 256
+#: Of the second dimension of a launch.
+_MOST_PICTURES = 65535
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,13 +31,10 @@ class Measured:
 
     #: float32 (C,), largest |x|; NaN or Inf where the input holds such
     amax: Tensor
-    #: (C,), sum of x, and of x**2, float32 or float64
-    values: Tensor
-    squares: Tensor
+    #: float64 (2, C), sum of x, and of x**2
+    sums: Tensor
     #: float64 (BINS,), of |x|
     histogram: Tensor
-    #: float32 (), the largest of ``amax``
-    largest: Tensor
     #: values of a channel
     count: int
 
@@ -34,15 +47,19 @@ def measure(values: Tensor, channel_axis: int) -> Measured:
         channel_axis: that of the channels.
     """
     axis = channel_axis % values.ndim
-    layout = None if values.device.type != "cpu" else _layout(values, axis)
-    if layout is None or observer.why_unavailable():
-        return _by_torch(values, axis)
-    return _in_one_pass(values, values.shape[axis], *layout)
+    layout = _layout(values, axis)
+    if layout is not None and values.is_cuda:
+        measured = _by_kernel(values, axis, *layout)
+    elif layout is not None and values.dtype is torch.float32 and not observer.why_unavailable():
+        measured = _in_one_pass(values, values.shape[axis], *layout)
+    else:
+        measured = None
+    return measured or _by_torch(values, axis)
 
 
 def _layout(values: Tensor, axis: int) -> tuple[int, int] | None:
-    """Return the numbers before and behind a channel, as they lie in memory; None: no core."""
-    if values.dtype != torch.float32 or not values.numel():
+    """Return the numbers before and behind a channel, as they lie in memory; None: scattered."""
+    if not values.numel():
         return None
     shape = values.shape
     if values.is_contiguous():
@@ -51,13 +68,47 @@ def _layout(values: Tensor, axis: int) -> tuple[int, int] | None:
     return (values.numel() // shape[axis], 1) if last.is_contiguous() else None
 
 
+def _by_kernel(values: Tensor, axis: int, outer: int, inner: int) -> Measured | None:
+    """Return what a kernel measures; None where there is none."""
+    channels = values.shape[axis]
+    name = "observe_columns" if inner == 1 else "observe_pictures"
+    known = values.dtype in IO_DTYPES.values() and (inner == 1 or outer <= _MOST_PICTURES)
+    if not known or not _has_kernel(name, values.device, channels, forced()):
+        return None
+    if inner == 1:
+        rows = values.movedim(axis, -1).reshape(outer, channels)
+        sums, counts = call(OPS[name], rows, _chunks(outer, channels))
+    else:
+        sums, counts = call(OPS[name], values.reshape(outer, channels, inner))
+    return Measured(
+        sums[:, 0].amax(dim=0),
+        sums[:, 1:].sum(dim=0, dtype=torch.float64),
+        counts.sum(dim=0, dtype=torch.float64),
+        outer * inner,
+    )
+
+
+def _chunks(rows: int, channels: int) -> int:
+    return min(-(-rows // _LEAST_ROWS), max(_BLOCKS // -(-channels // _SLAB), 1))
+
+
+@lru_cache(maxsize=1024)
+def _has_kernel(op: str, device: torch.device, channels: int, asked: Backend | None) -> bool:
+    return asked is not Backend.REFERENCE and (
+        choose(op, device, k=channels).backend is Backend.GPU
+    )
+
+
 def _in_one_pass(values: Tensor, channels: int, outer: int, inner: int) -> Measured:
     amax = torch.zeros(channels)
-    sums, squares = torch.zeros(2, channels, dtype=torch.float64).unbind()
-    counts = torch.zeros(BINS, dtype=torch.int64)
-    addresses = (t.data_ptr() for t in (values, amax, sums, squares, counts))
-    observer.observe(observer.Observe(*addresses, outer, channels, inner, torch.get_num_threads()))
-    return Measured(amax, sums, squares, counts.double(), amax.amax(), outer * inner)
+    # One tensor for all: making each takes as long as a small input.
+    totals = torch.zeros(2 * channels + BINS, dtype=torch.float64)
+    sums = totals.data_ptr()
+    places = (sums, sums + 8 * channels, sums + 16 * channels)
+    sizes = (outer, channels, inner, torch.get_num_threads())
+    observer.observe(observer.Observe(values.data_ptr(), amax.data_ptr(), *places, *sizes))
+    histogram = totals[2 * channels :]
+    return Measured(amax, totals[: 2 * channels].view(2, channels), histogram, outer * inner)
 
 
 def _by_torch(values: Tensor, axis: int) -> Measured:
@@ -69,6 +120,5 @@ def _by_torch(values: Tensor, axis: int) -> Measured:
         squares = norm(values, 2, dim=others, dtype=torch.float32).square_()
     else:
         squares = values.float().square().sum(dim=others)
-    sums = values.sum(dim=others, dtype=torch.float32)
-    counts = count_bins(values.float())
-    return Measured(amax, sums, squares, counts, amax.amax(), values.numel() // len(amax))
+    sums = torch.stack((values.sum(dim=others, dtype=torch.float32), squares)).double()
+    return Measured(amax, sums, count_bins(values.float()), values.numel() // len(amax))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.sampling import SAMPLE_ROWS
+from quantkit.numerics.histogram import BINS
 
 #: Fields that came with version 2, and with version 3: all of a version, or none.
 AVERAGE = ("moving_amax", "updates")

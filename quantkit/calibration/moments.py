@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hooks import find_modules
+from quantkit.calibration.products import (
+    add_products,
+    first_draw,
+    first_rows,
+    mirrored,
+    next_draw,
+)
 from quantkit.calibration.timestep_weights import step_weights
-from quantkit.calibration.windows import kernel_order, read_columns
+from quantkit.calibration.windows import kernel_order, read_rows
 from quantkit.errors import NonFiniteError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import timestep_argument
@@ -111,7 +118,7 @@ class _Sum:
         self._module = module
         self._where = where
         self._share = share
-        self._draw = torch.Generator().manual_seed(seed)
+        self._draw = first_draw(seed)
         weight = module.get_parameter("weight")
         k = weight[0].numel()
         self._second = torch.zeros(k, k, device=weight.device)
@@ -123,27 +130,29 @@ class _Sum:
 
     def add(self, values: Tensor, weight: float) -> None:
         """Add what the layer multiplies to the sums."""
-        for columns in read_columns(self._module, values.detach(), self._where, self._draw_rows):
-            self._second.addmm_(columns, columns.t(), alpha=weight)
-            self._mean += weight * columns.sum(dim=1, dtype=torch.float64)
-            self._weight += weight * columns.shape[1]
-            self._rows += columns.shape[1]
+        for rows in read_rows(self._module, values.detach(), self._where, self._draw_rows):
+            add_products(self._second, rows, weight)
+            self._mean += weight * rows.sum(dim=0, dtype=torch.float64)
+            self._weight += weight * len(rows)
+            self._rows += len(rows)
 
     def hold(self, values: Tensor, weight: float, count: int) -> None:
         """Keep so many rows of each picture of what the layer multiplies, out of the sums."""
 
         def draw(rows: int, samples: int) -> Tensor:
-            return torch.randperm(rows, generator=self._draw)[: count * samples]
+            return self._drawn(rows, count * samples)
 
-        for columns in read_columns(self._module, values.detach(), self._where, draw):
-            self._held.append((columns.t().to("cpu", torch.bfloat16), weight))
+        for rows in read_rows(self._module, values.detach(), self._where, draw):
+            self._held.append((rows.to("cpu", torch.bfloat16), weight))
 
-    def _draw_rows(self, rows: int, samples: int) -> Tensor:
-        """Return which rows of so many pictures are looked at, drawn at random."""
+    def _draw_rows(self, rows: int, samples: int) -> Tensor | None:
+        """Return which rows of so many pictures are looked at, drawn at random; None: all."""
         count = max(1, round(self._share * rows), min(rows, _LEAST_ROWS * samples))
-        if count == rows:
-            return torch.arange(rows)
-        return torch.randperm(rows, generator=self._draw)[:count]
+        return None if count == rows else self._drawn(rows, count)
+
+    def _drawn(self, rows: int, count: int) -> Tensor:
+        self._draw = next_draw(self._draw, rows)
+        return first_rows(self._draw, count, self._second.device)
 
     def moments(self) -> Moments:
         """Return the means, columns as the kernels have them, on the CPU.
@@ -153,7 +162,7 @@ class _Sum:
         """
         order = kernel_order(self._module).to(self._second.device)
         total = max(self._weight, torch.finfo(torch.float64).tiny)
-        second = (self._second / total)[order][:, order].cpu()
+        second = (mirrored(self._second) / total)[order][:, order].cpu()
         mean = (self._mean / total)[order].float().cpu()
         held = self._held_rows()
         if not all(bool(x.isfinite().all()) for x in (second, *([held.rows] if held else []))):

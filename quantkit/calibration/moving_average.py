@@ -1,5 +1,7 @@
 """The exponential moving average of a layer's amax, call by call, and how two of them join."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,14 +10,14 @@ from torch import Tensor
 RATE = 0.1
 
 
-def step_average(average: Tensor, value: Tensor) -> None:
-    """Take one more value in, in place; the average starts at zero.
+def step_averages(averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Take one more value into each of many averages, in place; they start at zero.
 
     Args:
-        average: float64, on any device.
-        value: of the same shape, any float dtype.
+        averages: float64, on any device.
+        values: of the same shapes and dtype.
     """
-    average.lerp_(value.double(), RATE)
+    torch._foreach_lerp_(list(averages), list(values), RATE)
 
 
 def without_start(average: Tensor, updates: Tensor) -> Tensor:

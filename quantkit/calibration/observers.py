@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quantkit.calibration.histogram import bin_edges
 from quantkit.calibration.rescaled_statistics import refuse_without_samples, rescaled
 from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import choose_edges
 from quantkit.numerics.formats import NumberFormat
+from quantkit.numerics.histogram import bin_edges
 from quantkit.numerics.scales import cast, power_of_two, scale_of_amax
 from quantkit.recipe.layer_recipes import ActivationRecipe
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
+from quantkit.numerics.histogram import count_bins
 
 
 def refuse_without_samples(statistics: LayerStatistics, why: str) -> None:

@@ -7,6 +7,7 @@ rows those are is drawn on the host, before they are computed: the device is nev
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ class Reservoir:
             return
         taken = None if isinstance(module, nn.Conv2d) else shared.get(now)
         if taken is None:
-            taken = rows_of_input(values, module, now.image, now.row).to(torch.bfloat16)
+            taken = rows_of_input(values, module, now).to(torch.bfloat16)
         if not isinstance(module, nn.Conv2d):
             shared[now] = taken
         self.rows[bucket].index_copy_(0, _slots_on(now, values.device), taken)
@@ -155,60 +156,96 @@ def join_samples(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def row_count(values: Tensor, module: nn.Module) -> int:
     """Return how many rows the kernels read of each image (index of the first axis)."""
     if isinstance(module, nn.Conv2d):
-        tall, wide = (len(_starts(values, module, axis)) for axis in (0, 1))
-        return tall * wide
+        return _window_count(_lattice(values, module))
     return values[0].numel() // values.shape[-1]
 
 
-def rows_of_input(
-    values: Tensor, module: nn.Module, image: NDArray[np.int64], row: NDArray[np.int64]
-) -> Tensor:
+def rows_of_input(values: Tensor, module: nn.Module, which: Candidates | Ranking) -> Tensor:
     """Return rows of an input as the kernels read them: of a convolution, its windows.
 
     Args:
         values: (B, ..., K), or (B, C, H, W) for a convolution, which pads with zeros.
         module: a Linear or a Conv2d.
-        image: (n,), along the first axis.
-        row: (n,), among the rows of that image.
+        which: image (n,), along the first axis, and row (n,), among the rows of that image.
 
     Returns:
         (n, K), for a convolution (n, kh * kw * C), channels last.
     """
     if not isinstance(module, nn.Conv2d):
         rows = values.reshape(-1, values.shape[-1])
-        return rows[_on(image * (len(rows) // len(values)) + row, values)]
-    ys, xs = (_starts(values, module, axis) for axis in (0, 1))
-    y = _taps(ys[row // len(xs)], module, 0)
-    x = _taps(xs[row % len(xs)], module, 1)
-    height, width = values.shape[2:]
-    inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]
-    windows = values[
-        _on(image[:, None, None], values),
-        :,
-        _on(y.clip(0, height - 1)[:, :, None], values),
-        _on(x.clip(0, width - 1)[:, None, :], values),
-    ]
-    if not inside.all():
-        windows *= _on(inside[..., None], values)
-    return windows.reshape(len(row), -1)
+        return rows[_rows_on(which, len(rows) // len(values), values.device)]
+    image, y, x, inside = _taps_on(which, _lattice(values, module), values.device)
+    windows = values[image, :, y, x]
+    if inside is not None:
+        windows *= inside
+    return windows.reshape(len(which.row), -1)
+
+
+class Axis(NamedTuple):
+    """How windows lie along one axis of a picture."""
+
+    #: pixels, and padding before and after them
+    size: int
+    before: int
+    after: int
+    stride: int
+    taps: int
+    dilation: int
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Where windows start; padding lies before 0."""
+        reach = self.dilation * (self.taps - 1)
+        return np.arange(-self.before, self.size + self.after - reach, self.stride)
+
+    def places(self, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the pixels of windows (n, taps), and which of them are not padding."""
+        found = starts[:, None] + self.dilation * np.arange(self.taps)
+        return found.clip(0, self.size - 1), (found >= 0) & (found < self.size)
+
+
+def _lattice(values: Tensor, conv: nn.Conv2d) -> tuple[Axis, Axis]:
+    # The only place where torch resolves padding="same": left, right, top, bottom.
+    left, right, top, bottom = conv._reversed_padding_repeated_twice  # noqa: SLF001
+    (height, width), (down, across) = values.shape[2:], conv.stride
+    (tall, wide), (far, apart) = conv.kernel_size, conv.dilation
+    return (
+        Axis(height, top, bottom, down, tall, far),
+        Axis(width, left, right, across, wide, apart),
+    )
+
+
+@lru_cache(maxsize=256)
+def _window_count(lattice: tuple[Axis, Axis]) -> int:
+    tall, wide = lattice
+    return len(tall.starts) * len(wide.starts)
+
+
+@lru_cache(maxsize=256)
+def _rows_on(which: Candidates | Ranking, rows: int, device: torch.device) -> Tensor:
+    """Return where rows stand among those of all images, copied once for layers of one shape."""
+    return _on(which.image * rows + which.row, device)
+
+
+@lru_cache(maxsize=256)
+def _taps_on(
+    which: Candidates | Ranking, lattice: tuple[Axis, Axis], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return image, y and x of the taps of windows, and which are inside; None: all are."""
+    tall, wide = lattice
+    ys, xs = tall.starts, wide.starts
+    y, above = tall.places(ys[which.row // len(xs)])
+    x, beside = wide.places(xs[which.row % len(xs)])
+    inside = above[:, :, None] & beside[:, None, :]
+    places = (which.image[:, None, None], y[:, :, None], x[:, None, :])
+    image, rows, columns = (_on(array, device) for array in places)
+    return image, rows, columns, None if inside.all() else _on(inside[..., None], device)
 
 
 @lru_cache(maxsize=256)
 def _slots_on(ranking: Ranking, device: torch.device) -> Tensor:
     """Return its slots, copied once for all layers that share it."""
-    return torch.from_numpy(ranking.slots).to(device, non_blocking=True)
-
-
-def _starts(values: Tensor, conv: nn.Conv2d, axis: int) -> NDArray[np.int64]:
-    """Return where windows start along height (axis 0) or width (1); padding lies before 0."""
-    # The only place where torch resolves padding="same": left, right, top, bottom.
-    before, after = conv._reversed_padding_repeated_twice[2 - 2 * axis : 4 - 2 * axis]  # noqa: SLF001
-    reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
-    return np.arange(-before, values.shape[2 + axis] + after - reach, conv.stride[axis])
-
-
-def _taps(starts: NDArray[np.int64], conv: nn.Conv2d, axis: int) -> NDArray[np.int64]:
-    return starts[:, None] + conv.dilation[axis] * np.arange(conv.kernel_size[axis])
+    return _on(ranking.slots, device)
 
 
 def _sorted(rows: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,6 +253,6 @@ def _sorted(rows: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
     return rows.gather(1, order.unsqueeze(2).expand_as(rows)), priority
 
 
-def _on(array: NDArray[np.generic], values: Tensor) -> Tensor:
-    """Return an array on the device of ``values``; a copy this small is not waited for."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(values.device, non_blocking=True)
+def _on(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return an array on a device; a copy this small is not waited for."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.errors import ArtefactError
+from quantkit.numerics.histogram import count_bins
 
 
 def input_shift(

@@ -17,11 +17,11 @@ from quantkit.calibration.attention_statistics import (
     check_attention,
 )
 from quantkit.calibration.buckets import bucket_groups, targets_of
-from quantkit.calibration.histogram import BINS, quantiles
 from quantkit.calibration.layer_fields import AVERAGE, SAMPLES, check_statistics
 from quantkit.calibration.sampling import join_samples
 from quantkit.errors import ArtefactError
 from quantkit.models.source import Component
+from quantkit.numerics.histogram import BINS, quantiles
 from quantkit.storage.artefact import (
     FIRST_VERSION,
     pack_name,

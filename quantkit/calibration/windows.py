@@ -12,20 +12,21 @@ from quantkit.errors import ModelError
 _WINDOW_ELEMENTS = 1 << 24
 
 
-def read_columns(
-    module: nn.Module, values: Tensor, where: str, draw: Callable[[int, int], Tensor]
+def read_rows(
+    module: nn.Module, values: Tensor, where: str, draw: Callable[[int, int], Tensor | None]
 ) -> Iterator[Tensor]:
-    """Yield what the layer multiplies, float32 (K, rows), a convolution's channels first.
+    """Yield what the layer multiplies, (rows, K) of its dtype, a convolution's channels first.
 
     Args:
         module: Linear or Conv2d.
         values: its input.
         where: for messages.
-        draw: returns places among so many rows of so many pictures.
+        draw: returns places among so many rows of so many pictures, on their device; None: all.
     """
     if not isinstance(module, nn.Conv2d):
         rows = values.reshape(-1, values.shape[-1])
-        yield rows[draw(len(rows), len(values)).to(rows.device)].float().t()
+        places = draw(len(rows), len(values))
+        yield rows if places is None else rows[places]
         return
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or module.groups != 1:
         raise ModelError(
@@ -37,10 +38,15 @@ def read_columns(
     for part in torch.split(values, step):
         windows = _windows(module, part)
         batch, height, width = windows.shape[:3]
-        places = draw(batch * height * width, batch).to(part.device)
+        places = draw(batch * height * width, batch)
         # Only what was drawn is copied: unfolding all of it took longer than the product.
-        picture, pixel = places // (height * width), places % (height * width)
-        yield windows[picture, pixel // width, pixel % width].reshape(-1, taps).float().t()
+        yield (windows if places is None else _taken(windows, places)).reshape(-1, taps)
+
+
+def _taken(windows: Tensor, places: Tensor) -> Tensor:
+    height, width = windows.shape[1:3]
+    picture, pixel = places // (height * width), places % (height * width)
+    return windows[picture, pixel // width, pixel % width]
 
 
 def _windows(module: nn.Conv2d, values: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.hooks import Collector, split_schedule
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.timestep import bucket_of
+from quantkit.numerics.histogram import BINS
 from tests.support.observed import LAYERS, Denoiser, Scheduler, layer_of, observe, statistics_of
 
 

@@ -7,10 +7,10 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from quantkit.calibration.histogram import bin_edges
 from quantkit.calibration.observers import OBSERVERS, agreeing_edges, clip_grid, static_scale
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.histogram import bin_edges
 from quantkit.numerics.scales import cast
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from tests.support.observed import SAMPLES, sample, statistics_of

@@ -8,7 +8,6 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.observers import OBSERVERS, clip_after, static_scale
 from quantkit.calibration.rescaled_statistics import rescaled
 from quantkit.calibration.sampling import SAMPLE_ROWS
@@ -28,6 +27,7 @@ from quantkit.models.layers import list_layers
 from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.histogram import count_bins
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
 from quantkit.numerics.scales import cast

@@ -6,7 +6,13 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from quantkit.calibration.sampling import SAMPLE_ROWS, draw_candidates, row_count, rows_of_input
+from quantkit.calibration.sampling import (
+    SAMPLE_ROWS,
+    Candidates,
+    draw_candidates,
+    row_count,
+    rows_of_input,
+)
 from quantkit.numerics.packing import to_rows
 from tests.support.observed import observe
 
@@ -56,6 +62,10 @@ CONVOLUTIONS = {
 }
 
 
+def drawn_at(image, row):
+    return Candidates(np.zeros(len(row)), image, row)
+
+
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_rows_of_a_convolution_times_its_weight_are_its_output(options):
     torch.manual_seed(0)
@@ -64,7 +74,7 @@ def test_rows_of_a_convolution_times_its_weight_are_its_output(options):
     count = row_count(x, conv)
     assert count == wanted.shape[1]
     image, row = np.divmod(np.arange(3 * count), count)
-    rows = rows_of_input(x, conv, image, row)
+    rows = rows_of_input(x, conv, drawn_at(image, row))
     found = rows @ to_rows(conv.weight).T
     torch.testing.assert_close(found.reshape(3, -1, 6), wanted, rtol=1e-4, atol=1e-5)
 
@@ -72,7 +82,7 @@ def test_rows_of_a_convolution_times_its_weight_are_its_output(options):
 def test_rows_of_a_linear_layer_are_its_tokens():
     linear, x = torch.nn.Linear(5, 2), torch.randn(2, 3, 4, 5)
     assert row_count(x, linear) == 12
-    found = rows_of_input(x, linear, np.array([1, 0]), np.array([7, 11]))
+    found = rows_of_input(x, linear, drawn_at(np.array([1, 0]), np.array([7, 11])))
     assert torch.equal(found, torch.stack((x[1, 1, 3], x[0, 2, 3])))
     assert row_count(torch.randn(4, 5), linear) == 1
 
@@ -84,7 +94,7 @@ def test_sample_holds_the_rows_of_the_largest_priorities():
     image, row = np.divmod(np.arange(60), 30)
     table = []
     for call, (x, _) in enumerate(inputs[3:], 3):
-        rows = rows_of_input(x, conv, image, row)
+        rows = rows_of_input(x, conv, drawn_at(image, row))
         drawn = draw_candidates(range(1), call, 2, 30)
         for priority, i, r in zip(drawn.priority, drawn.image, drawn.row, strict=True):
             table.append((priority, rows[i * 30 + r]))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.observers import static_scale
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.shifting import input_shift, shifted
@@ -13,6 +12,7 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, CheckpointError, RecipeError
 from quantkit.numerics.formats import E4M3FN
+from quantkit.numerics.histogram import count_bins
 from quantkit.numerics.packing import to_rows
 from quantkit.progress import silent
 from quantkit.recipe.layer_recipes import ActivationRecipe

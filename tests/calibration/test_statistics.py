@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.observers import OBSERVERS, static_scale
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
@@ -18,6 +17,7 @@ from quantkit.calibration.statistics import (
 )
 from quantkit.errors import ArtefactError
 from quantkit.numerics.formats import FORMATS
+from quantkit.numerics.histogram import BINS
 from quantkit.numerics.packing import to_rows
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.storage.artefact import read_artefact, write_artefact

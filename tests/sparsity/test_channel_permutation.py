@@ -8,7 +8,6 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.statistics import (
     Calibration,
     CalibrationProvenance,
@@ -23,6 +22,7 @@ from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputErr
 from quantkit.models.channel_couplings import Coupling
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
+from quantkit.numerics.histogram import count_bins
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.permutation_search import search_permutation
 from quantkit.progress import silent

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.calibration.hessian import HessianIndex, create_hessians, load_hessians
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.resume import PartialFile, PartialSums
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
@@ -20,6 +19,7 @@ from quantkit.calibration.statistics import (
 )
 from quantkit.device.aot.manifest import Manifest, read_manifest, write_manifest
 from quantkit.errors import ArtefactError, InputError
+from quantkit.numerics.histogram import BINS
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.pipelines.processes import ALONE
 from quantkit.recipe.load import load_recipe

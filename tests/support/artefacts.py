@@ -3,11 +3,11 @@
 import torch
 
 from quantkit.calibration.attention_accumulators import attention_statistics_of
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.moving_average import RATE
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import CalibrationProvenance, LayerStatistics
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
+from quantkit.numerics.histogram import BINS
 
 
 def statistics(channels=4, buckets=2):

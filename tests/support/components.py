@@ -3,9 +3,9 @@
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.models.source import open_model
+from quantkit.numerics.histogram import count_bins
 from tests.support.headers import write_component
 
 

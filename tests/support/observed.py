@@ -7,12 +7,12 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from quantkit.calibration.histogram import count_bins
 from quantkit.calibration.hooks import Collector
 from quantkit.calibration.moving_average import RATE
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.models.layers import Layer
+from quantkit.numerics.histogram import count_bins
 from quantkit.recipe.load import load_recipe
 from quantkit.storage.tensorfile import TensorInfo
 

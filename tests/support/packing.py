@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.histogram import BINS
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import (
     Calibration,
@@ -17,6 +16,7 @@ from quantkit.calibration.statistics import (
 from quantkit.device.host.hashing import run_together
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
+from quantkit.numerics.histogram import BINS
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows
 from quantkit.packing.pack import pack

@@ -10,6 +10,7 @@ from quantkit.device.ops import (
     heads,
     joint_heads,
     layer_norm,
+    observe,
     projections,
     quantize,
     stream_codes,
@@ -34,6 +35,7 @@ OPS: dict[str, Op] = {
         joint_heads.OPS,
         stream_codes.OPS,
         projections.OPS,
+        observe.OPS,
     )
     for op in rows
 }

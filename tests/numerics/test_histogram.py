@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.calibration.histogram import (
+from quantkit.numerics.histogram import (
     BINS,
     bin_edges,
     bin_index,

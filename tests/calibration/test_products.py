@@ -1,0 +1,59 @@
+"""Sums of products of rows, and which rows are drawn."""
+
+import pytest
+import torch
+
+from quantkit.calibration.products import (
+    add_products,
+    first_draw,
+    first_rows,
+    mirrored,
+    next_draw,
+)
+
+CPU = torch.device("cpu")
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+)
+#: rows and columns: tails of the parts that a matrix unit sums up, and of the panels
+SIZES = [(1, 8), (77, 40), (1000, 77), (1300, 1300)]
+
+
+def error_of(found, x, weight):
+    """Return the largest error against float64, of the products of columns of one size."""
+    wanted = weight * (x.double().t() @ x.double())
+    size = wanted.diagonal().sqrt()
+    return float(((found.double() - wanted).abs() / (size.unsqueeze(1) * size)).max())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_are_those_of_float64(size, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(size, generator=generator) + 0.5).to(device, dtype)
+    second = torch.zeros(size[1], size[1], device=device)
+    for part in x.split(900):
+        add_products(second, part, 0.5)
+    found = mirrored(second)
+    assert torch.equal(found, found.t())
+    assert error_of(found, x, 0.5) < 4e-6
+
+
+def test_a_matrix_is_mirrored_from_its_lower_half():
+    lower = torch.tensor([[1.0, 9.0], [2.0, 3.0]])
+    assert mirrored(lower).tolist() == [[1, 2], [2, 3]]
+
+
+def test_draws_are_those_of_one_generator():
+    generator, draw = torch.Generator().manual_seed(3), first_draw(3)
+    for rows in (10, 7, 300):
+        draw = next_draw(draw, rows)
+        wanted = torch.randperm(rows, generator=generator)[:5]
+        assert torch.equal(first_rows(draw, 5, CPU), wanted)
+
+
+def test_layers_of_one_shape_share_a_draw():
+    assert next_draw(first_draw(1), 9) is next_draw(first_draw(1), 9)
+    assert next_draw(first_draw(1), 9) is not next_draw(first_draw(2), 9)
