@@ -143,7 +143,7 @@ def _with_int8(fp8: TileSpeed) -> TileSpeed:
 def _with_projections(speed: TileSpeed) -> TileSpeed:
     """Return the rows and those of projections to codes, which are GEMMs with another end."""
     gemms = [(op.removeprefix("gemm"), tiles[:2]) for op, tiles in speed if op.startswith("gemm")]
-    ends = (("project_codes", True), ("project_values", False))
+    ends = (("project_codes", True), ("project_values", False), ("project_heads", False))
     return (
         *speed,
         *(
@@ -221,7 +221,7 @@ def _multiplying(kind: str, dense: str, sparse: str) -> tuple[tuple[str, str], .
     kinds = (("", dense), ("_sparse", sparse))
     return tuple(
         (f"{op}_{kind}{suffix}", instruction)
-        for op in ("gemm", "geglu", "conv", "project_codes", "project_values")
+        for op in ("gemm", "geglu", "conv", "project_codes", "project_values", "project_heads")
         for suffix, instruction in kinds
     )
 

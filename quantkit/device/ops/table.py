@@ -8,6 +8,7 @@ from quantkit.device.ops import (
     gemm,
     group_norm,
     heads,
+    joint_projections,
     layer_norm,
     projections,
     quantize,
@@ -30,6 +31,7 @@ OPS: dict[str, Op] = {
         attention.OPS,
         heads.OPS,
         projections.OPS,
+        joint_projections.OPS,
     )
     for op in rows
 }
