@@ -24,6 +24,7 @@ from quantkit.inference import (
     feed_forward,
     group_norms,
     head_scales,
+    joint_heads,
     methods,
     projections,
     prompts,
@@ -182,6 +183,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         prompts.install(model)
         _install_blocks(model)
         attention.install(model, self.packed.attention)
+        joint_heads.install(model)
         rotated.install(model, self.packed.rotated)
         return model
 

@@ -15,6 +15,7 @@ from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
 from quantkit.device import compilers, log
 from quantkit.errors import CheckpointError, RecipeError
+from quantkit.inference.attention_choices import attention_choices
 from quantkit.inference.head_scales import HeadScales
 from quantkit.numerics.attention_scales import SHAPES
 from quantkit.packing.attention import static_scales
@@ -126,7 +127,7 @@ def test_a_loaded_model_reads_them(made, tmp_path):
     pipe.unet.save_pretrained(tmp_path / "again")
     assert not verify(tmp_path / "again", progress=silent).breaches
     scales: Any = static[0]
-    scales.value_scale.mul_(3)
+    scales.fill("value_scale", scales.value_scale * 3)
     assert not torch.equal(draw(), before)
     with pytest.raises(CheckpointError, match="value_scale"):
         pipe.unet.save_pretrained(tmp_path / "changed")
@@ -147,13 +148,37 @@ def test_projections_end_in_the_codes(made, monkeypatch):
             y = unet(x, torch.tensor(500), text).sample
         return y, {name for name, _, _ in seen.calls}
 
+    jointly, calls = ask()
+    assert {"project_heads_fp8", "attention_fp8"} <= calls
+    for child in (m for m in unet.modules() if isinstance(m, HeadScales)):
+        child.keep(None)
     found, calls = ask()
     assert {"project_codes_fp8", "project_values_fp8", "attention_fp8"} <= calls
+    assert "project_heads_fp8" not in calls
+    assert torch.equal(found, jointly)
     monkeypatch.setattr("quantkit.inference.attention_heads._ends_in_codes", lambda *_: False)
     wanted, calls = ask()
     assert not any(name.startswith("project") for name in calls)
     assert "value_codes_fp8" in calls
     assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+def test_doctor_says_from_how_many_keys_projections_end_in_codes(made, monkeypatch):
+    """Where a kernel runs on request alone, but for modules whose projections are one launch."""
+    where = "quantkit.inference.attention_choices"
+    monkeypatch.setattr(f"{where}.why_on_request", lambda op, device: "slower")
+    monkeypatch.setattr(f"{where}.least_keys", lambda device, columns: 1000 + columns)
+    choices = attention_choices(open_packed(made / "packed" / "unet"), torch.device("cpu"))
+    found = {c.module: (c.backend, c.reason) for c in choices if c.format}
+    columns = {
+        module: row["head_size"]
+        for row in entry(made / "packed" / "unet")["static"]
+        for module in row["modules"]
+    }
+    assert columns
+    for module, told in found.items():
+        few = f"torch's with fewer than {1000 + columns[module]} keys"
+        assert told == (("host", few) if module.endswith("attn1") else ("torch", "slower"))
 
 
 @torch.no_grad()
