@@ -23,8 +23,8 @@ from quantkit.inference.attention_heads import (
     attend_streams,
     computed,
 )
+from quantkit.inference.coded_projections import attend_jointly, joint_of
 from quantkit.inference.head_scales import Folds, scales_of
-from quantkit.inference.joint_heads import attend_jointly, joint_of
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN
 

@@ -14,6 +14,7 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
 from quantkit.device import compilers, log
+from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.attention_choices import attention_choices
 from quantkit.inference.head_scales import HeadScales
@@ -139,13 +140,11 @@ def test_a_loaded_model_reads_them(made, tmp_path):
 def test_projections_end_in_the_codes(made, monkeypatch):
     need(compilers.host_compiler)
     unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 4, 8, 8, generator=generator)
-    text = torch.randn(2, 77, unet.config.cross_attention_dim, generator=generator)
+    inputs = sample_of(unet, 8)
 
     def ask():
         with log.record() as seen:
-            y = unet(x, torch.tensor(500), text).sample
+            y = unet(*inputs).sample
         return y, {name for name, _, _ in seen.calls}
 
     jointly, calls = ask()
@@ -161,6 +160,61 @@ def test_projections_end_in_the_codes(made, monkeypatch):
     assert not any(name.startswith("project") for name in calls)
     assert "value_codes_fp8" in calls
     assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+@torch.no_grad()
+def test_a_compiled_model_projects_in_one_launch(made):
+    need(compilers.host_compiler)
+    unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet
+    inputs = sample_of(unet, 8)
+    wanted = unet(*inputs).sample
+    torch._dynamo.reset()
+    compiled = torch.compile(unet, fullgraph=True, backend="eager")
+    with log.record() as seen:
+        assert torch.equal(compiled(*inputs).sample, wanted)
+    assert "project_heads_fp8" in {name for name, _, _ in seen.calls}
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_projections_end_in_the_codes_of_many_keys(made):
+    """4096 keys in the first block: enough on every device that has the kernel."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float16).unet.cuda()
+    inputs = [t.to("cuda", torch.float16) for t in sample_of(unet, 64)]
+
+    def ask():
+        with log.record() as seen:
+            y = unet(*inputs).sample
+        return y, {name for name, _, where in seen.calls if where is Backend.GPU}
+
+    found, calls = ask()
+    assert {"project_heads_fp8", "attention_fp8"} <= calls
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = unet(*inputs).sample
+    graph.replay()
+    assert torch.equal(again, found)
+    with use(Backend.GPU):
+        forced, _ = ask()
+        for child in (m for m in unet.modules() if isinstance(m, HeadScales)):
+            child.keep(None)
+        apart, calls = ask()
+    assert "project_heads_fp8" not in calls
+    assert torch.equal(apart, forced)
+    quantkit.attention(unet, qk=None)
+    wanted, calls = ask()
+    assert "attention_fp8" not in calls
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
+def sample_of(unet, side):
+    """Return a UNet's inputs: latents of two pictures, a step and their texts."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, side, side, generator=generator)
+    text = torch.randn(2, 77, unet.config.cross_attention_dim, generator=generator)
+    return x, torch.tensor(500), text
 
 
 def test_doctor_says_from_how_many_keys_projections_end_in_codes(made, monkeypatch):

@@ -80,9 +80,9 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
                 f"{op.name}: {name} has shape {tuple(numbers.shape)}, wanted {(len(_PARTS), n)}"
             )
     for name, w, scale, added in zip(_PARTS, weights, w_scale, bias, strict=True):
-        check_gemm(op.name, x, x_scale, ((name, w, 1),), scale, added, torch.float32)
         if w.shape[0] != n:
             raise ShapeError(f"{op.name}: {name} has {w.shape[0]} rows, wanted {n} as wq")
+        check_gemm(op.name, x, x_scale, ((name, w, 1),), scale, added, torch.float32)
     sizes = sizes_of_heads(op.name, (m, n, x.shape[1]), tokens, heads, x_scale)
     return Problem((x_format, w_format), sizes)
 
