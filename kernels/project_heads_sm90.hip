@@ -32,6 +32,10 @@ QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           qk::u8* q_codes, qk::u8* k_codes, qk::u8* v_codes, int m, int n, int k, int tokens, int d,
           int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
+  if (qk::thread_index() == 0) {
+    qk::tensor_map_prefetch(wk_map);
+    qk::tensor_map_prefetch(wv_map);
+  }
   const int rows = ((n - 1) / Tile::kN + 1) * Tile::kN;
   Gemm::run({x_map,
              wq_map,

@@ -54,7 +54,7 @@ struct HeadsView : MatrixView<Tile> {
     return n < rows ? queries : n < 2 * rows ? *keys : *values;
   }
   QK_DEVICE Coordinates<2> weights(int step, int n) const {
-    return MatrixView<Tile>::weights(step, n % rows);
+    return MatrixView<Tile>::weights(step, n < rows ? n : n < 2 * rows ? n - rows : n - 2 * rows);
   }
 };
 
@@ -198,46 +198,62 @@ struct HopperCodesEpilogue {
     }
   }
 
-  /// A token of the tile: its picture, and its place there.
+  /// A token: its picture, and its place there.
   struct Token {
     int picture, at;
 
-    QK_DEVICE Token(const Args& args, int first)
-        : picture(first / args.tokens), at(first % args.tokens) {}
-    QK_DEVICE Token(const Args& args, const Token& first, int behind)
-        : picture(first.picture), at(first.at + behind) {
-      if (at < args.tokens) return;
-      picture += at / args.tokens;
-      at %= args.tokens;
-    }
+    QK_DEVICE Token(const Args& args, int index)
+        : picture(index / args.tokens), at(index % args.tokens) {}
   };
 
+  /// True where the tile's tokens are all there, and of one picture.
+  QK_DEVICE bool is_whole(int m, const Token& first) const {
+    return m + Tile::kM <= args.m && first.at + Tile::kM <= args.tokens;
+  }
+
+  QK_DEVICE Vec16 row_codes(int row, int vector) const {
+    const Vec16 mixed = load<Vec16>(staged + row_offset(row, vector));
+    Vec16 sorted;
+    QK_UNROLL for (int j = 0; j < 2; ++j) {
+      sorted.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x6420);
+      sorted.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7531);
+    }
+    return sorted;
+  }
+
   QK_DEVICE void write_rows(int m, const Place& place) const {
+    constexpr int kStep = 128 / kVectors;
     const int vector = thread % kVectors, output = place.output + 16 * vector;
     if (output >= args.each) return;
     u8* const codes = codes_of(place.part);
     const Token first(args, m);
-    const int heads = args.each / args.d;
+    const int last = args.m - m < Tile::kM ? args.m - m : Tile::kM;
     const Run low(args, output), high(args, output + 8);
-    const bool whole = args.d % 16 == 0;
-    QK_UNROLL for (int i = 0; i < Tile::kM * kVectors; i += 128) {
-      const int row = (i + thread) / kVectors;
-      if ((Tile::kM * kVectors % 128 != 0 && row >= Tile::kM) || m + row >= args.m) break;
-      const Token token(args, first, row);
-      const Vec16 mixed = load<Vec16>(staged + row_offset(row, vector));
-      Vec16 sorted;
-      QK_UNROLL for (int j = 0; j < 2; ++j) {
-        sorted.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x6420);
-        sorted.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7531);
+    if (is_whole(m, first)) {
+      const int own = thread / kVectors;
+      const i64 behind = static_cast<i64>(own) * args.padded();
+      u8 *target = low.at(args, codes, first) + behind,
+         *other = high.at(args, codes, first) + behind;
+      const bool together = args.d % 16 == 0, more = output + 8 < args.each;
+      QK_UNROLL for (int row = 0; row < Tile::kM; row += kStep) {
+        const Vec16 sorted = row_codes(row + own, vector);
+        if (together) {
+          store(target, sorted);
+        } else {
+          low.write(args, target, sorted.v[0], sorted.v[1]);
+          if (more) high.write(args, other, sorted.v[2], sorted.v[3]);
+        }
+        target += kStep * args.padded();
+        other += kStep * args.padded();
       }
-      const i64 picture = static_cast<i64>(token.picture) * heads;
-      if (whole) {
-        store(low.at(args, codes, picture, token.at), sorted);
-      } else {
-        low.write(args, codes, picture, token.at, sorted.v[0], sorted.v[1]);
-        if (output + 8 < args.each)
-          high.write(args, codes, picture, token.at, sorted.v[2], sorted.v[3]);
-      }
+      return;
+    }
+    QK_NO_UNROLL for (int row = thread / kVectors; row < last; row += kStep) {
+      const Token token(args, m + row);
+      const Vec16 sorted = row_codes(row, vector);
+      low.write(args, low.at(args, codes, token), sorted.v[0], sorted.v[1]);
+      if (output + 8 < args.each)
+        high.write(args, high.at(args, codes, token), sorted.v[2], sorted.v[3]);
     }
   }
 
@@ -247,15 +263,14 @@ struct HopperCodesEpilogue {
 
     QK_DEVICE Run(const Args& args, int output) : head(output / args.d), column(output % args.d) {}
 
-    QK_DEVICE u8* at(const Args& args, u8* codes, i64 picture, int token) const {
-      return codes + ((picture + head) * args.tokens + token) * args.padded() + column;
+    QK_DEVICE u8* at(const Args& args, u8* codes, const Token& token) const {
+      const i64 row = static_cast<i64>(token.picture) * (args.each / args.d) + head;
+      return codes + (row * args.tokens + token.at) * args.padded() + column;
     }
 
     /// The codes, and zeros where the head ends behind them.
-    QK_DEVICE void write(const Args& args, u8* codes, i64 picture, int token, u32 low,
-                         u32 high) const {
-      u8* const target = at(args, codes, picture, token);
-      if (column + 8 == args.d) {
+    QK_DEVICE void write(const Args& args, u8* target, u32 low, u32 high) const {
+      if (column + 8 == args.d && args.d % 16 != 0) {
         store(target, Vec16{{low, high, 0, 0}});
       } else {
         store(target, static_cast<u64>(high) << 32 | low);
@@ -263,30 +278,45 @@ struct HopperCodesEpilogue {
     }
   };
 
+  QK_DEVICE Vec16 column_codes(int row, int behind) const {
+    const Vec16 mixed = load<Vec16>(staged + row * kColumnPitch + behind);
+    Vec16 sorted;
+    QK_UNROLL for (int j = 0; j < 2; ++j) {
+      sorted.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x5410);
+      sorted.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7632);
+    }
+    return sorted;
+  }
+
   QK_DEVICE void write_columns(int m, const Place& place) const {
-    constexpr int kAcross = Tile::kM / 16;
+    constexpr int kAcross = Tile::kM / 16, kItems = Tile::kOutputs * kAcross;
     u8* const codes = codes_of(place.part);
     const Token first(args, m);
-    QK_UNROLL for (int i = 0; i < Tile::kOutputs * kAcross; i += 128) {
-      const int row = (i + thread) / kAcross, behind = (i + thread) % kAcross * 16;
-      const int output = place.output + row;
-      if ((Tile::kOutputs * kAcross % 128 != 0 && row >= Tile::kOutputs) || output >= args.each)
-        break;
-      if (m + behind >= args.m) continue;
-      const Vec16 mixed = load<Vec16>(staged + row * kColumnPitch + behind);
-      Vec16 sorted;
-      QK_UNROLL for (int j = 0; j < 2; ++j) {
-        sorted.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x5410);
-        sorted.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7632);
+    const int left = args.each - place.output;
+    // Heads that are no multiple of 16 have rows of zeros between them.
+    if (args.d % 16 == 0 && args.tokens % 16 == 0 && is_whole(m, first)) {
+      u8* const target =
+          codes + (static_cast<i64>(first.picture) * args.each + place.output) * args.tokens +
+          first.at;
+      QK_UNROLL for (int i = 0; i < kItems; i += 128) {
+        const int row = (i + thread) / kAcross, behind = (i + thread) % kAcross * 16;
+        if (row < (left < Tile::kOutputs ? left : Tile::kOutputs))
+          store(target + static_cast<i64>(row) * args.tokens + behind, column_codes(row, behind));
       }
-      const Channel channel(args, codes, output);
-      const Token token(args, first, behind);
+      return;
+    }
+    QK_NO_UNROLL for (int i = thread; i < kItems; i += 128) {
+      const int row = i / kAcross, behind = i % kAcross * 16;
+      if (row >= left) break;
+      if (m + behind >= args.m) continue;
+      const Channel channel(args, codes, place.output + row);
+      const Vec16 sorted = column_codes(row, behind);
       if (args.tokens % 16 == 0) {
-        channel.write(args, token, sorted);
+        channel.write(args, Token(args, m + behind), sorted);
       } else if (args.tokens % 4 == 0) {
-        channel.template write_pieces<4>(args, token, m + behind, sorted);
+        channel.template write_pieces<4>(args, m + behind, sorted);
       } else {
-        channel.template write_pieces<1>(args, token, m + behind, sorted);
+        channel.template write_pieces<1>(args, m + behind, sorted);
       }
     }
   }
@@ -294,41 +324,36 @@ struct HopperCodesEpilogue {
   /// A column of a head.
   struct Channel {
     u8* codes;
-    int head, below;  // rows behind the head's last one, which are zeros, below this one
-    int column, heads;
+    int head, column, heads;
+    int below;  // rows behind the head's last one, which are zeros, below this one
 
     QK_DEVICE Channel(const Args& args, u8* all, int output)
         : codes(all), head(output / args.d), column(output % args.d), heads(args.each / args.d) {
       below = column + 1 == args.d ? args.padded() - args.d : 0;
     }
 
-    QK_DEVICE u8* at(const Args& args, const Token& token) const {
-      const i64 row = (static_cast<i64>(token.picture) * heads + head) * args.padded() + column;
-      return codes + row * args.pitch() + token.at;
-    }
-
     template <class Codes>
     QK_DEVICE void write(const Args& args, const Token& token, const Codes& values) const {
-      u8* const target = at(args, token);
+      const i64 row = (static_cast<i64>(token.picture) * heads + head) * args.padded() + column;
+      u8* const target = codes + row * args.pitch() + token.at;
       store(target, values);
       QK_NO_UNROLL for (int i = 1; i <= below; ++i)
         store(target + static_cast<i64>(i) * args.pitch(), Codes{});
     }
 
-    /// Tokens kCount at a time, each piece in a picture of its own perhaps, and zeros behind a
-    /// picture's last one. By shifts: an array indexed in a rolled loop is one in memory.
+    /// Sixteen tokens from `index` on kCount at a time, each piece in a picture of its own perhaps,
+    /// and zeros behind a picture's last one. By shifts: an array indexed in a rolled loop is one
+    /// in memory.
     template <int kCount>
-    QK_DEVICE void write_pieces(const Args& args, Token token, int all, const Vec16& values) const {
+    QK_DEVICE void write_pieces(const Args& args, int index, const Vec16& values) const {
       using Piece = Choice<kCount == 4, u32, u8>;
       Vec16 left = values;
-      QK_NO_UNROLL for (int i = 0; i < 16 && all + i < args.m; i += kCount) {
+      QK_NO_UNROLL for (int i = 0; i < 16 && index + i < args.m; i += kCount) {
+        Token token(args, index + i);
         write(args, token, static_cast<Piece>(left.v[0]));
-        token.at += kCount;
-        if (token.at == args.tokens) {
-          QK_NO_UNROLL for (; token.at < args.pitch(); token.at += kCount)
-            write(args, token, Piece{});
-          token = {args, all + i + kCount};
-        }
+        const int end = token.at + kCount == args.tokens ? args.pitch() : 0;
+        QK_NO_UNROLL while ((token.at += kCount) < end)
+          write(args, token, Piece{});
         QK_UNROLL for (int j = 0; j < 4; ++j) {
           const u32 next = j < 3 ? left.v[j + 1] : 0;
           left.v[j] = kCount == 4 ? next : __funnelshift_r(left.v[j], next, 8);
