@@ -293,15 +293,23 @@ struct HopperCodesEpilogue {
     u8* const codes = codes_of(place.part);
     const Token first(args, m);
     const int left = args.each - place.output;
-    // Heads that are no multiple of 16 have rows of zeros between them.
-    if (args.d % 16 == 0 && args.tokens % 16 == 0 && is_whole(m, first)) {
-      u8* const target =
-          codes + (static_cast<i64>(first.picture) * args.each + place.output) * args.tokens +
-          first.at;
+    if (args.tokens % 16 == 0 && is_whole(m, first)) {
+      // Heads that are no multiple of 16 have rows of zeros behind them.
+      const int between = args.padded() - args.d, heads = args.each / args.d;
+      u8* const picture =
+          codes + static_cast<i64>(first.picture) * heads * args.padded() * args.tokens + first.at;
       QK_UNROLL for (int i = 0; i < kItems; i += 128) {
         const int row = (i + thread) / kAcross, behind = (i + thread) % kAcross * 16;
-        if (row < (left < Tile::kOutputs ? left : Tile::kOutputs))
-          store(target + static_cast<i64>(row) * args.tokens + behind, column_codes(row, behind));
+        if ((kItems % 128 != 0 && row >= Tile::kOutputs) || row >= left) break;
+        const int output = place.output + row;
+        const int before = between == 0 ? 0 : output / args.d;
+        u8* const target =
+            picture + static_cast<i64>(output + before * between) * args.tokens + behind;
+        store(target, column_codes(row, behind));
+        if (between != 0 && output + 1 == (before + 1) * args.d) {
+          QK_NO_UNROLL for (int i = 1; i <= between; ++i)
+            store(target + static_cast<i64>(i) * args.tokens, Vec16{});
+        }
       }
       return;
     }

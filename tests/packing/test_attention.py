@@ -178,11 +178,11 @@ def test_a_compiled_model_projects_in_one_launch(made):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_on_a_gpu_projections_end_in_the_codes_of_many_keys(made):
-    """4096 keys in the first block: enough on every device that has the kernel."""
+    """4096 keys in the first attention: enough on every device that has the kernel."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float16).unet.cuda()
-    inputs = [t.to("cuda", torch.float16) for t in sample_of(unet, 64)]
+    inputs = [t.to("cuda", torch.float16) for t in sample_of(unet, 128)]
 
     def ask():
         with log.record() as seen:
