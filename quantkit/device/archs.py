@@ -310,7 +310,7 @@ _HOPPER_ON_REQUEST = (
     ("attention", "on Hopper making codes takes longer than the kernel saves, so torch computes"),
 )
 # Measured (docs/measure_projections.py): projections and attention against cuDNN's in float16.
-_HOPPER_FROM_KEYS = ((48, 4096), (64, 1024), (128, 4096))
+_HOPPER_FROM_KEYS = ((128, 512),)
 _SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so torch computes"),)
 
 #: The first row that lists a device runs it.
