@@ -12,17 +12,23 @@ struct TileOrigin {
   int m, n;
 };
 
-/// The grid is (ceil(n / kN), ceil(m / kM)); every tile is visited once.
+/// Tile `index` of the ceil(n / kN) * ceil(m / kM).
 template <class Tile>
-QK_DEVICE TileOrigin tile_origin(int m, int n) {
+QK_DEVICE TileOrigin tile_at(int index, int m, int n) {
   const int tiles_m = (m - 1) / Tile::kM + 1, tiles_n = (n - 1) / Tile::kN + 1;
-  const int index = block_y() * tiles_n + block_x();
   const int first = index / (kGroupM * tiles_n) * kGroupM;
   const int rows = tiles_m - first < kGroupM ? tiles_m - first : kGroupM;
   const int within = index - first * tiles_n;
   // The division runs in vector registers: without `uniform`, all that is computed from it would
   // stay there.
   return {uniform((first + within % rows) * Tile::kM), uniform(within / rows * Tile::kN)};
+}
+
+/// The grid is (ceil(n / kN), ceil(m / kM)); every tile is visited once.
+template <class Tile>
+QK_DEVICE TileOrigin tile_origin(int m, int n) {
+  const int tiles_n = (n - 1) / Tile::kN + 1;
+  return tile_at<Tile>(block_y() * tiles_n + block_x(), m, n);
 }
 
 }  // namespace qk

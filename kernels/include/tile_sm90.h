@@ -48,10 +48,13 @@ struct HopperTile {
   static constexpr int kChunk = Chunk;
   static constexpr int kBoxBytes = kChunk * 128, kChunkBytes = kBoxes * kBoxBytes;
   static constexpr int kStaged = Staged < M / kChunk ? Staged : M / kChunk;
-  static constexpr int kStagedBytes = Gated ? M * kOwnColumns : kStaged * kChunkBytes;
+  static constexpr bool kCodes = OutputBytes == 1;  // codes of heads: codes_sm90.h
+  static constexpr int kStagedBytes = Gated    ? M * kOwnColumns
+                                      : kCodes ? kOutputs * (M + 16)
+                                               : kStaged * kChunkBytes;
   static constexpr int kScaleBytes =
-      4 * (M + kOutputs) + OutputBytes * kOutputs;  // of tokens, outputs; biases
-  static constexpr int kLimit = 227 * 1024;         // shared memory of a block
+      4 * (M + kOutputs) + (kCodes ? 4 : OutputBytes) * kOutputs;  // of tokens, outputs; biases
+  static constexpr int kLimit = 227 * 1024;                        // shared memory of a block
   static constexpr int kTailBytes = kConsumers * (kStagedBytes + kScaleBytes);
   static constexpr int kFullSets = PingPong ? 2 : 1;
   static constexpr int kFit = (kLimit - kTailBytes - 512) / kStageBytes;
@@ -141,7 +144,7 @@ struct Ring {
   QK_DEVICE void fill(int stage, u32 ready, int step, Position at, const View& view,
                       const TensorMap& x, const TensorMap& w) const {
     barrier_expect(ready, Tile::kStageBytes);
-    copy_box(weights(stage), w, ready, view.weights(step, at.n));
+    copy_box(weights(stage), view.map_of(w, at.n), ready, view.weights(step, at.n));
     copy_box(tokens(stage), x, ready, view.tokens(step, at.m));
   }
 };

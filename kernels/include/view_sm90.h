@@ -1,9 +1,9 @@
 // Where the boxes of a Hopper kernel lie: the K steps of its operands, and the chunks of its
 // result.
 //
-// A view gives the first coordinates of a box of tokens (Tile::kM rows of 128 codes), of weights
-// (Tile::kN rows) and of outputs (Tile::kChunk tokens), and the bytes of a row of metadata that
-// belong to a K step.
+// A view gives the tensor map of rows of weights and the first coordinates of a box of tokens
+// (Tile::kM rows of 128 codes), of weights (Tile::kN rows) and of outputs (Tile::kChunk tokens),
+// and the bytes of a row of metadata that belong to a K step.
 #pragma once
 
 #include "tile_sm90.h"
@@ -23,6 +23,7 @@ struct MatrixView {
   static constexpr int kBytes = Tile::kStepK / Tile::kPerMeta;
 
   QK_DEVICE int depth(int k) const { return k; }
+  QK_DEVICE const TensorMap& map_of(const TensorMap& w, int) const { return w; }
   QK_DEVICE Coordinates<2> tokens(int step, int m) const { return {{step * Tile::kStepK, m}}; }
   QK_DEVICE Coordinates<2> weights(int step, int n) const { return {{step * Tile::kWeightRow, n}}; }
   QK_DEVICE Coordinates<2> outputs(int m, int within, int n) const { return {{n, m + within}}; }
@@ -52,6 +53,7 @@ struct PictureView {
 
   QK_DEVICE int steps() const { return (channels - 1) / Tile::kStepK + 1; }
   QK_DEVICE int depth(int) const { return taps * steps() * Tile::kStepK; }
+  QK_DEVICE const TensorMap& map_of(const TensorMap& w, int) const { return w; }
   QK_DEVICE Coordinates<4> tokens(int step, int m) const {
     const int tap = step / steps(), first = step % steps() * Tile::kStepK;
     const Pixel pixel = pixel_of(m, 0);

@@ -89,11 +89,19 @@ class _Bench:
         variant = contender.variant
         if contender.attention:
             plain = self.model(replace(contender, attention=""))
-            return with_attention(plain, contender.attention, self.settings.min_keys)
+            return with_attention(
+                plain,
+                contender.attention,
+                self.settings.min_keys,
+                self._run if self.settings.static_scales else None,
+            )
         assert self.source is not None
         assert variant is not None
         packed = load_packed(self.source, variant, self.device, self.threads)
         return _fused(_laid_out(packed, self.settings), self.settings)
+
+    def _run(self, model: nn.Module) -> Tensor:
+        return _step(model, self.inputs)()
 
     def kept(self, contender: ModelContender) -> frozenset[str]:
         """Return the layers that torchao cannot compute in the contender's format."""
@@ -252,7 +260,8 @@ def _why_the_same(bench: _Bench, contender: ModelContender) -> str:
         return f"no convolutions in this model: the same as {same}"
     if contender.replayed and bench.device.type != "cuda":
         return f"on {bench.device.type} nothing is replayed"
-    return why_no_kernel(contender.attention, bench.device)
+    static = bench.settings.static_scales and contender.variant is not None
+    return why_no_kernel(contender.attention, bench.device, static_scales=static)
 
 
 def _time(

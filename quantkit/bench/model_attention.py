@@ -1,43 +1,79 @@
 """Denoisers of the model benchmark with their attention on codes, and why one has none."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 from quantkit.bench.compiling import with_shared_weights
+from quantkit.calibration.attention_observer import listening, observed_modules
+from quantkit.checkpoint.attention import CHILD, HeadShape
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, why_on_request
+from quantkit.device.choosing import choose, least_keys, why_on_request
 from quantkit.device.log import KernelLog
 from quantkit.device.ops.table import name_for
+from quantkit.inference import coded_projections, head_scales
 from quantkit.inference.attention import attention
-from quantkit.numerics.attention import COLUMNS
+from quantkit.models.attention import AttentionCall, Heads
+from quantkit.numerics.attention import COLUMNS, measured_scales
+from quantkit.numerics.attention_scales import SHAPES, AttentionScales
+from quantkit.numerics.formats import E4M3FN
 
 
-def with_attention(model: nn.Module, qk_format: str, min_keys: int) -> nn.Module:
+def with_attention(
+    model: nn.Module,
+    qk_format: str,
+    min_keys: int,
+    run: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
     """Return a copy, its weights shared, whose attention is on codes.
 
     Args:
         model: packed or not.
         qk_format: of queries and keys.
         min_keys: attention over fewer stays torch's.
+        run: computes a step, from which modules get static scales; None: scales of each call.
     """
     copied = with_shared_weights(model)
+    found = {} if run is None else _measured(copied, run)
+    head_scales.install(copied, {n: HeadShape(s.heads, s.head_size) for n, s in found.items()})
+    for name, scales in found.items():
+        child: Any = copied.get_submodule(f"{name}.{CHILD}")
+        for part in SHAPES:
+            child.fill(part, getattr(scales, part))
     attention(copied, qk=qk_format, min_keys=min_keys)
+    coded_projections.install(copied)
     return copied
 
 
-def why_no_kernel(qk_format: str, device: torch.device) -> str:
+def _measured(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, AttentionScales]:
+    """Return the scales of what each attention module multiplies in a step."""
+    found: dict[str, AttentionScales] = {}
+
+    def tell(name: str, heads: Heads, _: AttentionCall) -> None:
+        found[name] = measured_scales(*(t.transpose(0, 1).flatten(1, 2) for t in heads))
+
+    with listening(observed_modules(model), tell):
+        run(model)
+    return found
+
+
+def why_no_kernel(qk_format: str, device: torch.device, *, static_scales: bool = False) -> str:
     """Return why attention is torch's here, so that nothing is timed twice.
 
     Args:
         qk_format: empty: nothing was asked for.
         device: where the model runs.
+        static_scales: projections may end in codes.
     """
     if not qk_format:
         return ""
     op = name_for("attention", qk_format)
     choice = choose(op, device, k=COLUMNS)
     no_kernel = choice.backend is Backend.REFERENCE
-    reason = choice.reason if no_kernel else why_on_request(op, device)
+    joint = static_scales and qk_format == E4M3FN.name and least_keys(device, COLUMNS) is not None
+    reason = choice.reason if no_kernel else "" if joint else why_on_request(op, device)
     return f"attention is torch's: {reason}" if reason else ""
 
 

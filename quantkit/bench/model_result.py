@@ -36,6 +36,8 @@ class ModelBenchSettings:
     attention: tuple[str, ...] = ()
     #: attention over fewer keys stays torch's
     min_keys: int = 512
+    #: scales of codes of attention are static, from a step of the model itself
+    static_scales: bool = False
     #: steps that are launched one after another and waited for once; None: not measured
     in_a_row: int | None = None
     #: where packed files lie for a while; None: where the system keeps such

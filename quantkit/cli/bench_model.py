@@ -81,6 +81,12 @@ def bench() -> None:
     show_default=True,
     help="Attention over fewer keys stays torch's.",
 )
+@click.option(
+    "--static-scales",
+    is_flag=True,
+    help="Attention's codes have static scales, from a step of the model itself, so that "
+    "projections end in them; else those of each call.",
+)
 @options.device
 @click.option(
     "--repeats",
@@ -130,6 +136,7 @@ def model_command(
     fuse_projections: bool,
     attention: tuple[str, ...],
     min_keys: int,
+    static_scales: bool,
     device: str,
     repeats: int,
     seconds: float,
@@ -159,6 +166,7 @@ def model_command(
         fuse_projections=fuse_projections,
         attention=tuple(dict.fromkeys(attention)),
         min_keys=min_keys,
+        static_scales=static_scales,
         in_a_row=in_a_row,
         scratch=scratch,
     )

@@ -92,6 +92,9 @@ class Arch:
     own: tuple[str, ...] = ()
     #: family of operations -> why torch computes it here, unless its kernels are asked for
     on_request: tuple[tuple[str, str], ...] = ()
+    #: columns of the widest head, and from how many keys on attention is a kernel's after all,
+    #: where the projections end in codes in one launch
+    from_keys: tuple[tuple[int, int], ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -104,9 +107,20 @@ class Arch:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
         return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
 
-    def why_on_request(self, family: str) -> str:
-        """Return why a family's kernels run only where asked for; empty when they always do."""
+    def why_on_request(self, family: str, made: tuple[int, int] | None = None) -> str:
+        """Return why a family's kernels run only where asked for; empty when they always do.
+
+        Args:
+            family: of operations.
+            made: columns of a head and keys of attention whose projections end in codes.
+        """
+        if made and (least := self.least_keys(made[0])) is not None and made[1] >= least:
+            return ""
         return dict(self.on_request).get(family, "")
+
+    def least_keys(self, columns: int) -> int | None:
+        """Return the entry of ``from_keys`` for heads of so many columns."""
+        return next((keys for widest, keys in self.from_keys if columns <= widest), None)
 
     def why_without(self, family: str) -> str:
         """Return why a family of operations has no kernels here; empty when it has."""
@@ -143,7 +157,7 @@ def _with_int8(fp8: TileSpeed) -> TileSpeed:
 def _with_projections(speed: TileSpeed) -> TileSpeed:
     """Return the rows and those of projections to codes, which are GEMMs with another end."""
     gemms = [(op.removeprefix("gemm"), tiles[:2]) for op, tiles in speed if op.startswith("gemm")]
-    ends = (("project_codes", True), ("project_values", False))
+    ends = (("project_codes", True), ("project_values", False), ("project_heads", False))
     return (
         *speed,
         *(
@@ -221,7 +235,7 @@ def _multiplying(kind: str, dense: str, sparse: str) -> tuple[tuple[str, str], .
     kinds = (("", dense), ("_sparse", sparse))
     return tuple(
         (f"{op}_{kind}{suffix}", instruction)
-        for op in ("gemm", "geglu", "conv", "project_codes", "project_values")
+        for op in ("gemm", "geglu", "conv", "project_codes", "project_values", "project_heads")
         for suffix, instruction in kinds
     )
 
@@ -295,6 +309,8 @@ def _radeon(
 _HOPPER_ON_REQUEST = (
     ("attention", "on Hopper making codes takes longer than the kernel saves, so torch computes"),
 )
+# Measured (docs/measure_projections.py): projections and attention against cuDNN's in float16.
+_HOPPER_FROM_KEYS = ((128, 512),)
 _SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so torch computes"),)
 
 #: The first row that lists a device runs it.
@@ -324,6 +340,7 @@ ARCHS: dict[str, Arch] = {
             tile_speed=_SM89_TILES,
             own=("attention",),
             on_request=_HOPPER_ON_REQUEST,
+            from_keys=_HOPPER_FROM_KEYS,
             without=_NVIDIA_WITHOUT,
         ),
         Arch(

@@ -66,15 +66,31 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     return Choice(Backend.REFERENCE, reason)
 
 
-def why_on_request(op: str, device: torch.device) -> str:
+def why_on_request(op: str, device: torch.device, made: tuple[int, int] | None = None) -> str:
     """Return why torch computes though ``choose`` names a kernel.
 
     Empty where it does not, and where a back end is forced with ``use``.
+
+    Args:
+        op: a name in OPS.
+        device: where the operands lie.
+        made: columns of a head and keys of attention whose projections end in codes in one launch.
     """
     if device.type != "cuda" or forced() is not None or _supposed.get() is not None:
         return ""
     found = _state(device).device
-    return found.arch.why_on_request(find_op(op).family) if found else ""
+    return found.arch.why_on_request(find_op(op).family, made) if found else ""
+
+
+def least_keys(device: torch.device, columns: int) -> int | None:
+    """Return from how many keys on attention is a kernel's where projections end in codes.
+
+    None where it is not, or does not depend on that.
+    """
+    if device.type != "cuda" or _supposed.get() is not None:
+        return None
+    found = _state(device).device
+    return found.arch.least_keys(columns) if found else None
 
 
 @lru_cache(maxsize=4096)

@@ -85,7 +85,9 @@ def why_not(settings: AttentionSettings, heads: Heads) -> str:
     return why_not_sizes(settings, keys, columns, q)
 
 
-def why_not_sizes(settings: AttentionSettings, keys: int, columns: int, like: Tensor) -> str:
+def why_not_sizes(
+    settings: AttentionSettings, keys: int, columns: int, like: Tensor, *, jointly: bool = False
+) -> str:
     """Return why attention over so many keys, of heads of so many columns, is torch's.
 
     Args:
@@ -93,6 +95,7 @@ def why_not_sizes(settings: AttentionSettings, keys: int, columns: int, like: Te
         keys: how many.
         columns: of a head.
         like: of the dtype and on the device of queries.
+        jointly: one launch projects, and ends in codes.
     """
     if keys < settings.min_keys:
         return f"{keys} keys, fewer than min_keys"
@@ -101,16 +104,17 @@ def why_not_sizes(settings: AttentionSettings, keys: int, columns: int, like: Te
     if like.dtype not in IO_DTYPES.values():
         return f"{like.dtype} is not computed"
     op = attention_for(settings.qk_format, settings.pv)
-    reason: str = _why_no_kernel(op, str(like.device), padded(columns))
+    made = (columns, keys) if jointly else None
+    reason: str = _why_no_kernel(op, str(like.device), padded(columns), made)
     return reason
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _why_no_kernel(op: str, device: str, columns: int) -> str:
+def _why_no_kernel(op: str, device: str, columns: int, made: tuple[int, int] | None) -> str:
     choice = choose(op, torch.device(device), k=columns)
     if forced() is not None:
         return ""
     # Unasked, the reference would be slower than torch's attention, and no nearer.
     no_kernel = choice.backend is Backend.REFERENCE
-    reason: str = choice.reason if no_kernel else why_on_request(op, torch.device(device))
+    reason: str = choice.reason if no_kernel else why_on_request(op, torch.device(device), made)
     return reason

@@ -1,6 +1,6 @@
 """What computes the attention of a packed component on a device, module by module."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,11 @@ from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, why_on_request
+from quantkit.device.choosing import choose, least_keys, why_on_request
 from quantkit.device.ops.table import attention_for
 from quantkit.models.building import read_skeleton
 from quantkit.numerics.attention import COLUMNS, padded
+from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.fields import matches
 
 #: What computes attention where no kernel does.
@@ -55,14 +56,37 @@ def attention_choices(packed: Packed, device: torch.device) -> tuple[AttentionCh
 def _of_component(
     component: PackedComponent, settings: PackedAttention, device: torch.device
 ) -> Iterator[AttentionChoice]:
-    for module, kept in read_skeleton(component.path / "config.json").attention.items():
+    skeleton = read_skeleton(component.path / "config.json")
+    for module, kept in skeleton.attention.items():
         reason = "excluded" if matches(module, settings.exclude) else kept
-        told = ("", TORCH, reason) if reason else _of_module(module, settings, device)
+        jointly = _is_joint(module, component, settings, skeleton.tensors)
+        told = ("", TORCH, reason) if reason else _of_module(module, settings, device, jointly)
         yield AttentionChoice(component.name, module, *told)
 
 
+def _is_joint(
+    module: str,
+    component: PackedComponent,
+    settings: PackedAttention,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
+    """Tell whether the projections of a module can end in codes in one launch."""
+    layers = [component.config.layers.get(f"{module}.{name}") for name in ("to_q", "to_k", "to_v")]
+    q, k = (shapes.get(f"{module}.{name}.weight") for name in ("to_q", "to_k"))
+    more = any(f"{module}.{name}.weight" in shapes for name in ("norm_q", "add_q_proj"))
+    found = settings.format_of(module)
+    fp8 = found.qk == found.pv == E4M3FN.name
+    static = module in settings.static and module not in settings.two_of_four
+    first = layers[0]
+    alike = first is not None and first.sparsity is None and layers == [first] * len(layers)
+    return alike and static and fp8 and q == k and not more
+
+
 def _of_module(
-    module: str, settings: PackedAttention, device: torch.device
+    module: str,
+    settings: PackedAttention,
+    device: torch.device,
+    jointly: bool,  # noqa: FBT001
 ) -> tuple[str, str, str]:
     shape, found = settings.static.get(module), settings.format_of(module)
     words = found.qk if shape is None else f"{found.qk}, static"
@@ -77,7 +101,11 @@ def _of_module(
     choice = choose(op, device, k=columns)
     if choice.backend is Backend.REFERENCE:
         return words, TORCH, choice.reason
+    least = settings.min_keys
     if reason := why_on_request(op, device):
-        return words, TORCH, reason
-    fewer = f"torch's with fewer than {settings.min_keys} keys" if settings.min_keys > 1 else ""
+        from_keys = least_keys(device, shape.head_size) if shape and jointly else None
+        if from_keys is None:
+            return words, TORCH, reason
+        least = max(least, from_keys)
+    fewer = f"torch's with fewer than {least} keys" if least > 1 else ""
     return words, choice.backend.value, fewer

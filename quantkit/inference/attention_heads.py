@@ -103,7 +103,7 @@ def attend_streams(
     """
     made = factors or head_factors(scales, shape.head_size, qk_format, scale)
     qc, kc, vc, q_scale, k_scale = _codes(streams, shape, made, (qk_format, pv), rotation)
-    qc, multiplied = _first_columns(qc, rank)
+    qc, multiplied = first_columns(qc, rank)
     # No kernel leaves the zeros out.
     kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
     keys = sum(s.k.x.shape[1] for s in streams)
@@ -114,7 +114,7 @@ def attend_streams(
     return y
 
 
-def _first_columns(codes: Tensor, rank: int | None) -> tuple[Tensor, int]:
+def first_columns(codes: Tensor, rank: int | None) -> tuple[Tensor, int]:
     """Return codes of queries, and how many of their columns are multiplied.
 
     Where no kernel multiplies so few, zeros stand for the others.
@@ -290,12 +290,13 @@ def _ends_in_codes(part: Pending, family: str) -> bool:
     kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
     if not is_operation(family, *kinds, sparse=sparse):
         return False
-    found: bool = _has_kernel(name_for(family, *kinds, sparse=sparse), str(part.x.device), layer.k)
+    found: bool = has_kernel(name_for(family, *kinds, sparse=sparse), str(part.x.device), layer.k)
     return found
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernel(op: str, device: str, k: int) -> bool:
+def has_kernel(op: str, device: str, k: int) -> bool:
+    """Tell whether a kernel computes an operation on ``device``; constant in compiled graphs."""
     return choose(op, torch.device(device), k=k).backend is not Backend.REFERENCE
 
 

@@ -25,9 +25,11 @@ from quantkit.inference.attention_heads import (
     computed,
 )
 from quantkit.inference.attention_wide import WideAttention
+from quantkit.inference.coded_projections import attend_jointly, joint_of
 from quantkit.inference.head_factors import factors_of
-from quantkit.inference.head_scales import scales_of
+from quantkit.inference.head_scales import Folds, scales_of
 from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.numerics.formats import E4M3FN
 
 
 def with_streams(processor_class: type, call: Any, settings: AttentionSettings | None) -> Any:
@@ -63,8 +65,8 @@ def _ways(
     processor: Any, attn: Any, settings: AttentionSettings | None
 ) -> Iterator["_CodedAttention | WideAttention"]:
     """Yield what may compute a call, the fastest first."""
-    if settings is not None and (scales := scales_of(attn)) is not None:
-        yield _CodedAttention(attn, settings, scales)
+    if settings is not None and (found := scales_of(attn)) is not None:
+        yield _CodedAttention(attn, settings, *found)
     if has_joint_heads(type(processor)):
         yield WideAttention(attn, processor, settings)
 
@@ -75,6 +77,22 @@ class _CodedAttention(NamedTuple):
     module: Any
     settings: AttentionSettings
     scales: AttentionScales
+    folds: Folds | None
+
+    def attend_to_itself(self, x: Tensor) -> Tensor | None:
+        """Return attention of an input to itself, where its projections are one launch.
+
+        None where they are not, or torch's attention is faster.
+        """
+        settings, size = self.settings, self.scales.head_size
+        fp8 = settings.qk_format == settings.pv == E4M3FN.name
+        if not fp8 or settings.two_of_four or torch.is_grad_enabled():
+            return None
+        joint = joint_of(self.module, self.folds, x.device)
+        if joint is None or why_not_sizes(settings, x.shape[1], size, x, jointly=True):
+            return None
+        y = attend_jointly(joint, x, Shape(self.scales.heads, size), settings.rank)
+        return y.flatten(2)
 
     def takes(
         self, tokens: int, like: Tensor, mask: Tensor | None = None, rotary: Any = None
@@ -119,7 +137,7 @@ _Own = _CodedAttention | WideAttention
 
 
 def _unet(
-    own: _Own,
+    own: _CodedAttention,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -133,9 +151,10 @@ def _unet(
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     if attention_mask is not None or any(beside) or hidden_states.ndim != 3:
         return None
-    if not own.takes(context.shape[1], hidden_states):
-        return None
-    y = own.attend([_projected(attn, hidden_states, encoder_hidden_states)])
+    plain = encoder_hidden_states is None and attn.norm_q is None and attn.norm_k is None
+    y = own.attend_to_itself(hidden_states) if plain else None
+    if y is None and own.takes(context.shape[1], hidden_states):
+        y = own.attend([_projected(attn, hidden_states, encoder_hidden_states)])
     return None if y is None else _out(attn, y) / attn.rescale_output_factor
 
 

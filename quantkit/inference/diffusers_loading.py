@@ -20,6 +20,7 @@ from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference import (
     attention,
+    coded_projections,
     dequantizing,
     feed_forward,
     group_norms,
@@ -182,6 +183,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         prompts.install(model)
         _install_blocks(model)
         attention.install(model, self.packed.attention)
+        coded_projections.install(model)
         rotated.install(model, self.packed.rotated)
         return model
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.attention import CHILD
-from quantkit.pipelines.versions import Version, same_versions, version_of
 from quantkit.numerics.attention import HeadFactors, head_factors
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
+from quantkit.pipelines.versions import Version, same_versions, version_of
 
 #: Where the child with the scales keeps them.
 _KEPT = "quantkit_factors"

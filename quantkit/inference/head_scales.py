@@ -1,7 +1,7 @@
 """Static scales of attention in a model: a child of each attention module that has them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,27 @@ from quantkit.inference.buckets import apply_keeping_dtype
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 
 
+class Folds(NamedTuple):
+    """What three projections end in codes with, and attention in 16 bit; float32."""
+
+    #: (3, N) each: of queries, keys and values, factors and means of heads in them
+    scale: Tensor
+    bias: Tensor
+    #: (H, D), D up to a multiple of 16
+    value_scale: Tensor
+    value_mean: Tensor
+
+
+class StaticScales(NamedTuple):
+    """What an attention module has."""
+
+    scales: AttentionScales
+    #: None where its projections have not been folded
+    folds: Folds | None
+
+
 class HeadScales(nn.Module):
-    """The tensors of FORMAT.md; float32 whatever the model computes in."""
+    """The tensors of FORMAT.md, and what follows from them; float32 whatever the model is in."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -21,17 +40,31 @@ class HeadScales(nn.Module):
             columns = (shape.head_size,) if by_column else ()
             empty = torch.empty(shape.heads, *columns, dtype=torch.float32, device="meta")
             self.register_buffer(part, empty)
+        for name in _FOLDS:
+            self.register_buffer(name, None, persistent=False)
 
     def fill(self, part: str, value: Tensor) -> None:
-        """Put a tensor in its place; it is kept, not copied."""
+        """Put a tensor in its place; it is kept, not copied. What was folded is gone."""
         setattr(self, part, value)
+        self.keep(None)
 
-    def forward(self) -> AttentionScales:
+    def keep(self, folds: Folds | None) -> None:
+        """Keep what follows from the scales and the module's layers."""
+        for name, tensor in zip(_FOLDS, folds or (None,) * len(_FOLDS), strict=True):
+            setattr(self, name, tensor)
+
+    def forward(self) -> StaticScales:
         """Return them; a call, so that what offloads modules brings them back."""
-        return AttentionScales(*(getattr(self, part) for part in SHAPES))
+        scales = AttentionScales(*(getattr(self, part) for part in SHAPES))
+        first, *others = (getattr(self, name) for name in _FOLDS)
+        return StaticScales(scales, None if first is None else Folds(first, *others))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
         return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
+
+
+#: Names of the tensors that follow from others.
+_FOLDS = tuple(f"folded_{name}" for name in Folds._fields)
 
 
 def install(model: nn.Module, static: Mapping[str, HeadShape]) -> set[str]:
@@ -62,10 +95,10 @@ def uninstall(model: nn.Module) -> None:
             delattr(module, CHILD)
 
 
-def scales_of(module: nn.Module) -> AttentionScales | None:
+def scales_of(module: nn.Module) -> StaticScales | None:
     """Return the static scales of an attention module; None where it has none."""
     child = getattr(module, CHILD, None)
     if child is None:
         return None
-    scales: AttentionScales = child()
-    return scales
+    found: StaticScales = child()
+    return found

@@ -19,6 +19,7 @@ from quantkit.device.ops.table import name_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
 from quantkit.inference.direct_calls import TwoKernels, key_of
+from quantkit.inference.head_scales import Folds
 from quantkit.inference.normed import Normed
 from quantkit.inference.operators import OPERATORS, is_unseen, operator_for
 from quantkit.inference.packed_layer import PackedLayer
@@ -193,17 +194,46 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             factor: float32 (N,).
         """
         codes, x_scale = self._term(x)
-        bias, scheme = self._bias(torch.float32), self.scheme
-        offset = bias if mean is None else -mean if bias is None else bias - mean
-        scale = self._weight("weight_scale") * factor
+        scheme = self.scheme
         project = operator_for(
             family, scheme.input.name, scheme.codes.name, sparse=scheme.sparsity is not None
         )
         y: Tensor = project(
-            codes, x_scale, *self._stored(), scale, None if offset is None else offset * factor,
+            codes, x_scale, *self._stored(), *self.folded(mean, factor),
             x.shape[1], heads, scheme.input.name, scheme.codes.name,
         )  # fmt: skip
         return y
+
+    def folded(self, mean: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scales and the bias, float32 (N,), of ``(forward(x) - mean) * factor``.
+
+        Args:
+            mean: float32 (N,), or None.
+            factor: float32 (N,).
+        """
+        bias = self._bias(torch.float32)
+        offset = bias if mean is None else -mean if bias is None else bias - mean
+        scale = self._weight("weight_scale") * factor
+        return scale, None if offset is None else offset * factor
+
+    def codes_of_heads(
+        self, x: Tensor | Normed, others: Sequence["PackedLinear"], folds: Folds, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes of queries, keys and values of one input; see ``project_heads``.
+
+        Args:
+            x: (B, T, K), of layers that read it alike.
+            others: of keys and of values; this one is of queries.
+            folds: scales and biases of the three, with factors and means of heads.
+            heads: H, of N / H outputs.
+        """
+        codes, x_scale = self._term(x)
+        kinds = (self.scheme.input.name, self.scheme.codes.name)
+        weights = (layer.row_codes for layer in (self, *others))
+        made: tuple[Tensor, Tensor, Tensor] = operator_for("project_heads", *kinds)(
+            codes, x_scale, *weights, folds.scale, folds.bias, x.shape[1], heads, *kinds
+        )
+        return made
 
 
 class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above

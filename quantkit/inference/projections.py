@@ -135,7 +135,7 @@ def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT
 def _join(name: str, layers: Sequence[Any]) -> Any:
     if all(type(layer) is nn.Linear for layer in layers):
         return _join_dense(layers)
-    reason = _why_apart(layers)
+    reason = why_apart(layers)
     if reason:
         names = ", ".join(getattr(layer, "name", "a layer in 16 bit") for layer in layers)
         raise InputError(
@@ -144,7 +144,7 @@ def _join(name: str, layers: Sequence[Any]) -> Any:
     return _join_packed(name, layers)
 
 
-def _why_apart(layers: Sequence[Any]) -> str:
+def why_apart(layers: Sequence[Any]) -> str:
     """Return why layers cannot be one; empty when they can."""
     first, *others = layers
     if not all(isinstance(layer, PackedLinear) for layer in layers):

@@ -438,6 +438,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
         "fuse_projections": False,
         "attention": [],
         "min_keys": 512,
+        "static_scales": False,
         "in_a_row": 3,
     }
     assert "3 steps in a row, waited for once: ms per step" in done.output

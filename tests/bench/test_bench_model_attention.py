@@ -39,8 +39,10 @@ def unet_dir(tmp_path_factory):
     return folder
 
 
-def run(folder, *names, attention, min_keys=1):
-    settings = ModelBenchSettings(batch=1, size=8, attention=attention, min_keys=min_keys)
+def run(folder, *names, attention, min_keys=1, static_scales=False):
+    settings = ModelBenchSettings(
+        batch=1, size=8, attention=attention, min_keys=min_keys, static_scales=static_scales
+    )
     result = run_bench(
         str(folder), settings=settings, contenders=names, device="cpu", repeats=5, seconds=0
     )
@@ -68,6 +70,17 @@ def test_contenders_run_with_attention_and_without(unet_dir):
     assert 0 < rows["f16-int8-attention"].error < rows["f16-e4m3fn-attention"].error < 0.03
     # Weights are shared, and no less than the others'.
     assert rows["fp8-e4m3fn-attention"].of_f16 == rows["fp8"].of_f16
+
+
+@pytest.mark.usefixtures("_host")
+def test_static_scales_let_packed_projections_end_in_codes(unet_dir):
+    row = run(unet_dir, "fp8", attention=("e4m3fn",), static_scales=True)["fp8-e4m3fn-attention"]
+    assert row.timing, row
+    selves = sum(n.endswith("attn1") for n, _ in tiny_unet().named_modules())
+    calls = {name.partition(" ")[0]: count for name, count in row.calls.items()}
+    assert calls["project_heads_fp8"] == calls["project_values_fp8"] == selves
+    assert calls["attention_fp8"] == 2 * selves
+    assert not {"head_codes_fp8", "value_codes_fp8"} & set(calls)
 
 
 def test_where_there_is_no_kernel_nothing_is_timed_twice(unet_dir):

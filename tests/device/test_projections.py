@@ -128,6 +128,47 @@ def test_every_tile_and_layout_writes_all_and_nothing_else(op, layout):
             assert torch.equal(found, op.reference(*operands, *options))
 
 
+@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+def test_three_projections_of_an_input_are_those_of_each(layout):
+    """In every tile, between bytes that must not change."""
+    op = OPS["project_heads_fp8"]
+    variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
+    assert len(variants) == 2
+    for variant in variants:
+        for sizes in SIZES:
+            q, k, v = (Case.draw(sizes) for _ in range(3))
+            k, v = replace(k, w=k.w.flip(0), bias=k.bias.flip(0)), replace(v, w=v.w.flip(1))
+            of_each = [case.operands("e4m3fn") for case in (q, k, v)]
+            x, x_scale = of_each[0][:2]
+            scale, bias = (torch.stack([o[i] for o in of_each]) for i in (3, 4))
+            operands = (x, x_scale, *(o[2] for o in of_each), scale, bias)
+            options = q.options("e4m3fn")
+            outputs = op.outputs(operands, options)
+            tensors = (*operands, *(torch.empty(s, dtype=dtype) for s, dtype in outputs))
+            named = dict(zip((a.name for a in op.args if a.is_pointer), tensors, strict=True))
+            found = launch(variant, layout, named, op.check(op, operands, options).sizes)
+            ends = ("project_codes_fp8", "project_codes_fp8", "project_values_fp8")
+            for part, end, of in zip("qkv", ends, of_each, strict=True):
+                assert torch.equal(found[f"{part}_codes"], OPS[end].reference(*of, *options))
+
+
+@pytest.mark.parametrize(
+    ("index", "operand", "text"),
+    [
+        (3, torch.zeros(40, 96, dtype=torch.uint8), "wk has 40 rows, wanted 48 as wq"),
+        (5, torch.ones(48), r"w_scale has shape \(48,\), wanted \(3, 48\)"),
+        (6, torch.zeros(3, 40), r"bias has shape \(3, 40\)"),
+        (4, torch.zeros(48, 80, dtype=torch.uint8), "wv"),
+    ],
+)
+def test_three_projections_that_do_not_fit_are_refused(index, operand, text):
+    x, x_scale, w, *_ = Case.draw((1, 20, 3, 16)).operands("e4m3fn")
+    operands = [x, x_scale, w, w, w, torch.ones(3, 48), torch.zeros(3, 48)]
+    operands[index] = operand
+    with pytest.raises(ShapeError, match=f"project_heads_fp8: .*{text}"):
+        execute.call(OPS["project_heads_fp8"], *operands, 20, 3, "e4m3fn", "e4m3fn")
+
+
 def test_factors_and_means_fold_into_scales_and_bias():
     case = Case.draw((2, 40, 3, 64))
     generator = torch.Generator().manual_seed(1)

@@ -14,7 +14,9 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import parse_config
 from quantkit.checkpoint.verification import verify
 from quantkit.device import compilers, log
+from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, RecipeError
+from quantkit.inference.attention_choices import attention_choices
 from quantkit.inference.head_scales import HeadScales
 from quantkit.numerics.attention_scales import SHAPES
 from quantkit.packing.attention import static_scales
@@ -126,7 +128,7 @@ def test_a_loaded_model_reads_them(made, tmp_path):
     pipe.unet.save_pretrained(tmp_path / "again")
     assert not verify(tmp_path / "again", progress=silent).breaches
     scales: Any = static[0]
-    scales.value_scale.mul_(3)
+    scales.fill("value_scale", scales.value_scale * 3)
     assert not torch.equal(draw(), before)
     with pytest.raises(CheckpointError, match="value_scale"):
         pipe.unet.save_pretrained(tmp_path / "changed")
@@ -138,22 +140,99 @@ def test_a_loaded_model_reads_them(made, tmp_path):
 def test_projections_end_in_the_codes(made, monkeypatch):
     need(compilers.host_compiler)
     unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 4, 8, 8, generator=generator)
-    text = torch.randn(2, 77, unet.config.cross_attention_dim, generator=generator)
+    inputs = sample_of(unet, 8)
 
     def ask():
         with log.record() as seen:
-            y = unet(x, torch.tensor(500), text).sample
+            y = unet(*inputs).sample
         return y, {name for name, _, _ in seen.calls}
 
+    jointly, calls = ask()
+    assert {"project_heads_fp8", "attention_fp8"} <= calls
+    for child in (m for m in unet.modules() if isinstance(m, HeadScales)):
+        child.keep(None)
     found, calls = ask()
     assert {"project_codes_fp8", "project_values_fp8", "attention_fp8"} <= calls
+    assert "project_heads_fp8" not in calls
+    assert torch.equal(found, jointly)
     monkeypatch.setattr("quantkit.inference.attention_heads._ends_in_codes", lambda *_: False)
     wanted, calls = ask()
     assert not any(name.startswith("project") for name in calls)
     assert "value_codes_fp8" in calls
     assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+@torch.no_grad()
+def test_a_compiled_model_projects_in_one_launch(made):
+    need(compilers.host_compiler)
+    unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet
+    inputs = sample_of(unet, 8)
+    wanted = unet(*inputs).sample
+    torch._dynamo.reset()
+    compiled = torch.compile(unet, fullgraph=True, backend="eager")
+    with log.record() as seen:
+        assert torch.equal(compiled(*inputs).sample, wanted)
+    assert "project_heads_fp8" in {name for name, _, _ in seen.calls}
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_projections_end_in_the_codes_of_many_keys(made):
+    """4096 keys in the first attention: enough on every device that has the kernel."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float16).unet.cuda()
+    inputs = [t.to("cuda", torch.float16) for t in sample_of(unet, 128)]
+
+    def ask():
+        with log.record() as seen:
+            y = unet(*inputs).sample
+        return y, {name for name, _, where in seen.calls if where is Backend.GPU}
+
+    found, calls = ask()
+    assert {"project_heads_fp8", "attention_fp8"} <= calls
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = unet(*inputs).sample
+    graph.replay()
+    assert torch.equal(again, found)
+    with use(Backend.GPU):
+        forced, _ = ask()
+        for child in (m for m in unet.modules() if isinstance(m, HeadScales)):
+            child.keep(None)
+        apart, calls = ask()
+    assert "project_heads_fp8" not in calls
+    assert torch.equal(apart, forced)
+    quantkit.attention(unet, qk=None)
+    wanted, calls = ask()
+    assert "attention_fp8" not in calls
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
+def sample_of(unet, side):
+    """Return a UNet's inputs: latents of two pictures, a step and their texts."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, side, side, generator=generator)
+    text = torch.randn(2, 77, unet.config.cross_attention_dim, generator=generator)
+    return x, torch.tensor(500), text
+
+
+def test_doctor_says_from_how_many_keys_projections_end_in_codes(made, monkeypatch):
+    """Where a kernel runs on request alone, but for modules whose projections are one launch."""
+    where = "quantkit.inference.attention_choices"
+    monkeypatch.setattr(f"{where}.why_on_request", lambda op, device: "slower")
+    monkeypatch.setattr(f"{where}.least_keys", lambda device, columns: 1000 + columns)
+    choices = attention_choices(open_packed(made / "packed" / "unet"), torch.device("cpu"))
+    found = {c.module: (c.backend, c.reason) for c in choices if c.format}
+    columns = {
+        module: row["head_size"]
+        for row in entry(made / "packed" / "unet")["static"]
+        for module in row["modules"]
+    }
+    assert columns
+    for module, told in found.items():
+        few = f"torch's with fewer than {1000 + columns[module]} keys"
+        assert told == (("host", few) if module.endswith("attn1") else ("torch", "slower"))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from quantkit.device.hopper import choice as hopper_choice
 from quantkit.device.hopper import conv as hopper_conv
 from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper import gemm as hopper
+from quantkit.device.hopper import projections as hopper_projections
 from quantkit.device.hopper.attention import HopperAttention, has_maps
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Sums
 from quantkit.device.ops.op import Op, Sizes, Variant
@@ -114,6 +115,19 @@ def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hop
     return replace(kernel, y_format=y_format)
 
 
+def _projection(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel:
+    assert isinstance(sizes, dict)
+    family, kinds = Family(op.family), words[:2]
+    best, mode = hopper_projections.choose_projection_tile(
+        *(sizes[name] for name in ("m", "n", "k")),
+        parts=hopper_projections.parts_of(family),
+        sums=hopper_choice.sums_for(*kinds, accurate=wanted.accurate),
+        multiprocessors=wanted.units,
+    )
+    scale = "token" if sizes["per_token"] else "tensor"
+    return _hopper_kernel(best, (*kinds, scale, "channel", "f32"), family, sparse=False, sums=mode)
+
+
 def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
     assert isinstance(sizes, dict)
     io, qk_format, head, rank, _ = words
@@ -141,6 +155,12 @@ _HOPPER: dict[str, _Choose] = {
     "geglu_int8": _geglu,
     "geglu_int8_sparse": _geglu,
     "geglu_w4a8": _geglu,
+    "project_codes_fp8": _projection,
+    "project_codes_int8": _projection,
+    "project_values_fp8": _projection,
+    "project_values_int8": _projection,
+    "project_heads_fp8": _projection,
+    "project_heads_int8": _projection,
     "attention_fp8": _attention,
     "attention_int8": _attention,
 }

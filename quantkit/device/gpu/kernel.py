@@ -7,6 +7,7 @@ from quantkit.device.hopper.attention import HopperAttention, plan_attention
 from quantkit.device.hopper.conv import plan_conv
 from quantkit.device.hopper.geglu import plan_gated
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperLaunch, arguments, plan_launch
+from quantkit.device.hopper.projections import plan_projection
 from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.device.ops.conv import why_refused
 from quantkit.device.ops.op import Op, Sizes, Variant
@@ -97,6 +98,8 @@ def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
     if isinstance(sizes, ConvShape):
         assert kernel.family is Family.CONV
         return plan_conv(kernel, sizes, units)
+    if kernel.projects:
+        return plan_projection(kernel, sizes, units)
     plan = plan_gated if kernel.gated else plan_launch
     return plan(kernel, sizes["m"], sizes["n"], sizes["k"], units)
 
@@ -105,8 +108,9 @@ def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:
     names = arguments(kernel)
     maps = [name for name in names if name.endswith("_map")]
     numbers = names[-len(launch.numbers) :]
-    # x and w are arguments only as maps.
-    operands = ["x", "x_scale", "w", *names[names.index("w_map") + 1 : names.index("y") + 1]]
+    # x and weights are arguments only as maps, y also as one.
+    before = names[: -len(numbers)]
+    operands = list(dict.fromkeys(name.removesuffix("_map") for name in before))
     slots = [*operands, *numbers, *maps]
     specs = zip(maps, launch.maps, strict=True)
     return Plan(

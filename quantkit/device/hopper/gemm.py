@@ -50,6 +50,10 @@ class Family(Enum):
     CONV = "conv"
     #: a GEMM whose second half of outputs gates the first one, quantized (hopper_gated)
     GEGLU = "geglu"
+    #: GEMMs that end in codes of attention's heads (hopper.projections)
+    CODES = "project_codes"
+    VALUES = "project_values"
+    HEADS = "project_heads"
 
 
 class Sums(Enum):
@@ -154,6 +158,11 @@ class HopperKernel:
         return self.family is Family.GEGLU
 
     @property
+    def projects(self) -> bool:
+        """True where codes of heads are written."""
+        return self.family in {Family.CODES, Family.VALUES, Family.HEADS}
+
+    @property
     def sums(self) -> Sums:
         """How products are summed."""
         if self.w_format == INT4.name:
@@ -246,12 +255,14 @@ class HopperKernel:
     def _tail_bytes(self) -> int:
         tile = self.tile
         outputs, item = 64 * tile.blocks, ITEM_BYTES["f32" if self.gated else self.io]
-        # A gated warpgroup stages the codes of a tile, one for two of its rows.
-        staged = (
-            tile.m * outputs // 2
-            if self.gated
-            else tile.staged_chunks * tile.chunk * outputs * item
-        )
+        if self.gated:
+            # The codes of a tile, one for two of its rows.
+            staged = tile.m * outputs // 2
+        elif self.projects:
+            # Rows of values are 16 bytes apart, so that they lie in other banks.
+            staged = (tile.m + 16) * outputs
+        else:
+            staged = tile.staged_chunks * tile.chunk * outputs * item
         # Scales of tokens and outputs in float32, biases as they are.
         return tile.warpgroups * (staged + 4 * (tile.m + outputs) + item * outputs)
 
@@ -264,8 +275,8 @@ class HopperLaunch:
     block: int
     #: dynamic
     shared_bytes: int
-    #: of x, w and, but for GEGLU, y; None for a y whose rows are no multiple of 16 bytes: pass 128
-    #: zero bytes
+    #: of x, weights and, but for codes, y; None for a y whose rows are no multiple of 16 bytes:
+    #: pass 128 zero bytes
     maps: tuple[TensorMap | None, ...]
     #: m, n, k and group; of a convolution, hopper_conv.conv_numbers
     numbers: tuple[int, ...]
@@ -277,9 +288,20 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     A name that ends in ``_map`` is 128 bytes by value, 64-byte aligned; those behind y and y_map
     are 32-bit integers; the others are device addresses on 16 bytes, of which bias may be null.
     """
+    if kernel.projects:
+        return _projecting_arguments(kernel)
     numbers = CONV_NUMBERS if kernel.family is Family.CONV else ("m", "n", "k", "group")
     y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
     return ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias", *y, *numbers)
+
+
+def _projecting_arguments(kernel: HopperKernel) -> tuple[str, ...]:
+    numbers = ("m", "n", "k", "tokens", "d", "group")
+    if kernel.family is Family.HEADS:
+        codes = ("q_codes", "k_codes", "v_codes")
+        maps = ("wq_map", "wk_map", "wv_map")
+        return ("x_map", "x_scale", *maps, "w_scale", "bias", *codes, *numbers)
+    return ("x_map", "x_scale", "w_map", "w_scale", "bias", "codes", *numbers)
 
 
 def plan_launch(

@@ -45,7 +45,7 @@ from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.scales import cast
 
 #: Few tokens are not worth codes, and the tiles made for them not their compilation.
-_TILE = Axis("QK_TILE", ("t0", "t1"))
+TILE = Axis("QK_TILE", ("t0", "t1"))
 
 
 def project_codes(
@@ -142,32 +142,49 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     m, n = x.shape[0], named[0][1].shape[0]
     if w_scale.shape[:1] != (n,):
         raise ShapeError(f"{op.name}: w_scale has shape {tuple(w_scale.shape)}, wanted ({n},)")
-    if tokens < 1 or m % tokens:
-        raise ShapeError(f"{op.name}: {m} rows in pictures of {tokens} tokens, wanted whole ones")
-    if heads < 1 or n % (heads * ALIGNED):
-        raise ShapeError(
-            f"{op.name}: {heads} heads of {n} outputs, wanted multiples of {ALIGNED} for each"
-        )
-    sizes = {
-        "m": m, "n": n, "k": x.shape[1], "tokens": tokens, "d": n // heads,
-        "per_token": int(x_scale.numel() > 1),
-    }  # fmt: skip
+    sizes = sizes_of_heads(op.name, (m, n, x.shape[1]), tokens, heads, x_scale)
     return Problem((x_format, w_format), sizes, group_scales=w_scale.ndim == 2)
 
 
-def _shape(operands: Operands, options: Options) -> tuple[int, int, int]:
-    """Return rows of heads, tokens and padded columns."""
+def sizes_of_heads(
+    op: str, sizes: tuple[int, int, int], tokens: int, heads: int, x_scale: Tensor
+) -> dict[str, int]:
+    """Return the integers of a projection by name.
+
+    Args:
+        op: for errors.
+        sizes: M, N and K.
+        tokens: of a picture.
+        heads: of a picture.
+        x_scale: of all tokens, or of each.
+
+    Raises:
+        ShapeError: pictures or heads that are not whole.
+    """
+    m, n, k = sizes
+    if tokens < 1 or m % tokens:
+        raise ShapeError(f"{op}: {m} rows in pictures of {tokens} tokens, wanted whole ones")
+    if heads < 1 or n % (heads * ALIGNED):
+        raise ShapeError(
+            f"{op}: {heads} heads of {n} outputs, wanted multiples of {ALIGNED} for each"
+        )
+    per_token = int(x_scale.numel() > 1)
+    return {"m": m, "n": n, "k": k, "tokens": tokens, "d": n // heads, "per_token": per_token}
+
+
+def rows_of_heads(operands: Operands, options: Options) -> tuple[int, int, int]:
+    """Return rows of heads, tokens and padded columns of a result."""
     x, _, w, *_ = operands
     tokens, heads, *_ = options
     return given(x).shape[0] // tokens * heads, tokens, padded(given(w).shape[0] // heads)
 
 
 def _by_token(operands: Operands, options: Options) -> tuple[Output, ...]:
-    return ((_shape(operands, options), torch.uint8),)
+    return ((rows_of_heads(operands, options), torch.uint8),)
 
 
 def _transposed(operands: Operands, options: Options) -> tuple[Output, ...]:
-    rows, tokens, columns = _shape(operands, options)
+    rows, tokens, columns = rows_of_heads(operands, options)
     return (((rows, columns, padded(tokens, RUN)), torch.uint8),)
 
 
@@ -181,14 +198,14 @@ def _sample(
     return operands, (m if m % 2 else m // 2, heads, *kinds)
 
 
-_BUDGET = Budget(
+BUDGET = Budget(
     1e-6,
     0.0,
     (1.5, 1.0),
     "sums in another order move a value across the boundary between two codes",
 )
-_WIDTH = f"ceil_div(d, {COLUMNS}) * {COLUMNS}"
-_REQUIRES = (f"d % {ALIGNED} == 0", "n % d == 0", "m % tokens == 0")
+WIDTH = f"ceil_div(d, {COLUMNS}) * {COLUMNS}"
+REQUIRES = (f"d % {ALIGNED} == 0", "n % d == 0", "m % tokens == 0")
 _FORMULA = (
     "codes[b * heads + h, {place}] = e4m3fn(clamp(sum_k(x[i, k] * {w}[j, k]) * x_scale[i] * "
     "w_scale[j] + bias[j], -max, max)), i = b * tokens + t, j = h * d + c"
@@ -213,7 +230,7 @@ def _op(
             "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, int tokens, "
             "int heads, str x_format, str w_format) -> Tensor"
         ),
-        axes=(formats("X", kind), formats("W", kind), _TILE),
+        axes=(formats("X", kind), formats("W", kind), TILE),
         args=(
             *(X_CODES, X_SCALE, Argument("w", "u8", "[n, k]"), Argument("w_scale", "f32", "[n]")),
             Argument("bias", "f32", "[n]", null="no bias"),
@@ -225,9 +242,9 @@ def _op(
         check=_check,
         outputs=outputs,
         reference=reference,
-        budget=_BUDGET,
+        budget=BUDGET,
         sample=_sample,
-        requires=_REQUIRES,
+        requires=REQUIRES,
     )
 
 
@@ -237,12 +254,12 @@ def _rows(kind: str) -> tuple[Op, Op]:
             kind,
             "project_codes",
             place="t, c",
-            shape=f"[m // tokens * n // d, tokens, {_WIDTH}]",
+            shape=f"[m // tokens * n // d, tokens, {WIDTH}]",
             outputs=_by_token,
             reference=project_codes,
         ),
         formula=_FORMULA.format(place="t, c", w="dense(w, w_meta)"),
-        requires=_REQUIRES,
+        requires=REQUIRES,
     )
 
 
@@ -251,11 +268,11 @@ def _columns(kind: str) -> Op:
         kind,
         "project_values",
         place="c, t",
-        shape=f"[m // tokens * n // d, {_WIDTH}, ceil_div(tokens, {RUN}) * {RUN}]",
+        shape=f"[m // tokens * n // d, {WIDTH}, ceil_div(tokens, {RUN}) * {RUN}]",
         outputs=_transposed,
         reference=project_values,
     )
 
 
 _FP8, _INT8 = _rows("fp8"), _rows("int8")
-OPS = (*_FP8, *_INT8, with_int4(_INT8[0], _REQUIRES), _columns("fp8"), _columns("int8"))
+OPS = (*_FP8, *_INT8, with_int4(_INT8[0], REQUIRES), _columns("fp8"), _columns("int8"))

@@ -9,6 +9,7 @@ from quantkit.device.ops import (
     group_norm,
     heads,
     joint_heads,
+    joint_projections,
     layer_norm,
     observe,
     projections,
@@ -36,6 +37,7 @@ OPS: dict[str, Op] = {
         stream_codes.OPS,
         projections.OPS,
         observe.OPS,
+        joint_projections.OPS,
     )
     for op in rows
 }

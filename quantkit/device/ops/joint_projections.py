@@ -1,0 +1,147 @@
+"""Three products of one input that end in codes of attention's heads: one launch for all of them.
+
+What is computed is ``project_codes`` of queries and keys and ``project_values`` of values, to the
+bit; factors of heads, and means that are taken off, are in scales and biases as there.
+"""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+import torch
+from torch import Tensor
+
+from quantkit.device.ops.checks import check_gemm, given
+from quantkit.device.ops.op import Argument, Op, Operands, Options, Output, Problem, Variant
+from quantkit.device.ops.products import X_CODES, X_SCALE, K, M, N, formats, sample_product
+from quantkit.device.ops.projections import (
+    BUDGET,
+    REQUIRES,
+    TILE,
+    WIDTH,
+    project_codes,
+    project_values,
+    rows_of_heads,
+    sizes_of_heads,
+)
+from quantkit.device.ops.streams import ALIGNED
+from quantkit.errors import ShapeError
+from quantkit.numerics.attention import RUN, padded
+
+_PARTS = ("wq", "wk", "wv")
+
+
+def project_heads(
+    x: Tensor,
+    x_scale: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    w_scale: Tensor,
+    bias: Tensor,
+    tokens: int,
+    heads: int,
+    x_format: str,
+    w_format: str,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return e4m3fn codes of queries, keys and, transposed, values; see ``project_codes``.
+
+    Args:
+        x: (M, K) uint8 codes, M the tokens of all pictures.
+        x_scale: float32, one element or (M,).
+        wq: (N, K) uint8 codes, N = heads * d, d a multiple of 8.
+        wk: likewise.
+        wv: likewise.
+        w_scale: float32 (3, N).
+        bias: float32 (3, N).
+        tokens: of a picture.
+        heads: of a picture.
+        x_format: of x.
+        w_format: of the weights.
+        precision: of products and sums.
+    """
+    ends = (project_codes, project_codes, project_values)
+    q, k, v = (
+        end(
+            x, x_scale, w, scale, added, tokens, heads, x_format, w_format, precision=precision
+        )
+        for end, w, scale, added in zip(ends, (wq, wk, wv), w_scale, bias, strict=True)
+    )  # fmt: skip
+    return q, k, v
+
+
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    x, x_scale, *weights, w_scale, bias = map(given, operands)
+    tokens, heads, x_format, w_format = options
+    m, n = x.shape[0], weights[0].shape[0]
+    for name, numbers in (("w_scale", w_scale), ("bias", bias)):
+        if numbers.shape != (len(_PARTS), n):
+            raise ShapeError(
+                f"{op.name}: {name} has shape {tuple(numbers.shape)}, wanted {(len(_PARTS), n)}"
+            )
+    for name, w, scale, added in zip(_PARTS, weights, w_scale, bias, strict=True):
+        if w.shape[0] != n:
+            raise ShapeError(f"{op.name}: {name} has {w.shape[0]} rows, wanted {n} as wq")
+        check_gemm(op.name, x, x_scale, ((name, w, 1),), scale, added, torch.float32)
+    sizes = sizes_of_heads(op.name, (m, n, x.shape[1]), tokens, heads, x_scale)
+    return Problem((x_format, w_format), sizes)
+
+
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    rows, tokens, columns = rows_of_heads(operands, options)
+    by_token = ((rows, tokens, columns), torch.uint8)
+    return by_token, by_token, ((rows, columns, padded(tokens, RUN)), torch.uint8)
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    m, n, k = sizes
+    heads, d = 3, ALIGNED * (1 + n % 9)
+    kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XW")
+    each = [
+        sample_product(variant, (m, k), heads * d, k, generator, per_row=m % 3 > 0) for _ in _PARTS
+    ]
+    (x, x_scale, *_), (_, _, weights, scales, biases) = each[0], zip(*each, strict=True)
+    operands = (x, x_scale, *weights, torch.stack(scales), torch.stack(biases))
+    return operands, (m if m % 2 else m // 2, heads, *kinds)
+
+
+def _op(kind: str) -> Op:
+    by_token = f"[m // tokens * n // d, tokens, {WIDTH}]"
+    by_column = f"[m // tokens * n // d, {WIDTH}, ceil_div(tokens, {RUN}) * {RUN}]"
+    return Op(
+        name=f"project_heads_{kind}",
+        family="project_heads",
+        source="project_heads.hip",
+        formula=(
+            f"project_codes_{kind} of x, wq and of x, wk; project_values_{kind} of x, wv; with "
+            "rows 0, 1 and 2 of w_scale and bias"
+        ),
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor wq, Tensor wk, Tensor wv, Tensor w_scale, "
+            "Tensor bias, int tokens, int heads, str x_format, str w_format) "
+            "-> (Tensor, Tensor, Tensor)"
+        ),
+        axes=(formats("X", kind), formats("W", kind), TILE),
+        args=(
+            *(X_CODES, X_SCALE),
+            *(Argument(w, "u8", "[n, k]") for w in _PARTS),
+            *(Argument("w_scale", "f32", "[3, n]"), Argument("bias", "f32", "[3, n]")),
+            *(Argument(f"{part}_codes", "u8", by_token, written=True) for part in "qk"),
+            Argument("v_codes", "u8", by_column, written=True),
+            *(M, N, K),
+            *(Argument(number, "i32") for number in ("tokens", "d", "per_token")),
+        ),
+        k_multiple=16,
+        check=_check,
+        outputs=_outputs,
+        reference=project_heads,
+        budget=BUDGET,
+        sample=_sample,
+        rows_per_column=len(_PARTS),
+        requires=REQUIRES,
+    )
+
+
+OPS = (_op("fp8"), _op("int8"))
