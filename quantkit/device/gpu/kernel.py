@@ -97,8 +97,10 @@ def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
     if isinstance(sizes, ConvShape):
         assert kernel.family is Family.CONV
         return plan_conv(kernel, sizes, units)
-    plan = plan_gated if kernel.gated else plan_launch
-    return plan(kernel, sizes["m"], sizes["n"], sizes["k"], units)
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    if kernel.gated:
+        return plan_gated(kernel, m, n, k, units)
+    return plan_launch(kernel, m, n, k, units, rows=sizes.get("rows", 1))
 
 
 def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:
