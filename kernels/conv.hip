@@ -27,9 +27,9 @@ static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of ev
 
 QK_KERNEL(Tile::kThreads)
 QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const float* w_scale,
-          const void* bias, void* y, int m, int n, int k, int height, int width, int channels,
-          int out_height, int out_width, int taps_wide, int stride_y, int stride_x, int dilation_y,
-          int dilation_x, int top, int left) {
+          const void* bias, QK_IF_RESIDUAL(const void* residual, ) void* y, int m, int n, int k,
+          int height, int width, int channels, int out_height, int out_width, int taps_wide,
+          int stride_y, int stride_x, int dilation_y, int dilation_x, int top, int left) {
   QK_SHARED(lds, Loop::kLdsBytes);
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   typename Loop::Accumulators acc = {};
@@ -38,7 +38,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const float* w
                     stride_y, stride_x, dilation_y, dilation_x, top,       left};
   if (!loop.run(acc, {x, w, nullptr, m, n, k}, lds, origin.m, origin.n)) return;
   const int wave = qk::wave_index();
-  Epilogue::run<Mma>({x_scale, w_scale, bias, y, m, n}, acc,
+  Epilogue::run<Mma>({x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual)}, acc,
                      origin.m + wave / Tile::kWavesN * Tile::kWaveM,
                      origin.n + wave % Tile::kWavesN * Tile::kWaveN);
 }

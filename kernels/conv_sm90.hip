@@ -35,9 +35,11 @@ static_assert(QK_X_SCALE != QK_TOKEN, "a pixel is part of many outputs: they sha
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           const __grid_constant__ qk::TensorMap w_map, const float* w_scale, const void* bias,
-          void* y, const __grid_constant__ qk::TensorMap y_map, int m, int n, int channels,
-          int taps, int taps_wide, int wide_bits, int across, int down, int stride_x, int stride_y,
-          int dilation_x, int dilation_y, int left, int top, int group) {
+          QK_IF_RESIDUAL(const void* residual, ) void* y,
+          const __grid_constant__ qk::TensorMap y_map,
+          QK_IF_RESIDUAL(const __grid_constant__ qk::TensorMap residual_map, ) int m, int n,
+          int channels, int taps, int taps_wide, int wide_bits, int across, int down, int stride_x,
+          int stride_y, int dilation_x, int dilation_y, int left, int top, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   const View view{channels, taps,     taps_wide,  wide_bits,  across, down,
                   stride_x, stride_y, dilation_x, dilation_y, left,   top};
@@ -45,9 +47,9 @@ QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
              w_map,
              y_map,
              nullptr,
-             {x_scale, w_scale, bias, y, m, n},
+             {x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual)},
              taps * channels,
              group,
-             view},
+             view QK_IF_RESIDUAL(, &residual_map)},
             shared);
 }

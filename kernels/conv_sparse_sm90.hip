@@ -21,7 +21,9 @@ static_assert(QK_X_SCALE != QK_TOKEN, "a pixel is part of many outputs: they sha
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_meta, const float* w_scale,
-          const void* bias, void* y, const __grid_constant__ qk::TensorMap y_map, int m, int n,
+          const void* bias, QK_IF_RESIDUAL(const void* residual, ) void* y,
+          const __grid_constant__ qk::TensorMap y_map,
+          QK_IF_RESIDUAL(const __grid_constant__ qk::TensorMap residual_map, ) int m, int n,
           int channels, int taps, int taps_wide, int wide_bits, int across, int down, int stride_x,
           int stride_y, int dilation_x, int dilation_y, int left, int top, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
@@ -31,9 +33,9 @@ QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
              w_map,
              y_map,
              w_meta,
-             {x_scale, w_scale, bias, y, m, n},
+             {x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual)},
              taps * channels,
              group,
-             view},
+             view QK_IF_RESIDUAL(, &residual_map)},
             shared);
 }

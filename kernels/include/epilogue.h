@@ -1,5 +1,6 @@
 // From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to
-// io. An int32 sum is rounded to f32 first.
+// io. An int32 sum is rounded to f32 first. With a residual y = that * gate + residual, before it
+// is rounded.
 #pragma once
 
 #include "config.h"
@@ -12,12 +13,17 @@ struct EpilogueArgs {
   const void* bias;    // io [N] or null
   void* y;             // io [M, N]
   int m, n;
+  const void* residual = nullptr;  // io [M, N]
+  const void* gate = nullptr;      // io [M / rows, N]
+  int rows = 1;                    // of y for a row of the gate
 };
 
-template <Io kIo, bool kPerToken, bool kPerChannel>
+template <Io kIo, bool kPerToken, bool kPerChannel, Residual kResidual = Residual(QK_RESIDUAL)>
 struct Epilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
+  static constexpr bool kAdds = kResidual != Residual::kNone,
+                        kGates = kResidual == Residual::kGated;
 
   /// Writes kCount values at y[token, output...]; by 16 bytes where the row pitch keeps them
   /// aligned.
@@ -37,6 +43,69 @@ struct Epilogue {
         if (output + e < args.n) target[e] = Type::round(values[e]);
       }
     }
+  }
+
+  /// kCount values of a row as they lie in memory, the first lowest.
+  template <int kCount>
+  struct Run {
+    static constexpr int kPerWord = sizeof(u32) / sizeof(Memory), kWords = kCount / kPerWord;
+    u32 words[kWords];
+
+    QK_DEVICE f32 value(int e) const {
+      if constexpr (sizeof(Memory) == 2) {
+        return Type::widen(static_cast<Memory>(words[e / 2] >> 16 * (e % 2)));
+      } else {
+        return bits_float(words[e]);
+      }
+    }
+  };
+
+  /// Reads those of row `row` from `output` on, as `write` writes; zeros past the row's end.
+  template <int kCount>
+  static QK_DEVICE Run<kCount> read(const void* from, int row, int output, int n) {
+    constexpr int kPerLoad = sizeof(Vec16) / sizeof(Memory);
+    const Memory* const source =
+        static_cast<const Memory*>(from) + (static_cast<i64>(row) * n + output);
+    Run<kCount> run = {};
+    if (kCount % kPerLoad == 0 && n % kPerLoad == 0 && output + kCount <= n) {
+      QK_UNROLL for (int i = 0; i < Run<kCount>::kWords; i += 4) {
+        const auto vector = load<Vec16>(source + i * Run<kCount>::kPerWord);
+        QK_UNROLL for (int word = 0; word < 4; ++word)
+          run.words[i + word] = vector.v[word];
+      }
+    } else {
+      QK_UNROLL for (int e = 0; e < kCount; ++e) {
+        if (output + e >= n) continue;
+        if constexpr (sizeof(Memory) == 2) {
+          run.words[e / 2] |= static_cast<u32>(source[e]) << 16 * (e % 2);
+        } else {
+          run.words[e] = float_bits(source[e]);
+        }
+      }
+    }
+    return run;
+  }
+
+  /// What some tokens' runs are added to. All of it is asked for before the first one is written:
+  /// as far as the compiler knows, y may be what is read.
+  template <int kCount, int kTokens>
+  struct Addends {
+    Run<kCount> residual[kTokens], gate[kGates ? kTokens : 1];
+
+    QK_DEVICE void load(const EpilogueArgs& args, int i, int token, int output) {
+      residual[i] = read<kCount>(args.residual, token, output, args.n);
+      if constexpr (kGates) gate[i] = read<kCount>(args.gate, token / args.rows, output, args.n);
+    }
+    QK_DEVICE f32 apply(f32 value, int i, int e) const {
+      if constexpr (kGates) value *= gate[i].value(e);
+      return add_rounded(value, residual[i].value(e));
+    }
+  };
+  /// How many of a lane's tokens' runs it holds at once: what 16 registers take.
+  template <int kCount>
+  static constexpr QK_DEVICE int batch(int tokens) {
+    const int fit = 64 / (kCount * static_cast<int>(sizeof(Memory)) * (kGates ? 2 : 1));
+    return !kAdds || fit < 1 ? 1 : fit < tokens ? fit : tokens;
   }
 
   /// What kCount consecutive rows of w are multiplied with, and what is added to them.
@@ -74,8 +143,14 @@ struct Epilogue {
     QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
       const int output = n0 + Mma::template output<kBlocksN>(run, lane);
       const Factors<kLength> mine = factors<kLength>(args, output, args.n);
+      constexpr int kTokens = kBlocksM * Mma::kColumns, kBatch = batch<kLength>(kTokens);
+      [[maybe_unused]] Addends<kLength, kBatch> addends;
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
         QK_UNROLL for (int column = 0; column < Mma::kColumns; ++column) {
+          if constexpr (kAdds) {
+            const int i = j * Mma::kColumns + column;
+            if (i % kBatch == 0) load_addends<Mma>(addends, args, i, kTokens, m0, output);
+          }
           const int token = m0 + 16 * j + Mma::token(column, lane);
           if (token >= args.m || output >= args.n) continue;
           const f32 x_scale = token_scale(args, token);
@@ -83,10 +158,26 @@ struct Epilogue {
           QK_UNROLL for (int e = 0; e < kLength; ++e) {
             const auto sum = acc[Mma::template block<kBlocksN>(run, e)][j][Mma::element(e, column)];
             values[e] = mine.apply(static_cast<f32>(sum) * x_scale, e);
+            if constexpr (kAdds)
+              values[e] = addends.apply(values[e], (j * Mma::kColumns + column) % kBatch, e);
           }
           write(args, token, output, values);
         }
       }
+    }
+  }
+
+ private:
+  /// Loads those of a lane's tokens from number `first` on, of `count`; m0 is the wave's first
+  /// token.
+  template <class Mma, int kCount, int kTokens>
+  static QK_DEVICE void load_addends(Addends<kCount, kTokens>& addends, const EpilogueArgs& args,
+                                     int first, int count, int m0, int output) {
+    const int lane = thread_index() % kWave;
+    QK_UNROLL for (int i = 0; i < kTokens; ++i) {
+      const int number = first + i, column = number % Mma::kColumns;
+      const int token = m0 + 16 * (number / Mma::kColumns) + Mma::token(column, lane);
+      if (number < count && token < args.m && output < args.n) addends.load(args, i, token, output);
     }
   }
 };

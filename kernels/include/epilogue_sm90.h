@@ -5,7 +5,8 @@
 // an int32 sum is rounded to f32 first. A
 // lane holds two neighbouring tokens of an output, y has outputs contiguous: a chunk of tokens is
 // transposed on the way into shared memory (stmatrix for 16-bit types) and leaves it 16 bytes at a
-// time.
+// time. A residual comes the same way back: the copy engine brings its chunks to where those of y
+// will be, before the K loop as many as there is room for, and lanes change them in place.
 #pragma once
 
 #include "epilogue.h"
@@ -26,6 +27,7 @@ QK_DEVICE u32 round_pair(f32 low, f32 high) {
 
 template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class TheView = MatrixView<Tile>>
 struct HopperEpilogue {
+  static constexpr bool kAdds = Tile::kAdds, kGates = Tile::kAddsGated;
   using Args = EpilogueArgs;
   using View = TheView;
   using Type = IoType<kIo>;
@@ -40,6 +42,10 @@ struct HopperEpilogue {
   int thread;            // of the warpgroup
   int barrier;           // the warpgroup's
   View view;
+  struct {
+    const TensorMap* map;
+    u32 arrived;  // barriers of the staged chunks
+  } residual = {};
 
   /// The thread's share of what the warpgroup multiplies and adds, loaded before the K loop hides
   /// the wait.
@@ -64,9 +70,19 @@ struct HopperEpilogue {
     return factors;
   }
 
+  /// Asks for the gate of the tile's first token, and for the residual of the first chunks, once
+  /// the last tile's have left their buffers.
+  QK_DEVICE void ask(Position at) const {
+    if (thread != 0) return;
+    store_wait<0>();
+    if constexpr (kGates) fetch_gate(at);
+    QK_UNROLL for (int chunk = 0; chunk < Tile::kStaged; ++chunk)
+      fetch(chunk, at);
+  }
+
   template <class Sum>
   QK_DEVICE void run(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
-                     Position at) const {
+                     Position at) {
     QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
       if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
     }
@@ -79,17 +95,32 @@ struct HopperEpilogue {
     QK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       u8* const buffer = staged + chunk % Tile::kStaged * Tile::kChunkBytes;
       const int first = chunk * Tile::kChunk;
-      if (chunk == 0 || kChunks > Tile::kStaged) {
+      if constexpr (kAdds) {
+        if (chunk == 0) group_sync(barrier, 128);
+        barrier_wait(arrived(chunk), chunk / Tile::kStaged % 2);
+      } else if (chunk == 0 || kChunks > Tile::kStaged) {
         // The scales are there, and the buffer's last chunk has left it.
         if (thread == 0) store_wait<(kChunks > Tile::kStaged ? Tile::kStaged - 1 : 0)>();
         group_sync(barrier, 128);
       }
       if (chunk == 0) load_lane_factors(mine);
-      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16)
-        stage_tokens(sums, mine, buffer, first, part);
+      if constexpr (kGates) {
+        if (chunk == 0) mine.gate_end = gate_end(at.m);
+      }
+      Arrived here, next;
+      if constexpr (kAhead) load_arrived(here, buffer, 0);
+      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) {
+        if constexpr (kAhead) {
+          if (part + 16 < Tile::kChunk) load_arrived(next, buffer, part + 16);
+        } else if constexpr (kAdds) {
+          load_arrived(here, buffer, part);
+        }
+        stage_tokens(sums, mine, here, buffer, first, part);
+        if constexpr (kAhead) here = next;
+      }
       store_fence();
       group_sync(barrier, 128);
-      if (!whole_vectors) {
+      if (!kAdds && !whole_vectors) {
         write(buffer, at, first);
       } else if (thread == 0) {
         QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
@@ -97,6 +128,15 @@ struct HopperEpilogue {
                     view.outputs(at.m, first, at.n + box * Tile::kBoxOutputs));
         }
         store_commit();
+        if constexpr (kAdds) {
+          if (chunk + 1 >= Tile::kStaged && chunk + 1 < kChunks) {
+            store_wait<Tile::kStaged - 1>();
+            fetch(chunk + 1, at);
+          }
+          // An even number of phases in each tile, so that no parity has to be kept.
+          if (chunk + Tile::kStaged >= kChunks && chunk / Tile::kStaged % 2 == 0)
+            barrier_arrive(arrived(chunk));
+        }
       }
     }
   }
@@ -112,14 +152,67 @@ struct HopperEpilogue {
     return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
   }
 
+  // Where registers allow it, gates stay in them, and the residual of the next sixteen tokens is
+  // loaded while that of these is added.
+  static constexpr bool kHeldGates = kGates && Tile::kBlocks == 1,
+                        kAhead = kAdds && Tile::kBlocks == 1;
+
   /// What the lane's outputs are multiplied with, and what is added.
   struct Lane {
     f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2];
+    int gate_end;  // the tile's first token that has the next row of the gate
+    f32 gate[2][kHeldGates ? 2 : 1];
+  };
+
+  /// What the lane's values of sixteen tokens are added to.
+  struct Arrived {
+    u32 words[kAdds ? Tile::kBlocks : 1][2 * sizeof(Memory)];
+    QK_DEVICE f32 value(int block, int i) const {
+      if constexpr (sizeof(Memory) == 2) {
+        return Type::widen(static_cast<Memory>(words[block][i / 2] >> 16 * (i % 2)));
+      } else {
+        return bits_float(words[block][i]);
+      }
+    }
   };
 
   QK_DEVICE Memory* biases() const {
     return reinterpret_cast<Memory*>(scales + Tile::kM + Tile::kOutputs);
   }
+  QK_DEVICE Memory* gates() const { return biases() + Tile::kOutputs; }
+
+  /// How many tokens from `token` on have its row of the gate. What divides by the rows would be
+  /// kept through the K loop if they were not new each time.
+  QK_DEVICE int gate_end(int token) const {
+    int rows = args.rows;
+    asm volatile("" : "+r"(rows));
+    return (token / rows + 1) * rows - token;
+  }
+
+  /// Asks for the two rows of the gate that a tile's tokens may have.
+  QK_DEVICE void fetch_gate(Position at) const {
+    const int left = args.n - at.n, picture = at.m / args.rows;
+    const int count = left < Tile::kOutputs ? left : Tile::kOutputs;
+    QK_UNROLL for (int row = 0; row < 2; ++row) {
+      if (count <= 0 || (picture + row) * args.rows >= args.m) continue;
+      const Memory* const source =
+          static_cast<const Memory*>(args.gate) + (static_cast<i64>(picture + row) * args.n + at.n);
+      const int bytes = count * static_cast<int>(sizeof(Memory));
+      barrier_expect_more(residual.arrived, bytes);
+      copy_bytes(shared_address(gates() + row * Tile::kOutputs), source, bytes, residual.arrived);
+    }
+  }
+
+  /// Asks for a chunk of the residual. One thread.
+  QK_DEVICE void fetch(int chunk, Position at) const {
+    const u32 target = shared_address(staged + chunk % Tile::kStaged * Tile::kChunkBytes);
+    barrier_expect(arrived(chunk), Tile::kChunkBytes);
+    QK_UNROLL for (int box = 0; box < Tile::kBoxes; ++box) {
+      copy_box(target + box * Tile::kBoxBytes, *residual.map, arrived(chunk),
+               view.outputs(at.m, chunk * Tile::kChunk, at.n + box * Tile::kBoxOutputs));
+    }
+  }
+  QK_DEVICE u32 arrived(int chunk) const { return residual.arrived + 8 * (chunk % Tile::kStaged); }
 
   QK_DEVICE void load_lane_factors(Lane& mine) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
@@ -127,6 +220,10 @@ struct HopperEpilogue {
         const int output = 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
         mine.weight[block][half] = scales[Tile::kM + output];
         mine.bias[block][half] = Type::widen(biases()[output]);
+        if constexpr (kHeldGates) {
+          QK_UNROLL for (int row = 0; row < 2; ++row)
+            mine.gate[row][half] = Type::widen(gates()[row * Tile::kOutputs + output]);
+        }
       }
     }
   }
@@ -134,7 +231,7 @@ struct HopperEpilogue {
   /// Sixteen tokens from `first + part` into rows part .. of a chunk.
   template <class Sum>
   QK_DEVICE void stage_tokens(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine,
-                              u8* buffer, int first, int part) const {
+                              const Arrived& arrived, u8* buffer, int first, int part) const {
     const int lane = thread % 32, warp = thread / 32;
     f32 token[2][2];
     QK_UNROLL for (int i = 0; i < 4; ++i) {
@@ -148,6 +245,23 @@ struct HopperEpilogue {
             static_cast<f32>(sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2]);
         values[eight][half][i % 2] = add_rounded(
             sum * token[eight][i % 2] * mine.weight[block][half], mine.bias[block][half]);
+        if constexpr (kGates) {
+          const int token = first + part + 8 * eight + 2 * (lane % 4) + i % 2;
+          const int output = 64 * block + 16 * warp + 8 * half + lane / 4;
+          const bool later = token >= mine.gate_end;
+          if constexpr (kHeldGates) {
+            values[eight][half][i % 2] *= later ? mine.gate[1][half] : mine.gate[0][half];
+          } else {
+            values[eight][half][i % 2] *=
+                Type::widen(gates()[(later ? Tile::kOutputs : 0) + output]);
+          }
+        }
+      }
+      if constexpr (kAdds) {
+        QK_UNROLL for (int i = 0; i < 8; ++i) {
+          f32& value = values[i / 4][i / 2 % 2][i % 2];
+          value = add_rounded(value, arrived.value(block, i));
+        }
       }
       if constexpr (sizeof(Memory) == 2) {
         u32 words[4];
@@ -163,6 +277,26 @@ struct HopperEpilogue {
           const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
           store(buffer + staged_offset(row, 4 * column) + 4 * column % 16,
                 values[i / 4][i / 2 % 2][i % 2]);
+        }
+      }
+    }
+  }
+
+  /// Loads the residual from the places where `stage_tokens` will put the sum.
+  QK_DEVICE void load_arrived(Arrived& arrived, const u8* buffer, int part) const {
+    const int lane = thread % 32, warp = thread / 32;
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      if constexpr (sizeof(Memory) == 2) {
+        const int row = part + 8 * (lane / 16) + lane % 8,
+                  column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
+        load_transposed(arrived.words[block],
+                        shared_address(buffer + staged_offset(row, 2 * column)));
+      } else {
+        QK_UNROLL for (int i = 0; i < 8; ++i) {
+          const int row = part + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+          const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
+          arrived.words[block][i] =
+              load<u32>(buffer + staged_offset(row, 4 * column) + 4 * column % 16);
         }
       }
     }

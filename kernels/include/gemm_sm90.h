@@ -14,6 +14,7 @@ struct HopperOperands {
   Args out;
   int k, group;
   View view;
+  const TensorMap* residual = nullptr;
 };
 
 template <class Tile, Format kW, Format kX, bool kPromote, class Epilogue>
@@ -37,7 +38,10 @@ struct HopperGemm {
       tensor_map_prefetch(op.w);
       ring.init();
     }
-    if (thread_index() == 0) tensor_map_prefetch(op.y);
+    if (thread_index() == 0) {
+      tensor_map_prefetch(op.y);
+      if constexpr (Tile::kAdds) tensor_map_prefetch(*op.residual);
+    }
     if constexpr (kSplit) cluster_sync();
     if (group == Tile::kConsumers) {
       if constexpr (Tile::kConsumers > 1) registers_shrink<kCopying>();
@@ -79,6 +83,7 @@ struct HopperGemm {
     u8* const staged = shared + Tile::kStages * Tile::kStageBytes + group * Tile::kStagedBytes;
     f32* const scales = reinterpret_cast<f32*>(shared + Tile::kScales + group * Tile::kScaleBytes);
     Epilogue epilogue{op.out, op.y, staged, scales, thread, group + 1, op.view};
+    if constexpr (Tile::kAdds) epilogue.residual = {op.residual, ring.added(group)};
     Reader<Tile> reader;
     reader.skip(turn * schedule.count);
     group_sync(kReady, kReadyThreads);
@@ -102,7 +107,11 @@ struct HopperGemm {
         loop.next_output = output_of(tile < schedule.total ? tile : schedule.first);
       }
       typename Loop::Sums sums;
-      loop.run(sums, reader, meta);
+      loop.run(sums, reader, meta, [&] {
+        if constexpr (Tile::kAdds) {
+          if (schedule.rank == 0) epilogue.ask(mine);
+        }
+      });
       if constexpr (kSplit) {
         reduce_team(sums, ring, schedule.rank, group * 128 + thread);
         if (schedule.rank != 0) return;

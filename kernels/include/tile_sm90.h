@@ -23,12 +23,13 @@ struct Problem {
 /// memory for the copy engine to write them out; with all of them, the next tile starts while the
 /// last one is written. Large chunks take fewer barriers, small ones less memory and start to leave
 /// earlier. Gated: half of the rows of w gate the other half, and y has a column for two of them
-/// (gated_sm90.h).
+/// (gated_sm90.h). Added: to what y is added; the residual's chunks arrive where those of y leave.
 template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, Stored W, int OutputBytes,
-          int Chunk, bool Gated = false>
+          int Chunk, bool Gated = false, Residual Added = Residual(QK_RESIDUAL)>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kGated = Gated;
+  static constexpr bool kAdds = Added != Residual::kNone, kAddsGated = Added == Residual::kGated;
   static constexpr bool kSparse = W == Stored::kSparse, kInt4 = W == Stored::kInt4;
   static constexpr bool kHasMetadata = kSparse || kInt4;
   static constexpr int kPerMeta = kSparse ? 8 : 32;  // weights of a row for a byte of metadata
@@ -52,9 +53,10 @@ struct HopperTile {
   static constexpr int kStagedBytes = Gated    ? M * kOwnColumns
                                       : kCodes ? kOutputs * (M + 16)
                                                : kStaged * kChunkBytes;
-  static constexpr int kScaleBytes =
-      4 * (M + kOutputs) + (kCodes ? 4 : OutputBytes) * kOutputs;  // of tokens, outputs; biases
-  static constexpr int kLimit = 227 * 1024;                        // shared memory of a block
+  // Biases: of codes in float32, else as outputs are, with two rows of a gate behind them.
+  static constexpr int kBiasBytes = kCodes ? 4 : (kAddsGated ? 3 : 1) * OutputBytes;
+  static constexpr int kScaleBytes = 4 * (M + kOutputs) + kBiasBytes * kOutputs;
+  static constexpr int kLimit = 227 * 1024;  // shared memory of a block
   static constexpr int kTailBytes = kConsumers * (kStagedBytes + kScaleBytes);
   static constexpr int kFullSets = PingPong ? 2 : 1;
   static constexpr int kFit = (kLimit - kTailBytes - 512) / kStageBytes;
@@ -62,7 +64,9 @@ struct HopperTile {
   static constexpr int kScales = kStages * kStageBytes + kConsumers * kStagedBytes;
   static constexpr int kBarriers =
       kScales + kConsumers * kScaleBytes;  // full[kFullSets][kStages], empty[kStages]
-  static constexpr int kSharedBytes = kBarriers + 8 * (kFullSets + 1) * kStages;
+  static constexpr int kAddedBarriers =
+      kBarriers + 8 * (kFullSets + 1) * kStages;  // [kConsumers][kStaged], of residuals
+  static constexpr int kSharedBytes = kAddedBarriers + (kAdds ? 8 * kConsumers * kStaged : 0);
   static_assert(PingPong ? N == 64 * Blocks : N % (64 * Blocks) == 0,
                 "warpgroups cut the tile into 64-output blocks");
   static_assert(M % Chunk == 0 && Chunk % 16 == 0, "chunks are whole, and multiples of 16 tokens");
@@ -125,11 +129,19 @@ struct Ring {
     return base + Tile::kBarriers + 8 * (Tile::kFullSets * Tile::kStages + stage);
   }
 
+  /// Of the residual in the buffers of a warpgroup.
+  QK_DEVICE u32 added(int group) const {
+    return base + Tile::kAddedBarriers + 8 * group * Tile::kStaged;
+  }
+
   QK_DEVICE void init() const {
     constexpr int kReaders = 4 * (Tile::kPingPong ? 1 : Tile::kConsumers);
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       for (int set = 0; set < Tile::kFullSets; ++set) barrier_init(full(set, stage), 1);
       barrier_init(empty(stage), kReaders);
+    }
+    if constexpr (Tile::kAdds) {
+      for (int i = 0; i < Tile::kConsumers * Tile::kStaged; ++i) barrier_init(added(0) + 8 * i, 1);
     }
     barrier_init_fence();
   }

@@ -169,64 +169,83 @@ def _with_projections(speed: TileSpeed) -> TileSpeed:
     )
 
 
+def _with_residuals(speed: TileSpeed) -> TileSpeed:
+    """Return the rows and those of products that are added to something."""
+    products = ((op, tiles) for op, tiles in speed if op.startswith(("gemm", "conv")))
+    return (*speed, *((f"{op}_residual", tiles) for op, tiles in products))
+
+
 # Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
 # bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
-_GFX12_TILES = _with_projections(
-    (
-        *_with_int8(
-            (
-                ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
-                ("gemm_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
-                ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
-                ("geglu_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
-                ("conv_fp8", (0.80, 0.68, 0.25, 0.81)),
-                ("conv_fp8_sparse", (0.63, 0.48, 0.25, 0.65)),
-            )
-        ),
-        ("gemm_w4a8", (0.79, 0.68, 0.25, 0.84)),
-        ("geglu_w4a8", (0.79, 0.68, 0.25, 0.84)),
-        ("conv_w4a8", (0.73, 0.59, 0.25, 0.77)),
+_GFX12_TILES = _with_residuals(
+    _with_projections(
+        (
+            *_with_int8(
+                (
+                    ("gemm_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+                    ("gemm_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
+                    ("geglu_fp8", (0.87, 0.80, 0.25, 0.88, 0.27)),
+                    ("geglu_fp8_sparse", (0.75, 0.61, 0.25, 0.77, 0.27)),
+                    ("conv_fp8", (0.80, 0.68, 0.25, 0.81)),
+                    ("conv_fp8_sparse", (0.63, 0.48, 0.25, 0.65)),
+                )
+            ),
+            ("gemm_w4a8", (0.79, 0.68, 0.25, 0.84)),
+            ("geglu_w4a8", (0.79, 0.68, 0.25, 0.84)),
+            ("conv_w4a8", (0.73, 0.59, 0.25, 0.77)),
+        )
     )
 )
 # Not measured: the same figures. FP8 is widened to float16, which takes more cycles than the
 # products; 2:4 codes are spread in registers.
-_GFX11_TILES = _with_projections(
-    (
-        ("gemm_fp8", (0.44, 0.34, 0.20)),
-        ("gemm_fp8_sparse", (0.40, 0.29, 0.17)),
-        ("geglu_fp8", (0.44, 0.34, 0.20)),
-        ("geglu_fp8_sparse", (0.40, 0.29, 0.17)),
-        ("conv_fp8", (0.39, 0.34, 0.20)),
-        ("conv_fp8_sparse", (0.34, 0.29, 0.17)),
-        ("gemm_int8", (0.94, 0.91, 0.20)),
-        ("gemm_int8_sparse", (0.76, 0.62, 0.17)),
-        ("geglu_int8", (0.94, 0.91, 0.20)),
-        ("geglu_int8_sparse", (0.76, 0.62, 0.17)),
-        ("conv_int8", (0.92, 0.87, 0.20)),
-        ("conv_int8_sparse", (0.75, 0.60, 0.17)),
-        ("gemm_w4a8", (0.92, 0.86, 0.20)),
-        ("geglu_w4a8", (0.92, 0.86, 0.20)),
-        ("conv_w4a8", (0.90, 0.83, 0.20)),
+_GFX11_TILES = _with_residuals(
+    _with_projections(
+        (
+            ("gemm_fp8", (0.44, 0.34, 0.20)),
+            ("gemm_fp8_sparse", (0.40, 0.29, 0.17)),
+            ("geglu_fp8", (0.44, 0.34, 0.20)),
+            ("geglu_fp8_sparse", (0.40, 0.29, 0.17)),
+            ("conv_fp8", (0.39, 0.34, 0.20)),
+            ("conv_fp8_sparse", (0.34, 0.29, 0.17)),
+            ("gemm_int8", (0.94, 0.91, 0.20)),
+            ("gemm_int8_sparse", (0.76, 0.62, 0.17)),
+            ("geglu_int8", (0.94, 0.91, 0.20)),
+            ("geglu_int8_sparse", (0.76, 0.62, 0.17)),
+            ("conv_int8", (0.92, 0.87, 0.20)),
+            ("conv_int8_sparse", (0.75, 0.60, 0.17)),
+            ("gemm_w4a8", (0.92, 0.86, 0.20)),
+            ("geglu_w4a8", (0.92, 0.86, 0.20)),
+            ("conv_w4a8", (0.90, 0.83, 0.20)),
+        )
     )
 )
 # TFLOP/s of GEMMs at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 # GEGLU has no t2 there: of a wave's 32 rows a lane would have two codes, which are no word.
-_SM89_TILES = _with_projections(
-    (
-        *_with_int8(
-            (
-                ("gemm_fp8", (221.0, 237.0, 156.0)),
-                ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
-                ("geglu_fp8", (221.0, 237.0)),
-                ("geglu_fp8_sparse", (13.0, 57.0)),
-                ("conv_fp8", (221.0, 237.0, 156.0)),
-                ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
-            )
-        ),
-        ("gemm_w4a8", (221.0, 237.0, 156.0)),
-        ("geglu_w4a8", (221.0, 237.0)),
-        ("conv_w4a8", (221.0, 237.0, 156.0)),
+_SM89_TILES = _with_residuals(
+    _with_projections(
+        (
+            *_with_int8(
+                (
+                    ("gemm_fp8", (221.0, 237.0, 156.0)),
+                    ("gemm_fp8_sparse", (13.0, 57.0, 86.0)),
+                    ("geglu_fp8", (221.0, 237.0)),
+                    ("geglu_fp8_sparse", (13.0, 57.0)),
+                    ("conv_fp8", (221.0, 237.0, 156.0)),
+                    ("conv_fp8_sparse", (13.0, 57.0, 86.0)),
+                )
+            ),
+            ("gemm_w4a8", (221.0, 237.0, 156.0)),
+            ("geglu_w4a8", (221.0, 237.0)),
+            ("conv_w4a8", (221.0, 237.0, 156.0)),
+        )
     )
+)
+
+
+#: How names of operations that multiply begin, and what else they may end in.
+_MULTIPLYING = (
+    *((op, ("", "_residual")) for op in ("gemm", "conv")),
+    *((op, ("",)) for op in ("geglu", "project_codes", "project_values", "project_heads")),
 )
 
 
@@ -234,8 +253,9 @@ def _multiplying(kind: str, dense: str, sparse: str) -> tuple[tuple[str, str], .
     """Return the instruction of every operation that multiplies: one for each kind of weights."""
     kinds = (("", dense), ("_sparse", sparse))
     return tuple(
-        (f"{op}_{kind}{suffix}", instruction)
-        for op in ("gemm", "geglu", "conv", "project_codes", "project_values", "project_heads")
+        (f"{op}_{kind}{suffix}{end}", instruction)
+        for op, ends in _MULTIPLYING
+        for end in ends
         for suffix, instruction in kinds
     )
 

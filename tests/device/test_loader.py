@@ -387,6 +387,8 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
         for of in ("fp8", "fp8_sparse", "int8", "int8_sparse")
     }
     menus |= {f"{name}_w4a8": min(count, 4) for name, count in tiles.items()}
+    added = [name for name in menus if name.startswith(("gemm", "conv"))]
+    menus |= {f"{name}_residual": menus[name] for name in added}
     menus |= {op.name: 2 for op in OPS.values() if op.family.startswith("project_")}
     assert {op: len(speed) for op, speed in arch.tile_speed} == menus
     for device in arch.devices:

@@ -87,14 +87,20 @@ int hiprtcDestroyProgram(Program** program) {
   return kOk;
 }
 
-/* The parameter list behind QK_SYMBOL( as a letter per parameter. */
-static int read_parameters(const char* source, char* letters) {
+/* The parameter list behind QK_SYMBOL( as a letter per parameter; some are there where something is added. */
+static int read_parameters(const char* source, int added, char* letters) {
+  static const char kSome[] = "QK_IF_RESIDUAL(";
   const char* at = strstr(source, "\nQK_SYMBOL(");
   if (!at) return 0;
   at += strlen("\nQK_SYMBOL(");
-  int count = 0, pointer = 0;
+  int count = 0, pointer = 0, some = 0;
   for (;; ++at) {
     if (!*at || count == kMaxParameters) return 0;
+    if (!strncmp(at, kSome, strlen(kSome))) some = 1, at += strlen(kSome) - 1;
+    if (some) {
+      some = *at != ')';
+      if (!some || !added) continue;
+    }
     if (*at == '*') pointer = 1;
     if (*at == ',' || *at == ')') {
       letters[count++] = pointer ? 'p' : 'i';
@@ -109,8 +115,9 @@ static int read_parameters(const char* source, char* letters) {
 int hiprtcCompileProgram(Program* program, int count, const char** options) {
   if (!program || program->alive != kAlive) return kInvalidProgram;
   const char *target = "", *symbol = "", *include = "";
-  int macros = 0;
+  int macros = 0, added = 0;
   for (int i = 0; i < count; ++i) {
+    if (!strncmp(options[i], "-DQK_RESIDUAL=", 14)) added = options[i][14] != '0';
     if (!strncmp(options[i], "--offload-arch=", 15)) target = options[i] + 15;
     if (!strncmp(options[i], "-DQK_SYMBOL=", 12)) symbol = options[i] + 12;
     if (!strncmp(options[i], "-I", 2)) include = options[i] + 2;
@@ -122,7 +129,7 @@ int hiprtcCompileProgram(Program* program, int count, const char** options) {
   FILE* header = fopen(path, "r");
   if (!*target || !*symbol || !header) return kInvalidOption;
   fclose(header);
-  int status = planted("hiprtcCompileProgram", read_parameters(program->source, letters) ? kOk : kCompilation);
+  int status = planted("hiprtcCompileProgram", read_parameters(program->source, added, letters) ? kOk : kCompilation);
   if (status) {
     snprintf(program->log, sizeof program->log, "%s:7:1: error: planted\n", program->name);
     return status;

@@ -11,8 +11,10 @@ from quantkit.device.hopper import geglu as hopper_gated
 from quantkit.device.hopper import gemm as hopper
 from quantkit.device.hopper import projections as hopper_projections
 from quantkit.device.hopper.attention import HopperAttention, has_maps
-from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Sums
+from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Residual, Sums
+from quantkit.device.hopper.tensormap import ITEM_BYTES
 from quantkit.device.ops.op import Op, Sizes, Variant
+from quantkit.device.ops.residual import SUFFIX
 from quantkit.device.tiles import choose_tile
 from quantkit.numerics.windows import ConvShape
 
@@ -85,10 +87,23 @@ class _Wanted:
 
 
 def _gemm(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
+    """Return Hopper's kernel; None where the copy engine cannot bring what is added."""
     assert isinstance(sizes, dict)
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    rows = sizes.get("rows", m)
+    if op.name.endswith(SUFFIX) and n * ITEM_BYTES[words[-1]] % 16:
+        return None
+    if rows < min(m, hopper_choice.FEW_TOKENS):
+        return None
     best, mode = hopper_choice.choose_sums(
-        m, n, k, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
+        m,
+        n,
+        k,
+        sparse=op.sparse,
+        sums=wanted.sums(words),
+        multiprocessors=wanted.units,
+        # A tile has tokens of two rows of a gate at most.
+        most=rows if rows < m else None,
     )
     return _hopper_kernel(best, words, Family.GEMM, sparse=op.sparse, sums=mode)
 
@@ -164,6 +179,7 @@ _HOPPER: dict[str, _Choose] = {
     "attention_fp8": _attention,
     "attention_int8": _attention,
 }
+_HOPPER |= {f"{name}{SUFFIX}": how for name, how in _HOPPER.items() if how in {_gemm, _conv}}
 
 
 def _of_menu(device: Device, op: Op, words: tuple[str, ...], numbers: dict[str, int]) -> Variant:
@@ -177,7 +193,8 @@ def _of_menu(device: Device, op: Op, words: tuple[str, ...], numbers: dict[str, 
 def _hopper_kernel(
     tile: HopperTile, words: tuple[str, ...], family: Family, *, sparse: bool, sums: Sums
 ) -> HopperKernel:
-    x_format, w_format, x_scale, w_scale, io = words
+    x_format, w_format, x_scale, w_scale, *gate, io = words
+    added = Residual.GATED if any(gate) else Residual.ADDED
     return HopperKernel(
         tile,
         sparse=sparse,
@@ -188,4 +205,5 @@ def _hopper_kernel(
         x_scale=x_scale,
         w_scale=w_scale,
         io=io,
+        residual=added if gate else Residual.NONE,
     )

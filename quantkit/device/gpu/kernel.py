@@ -98,10 +98,12 @@ def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
     if isinstance(sizes, ConvShape):
         assert kernel.family is Family.CONV
         return plan_conv(kernel, sizes, units)
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if kernel.projects:
         return plan_projection(kernel, sizes, units)
-    plan = plan_gated if kernel.gated else plan_launch
-    return plan(kernel, sizes["m"], sizes["n"], sizes["k"], units)
+    if kernel.gated:
+        return plan_gated(kernel, m, n, k, units)
+    return plan_launch(kernel, m, n, k, units, rows=sizes.get("rows", 1))
 
 
 def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:

@@ -114,7 +114,7 @@ COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
     },
 }
 #: Tiles of 16 tokens were measured up to here; beyond, larger ones read the weights less often.
-_FEW_TOKENS = 64
+FEW_TOKENS = 64
 
 
 def estimate(
@@ -143,14 +143,20 @@ def choose_tile(
     sparse: bool = False,
     sums: Sums = Sums.ACCURATE,
     multiprocessors: int = MULTIPROCESSORS,
+    most: int | None = None,
 ) -> HopperTile:
-    """Return the tile with the lowest estimate among those that can compute the shape."""
+    """Return the tile with the lowest estimate among those that can compute the shape.
+
+    Args:
+        most: tokens that a tile may have; None: any.
+    """
 
     def seconds(tile: HopperTile) -> float:
         return estimate(tile, m, n, k, sparse=sparse, sums=sums, multiprocessors=multiprocessors)
 
     tiles = (TILES[name] for name in COSTS[sparse, sums])
-    return min((tile for tile in tiles if _suits(tile, m, k)), key=seconds)
+    suiting = (tile for tile in tiles if _suits(tile, m, k) and tile.m <= (most or tile.m))
+    return min(suiting, key=seconds)
 
 
 def sums_for(x_format: str, w_format: str, *, accurate: bool) -> tuple[Sums, ...]:
@@ -171,12 +177,23 @@ def sums_for(x_format: str, w_format: str, *, accurate: bool) -> tuple[Sums, ...
 
 
 def choose_sums(
-    m: int, n: int, k: int, *, sparse: bool, sums: tuple[Sums, ...], multiprocessors: int
+    m: int,
+    n: int,
+    k: int,
+    *,
+    sparse: bool,
+    sums: tuple[Sums, ...],
+    multiprocessors: int,
+    most: int | None = None,
 ) -> tuple[HopperTile, Sums]:
-    """Return the fastest tile, and its sums, of those that will do."""
+    """Return the fastest tile, and its sums, of those that will do; ``most`` as ``choose_tile``."""
     found = []
     for mode in sums:
-        tile = choose_tile(m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors)
+        if most and not any(TILES[name].m <= most for name in COSTS[sparse, mode]):
+            continue
+        tile = choose_tile(
+            m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors, most=most
+        )
         cost = estimate(tile, m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors)
         found.append((cost, tile, mode))
     _, tile, mode = min(found, key=itemgetter(0))
@@ -184,6 +201,6 @@ def choose_sums(
 
 
 def _suits(tile: HopperTile, m: int, k: int) -> bool:
-    if tile.m < _FEW_TOKENS < m:
+    if tile.m < FEW_TOKENS < m:
         return False
     return tile.team == 1 or ceil_div(k, STEP_K) >= tile.team

@@ -5,7 +5,7 @@ A tile's tokens are rows of output pixels; K steps walk the taps (kernels/includ
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 
@@ -118,12 +118,12 @@ def plan_conv(
     problem = why_not(shape, kernel.io, kernel.op.k_multiple)
     if problem or min(shape.batch, shape.n, *shape.outputs) < 1:
         raise KernelError(f"{kernel.symbol}: {problem or f'{shape}: no output'}")
-    numbers = conv_numbers(kernel, shape)
+    numbers, maps = conv_numbers(kernel, shape), _maps(kernel, shape)
     return HopperLaunch(
         grid=grid_of(kernel.tile, numbers["m"], shape.n, multiprocessors),
         block=kernel.tile.threads,
         shared_bytes=kernel.shared_bytes,
-        maps=_maps(kernel, shape),
+        maps=(*maps, *((replace(maps[-1], operand="residual"),) if kernel.adds else ())),
         numbers=tuple(numbers.values()),
     )
 

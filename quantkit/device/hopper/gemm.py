@@ -6,13 +6,14 @@ order and asks for the block's shared memory (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 cluster size is compiled in.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
 from quantkit.device.ops.op import Op
+from quantkit.device.ops.residual import SUFFIX
 from quantkit.device.ops.table import find_op, name_for
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS, INT4, INT8
@@ -67,6 +68,15 @@ class Sums(Enum):
     INT8 = "int8"
     #: the same, of int4 weights that become int8 in registers
     INT4 = "int4"
+
+
+class Residual(Enum):
+    """What a product is added to, in the order of the macro's values."""
+
+    NONE = "none"
+    ADDED = "added"
+    #: times a gate
+    GATED = "gated"
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,7 @@ class HopperKernel:
     io: str = "f16"
     #: of the codes that GEGLU writes
     y_format: str = "e4m3fn"
+    residual: Residual = Residual.NONE
 
     @property
     def gated(self) -> bool:
@@ -161,6 +172,11 @@ class HopperKernel:
     def projects(self) -> bool:
         """True where codes of heads are written."""
         return self.family in {Family.CODES, Family.VALUES, Family.HEADS}
+
+    @property
+    def adds(self) -> bool:
+        """True where the product is added to something."""
+        return self.residual is not Residual.NONE
 
     @property
     def sums(self) -> Sums:
@@ -184,7 +200,8 @@ class HopperKernel:
     @property
     def operation(self) -> str:
         """Name of the operation in ``OPS``."""
-        return name_for(self.family.value, self.x_format, self.w_format, sparse=self.sparse)
+        family = self.family.value + (SUFFIX if self.adds else "")
+        return name_for(family, self.x_format, self.w_format, sparse=self.sparse)
 
     @property
     def name(self) -> str:
@@ -192,7 +209,8 @@ class HopperKernel:
         codes = (self.y_format,) if self.gated else ()
         # The formats say it of integers.
         mode = (self.sums.value,) if self.sums in {Sums.ACCURATE, Sums.FAST} else ()
-        scales = (self.x_scale, self.w_scale, self.io)
+        gate = (self.residual.value,) if self.residual is Residual.GATED else ()
+        scales = (self.x_scale, self.w_scale, *gate, self.io)
         words = (self.x_format, self.w_format, *scales, *codes, *mode, self.tile.name)
         return "_".join(words)
 
@@ -221,6 +239,7 @@ class HopperKernel:
             "IO": _IOS.index(self.io),
             "Y_FORMAT": _FORMATS.index(self.y_format),
             "SHARED_BYTES": self.shared_bytes,
+            "RESIDUAL": list(Residual).index(self.residual),
         }
         macros = (f"-DQK_{name}={value}" for name, value in values.items())
         return (f"-DQK_SYMBOL={self.symbol}", *macros)
@@ -244,8 +263,10 @@ class HopperKernel:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the source asserts the same number."""
-        barriers = 8 * (3 if self.tile.ping_pong else 2) * self.stages
-        return self.stages * self._stage_bytes + self._tail_bytes + barriers
+        tile = self.tile
+        barriers = (3 if tile.ping_pong else 2) * self.stages
+        barriers += tile.warpgroups * tile.staged_chunks if self.adds else 0
+        return self.stages * self._stage_bytes + self._tail_bytes + 8 * barriers
 
     @property
     def _stage_bytes(self) -> int:
@@ -263,8 +284,9 @@ class HopperKernel:
             staged = (tile.m + 16) * outputs
         else:
             staged = tile.staged_chunks * tile.chunk * outputs * item
-        # Scales of tokens and outputs in float32, biases as they are.
-        return tile.warpgroups * (staged + 4 * (tile.m + outputs) + item * outputs)
+        # Scales of tokens and outputs in float32, biases and two rows of a gate as they are.
+        rows = 3 if self.residual is Residual.GATED else 1
+        return tile.warpgroups * (staged + 4 * (tile.m + outputs) + rows * item * outputs)
 
 
 @dataclass(frozen=True)
@@ -275,10 +297,10 @@ class HopperLaunch:
     block: int
     #: dynamic
     shared_bytes: int
-    #: of x, weights and, but for codes, y; None for a y whose rows are no multiple of 16 bytes:
-    #: pass 128 zero bytes
+    #: of x, weights, y (but for codes) and a residual; None for a y whose rows are no multiple of
+    #: 16 bytes: pass 128 zero bytes
     maps: tuple[TensorMap | None, ...]
-    #: m, n, k and group; of a convolution, hopper_conv.conv_numbers
+    #: m, n, k and group, and rows for one of a gate; of a convolution, hopper_conv.conv_numbers
     numbers: tuple[int, ...]
 
 
@@ -290,8 +312,12 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     """
     if kernel.projects:
         return _projecting_arguments(kernel)
-    numbers = CONV_NUMBERS if kernel.family is Family.CONV else ("m", "n", "k", "group")
+    is_conv = kernel.family is Family.CONV
+    numbers = CONV_NUMBERS if is_conv else ("m", "n", "k", "group")
     y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
+    if kernel.adds:
+        y = ("residual", *(() if is_conv else ("gate",)), *y, "residual_map")
+        numbers = (*numbers, *(() if is_conv else ("rows",)))
     return ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias", *y, *numbers)
 
 
@@ -305,12 +331,22 @@ def _projecting_arguments(kernel: HopperKernel) -> tuple[str, ...]:
 
 
 def plan_launch(
-    kernel: HopperKernel, m: int, n: int, k: int, multiprocessors: int = MULTIPROCESSORS
+    kernel: HopperKernel,
+    m: int,
+    n: int,
+    k: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    *,
+    rows: int = 1,
 ) -> HopperLaunch:
     """Return how ``kernel`` computes M tokens x N outputs over K.
 
+    Args:
+        rows: tokens for a row of a gate.
+
     Raises:
-        KernelError: K is no multiple of what the operation takes, or too short to be split.
+        KernelError: K is no multiple of what the operation takes, or too short to be split; rows of
+            a sum are no multiple of 16 bytes.
     """
     tile, multiple = kernel.tile, kernel.op.k_multiple
     if k % multiple or min(m, n, k) < 1:
@@ -321,12 +357,18 @@ def plan_launch(
             f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, wanted {tile.team}; "
             "take a tile that does not split K"
         )
+    x, w, y = _maps(kernel, m, n, k)
+    added: tuple[TensorMap, ...] = ()
+    if kernel.adds:
+        if y is None:
+            raise KernelError(f"{kernel.symbol}: rows of {n} outputs are no multiple of 16 bytes")
+        added = (replace(y, operand="residual"),)
     return HopperLaunch(
         grid=grid_of(tile, m, n, multiprocessors),
         block=tile.threads,
         shared_bytes=kernel.shared_bytes,
-        maps=_maps(kernel, m, n, k),
-        numbers=(m, n, k, GROUP),
+        maps=(x, w, y, *added),
+        numbers=(m, n, k, GROUP, *((rows,) if kernel.adds else ())),
     )
 
 

@@ -36,6 +36,7 @@ from quantkit.device.ops.products import (
     with_int4,
     with_sparse,
 )
+from quantkit.device.ops.residual import SUFFIX, with_residual
 from quantkit.numerics.windows import ConvShape, Windows
 
 # As kernels/include/picture.h has them.
@@ -139,7 +140,10 @@ def _unfold(op: Op, operands: Operands, options: Options) -> Detour:
     rows = Windows.of(windows).unfold(given(x))
     ((shape, _),) = _outputs(operands, options)
     flat = rows.reshape(-1, rows.shape[3:].numel())
-    name = op.name.replace(op.family, "gemm")
+    if op.name.endswith(SUFFIX):
+        *others, residual = others
+        others += [given(residual).flatten(0, 2), None]
+    name = op.name.replace("conv", "gemm")
     multiply = next(row for row in products_of_rows.OPS if row.name == name)
     return Detour(multiply, (flat, *others), tuple(how), shape)
 
@@ -216,4 +220,5 @@ def _on(kind: str) -> tuple[Op, Op]:
 
 
 _ROWS = tuple(op for kind in CODES for op in _on(kind))
-OPS = (*_ROWS, *(with_int4(op, _requirements(32)) for op in _ROWS if op.name == "conv_int8"))
+_INT4 = tuple(with_int4(op, _requirements(32)) for op in _ROWS if op.name == "conv_int8")
+OPS = tuple(op for plain in (*_ROWS, *_INT4) for op in with_residual(plain, gates=False))

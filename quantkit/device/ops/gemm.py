@@ -26,6 +26,7 @@ from quantkit.device.ops.products import (
     with_int4,
     with_sparse,
 )
+from quantkit.device.ops.residual import with_residual
 from quantkit.numerics.scales import decode
 
 
@@ -123,4 +124,5 @@ def _on(kind: str) -> tuple[Op, Op]:
 
 
 _ROWS = tuple(op for kind in CODES for op in _on(kind))
-OPS = (*_ROWS, *(with_int4(op) for op in _ROWS if op.name == "gemm_int8"))
+_PLAIN = (*_ROWS, *(with_int4(op) for op in _ROWS if op.name == "gemm_int8"))
+OPS = tuple(op for plain in _PLAIN for op in with_residual(plain, gates=True))
