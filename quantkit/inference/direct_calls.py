@@ -2,22 +2,24 @@
 
 What a call of a layer looks up (operations, operands, prepared calls) is the same for every input
 of a shape, and takes the host longer than the launches. So a layer keeps, for each shape and dtype
-of its input, the prepared calls and what they read beside the input. They are used for as long as
-the layer has the very tensors, at the very addresses.
+of its input, the prepared calls and where lies what they read beside the input. They are used for
+as long as the layer has the very tensors, at the very addresses.
 """
 
 from collections.abc import Callable, Hashable
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.device.backends import is_free, sums_are_fast
 from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.launcher import plain
 
 #: Tensors of a layer; None for those that it has not.
 Read = tuple[Tensor | None, ...]
+#: Of tensors in launch order, without those that are None.
+Addresses = tuple[int, ...]
 #: Shapes of inputs that a layer remembers.
 _MOST = 32
 _address = Tensor.data_ptr
@@ -27,40 +29,30 @@ class Product(NamedTuple):
     """Multiplying codes of one shape: all but the codes and their scale."""
 
     multiply: Call
-    weights: Read
+    weights: Addresses
 
     def __call__(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Return the product."""
-        return self.multiply(codes, scale, *self.weights)[0]
-
-    def over(self, own: Callable[[Read], Read | None]) -> "Product | None":
-        """Return the same over a layer's own tensors; None where it reads others."""
-        weights = own(self.weights)
-        return None if weights is None else Product(self.multiply, weights)
+        codes, scale = plain(codes), plain(scale)
+        return self.multiply.at((codes.data_ptr(), scale.data_ptr(), *self.weights))[0]
 
 
 class TwoKernels(NamedTuple):
     """Quantizing an input of one shape, and multiplying it: all but the input."""
 
     quantize: Call
-    #: what is quantized with the input: smoothing, shift, and a static scale
-    given: Read
+    #: of what is quantized with the input: smoothing, shift, and a static scale
+    given: Addresses
     static: bool
     multiply: Call
-    weights: Read
+    weights: Addresses
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product."""
-        made = self.quantize(x, *self.given)
-        scale = self.given[-1] if self.static else made[0]
-        return self.multiply(made[-1], scale, *self.weights)[0]
-
-    def over(self, own: Callable[[Read], Read | None]) -> "TwoKernels | None":
-        """Return the same over a layer's own tensors; None where it reads others."""
-        given, weights = own(self.given), own(self.weights)
-        if given is None or weights is None:
-            return None
-        return self._replace(given=given, weights=weights)
+        x = plain(x)
+        made = self.quantize.at((x.data_ptr(), *self.given))
+        scale = self.given[-1] if self.static else made[0].data_ptr()
+        return self.multiply.at((made[-1].data_ptr(), scale, *self.weights))[0]
 
 
 class DirectCalls:
@@ -94,7 +86,7 @@ class DirectCalls:
             self._known = known, tensors = {}, _Tensors(_of(layer))
         if key not in known:
             call = make()
-            known[key] = None if call is None else call.over(tensors.own)
+            known[key] = call if call is not None and tensors.have(call) else None
 
 
 def key_of(x: Tensor, *others: Hashable) -> Hashable:
@@ -123,18 +115,16 @@ class _Tensors:
         same = len(now) == len(self._all) and all(map(is_, now, self._all))
         return same and tuple(map(_address, self._there)) == self._addresses
 
-    def own(self, views: Read) -> Read | None:
-        """Return these in place of their views, which would keep memory that a layer gave up.
-
-        None where one is no view of these, but was computed.
-        """
-        own = {t.data_ptr(): t for t in self._there if t.is_contiguous()}
-        found = tuple(None if t is None else own.get(t.data_ptr(), _OTHER) for t in views)
-        return None if any(t is _OTHER for t in found) else found
+    def have(self, call: Product | TwoKernels) -> bool:
+        """Tell whether a call reads these alone, and nothing that was computed."""
+        there = {t.data_ptr() for t in self._there if plain(t) is t}
+        read = call.weights if isinstance(call, Product) else (*call.given, *call.weights)
+        return there.issuperset(read)
 
 
-#: In place of a tensor that a layer has not.
-_OTHER = torch.empty(0)
+def addresses_of(tensors: Read) -> Addresses:
+    """Return where tensors lie, without those that are None."""
+    return tuple(t.data_ptr() for t in tensors if t is not None)
 
 
 def _of(layer: nn.Module) -> Read:

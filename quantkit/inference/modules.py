@@ -18,7 +18,7 @@ from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
-from quantkit.inference.direct_calls import TwoKernels, key_of
+from quantkit.inference.direct_calls import TwoKernels, addresses_of, key_of
 from quantkit.inference.head_scales import Folds
 from quantkit.inference.normed import Normed
 from quantkit.inference.operators import OPERATORS, is_unseen, operator_for
@@ -87,7 +87,9 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         if quantize is None or product is None:
             return None
         multiply = product.multiply.shaped((*x.shape[:-1], self.n))
-        return TwoKernels(quantize, given, scale is not None, multiply, product.weights)
+        return TwoKernels(
+            quantize, addresses_of(given), scale is not None, multiply, product.weights
+        )
 
     def _weight_only_forward(self, x: Tensor) -> Tensor:
         bias = _as(self.bias, x)

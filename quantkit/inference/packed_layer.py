@@ -19,7 +19,7 @@ from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes
-from quantkit.inference.direct_calls import DirectCalls, Product, key_of
+from quantkit.inference.direct_calls import DirectCalls, Product, addresses_of, key_of
 from quantkit.inference.operators import OPERATORS, is_unseen, operator_for
 from quantkit.inference.terms import Term, split
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
@@ -258,7 +258,7 @@ class PackedLayer(nn.Module):
         name, options = self._operation(dtype, windows)
         weights = (*self._stored(), self._weight("weight_scale"), self._parameters["bias"])
         call = prepared(name, (*term, *weights), options)
-        return None if call is None else Product(call, weights)
+        return None if call is None else Product(call, addresses_of(weights))
 
     def _operation(
         self, dtype: torch.dtype, windows: Windows | None

@@ -1,6 +1,7 @@
 """Calls of packed layers that look nothing up: the same bits, and only while nothing changed."""
 
 import copy
+import ctypes
 import pickle
 
 import pytest
@@ -40,28 +41,31 @@ OTHERS = {
 
 
 class _Call:
-    """What ``prepared`` finds on a GPU: kernels take rows, whatever the shape of an input is."""
+    """What ``prepared`` finds on a GPU: it reads memory, as the operands that it is made for."""
 
-    def __init__(self, made, op, shapes, options, shape=None):
-        self.made, self.op, self.shapes, self.options, self.shape = made, op, shapes, options, shape
+    def __init__(self, made, op, operands, options, shape=None):
+        self.made, self.op, self.options, self.shape = made, op, options, shape
+        self.operands = [None if t is None else (t.shape, t.dtype) for t in operands]
 
     def shaped(self, shape):
-        return _Call(self.made, self.op, self.shapes, self.options, shape)
+        other = copy.copy(self)
+        other.shape = shape
+        return other
 
-    def __call__(self, *read):
+    def at(self, addresses):
         self.made.append(self.op)
-        read = [None if t is None else _plain(t, s) for t, s in zip(read, self.shapes, strict=True)]
+        places = iter(addresses)
+        read = [None if o is None else _read(next(places), *o) for o in self.operands]
+        assert next(places, None) is None
         found = OPS[self.op].reference(*read, *self.options)
         found = found if isinstance(found, tuple) else (found,)
         return [t if self.shape is None else t.reshape(self.shape) for t in found]
 
 
-def _shapes(tensors):
-    return [None if t is None else t.shape for t in tensors]
-
-
-def _plain(tensor, shape):
-    return (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).reshape(shape)
+def _read(address, shape, dtype):
+    memory = (ctypes.c_char * (shape.numel() * dtype.itemsize)).from_address(address)
+    found = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape).clone()
+    return found.view(torch.uint8) if dtype.itemsize == 1 else found
 
 
 @pytest.fixture
@@ -70,9 +74,7 @@ def made(monkeypatch):
     names: list[str] = []
     monkeypatch.setattr(direct_calls, "_has_kernels", lambda _: True)
     for module in (modules, packed_layer):
-        monkeypatch.setattr(
-            module, "prepared", lambda op, *given: _Call(names, op, _shapes(given[0]), given[1])
-        )
+        monkeypatch.setattr(module, "prepared", lambda op, *given: _Call(names, op, *given))
     return names
 
 
@@ -203,6 +205,16 @@ def test_a_bias_that_is_cast_is_asked_for(made):
         layer(x)
         layer(x)
     assert len(made) == 2
+
+
+@torch.no_grad()
+def test_rows_that_are_not_plain_memory_are_copied(made):
+    x = torch.randn(5, 32)
+    layer = known(layer_of(), x)
+    apart, odd = torch.randn(5, 64)[:, ::2], torch.randn(161)[1:].view(5, 32)
+    assert odd.data_ptr() % 16
+    assert all(torch.equal(layer(y), asked(layer, y)) for y in (apart, odd, x.T.contiguous().T))
+    assert made == ["quantize_fp8_static", "gemm_fp8"] * 3
 
 
 def test_a_wrong_width_is_refused_as_ever(made):

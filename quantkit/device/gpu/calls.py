@@ -61,6 +61,13 @@ class Call:
         log.note(self._op, self._name, Backend.GPU)
         return made
 
+    def at(self, addresses: tuple[int, ...]) -> list[Tensor]:
+        """Do the same for inputs that are contiguous and start on 16 bytes; see ``launch.at``."""
+        made = list(map(torch.empty_like, self._like))
+        self.launch.at((*addresses, *map(Tensor.data_ptr, made)))
+        log.note(self._op, self._name, Backend.GPU)
+        return made
+
     def shaped(self, shape: tuple[int, ...]) -> "Call":
         """Return the same call, whose one output has another shape of as many elements."""
         other, (like,) = copy(self), self._like

@@ -9,7 +9,8 @@ import ctypes
 import struct
 from collections import deque
 from collections.abc import Sequence
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +31,12 @@ _MOST_MAPS = 1024
 _pointer = ctypes.c_void_p.from_param
 _address = Tensor.data_ptr
 _contiguous = Tensor.is_contiguous
-_number = int.from_bytes
 
 
 class Launcher:
     """A kernel on one device with its grid and numbers fixed; may be called from any thread."""
 
     __slots__ = (
-        "_count",
         "_current",
         "_device",
         "_entry",
@@ -47,7 +46,6 @@ class Launcher:
         "_known",
         "_maps",
         "_maps_at",
-        "_mask",
         "_pack",
         "_pick",
         "_places",
@@ -84,7 +82,6 @@ class Launcher:
         # Pad bytes are written as zeros: a null pointer.
         layout = "".join("Q" if i in present else "8x" for i in range(pointers))
         self._pack = struct.Struct(f"<{layout}").pack_into
-        self._mask = sum(_MISALIGNED << 8 * _SLOT * i for i in range(pointers))
         head = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
         starts = [len(head) + MAP_BYTES * i for i in range(len(plan.maps))]
         self._tail = head + bytes(MAP_BYTES * len(starts))
@@ -97,7 +94,6 @@ class Launcher:
         #: addresses of the described operands -> their maps
         self._known: dict[tuple[int, ...], bytes] = {}
         slots = [*range(0, len(head), _SLOT), *starts]
-        self._count = pointers
         self._places = tuple(slots[i] for i in plan.order)
         # Parameter blocks that no thread is using. Both ends of a deque are safe without a lock.
         self._free: deque[_Block] = deque()
@@ -113,18 +109,28 @@ class Launcher:
             KernelError: the driver refuses.
         """
         tensors: tuple[Tensor, ...] = self._select(operands)
+        addresses = tuple(map(_address, tensors))
+        if reduce(or_, addresses, 0) & _MISALIGNED or not all(map(_contiguous, tensors)):
+            # They may be freed behind the launch: torch reuses memory in the order of the stream.
+            tensors = tuple(map(plain, tensors))
+            addresses = tuple(map(_address, tensors))
+        self.at(addresses)
+
+    def at(self, addresses: tuple[int, ...]) -> None:
+        """Queue the kernel on operands that are contiguous and start on 16 bytes.
+
+        Args:
+            addresses: of those that are not null, in launch order.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._head, self._tail, self._places, self._count)
+            block = _Block(self._head, self._tail, self._places)
         slots = block.slots
-        addresses = tuple(map(_address, tensors))
         self._pack(slots, 0, *addresses)
-        if _number(block.pointers, "little") & self._mask or not all(map(_contiguous, tensors)):
-            # The copies may be freed at once: torch reuses memory in the order of the stream.
-            copies = [_plain(tensor) for tensor in tensors]
-            addresses = tuple(map(_address, copies))
-            self._pack(slots, 0, *addresses)
         if self._pick:
             described = self._pick(addresses)
             slots[self._maps_at] = self._known.get(described) or self._describe(described)
@@ -203,13 +209,10 @@ def _keep(known: dict[Any, bytes], key: object, content: bytes) -> bytes:
 class _Block:
     """Memory for the arguments of one launch under way, and the driver's arguments around it."""
 
-    __slots__ = ("_head", "_params", "arguments", "pointers", "slots", "stream")
+    __slots__ = ("_head", "_params", "arguments", "slots", "stream")
 
-    def __init__(
-        self, head: tuple[Any, ...], content: bytes, places: Sequence[int], pointers: int
-    ) -> None:
+    def __init__(self, head: tuple[Any, ...], content: bytes, places: Sequence[int]) -> None:
         self.slots = bytearray(content)
-        self.pointers = memoryview(self.slots)[: _SLOT * pointers]
         base = ctypes.addressof((ctypes.c_char * len(content)).from_buffer(self.slots))
         addresses = (base + place for place in places)
         self._head = head
@@ -222,7 +225,8 @@ class _Block:
         self.arguments = (*self._head, _pointer(stream), self._params, None)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor that is contiguous and starts on 16 bytes; itself, where it does."""
     if tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
