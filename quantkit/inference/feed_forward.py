@@ -20,6 +20,7 @@ from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
 from quantkit.inference.activation_codes import activated, is_one_pass, word_of
 from quantkit.inference.modules import PackedLinear, is_watched
+from quantkit.inference.normed import Normed
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
 
@@ -33,9 +34,9 @@ class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own cla
         if self.training or not _is_fused(hidden_states.device, up, down):
             y: Tensor = super().forward(hidden_states, *args, **kwargs)
         else:
-            codes = up.gated_codes(hidden_states, down)
-            y = down.multiply_codes(codes, hidden_states.dtype)
-            y = y.reshape(*hidden_states.shape[:-1], down.n)
+            codes, rows = up.gated_codes(hidden_states, down), hidden_states.shape[:-1]
+            shape = torch.Size((*rows, down.k))
+            y = down(Normed(codes, down.static_scale, shape, hidden_states.dtype))
         return y
 
 

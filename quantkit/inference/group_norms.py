@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.inference.modules import PackedConv2d, PackedLinear
 from quantkit.inference.picture_norms import fits, is_coded, norm_codes, pixels
+from quantkit.inference.residuals import adds
 
 _SILU = "silu"
 
@@ -31,11 +32,16 @@ class CodedResnetBlock(ResnetBlock2D):  # type: ignore[misc]  # diffusers' own c
             y: Tensor = super().forward(input_tensor, temb, *args, **kwargs)
             return y
         x = input_tensor.contiguous(memory_format=torch.channels_last)
-        hidden = _convolved(pixels(x), None, self.norm1, self.conv1)
-        hidden = _convolved(hidden, self._embedded(temb), self.norm2, self.conv2)
+        codes = _codes(pixels(x), None, self.norm1, self.conv1)
+        hidden = self.conv1.convolve_codes(codes, x.dtype)
+        codes = _codes(hidden, self._embedded(temb), self.norm2, self.conv2)
         if self.conv_shortcut is not None:
             x = self.conv_shortcut(x)
-        y = x + hidden.permute(0, 3, 1, 2)
+        alike = x.dtype is hidden.dtype and self.output_scale_factor == 1
+        if alike and adds(self.conv2, x):
+            summed: Tensor = self.conv2.add_convolved(codes, pixels(x))
+            return summed.permute(0, 3, 1, 2)
+        y = x + self.conv2.convolve_codes(codes, hidden.dtype).permute(0, 3, 1, 2)
         return y if self.output_scale_factor == 1 else y / self.output_scale_factor
 
     def _embedded(self, temb: Tensor | None) -> Tensor | None:
@@ -97,7 +103,6 @@ def uninstall(model: nn.Module) -> None:
         module.__class__ = own.get(type(module), type(module))
 
 
-def _convolved(x: Tensor, added: Tensor | None, norm: nn.GroupNorm, conv: PackedConv2d) -> Tensor:
-    """Return the convolution, (B, H, W, N), of the norm of (B, H, W, C), with SiLU."""
-    codes = norm_codes(x.flatten(1, 2), added, norm, conv, _SILU)
-    return conv.convolve_codes(codes.reshape(x.shape), x.dtype)
+def _codes(x: Tensor, added: Tensor | None, norm: nn.GroupNorm, conv: PackedConv2d) -> Tensor:
+    """Return the convolution's codes of the norm of (B, H, W, C), with SiLU."""
+    return norm_codes(x.flatten(1, 2), added, norm, conv, _SILU).reshape(x.shape)

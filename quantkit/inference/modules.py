@@ -68,6 +68,17 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         y: Tensor = OPERATORS["gemm_w16"](rows, codes, factors, scale, bias, name)
         return y.reshape(*x.shape[:-1], self.n)
 
+    def add_to(self, x: Tensor | Normed, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return ``residual + gate * forward(x)``, rounded once, of a layer that ``takes_term``.
+
+        Args:
+            x: (B, ..., K).
+            residual: (B, ..., N).
+            gate: (B, N); None for ones.
+        """
+        rows = residual.reshape(-1, self.n)
+        return self.add_product(self._term(x), rows, gate).reshape(residual.shape)
+
     @property
     def takes_codes(self) -> bool:
         """True when an input is nothing but codes in units of one given scale."""
@@ -239,6 +250,10 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above
         """Return the convolution (B, OH, OW, N) of codes (B, H, W, C) in the static scale."""
         return self._multiply([(codes, self.static_scale)], dtype, self.windows)
 
+    def add_convolved(self, codes: Tensor, residual: Tensor) -> Tensor:
+        """Return ``residual + convolve_codes(codes)``, rounded once: (B, OH, OW, N)."""
+        return self.add_product((codes, self.static_scale), residual, windows=self.windows)
+
     def _dequantized_forward(self, x: Tensor) -> Tensor:
         smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)
         windows = self.windows
@@ -264,10 +279,15 @@ def pack_module(
     return PackedConv2d(name, scheme, dense, buckets)
 
 
+class Adding:
+    """What takes the place of a layer's ``forward`` to add its product to something."""
+
+
 def is_watched(layer: nn.Module) -> bool:
     """Tell whether somebody waits for a call of the layer: hooks, or what offloads it."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
-    return bool(hooks) or "forward" in layer.__dict__
+    own = layer.__dict__
+    return bool(hooks) or ("forward" in own and not isinstance(own["forward"], Adding))
 
 
 def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:

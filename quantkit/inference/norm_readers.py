@@ -120,12 +120,55 @@ def _add(found: Readers, block: nn.Module, path: str) -> None:
         found.add(block, (owner,))
 
 
+def end_at(block: nn.Module, path: str) -> Readers | None:
+    """Return the layer whose output is all that a part of a block gives; None where more is done.
+
+    Args:
+        block: of diffusers.
+        path: a FeedForward, or an attention module and its to_out or to_add_out.
+    """
+    found, (owner, _, name) = Readers(), path.partition(".")
+    try:
+        module = found.module(block, owner)
+        (_check_unscaled if name else _check_network)(found, module)
+        if name == "to_add_out":
+            found.add(module, (name,))
+        else:
+            _add_last(found, found.module(module, name or "net"), 0 if name else 2)
+    except _Unknown:
+        return None
+    return found
+
+
+def _add_last(found: Readers, parts: nn.Module, place: int) -> None:
+    """Add the layer at a place among modules, behind which, and before, nothing changes numbers."""
+    for name in parts._modules.keys() - {str(place), "0"}:  # noqa: SLF001  as above
+        dropout = found.module(parts, name)
+        if type(dropout) is not nn.Dropout or found.value(dropout, "training"):
+            raise _Unknown
+    found.add(parts, (str(place),))
+
+
 def _check_attention(found: Readers, attention: Any) -> None:
     """Refuse attention that does more to its input than project it."""
     processor = found.value(attention, "processor")
     changed = any(getattr(attention, name, None) for name in _OTHERS)
     known = type(attention) in _ATTENTION and plain_class(processor).__name__ in _PROCESSORS
     if changed or not known:
+        raise _Unknown
+
+
+def _check_unscaled(found: Readers, attention: Any) -> None:
+    """Refuse attention that does more to its output than project it, too."""
+    _check_attention(found, attention)
+    if found.value(attention, "rescale_output_factor") not in {None, 1}:
+        raise _Unknown
+
+
+def _check_network(found: Readers, network: Any) -> None:
+    """Refuse what is no FeedForward of diffusers, or of packed models."""
+    del found
+    if type(network) not in _NETWORKS:
         raise _Unknown
 
 
@@ -149,6 +192,16 @@ class CodedNorms:
             if not compiling:
                 self._found[norm] = found
         return found.layers
+
+    def end(self, block: nn.Module, path: str) -> Any:
+        """Return the layer of ``end_at`` in this call, or None."""
+        found = self._found.get(path)
+        if found is None or not found.hold():
+            found = end_at(block, path)
+            if found is None:
+                return None
+            self._found[path] = found
+        return found.layers[0]
 
     def __deepcopy__(self, memo: object) -> "CodedNorms":
         return CodedNorms(self.names)

@@ -25,6 +25,7 @@ from quantkit.inference.modules import is_watched
 from quantkit.inference.norm_codes import Branch, Modulation, layer_normed, read_alike
 from quantkit.inference.norm_readers import CodedNorms, readers_at
 from quantkit.inference.prompts import is_plain
+from quantkit.inference.residuals import Sum
 
 #: Where a block keeps the names of its norms whose readers read alike.
 _CODED = "quantkit_coded_norms"
@@ -58,17 +59,20 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
             return former
         y: Any
         x, y = layer_normed(self.norm1, _readers(self, "norm1", hidden_states), hidden_states)
-        y = self.attn1(y, encoder_hidden_states=None, attention_mask=attention_mask, **options)
-        x, y = layer_normed(self.norm2, _readers(self, "norm2", x), x, Branch(y))
-        y = self.attn2(
-            y,
-            encoder_hidden_states=context,
-            attention_mask=encoder_attention_mask,
-            **options,
-        )
-        x, y = layer_normed(self.norm3, _readers(self, "norm3", x), x, Branch(y))
-        sum_: Tensor = self.ff(y) + x
-        return sum_
+        with Sum(_end(self, "attn1.to_out"), x) as end:
+            y = self.attn1(y, encoder_hidden_states=None, attention_mask=attention_mask, **options)
+        x, y = layer_normed(self.norm2, _readers(self, "norm2", x), *end.parts(y))
+        with Sum(_end(self, "attn2.to_out"), x) as end:
+            y = self.attn2(
+                y,
+                encoder_hidden_states=context,
+                attention_mask=encoder_attention_mask,
+                **options,
+            )
+        x, y = layer_normed(self.norm3, _readers(self, "norm3", x), *end.parts(y))
+        with Sum(_end(self, "ff"), x) as end:
+            y = self.ff(y)
+        return end.total(y)
 
 
 class CodedJointBlock(JointTransformerBlock):  # type: ignore[misc]  # as above
@@ -89,13 +93,17 @@ class CodedJointBlock(JointTransformerBlock):  # type: ignore[misc]  # as above
         normed, gate, *mlp = _adaptive(self, "norm1", x, temb)
         if self.context_pre_only:
             words: Any = self.norm1_context(text, temb)
+            text_gate = None
         else:
             words, text_gate, *text_mlp = _adaptive(self, "norm1_context", text, temb)
-        a, b = self.attn(hidden_states=normed, encoder_hidden_states=words, **options)
-        x = _feed_forward(self, "", x, Branch(a, gate), mlp)
+        end = Sum(_end(self, "attn.to_out"), x, gate)
+        last = None if self.context_pre_only else _end(self, "attn.to_add_out")
+        with end, Sum(last, text, text_gate) as end_of_text:
+            a, b = self.attn(hidden_states=normed, encoder_hidden_states=words, **options)
+        x = _feed_forward(self, "", end.parts(a), mlp)
         if self.context_pre_only:
             return None, x
-        return _feed_forward(self, "_context", text, Branch(b, text_gate), text_mlp), x
+        return _feed_forward(self, "_context", end_of_text.parts(b), text_mlp), x
 
 
 class CodedFluxBlock(FluxTransformerBlock):  # type: ignore[misc]  # as above
@@ -113,16 +121,19 @@ class CodedFluxBlock(FluxTransformerBlock):  # type: ignore[misc]  # as above
         x, text = hidden_states, encoder_hidden_states
         normed, gate, *mlp = _adaptive(self, "norm1", x, temb)
         words, text_gate, *text_mlp = _adaptive(self, "norm1_context", text, temb)
-        a, b, *prompted = self.attn(
-            hidden_states=normed,
-            encoder_hidden_states=words,
-            image_rotary_emb=image_rotary_emb,
-            **(joint_attention_kwargs or {}),
-        )
-        x = _feed_forward(self, "", x, Branch(a, gate), mlp)
+        end = Sum(_end(self, "attn.to_out"), x, gate)
+        last = _end(self, "attn.to_add_out")
+        with end, Sum(last, text, text_gate) as end_of_text:
+            a, b, *prompted = self.attn(
+                hidden_states=normed,
+                encoder_hidden_states=words,
+                image_rotary_emb=image_rotary_emb,
+                **(joint_attention_kwargs or {}),
+            )
+        x = _feed_forward(self, "", end.parts(a), mlp)
         for added in prompted:
             x = x + added
-        text = _feed_forward(self, "_context", text, Branch(b, text_gate), text_mlp)
+        text = _feed_forward(self, "_context", end_of_text.parts(b), text_mlp)
         return _clipped(text), x
 
 
@@ -144,7 +155,9 @@ class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  #
         hidden = self.proj_mlp(y)
         options = joint_attention_kwargs or {}
         heads = self.attn(hidden_states=y, image_rotary_emb=image_rotary_emb, **options)
-        x = _clipped(x + gate.unsqueeze(1) * _projected(self, heads, hidden))
+        with Sum(None if self.training else self.proj_out, x, gate) as end:
+            y = _projected(self, heads, hidden)
+        x = _clipped(end.total(y))
         return x[:, :words], x[:, words:]
 
 
@@ -230,6 +243,14 @@ def _readers(block: Any, norm: str, x: Tensor) -> list[Any]:
     return found.layers(block, norm, _NORMS[type(block)][norm])
 
 
+def _end(block: Any, path: str) -> Any:
+    """Return the layer whose output is all that attention or a network gives, or None."""
+    if block.training or torch.compiler.is_compiling():
+        return None
+    found: CodedNorms = getattr(block, _CODED)
+    return found.end(block, path)
+
+
 def _is_usual(block: Any, x: Tensor) -> bool:
     """Tell whether a block is computed as SDXL's: LayerNorms, and nothing beside them."""
     unusual = block.only_cross_attention or block.attn2 is None or block.pos_embed is not None
@@ -254,14 +275,17 @@ def _adaptive(block: Any, name: str, x: Tensor, emb: Tensor) -> tuple[Any, ...]:
     return y, *others
 
 
-def _feed_forward(block: Any, suffix: str, x: Tensor, branch: Branch, mlp: list[Tensor]) -> Tensor:
+def _feed_forward(
+    block: Any, suffix: str, parts: tuple[Tensor, Branch | None], mlp: list[Tensor]
+) -> Tensor:
     """Return tokens behind attention's branch and the network's; its shift, scale and gate."""
     shift, scale, gate = mlp
-    name = f"norm2{suffix}"
-    readers = _readers(block, name, x)
-    x, y = layer_normed(getattr(block, name), readers, x, branch, Modulation(scale, shift))
-    sum_: Tensor = x + gate.unsqueeze(1) * getattr(block, f"ff{suffix}")(y)
-    return sum_
+    name, network = f"norm2{suffix}", getattr(block, f"ff{suffix}")
+    readers = _readers(block, name, parts[0])
+    x, y = layer_normed(getattr(block, name), readers, *parts, Modulation(scale, shift))
+    with Sum(_end(block, f"ff{suffix}"), x, gate) as end:
+        y = network(y)
+    return end.total(y)
 
 
 def _projected(block: Any, heads: Tensor, hidden: Tensor) -> Tensor:

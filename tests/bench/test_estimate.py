@@ -38,6 +38,7 @@ from quantkit.device.archs import arch_of_device
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, supposing
 from quantkit.errors import InputError, ModelError
+from quantkit.inference.operators import OPERATORS
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 
@@ -113,6 +114,19 @@ def test_what_is_repeated_counts_once_and_views_count_nothing():
     found = trace(lambda: (x.reshape(2, 2, 8).transpose(0, 1), x + row.expand(4, 8)))
     (add,) = found.calls
     assert add.nbytes == 2 * (4 * 8 + 8 + 4 * 8)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_residual_is_read_by_its_product(gated):
+    x, one = half(6, 64).to(torch.uint8), half(1).float()
+    w, meta = half(16, 32).to(torch.uint8), half(16, 8).to(torch.uint8)
+    added = (half(6, 16), half(3, 16) if gated else None)
+    add = OPERATORS["gemm_fp8_sparse_residual"]
+    how = ("e4m3fn", "e4m3fn", torch.float16)
+    (call,) = trace(lambda: add(x, one, w, meta, one, None, *added, *how)).calls
+    assert call.product == Product("linear", "fp8", 6, 16, 64, sparse=True)
+    weights = 16 * (32 + 8)
+    assert call.nbytes == 6 * 64 + weights + 4 + 2 * (2 * 6 * 16) + 2 * 3 * 16 * gated
 
 
 def test_what_is_changed_in_place_is_written():

@@ -93,7 +93,7 @@ def _own(operator: str, args: Sequence[Any], result: Any) -> Product | None:
     if not operator.startswith(_WEIGHTED):
         return None
     x, w = args[0], args[2]
-    sparse, halved = operator.endswith("_sparse"), "w4a8" in operator
+    sparse, halved = "_sparse" in operator, "w4a8" in operator
     n, k = w.shape[0], prod(w.shape[1:]) * (2 if sparse or halved else 1)
     is_conv = operator.startswith("conv_")
     # Windows overlap: their rows are those of the result.
