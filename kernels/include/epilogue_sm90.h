@@ -107,8 +107,17 @@ struct HopperEpilogue {
       if constexpr (kGates) {
         if (chunk == 0) mine.gate_end = gate_end(at.m);
       }
-      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16)
-        stage_tokens(sums, mine, buffer, first, part);
+      Arrived here, next;
+      if constexpr (kAhead) load_arrived(here, buffer, 0);
+      QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) {
+        if constexpr (kAhead) {
+          if (part + 16 < Tile::kChunk) load_arrived(next, buffer, part + 16);
+        } else if constexpr (kAdds) {
+          load_arrived(here, buffer, part);
+        }
+        stage_tokens(sums, mine, here, buffer, first, part);
+        if constexpr (kAhead) here = next;
+      }
       store_fence();
       group_sync(barrier, 128);
       if (!kAdds && !whole_vectors) {
@@ -143,10 +152,28 @@ struct HopperEpilogue {
     return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
   }
 
+  // Where registers allow it, gates stay in them, and the residual of the next sixteen tokens is
+  // loaded while that of these is added.
+  static constexpr bool kHeldGates = kGates && Tile::kBlocks == 1,
+                        kAhead = kAdds && Tile::kBlocks == 1;
+
   /// What the lane's outputs are multiplied with, and what is added.
   struct Lane {
     f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2];
     int gate_end;  // the tile's first token that has the next row of the gate
+    f32 gate[2][kHeldGates ? 2 : 1];
+  };
+
+  /// What the lane's values of sixteen tokens are added to.
+  struct Arrived {
+    u32 words[kAdds ? Tile::kBlocks : 1][2 * sizeof(Memory)];
+    QK_DEVICE f32 value(int block, int i) const {
+      if constexpr (sizeof(Memory) == 2) {
+        return Type::widen(static_cast<Memory>(words[block][i / 2] >> 16 * (i % 2)));
+      } else {
+        return bits_float(words[block][i]);
+      }
+    }
   };
 
   QK_DEVICE Memory* biases() const {
@@ -193,6 +220,10 @@ struct HopperEpilogue {
         const int output = 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
         mine.weight[block][half] = scales[Tile::kM + output];
         mine.bias[block][half] = Type::widen(biases()[output]);
+        if constexpr (kHeldGates) {
+          QK_UNROLL for (int row = 0; row < 2; ++row)
+            mine.gate[row][half] = Type::widen(gates()[row * Tile::kOutputs + output]);
+        }
       }
     }
   }
@@ -200,7 +231,7 @@ struct HopperEpilogue {
   /// Sixteen tokens from `first + part` into rows part .. of a chunk.
   template <class Sum>
   QK_DEVICE void stage_tokens(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Lane& mine,
-                              u8* buffer, int first, int part) const {
+                              const Arrived& arrived, u8* buffer, int first, int part) const {
     const int lane = thread % 32, warp = thread / 32;
     f32 token[2][2];
     QK_UNROLL for (int i = 0; i < 4; ++i) {
@@ -217,11 +248,21 @@ struct HopperEpilogue {
         if constexpr (kGates) {
           const int token = first + part + 8 * eight + 2 * (lane % 4) + i % 2;
           const int output = 64 * block + 16 * warp + 8 * half + lane / 4;
-          values[eight][half][i % 2] *=
-              Type::widen(gates()[(token < mine.gate_end ? 0 : Tile::kOutputs) + output]);
+          const bool later = token >= mine.gate_end;
+          if constexpr (kHeldGates) {
+            values[eight][half][i % 2] *= later ? mine.gate[1][half] : mine.gate[0][half];
+          } else {
+            values[eight][half][i % 2] *=
+                Type::widen(gates()[(later ? Tile::kOutputs : 0) + output]);
+          }
         }
       }
-      if constexpr (kAdds) add_residual(values, buffer, block, part);
+      if constexpr (kAdds) {
+        QK_UNROLL for (int i = 0; i < 8; ++i) {
+          f32& value = values[i / 4][i / 2 % 2][i % 2];
+          value = add_rounded(value, arrived.value(block, i));
+        }
+      }
       if constexpr (sizeof(Memory) == 2) {
         u32 words[4];
         QK_UNROLL for (int i = 0; i < 4; ++i) {
@@ -241,25 +282,22 @@ struct HopperEpilogue {
     }
   }
 
-  /// Adds what arrived at the places where `stage_tokens` will put the sum.
-  QK_DEVICE void add_residual(f32 (&values)[2][2][2], const u8* buffer, int block, int part) const {
+  /// Loads the residual from the places where `stage_tokens` will put the sum.
+  QK_DEVICE void load_arrived(Arrived& arrived, const u8* buffer, int part) const {
     const int lane = thread % 32, warp = thread / 32;
-    if constexpr (sizeof(Memory) == 2) {
-      const int row = part + 8 * (lane / 16) + lane % 8,
-                column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
-      u32 words[4];
-      load_transposed(words, shared_address(buffer + staged_offset(row, 2 * column)));
-      QK_UNROLL for (int i = 0; i < 8; ++i) {
-        f32& value = values[i / 4][i / 2 % 2][i % 2];
-        value = add_rounded(value, Type::widen(static_cast<Memory>(words[i / 2] >> 16 * (i % 2))));
-      }
-    } else {
-      QK_UNROLL for (int i = 0; i < 8; ++i) {
-        const int row = part + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
-        f32& value = values[i / 4][i / 2 % 2][i % 2];
-        value = add_rounded(value,
-                            load<f32>(buffer + staged_offset(row, 4 * column) + 4 * column % 16));
+    QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
+      if constexpr (sizeof(Memory) == 2) {
+        const int row = part + 8 * (lane / 16) + lane % 8,
+                  column = 64 * block + 16 * warp + 8 * (lane / 8 % 2);
+        load_transposed(arrived.words[block],
+                        shared_address(buffer + staged_offset(row, 2 * column)));
+      } else {
+        QK_UNROLL for (int i = 0; i < 8; ++i) {
+          const int row = part + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+          const int column = 64 * block + 16 * warp + 8 * (i / 2 % 2) + lane / 4;
+          arrived.words[block][i] =
+              load<u32>(buffer + staged_offset(row, 4 * column) + 4 * column % 16);
+        }
       }
     }
   }

@@ -101,16 +101,17 @@ struct HopperGemm {
     while (tile < schedule.total) {
       const Position at = schedule.position(tile), mine = {at.m, at.n + row};
       const auto factors = epilogue.load_factors(mine);
-      if constexpr (Tile::kAdds) {
-        if (schedule.rank == 0) epilogue.ask(mine);
-      }
       tile += turns * schedule.step;
       if constexpr (Tile::kHasMetadata) {
         loop.output = loop.next_output;
         loop.next_output = output_of(tile < schedule.total ? tile : schedule.first);
       }
       typename Loop::Sums sums;
-      loop.run(sums, reader, meta);
+      loop.run(sums, reader, meta, [&] {
+        if constexpr (Tile::kAdds) {
+          if (schedule.rank == 0) epilogue.ask(mine);
+        }
+      });
       if constexpr (kSplit) {
         reduce_team(sums, ring, schedule.rank, group * 128 + thread);
         if (schedule.rank != 0) return;

@@ -123,20 +123,23 @@ struct HopperLoop {
   }
 
   /// Adds up the tile's K steps, the next ones of `reader`. `first` is the metadata of the first
-  /// period, loaded, and then of the next tile's.
-  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first) const {
+  /// period, loaded, and then of the next tile's. `beside` is called once, with the first operands
+  /// under way.
+  template <class Beside>
+  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first, Beside beside) const {
     Metadata second;
     if constexpr (kPromote) {
-      run_in_rounds(sums, reader, first, second);
+      run_in_rounds(sums, reader, first, second, beside);
     } else {
-      run_ahead(sums, reader, first, second);
+      run_ahead(sums, reader, first, second, beside);
     }
     if (Tile::kSparse && (count - 1) / kPeriod % 2 == 0) first = second;
   }
 
   /// Waits for every round. With several warpgroups the others' instructions fill the gap.
-  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, Metadata& first,
-                               Metadata& second) const {
+  template <class Beside>
+  QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second,
+                               Beside beside) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       QK_UNROLL for (int i = 0; i < kSums; ++i)
         sums[block][i] = 0.0f;
@@ -151,6 +154,9 @@ struct HopperLoop {
           if constexpr (Tile::kSparse) {
             if (i % kPeriod == 0) load_metadata(other, step + kPeriod);
             if (i % kPeriod == kPeriod - kRound && step + kRound < count) exchange(other);
+          }
+          if constexpr (Tile::kAdds) {
+            if (step == beside_step(count)) beside();
           }
         });
       }
@@ -192,8 +198,9 @@ struct HopperLoop {
 
   /// Keeps one stage's instructions in flight while the next one's are issued. They read their
   /// metadata until they end: two periods of it take turns.
-  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, Metadata& first,
-                           Metadata& second) const {
+  template <class Beside>
+  QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second,
+                           Beside beside) const {
     int previous = 0;
     QK_NO_UNROLL for (int lap = 0; lap < count; lap += kLap) {
       QK_UNROLL for (int i = 0; i < kLap; ++i) {
@@ -209,6 +216,9 @@ struct HopperLoop {
           multiply(sums[block], stage, block, words_of(now, block, i % kPeriod), step > 0);
         }
         wgmma_commit();
+        if constexpr (Tile::kAdds) {
+          if (step == beside_step(count)) beside();
+        }
         wgmma_wait<1>();
         if (step > 0) ring.release(previous, lane);
         if constexpr (Tile::kSparse) {

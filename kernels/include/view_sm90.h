@@ -17,6 +17,10 @@ struct ByteRange {
   bool whole;  // all of them or none, aligned to their number
 };
 
+/// The K step, of `count`, under which something else is brought: not before the first operands, as
+/// all wait for those.
+QK_DEVICE int beside_step(int count) { return count > 2 ? 2 : 0; }
+
 /// Matrices, as they are: K steps follow one another.
 template <class Tile>
 struct MatrixView {

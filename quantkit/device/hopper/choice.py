@@ -189,6 +189,8 @@ def choose_sums(
     """Return the fastest tile, and its sums, of those that will do; ``most`` as ``choose_tile``."""
     found = []
     for mode in sums:
+        if most and not any(TILES[name].m <= most for name in COSTS[sparse, mode]):
+            continue
         tile = choose_tile(
             m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors, most=most
         )
