@@ -34,7 +34,6 @@ TILES: dict[str, HopperTile] = {
         HopperTile("c256x128", 256, 128, blocks=2),
         HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True),
         HopperTile("p128x160", 128, 160, blocks=2, ping_pong=True),
-        HopperTile("p128x192", 128, 192, blocks=2, ping_pong=True),
     )
 }
 
@@ -47,13 +46,11 @@ COSTS: dict[Sums, dict[str, Cost]] = {
         "c128x160": Cost(8.077, 1.453, 0.496),
         "c128x192": Cost(7.924, 1.751, 0.566),
         "c256x128": Cost(6.688, 2.042, 0.771),
-        "p128x128": Cost(9.434, 0.226, 0.505),
     },
     Sums.FAST: {
         "c128x128": Cost(6.968, 1.244, 0.380),
         "p128x128": Cost(8.116, 0.595, 0.369),
         "p128x160": Cost(9.958, 0.751, 0.458),
-        "p128x192": Cost(10.765, 0.950, 0.527),
         "c192x192r": Cost(7.711, 2.090, 0.822),
     },
     Sums.INT8: {
@@ -61,7 +58,6 @@ COSTS: dict[Sums, dict[str, Cost]] = {
         "c128x192": Cost(8.372, 1.630, 0.541),
         "p128x128": Cost(9.018, 0.485, 0.362),
         "p128x160": Cost(10.624, 0.673, 0.430),
-        "p128x192": Cost(11.734, 0.889, 0.498),
         "c192x192r": Cost(8.137, 2.060, 0.811),
     },
 }
