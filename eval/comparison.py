@@ -9,10 +9,10 @@ from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
 
 from .backbones import Backbones
-from .composition import Resemblance, resemble
 from .images import Pairs
 from .judges import Judgement, give_judgement
 from .metrics import METRICS, Metric, Needs
+from .resemblance import Resemblance, resemble
 from .statistics import Summary, bootstrap_loss, relative_loss, summarize, summarize_difference
 
 

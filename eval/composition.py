@@ -1,29 +1,13 @@
-"""What became of each picture, which a mean hides: the same, a variant, or broken.
-
-Two scales that no CLIP model's own numbers are needed for, both from the original's pictures:
-the distance from the original's picture, where 1 is as far as its pictures of other prompts are;
-and the match with the prompt, where 1 is the original's and 0 that of its pictures of others.
-"""
+"""What became of each picture, which a mean hides: the same, a variant, or broken."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .backbones import ClipBackbone
-from .images import Pairs, Pixels
-from .statistics import Array
-
-if TYPE_CHECKING:
-    from .comparison import Comparison
-
-#: With fewer pictures of other prompts nothing is known of how far unrelated pictures are.
-LEAST_OTHERS = 4
-#: An original whose match is not so many standard deviations above other pictures' is no measure.
-CLEAR_MATCH = 2.0
+from .comparison import Comparison
 
 #: Limits where the noise floor has none wider; measured in docs/notes/methods.md. What is beyond
 #: one of the first two is not the same picture, and if it is below the last one, it is broken.
@@ -40,17 +24,6 @@ class Kind(Enum):
     VARIANT = "variant"
     #: what it shows matches the prompt much less than the original's picture
     BROKEN = "broken"
-
-
-@dataclass(frozen=True)
-class Resemblance:
-    """What CLIP makes of every pair; None where the pictures give no scale."""
-
-    backbone: str
-    #: of the packed picture from the original's: 0 is identical, 1 as far as unrelated pictures
-    distances: tuple[float | None, ...]
-    #: of the packed picture with its prompt: 1 is the original's, 0 that of unrelated pictures
-    matches: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -82,28 +55,7 @@ class PictureKinds:
         return {kind: found[kind] for kind in Kind}
 
 
-def resemble(pairs: Pairs, prompts: Sequence[str], clip: ClipBackbone) -> Resemblance:
-    """Measure every pair against the original's pictures of other prompts."""
-    others_of = [[other != prompt for other in prompts] for prompt in prompts]
-    if all(sum(others) < LEAST_OTHERS for others in others_of):
-        return Resemblance(clip.name, (None,) * len(prompts), (None,) * len(prompts))
-    before, texts = _embed(clip, pairs.original, prompts)
-    after, _ = _embed(clip, pairs.packed, prompts)
-    distances, matches = list[float | None](), list[float | None]()
-    for index, mask in enumerate(others_of):
-        others = before[mask]
-        if len(others) < LEAST_OTHERS:
-            distances.append(None)
-            matches.append(None)
-            continue
-        far = float(np.median(1.0 - others @ before[index]))
-        apart = max(0.0, 1.0 - float(after[index] @ before[index]))
-        distances.append(apart / far if far > 0.0 else None)
-        matches.append(_match(after[index], before[index], others, texts[index]))
-    return Resemblance(clip.name, tuple(distances), tuple(matches))
-
-
-def find_bounds(floors: Iterable["Comparison"]) -> Bounds:
+def find_bounds(floors: Iterable[Comparison]) -> Bounds:
     """Return the bounds: the defaults, or wider ones where the original's own noise is wider."""
     dissimilarity, distance, match = DISSIMILARITY, DISTANCE, MATCH
     for floor in floors:
@@ -115,7 +67,7 @@ def find_bounds(floors: Iterable["Comparison"]) -> Bounds:
     return Bounds(dissimilarity, distance, match)
 
 
-def sort_pictures(comparison: "Comparison", bounds: Bounds) -> PictureKinds:
+def sort_pictures(comparison: Comparison, bounds: Bounds) -> PictureKinds:
     """Return what became of every picture, the changed ones first."""
     ssim = comparison.scores["ssim"].values
     none = (None,) * len(ssim)
@@ -132,31 +84,6 @@ def _kind(ssim: float, distance: float | None, match: float | None, bounds: Boun
     if not moved and (distance is None or distance <= bounds.distance):
         return Kind.SAME
     return Kind.BROKEN if match is not None and match < bounds.match else Kind.VARIANT
-
-
-def _match(after: Array, before: Array, others: Array, text: Array) -> float | None:
-    """Return the packed picture's match on the scale of other pictures and the original's."""
-    unrelated = others @ text
-    own = float(before @ text) - float(unrelated.mean())
-    if own <= CLEAR_MATCH * float(unrelated.std(ddof=1)):
-        return None
-    return (float(after @ text) - float(unrelated.mean())) / own
-
-
-def _embed(
-    clip: ClipBackbone, pictures: Sequence[Pixels], prompts: Sequence[str]
-) -> tuple[Array, Array]:
-    """Return unit vectors of pictures and prompts, float64 (N, D) each."""
-    rows = [clip.embed(*pair) for pair in zip(pictures, prompts, strict=True)]
-    images, texts = (
-        np.stack([row[side].double().cpu().numpy() for row in rows]) for side in (0, 1)
-    )
-    return _unit(images), _unit(texts)
-
-
-def _unit(vectors: Array) -> Array:
-    unit: Array = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return unit
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

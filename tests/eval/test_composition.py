@@ -14,11 +14,9 @@ from quantkit.eval.comparison import Comparison, Score, compare
 from quantkit.eval.composition import (
     DISSIMILARITY,
     DISTANCE,
-    LEAST_OTHERS,
     MATCH,
     Bounds,
     Kind,
-    Resemblance,
     find_bounds,
     sort_pictures,
 )
@@ -28,6 +26,7 @@ from quantkit.eval.demo.world.scenes import captions, draw_distinct_scenes
 from quantkit.eval.gates import Compression, Limits, State, judge
 from quantkit.eval.images import Pairs
 from quantkit.eval.metrics import METRICS
+from quantkit.eval.resemblance import LEAST_OTHERS, Resemblance
 from quantkit.eval.statistics import summarize
 
 from quantkit.resources import demo_assets

@@ -303,6 +303,18 @@ def test_offloaded_teacher_is_on_the_device_only_while_it_samples(model):
     assert len(moved) == 3
 
 
+def test_steps_are_replayed_while_the_teacher_is_awake(model):
+    pipe = load_pipeline(model, choose_device("cpu"))
+    teacher = Teacher(pipe, pipe.unet, PROMPTS, SHORT)
+    with teacher.awake():
+        with teacher.awake():
+            step = vars(pipe.unet)["forward"]
+        teacher.sample(2)
+        assert vars(pipe.unet)["forward"] is step
+    assert step.replayed.eager  # a CPU records nothing
+    assert "forward" not in vars(pipe.unet)
+
+
 def test_offloading_from_a_cpu_is_refused(model, masks):
     with pytest.raises(RecipeError, match="this is the CPU"):
         run(model, masks, replace(SHORT, offload=True))

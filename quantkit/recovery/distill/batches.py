@@ -52,11 +52,12 @@ def sample_chunks(
     """
     size = min(settings.sampling_batch, settings.trajectories)
     wanted = -(-settings.trajectories // size)
-    chunks = [teacher.sample(size, steps[0])]
-    while len(chunks) < wanted and not late():
-        chunks.append(teacher.sample(size, steps[len(chunks) % len(steps)]))
-        if sum(chunk.nbytes for chunk in chunks) > settings.bank_bytes:
-            break
+    with teacher.awake():
+        chunks = [teacher.sample(size, steps[0])]
+        while len(chunks) < wanted and not late():
+            chunks.append(teacher.sample(size, steps[len(chunks) % len(steps)]))
+            if sum(chunk.nbytes for chunk in chunks) > settings.bank_bytes:
+                break
     return chunks
 
 

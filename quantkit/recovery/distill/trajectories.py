@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from quantkit.errors import QuantkitError
+from quantkit.pipelines.replay import replayed
 from quantkit.recovery.denoiser_calls import Chunk, Template, recording
 from quantkit.recovery.distill.distributed import Ranks
 from quantkit.recovery.distill.settings import DistillSettings
@@ -85,15 +86,16 @@ class Teacher:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Hold an offloaded pipeline on its device during the body; blocks may nest."""
-        if not self._settings.offload:
-            yield
-            return
-        if not self._woken:
+        """Hold an offloaded pipeline on its device during the body; blocks may nest.
+
+        On a GPU steps are replayed meanwhile.
+        """
+        if self._settings.offload and not self._woken:
             self.pipe.to(self._device)
         self._woken += 1
         try:
-            yield
+            with replayed(self.pipe):
+                yield
         finally:
             self._woken -= 1
             if not self._woken:
