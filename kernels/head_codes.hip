@@ -10,13 +10,13 @@
 // 16-byte aligned. cos and sin are read with QK_ROTARY alone. NaN becomes the NaN code. eps are the
 // bits of a float32; k is the least power of two with 16 k >= d: the lanes of a row.
 //
-// Launch: 256 threads, grid (ceil(m * k / 128), ceil(n / 4), 1). A lane has 8 columns of a token,
+// Launch: 256 threads, grid (ceil(m * k / 128), ceil(n / 2), 1). A lane has 8 columns of a token,
 // in four rows, two at a time of heads, which share the rotation and the norm's weight.
 #include "heads.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr qk::Rotary kRotary = qk::Rotary(QK_ROTARY);
-constexpr int kRows = 2, kSteps = 2;
+constexpr int kRows = 2;
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
 QK_KERNEL(QK_THREADS)
@@ -33,27 +33,25 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
       all, {first, first_weight, first_tokens, first_pitch, first_column},
       {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token);
   const qk::Turn<kRotary, 1> turn(all, place.token, columns);
-  const int start = qk::block_y() * (kRows * kSteps);
-  qk::HeadRow next(all, start);
-  QK_NO_UNROLL for (int step = 0; step < kSteps; ++step) {
-    float values[kRows][qk::kRun], factors[kRows], roots[kRows];
-    qk::HeadRow row = next;
-    QK_UNROLL for (int i = 0; i < kRows; ++i) {
-      qk::load_columns<kIo, 1>(values[i], side.row_of(next), columns);
-      factors[i] = factor[next.numbers];
-      next.advance(all, n);
+  const int start = qk::block_y() * kRows;
+  float values[kRows][qk::kRun], factors[kRows], roots[kRows];
+  qk::HeadRow row(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    qk::load_columns<kIo, 1>(values[i], side.row_of(row), columns);
+    factors[i] = factor[row.numbers];
+    row.advance(all, n);
+  }
+  if (side.any_norm) qk::inverse_roots<1>(roots, values, all, columns, lanes);
+  row = qk::HeadRow(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    side.finish(values[i], roots[i], row, turn);
+    const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
+    qk::shift_and_scale<1>(values[i], means, columns, factors[i]);
+    if (place.exists && start + i < n) {
+      const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
+      qk::store(q + at * width + place.column, qk::encode_there(values[i], columns.there[0]));
     }
-    if (side.any_norm) qk::inverse_roots<1>(roots, values, all, columns, lanes);
-    QK_UNROLL for (int i = 0; i < kRows; ++i) {
-      side.finish(values[i], roots[i], row, turn);
-      const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
-      qk::shift_and_scale<1>(values[i], means, columns, factors[i]);
-      if (place.exists && start + step * kRows + i < n) {
-        const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
-        qk::store(q + at * width + place.column, qk::encode_there(values[i], columns.there[0]));
-      }
-      row.advance(all, n);
-    }
+    row.advance(all, n);
   }
 }
 

@@ -11,13 +11,13 @@
 // 16-byte aligned. cos and sin are read with QK_ROTARY alone. eps are the bits of a float32; k is
 // the least power of two with 8 k >= d: the lanes of a row.
 //
-// Launch: 256 threads, grid (ceil(m * k / 256), ceil(n / 4), 1). A lane has 8 columns of a token,
+// Launch: 256 threads, grid (ceil(m * k / 256), ceil(n / 2), 1). A lane has 8 columns of a token,
 // in four rows, two at a time of heads, whose queries and keys share the rotation.
 #include "heads.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr qk::Rotary kRotary = qk::Rotary(QK_ROTARY);
-constexpr int kRows = 2, kSteps = 2;
+constexpr int kRows = 2;
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 using Run = qk::RunOf<kIo, qk::kRun>;
 using Memory = Run::Memory;
@@ -42,36 +42,44 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
   };
   const Side sides[2] = {side(first_q, first_q_weight, c_fq, second_q, second_q_weight, c_sq),
                          side(first_k, first_k_weight, c_fk, second_k, second_k_weight, c_sk)};
-  const bool normed = sides[0].any_norm || sides[1].any_norm;
   const qk::Turn<kRotary, 1> turn(all, token, columns);
-  const int start = qk::block_y() * (kRows * kSteps);
-  // A stream without tokens may have no address.
-  const bool copies = first_v != nullptr || second_v != nullptr;
-  const Side copied = side(first_v, nullptr, c_fv, second_v, nullptr, c_sv);
+  const int start = qk::block_y() * kRows;
+  qk::RawColumns<kIo, 1> raw[2][kRows];
+  qk::HeadRow row(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    QK_UNROLL for (int p = 0; p < 2; ++p)
+      raw[p][i].load(sides[p].row_of(row), columns);
+    row.advance(all, n);
+  }
   const qk::i64 part = static_cast<qk::i64>(n) * m * d;
-  qk::HeadRow next(all, start);
-  QK_NO_UNROLL for (int step = 0; step < kSteps; ++step) {
-    float values[2 * kRows][qk::kRun], roots[2 * kRows];
-    qk::RawColumns<kIo, 1> raw[kRows];
-    qk::HeadRow row = next;
-    QK_UNROLL for (int i = 0; i < kRows; ++i) {
-      QK_UNROLL for (int p = 0; p < 2; ++p)
-        qk::load_columns<kIo, 1>(values[2 * i + p], sides[p].row_of(next), columns);
-      if (copies) raw[i].load(copied.row_of(next), columns);
-      next.advance(all, n);
+  const auto place_of = [&](const qk::HeadRow& of) {
+    const qk::i64 at = static_cast<qk::i64>(of.picture) * m + token;
+    return static_cast<Memory*>(y) + (at * heads + of.head) * d + place.column;
+  };
+  row = qk::HeadRow(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    QK_UNROLL for (int p = 0; p < 2; ++p) {
+      float values[1][qk::kRun], roots[1];
+      raw[p][i].widen(values[0]);
+      if (sides[p].any_norm) qk::inverse_roots<1>(roots, values, all, columns, k);
+      sides[p].finish(values[0], roots[0], row, turn);
+      if (place.exists && start + i < n)
+        Run::store_raw(place_of(row) + p * part, Run::narrow(values[0]));
     }
-    if (normed) qk::inverse_roots<1>(roots, values, all, columns, k);
-    QK_UNROLL for (int i = 0; i < kRows; ++i) {
-      const bool there = place.exists && start + step * kRows + i < n;
-      const qk::i64 at = static_cast<qk::i64>(row.picture) * m + token;
-      Memory* const to = static_cast<Memory*>(y) + (at * heads + row.head) * d + place.column;
-      QK_UNROLL for (int p = 0; p < 2; ++p) {
-        sides[p].finish(values[2 * i + p], roots[2 * i + p], row, turn);
-        if (there) Run::store_raw(to + p * part, Run::narrow(values[2 * i + p]));
-      }
-      if (there && copies) Run::store_raw(to + 2 * part, raw[i].runs[0]);
-      row.advance(all, n);
-    }
+    row.advance(all, n);
+  }
+  // A stream without tokens may have no address.
+  if (first_v == nullptr && second_v == nullptr) return;
+  const Side copied = side(first_v, nullptr, c_fv, second_v, nullptr, c_sv);
+  row = qk::HeadRow(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    raw[0][i].load(copied.row_of(row), columns);
+    row.advance(all, n);
+  }
+  row = qk::HeadRow(all, start);
+  QK_UNROLL for (int i = 0; i < kRows; ++i) {
+    if (place.exists && start + i < n) Run::store_raw(place_of(row) + 2 * part, raw[0][i].runs[0]);
+    row.advance(all, n);
   }
 }
 

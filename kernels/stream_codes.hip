@@ -15,12 +15,12 @@
 //
 // Launch: 256 threads, ceil(m * k / 256) * ceil(n / 4) + ceil(m / 64) * ceil(n * k / 32) blocks:
 // those of queries and keys, then those of values. A lane of the former has 8 columns of a token,
-// in four rows of heads, two at a time, whose queries and keys share the rotation.
+// in four rows of heads, one at a time, whose queries and keys share the rotation.
 #include "values.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr qk::Rotary kRotary = qk::Rotary(QK_ROTARY);
-constexpr int kRows = 2, kSteps = 2;
+constexpr int kRows = 4;
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
 QK_KERNEL(QK_THREADS)
@@ -34,7 +34,7 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
           int d, int scales, int eps) {
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int across = (m * k + QK_THREADS - 1) / QK_THREADS;
-  const int made = across * ((n + kRows * kSteps - 1) / (kRows * kSteps)), block = qk::block_x();
+  const int made = across * ((n + kRows - 1) / kRows), block = qk::block_x();
   const int second_tokens = m - first_tokens;
   if (block >= made) {
     const int tokens = (m + 63) / 64;
@@ -58,33 +58,25 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
            {second_k, second_k_weight, second_tokens, second_pitch, c_sk}, columns, token)};
   const bool normed = sides[0].any_norm || sides[1].any_norm;
   const qk::Turn<kRotary, 1> turn(all, token, columns);
-  const int start = block / across * (kRows * kSteps);
-  qk::HeadRow next(all, start);
-  QK_NO_UNROLL for (int step = 0; step < kSteps; ++step) {
-    float values[2 * kRows][qk::kRun], factors[2 * kRows], roots[2 * kRows];
-    qk::HeadRow row = next;
-    QK_UNROLL for (int i = 0; i < kRows; ++i) {
-      QK_UNROLL for (int p = 0; p < 2; ++p) {
-        qk::load_columns<kIo, 1>(values[2 * i + p], sides[p].row_of(next), columns);
-        factors[2 * i + p] = (p == 0 ? q_factor : k_factor)[next.numbers];
-      }
-      next.advance(all, n);
-    }
+  const int start = block / across * kRows;
+  qk::HeadRow row(all, start);
+  QK_NO_UNROLL for (int i = 0; i < kRows; ++i) {
+    float values[2][qk::kRun], roots[2];
+    QK_UNROLL for (int p = 0; p < 2; ++p)
+      qk::load_columns<kIo, 1>(values[p], sides[p].row_of(row), columns);
+    const float factors[2] = {q_factor[row.numbers], k_factor[row.numbers]};
     if (normed) qk::inverse_roots<1>(roots, values, all, columns, k);
-    QK_UNROLL for (int i = 0; i < kRows; ++i) {
-      const bool there = place.exists && start + step * kRows + i < n;
-      const qk::i64 at = (static_cast<qk::i64>(row.row) * m + token) * width + place.column;
-      QK_UNROLL for (int p = 0; p < 2; ++p) {
-        auto& of_row = values[2 * i + p];
-        sides[p].finish(of_row, roots[2 * i + p], row, turn);
-        const bool shifted = p == 1 && k_mean != nullptr;
-        qk::shift_and_scale<1>(of_row, shifted ? k_mean + row.numbers * width : nullptr, columns,
-                               factors[2 * i + p]);
-        const auto codes = qk::encode_there(of_row, columns.there[0]);
-        if (there) qk::store((p == 0 ? q_codes : k_codes) + at, codes);
-      }
-      row.advance(all, n);
+    const bool there = place.exists && start + i < n;
+    const qk::i64 at = (static_cast<qk::i64>(row.row) * m + token) * width + place.column;
+    QK_UNROLL for (int p = 0; p < 2; ++p) {
+      sides[p].finish(values[p], roots[p], row, turn);
+      const bool shifted = p == 1 && k_mean != nullptr;
+      qk::shift_and_scale<1>(values[p], shifted ? k_mean + row.numbers * width : nullptr, columns,
+                             factors[p]);
+      const auto codes = qk::encode_there(values[p], columns.there[0]);
+      if (there) qk::store((p == 0 ? q_codes : k_codes) + at, codes);
     }
+    row.advance(all, n);
   }
 }
 

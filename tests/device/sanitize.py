@@ -19,7 +19,7 @@ _NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
 _ROWS = ((1, 1, 1), (7, 2, 17), (9, 2, 1025), (33, 3, 96), (5, 1, 2560))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
-    **dict.fromkeys(("attention", "head", "value", "project"), _ATTENTION),
+    **dict.fromkeys(("attention", "head", "value", "project", "joint", "stream"), _ATTENTION),
     **dict.fromkeys(("group", "layer", "sum"), _NORMS),
     "gelu": _ROWS,
 }
