@@ -293,29 +293,6 @@ class PackedLayer(nn.Module):
         name = name_for(family, *kinds, sparse=scheme.sparsity is not None)
         return name, (*how, *kinds, dtype)
 
-    def add_product(
-        self,
-        term: Term,
-        residual: Tensor,
-        gate: Tensor | None = None,
-        windows: Windows | None = None,
-    ) -> Tensor:
-        """Return ``residual + gate * product`` of an input of one term, rounded once.
-
-        Args:
-            term: (M, K); with windows (B, H, W, C).
-            residual: (M, N); with windows (B, OH, OW, N).
-            gate: a row of N for as many of M; None, and of a convolution: ones.
-            windows: of a convolution.
-        """
-        scheme, dtype = self.scheme, residual.dtype
-        kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
-        family, last = ("gemm", gate) if windows is None else ("conv", windows.numbers)
-        add = operator_for(f"{family}_residual", *kinds, sparse=sparse)
-        weights = (*self._stored(), self._weight("weight_scale"), self._bias(dtype))
-        y: Tensor = add(*term, *weights, residual, last, *kinds, dtype)
-        return y
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
         probe = self.weight.new_empty(0, dtype=self.compute_dtype)
         self.compute_dtype = _cast(probe, fn).dtype
