@@ -1,30 +1,28 @@
-// q[i, j] = code(clamp((y[i, j] - shift[j]) * smooth[j] / scale, -max, max)), with
+// q[i, j] = code(clamp((y[i, j] - shift[j]) * smooth[j] * (1 / scale), -max, max)), with
 // y = ((x[i, j] - mean_i) * inverse_i * weight[j] + bias[j]) * (1 + up[b, j]) + by[b, j]
 //
 // x       io [m, k]                          weight, bias   io [k] or null: ones, zeros
 // up, by  io [m / rows, k] or null           smooth, shift  f32 [k], read with QK_INPUT alone
 // scale   f32 [1]                            q              codes [m, k]
 // mean_i is the row's mean where `centred`, else 0 (RMSNorm); inverse_i = 1 / sqrt(mean of squared
-// distances from it + eps). Norm, 1 + up, products and sums are rounded to io, as tensors between
-// are; row i is modulated by b = i / rows. Any m, k a multiple of 8; base pointers
-// 16-byte aligned; eps are the bits of a float32. A NaN in a row makes all its codes NaN.
+// distances from it + eps). A weight and its bias are one fused step; then norm, 1 + up, products
+// and sums are rounded to io, as tensors between are; row i is modulated by b = i / rows. Any m, k
+// a multiple of 8; base pointers 16-byte aligned; eps are the bits of a float32. A NaN in a row
+// makes all its codes NaN.
 //
-// Launch: 256 threads, grid (ceil(m / 8), 1, 1): a wave has a row. Lane l takes the 8 values at
-// 256 * step + 8 * l. Sums: the 8 of a run as a tree, runs in order, lanes as a tree. What a lane
-// does not hold in registers is read again: rows of more than 4096 16-bit values.
+// Launch: 256 threads, grid (ceil(m * n / 256), 1, 1): n lanes share a row, 16, 32, 64, 128 or 256.
+// Lane l takes the 8 values at 8 * n * step + 8 * l. Sums: the 8 of a run as a tree (of squares,
+// the last four fused with the first four), runs in order, the lanes of a wave as a tree, waves in
+// order. What a lane does not hold in registers is read again: rows of more than 6144 values.
 #define QK_SUM 0
 #include "row_norm.h"
 
-QK_KERNEL(QK_THREADS)
+QK_KERNEL_SHARING(QK_THREADS, kBlocks)
 QK_SYMBOL(const void* x, const void* weight, const void* bias, const void* up, const void* by,
-          const float* smooth, const float* shift, const float* scale, qk::u8* q, int m, int k,
-          int rows, int centred, int eps) {
-  const int index = qk::block_x() * kRows + qk::wave_index();
-  // All waves take part: those without a row do the last one's, and write nothing.
-  const int mine = index < m ? index : m - 1;
-  const Source source{static_cast<const Memory*>(x) + static_cast<qk::i64>(mine) * k};
-  write_norm(source, {weight, bias, up, by, smooth, shift, scale, q}, index, mine, m, k, rows,
-             centred, eps);
+          const float* smooth, const float* shift, const float* scale, qk::u8* q, int m, int n,
+          int k, int rows, int centred, int eps) {
+  QK_SHARED(lds, kLdsBytes);
+  write_norms({x, weight, bias, up, by, smooth, shift, scale, q}, lds, m, n, k, rows, centred, eps);
 }
 
-QK_HOST_ENTRY(QK_THREADS, 0)
+QK_HOST_ENTRY(QK_THREADS, kLdsBytes)

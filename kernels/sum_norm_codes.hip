@@ -8,21 +8,14 @@
 #define QK_SUM 1
 #include "row_norm.h"
 
-QK_KERNEL(QK_THREADS)
+QK_KERNEL_SHARING(QK_THREADS, kBlocks)
 QK_SYMBOL(const void* x, const void* added, const void* gate, const void* weight, const void* bias,
           const void* up, const void* by, const float* smooth, const float* shift,
-          const float* scale, void* sum, qk::u8* q, int m, int k, int rows, int centred, int eps) {
-  const int index = qk::block_x() * kRows + qk::wave_index();
-  // All waves take part: those without a row do the last one's, and write nothing.
-  const int mine = index < m ? index : m - 1;
-  const qk::i64 first = static_cast<qk::i64>(mine) * k;
-  const auto* const gates = static_cast<const Memory*>(gate);
-  const Source source{static_cast<const Memory*>(x) + first,
-                      static_cast<const Memory*>(added) + first,
-                      gates == nullptr ? gates : gates + static_cast<qk::i64>(mine / rows) * k,
-                      static_cast<Memory*>(sum) + first};
-  write_norm(source, {weight, bias, up, by, smooth, shift, scale, q}, index, mine, m, k, rows,
-             centred, eps);
+          const float* scale, void* sum, qk::u8* q, int m, int n, int k, int rows, int centred,
+          int eps) {
+  QK_SHARED(lds, kLdsBytes);
+  write_norms({x, weight, bias, up, by, smooth, shift, scale, q, added, gate, sum}, lds, m, n, k,
+              rows, centred, eps);
 }
 
-QK_HOST_ENTRY(QK_THREADS, 0)
+QK_HOST_ENTRY(QK_THREADS, kLdsBytes)

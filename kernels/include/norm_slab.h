@@ -1,84 +1,142 @@
-// What a block of the group norm's kernels has: 256 channels of 64 pixels, channels last.
+// How the group norm's kernels share a picture with channels last among blocks and threads.
 //
-// Lane l of every wave has the channels 8 l to 8 l + 7 of the block's 256, wave w the pixels w,
-// w + 8, ... w + 56 of its 64: whole 16-byte loads that follow one another, and what belongs to
-// channels alone is loaded once for eight pixels.
+// A picture is cut into at most 128 chunks of equally many pixels, a multiple of 16, the last one
+// shorter; a block has a chunk. k / 8 threads that follow one another have a pixel, 8 channels
+// each, so THREADS / (k / 8) pixels are read at a time, whole 16-byte loads that follow one
+// another, and a thread has the same channels in all turns: what belongs to channels is loaded
+// once. k is at most 8 * THREADS.
 #pragma once
 
 #include "vector_io.h"
 
 namespace qk {
 
-constexpr int kSlabRun = 8;  // channels of a lane
-constexpr int kSlabChannels = 256;
-constexpr int kSlabPixels = 64;  // of a block
-constexpr int kSlabWaves = 8;
-constexpr int kSlabTurns = kSlabPixels / kSlabWaves;  // pixels of a lane
-static_assert(kSlabRun * kWave == kSlabChannels, "a wave has the block's channels");
+constexpr int kSlabRun = 8;       // channels of a thread
+constexpr int kSlabChunks = 128;  // of a picture, at most
+constexpr int kSlabUnit = 16;     // pixels of a chunk are a multiple of it
+constexpr int kSlabTurns = 4;     // loads under way
 
-template <Io kIo>
+/// a / b, 0 <= a < 2^20: a quarter of the instructions of a division. The quotient of a + 1 / 2 is
+/// farther from whole numbers than two roundings are.
+QK_DEVICE int quotient(int a, int b) {
+  return static_cast<int>((static_cast<f32>(a) + 0.5f) * approx_reciprocal(static_cast<f32>(b)));
+}
+
+template <Io kIo, int kThreads>
 struct Slab {
   using Run = RunOf<kIo, kSlabRun>;
+  using Raw = typename Run::Raw;
   using Memory = typename Run::Memory;
-  int pixels, channels;        // of a picture
-  int picture, chunk, chunks;  // of the block
-  int channel;                 // the lane's first
-  int first;                   // the wave's first pixel
-  bool exists;                 // the lane has channels
+  int pixels, channels;       // of a picture
+  int picture, chunk, count;  // of the block; count: its pixels
+  int slots, slot;            // pixels at a time, and the thread's among them
+  int channel;                // the thread's first
+  int full, more;             // turns of all slots; slots with one more
+  int turns;                  // pixels of the thread
+  i64 begin;                  // the block's first value
 
   QK_DEVICE Slab(int m, int k) : pixels(m), channels(k) {
-    chunks = (m + kSlabPixels - 1) / kSlabPixels;
-    picture = block_y() / chunks;
-    chunk = block_y() % chunks;
-    channel = block_x() * kSlabChannels + thread_index() % kWave * kSlabRun;
-    first = chunk * kSlabPixels + wave_index();
-    exists = channel < k;
+    const int runs = k / kSlabRun;
+    slots = quotient(kThreads, runs);
+    slot = quotient(thread_index(), runs);
+    channel = (thread_index() - slot * runs) * kSlabRun;
+    chunk = block_x();
+    picture = block_y();
+    count = pixels_of(chunk);
+    full = count / slots;
+    more = count - full * slots;
+    turns = slot < slots ? turns_of(slot) : 0;
+    begin = (static_cast<i64>(picture) * m + chunk * whole()) * k;
   }
-  QK_DEVICE int pixel(int turn) const { return first + turn * kSlabWaves; }
-  QK_DEVICE bool has(int turn) const { return exists && pixel(turn) < pixels; }
-  /// Of the lane's first channel, from the tensor's first element.
-  QK_DEVICE i64 offset(int turn) const {
-    return (static_cast<i64>(picture) * pixels + pixel(turn)) * channels + channel;
+  /// Pixels of a chunk that is not the last one.
+  QK_DEVICE int whole() const {
+    constexpr int kSmallest = kSlabChunks * kSlabUnit;
+    return (pixels + kSmallest - 1) / kSmallest * kSlabUnit;
   }
-
-  /// The lane's values of all its pixels, as they lie in memory.
-  QK_DEVICE void load(typename Run::Raw (&raw)[kSlabTurns], const void* x) const {
-    QK_UNROLL for (int turn = 0; turn < kSlabTurns; ++turn) {
-      if (has(turn)) {
-        raw[turn] = Run::load_raw(static_cast<const Memory*>(x) + offset(turn), true, kSlabRun);
-      }
-    }
+  QK_DEVICE int chunks() const { return (pixels + whole() - 1) / whole(); }
+  QK_DEVICE int pixels_of(int which) const {
+    const int left = pixels - which * whole();
+    return left < whole() ? left : whole();
   }
-  /// What is added to each pixel of the picture: io [n, k].
-  QK_DEVICE void load_added(f32 (&added)[kSlabRun], const void* rows) const {
-    load_columns(added, static_cast<const Memory*>(rows) + static_cast<i64>(picture) * channels);
+  QK_DEVICE int turns_of(int which) const { return full + (which < more); }
+  /// Of the thread's pixel, from the block's first value.
+  QK_DEVICE int offset(int turn) const { return (slot + turn * slots) * channels + channel; }
+  QK_DEVICE const Memory* at(const void* x, int turn) const {
+    return static_cast<const Memory*>(x) + begin + offset(turn);
   }
-  /// Of a row io [k].
-  QK_DEVICE void load_columns(f32 (&values)[kSlabRun], const void* row) const {
-    Run::widen(values, Run::load_raw(static_cast<const Memory*>(row) + channel, exists, 0));
-  }
-  /// x + added, rounded as a sum of two tensors is.
-  static QK_DEVICE void widen(f32 (&values)[kSlabRun], const typename Run::Raw& raw,
-                              const f32 (&added)[kSlabRun], bool adds) {
-    Run::widen(values, raw);
-    if (!adds) return;
-    QK_UNROLL for (int e = 0; e < kSlabRun; ++e)
-      values[e] = rounded<kIo>(add_rounded(values[e], added[e]));
+  /// Numbers of the thread's channels, of a row io [k]; zeros without one.
+  QK_DEVICE Raw load_columns(const void* row, i64 first) const {
+    typename Run::Held held = {};
+    if (row != nullptr && turns > 0)
+      held = Run::hold(static_cast<const Memory*>(row) + first + channel);
+    return Run::raw_of(held);
   }
 };
 
-/// Numbers seen so far: how many, their mean, and the sum of squared distances from it.
-struct Moments {
-  f32 count, mean, squares;
+/// The thread's pixels in order, or with kLastFirst in the other one: the loads of kSlabTurns of
+/// them are always under way.
+template <class Slab, bool kLastFirst>
+struct Stream {
+  const Slab& slab;
+  const void* x;
+  typename Slab::Run::Held held[kSlabTurns];
 
-  /// Chan, Golub, LeVeque: exact where either has no numbers.
-  QK_DEVICE void merge(const Moments& other) {
-    if (other.count == 0.0f) return;
-    const f32 all = count + other.count, apart = other.mean - mean, share = other.count / all;
-    mean = add_rounded(mean, apart * share);
-    squares = add_rounded(add_rounded(squares, other.squares), apart * apart * (count * share));
-    count = all;
+  QK_DEVICE Stream(const Slab& of, const void* from) : slab(of), x(from) {
+    QK_UNROLL for (int i = 0; i < kSlabTurns; ++i)
+      read(i, i);
   }
+  QK_DEVICE int place(int turn) const { return kLastFirst ? slab.turns - 1 - turn : turn; }
+  QK_DEVICE void read(int i, int turn) {
+    if (turn < slab.turns) held[i] = Slab::Run::hold(slab.at(x, place(turn)));
+  }
+  /// Calls each(raw, turn) for all of them; once.
+  template <class Each>
+  QK_DEVICE void for_each(const Each& each) {
+    QK_NO_UNROLL for (int turn = 0; turn < slab.turns; turn += kSlabTurns) {
+      QK_UNROLL for (int i = 0; i < kSlabTurns; ++i) {
+        if (turn + i >= slab.turns) continue;
+        const auto raw = Slab::Run::raw_of(held[i]);
+        read(i, turn + i + kSlabTurns);
+        each(raw, place(turn + i));
+      }
+    }
+  }
+};
+
+/// Lanes that share a group: a power of two, at most a wave.
+template <int kThreads>
+struct GroupLanes {
+  int lanes, bits;
+
+  QK_DEVICE explicit GroupLanes(int groups) : lanes(kWave), bits(5) {
+    QK_UNROLL for (int i = 0; i < 5; ++i) {
+      if (lanes * groups > kThreads) {
+        lanes /= 2;
+        bits -= 1;
+      }
+    }
+  }
+  QK_DEVICE int lane() const { return thread_index() & (lanes - 1); }
+  /// Over the lanes of a group, as a tree; every lane gets the sum.
+  QK_DEVICE f32 sum(f32 own) const {
+    QK_UNROLL for (int mask = kWave / 2; mask > 0; mask /= 2) {
+      if (mask < lanes) own = add_rounded(own, bits_float(lane_xor(float_bits(own), mask)));
+    }
+    return own;
+  }
+  /// Calls each(group, exists): all lanes take part, those beyond the last group with that one.
+  template <class Each>
+  QK_DEVICE void for_each(int groups, const Each& each) const {
+    QK_NO_UNROLL for (int first = 0; first < groups; first += kThreads >> bits) {
+      const int group = first + (thread_index() >> bits);
+      each(group < groups ? group : groups - 1, group < groups);
+    }
+  }
+};
+
+/// Mean, and sum of squared distances from it; or 1 / sqrt(variance + eps) in its place.
+struct Pair {
+  f32 mean, squares;
 };
 
 }  // namespace qk

@@ -31,6 +31,7 @@ constexpr int kWave = 32;
 #  include "runtime.h"
 #  define QK_DEVICE inline
 #  define QK_UNROLL
+#  define QK_UNROLL_FOUR
 #  define QK_UNROLL_CHUNKS
 #  define QK_NO_UNROLL
 #  define QK_KERNEL(threads) static void
@@ -209,6 +210,20 @@ QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
   return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
 }
 
+/// Sums and products of the two f16 in a word.
+QK_DEVICE u32 add_halves(u32 a, u32 b) {
+  const f32 low = half_to_float(static_cast<u16>(a)) + half_to_float(static_cast<u16>(b));
+  const f32 high =
+      half_to_float(static_cast<u16>(a >> 16)) + half_to_float(static_cast<u16>(b >> 16));
+  return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
+}
+QK_DEVICE u32 multiply_halves(u32 a, u32 b) {
+  const f32 low = half_to_float(static_cast<u16>(a)) * half_to_float(static_cast<u16>(b));
+  const f32 high =
+      half_to_float(static_cast<u16>(a >> 16)) * half_to_float(static_cast<u16>(b >> 16));
+  return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
+}
+
 /// Two f16 in a word, each times 2^8.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
   const u32 low = float_to_half(half_to_float(static_cast<u16>(pair)) * 0x1p8f);
@@ -221,6 +236,7 @@ QK_DEVICE u32 scale_half_pair(u32 pair) {
 #else
 // ------------------------------------------------------------------------------------- devices
 #  define QK_UNROLL _Pragma("unroll")
+#  define QK_UNROLL_FOUR _Pragma("unroll 4")
 #  define QK_UNROLL_CHUNKS _Pragma("unroll kUnroll")
 #  define QK_NO_UNROLL _Pragma("unroll 1")
 #  define QK_HOST_ENTRY(threads, lds_bytes)
@@ -363,6 +379,16 @@ QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
   return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) - __builtin_bit_cast(Half2, b));
 }
 
+/// Sums and products of the two f16 in a word: v_pk_add_f16, v_pk_mul_f16.
+QK_DEVICE u32 add_halves(u32 a, u32 b) {
+  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) + __builtin_bit_cast(Half2, b));
+}
+QK_DEVICE u32 multiply_halves(u32 a, u32 b) {
+  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) * __builtin_bit_cast(Half2, b));
+}
+
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.
 QK_DEVICE u32 scale_half_pair(u32 pair) {
   using Half2 = _Float16 __attribute__((ext_vector_type(2)));
@@ -460,6 +486,29 @@ QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
 }
+/// Sums and products of the two f16 in a word.
+QK_DEVICE u32 add_halves(u32 a, u32 b) {
+  u32 pair;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+QK_DEVICE u32 multiply_halves(u32 a, u32 b) {
+  u32 pair;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+/// Two values as f16, or as bf16, the first one lowest.
+#    define QK_ROUNDS_PAIRS 1
+QK_DEVICE u32 halves_of(f32 low, f32 high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 QK_DEVICE u32 scale_half_pair(u32 pair) {
   u32 scaled;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(0x5c005c00u));
@@ -503,6 +552,38 @@ QK_DEVICE u16 float_to_bfloat(f32 value) {
   // Quiet, so that dropping the payload cannot make it an infinity.
   const u32 nan = bits >> 16 | 0x40u;
   return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+#ifndef QK_ROUNDS_PAIRS
+/// Two values as f16, or as bf16, the first one lowest.
+QK_DEVICE u32 halves_of(f32 low, f32 high) {
+  return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
+}
+QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
+  return float_to_bfloat(low) | static_cast<u32>(float_to_bfloat(high)) << 16;
+}
+#endif
+
+/// Sums and products of the two bf16 in a word.
+QK_DEVICE u32 add_bfloats(u32 a, u32 b) {
+#if defined(QK_NVIDIA) && __CUDA_ARCH__ >= 900
+  u32 pair;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  return bfloats_of(bits_float(a << 16) + bits_float(b << 16),
+                    bits_float(a & 0xffff0000u) + bits_float(b & 0xffff0000u));
+#endif
+}
+QK_DEVICE u32 multiply_bfloats(u32 a, u32 b) {
+#if defined(QK_NVIDIA) && __CUDA_ARCH__ >= 900
+  u32 pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  return bfloats_of(bits_float(a << 16) * bits_float(b << 16),
+                    bits_float(a & 0xffff0000u) * bits_float(b & 0xffff0000u));
+#endif
 }
 
 }  // namespace qk

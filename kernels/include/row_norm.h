@@ -7,17 +7,23 @@
 namespace {
 
 constexpr int kRun = 8;
-constexpr int kStep = qk::kWave * kRun;
-constexpr int kRows = QK_THREADS / qk::kWave;
+constexpr int kWaves = QK_THREADS / qk::kWave;
 constexpr qk::Io kIo = qk::Io(QK_IO);
+constexpr qk::Format kFormat = qk::Format(QK_X_FORMAT);
 using Run = qk::RunOf<kIo, kRun>;
+using Raw = typename Run::Raw;
 using Memory = typename Run::Memory;
 using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
 using Values = float[kRun];
-// Runs that a lane keeps: 64 registers.
-constexpr int kHeld = 256 / static_cast<int>(sizeof(Run::Raw));
-static_assert(kRows == 8, "launch.json divides M by this number");
-static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
+// Runs that a lane keeps: all of its own, in rows of at most 6144 values.
+constexpr int kHeld = 3;
+// Blocks that share a multiprocessor: with these a lane has its registers, and spills none.
+constexpr int kBlocks = QK_SUM ? 3 : 4;
+constexpr int kLdsBytes = 2 * kWaves * 4;
+static_assert(kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
+
+/// Operands between norm and codes: known at once, so that no run asks for them.
+enum class Between { kAffine, kModulated, kAny };
 
 QK_DEVICE float sum_of_run(const Values& values) {
   Values sums;
@@ -30,155 +36,260 @@ QK_DEVICE float sum_of_run(const Values& values) {
   return sums[0];
 }
 
-QK_DEVICE float sum_of_lanes(float sum) {
-  QK_UNROLL for (int mask = qk::kWave / 2; mask > 0; mask /= 2)
-    sum = qk::add_rounded(sum, qk::bits_float(qk::lane_xor(qk::float_bits(sum), mask)));
-  return sum;
-}
+/// The lane's place: 16, 32, ... 256 lanes share a row.
+struct Place {
+  int lanes, lane, wave;
+  int row;    // of the block
+  int first;  // the block's first row
+  int steps;  // runs of a lane; lanes without a last one do nothing in it
 
-/// The row that is normed: of x, or with QK_SUM of x + gate * added.
-struct Source {
-  const Memory* x;
-#if QK_SUM
-  const Memory* added;
-  const Memory* gate;
-  Memory* sum;
-#endif
+  QK_DEVICE Place(int n, int k) : lanes(n) {
+    const int bits = 4 + (n > 16) + (n > 32) + (n > 64) + (n > 128);
+    wave = qk::wave_index();
+    lane = qk::thread_index() & (n - 1);
+    row = qk::thread_index() >> bits;
+    first = qk::block_x() * (QK_THREADS >> bits);
+    steps = (k + n * kRun - 1) >> (bits + 3);
+  }
 
-  /// further: beyond `start`, the lane's first column, in steps that are known to the compiler.
-  QK_DEVICE typename Run::Raw load_raw(int start, int further) const {
-#if QK_SUM
-    Values values, more, factors;
-    Run::widen(values, Run::load_raw(x + start + further, true, kRun));
-    Run::widen(more, Run::load_raw(added + start + further, true, kRun));
-    if (gate != nullptr) {
-      Run::widen(factors, Run::load_raw(gate + start + further, true, kRun));
-      QK_UNROLL for (int e = 0; e < kRun; ++e)
-        more[e] = qk::rounded<kIo>(factors[e] * more[e]);
-    }
-    QK_UNROLL for (int e = 0; e < kRun; ++e)
-      values[e] = qk::add_rounded(values[e], more[e]);
-    return Run::narrow(values);
-#else
-    return Run::load_raw(x + start + further, true, kRun);
-#endif
+  /// Over the lanes of the row: those of a wave as a tree, waves in order.
+  QK_DEVICE float sum(float own, qk::u8* lds) const {
+    const auto add_lane = [&](int mask) {
+      own = qk::add_rounded(own, qk::bits_float(qk::lane_xor(qk::float_bits(own), mask)));
+    };
+    if (lanes > 16) add_lane(16);
+    QK_UNROLL for (int mask = 8; mask > 0; mask /= 2)
+      add_lane(mask);
+    if (lanes <= qk::kWave) return own;
+    if (lane % qk::kWave == 0) qk::store(lds + wave * 4, own);
+    qk::block_sync();
+    const int waves = lanes / qk::kWave, from = row * waves;
+    float all = qk::load<float>(lds + from * 4);
+    QK_NO_UNROLL for (int other = 1; other < waves; ++other)
+      all = qk::add_rounded(all, qk::load<float>(lds + (from + other) * 4));
+    return all;
   }
 };
 
-/// A row: the lane's runs, held or read again.
-struct Row {
-  Source source;
-  int k;
-  typename Run::Raw held[kHeld];
-
-  QK_DEVICE Row(const Source& from, int columns, int start) : source(from), k(columns) {
-    QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      if (start + step * kStep < k) held[step] = source.load_raw(start, step * kStep);
-    }
-  }
-
-  /// Calls each(values, column) for all runs of the lane, in order.
-  template <class Each>
-  QK_DEVICE void for_each(int start, const Each& each) const {
-    Values values;
-    QK_UNROLL for (int step = 0; step < kHeld; ++step) {
-      const int column = start + step * kStep;
-      if (column >= k) continue;
-      Run::widen(values, held[step]);
-      each(values, column);
-    }
-    QK_NO_UNROLL for (int next = start + kHeld * kStep; next < k; next += kStep) {
-      // Else clang counts pointers up, one for each operand, by additions with a carry.
-      const int column = static_cast<int>(qk::opaque(static_cast<qk::u32>(next)));
-      Run::widen(values, source.load_raw(column, 0));
-      each(values, column);
-    }
-  }
-};
-
-QK_DEVICE void read(Values& values, const void* from, int column) {
-  Run::widen(values, Run::load_raw(static_cast<const Memory*>(from) + column, true, kRun));
-}
-
-/// y * (1 + up) + by, each step rounded to io.
-QK_DEVICE void modulate(Values& values, const Memory* up, const Memory* by) {
-  Values numbers;
-  if (up != nullptr) {
-    Run::widen(numbers, Run::load_raw(up, true, kRun));
-    QK_UNROLL for (int e = 0; e < kRun; ++e) {
-      const float factor = qk::rounded<kIo>(qk::add_rounded(1.0f, numbers[e]));
-      values[e] = qk::rounded<kIo>(values[e] * factor);
-    }
-  }
-  if (by != nullptr) {
-    Run::widen(numbers, Run::load_raw(by, true, kRun));
-    QK_UNROLL for (int e = 0; e < kRun; ++e)
-      values[e] = qk::rounded<kIo>(qk::add_rounded(values[e], numbers[e]));
-  }
-}
-
-/// What every launch has: the operands between rows and codes, as layer_norm_codes.hip says.
+/// What a launch reads and writes; see layer_norm_codes.hip and sum_norm_codes.hip.
 struct Operands {
-  const void *weight, *bias, *up, *by;
+  const void *x, *weight, *bias, *up, *by;
   const float *smooth, *shift, *scale;
   qk::u8* q;
+#if QK_SUM
+  const void *added, *gate;
+  void* sum;
+#endif
 };
 
-/// Writes the codes of the wave's row: of row `index`, where that is below m, else nothing.
-QK_DEVICE void write_norm(const Source& source, const Operands& operands, int index, int mine,
-                          int m, int k, int rows, int centred, int eps) {
-  const int start = qk::thread_index() % qk::kWave * kRun;
-  const Row row(source, k, start);
-  float mean = 0.0f;
-  if (centred != 0) {
-    row.for_each(start, [&](const Values& values, int) {
-      mean = qk::add_rounded(mean, sum_of_run(values));
-    });
-    mean = sum_of_lanes(mean) / static_cast<float>(k);
+QK_DEVICE const Memory* moved(const void* from, qk::i64 by) {
+  return from == nullptr ? nullptr : static_cast<const Memory*>(from) + by;
+}
+
+QK_DEVICE Raw read(const Memory* from, int at) { return Run::load_raw(from + at, true, kRun); }
+
+/// A lane's part of a row of x, or with QK_SUM of x + gate * added.
+struct Row {
+  int start;  // the row's first value, from the block's
+  int column, step, steps, k;
+  bool exists;  // lanes without a row do the last one's, and write nothing
+  // From the block's first value on, for all columns, and for the row's picture.
+  const Memory *x, *weight, *bias, *up, *by;
+  qk::u8* q;
+#if QK_SUM
+  const Memory *added, *gate;
+  Memory* total;
+#endif
+  // Values, then their distances from the mean.
+  Values held[kHeld];
+
+  QK_DEVICE Row(const Operands& of, const Place& place, int m, int columns, int rows)
+      : column(place.lane * kRun), step(place.lanes * kRun), steps(place.steps), k(columns) {
+    const int index = place.first + place.row;
+    exists = index < m;
+    const int mine = exists ? index : m - 1;
+    start = (mine - place.first) * k;
+    const qk::i64 block = static_cast<qk::i64>(place.first) * k;
+    x = moved(of.x, block);
+    q = of.q + block;
+    weight = moved(of.weight, 0);
+    bias = moved(of.bias, 0);
+    qk::i64 picture = 0;
+    if (is_of_pictures(of)) picture = static_cast<qk::i64>(mine / rows) * k;
+    up = moved(of.up, picture);
+    by = moved(of.by, picture);
+#if QK_SUM
+    added = moved(of.added, block);
+    gate = moved(of.gate, picture);
+    total = static_cast<Memory*>(of.sum) + block;
+#endif
+    load_held();
   }
-  float squares = 0.0f;
-  row.for_each(start, [&](const Values& values, int) {
-    Values apart;
-    QK_UNROLL for (int e = 0; e < kRun; ++e) {
-      const float from = values[e] - mean;
-      apart[e] = from * from;
+  static QK_DEVICE bool is_of_pictures(const Operands& of) {
+    bool any = of.up != nullptr || of.by != nullptr;
+#if QK_SUM
+    any = any || of.gate != nullptr;
+#endif
+    return any;
+  }
+
+  QK_DEVICE void load_held() {
+    Raw raw[kHeld];
+    QK_UNROLL for (int i = 0; i < kHeld; ++i) {
+      // Lanes without a run read a first one.
+      if (i < steps) raw[i] = load(at(i) < k ? at(i) : 0);
     }
-    squares = qk::add_rounded(squares, sum_of_run(apart));
-  });
-  const float variance = sum_of_lanes(squares) / static_cast<float>(k);
+    QK_UNROLL for (int i = 0; i < kHeld; ++i) {
+      if (i >= steps) continue;
+      Run::widen(held[i], raw[i]);
+      if (at(i) < k) keep(raw[i], at(i));
+    }
+  }
+  QK_DEVICE int at(int i) const { return column + i * step; }
+  QK_DEVICE Raw load(int at) const {
+    const Raw raw = read(x, start + at);
+#if QK_SUM
+    Raw more = read(added, start + at);
+    if (gate != nullptr) more = Run::multiply(read(gate, at), more);
+    return Run::add(raw, more);
+#else
+    return raw;
+#endif
+  }
+  /// Writes a run of the sum.
+  QK_DEVICE void keep(const Raw& raw, int at) const {
+#if QK_SUM
+    if (exists) Run::store_raw(total + (start + at), raw);
+#endif
+  }
+
+  /// Calls each(raw, column) for the runs that are not held, in order.
+  template <class Each>
+  QK_DEVICE void for_rest(const Each& each) const {
+    QK_NO_UNROLL for (int next = at(kHeld); next < k; next += step) {
+      // Else clang counts pointers up, one for each operand, by additions with a carry.
+      const int from = static_cast<int>(qk::opaque(static_cast<qk::u32>(next)));
+      each(load(from), from);
+    }
+  }
+
+  /// The sum of the lane's values.
+  QK_DEVICE float sum() const {
+    float all = 0.0f;
+    QK_UNROLL for (int i = 0; i < kHeld; ++i) {
+      if (i >= steps) continue;
+      const float run = sum_of_run(held[i]);
+      all = qk::add_rounded(all, at(i) < k ? run : 0.0f);
+    }
+    for_rest([&](const Raw& raw, int) {
+      Values values;
+      Run::widen(values, raw);
+      all = qk::add_rounded(all, sum_of_run(values));
+    });
+    return all;
+  }
+
+  /// Leaves distances from the mean, and returns the sum of their squares.
+  QK_DEVICE float center(float mean) {
+    float all = 0.0f;
+    QK_UNROLL for (int i = 0; i < kHeld; ++i) {
+      if (i >= steps) continue;
+      const float squares = squares_of(held[i], mean);
+      all = qk::add_rounded(all, at(i) < k ? squares : 0.0f);
+    }
+    for_rest([&](const Raw& raw, int) {
+      Values values;
+      Run::widen(values, raw);
+      all = qk::add_rounded(all, squares_of(values, mean));
+    });
+    return all;
+  }
+  static QK_DEVICE float squares_of(Values& values, float mean) {
+    float sums[4];
+    QK_UNROLL for (int e = 0; e < kRun; ++e) {
+      values[e] -= mean;
+      sums[e % 4] =
+          e < 4 ? values[e] * values[e] : qk::multiply_add(values[e], values[e], sums[e % 4]);
+    }
+    return qk::add_rounded(qk::add_rounded(sums[0], sums[2]), qk::add_rounded(sums[1], sums[3]));
+  }
+
+  template <Between kBetween>
+  static QK_DEVICE bool has(const Memory* operand, Between one) {
+    return kBetween == Between::kAny ? operand != nullptr : kBetween == one;
+  }
+
+  /// From distances to what is quantized: the norm, and each step of its modulation, rounded to io.
+  template <Between kBetween>
+  QK_DEVICE void norm(Values& y, float inverse, int at) const {
+    const bool weighted = has<kBetween>(weight, Between::kAffine);
+    const bool biased = has<kBetween>(bias, Between::kAffine);
+    Values factors, more = {};
+    if (weighted) Run::widen(factors, read(weight, at));
+    if (biased) Run::widen(more, read(bias, at));
+    QK_UNROLL for (int e = 0; e < kRun; ++e) {
+      y[e] *= inverse;
+      if (weighted) {
+        y[e] = qk::multiply_add(y[e], factors[e], more[e]);
+      } else if (biased) {
+        y[e] = qk::add_rounded(y[e], more[e]);
+      }
+    }
+    Raw raw = Run::narrow(y);
+    if (has<kBetween>(up, Between::kModulated)) {
+      Values ones;
+      QK_UNROLL for (int e = 0; e < kRun; ++e)
+        ones[e] = 1.0f;
+      raw = Run::multiply(raw, Run::add(Run::narrow(ones), read(up, at)));
+    }
+    if (has<kBetween>(by, Between::kModulated)) raw = Run::add(raw, read(by, at));
+    Run::widen(y, raw);
+  }
+
+  template <Between kBetween>
+  QK_DEVICE void write(float mean, float inverse, const Input& input,
+                       const qk::Reciprocal<kFormat>& reciprocal) {
+    const auto encode = [&](Values& values, int at) {
+      norm<kBetween>(values, inverse, at);
+      input.apply(values, at, true, kRun);
+      qk::write_codes(q + (start + at), reciprocal.encode(values), true, kRun);
+    };
+    QK_UNROLL for (int i = 0; i < kHeld; ++i) {
+      if (i < steps && at(i) < k) encode(held[i], at(i));
+    }
+    for_rest([&](const Raw& raw, int at) {
+      keep(raw, at);
+      Values values;
+      Run::widen(values, raw);
+      QK_UNROLL for (int e = 0; e < kRun; ++e)
+        values[e] -= mean;
+      encode(values, at);
+    });
+  }
+};
+
+/// Writes the codes of the block's rows, which `n` lanes share each.
+QK_DEVICE void write_norms(const Operands& operands, qk::u8* lds, int m, int n, int k, int rows,
+                           int centred, int eps) {
+  const Place place(n, k);
+  Row row(operands, place, m, k, rows);
+  const qk::Reciprocal<kFormat> reciprocal(operands.scale[0]);
+  const float columns = static_cast<float>(k);
+  const float mean = centred != 0 ? place.sum(row.sum(), lds) / columns : 0.0f;
+  const float variance = place.sum(row.center(mean), lds + kWaves * 4) / columns;
   const float inverse =
       1.0f / qk::sqrt_rounded(qk::add_rounded(variance, qk::bits_float(static_cast<qk::u32>(eps))));
-  if (index >= m) return;
-  const qk::Divisor<qk::Format(QK_X_FORMAT)> divisor(operands.scale[0]);
+  if (!row.exists) return;
   const Input input{operands.shift, operands.smooth};
-  const qk::i64 modulated = static_cast<qk::i64>(mine / rows) * k;
-  const auto* const ups = static_cast<const Memory*>(operands.up);
-  const auto* const bys = static_cast<const Memory*>(operands.by);
-  qk::u8* const codes = operands.q + static_cast<qk::i64>(mine) * k;
-  row.for_each(start, [&](const Values& values, int column) {
-    Values y, numbers;
-#if QK_SUM
-    Run::store_raw(source.sum + column, Run::narrow(values));
-#endif
-    QK_UNROLL for (int e = 0; e < kRun; ++e)
-      y[e] = (values[e] - mean) * inverse;
-    if (operands.weight != nullptr) {
-      read(numbers, operands.weight, column);
-      QK_UNROLL for (int e = 0; e < kRun; ++e)
-        y[e] *= numbers[e];
-    }
-    if (operands.bias != nullptr) {
-      read(numbers, operands.bias, column);
-      QK_UNROLL for (int e = 0; e < kRun; ++e)
-        y[e] = qk::add_rounded(y[e], numbers[e]);
-    }
-    QK_UNROLL for (int e = 0; e < kRun; ++e)
-      y[e] = qk::rounded<kIo>(y[e]);
-    modulate(y, ups == nullptr ? ups : ups + modulated + column,
-             bys == nullptr ? bys : bys + modulated + column);
-    input.apply(y, column, true, kRun);
-    qk::write_codes(codes + column, divisor.encode(y), true, kRun);
-  });
+  const bool affine = operands.weight != nullptr && operands.bias != nullptr;
+  const bool modulated = operands.up != nullptr && operands.by != nullptr;
+  if (affine && operands.up == nullptr && operands.by == nullptr) {
+    row.write<Between::kAffine>(mean, inverse, input, reciprocal);
+  } else if (modulated && operands.weight == nullptr && operands.bias == nullptr) {
+    row.write<Between::kModulated>(mean, inverse, input, reciprocal);
+  } else {
+    row.write<Between::kAny>(mean, inverse, input, reciprocal);
+  }
 }
 
 }  // namespace

@@ -26,6 +26,18 @@ struct RunOf {
     } vectors[kCount / kPerLoad];
   };
 
+  /// The same as words: values of 16 bit that branches or loops hand on take a register each.
+  struct Held {
+    Vec16 vectors[kCount / kPerLoad];
+  };
+  static QK_DEVICE Held hold(const Memory* x) {
+    Held held;
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p)
+      held.vectors[p] = load<Vec16>(x + p * kPerLoad);
+    return held;
+  }
+  static QK_DEVICE Raw raw_of(const Held& held) { return load<Raw>(&held); }
+
   /// `aligned`: x is a multiple of 16 bytes and all values exist; else `count` of them are read one
   /// by one.
   static QK_DEVICE Raw load_raw(const Memory* x, bool aligned, int count) {
@@ -50,9 +62,28 @@ struct RunOf {
 
   static QK_DEVICE Raw narrow(const f32 (&values)[kCount]) {
     Raw raw;
-    QK_UNROLL for (int e = 0; e < kCount; ++e)
-      raw.vectors[e / kPerLoad].v[e % kPerLoad] = Type::round(values[e]);
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
+      if constexpr (sizeof(Memory) == 2) {
+        Words words;
+        QK_UNROLL for (int i = 0; i < 4; ++i) {
+          const int e = p * kPerLoad + 2 * i;
+          words.v[i] = Type::round_pair(values[e], values[e + 1]);
+        }
+        store(&raw.vectors[p], words);
+      } else {
+        QK_UNROLL for (int e = 0; e < kPerLoad; ++e)
+          raw.vectors[p].v[e] = values[p * kPerLoad + e];
+      }
+    }
     return raw;
+  }
+
+  /// Sums and products, rounded as torch's are.
+  static QK_DEVICE Raw add(const Raw& a, const Raw& b) {
+    return each_word(a, b, [](u32 x, u32 y) { return Type::add(x, y); });
+  }
+  static QK_DEVICE Raw multiply(const Raw& a, const Raw& b) {
+    return each_word(a, b, [](u32 x, u32 y) { return Type::multiply(x, y); });
   }
 
   /// x is a multiple of 16 bytes.
@@ -65,9 +96,6 @@ struct RunOf {
   static QK_DEVICE u32 amax_bits(const Raw& raw) {
     u32 best = 0;
     QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
-      struct Words {
-        u32 v[4];
-      };
       const Words words = load<Words>(&raw.vectors[p]);
       QK_UNROLL for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(Memory) == 2) {
@@ -81,6 +109,24 @@ struct RunOf {
     if constexpr (sizeof(Memory) == 4) return best;
     const u32 high = best >> 16, low = best & 0xffffu;
     return float_bits(Type::widen(static_cast<Memory>(high > low ? high : low)));
+  }
+
+ private:
+  struct Words {
+    u32 v[4];
+  };
+
+  template <class Of>
+  static QK_DEVICE Raw each_word(const Raw& a, const Raw& b, const Of& of) {
+    Raw raw;
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
+      const Words x = load<Words>(&a.vectors[p]), y = load<Words>(&b.vectors[p]);
+      Words z;
+      QK_UNROLL for (int i = 0; i < 4; ++i)
+        z.v[i] = of(x.v[i], y.v[i]);
+      store(&raw.vectors[p], z);
+    }
+    return raw;
   }
 };
 
@@ -176,8 +222,29 @@ struct Divisor {
   }
 };
 
-/// The same in a third of the instructions, where the hardware encodes and no value is next to a
-/// tie.
+/// Codes of values times 1 / scale: one rounding more than a division's, so that a quotient next to
+/// a tie may have the code of its other side.
+template <Format kFormat>
+struct Reciprocal {
+  f32 factor;
+
+  QK_DEVICE explicit Reciprocal(f32 scale) {
+    const f32 inverse = 1.0f / scale;
+    // Zeros are zeros with the smallest scales, too.
+    factor = inverse > 0x1.fffffep127f ? 0x1.fffffep127f : inverse;
+  }
+
+  template <int kCount>
+  QK_DEVICE Codes<kCount> encode(const f32 (&values)[kCount]) const {
+    f32 quotients[kCount];
+    QK_UNROLL for (int e = 0; e < kCount; ++e)
+      quotients[e] = values[e] * factor;
+    return encode_run<kFormat>(quotients);
+  }
+};
+
+/// The same as Divisor in a third of the instructions, where the hardware encodes and no value is
+/// next to a tie.
 ///
 /// The quotient lies between x times a little less and x times a little more than 1 / scale.
 /// Rounding keeps order: where both have one code, the quotient has it.

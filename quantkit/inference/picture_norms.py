@@ -17,6 +17,7 @@ from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedConv2d, PackedLinear, is_watched
 from quantkit.inference.operators import OPERATORS, operator_for
+from quantkit.numerics.norms import MAX_CHANNELS
 from quantkit.numerics.scheme import Activation
 
 #: Channels of a picture must be a multiple of it.
@@ -31,8 +32,8 @@ def fits(norm: Any, layer: Any) -> bool:
     one_term = scheme.activation is Activation.STATIC and scheme.terms == 1
     # What stands outside of a picture is zero before a convolution's shift.
     shifted = scheme.shift and type(layer) is PackedConv2d
-    aligned: bool = norm.num_channels % _ALIGNED == 0
-    return one_term and not shifted and aligned and norm.affine
+    aligned = norm.num_channels % _ALIGNED == 0 and norm.num_channels <= MAX_CHANNELS
+    return one_term and not shifted and aligned and bool(norm.affine)
 
 
 def is_coded(x: Tensor, pairs: tuple[tuple[Any, Any], ...], others: tuple[Any, ...]) -> bool:
@@ -73,12 +74,11 @@ def norm_codes(
     activation: str,
 ) -> Tensor:
     """Return the layer's codes of the norm of (B, T, C) + added (B, C)."""
-    partials = OPERATORS["group_partials"](x, added)
-    moments = OPERATORS["group_moments"](partials, x.shape[1], norm.num_groups, norm.eps)
+    partials = OPERATORS["group_partials"](x, added, norm.num_groups)
     fmt = layer.scheme.input.name
     write = operator_for("group_norm_codes", fmt)
     codes: Tensor = write(
-        x, added, moments, norm.weight, norm.bias, layer.input_smooth, layer.shift,
-        layer.static_scale, activation, fmt,
+        x, added, partials, norm.weight, norm.bias, layer.input_smooth, layer.shift,
+        layer.static_scale, norm.eps, activation, fmt,
     )  # fmt: skip
     return codes

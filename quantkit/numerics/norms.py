@@ -1,129 +1,163 @@
 """Norms with their sums in the order of the kernels, so that results are theirs to the bit.
 
-Sums of many numbers are merged from moments (count, mean, squared distances from the mean): a sum
-of squares would lose what stands behind a large mean.
+Squares are those of distances from the mean, or from a number that was seen: a sum of plain squares
+would lose what stands behind a large mean.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Pixels whose moments are found at once, the waves that share them, and threads that merge them.
-CHUNK, WAVES, LANES = 64, 8, 32
-_RUN = 8
+#: Values that a lane loads at once; lanes of a wave, waves of a block.
+_RUN, LANES, WAVES = 8, 32, 8
+#: Lanes that share a row at least, and runs of values that one of them keeps.
+_MIN_LANES, _HELD = 16, 3
+#: Chunks of a picture at most, whose pixels are a multiple; threads of a block, and channels that
+#: these take.
+CHUNKS, _UNIT, SLAB_THREADS = 128, 16, 512
+MAX_CHANNELS = SLAB_THREADS * _RUN
 
 
-class Moments(NamedTuple):
-    """Of numbers that were seen: how many, their mean; tensors of one shape."""
-
-    number: Tensor
-    mean: Tensor
-    #: sum of squared distances from the mean
-    squares: Tensor
-
-    def merge(self, other: "Moments") -> "Moments":
-        """Return those of both; Chan, Golub, LeVeque 1979."""
-        number = self.number + other.number
-        apart, share = other.mean - self.mean, other.number / number
-        mean = self.mean + apart * share
-        squares = self.squares + other.squares + apart * apart * (self.number * share)
-        seen = other.number > 0
-        return Moments(
-            torch.where(seen, number, self.number),
-            torch.where(seen, mean, self.mean),
-            torch.where(seen, squares, self.squares),
-        )
-
-    def last(self, part: slice) -> "Moments":
-        """Return a part of the last axis."""
-        return Moments(*(t[..., part] for t in self))
+def chunk_pixels(pixels: int) -> int:
+    """Return how many pixels a chunk has, the last one aside."""
+    return -(-pixels // (CHUNKS * _UNIT)) * _UNIT
 
 
-def _merged(moments: Moments, axis: int) -> Moments:
-    """Merge along an axis, one after another."""
-    parts = [Moments(*found) for found in zip(*(t.unbind(axis) for t in moments), strict=True)]
-    found = parts[0]
-    for part in parts[1:]:
-        found = found.merge(part)
-    return found
-
-
-def partial_moments(x: Tensor) -> Tensor:
-    """Return mean and squared distances from it of each chunk of pixels, by channel.
+def partial_moments(x: Tensor, groups: int) -> Tensor:
+    """Return mean and squared distances from it of each chunk of pixels, by group of channels.
 
     Args:
         x: (B, T, C) float32.
+        groups: G, of C / G channels.
 
     Returns:
-        (B, ceil(T / 64), C, 2) float32.
+        (B, G, chunks, 2) float32.
     """
+    turns, seen = _turns(x)
+    number, mean, squares = _thread_moments(turns, seen)
+    batch, chunks, slots, channels = mean.shape
+    split = (batch, chunks, slots, groups, channels // groups)
+    means, squares = mean.reshape(split), squares.reshape(split)
+    origin = means[:, :, :1, :, :1]
+    number = number.reshape(1, chunks, slots, 1, 1)
+    whole = number.sum(2, keepdim=True) * split[-1]
+    share = torch.ones_like(whole) / whole
+    found = origin + _by_lanes(number * (means - origin), groups) * share
+    apart = means - found
+    squares = _by_lanes(squares + number * (apart * apart), groups)
+    pair = torch.stack([found, squares], dim=-1)[:, :, 0, :, 0]
+    return pair.transpose(1, 2).contiguous()
+
+
+def _turns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return pixels by chunk, turn and slot, and which of them there are."""
     batch, pixels, channels = x.shape
-    chunks = -(-pixels // CHUNK)
-    padded = x.new_zeros(batch, chunks * CHUNK, channels)
-    padded[:, :pixels] = x
-    turns = padded.reshape(batch, chunks, CHUNK // WAVES, WAVES, channels)
-    there = torch.arange(chunks * CHUNK, device=x.device).reshape(chunks, -1, WAVES, 1) < pixels
-    zeros = torch.zeros_like(turns[:, :, 0])
-    count, mean, squares = zeros, zeros, zeros
-    for turn in range(CHUNK // WAVES):
-        values, seen = turns[:, :, turn], there[:, turn]
-        apart = values - mean
-        # By a reciprocal, as the kernel.
-        nearer = mean + apart * (torch.ones_like(mean) / (turn + 1))
-        squares = torch.where(seen, squares + apart * (values - nearer), squares)
-        mean = torch.where(seen, nearer, mean)
-        count = count + seen
-    found = _merged(Moments(count, mean, squares), axis=2)
-    return torch.stack([found.mean, found.squares], dim=-1)
+    whole, slots = chunk_pixels(pixels), SLAB_THREADS * _RUN // channels
+    short = torch.nn.functional.pad(x, (0, 0, 0, -pixels % whole))
+    split = short.reshape(batch, -1, whole, channels)
+    split = torch.nn.functional.pad(split, (0, 0, 0, -whole % slots))
+    shape = (split.shape[1], -1, slots, 1)
+    place = torch.arange(split.shape[2], device=x.device).reshape(1, *shape[1:])
+    left = pixels - whole * torch.arange(shape[0], device=x.device).reshape(-1, 1, 1, 1)
+    return split.reshape(batch, *shape[:-1], channels), place < left.clamp(max=whole)
 
 
-def group_moments(partials: Tensor, pixels: int, groups: int, eps: float) -> Tensor:
+def _thread_moments(turns: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many pixels a slot has, their mean and squares by channel."""
+    first = turns[:, :, 0]
+    sums = squares = torch.zeros_like(first)
+    for turn in range(turns.shape[2]):
+        apart = turns[:, :, turn] - first
+        sums = torch.where(seen[:, turn], sums + apart, sums)
+        squares = torch.where(seen[:, turn], fused(apart, apart, squares), squares)
+    number = seen.sum(1).float()
+    share = torch.where(number > 0, torch.ones_like(number) / number, number)
+    mean = sums * share
+    return number, first + mean, squares - sums * mean
+
+
+def _by_lanes(values: Tensor, groups: int) -> Tensor:
+    """Return sums over slots and a group's channels, (B, chunks, slots, G, width), kept as axes."""
+    lanes = group_lanes(groups)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % lanes))
+    rounds = padded.reshape(*values.shape[:-1], -1, lanes)
+    own = torch.zeros_like(rounds[:, :, 0, :, 0])
+    for slot in range(rounds.shape[2]):
+        for index in range(rounds.shape[4]):
+            own = own + rounds[:, :, slot, :, index]
+    return _tree(own)[:, :, None, :, None]
+
+
+def group_lanes(groups: int) -> int:
+    """Return how many lanes share a group."""
+    lanes = LANES
+    while lanes > 1 and lanes * groups > SLAB_THREADS:
+        lanes //= 2
+    return lanes
+
+
+def group_moments(partials: Tensor, pixels: int, channels: int, eps: float) -> Tensor:
     """Return mean and 1 / sqrt(variance + eps) of groups of channels.
 
     Args:
         partials: of ``partial_moments``.
         pixels: T.
-        groups: G, of C / G channels.
+        channels: C.
         eps: added to variances, rounded to float32.
 
     Returns:
         (B, G, 2) float32.
     """
-    batch, chunks, channels, _ = partials.shape
-    left = pixels - CHUNK * torch.arange(chunks, device=partials.device)
-    counts = left.clamp(max=CHUNK).float().reshape(1, chunks, 1, 1)
-    split = partials.reshape(batch, chunks, groups, channels // groups, 2)
-    entries = split.transpose(1, 2).flatten(2, 3)
-    counts = counts.expand(batch, chunks, groups, channels // groups).transpose(1, 2).flatten(2, 3)
-    threads = WAVES * LANES
-    short = -entries.shape[2] % threads
-    entries = torch.nn.functional.pad(entries, (0, 0, 0, short))
-    counts = torch.nn.functional.pad(counts, (0, short))
-    whole = Moments(counts, entries[..., 0], entries[..., 1])
-    own = _merged(Moments(*(t.reshape(batch, groups, -1, threads) for t in whole)), axis=2)
-    lanes = Moments(*(t.reshape(batch, groups, WAVES, LANES) for t in own))
-    width = LANES
-    while width > 1:
-        width //= 2
-        lanes = lanes.last(slice(width)).merge(lanes.last(slice(width, 2 * width)))
-    found = _merged(Moments(*(t[..., 0] for t in lanes)), axis=2)
-    variance = found.squares / found.number
-    return torch.stack([found.mean, _inverse_root(variance, eps)], dim=-1)
+    groups, chunks = partials.shape[1:3]
+    left = pixels - chunk_pixels(pixels) * torch.arange(chunks, device=partials.device)
+    number = left.clamp(max=chunk_pixels(pixels)).float() * (channels // groups)
+    means, squares = partials.unbind(-1)
+    whole = torch.full_like(means[..., 0], pixels) * (channels // groups)
+    share = torch.ones_like(whole) / whole
+    mean = means[..., 0] + _in_turn(number * (means - means[..., :1]), groups) * share
+    apart = means - mean.unsqueeze(-1)
+    variance = _in_turn(squares + number * (apart * apart), groups) * share
+    return torch.stack([mean, _inverse_root(variance, eps)], dim=-1)
 
 
-def row_sums(values: Tensor) -> Tensor:
-    """Return the sums of rows (M, K) float32, K a multiple of 8: (M, 1).
+def _in_turn(values: Tensor, groups: int) -> Tensor:
+    """Return sums of (B, G, chunks): lanes take them in turn, then add up as a tree."""
+    lanes = group_lanes(groups)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % lanes))
+    rounds = padded.reshape(*values.shape[:-1], -1, lanes)
+    own = torch.zeros_like(rounds[..., 0, :])
+    for index in range(rounds.shape[-2]):
+        own = own + rounds[..., index, :]
+    return _tree(own)
 
-    Runs of 8 as a tree, the runs of a lane in order, lanes as a tree.
+
+def row_lanes(columns: int) -> int:
+    """Return how many lanes share a row, 16 to 256: so many that each has few runs of 8."""
+    lanes = _MIN_LANES
+    while lanes < WAVES * LANES and columns > lanes * _RUN * _HELD:
+        lanes *= 2
+    return lanes
+
+
+def _over_rows(runs: Tensor, columns: int) -> Tensor:
+    """Return sums (M, 1) of what the runs of rows have, (M, steps, lanes).
+
+    The runs of a lane in order, the lanes of a wave as a tree, waves in order.
     """
-    rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, -columns % (LANES * _RUN)))
-    runs = _tree(padded.reshape(rows, -1, LANES, _RUN))
-    lanes = torch.zeros_like(runs[:, 0])
-    for step in range(-(-columns // (LANES * _RUN))):
-        lanes = lanes + runs[:, step]
-    return _tree(lanes).reshape(rows, 1)
+    own = torch.zeros_like(runs[:, 0])
+    for step in range(runs.shape[1]):
+        own = own + runs[:, step]
+    waves = _tree(own.reshape(len(own), -1, min(row_lanes(columns), LANES)))
+    total = waves[:, :1]
+    for wave in range(1, waves.shape[1]):
+        total = total + waves[:, wave : wave + 1]
+    return total
+
+
+def _runs(values: Tensor) -> Tensor:
+    """Return rows (M, K) as (M, steps, lanes, 8), zeros behind the last column."""
+    lanes = row_lanes(values.shape[1])
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (lanes * _RUN)))
+    return padded.reshape(len(values), -1, lanes, _RUN)
 
 
 def _tree(values: Tensor) -> Tensor:
@@ -137,10 +171,36 @@ def _tree(values: Tensor) -> Tensor:
 def layer_norm(x: Tensor, *, centred: bool, eps: float) -> Tensor:
     """Return rows (M, K) float32 less their mean where ``centred``, divided by what is left."""
     columns = torch.full((len(x), 1), x.shape[1], dtype=torch.float32, device=x.device)
-    mean = row_sums(x) / columns if centred else torch.zeros_like(columns)
+    mean = torch.zeros_like(columns)
+    if centred:
+        mean = _over_rows(_tree(_runs(x)), x.shape[1]) / columns
     apart = x - mean
-    variance = row_sums(apart * apart) / columns
-    return apart * _inverse_root(variance, eps)
+    runs = _runs(apart)
+    low, high = runs[..., : _RUN // 2], runs[..., _RUN // 2 :]
+    squares = _over_rows(_tree(fused(high, high, low * low)), x.shape[1])
+    return apart * _inverse_root(squares / columns, eps)
+
+
+def scaled(y: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return y * factor + bias, rounded once where there are both."""
+    if factor is None:
+        return y if bias is None else y + bias.float()
+    return y * factor.float() if bias is None else fused(y, factor.float(), bias.float())
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c of float32, rounded once.
+
+    In float64 the product is exact, and so is what the sum loses; with that in the sum's last bit,
+    rounding to float32 is right (Boldo and Melquiond 2008).
+    """
+    product, other = a.double() * b.double(), c.double()
+    total = product + other
+    back = total - product
+    lost = (product - (total - back)) + (other - back)
+    even = total.view(torch.int64) & 1 == 0
+    odd = total.nextafter(torch.copysign(torch.full_like(total, torch.inf), lost))
+    return torch.where(lost.isfinite() & (lost != 0) & even, odd, total).float()
 
 
 def _inverse_root(variance: Tensor, eps: float) -> Tensor:

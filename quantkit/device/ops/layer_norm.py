@@ -28,7 +28,7 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import CODES, IO, K, M, formats
+from quantkit.device.ops.products import CODES, IO, K, M, N, formats
 from quantkit.errors import ShapeError
 from quantkit.numerics import norms
 
@@ -62,8 +62,7 @@ def layer_norm_codes(
         fmt: of the codes.
     """
     y = norms.layer_norm(x.float(), centred=centred, eps=eps)
-    y = y if weight is None else y * weight.float()
-    y = (y if bias is None else y + bias.float()).to(x.dtype)
+    y = norms.scaled(y, weight, bias).to(x.dtype)
     if up is not None:
         y = y * (1 + _for_rows(up, x))
     if by is not None:
@@ -118,7 +117,8 @@ def _check_norm(
     check_input(op.name, x, (weight, bias, smooth, shift), given(scale))
     batch = _check_modulation(op.name, x, {"gate": gate, "up": up, "by": by})
     words = (word, fmt, input_word(smooth, shift))
-    sizes = {"m": x.shape[0], "k": x.shape[1], "rows": x.shape[0] // batch or 1}
+    m, k = x.shape
+    sizes = {"m": m, "n": norms.row_lanes(k), "k": k, "rows": m // batch or 1}
     return Problem(words, sizes | {"centred": int(centred), "eps": eps_bits(op.name, eps)})
 
 
@@ -177,7 +177,7 @@ _BETWEEN = (
     *(_WEIGHT, _BIAS, Argument("up", "io", "[m // rows, k]", null="zeros")),
     *(Argument("by", "io", "[m // rows, k]", null="zeros"), *_QUANTIZED),
 )
-_NUMBERS = (M, K, *(Argument(name, "i32") for name in ("rows", "centred", "eps")))
+_NUMBERS = (M, N, K, *(Argument(name, "i32") for name in ("rows", "centred", "eps")))
 _ADDED = (
     Argument("added", "io", "[m, k]"),
     Argument("gate", "io", "[m // rows, k]", null="ones"),
@@ -187,7 +187,7 @@ _SCHEMA = (
     "Tensor scale, float eps, bool centred, str x_format)"
 )
 _FORMULA = (
-    "(clamp((y - shift[j]) * smooth[j] / scale[0], -max, max)), y = ((x[i, j] - mean_i) / "
+    "(clamp((y - shift[j]) * smooth[j] * (1 / scale[0]), -max, max)), y = ((x[i, j] - mean_i) / "
     "sqrt(variance_i + eps) * weight[j] + bias[j]) * (1 + up[i / rows, j]) + by[i / rows, j]"
 )
 

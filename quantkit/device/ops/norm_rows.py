@@ -44,9 +44,13 @@ def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
 def codes_of(
     y: Tensor, smooth: Tensor | None, shift: Tensor | None, scale: Tensor, fmt: str
 ) -> Tensor:
-    """Return the codes of ``(y - shift) * smooth / scale``, of any shape (..., K)."""
-    rows = y.reshape(-1, y.shape[-1])
-    return quantize_static(rows, smooth, shift, scale, fmt).reshape(y.shape)
+    """Return the codes of ``(y - shift) * smooth * (1 / scale)``, of any shape (..., K)."""
+    rows = y.float().reshape(-1, y.shape[-1])
+    rows = rows if shift is None else rows - shift
+    rows = rows if smooth is None else rows * smooth
+    factor = (1 / scale).clamp(max=torch.finfo(torch.float32).max)
+    codes = quantize_static(rows * factor, None, None, torch.ones_like(scale), fmt)
+    return codes.reshape(y.shape)
 
 
 def sample_input(variant: Variant, columns: int, generator: torch.Generator) -> Operands:

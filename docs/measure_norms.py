@@ -1,0 +1,91 @@
+"""Time norms that write codes, on a GPU: ``python docs/measure_norms.py``.
+
+Recorded graphs of 20 calls over operands of 400 MB and more, so that none is in the cache before
+its norm; medians of 8. Shares are of a copy's rate, as if each value were read once and each code
+written once.
+"""
+
+from collections.abc import Callable
+
+import click
+import torch
+from measure_activation_codes import microseconds, normal
+from torch import Tensor
+
+from quantkit.device.ops import call
+from quantkit.device.ops.table import OPS
+
+#: rows, columns, and pictures whose modulation there is in place of weight and bias: SDXL, FLUX
+ROWS = ((8192, 640, 0), (2048, 1280, 0), (4608, 3072, 1), (8192, 3072, 2))
+#: pictures, pixels, channels: SDXL
+PICTURES = (
+    *((2, 128 * 128, 320), (2, 64 * 64, 640), (2, 32 * 32, 1280)),
+    *((2, 128 * 128, 960), (2, 64 * 64, 1920)),
+)
+GROUPS, FORMAT = 32, "e4m3fn"
+
+Make = Callable[[], tuple[Tensor, ...]]
+
+
+def copy_rate() -> float:
+    """Return the bytes that a copy of 256 MiB reads and writes in a microsecond."""
+
+    def make() -> tuple[Tensor, ...]:
+        return torch.empty(2, 2**27, dtype=torch.float16, device="cuda").unbind()
+
+    return 2**29 / microseconds(lambda a, b: b.copy_(a), make)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print a line for each shape."""
+    rate, scale = copy_rate(), torch.tensor([0.02], device="cuda")
+    click.echo(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e6:.2f} TB/s")
+
+    def line(name: str, values: int, norm: Callable[..., object], make: Make) -> float:
+        time = microseconds(norm, make)
+        share = 3 * values / time / rate
+        click.echo(f"{name}: {time:.1f} us, {3 * values / time / 1e6:.2f} TB/s, {share:.0%}")
+        return time
+
+    for m, k, batch in ROWS:
+        line(f"layer norm {m}x{k}", m * k, *_rows(m, k, batch, scale))
+    for n, m, k in PICTURES:
+        time = line(f"group norm {n}x{m}x{k}", n * m * k, *_pictures(n, m, k, scale))
+        first = microseconds(_partials, _pictures(n, m, k, scale)[1])
+        click.echo(f"  of them partials {first:.1f}, codes {time - first:.1f}")
+
+
+def _rows(m: int, k: int, batch: int, scale: Tensor) -> tuple[Callable[..., object], Make]:
+    def make() -> tuple[Tensor, ...]:
+        return normal(m, k), *normal(2, max(batch, 1), k).unbind()
+
+    def affine(x: Tensor, w: Tensor, b: Tensor) -> object:
+        numbers = (w[0], b[0], None, None, None, None, scale)
+        return call.call(OPS["layer_norm_codes_fp8"], x, *numbers, 1e-6, True, FORMAT)
+
+    def modulated(x: Tensor, up: Tensor, by: Tensor) -> object:
+        numbers = (None, None, up, by, None, None, scale)
+        return call.call(OPS["layer_norm_codes_fp8"], x, *numbers, 1e-6, True, FORMAT)
+
+    return modulated if batch else affine, make
+
+
+def _partials(x: Tensor, added: Tensor, *_: Tensor) -> Tensor:
+    found: Tensor = call.call(OPS["group_partials"], x, added, GROUPS)
+    return found
+
+
+def _pictures(n: int, m: int, k: int, scale: Tensor) -> tuple[Callable[..., object], Make]:
+    def make() -> tuple[Tensor, ...]:
+        return normal(n, m, k), normal(n, k), normal(k), normal(k)
+
+    def norm(x: Tensor, added: Tensor, w: Tensor, b: Tensor) -> object:
+        operands = (x, added, _partials(x, added), w, b, None, None, scale)
+        return call.call(OPS["group_norm_codes_fp8"], *operands, 1e-5, "silu", FORMAT)
+
+    return norm, make
+
+
+if __name__ == "__main__":
+    main()

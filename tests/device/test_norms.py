@@ -1,0 +1,212 @@
+"""Norms that write codes, on the host and on a GPU: against float64, at every tail."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from quantkit.device import compilers
+from quantkit.device.backends import Backend, use
+from quantkit.errors import ShapeError
+from tests.support.kernel_cases import DTYPES, need, operate
+
+FORMATS = {"fp8": "e4m3fn", "int8": "int8"}
+SCALE = {"fp8": 0.02, "int8": 0.05}
+#: rows and columns: 16 lanes have a row and more, one column of runs, none held, several of a block
+ROWS = ((1, 8), (17, 640), (9, 776), (5, 1280), (3, 1544), (2, 3080), (1, 12304))
+#: pictures, pixels, channels, groups: less than a turn, a short last chunk, slots without pixels,
+#: groups that cut a run, one group, as many as channels, all threads
+PICTURES = (
+    (1, 1, 96, 32), (2, 63, 8, 1), (1, 65, 320, 32), (2, 130, 40, 4), (1, 200, 1920, 32),
+    (1, 70, 24, 24), (1, 5, 4096, 2), (1, 129, 2560, 32),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _host_compiler():
+    need(compilers.host_compiler)
+
+
+def places(codes, kind):
+    """Return codes as numbers that count from one number of the format to the next."""
+    signed = codes.view(torch.int8).int()
+    return torch.where(signed < 0, -(signed & 0x7F), signed) if kind == "fp8" else signed
+
+
+def codes_of(y, kind):
+    """Return the codes of float64, rounded once."""
+    quotients = y / SCALE[kind]
+    if kind == "int8":
+        return quotients.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    return quotients.clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def normed_rows(kind, *given, centred=True):
+    """Return codes of x with weight, bias, up and by."""
+    scale = torch.tensor([SCALE[kind]], device=given[0].device)
+    operands = (*given, None, None, scale)
+    return operate(f"layer_norm_codes_{kind}", *operands, 1e-6, centred, FORMATS[kind])
+
+
+def exact_rows(x, w, b, up, by, *, centred=True):
+    apart = x.double() - (x.double().mean(1, keepdim=True) if centred else 0)
+    y = apart / (apart.square().mean(1, keepdim=True) + 1e-6).sqrt()
+    return (y * w.double() + b.double()) * (1 + up.double()) + by.double()
+
+
+def row_operands(dtype, m, k):
+    x = torch.randn(m, k) * 2 + 3
+    w, b = torch.randn(2, k)
+    up, by = torch.randn(2, 1, k)
+    return [t.to(dtype) for t in (x, w, b, up, by)]
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", ROWS, ids=str)
+def test_a_rows_codes_are_those_of_its_norm(size, kind, centred):
+    torch.manual_seed(sum(size))
+    given = row_operands(torch.float32, *size)
+    found = places(normed_rows(kind, *given, centred=centred), kind)
+    wanted = places(codes_of(exact_rows(*given, centred=centred), kind), kind)
+    assert int((found - wanted).abs().max()) <= 1
+    assert float((found != wanted).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("size", ROWS, ids=str)
+def test_rows_of_one_number_are_their_modulation(size, dtype):
+    torch.manual_seed(0)
+    _, w, b, up, by = row_operands(dtype, *size)
+    x = torch.full(size, 1000.0).to(dtype)
+    found = normed_rows("fp8", x, w, b, up, by)
+    y = b * (1 + up) + by
+    assert torch.equal(found, codes_of(y.double(), "fp8").expand(size))
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-39, 1e-30, 1e30])
+def test_zeros_have_codes_of_zeros_whatever_the_scale(scale):
+    x = torch.zeros(2, 16).half()
+    operands = (x, None, None, None, None, None, None, torch.tensor([scale]))
+    assert not operate("layer_norm_codes_fp8", *operands, 1e-6, True, "e4m3fn").any()
+
+
+def test_nan_and_infinity_stay_in_their_rows():
+    given = row_operands(torch.float16, 35, 640)
+    given[0][3, 639], given[0][20, 8] = torch.nan, torch.inf
+    missing = normed_rows("fp8", *given).view(torch.float8_e4m3fn).float().isnan()
+    assert missing.all(1).nonzero().flatten().tolist() == [3, 20]
+    assert missing.any(1).nonzero().flatten().tolist() == [3, 20]
+
+
+def normed_pictures(kind, *given, activation="silu"):
+    """Return codes of x with what is added, weight, bias and the number of groups."""
+    x, added, w, b, groups = given
+    partials = operate("group_partials", x, added, groups)
+    operands = (x, added, partials, w, b, None, None, torch.tensor([SCALE[kind]], device=x.device))
+    return operate(f"group_norm_codes_{kind}", *operands, 1e-5, activation, FORMATS[kind])
+
+
+def exact_pictures(given, groups):
+    x, added, w, b = given
+    total = (x + added[:, None]).double().transpose(1, 2)
+    return functional.group_norm(total, groups, w.double(), b.double(), 1e-5).transpose(1, 2)
+
+
+def picture_operands(dtype, n, m, k, mean=3.0):
+    x, added = torch.randn(n, m, k) + mean, torch.randn(n, k)
+    return [t.to(dtype) for t in (x, added, *torch.randn(2, k))]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", PICTURES, ids=str)
+def test_a_pictures_codes_are_those_of_its_norm(size, kind):
+    *shape, groups = size
+    torch.manual_seed(sum(size))
+    given = picture_operands(torch.float32, *shape)
+    found = places(normed_pictures(kind, *given, groups), kind)
+    y = functional.silu(exact_pictures(given, groups))
+    wanted = places(codes_of(y, kind), kind)
+    assert int((found - wanted).abs().max()) <= 1
+    assert float((found != wanted).float().mean()) < 2e-3
+
+
+def test_a_large_mean_costs_no_digits():
+    torch.manual_seed(0)
+    given = picture_operands(torch.float32, 1, 300, 64, mean=3000.0)
+    found = places(normed_pictures("int8", *given, 8, activation=""), "int8")
+    wanted = places(codes_of(exact_pictures(given, 8), "int8"), "int8")
+    assert int((found - wanted).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("at", [0, 150, 319])
+def test_one_far_number_costs_no_digits(at):
+    torch.manual_seed(0)
+    given = picture_operands(torch.float32, 1, 320, 64)
+    given[0][0, at, 0] = 20000.0
+    found = operate("group_partials", *given[:2], 8)[..., 1]
+    total = (given[0] + given[1][:, None]).double().reshape(-1, 16, 8, 8)  # chunk, pixel, group
+    wanted = total.var((1, 3), correction=0) * 128
+    assert torch.allclose(found[0].T.double(), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("size", PICTURES, ids=str)
+def test_pictures_of_one_number_are_their_bias(size, dtype):
+    n, m, k, groups = size
+    x, added = torch.full((n, m, k), 1000.0).to(dtype), torch.zeros(n, k).to(dtype)
+    w, b = torch.randn(2, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = normed_pictures("fp8", x, added, w, b, groups, activation="")
+    assert torch.equal(found, codes_of(b.double(), "fp8").expand(n, m, k))
+
+
+def test_nan_stays_in_its_group():
+    x, added, w, b = picture_operands(torch.float16, 2, 70, 40)
+    x[1, 69, 10] = torch.nan
+    codes = normed_pictures("fp8", x, added, w, b, 4)
+    missing = codes.view(torch.float8_e4m3fn).float().isnan()
+    assert missing[1, :, 10:20].all()
+    assert int(missing.sum()) == 70 * 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "text"),
+    [
+        ((1, 4, 12), 4, "C a multiple of 8"),
+        ((1, 4, 4104), 4, "at most 4096"),
+        ((1, 0, 8), 4, "wanted .B, T, C."),
+        ((1, 4, 64), 5, "5 groups of 64 channels"),
+        ((1, 4, 64), 0, "0 groups"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shape, groups, text):
+    with pytest.raises(ShapeError, match=f"group_partials: .*{text}"):
+        operate("group_partials", torch.zeros(shape), None, groups)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [*ROWS, (8192, 640), (4608, 3072)], ids=str)
+def test_a_gpu_gives_the_references_bits_of_rows(size, kind, dtype):
+    torch.manual_seed(0)
+    given = row_operands(dtype, *size)
+    with use(Backend.GPU):
+        found = normed_rows(kind, *(t.cuda() for t in given))
+    with use(Backend.REFERENCE):
+        assert torch.equal(found.cpu(), normed_rows(kind, *given))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("size", [*PICTURES, (2, 1024, 1280, 32), (1, 16384, 320, 32)], ids=str)
+def test_a_gpu_gives_the_references_bits_of_pictures(size, dtype):
+    *shape, groups = size
+    torch.manual_seed(0)
+    given = picture_operands(dtype, *shape)
+    for x in (given, [given[0].flip(1), *given[1:]]):
+        with use(Backend.GPU):
+            found = normed_pictures("fp8", *(t.cuda() for t in x), groups, activation="")
+        with use(Backend.REFERENCE):
+            assert torch.equal(found.cpu(), normed_pictures("fp8", *x, groups, activation=""))
