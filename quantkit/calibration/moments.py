@@ -18,7 +18,7 @@ from quantkit.calibration.products import (
     add_products,
     first_draw,
     first_rows,
-    mirrored,
+    mirror,
     next_draw,
 )
 from quantkit.calibration.timestep_weights import step_weights
@@ -132,7 +132,7 @@ class _Sum:
         """Add what the layer multiplies to the sums."""
         for rows in read_rows(self._module, values.detach(), self._where, self._draw_rows):
             add_products(self._second, rows, weight)
-            self._mean += weight * rows.sum(dim=0, dtype=torch.float64)
+            self._mean.add_(rows.sum(dim=0, dtype=torch.float64), alpha=weight)
             self._weight += weight * len(rows)
             self._rows += len(rows)
 
@@ -162,7 +162,8 @@ class _Sum:
         """
         order = kernel_order(self._module).to(self._second.device)
         total = max(self._weight, torch.finfo(torch.float64).tiny)
-        second = (mirrored(self._second) / total)[order][:, order].cpu()
+        mirror(self._second)
+        second = (self._second / total)[order][:, order].cpu()
         mean = (self._mean / total)[order].float().cpu()
         held = self._held_rows()
         if not all(bool(x.isfinite().all()) for x in (second, *([held.rows] if held else []))):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 #: Rows that a matrix unit sums up by itself: it cuts off what float32 does not hold, always towards
-#: zero. Of so many it loses two millionths of a square at most, as float32 sums of all rows do.
+#: zero. Of so many it loses 2.4e-6 of a square at most, float32 sums of all rows 2e-6 to 7e-6.
 _ROWS = 512
 #: Columns of a part of the matrix: what lies above the diagonal is not computed, but in these.
 _PANEL = 1280
@@ -33,10 +33,10 @@ def add_products(second: Tensor, rows: Tensor, weight: float) -> None:
             )
 
 
-def mirrored(second: Tensor) -> Tensor:
-    """Return a symmetric matrix from its lower half."""
+def mirror(second: Tensor) -> None:
+    """Make a matrix symmetric, in place, from its lower half."""
     lower = second.tril(-1)
-    return second.tril().add_(lower.t())
+    second.tril_().add_(lower.t())
 
 
 @dataclass(frozen=True, eq=False)

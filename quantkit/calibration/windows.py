@@ -39,8 +39,19 @@ def read_rows(
         windows = _windows(module, part)
         batch, height, width = windows.shape[:3]
         places = draw(batch * height * width, batch)
-        # Only what was drawn is copied: unfolding all of it took longer than the product.
-        yield (windows if places is None else _taken(windows, places)).reshape(-1, taps)
+        if places is not None:
+            # Only what was drawn is copied: unfolding all of it took longer than the product.
+            yield _taken(windows, places).reshape(-1, taps)
+        elif batch == 1:
+            yield _unfolded(module, part)
+        else:
+            yield windows.reshape(-1, taps)
+
+
+def _unfolded(module: nn.Conv2d, picture: Tensor) -> Tensor:
+    """Return all windows of a picture, which torch writes fastest with pixels last."""
+    sides = (module.kernel_size, module.dilation, module.padding, module.stride)
+    return functional.unfold(picture, *sides)[0].t()  # type: ignore[arg-type]
 
 
 def _taken(windows: Tensor, places: Tensor) -> Tensor:
