@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.attention import CHILD
+from quantkit.inference.operators import is_unseen
 from quantkit.numerics.attention import HeadFactors, head_factors
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 from quantkit.pipelines.versions import Version, same_versions, version_of
@@ -43,14 +44,14 @@ class Kept:
 
 
 def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFactors | None:
-    """Return what codes of a module's heads are made with; None where a compiler is to make it.
+    """Return what codes of a module's heads are made with; None where a call is traced.
 
     Args:
         module: of attention, with ``scales``.
         scales: static ones.
         qk_format: of queries and keys.
     """
-    if torch.compiler.is_compiling():
+    if not is_unseen(scales.key_mean):
         return None
     child = getattr(module, CHILD)
     kept: Kept = vars(child).setdefault(_KEPT, Kept())
