@@ -185,7 +185,8 @@ def scaled(y: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return y * factor + bias, rounded once where there are both."""
     if factor is None:
         return y if bias is None else y + bias.float()
-    return y * factor.float() if bias is None else fused(y, factor.float(), bias.float())
+    # The kernels add +0 where there is no bias, which makes +0 of -0.
+    return y * factor.float() + 0.0 if bias is None else fused(y, factor.float(), bias.float())
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

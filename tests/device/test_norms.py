@@ -90,6 +90,14 @@ def test_zeros_have_codes_of_zeros_whatever_the_scale(scale):
     assert not operate("layer_norm_codes_fp8", *operands, 1e-6, True, "e4m3fn").any()
 
 
+@pytest.mark.parametrize("backend", [Backend.HOST, Backend.REFERENCE])
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+def test_zeros_have_no_sign(backend, centred):
+    x, w = torch.zeros(3, 1544).half(), torch.full((1544,), -0.5).half()
+    with use(backend):
+        assert not normed_rows("fp8", x, w, None, None, None, centred=centred).any()
+
+
 def test_nan_and_infinity_stay_in_their_rows():
     given = row_operands(torch.float16, 35, 640)
     given[0][3, 639], given[0][20, 8] = torch.nan, torch.inf
