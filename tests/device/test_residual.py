@@ -185,8 +185,8 @@ def test_rows_that_the_copy_engine_cannot_bring_are_refused():
 
 @pytest.mark.parametrize("rows", [64, 77, 150, 1024, None])
 def test_a_tile_has_tokens_of_two_rows_of_a_gate_at_most(rows):
-    how = {"sparse": False, "sums": (Sums.FAST, Sums.ACCURATE), "multiprocessors": 132}
-    tile, _ = choose_sums(8192, 640, 640, **how, most=rows)
+    modes = (Sums.FAST, Sums.ACCURATE)
+    tile, _ = choose_sums(8192, 640, 640, sparse=False, sums=modes, multiprocessors=132, most=rows)
     assert tile.m <= (rows or tile.m)
 
 

@@ -14,6 +14,7 @@ from quantkit.device import compilers
 from quantkit.errors import CheckpointError
 from quantkit.inference import attention_heads, head_factors, head_scales
 from quantkit.models.attention import attention_modules, call_with
+from quantkit.numerics import attention
 from quantkit.numerics.attention_scales import SHAPES, scales_of_ranges
 from tests.support.denoiser_classes import ROWS, Row
 from tests.support.kernel_cases import need
@@ -188,7 +189,7 @@ def test_norms_in_another_dtype_are_read_as_they_are():
 def test_what_follows_from_scales_is_made_once(model, monkeypatch):
     static = with_scales(model)
     quantkit.attention(static, min_keys=1)
-    made, make = [], head_factors.head_factors
+    made, make = [], attention.head_factors
     monkeypatch.setattr(
         head_factors, "head_factors", lambda *args: made.append(make(*args)) or made[-1]
     )

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
@@ -12,6 +13,7 @@ import quantkit
 from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
 from quantkit.device import compilers
 from quantkit.inference import attention, attention_wide
+from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import attention_modules
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
@@ -44,7 +46,7 @@ def _every_device(monkeypatch):
     """Every device makes heads in one pass, a CPU too."""
     need(compilers.host_compiler)
     monkeypatch.setattr(attention_wide, "has_kernel", lambda *_: True)
-    operator = attention_wide.OPERATORS["joint_heads"]
+    operator = OPERATORS["joint_heads"]
 
     def counting(*arguments):
         MADE.append(arguments[0].shape)
@@ -173,7 +175,7 @@ def test_what_computes_attention_elsewhere_is_asked(monkeypatch):
     """diffusers' backends are given the heads; several devices are its own affair."""
     model, own = packed("FLUX")
     seen = []
-    dispatch = attention_wide.dispatch_attention_fn
+    dispatch = dispatch_attention_fn
 
     def spying(*args, backend, **kwargs):
         seen.append(backend)
