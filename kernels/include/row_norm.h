@@ -18,7 +18,7 @@ using Values = float[kRun];
 // Runs that a lane keeps: all of its own, in rows of at most 6144 values.
 constexpr int kHeld = 3;
 // Blocks that share a multiprocessor: with these a lane has its registers, and spills none.
-constexpr int kBlocks = QK_SUM ? 3 : 4;
+constexpr int kBlocks = QK_SUM || kFormat == qk::Format::kInt8 ? 3 : 4;
 constexpr int kLdsBytes = 2 * kWaves * 4;
 static_assert(kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 

@@ -15,6 +15,10 @@ from quantkit.device.ops.table import OPS, default_variants
 from quantkit.device.tiles import variants_for
 from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
+from quantkit.recipe.load import did_you_mean
+
+#: Names that a message lists.
+_FEW = 24
 
 
 @dataclass(frozen=True)
@@ -167,8 +171,11 @@ def refuse_unknown(field: str, names: Sequence[str], known: Sequence[str]) -> No
     """
     for name in names:
         if name not in known:
+            more = f" or {len(known) - _FEW} more" if len(known) > _FEW else ""
             raise InputError(
-                f"{field} {name!r} is unknown, wanted one of {', '.join(known)}", fields=(field,)
+                f"{field} {name!r} is unknown, wanted one of {', '.join(known[:_FEW])}{more}"
+                f"{did_you_mean(name, known)}",
+                fields=(field,),
             )
 
 

@@ -40,7 +40,7 @@ static int planted(const char* function, int otherwise) {
 }
 
 static const char kMagic[] = "stand-in object";
-enum { kMaxParameters = 32 };
+enum { kMaxParameters = 64 };
 
 #ifdef COMPILER
 /* ------------------------------------------------------------------------------------------------ hipRTC */
