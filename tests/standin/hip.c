@@ -197,7 +197,7 @@ int hipModuleLoadData(Module** module, const void* image) {
   if (status) return status;
   Module* made = calloc(1, sizeof *made);
   char magic[32];
-  if (!module || !image || sscanf(image, "%31[^\n]\n%63s\n%255s\n%32s", magic, made->target, made->symbol,
+  if (!module || !image || sscanf(image, "%31[^\n]\n%63s\n%255s\n%64s", magic, made->target, made->symbol,
                                   made->letters) != 4 || strcmp(magic, kMagic)) {
     free(made);
     return kInvalidImage;
