@@ -17,11 +17,13 @@ CHILD = "QUANTKIT_SANITIZED"
 _ATTENTION = ((1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64))
 _NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
 _ROWS = ((1, 1, 1), (7, 2, 17), (9, 2, 1025), (33, 3, 96), (5, 1, 2560))
+_SUMS = ((1, 1, 64), (19, 21, 160), (67, 130, 288))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
     **dict.fromkeys(("attention", "head", "value", "project", "joint", "stream"), _ATTENTION),
     **dict.fromkeys(("group", "layer", "sum"), _NORMS),
     "gelu": _ROWS,
+    "observe": _NORMS,
 }
 
 
@@ -85,8 +87,9 @@ def launch_all(variant, layout):
         for m, k in rows:
             quantize(variant, layout, m, k)
         return len(rows)
-    if kind in SAMPLED:
-        return sum(sample(variant, layout, size, generator) for size in SAMPLED[kind])
+    sampled = _SUMS if variant.op.name.endswith("_residual") else SAMPLED.get(kind)
+    if sampled:
+        return sum(sample(variant, layout, size, generator) for size in sampled)
     if variant.op.name == "gemm_w16":
         from tests.device.test_weight_only import SHAPES, case_of
 
