@@ -42,6 +42,9 @@ def parse_yaml(text: str) -> Any:
         _check_events(text)
         return yaml.load(text, _Loader)  # noqa: S506  a safe loader
     except yaml.YAMLError as error:
+        # Some versions of libyaml read ahead and end at a depth of their own, before ours is met.
+        if "maximum nesting depth" in str(error):
+            raise ValueError(f"more than {MAX_DEPTH} levels of lists and tables") from error
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
 
 

@@ -210,8 +210,7 @@ BAD = {
     "steps": ("{name: t, calibration: {steps: 1000000000}}", "calibration.steps"),
     "prompts": ("{name: t, calibration: {prompts: 10000000000}}", "calibration.prompts"),
     "depth": (f"{{name: t, keep: {'[' * 17 + ']' * 17}}}", "more than 16 levels"),
-    # Some versions of libyaml refuse it themselves.
-    "very deep": ("[" * 300_000, "more than 16 levels|maximum nesting depth"),
+    "very deep": ("[" * 300_000, "more than 16 levels"),
     "values": (f"{{name: t, keep: [{'a,' * 100_001}]}}", "more than 100,000 values"),
     "long key": (f"{{name: t, {'k' * 1000}: 1}}", "unknown key 'kkk"),
     "long value": (f"{{name: t, weight: {{format: {'v' * 500_000}}}}}", "format 'vvv"),
