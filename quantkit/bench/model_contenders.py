@@ -62,11 +62,15 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
             for suffix, compiled, replayed in _WAYS
         ),
         *(
-            ModelContender(f"{name}-fast-compiled", compiled=True, variant=variant, fast=True)
+            ModelContender(
+                f"{name}-fast{suffix}", compiled, variant, fast=True, replayed=replayed
+            )
             for name, variant in (
                 ("fp8-static", PackedVariant(static=True)),
                 ("sparse-static", PackedVariant(sparse=True, static=True)),
             )
+            for suffix, compiled, replayed in _WAYS
+            if suffix
         ),
     )
 }
