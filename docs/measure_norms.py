@@ -1,8 +1,8 @@
 """Time norms that write codes, on a GPU: ``python docs/measure_norms.py``.
 
 Recorded graphs of 20 calls over operands of 400 MB and more, so that none is in the cache before
-its norm; medians of 8. Shares are of a copy's rate, as if each value were read once and each code
-written once.
+its norm; medians of 8. Bytes are counted as if each value were read once and each code written
+once. Shares are of the rate of a copy of 512 MB, and of the time of a copy of as many bytes.
 """
 
 from collections.abc import Callable
@@ -27,25 +27,29 @@ GROUPS, FORMAT = 32, "e4m3fn"
 Make = Callable[[], tuple[Tensor, ...]]
 
 
-def copy_rate() -> float:
-    """Return the bytes that a copy of 256 MiB reads and writes in a microsecond."""
+def copy_time(total: int) -> float:
+    """Return the microseconds of a copy that reads and writes so many bytes in all."""
 
     def make() -> tuple[Tensor, ...]:
-        return torch.empty(2, 2**27, dtype=torch.float16, device="cuda").unbind()
+        return torch.empty(2, total // 2, dtype=torch.uint8, device="cuda").unbind()
 
-    return 2**29 / microseconds(lambda a, b: b.copy_(a), make)
+    return microseconds(lambda a, b: b.copy_(a), make)
 
 
 @torch.no_grad()
 def main() -> None:
     """Print a line for each shape."""
-    rate, scale = copy_rate(), torch.tensor([0.02], device="cuda")
+    rate, scale = 2**29 / copy_time(2**29), torch.tensor([0.02], device="cuda")
     click.echo(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e6:.2f} TB/s")
 
     def line(name: str, values: int, norm: Callable[..., object], make: Make) -> float:
         time = microseconds(norm, make)
-        share = 3 * values / time / rate
-        click.echo(f"{name}: {time:.1f} us, {3 * values / time / 1e6:.2f} TB/s, {share:.0%}")
+        moved = 3 * values
+        share, alike = moved / time / rate, copy_time(moved)
+        click.echo(
+            f"{name}: {time:.1f} us, {moved / time / 1e6:.2f} TB/s, {share:.0%}; a copy of as many "
+            f"bytes {alike:.1f} us, {alike / time:.0%}"
+        )
         return time
 
     for m, k, batch in ROWS:
