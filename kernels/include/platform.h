@@ -27,8 +27,8 @@ constexpr int kWave = 32;
 // has to be told.
 
 // A kernel's blocks may start before the kernel ahead of it in the stream has ended, on NVIDIA from
-// compute capability 9.0 on (programmatic dependent launch): the launch and what a block does before
-// it reads are then over when the last blocks of that kernel end.
+// compute capability 9.0 on (programmatic dependent launch): the launch and what a block does
+// before it reads are then over when the last blocks of that kernel end.
 //
 //   wait_for_previous()  returns when all kernels ahead have ended and their writes are seen. Every
 //                        thread calls it before it touches device memory: what it reads may not be
