@@ -103,6 +103,7 @@ QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scal
           const float* k_scale, const float* v_scale, const float* v_mean, void* y, int m, int n,
           int keys, int pitch, int heads, int d, int scales) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const int row = qk::block_y();
   const qk::i64 at = row, groups = (keys + 15) / 16;
   const qk::Head head{q + at * m * kHead,

@@ -83,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
   Loop loop{all, qk::shared_address(shared), qk::thread_index() % qk::kWave,
             (keys + QK_KEYS - 1) / QK_KEYS};
   loop.init(shared);
+  qk::start();
   if (qk::wave_index() / 4 == QK_GROUPS) {
     qk::registers_shrink<Loop::kCopying>();
     loop.produce();

@@ -34,6 +34,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* 
           int taps_wide, int stride_y, int stride_x, int dilation_y, int dilation_x, int top,
           int left) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   typename Loop::Accumulators acc = {};
   Loop loop;

@@ -27,6 +27,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* 
           const float* w_scale, const void* bias, const float* y_scale, qk::u8* y, int m, int n,
           int k) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, 2 * n);
   typename Loop::Accumulators acc = {};
   Loop loop;

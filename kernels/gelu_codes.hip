@@ -53,6 +53,7 @@ struct Place {
 QK_KERNEL(kThreads)
 QK_SYMBOL(const void* x, const void* beside, const float* smooth, const float* shift,
           const float* scale, qk::u8* q, int m, int n, int k) {
+  qk::start();
   const Input input{shift, smooth};
   const qk::i64 total = static_cast<qk::i64>(m) * k;
   const qk::i64 first = static_cast<qk::i64>(qk::block_x()) * kBlockValues;

@@ -28,6 +28,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const float* w
           const void* bias, QK_IF_RESIDUAL(const void* residual, const void* gate, ) void* y, int m,
           int n, int k QK_IF_RESIDUAL(, int rows)) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   typename Loop::Accumulators acc = {};
   Loop loop;

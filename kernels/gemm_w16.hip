@@ -55,6 +55,7 @@ QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const qk::u8* x, const qk::u8* w, const qk::u8* w_group, const void* w_scale,
           const void* bias, void* y, int m, int n, int k, int channels) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const int m0 = qk::block_y() * 16 * kTokenBlocks, n0 = qk::block_x() * 16 * Loop::kBlocksN;
   const qk::u8* const beside =
       Loop::Codes::kGroupScales ? static_cast<const qk::u8*>(w_scale) : w_group;

@@ -96,6 +96,7 @@ QK_SYMBOL(const void* x, const void* added, const float* partials, const void* w
           int m, int n, int k, int groups, int eps) {
   QK_SHARED(lds, kLdsBytes);
   const Slab slab(m, k);
+  qk::start();
   qk::Stream<Slab, true> stream(slab, x);
   merge(slab, partials, groups, qk::bits_float(static_cast<qk::u32>(eps)), lds);
   const qk::Reciprocal<kFormat> reciprocal(scale[0]);

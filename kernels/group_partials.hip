@@ -60,6 +60,7 @@ QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const void* x, const void* added, float* partials, int m, int n, int k, int groups) {
   QK_SHARED(lds, kLdsBytes);
   const Slab slab(m, k);
+  qk::start();
   moments(slab, x, added, lds);
   qk::block_sync();
   const qk::GroupLanes<QK_THREADS> lanes(groups);

@@ -25,6 +25,7 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
           const float* factor, qk::u8* q, int m, int n, int k, int first_tokens, int first_pitch,
           int first_column, int second_pitch, int second_column, int heads, int d, int scales,
           int eps) {
+  qk::start();
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int lanes = 2 * k, width = all.padded();
   const qk::Place<1> place(lanes, m, width, qk::block_x());

@@ -36,6 +36,7 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
           int first_pitch, int first_column, int second_pitch, int second_column, int heads, int d,
           int scales, int eps, int group) {
   QK_SHARED(lds, kLdsBytes);
+  qk::start();
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int width = all.padded();
   const qk::Place<kRuns> place(k, m, width, qk::block_x());

@@ -30,6 +30,7 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
           const float* cos, const float* sin, void* y, int m, int n, int k, int first_tokens,
           int first_pitch, int second_pitch, int c_fq, int c_fk, int c_fv, int c_sq, int c_sk,
           int c_sv, int heads, int d, int eps) {
+  qk::start();
   const qk::Heads all{cos, sin, heads, d, heads, qk::bits_float(static_cast<qk::u32>(eps))};
   const qk::Place<1> place(k, m, d, qk::block_x());
   const qk::Columns<1> columns(place.column, d);

@@ -55,6 +55,7 @@ struct Merge {
 QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const void* x, qk::f32* sums, qk::u32* counts, int m, int n, int k) {
   QK_SHARED(lds, kLdsBytes);
+  qk::start();
   const qk::Counts block_counts{lds + kMergeBytes};
   block_counts.clear();
   qk::block_sync();

@@ -28,6 +28,7 @@ QK_DEVICE qk::f32 wave_sum(qk::f32 value) {
 QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const void* x, qk::f32* sums, qk::u32* counts, int m, int n, int k) {
   QK_SHARED(lds, qk::kCountBytes);
+  qk::start();
   const qk::Counts block_counts{lds};
   block_counts.clear();
   qk::block_sync();

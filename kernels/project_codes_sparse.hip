@@ -27,6 +27,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* 
           const float* w_scale, const float* bias, qk::u8* codes, int m, int n, int k, int tokens,
           int d, int per_token) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   typename Loop::Accumulators acc = {};
   Loop loop;

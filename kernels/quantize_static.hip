@@ -26,6 +26,7 @@ static_assert(kBlockValues == 8192, "launch.json divides M * K by this number");
 QK_KERNEL(kThreads)
 QK_SYMBOL(const void* x, const float* smooth, const float* shift, const float* scale, qk::u8* q,
           int m, int k) {
+  qk::start();
   using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
   const Input input{shift, smooth};
   const qk::i64 total = static_cast<qk::i64>(m) * k;

@@ -144,6 +144,7 @@ QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2)
 QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, qk::u8* q, int m,
           int k) {
   QK_SHARED(lds, kLdsBytes);
+  qk::start();
   const auto* const rows = static_cast<const typename Run::Memory*>(x);
   const Input input{shift, smooth};
   if (k % kRun != 0) {

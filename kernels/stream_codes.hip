@@ -32,6 +32,7 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
           qk::u8* k_codes, qk::u8* v_codes, int m, int n, int k, int first_tokens, int first_pitch,
           int second_pitch, int c_fq, int c_fk, int c_fv, int c_sq, int c_sk, int c_sv, int heads,
           int d, int scales, int eps) {
+  qk::start();
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int across = (m * k + QK_THREADS - 1) / QK_THREADS;
   const int made = across * ((n + kRows - 1) / kRows), block = qk::block_x();

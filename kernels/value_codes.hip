@@ -20,6 +20,7 @@ QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const void* first, const void* second, const float* mean, const float* scale, qk::u8* v,
           int m, int n, int k, int first_tokens, int first_pitch, int first_column,
           int second_pitch, int second_column, int heads, int d, int scales) {
+  qk::start();
   const qk::Stream before{first, nullptr, first_tokens, first_pitch, first_column};
   const qk::Stream behind{second == nullptr ? first : second, nullptr, m - first_tokens,
                           second_pitch, second_column};

@@ -42,6 +42,7 @@ struct HopperGemm {
       tensor_map_prefetch(op.y);
       if constexpr (Tile::kAdds) tensor_map_prefetch(*op.residual);
     }
+    start();
     if constexpr (kSplit) cluster_sync();
     if (group == Tile::kConsumers) {
       if constexpr (Tile::kConsumers > 1) registers_shrink<kCopying>();

@@ -26,6 +26,21 @@ constexpr int kWave = 32;
 // QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, where the compiler
 // has to be told.
 
+// A kernel's blocks may start before the kernel ahead of it in the stream has ended, on NVIDIA from
+// compute capability 9.0 on (programmatic dependent launch): the launch and what a block does
+// before it reads are then over when the last blocks of that kernel end.
+//
+//   wait_for_previous()  returns when all kernels ahead have ended and their writes are seen. Every
+//                        thread calls it before it touches device memory: what it reads may not be
+//                        there yet, and what it writes may still be read. Weights are no exception,
+//                        a kernel may have written them just now; prefetches are.
+//   let_next_start()     the next kernel may start once all blocks have said so, or ended. Its
+//                        blocks take what room there is and wait, so it is said at once.
+//   start()              both.
+//
+// Every kernel waits (a test compiles them and looks), so every launch is made this way. Waiting is
+// what keeps order beyond neighbours, too: a kernel that ends has waited for those before it.
+
 #if defined(QK_HOST) && QK_HOST
 // ---------------------------------------------------------------------------------------- host
 #  include "runtime.h"
@@ -64,6 +79,8 @@ QK_DEVICE int wave_index() { return thread_index() / kWave; }
 QK_DEVICE int block_x() { return host::current()->block[0]; }
 QK_DEVICE int block_y() { return host::current()->block[1]; }
 QK_DEVICE void block_sync() { host::barrier(); }
+QK_DEVICE void let_next_start() {}
+QK_DEVICE void wait_for_previous() {}
 
 QK_DEVICE u32 float_bits(f32 value) {
   u32 bits;
@@ -302,6 +319,8 @@ QK_DEVICE void block_sync() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
+QK_DEVICE void let_next_start() {}
+QK_DEVICE void wait_for_previous() {}
 /// Adds to a number in LDS, of which other threads add to the same: ds_add_u32.
 QK_DEVICE void add_shared(void* address, u32 value) {
   __atomic_fetch_add(static_cast<u32*>(address), value, __ATOMIC_RELAXED);
@@ -421,6 +440,16 @@ QK_DEVICE int wave_index() { return __shfl_sync(0xffffffffu, thread_index() / kW
 QK_DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
 QK_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 QK_DEVICE void block_sync() { __syncthreads(); }
+QK_DEVICE void let_next_start() {
+#    if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#    endif
+}
+QK_DEVICE void wait_for_previous() {
+#    if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#    endif
+}
 /// Adds to a number in shared memory, of which other threads add to the same.
 QK_DEVICE void add_shared(void* address, u32 value) {
   atomicAdd(static_cast<u32*>(address), value);
@@ -544,6 +573,11 @@ QK_DEVICE u32 wave_max(u32 value) {
 #endif
 
 namespace qk {
+
+QK_DEVICE void start() {
+  let_next_start();
+  wait_for_previous();
+}
 
 QK_DEVICE f32 bfloat_to_float(u16 bfloat) { return bits_float(static_cast<u32>(bfloat) << 16); }
 QK_DEVICE u16 float_to_bfloat(f32 value) {

@@ -272,6 +272,7 @@ struct Row {
 QK_DEVICE void write_norms(const Operands& operands, qk::u8* lds, int m, int n, int k, int rows,
                            int centred, int eps) {
   const Place place(n, k);
+  qk::start();
   Row row(operands, place, m, k, rows);
   const qk::Reciprocal<kFormat> reciprocal(operands.scale[0]);
   const float columns = static_cast<float>(k);

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,21 +68,40 @@ def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
         step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    calls: Counter[str] = Counter()
+    # torch.compile annotates its regions, which span kernels that are counted themselves.
+    events = [
+        event
+        for event in profiler.events()
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False)
+    ]
+    spans = [(e.time_range.start, e.time_range.end) for e in events]
+    shares = own_shares(spans) if on_gpu else [e.self_cpu_time_total for e in events]
+    calls = Counter(event.name for event in events)
     times: dict[str, float] = {}
-    first, last = float("inf"), 0.0
-    for event in profiler.events():
-        # torch.compile annotates its regions, which span kernels that are counted themselves.
-        if event.device_type != wanted or getattr(event, "is_user_annotation", False):
-            continue
-        us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-        calls[event.name] += 1
+    for event, us in zip(events, shares, strict=True):
         times[event.name] = times.get(event.name, 0.0) + us / 1e3
-        first, last = min(first, event.time_range.start), max(last, event.time_range.end)
-    idle = max(0.0, (last - first) / 1e3 - sum(times.values())) if times else 0.0
+    span = max(e for _, e in spans) - min(s for s, _ in spans) if spans else 0.0
+    idle = max(0.0, span / 1e3 - sum(times.values()))
     longest = sorted(times, key=lambda name: -times[name])[:_LONGEST]
     kernels = tuple(KernelTime(name, calls[name], times[name]) for name in longest)
     return Profile({**_by_group(times), IDLE: idle}, kernels)
+
+
+def own_shares(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Return how long each kernel ran, less what it took under others that had started before.
+
+    A kernel that waits for the one ahead of it seems to run meanwhile; the shares add up to the
+    time in which any one ran.
+
+    Args:
+        spans: start and end of each.
+    """
+    shares, covered = [0.0] * len(spans), float("-inf")
+    for index in sorted(range(len(spans)), key=lambda i: spans[i]):
+        start, end = spans[index]
+        shares[index] = max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return shares
 
 
 def _by_group(times: dict[str, float]) -> dict[str, float]:

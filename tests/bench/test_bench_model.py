@@ -19,7 +19,7 @@ from quantkit.bench.model import run_model_bench
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
 from quantkit.bench.model_result import ModelBenchSettings
 from quantkit.bench.packing import PackedVariant, convolutions
-from quantkit.bench.profiling import GROUPS, IDLE, group_of, profile_step
+from quantkit.bench.profiling import GROUPS, IDLE, group_of, own_shares, profile_step
 from quantkit.bench.result import Verdict
 from quantkit.bench.timing import TimingPlan
 from quantkit.bench.torchao_dynamic import short_layers
@@ -404,6 +404,23 @@ def test_profiles_add_up_and_find_products():
     assert sum(kernel.ms for kernel in profile.kernels) == pytest.approx(
         sum(found.values()) - found[IDLE]
     )
+
+
+@pytest.mark.parametrize(
+    ("spans", "shares"),
+    [
+        ([], []),
+        ([(2, 5)], [3]),
+        ([(0, 3), (4, 6)], [3, 2]),
+        # The second one waits for the first, the third one for both.
+        ([(0, 10), (4, 12), (5, 15)], [10, 2, 3]),
+        ([(4, 12), (0, 10)], [2, 10]),
+        ([(0, 10), (2, 3), (10, 11)], [10, 0, 1]),
+    ],
+    ids=["none", "one", "apart", "waiting", "in any order", "inside"],
+)
+def test_kernels_that_wait_for_others_count_from_their_end(spans, shares):
+    assert own_shares(spans) == shares
 
 
 # ---------------------------------------------------------------------------------- the command

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,16 @@ from quantkit.device.archs import Arch, arch_of_device
 from quantkit.device.gpu.driver import Driver
 from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.gpu.objects import read_object
+from quantkit.device.gpu.overlap import waits
 from quantkit.errors import KernelError
+
+
+class Function(NamedTuple):
+    """A kernel that is loaded on a device."""
+
+    handle: int
+    #: it may start before the kernel ahead of it has ended, and waits for that one
+    overlaps: bool
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,7 @@ class Device:
     stream: Callable[[int], int]
     capturing: Callable[[], bool]
     guard: Callable[[int], AbstractContextManager[object]]
-    #: kernel -> its handle, loaded
-    _functions: dict[Kernel, int] = field(default_factory=dict, compare=False)
+    _functions: dict[Kernel, Function] = field(default_factory=dict, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     @property
@@ -43,8 +51,8 @@ class Device:
         """What kernels are compiled for: the architecture, in the compiler's spelling."""
         return self.arch.target_for(self.name)
 
-    def function(self, kernel: Kernel, shared_bytes: int) -> int:
-        """Return the handle of a kernel, which is read, compiled and loaded when it is new.
+    def function(self, kernel: Kernel, shared_bytes: int) -> Function:
+        """Return a kernel, which is read, compiled and loaded when it is new.
 
         Args:
             shared_bytes: dynamic shared memory of its blocks.
@@ -59,7 +67,7 @@ class Device:
                 self._functions[kernel] = function
         return function
 
-    def _load(self, kernel: Kernel, shared_bytes: int) -> int:
+    def _load(self, kernel: Kernel, shared_bytes: int) -> Function:
         if self.capturing():
             raise KernelError(
                 f"{kernel.symbol}: is not loaded yet, and nothing can be loaded while a graph is "
@@ -80,7 +88,8 @@ class Device:
                 function = self.driver.load_function(found.content, kernel.symbol)
             if shared_bytes:
                 self.driver.allow_shared(function, shared_bytes, kernel.symbol)
-            return function
+        can = self.driver.launch_overlapping is not None
+        return Function(function, can and waits(found.content, kernel.symbol))
 
 
 @lru_cache(maxsize=64)

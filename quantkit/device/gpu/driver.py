@@ -57,6 +57,8 @@ class Driver:
     unbound: frozenset[int]
     #: None where the driver has no tensor maps
     tensors: TensorEntries | None = None
+    #: (launch of ``overlap``, function, parameters, extra); None where kernels cannot overlap
+    launch_overlapping: Entry | None = None
 
     @property
     def compiler_identity(self) -> str:

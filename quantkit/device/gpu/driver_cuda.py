@@ -42,6 +42,8 @@ def load_cuda() -> Driver:
         bind=_Bind(library),
         unbound=frozenset({_NOT_INITIALIZED, _INVALID_CONTEXT, _DESTROYED}),
         tensors=_tensor_entries(library),
+        # Drivers before CUDA 11.8 have none.
+        launch_overlapping=getattr(library, "cuLaunchKernelEx", None),
     )
 
 

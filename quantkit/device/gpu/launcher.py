@@ -9,15 +9,17 @@ import ctypes
 import struct
 from collections import deque
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.device.gpu.devices import Device
+from quantkit.device.gpu.devices import Device, Function
+from quantkit.device.gpu.driver import Driver, Entry
 from quantkit.device.gpu.kernel import Kernel, Plan, plan_of
+from quantkit.device.gpu.overlap import overlapping
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.device.ops.op import Sizes
@@ -41,24 +43,22 @@ class Launcher:
         "_device",
         "_entry",
         "_free",
-        "_head",
         "_index",
         "_known",
         "_maps",
         "_maps_at",
+        "_new_block",
         "_pack",
         "_pick",
-        "_places",
         "_select",
         "_stream",
         "_symbol",
-        "_tail",
     )
 
     def __init__(
         self,
         device: Device,
-        function: int,
+        function: Function,
         symbol: str,
         plan: Plan,
         nulls: Sequence[int] = (),
@@ -67,7 +67,7 @@ class Launcher:
 
         Args:
             device: where the operands lie.
-            function: handle of the kernel, loaded on ``device``.
+            function: the kernel, loaded on ``device``.
             symbol: the kernel's name, for errors.
             plan: everything but the addresses.
             nulls: which operands are null.
@@ -75,8 +75,7 @@ class Launcher:
         pointers, numbers = plan.pointers, plan.numbers
         self._device, self._index, self._symbol = device, device.index, symbol
         self._current, self._stream = device.current, device.stream
-        self._entry = device.driver.launch_kernel
-        self._head = (_pointer(function), *plan.grid, plan.block, 1, 1, plan.shared_bytes)
+        self._entry = _entry_of(device.driver, function)
         present = [i for i in range(pointers) if i not in nulls]
         self._select: Any = itemgetter(*present) if nulls else tuple
         # Pad bytes are written as zeros: a null pointer.
@@ -84,7 +83,7 @@ class Launcher:
         self._pack = struct.Struct(f"<{layout}").pack_into
         head = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
         starts = [len(head) + MAP_BYTES * i for i in range(len(plan.maps))]
-        self._tail = head + bytes(MAP_BYTES * len(starts))
+        content = head + bytes(MAP_BYTES * len(starts))
         described = [(present.index(operand), spec) for operand, spec in plan.maps if spec]
         # One that the kernel does not read stands last.
         assert all(spec for _, spec in plan.maps[: len(described)])
@@ -94,7 +93,8 @@ class Launcher:
         #: addresses of the described operands -> their maps
         self._known: dict[tuple[int, ...], bytes] = {}
         slots = [*range(0, len(head), _SLOT), *starts]
-        self._places = tuple(slots[i] for i in plan.order)
+        places = tuple(slots[i] for i in plan.order)
+        self._new_block = partial(_Block, function, plan, content, places)
         # Parameter blocks that no thread is using. Both ends of a deque are safe without a lock.
         self._free: deque[_Block] = deque()
 
@@ -128,7 +128,7 @@ class Launcher:
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._head, self._tail, self._places)
+            block = self._new_block()
         slots = block.slots
         self._pack(slots, 0, *addresses)
         if self._pick:
@@ -191,6 +191,13 @@ def prepare_launch(
     return Launcher(device, function, kernel.symbol, plan, nulls)
 
 
+def _entry_of(driver: Driver, function: Function) -> Entry:
+    if not function.overlaps:
+        return driver.launch_kernel
+    assert driver.launch_overlapping
+    return driver.launch_overlapping
+
+
 class _Maps(NamedTuple):
     """The tensor maps of one operand, one for each address that it had."""
 
@@ -209,20 +216,30 @@ def _keep(known: dict[Any, bytes], key: object, content: bytes) -> bytes:
 class _Block:
     """Memory for the arguments of one launch under way, and the driver's arguments around it."""
 
-    __slots__ = ("_head", "_params", "arguments", "slots", "stream")
+    __slots__ = ("_config", "_head", "_params", "arguments", "slots", "stream")
 
-    def __init__(self, head: tuple[Any, ...], content: bytes, places: Sequence[int]) -> None:
+    def __init__(
+        self, function: Function, plan: Plan, content: bytes, places: Sequence[int]
+    ) -> None:
         self.slots = bytearray(content)
         base = ctypes.addressof((ctypes.c_char * len(content)).from_buffer(self.slots))
         addresses = (base + place for place in places)
-        self._head = head
+        self.arguments: tuple[Any, ...]
+        kernel = _pointer(function.handle)
+        self._head = (kernel, *plan.grid, plan.block, 1, 1, plan.shared_bytes)
         # byref makes the C value here, once.
         self._params = ctypes.byref((ctypes.c_void_p * len(places))(*addresses))
+        self._config = overlapping(plan) if function.overlaps else None
+        if self._config is not None:
+            self.arguments = (ctypes.byref(self._config), kernel, self._params, None)
         self.turn_to(0)
 
     def turn_to(self, stream: int) -> None:
         self.stream = stream
-        self.arguments = (*self._head, _pointer(stream), self._params, None)
+        if self._config is not None:
+            self._config.stream = stream
+        else:
+            self.arguments = (*self._head, _pointer(stream), self._params, None)
 
 
 def plain(tensor: Tensor) -> Tensor:
