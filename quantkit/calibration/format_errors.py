@@ -83,14 +83,8 @@ class FormatErrors:
         self.lost = torch.zeros(count, heads, dtype=torch.float64, device=device)
         self.power = torch.zeros(heads, dtype=torch.float64, device=device)
 
-    def add(self, heads: Heads, scale: float | None) -> None:
-        """Add one call, without waiting for the device.
-
-        Args:
-            heads: (B, H, N, D).
-            scale: of q k'; None: 1 / sqrt(D).
-        """
-        lost, power = lost_power(heads, scale, ATTENTION_FORMATS, None)
+    def add(self, lost: Tensor, power: Tensor) -> None:
+        """Add what ``lost_power`` found of one call, of all formats."""
         self.lost += lost
         self.power += power
 
