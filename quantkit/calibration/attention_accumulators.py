@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.accumulators import largest_of
 from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
-from quantkit.calibration.format_errors import FormatErrors
+from quantkit.calibration.format_errors import FormatErrors, lost_power
 from quantkit.calibration.layer_fields import Field, check_fields
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
@@ -42,6 +43,36 @@ class Attended:
     shares: Tensor
     #: float64 (H, D, D), of q and k: sums of x x'; none where no use is made of them
     second: list[Tensor]
+    #: of formats, where their errors are measured: float64 (F, H), and (H,) of what is exact
+    errors: tuple[Tensor, ...]
+    counts: "Counts"
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of them."""
+        return [*self.low, *self.high, *self.sums, self.shares, *self.second, *self.errors]
+
+
+class Counts(NamedTuple):
+    """What is counted of a call, or of a bucket: fields of ``AttentionStatistics``."""
+
+    queries: int = 0
+    keys: int = 0
+    #: the most in a call
+    call_queries: int = 0
+    call_keys: int = 0
+    #: sampled rows, and those of which locality is measured
+    rows: int = 0
+    local_rows: int = 0
+
+    def plus(self, call: "Counts") -> "Counts":
+        """Return the counts with one more call."""
+        sums = {name: getattr(self, name) + getattr(call, name) for name in self._fields}
+        most = {name: max(getattr(self, name), getattr(call, name)) for name in _MOST}
+        return Counts(**sums | most)
+
+
+#: What is no sum.
+_MOST = ("call_queries", "call_keys")
 
 
 class AttentionAccumulators:
@@ -77,21 +108,19 @@ class AttentionAccumulators:
         self._values = zeros(buckets, 3, heads, columns)
         #: of entropies and localities
         self._shares = zeros(buckets, 2, heads)
-        #: by bucket: queries, keys, the most of either in a call, sampled rows, those of locality
-        self._counts = [[0] * len(_COUNTS) for _ in range(buckets)]
+        self._counts = [Counts()] * buckets
         #: of q and k
         self._second = zeros(2 if bare else 0, heads, columns, columns)
         self._errors_from = errors_from
-        self._errors = FormatErrors(heads, device)
+        self.errors = FormatErrors(heads, device)
         parts = (self._low, self._high, self._values, self._shares)
         self.parts = [ModuleSums(*views) for views in zip(*parts, strict=True)]
         self.second = list(self._second)
 
-    def look(self, bucket: int, heads: Heads, scale: float | None, *, cross: bool) -> Attended:
+    def look(self, heads: Heads, scale: float | None, *, cross: bool) -> Attended:
         """Return what is to be added of one call, without waiting for the device.
 
         Args:
-            bucket: of the call.
             heads: what it multiplies, (B, H, N, D).
             scale: of q k'; None: 1 / sqrt(D).
             cross: keys are not the queries' own sequence.
@@ -99,28 +128,20 @@ class AttentionAccumulators:
         q, k, v = (t.detach() for t in heads)
         wide = [_rows_together(t) for t in (q, k)]
         shares, rows = _shares(wide[0], wide[1], scale, cross=cross)
-        self._count(bucket, q, k, rows, cross=cross)
-        if self._errors_from is not None and k.shape[2] >= self._errors_from:
-            self._errors.add(heads, scale)
+        measured = self._errors_from is not None and k.shape[2] >= self._errors_from
         return Attended(
             low=[t.amin(dim=(0, 2)) for t in (q, k, v)],
             high=[t.amax(dim=(0, 2)) for t in (q, k, v)],
             sums=[t.sum(dim=(0, 2), dtype=torch.float32) for t in (q, k, v)],
             shares=shares,
             second=[_second(t) for t in wide] if self.second else [],
+            errors=lost_power(heads, scale, ATTENTION_FORMATS, None) if measured else (),
+            counts=_counts(q, k, rows, cross=cross),
         )
 
-    def _count(self, bucket: int, q: Tensor, k: Tensor, rows: int, *, cross: bool) -> None:
-        pictures, queries, keys = len(q), q.shape[2], k.shape[2]
-        before = self._counts[bucket]
-        self._counts[bucket] = [
-            before[0] + pictures * queries,
-            before[1] + pictures * keys,
-            max(before[2], queries),
-            max(before[3], keys),
-            before[4] + pictures * rows,
-            before[5] + (0 if cross else pictures * rows),
-        ]
+    def count(self, bucket: int, call: Attended) -> None:
+        """Count a call that is about to be added."""
+        self._counts[bucket] = self._counts[bucket].plus(call.counts)
 
     def taken(self) -> AttentionSums:
         """Return the sums so far, as ``put`` and ``attention_statistics_of`` take them."""
@@ -135,8 +156,8 @@ class AttentionAccumulators:
             "shares": self._shares.cpu(),
             "counts": torch.tensor(self._counts),
             "second": self._second.cpu(),
-            "format_lost": self._errors.lost.cpu(),
-            "format_power": self._errors.power.cpu(),
+            "format_lost": self.errors.lost.cpu(),
+            "format_power": self.errors.power.cpu(),
         }
 
     def put(self, sums: Mapping[str, Tensor]) -> None:
@@ -149,8 +170,8 @@ class AttentionAccumulators:
             found = sums[name]
             if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(f"{name}: {found.dtype} {tuple(found.shape)!s:.80}")
-        self._counts = sums["counts"].tolist()
-        seen = [bucket for bucket, counts in enumerate(self._counts) if counts[0]]
+        self._counts = [Counts(*counts) for counts in sums["counts"].tolist()]
+        seen = [bucket for bucket, counts in enumerate(self._counts) if counts.queries]
         amax = sums["q_amax"][seen, :, None].to(self._low.device)
         self._low[seen, 0], self._high[seen, 0] = -amax, amax
         self._low[seen, 1:] = sums["low"][seen].to(amax.device)
@@ -158,8 +179,8 @@ class AttentionAccumulators:
         self._values.copy_(sums["values"])
         self._shares.copy_(sums["shares"])
         self._second.copy_(sums["second"])
-        self._errors.lost.copy_(sums["format_lost"])
-        self._errors.power.copy_(sums["format_power"])
+        self.errors.lost.copy_(sums["format_lost"])
+        self.errors.power.copy_(sums["format_power"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +202,10 @@ def add_attended(bucket: int, calls: Sequence[tuple[AttentionAccumulators, Atten
     Returns:
         bool (n,): of a call, whether all that it multiplied is finite.
     """
+    for sums, call in calls:
+        sums.count(bucket, call)
+        if call.errors:
+            sums.errors.add(*call.errors)
     mine, found = [sums.parts[bucket] for sums, _ in calls], [call for _, call in calls]
     shapes = [sums.low.shape for sums in mine]
     low = _joined([call.low for call in found], shapes, torch.float32)
@@ -207,8 +232,6 @@ def _joined(
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-#: What is counted of a bucket, in this order: fields of ``AttentionStatistics``.
-_COUNTS = ("queries", "keys", "call_queries", "call_keys", "rows", "local_rows")
 #: Of ``AttentionSums``; axes: B buckets, H heads, D columns, P k and v, T q, k and v, S entropy and
 #: locality, C counts, M second moments: q's and k's, or none, F formats.
 SUMS = {
@@ -235,7 +258,7 @@ def check_attention_sums(where: str, tensors: Mapping[str, Tensor], buckets: int
     if moments not in (0, 2):
         raise ValueError(f"{where}/second: of {moments}, wanted 0 or 2")
     sizes = {"B": buckets, "H": heads, "D": columns, "M": moments}
-    sizes |= {"P": 2, "T": 3, "S": 2, "C": len(_COUNTS), "F": len(ATTENTION_FORMATS)}
+    sizes |= {"P": 2, "T": 3, "S": 2, "C": len(Counts._fields), "F": len(ATTENTION_FORMATS)}
     check_fields(where, tensors, SUMS, sizes)
     statistics = attention_statistics_of(tensors)
     check_attention(where, statistics.tensors(), buckets)
@@ -243,7 +266,7 @@ def check_attention_sums(where: str, tensors: Mapping[str, Tensor], buckets: int
 
 def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
     """Return what sums that were taken come to."""
-    counts = dict(zip(_COUNTS, sums["counts"].unbind(dim=1), strict=True))
+    counts = dict(zip(Counts._fields, sums["counts"].unbind(dim=1), strict=True))
     values, (low, high) = sums["values"], (sums["low"], sums["high"])
     entropy, locality = (
         (total / counts[rows].clamp(min=1).unsqueeze(1)).clamp(0, 1).float()
@@ -274,6 +297,14 @@ def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
         format_lost=sums["format_lost"] if measured else None,
         format_power=sums["format_power"] if measured else None,
         **counts,
+    )
+
+
+def _counts(q: Tensor, k: Tensor, rows: int, *, cross: bool) -> Counts:
+    pictures, queries, keys = len(q), q.shape[2], k.shape[2]
+    sampled = pictures * rows
+    return Counts(
+        pictures * queries, pictures * keys, queries, keys, sampled, 0 if cross else sampled
     )
 
 

@@ -1,12 +1,14 @@
 """What attention loses where it multiplies codes of each format, in a running model."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.device.ops.attention import attention
 from quantkit.models.attention import Heads
-from quantkit.numerics.attention import attention_codes, measured_scales
+from quantkit.numerics.attention import attention_codes, codes_of_values, measured_scales
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
 from quantkit.numerics.attention_scales import AttentionScales
 
@@ -28,19 +30,33 @@ def rounded_attention(
     Returns:
         (B, H, N, D) float32.
     """
+    return next(_rounded(heads, scale, (found,), scales))
+
+
+def _rounded(
+    heads: Heads,
+    scale: float | None,
+    formats: tuple[AttentionFormat, ...],
+    scales: AttentionScales | None,
+) -> Iterator[Tensor]:
+    """Yield attention in each of the formats, of which several share codes."""
     _, count, keys, columns = heads.k.shape
-    codes = attention_codes(
-        *(t.flatten(0, 1) for t in heads),
-        scale=scale,
-        qk_format=found.qk,
-        pv=found.pv,
-        scales=scales,
-    )
-    y = attention(
-        codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        keys, count, columns, found.qk, torch.float32, codes.q.shape[2],
-    )  # fmt: skip
-    return y.transpose(1, 2)
+    q, k, v = (t.flatten(0, 1).float() for t in heads)
+    scales = measured_scales(q, k, v) if scales is None else scales
+    by_qk = {
+        qk: attention_codes(q, k, v, scale=scale, qk_format=qk, pv=formats[0].pv, scales=scales)
+        for qk in dict.fromkeys(row.qk for row in formats)
+    }
+    values = {formats[0].pv: by_qk[formats[0].qk].v}
+    for row in formats:
+        if row.pv not in values:
+            values[row.pv] = codes_of_values(v, scales, row.pv)
+        codes = by_qk[row.qk]
+        y = attention(
+            codes.q, codes.k, values[row.pv], codes.q_scale, codes.k_scale, codes.v_scale,
+            codes.v_mean, keys, count, columns, row.qk, torch.float32, codes.q.shape[2],
+        )  # fmt: skip
+        yield y.transpose(1, 2)
 
 
 def lost_power(
@@ -70,7 +86,7 @@ def lost_power(
     some = Heads(q[:, :, places], k, v)
     scale = columns**-0.5 if scale is None else scale
     wanted = scaled_dot_product_attention(*some, scale=scale)
-    lost = [_power(wanted - rounded_attention(some, scale, row, scales)) for row in formats]
+    lost = [_power(wanted - y) for y in _rounded(some, scale, formats, scales)]
     return torch.stack(lost), _power(wanted)
 
 
@@ -83,14 +99,8 @@ class FormatErrors:
         self.lost = torch.zeros(count, heads, dtype=torch.float64, device=device)
         self.power = torch.zeros(heads, dtype=torch.float64, device=device)
 
-    def add(self, heads: Heads, scale: float | None) -> None:
-        """Add one call, without waiting for the device.
-
-        Args:
-            heads: (B, H, N, D).
-            scale: of q k'; None: 1 / sqrt(D).
-        """
-        lost, power = lost_power(heads, scale, ATTENTION_FORMATS, None)
+    def add(self, lost: Tensor, power: Tensor) -> None:
+        """Add what ``lost_power`` found of one call, of all formats."""
         self.lost += lost
         self.power += power
 

@@ -5,16 +5,15 @@ waited for once per call of the denoiser, when the timestep is read.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.accumulators import Accumulators, LayerSums, add_inputs, statistics_of
 from quantkit.calibration.attention_accumulators import (
-    Attended,
     AttentionAccumulators,
     AttentionSums,
     add_attended,
@@ -25,17 +24,16 @@ from quantkit.calibration.attention_observer import (
     listening,
     observed_modules,
 )
-from quantkit.calibration.sampling import draw_candidates, row_count
+from quantkit.calibration.observed_step import replaying
+from quantkit.calibration.sampling import Candidates, Ranking, draw_candidates, row_count
 from quantkit.calibration.seen_input import Seen
 from quantkit.calibration.statistics import LayerStatistics
+from quantkit.calibration.tape import Found, RowShape, Tape
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.models.encoder_skeleton import loaded_names
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
-
-if TYPE_CHECKING:
-    from quantkit.calibration.input_measure import Measured
 
 
 class Collector:
@@ -82,10 +80,13 @@ class Collector:
         #: where the flags of layers stand, in the order of their sums, and those of modules
         self._averaged = torch.empty(0, dtype=torch.int64)
         self._flag_places: dict[tuple[str, ...], Tensor] = {}
-        #: of this call, by layer: added up when it is over, or a layer is called again
-        self._inputs: dict[str, Measured] = {}
-        #: likewise of attention modules
-        self._attended: dict[str, Attended] = {}
+        #: in this call: added up when it is over, or a layer or module is called again
+        self._found = Found()
+        self._again = False
+        #: of what layers read in this call
+        self._shapes: dict[str, RowShape] = {}
+        #: of a call that is being recorded
+        self._tape: Tape | None = None
         #: of the last input of a layer
         self._seen: Seen | None = None
         self._bucket = 0
@@ -117,7 +118,11 @@ class Collector:
             for layer, module in self._modules.items():
                 listen = self._listener(layer, module)
                 handles.append(module.register_forward_pre_hook(listen, with_kwargs=True))
-            with listening(self._attention_modules, self._attend):
+            own = {handle.id for handle in handles}
+            with (
+                listening(self._attention_modules, self._attend),
+                replaying(self.denoiser, self, own),
+            ):
                 yield
             self.check()
         finally:
@@ -189,8 +194,65 @@ class Collector:
             shape = kept["low"].transpose(1, 2).shape
             self._attention_sums_of(name, shape, device).put(kept)
 
+    @property
+    def pending(self) -> Found:
+        """What was found in this call, and is not yet added."""
+        return self._found
+
+    def tape(self) -> Tape:
+        """Return what recordings of calls like this one read.
+
+        Raises:
+            RuntimeError: what this call did cannot be recorded.
+        """
+        if self._again:
+            raise RuntimeError("a layer is called twice in one step")
+        if not self._shapes:
+            raise RuntimeError("no layer is called in it")
+        if self._calls_of(self._shapes) is None:
+            raise RuntimeError("some layers were called less often than others")
+        return Tape(self._shapes, len(self.calls), next(self.denoiser.parameters()).device)
+
+    @contextmanager
+    def onto(self, tape: Tape) -> Iterator[Found]:
+        """Let what a call finds be returned and not added, within the body."""
+        before, self._found, self._tape, self._seen = self._found, Found(), tape, None
+        try:
+            yield self._found
+        finally:
+            self._found, self._tape, self._seen = before, None, None
+
+    def choose(self, tape: Tape) -> bool:
+        """Draw the rows of the next launch; False where layers were called differently often."""
+        calls = self._calls_of(tape.shapes)
+        if calls is None:
+            return False
+
+        def draw(shape: RowShape) -> Candidates:
+            return draw_candidates(self._seeds, calls, *shape)
+
+        def admit(layer: str, drawn: Candidates) -> Ranking:
+            return self._sums[layer].sample.admit(self._bucket, drawn)
+
+        tape.write(draw, admit, self._bucket)
+        return True
+
+    def take(self, tape: Tape, found: Found) -> None:
+        """Add what a launch has found."""
+        self._layer_calls.update(tape.shapes.keys())
+        self._found.inputs.update(found.inputs)
+        self._found.attended.update(found.attended)
+        self._settle()
+
+    def _calls_of(self, layers: Iterable[str]) -> int | None:
+        """Return how often each of some layers was called in this batch; None: not one number."""
+        calls = {self._layer_calls[layer] for layer in layers}
+        return calls.pop() if len(calls) == 1 else None
+
     def _begin_call(self, timestep: Any, scheduler: Any) -> None:
         self._flag_layers()
+        self._again = False
+        self._shapes.clear()
         flat = torch.as_tensor(timestep).double().reshape(-1)[:1]
         if self._bad is None:
             values = flat.tolist()
@@ -220,13 +282,15 @@ class Collector:
 
         def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             values = args[0] if args else kwargs["input"]
-            sums, call = self._sums_of(layer, values.device), self._layer_calls[layer]
+            sums = self._sums_of(layer, values.device)
             seen = self._seen_of(values.detach(), axis)
-            if layer in self._inputs:
-                self._settle()
-            self._inputs[layer] = seen.measured
-            rows = row_count(values, module)
-            drawn = draw_candidates(self._seeds, call, values.shape[0], rows)
+            self._settle_before(layer, self._found.inputs)
+            self._found.inputs[layer] = seen.measured
+            if self._tape is not None:
+                self._tape.sample(layer, seen, module, sums.sample)
+                return
+            shape = self._shapes[layer] = (len(values), row_count(values, module))
+            drawn = draw_candidates(self._seeds, self._layer_calls[layer], *shape)
             sums.sample.offer(self._bucket, seen.values, module, drawn, seen.rows)
             self._layer_calls[layer] += 1
 
@@ -248,16 +312,24 @@ class Collector:
 
     def _settle(self) -> None:
         """Add what was measured since the last call to the sums."""
-        if self._inputs:
-            inputs = [(self._sums[name], measured) for name, measured in self._inputs.items()]
-            add_inputs(self._bucket, inputs)
-            self._inputs.clear()
-        if self._attended:
-            calls = [(self._attention_sums[name], call) for name, call in self._attended.items()]
+        inputs, attended = self._found.inputs, self._found.attended
+        if inputs:
+            add_inputs(self._bucket, [(self._sums[name], seen) for name, seen in inputs.items()])
+        if attended:
+            calls = [(self._attention_sums[name], call) for name, call in attended.items()]
             finite = add_attended(self._bucket, calls)
             assert self._bad is not None
-            self._bad[self._places_of(tuple(self._attended), finite.device)] |= ~finite
-            self._attended.clear()
+            self._bad[self._places_of(tuple(attended), finite.device)] |= ~finite
+        self._found.clear()
+
+    def _settle_before(self, name: str, found: Mapping[str, object]) -> None:
+        """Add what was found where a layer or a module is called again."""
+        if name not in found:
+            return
+        if self._tape is not None:
+            raise RuntimeError(f"{name} is called twice in one step")
+        self._again = True
+        self._settle()
 
     def _flag_layers(self) -> None:
         """Set the flags of layers whose averages of the last call's bucket are not finite."""
@@ -269,9 +341,8 @@ class Collector:
     def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
         sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)
         cross = is_cross(self._attention_modules[name], heads)
-        if name in self._attended:
-            self._settle()
-        self._attended[name] = sums.look(self._bucket, heads, call.scale, cross=cross)
+        self._settle_before(name, self._found.attended)
+        self._found.attended[name] = sums.look(heads, call.scale, cross=cross)
 
     def _attention_sums_of(
         self, name: str, shape: Sequence[int], device: torch.device

@@ -69,14 +69,21 @@ class Ranking:
 
     #: float64 (SAMPLE_ROWS,) by slot; 0 where no row is
     priority: NDArray[np.float64]
-    #: slots that were filled, and with which rows of which images
+    #: slots that were filled, with which of the drawn rows, and of which images those are
     slots: NDArray[np.int64]
+    chosen: NDArray[np.int64]
     image: NDArray[np.int64]
     row: NDArray[np.int64]
 
 
 _NONE = np.empty(0, np.int64)
-_EMPTY = Ranking(np.zeros(SAMPLE_ROWS), _NONE, _NONE, _NONE)
+
+
+def _held(priority: NDArray[np.float64]) -> Ranking:
+    return Ranking(priority, _NONE, _NONE, _NONE, _NONE)
+
+
+_EMPTY = _held(np.zeros(SAMPLE_ROWS))
 
 
 @lru_cache(maxsize=256)
@@ -94,14 +101,17 @@ def admit(before: Ranking, drawn: Candidates) -> Ranking:
     slots, new = np.flatnonzero(~stays[:SAMPLE_ROWS]), np.flatnonzero(stays[SAMPLE_ROWS:])
     priority = before.priority.copy()
     priority[slots] = drawn.priority[new]
-    return Ranking(priority, slots, drawn.image[new], drawn.row[new])
+    return Ranking(priority, slots, new, drawn.image[new], drawn.row[new])
 
 
 class Reservoir:
     """The rows of one layer that stay, per timestep bucket, on the device."""
 
     def __init__(self, buckets: int, columns: int, device: torch.device) -> None:
-        self.rows = torch.zeros(buckets, SAMPLE_ROWS, columns, dtype=torch.bfloat16, device=device)
+        count = buckets * SAMPLE_ROWS
+        #: and one more, for rows of recorded calls that do not stay
+        self._store = torch.zeros(count + 1, columns, dtype=torch.bfloat16, device=device)
+        self.rows = self._store[:count].view(buckets, SAMPLE_ROWS, columns)
         self._rankings = [_EMPTY] * buckets
 
     def offer(
@@ -110,7 +120,7 @@ class Reservoir:
         values: Tensor,
         module: nn.Module,
         drawn: Candidates,
-        shared: dict[Ranking, Tensor],
+        shared: dict[object, Tensor],
     ) -> None:
         """Take in the rows of an input that belong to the largest so far.
 
@@ -121,7 +131,7 @@ class Reservoir:
             drawn: from ``draw_candidates``.
             shared: rows of this very input that other Linear layers took; taken ones are added.
         """
-        now = self._rankings[bucket] = admit(self._rankings[bucket], drawn)
+        now = self.admit(bucket, drawn)
         if not len(now.slots):
             return
         taken = None if isinstance(module, nn.Conv2d) else shared.get(now)
@@ -131,10 +141,22 @@ class Reservoir:
             shared[now] = taken
         self.rows[bucket].index_copy_(0, _slots_on(now, values.device), taken)
 
+    def admit(self, bucket: int, drawn: Candidates) -> Ranking:
+        """Let the rows of a call in that belong to the largest so far, before they are there."""
+        self._rankings[bucket] = admit(self._rankings[bucket], drawn)
+        return self._rankings[bucket]
+
+    def write(self, rows: Tensor, places: Tensor) -> None:
+        """Write drawn rows (n, K) of a recorded call to ``places``, int64 (n,), of the store.
+
+        Those are of all buckets' slots, and behind them that of rows that do not stay.
+        """
+        self._store.index_copy_(0, places, rows)
+
     def put(self, samples: Tensor, priority: Tensor) -> None:
         """Go on from what ``sorted`` returned."""
         self.rows.copy_(samples)
-        self._rankings = [Ranking(row, _NONE, _NONE, _NONE) for row in priority.numpy()]
+        self._rankings = [_held(row) for row in priority.numpy()]
 
     def sorted(self) -> tuple[Tensor, Tensor]:
         """Return samples (B, R, K) and their priorities (B, R), the largest first, on the CPU."""
@@ -151,6 +173,20 @@ def join_samples(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     rows = torch.cat([rows for rows, _ in parts], dim=1)
     rows, priority = _sorted(rows, torch.cat([priority for _, priority in parts], dim=1))
     return rows[:, :SAMPLE_ROWS], priority[:, :SAMPLE_ROWS]
+
+
+def rows_on_device(values: Tensor, module: nn.Module, image: Tensor, row: Tensor) -> Tensor:
+    """Return what ``rows_of_input`` does of rows that only the device knows, int64 (n,) each."""
+    if not isinstance(module, nn.Conv2d):
+        rows = values.reshape(-1, values.shape[-1])
+        return rows[image * (len(rows) // len(values)) + row]
+    tall, wide = _lattice(values, module)
+    across = len(wide.starts)
+    y, above = tall.places_of(row // across)
+    x, beside = wide.places_of(row % across)
+    windows = values[image[:, None, None], :, y[:, :, None], x[:, None, :]]
+    windows *= (above[:, :, None] & beside[:, None, :]).unsqueeze(3)
+    return windows.reshape(len(row), -1)
 
 
 def row_count(values: Tensor, module: nn.Module) -> int:
@@ -202,6 +238,12 @@ class Axis(NamedTuple):
         """Return the pixels of windows (n, taps), and which of them are not padding."""
         found = starts[:, None] + self.dilation * np.arange(self.taps)
         return found.clip(0, self.size - 1), (found >= 0) & (found < self.size)
+
+    def places_of(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same on a device, of windows by their numbers, (n,)."""
+        taps = self.dilation * torch.arange(self.taps, device=windows.device)
+        found = (windows * self.stride - self.before).unsqueeze(1) + taps
+        return found.clamp(0, self.size - 1), (found >= 0) & (found < self.size)
 
 
 def _lattice(values: Tensor, conv: nn.Conv2d) -> tuple[Axis, Axis]:

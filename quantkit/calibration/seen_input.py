@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from quantkit.calibration.input_measure import Measured, measure
-from quantkit.calibration.sampling import Ranking
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +18,7 @@ class Seen:
     version: int | None
     measured: Measured
     #: rows that were drawn, by the answer that drew them
-    rows: dict[Ranking, Tensor] = field(default_factory=dict)
+    rows: dict[object, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Tensor, axis: int) -> "Seen":

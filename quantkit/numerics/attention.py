@@ -94,6 +94,12 @@ def attention_codes(
     )
 
 
+def codes_of_values(v: Tensor, scales: AttentionScales, pv: str | None) -> Tensor:
+    """Return the values of ``AttentionCodes`` alone, of (N, K, D)."""
+    wide = with_padding(scales)
+    return value_codes(_with_columns(v.float()), wide.value_mean, wide.value_scale, pv)
+
+
 def score_factor(columns: int, scale: float | None = None) -> float:
     """Return what q k' is multiplied by to be a score in powers of two.
 

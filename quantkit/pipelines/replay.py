@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -149,7 +150,7 @@ class Step:
         """Return what the model's forward returns, in tensors that later steps leave alone."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if reason := _why_not_now(self._model):
+        if reason := why_not_now(self._model):
             return self._run(reason, args, kwargs)
         with self._graphs.alone() as alone:
             if not alone:
@@ -159,7 +160,7 @@ class Step:
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = _device(self._model)
         try:
-            inputs = take_apart(*_with_timestep(self.__signature__, device, args, kwargs), device)
+            inputs = take_apart(*with_timestep(self.__signature__, device, args, kwargs), device)
         except TypeError as error:
             return self._run(str(error), args, kwargs)
         recorded = self._graphs.find(inputs.key)
@@ -172,7 +173,7 @@ class Step:
         return self._record(inputs, args, kwargs)
 
     def _record(self, inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reason = _why_not(self._model)
+        reason = why_not(self._model)
         if not reason:
             try:
                 answer = self._graphs.record(self._model, self._forward, inputs)
@@ -284,7 +285,7 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _why_not_now(model: nn.Module) -> str:
+def why_not_now(model: nn.Module) -> str:
     """Return why this very call runs as ever; empty when it need not."""
     if (device := _device(model)).type not in _RECORDING:
         return f"on {device.type}, which records nothing"
@@ -296,19 +297,25 @@ def _why_not_now(model: nn.Module) -> str:
     return "recorded by somebody else" if capturing else ""
 
 
-def _why_not(model: nn.Module) -> str:
-    """Return why no step of the model, as it is, can be replayed; empty when they can."""
+def why_not(model: nn.Module, hooks: AbstractSet[int] = frozenset()) -> str:
+    """Return why no step of the model, as it is, can be replayed; empty when they can.
+
+    Args:
+        model: the one that is called.
+        hooks: ids of those within it that may be recorded.
+    """
     for name, module in model.named_modules():
         where = name or "the model"
         if hasattr(module, _ACCELERATE):
             return f"{where} is offloaded, or watched by accelerate"
         # Its own run outside of its forward.
-        if module is not model and (module._forward_hooks or module._forward_pre_hooks):  # noqa: SLF001
+        found = {*module._forward_hooks, *module._forward_pre_hooks}  # noqa: SLF001
+        if module is not model and found - hooks:
             return f"{where} has hooks"
     return ""
 
 
-def _with_timestep(
+def with_timestep(
     signature: inspect.Signature,
     device: torch.device,
     args: tuple[Any, ...],

@@ -10,7 +10,7 @@ from quantkit.eval.report_facts import attention_formats
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
-from quantkit.calibration.format_errors import FormatErrors, rounded_attention
+from quantkit.calibration.format_errors import FormatErrors, lost_power, rounded_attention
 from quantkit.calibration.statistics import load_calibration, save_calibration
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
 from quantkit.checkpoint.reader import open_packed
@@ -100,7 +100,7 @@ def test_errors_are_relative_to_the_exact_output():
     sums = FormatErrors(3, torch.device("cpu"))
     for queries, keys in ((20, 70), (100, 33)):
         q, k, v = (torch.randn(2, 3, n, 24, generator=generator) for n in (queries, keys, keys))
-        sums.add(Heads(q, k + 1, v + 2), 0.2)
+        sums.add(*lost_power(Heads(q, k + 1, v + 2), 0.2, ATTENTION_FORMATS, None))
         places = [(2 * i + 1) * queries // (2 * min(32, queries)) for i in range(min(32, queries))]
         heads = Heads(q.double(), k.double() + 1, v.double() + 2)
         exact = scaled_dot_product_attention(*heads, scale=0.2)[:, :, places]
