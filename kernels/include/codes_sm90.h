@@ -58,11 +58,25 @@ struct HeadsView : MatrixView<Tile> {
   }
 };
 
+/// The same of 2:4 weights, whose keys and values have metadata of their own, too.
+template <class Tile>
+struct SparseHeadsView : HeadsView<Tile> {
+  const u8 *keys_meta, *values_meta;
+  int each;  // rows of a part
+
+  QK_DEVICE const u8* metadata_of(const u8* queries, int n, int, int k) const {
+    const int rows = this->rows, part = n < rows ? 0 : n < 2 * rows ? 1 : 2;
+    const u8* const all = part == 0 ? queries : part == 1 ? keys_meta : values_meta;
+    return MatrixView<Tile>::metadata_of(all, n - part * rows, each, k);
+  }
+};
+
 template <class Tile, Ends kEnds, bool kPerToken>
 struct HopperCodesEpilogue {
   static constexpr int kParts = kEnds == Ends::kHeads ? 3 : 1;
   using Args = HeadsArgs<kParts>;
-  using View = Choice<kEnds == Ends::kHeads, HeadsView<Tile>, MatrixView<Tile>>;
+  using Joint = Choice<Tile::kSparse, SparseHeadsView<Tile>, HeadsView<Tile>>;
+  using View = Choice<kEnds == Ends::kHeads, Joint, MatrixView<Tile>>;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 

@@ -78,7 +78,7 @@ def _is_joint(
     fp8 = found.qk == found.pv == E4M3FN.name
     static = module in settings.static and module not in settings.two_of_four
     first = layers[0]
-    alike = first is not None and first.sparsity is None and layers == [first] * len(layers)
+    alike = first is not None and layers == [first] * len(layers)
     return alike and static and fp8 and q == k and not more
 
 

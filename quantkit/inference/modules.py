@@ -241,9 +241,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             heads: H, of N / H outputs.
         """
         codes, x_scale = self._term(x)
-        kinds = (self.scheme.input.name, self.scheme.codes.name)
-        weights = (layer.row_codes for layer in (self, *others))
-        made: tuple[Tensor, Tensor, Tensor] = operator_for("project_heads", *kinds)(
+        scheme = self.scheme
+        kinds = (scheme.input.name, scheme.codes.name)
+        weights = (part for layer in (self, *others) for part in layer._stored())
+        project = operator_for("project_heads", *kinds, sparse=scheme.sparsity is not None)
+        made: tuple[Tensor, Tensor, Tensor] = project(
             codes, x_scale, *weights, folds.scale, folds.bias, x.shape[1], heads, *kinds
         )
         return made
