@@ -1,5 +1,5 @@
-// Three products of an input that end in e4m3fn codes of heads, as in project_heads.hip, two of every
-// four w[j, 4g .. 4g+3] stored.
+// Three products of an input that end in e4m3fn codes of heads, as in project_heads.hip, two of
+// every four w[j, 4g .. 4g+3] stored.
 //
 // wq, wk, wv  8-bit codes [N, K/2]: the kept ones
 // wq_meta, wk_meta, wv_meta  u8 [N, K/8]: their positions, as in gemm_sparse.hip
@@ -37,8 +37,8 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* wq, const qk::u8*
   Loop loop;
   loop.run(acc, {x, w, meta, m, n, k}, lds, origin.m, origin.n);
   qk::u8* const codes = part == 0 ? q_codes : part == 1 ? k_codes : v_codes;
-  const qk::CodesArgs args{x_scale, w_scale + part * n, bias + part * n, codes, m, n, tokens, d,
-                           per_token};
+  const qk::CodesArgs args{x_scale, w_scale + part * n, bias + part * n, codes, m, n, tokens,
+                           d,       per_token};
   if (part < 2) {
     const int wave = qk::wave_index();
     qk::CodeRows::run<Mma>(args, acc, origin.m + wave / Tile::kWavesN * Tile::kWaveM,

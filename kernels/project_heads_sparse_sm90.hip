@@ -1,5 +1,5 @@
-// Three products of an input that end in e4m3fn codes of heads, as in project_heads_sm90.hip, two of
-// every four w[j, 4g .. 4g + 3] stored; Hopper (sm_90a)
+// Three products of an input that end in e4m3fn codes of heads, as in project_heads_sm90.hip, two
+// of every four w[j, 4g .. 4g + 3] stored; Hopper (sm_90a)
 //
 // wq_map, wk_map, wv_map  tensor maps of the kept codes u8 [N, K/2]: box kN x 64 bytes, 64-byte
 //         swizzle

@@ -247,11 +247,10 @@ struct TurnedColumns : private CodeColumns {
     block_sync();  // operands have been read
     QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
       QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
-        u8* const target = lds + (wave_n + Lane::across(run, lane)) * kPitch + wave_m +
-                           Lane::down(part, lane);
+        u8* const target =
+            lds + (wave_n + Lane::across(run, lane)) * kPitch + wave_m + Lane::down(part, lane);
         QK_UNROLL for (int e = 0; e < Lane::kLength; ++e)
-          target[e * kPitch] =
-              static_cast<u8>(mine.codes[run][part].words[e / 4] >> 8 * (e % 4));
+          target[e * kPitch] = static_cast<u8>(mine.codes[run][part].words[e / 4] >> 8 * (e % 4));
       }
     }
     block_sync();

@@ -3,8 +3,8 @@
 //
 // A view gives the tensor map of rows of weights and the first coordinates of a box of tokens
 // (Tile::kM rows of 128 codes), of weights (Tile::kN rows) and of outputs (Tile::kChunk tokens),
-// the metadata of row n of the weights, or of the last of `rows` behind it, and the bytes of it that
-// belong to a K step.
+// the metadata of row n of the weights, or of the last of `rows` behind it, and the bytes of it
+// that belong to a K step.
 #pragma once
 
 #include "tile_sm90.h"

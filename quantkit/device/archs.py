@@ -165,12 +165,7 @@ def _with_projections(speed: TileSpeed) -> TileSpeed:
     )
     return (
         *speed,
-        *(
-            (f"{end}{kind}", tiles)
-            for end, kinds in ends
-            for kind, tiles in gemms
-            if kind in kinds
-        ),
+        *((f"{end}{kind}", tiles) for end, kinds in ends for kind, tiles in gemms if kind in kinds),
     )
 
 

@@ -37,9 +37,9 @@ TILES: dict[str, HopperTile] = {
     )
 }
 
-#: (sparse, sums) -> tile -> cost, fitted as those of ``hopper.choice`` to the medians of ten shapes of three
-#: weights, from 128x1280x1280 to 4608x3072x3072, on one H200: random codes, L2 cold, CUDA events,
-#: one scale for the tokens (tests/golden/hopper_projection_times.json).
+#: (sparse, sums) -> tile -> cost, fitted as those of ``hopper.choice`` to the medians of ten shapes
+#: of three weights, from 128x1280x1280 to 4608x3072x3072, on one H200: random codes, L2 cold, CUDA
+#: events, one scale for the tokens (tests/golden/hopper_projection_times.json).
 COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
     (False, Sums.ACCURATE): {
         "c128x128": Cost(7.106, 1.254, 0.418),
