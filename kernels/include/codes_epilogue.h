@@ -163,12 +163,16 @@ struct CodeColumns {
   template <class Lane>
   static QK_DEVICE void store_all(const CodesArgs& args, const Lane& mine, int m0, int n0,
                                   int lane) {
+    const bool whole = args.tokens % Lane::kLength == 0;
     QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
       const int output = m0 + Lane::down(part, lane);
       if (output >= args.n) continue;
       const Channel channel(args, output);
-      QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run)
-        channel.write_run(args, n0 + Lane::across(run, lane), mine.codes[run][part]);
+      QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
+        const int token = n0 + Lane::across(run, lane);
+        if (token >= args.m) continue;
+        channel.write_run(args, token, mine.codes[run][part], whole);
+      }
     }
   }
 
@@ -179,12 +183,12 @@ struct CodeColumns {
     QK_DEVICE Channel(const CodesArgs& args, int output)
         : head(output / args.d), column(output % args.d) {}
 
-    /// A run of tokens, which begins on a multiple of its length.
+    /// A run of tokens, which begins on a multiple of its length; whole: runs are of one picture
+    /// each.
     template <int kLength>
-    QK_DEVICE void write_run(const CodesArgs& args, int token, const Codes<kLength>& codes) const {
-      if (token >= args.m) return;
-      // Where runs are of one picture each.
-      if (args.tokens % kLength == 0) {
+    QK_DEVICE void write_run(const CodesArgs& args, int token, const Codes<kLength>& codes,
+                             bool whole) const {
+      if (whole) {
         write<kLength>(args, token, codes);
       } else {
         write_each(args, token, codes);
@@ -260,11 +264,13 @@ struct TurnedColumns : private CodeColumns {
  private:
   static QK_DEVICE void write(const CodesArgs& args, const u8* lds, int m0, int n0) {
     constexpr int kRuns = Tile::kM / kRun;
+    const bool whole = args.tokens % kRun == 0;
     QK_NO_UNROLL for (int i = thread_index(); i < Tile::kN * kRuns; i += Tile::kThreads) {
       const int row = i / kRuns, at = i % kRuns * kRun;
       if (n0 + row >= args.n) return;
+      if (m0 + at >= args.m) continue;
       const Channel channel(args, n0 + row);
-      channel.write_run(args, m0 + at, load<Codes<kRun>>(lds + row * kPitch + at));
+      channel.write_run(args, m0 + at, load<Codes<kRun>>(lds + row * kPitch + at), whole);
     }
   }
 };

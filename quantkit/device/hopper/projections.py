@@ -30,6 +30,7 @@ TILES: dict[str, HopperTile] = {
         HopperTile("c128x128", 128, 128),
         HopperTile("c128x160", 128, 160),
         HopperTile("c128x192", 128, 192),
+        HopperTile("c128x256", 128, 256),
         HopperTile("c192x192r", 192, 192),
         HopperTile("c256x128", 256, 128, blocks=2),
         HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True),
@@ -61,15 +62,14 @@ COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
         "c192x192r": Cost(8.137, 2.060, 0.811),
     },
     (True, Sums.ACCURATE): {
-        "c128x128": Cost(7.046, 1.865, 0.323),
-        "c128x160": Cost(7.434, 2.148, 0.380),
-        "c128x192": Cost(7.282, 2.503, 0.431),
+        "c128x128": Cost(5.913, 2.128, 0.289),
+        "c128x160": Cost(6.950, 2.162, 0.346),
+        "c128x192": Cost(6.951, 2.808, 0.370),
     },
     (True, Sums.FAST): {
-        "c128x128": Cost(6.806, 1.728, 0.301),
-        "p128x128": Cost(8.311, 1.121, 0.307),
-        "p128x160": Cost(8.311, 1.121, 0.367),
-        "c192x192r": Cost(6.418, 2.885, 0.498),
+        "c128x128": Cost(6.316, 1.812, 0.273),
+        "c128x256": Cost(6.103, 2.837, 0.409),
+        "c192x192r": Cost(7.410, 2.914, 0.440),
     },
 }
 
