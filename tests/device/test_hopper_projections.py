@@ -75,7 +75,7 @@ def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
 
 
 @pytest.mark.parametrize("shape", TIMES)
-@pytest.mark.parametrize(("sparse", "sums"), COSTS, ids=mode_of)
+@pytest.mark.parametrize(("sparse", "sums"), COSTS, ids=[mode_of(*key) for key in COSTS])
 def test_the_chosen_tile_is_nearly_the_fastest_measured(shape, sparse, sums):
     measured = TIMES[shape][mode_of(sparse, sums)]
     assert set(measured) == set(COSTS[sparse, sums])
