@@ -65,9 +65,10 @@ struct SparseHeadsView : HeadsView<Tile> {
   int each;  // rows of a part
 
   QK_DEVICE const u8* metadata_of(const u8* queries, int n, int, int k) const {
-    const int rows = this->rows, part = n < rows ? 0 : n < 2 * rows ? 1 : 2;
-    const u8* const all = part == 0 ? queries : part == 1 ? keys_meta : values_meta;
-    return MatrixView<Tile>::metadata_of(all, n - part * rows, each, k);
+    const u8* all = queries;
+    if (n >= this->rows) n -= this->rows, all = keys_meta;
+    if (n >= this->rows) n -= this->rows, all = values_meta;
+    return MatrixView<Tile>::metadata_of(all, n, each, k);
   }
 };
 

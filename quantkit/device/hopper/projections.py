@@ -64,7 +64,6 @@ COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
     (True, Sums.ACCURATE): {
         "c128x128": Cost(5.913, 2.128, 0.289),
         "c128x160": Cost(6.950, 2.162, 0.346),
-        "c128x192": Cost(6.951, 2.808, 0.370),
     },
     (True, Sums.FAST): {
         "c128x128": Cost(6.316, 1.812, 0.273),
