@@ -37,8 +37,8 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* wq, const qk::u8*
   Loop loop;
   loop.run(acc, {x, w, meta, m, n, k}, lds, origin.m, origin.n);
   qk::u8* const codes = part == 0 ? q_codes : part == 1 ? k_codes : v_codes;
-  const qk::CodesArgs args{x_scale, w_scale + part * n, bias + part * n, codes, m, n, tokens,
-                           d,       per_token};
+  const float* const scale = w_scale + part * n;
+  const qk::CodesArgs args{x_scale, scale, bias + part * n, codes, m, n, tokens, d, per_token};
   if (part < 2) {
     const int wave = qk::wave_index();
     qk::CodeRows::run<Mma>(args, acc, origin.m + wave / Tile::kWavesN * Tile::kWaveM,
