@@ -1,8 +1,9 @@
 """Time projections that end in attention's codes, and attention behind them, on a Hopper GPU.
 
 ``python docs/measure_projections.py [-o TIMES]``: one launch for queries, keys and values in every
-tile; beside it three products with float16 output, and one of all three weights. Then projections
-and attention: on codes, and cuDNN's in float16 behind three products. Medians of 15, L2 cold.
+tile, of dense weights and of 2:4 ones; beside it three products with float16 output, and one of all
+three weights. Then projections and attention: on codes, and cuDNN's in float16 behind three
+products. Medians of 15, L2 cold.
 """
 
 import json
@@ -22,11 +23,11 @@ from quantkit.device.gpu.devices import find_device
 from quantkit.device.hopper.gemm import Family, HopperKernel, Sums
 from quantkit.device.hopper.projections import COSTS, TILES
 from quantkit.device.ops.call import call
-from quantkit.device.ops.table import OPS
+from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.attention import padded
+from quantkit.numerics.packing import LEGAL_NIBBLES
 
 PLAN = TimingPlan(warmup=2, repeats=15, seconds=2)
-FORMATS = {Sums.ACCURATE: "e4m3fn", Sums.FAST: "e4m3fn", Sums.INT8: "int8"}
 #: pictures, tokens, heads, columns of a head; K is heads times columns
 SHAPES = (
     (2, 4096, 10, 64),
@@ -50,16 +51,22 @@ class Layers:
     heads: int
     fmt: str
     x: Tensor
+    #: (3, N, K); of 2:4 ones (3, N, K / 2), and behind them positions
     weights: tuple[Tensor, ...]
     scale: Tensor
     bias: Tensor
 
     @classmethod
-    def draw(cls, shape: tuple[int, int, int, int], fmt: str) -> "Layers":
+    def draw(cls, shape: tuple[int, int, int, int], fmt: str, *, sparse: bool = False) -> "Layers":
         """Return random codes whose products are of size 1 or so."""
         pictures, tokens, heads, d = shape
         n = heads * d
-        x, *weights = (_codes((rows, n), fmt) for rows in (pictures * tokens, n, n, n))
+        x, weights = _codes((pictures * tokens, n), fmt), [_codes((3, n, n), fmt)]
+        if sparse:
+            legal = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8, device="cuda")
+            nibbles = legal[torch.randint(len(legal), (3, n, n // 4), device="cuda")]
+            kept = weights[0][..., ::2].contiguous()
+            weights = [kept, nibbles[..., ::2] | nibbles[..., 1::2] << 4]
         size = 1 / (40**2 * n**0.5)
         scale = size * (0.5 + torch.rand(3, n, device="cuda"))
         bias = torch.randn(3, n, device="cuda") / 8
@@ -68,16 +75,22 @@ class Layers:
     @property
     def sizes(self) -> dict[str, int]:
         """M, N, K, and a head."""
-        (m, k), n = self.x.shape, len(self.weights[0])
+        (m, k), n = self.x.shape, self.weights[0].shape[1]
         return {"m": m, "n": n, "k": k, "tokens": self.tokens, "d": n // self.heads}
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
         """Those of the joint operation."""
-        return (self.x, torch.ones(1, device="cuda"), *self.weights, self.scale, self.bias)
+        stored = (part[i] for i in range(3) for part in self.weights)
+        return (self.x, torch.ones(1, device="cuda"), *stored, self.scale, self.bias)
+
+    @property
+    def sparse(self) -> bool:
+        """True of 2:4 weights."""
+        return len(self.weights) > 1
 
 
-def _codes(shape: tuple[int, int], fmt: str) -> Tensor:
+def _codes(shape: tuple[int, ...], fmt: str) -> Tensor:
     numbers = (torch.randn(shape, device="cuda") * 40).clamp(-127, 127)
     return numbers.to(torch.int8 if fmt == "int8" else torch.float8_e4m3fn).view(torch.uint8)
 
@@ -85,7 +98,7 @@ def _codes(shape: tuple[int, int], fmt: str) -> Tensor:
 def projecting(layers: Layers, name: str, sums: Sums) -> tuple[Callable[[], object], list[Tensor]]:
     """Return the launch of a tile, and what it writes."""
     kernel = HopperKernel(
-        TILES[name], family=Family.HEADS, accurate=sums is Sums.ACCURATE, io="f32",
+        TILES[name], layers.sparse, Family.HEADS, accurate=sums is Sums.ACCURATE, io="f32",
         x_format=layers.fmt, w_format=layers.fmt, x_scale="tensor",
     )  # fmt: skip
     options = (layers.tokens, layers.heads, layers.fmt, layers.fmt)
@@ -98,17 +111,18 @@ def projecting(layers: Layers, name: str, sums: Sums) -> tuple[Callable[[], obje
 
 def products(layers: Layers) -> tuple[Callable[[], list[Tensor]], Callable[[], Tensor]]:
     """Return three products in float16, and one of all three weights."""
-    op = OPS["gemm_int8" if layers.fmt == "int8" else "gemm_fp8"]
+    op = OPS[name_for("gemm", layers.fmt, layers.fmt, sparse=layers.sparse)]
     x, one, *_ = layers.operands
-    joined, scale, bias = torch.cat(layers.weights), layers.scale.flatten(), layers.bias.half()
+    joined = [part.flatten(0, 1) for part in layers.weights]
+    scale, bias = layers.scale.flatten(), layers.bias.half()
     end = (layers.fmt, layers.fmt, torch.float16)
 
     def three() -> list[Tensor]:
-        triples = zip(layers.weights, layers.scale, bias, strict=True)
-        return [call(op, x, one, w, s, b, *end) for w, s, b in triples]
+        each = zip(*layers.weights, layers.scale, bias, strict=True)
+        return [call(op, x, one, *parts, *end) for parts in each]
 
     def together() -> Tensor:
-        y: Tensor = call(op, x, one, joined, scale, bias.flatten(), *end)
+        y: Tensor = call(op, x, one, *joined, scale, bias.flatten(), *end)
         return y
 
     return three, together
@@ -156,16 +170,17 @@ def main(output: Path | None) -> None:
     """Print the times, and write those of tiles."""
     tiles: dict[str, dict[str, dict[str, float]]] = {}
     for shape in SHAPES:
-        for sums, fmt in FORMATS.items():
-            layers = Layers.draw(shape, fmt)
-            kernels = {name: projecting(layers, name, sums) for name in COSTS[sums]}
+        for sparse, sums in COSTS:
+            layers = Layers.draw(shape, "int8" if sums is Sums.INT8 else "e4m3fn", sparse=sparse)
+            kernels = {name: projecting(layers, name, sums) for name in COSTS[sparse, sums]}
             three, together = products(layers)
             calls = {name: project for name, (project, _) in kernels.items()}
             found = times_of({**calls, "three products": three, "one product": together})
             m, n, k = (layers.sizes[name] for name in "mnk")
             own = {name: found[name] for name in kernels}
-            tiles.setdefault(f"{m}x{n}x{k}", {})[sums.value] = own
-            click.echo(f"{shape} {m}x{n}x{k} {sums.value}: {found}")
+            mode = f"{'sparse' if sparse else 'dense'} {sums.value}"
+            tiles.setdefault(f"{m}x{n}x{k}", {})[mode] = own
+            click.echo(f"{shape} {m}x{n}x{k} {mode}: {found}")
             if sums is Sums.ACCURATE:
                 click.echo(
                     f"  {times_of(modules(layers, *kernels[min(own, key=lambda t: own[t])]))}"

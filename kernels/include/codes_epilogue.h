@@ -65,10 +65,19 @@ struct CodeRows {
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const CodesArgs& args,
                             const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
+    LaneCodes<Mma, kBlocksN, kBlocksM> mine;
+    const int lane = thread_index() % kWave;
+    encode<Mma>(mine, args, acc, m0, n0, lane);
+    store_all(args, mine, m0, n0, lane);
+  }
+
+  /// What the calling lane's sums become.
+  template <class Mma, int kBlocksN, int kBlocksM>
+  static QK_DEVICE void encode(LaneCodes<Mma, kBlocksN, kBlocksM>& mine, const CodesArgs& args,
+                               const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0,
+                               int lane) {
     using Lane = LaneCodes<Mma, kBlocksN, kBlocksM>;
     constexpr int kLength = Lane::kLength;
-    const int lane = thread_index() % kWave;
-    Lane mine;
     f32 x_scale[Lane::kParts];
     QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
       const int token = m0 + Lane::down(part, lane), last = args.m - 1;
@@ -87,7 +96,6 @@ struct CodeRows {
         mine.codes[run][part] = encode_run<Format::kE4M3FN>(values);
       }
     }
-    store_all(args, mine, m0, n0, lane);
   }
 
  private:
@@ -151,13 +159,11 @@ struct CodeColumns {
     store_all(args, mine, m0, n0, lane);
   }
 
- private:
+ protected:
   template <class Lane>
   static QK_DEVICE void store_all(const CodesArgs& args, const Lane& mine, int m0, int n0,
                                   int lane) {
-    constexpr int kLength = Lane::kLength;
-    // Where runs are of one picture each, and begin on multiples of their length.
-    const bool whole = args.tokens % kLength == 0;
+    const bool whole = args.tokens % Lane::kLength == 0;
     QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
       const int output = m0 + Lane::down(part, lane);
       if (output >= args.n) continue;
@@ -165,11 +171,7 @@ struct CodeColumns {
       QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
         const int token = n0 + Lane::across(run, lane);
         if (token >= args.m) continue;
-        if (whole) {
-          channel.template write<kLength>(args, token, mine.codes[run][part]);
-        } else {
-          channel.write_each(args, token, mine.codes[run][part]);
-        }
+        channel.write_run(args, token, mine.codes[run][part], whole);
       }
     }
   }
@@ -181,6 +183,19 @@ struct CodeColumns {
     QK_DEVICE Channel(const CodesArgs& args, int output)
         : head(output / args.d), column(output % args.d) {}
 
+    /// A run of tokens, which begins on a multiple of its length; whole: runs are of one picture
+    /// each.
+    template <int kLength>
+    QK_DEVICE void write_run(const CodesArgs& args, int token, const Codes<kLength>& codes,
+                             bool whole) const {
+      if (whole) {
+        write<kLength>(args, token, codes);
+      } else {
+        write_each(args, token, codes);
+      }
+    }
+
+   private:
     /// The codes of kCount tokens of a picture, and zeros where the picture or the head ends behind
     /// them.
     template <int kCount, class Run>
@@ -209,7 +224,6 @@ struct CodeColumns {
       }
     }
 
-   private:
     /// The compiler would make unaligned words of single bytes, if it knew the offsets.
     template <int kCount, class Run>
     static QK_DEVICE void zero(u8* target, int from, int to) {
@@ -218,6 +232,47 @@ struct CodeColumns {
         store(target + opaque(static_cast<u32>(t)), zeros);
     }
   };
+};
+
+/// CodeColumns of lanes with runs of outputs: codes turn in LDS, byte by byte.
+template <class Tile, class Mma>
+struct TurnedColumns : private CodeColumns {
+  static constexpr int kPitch = Tile::kM + 16, kBytes = Tile::kN * kPitch, kRun = 8;
+  using Lane = LaneCodes<Mma, Tile::kBlocksN, Tile::kBlocksM>;
+
+  /// All threads of the block; m0, n0: first token and output of the tile.
+  static QK_DEVICE void run(const CodesArgs& args, const typename Lane::Accumulators& acc, u8* lds,
+                            int m0, int n0) {
+    const int wave = wave_index(), lane = thread_index() % kWave;
+    const int wave_m = wave / Tile::kWavesN * Tile::kWaveM,
+              wave_n = wave % Tile::kWavesN * Tile::kWaveN;
+    Lane mine;
+    CodeRows::encode<Mma>(mine, args, acc, m0 + wave_m, n0 + wave_n, lane);
+    block_sync();  // operands have been read
+    QK_UNROLL for (int part = 0; part < Lane::kParts; ++part) {
+      QK_UNROLL for (int run = 0; run < Lane::kRuns; ++run) {
+        u8* const target =
+            lds + (wave_n + Lane::across(run, lane)) * kPitch + wave_m + Lane::down(part, lane);
+        QK_UNROLL for (int e = 0; e < Lane::kLength; ++e)
+          target[e * kPitch] = static_cast<u8>(mine.codes[run][part].words[e / 4] >> 8 * (e % 4));
+      }
+    }
+    block_sync();
+    write(args, lds, m0, n0);
+  }
+
+ private:
+  static QK_DEVICE void write(const CodesArgs& args, const u8* lds, int m0, int n0) {
+    constexpr int kRuns = Tile::kM / kRun;
+    const bool whole = args.tokens % kRun == 0;
+    QK_NO_UNROLL for (int i = thread_index(); i < Tile::kN * kRuns; i += Tile::kThreads) {
+      const int row = i / kRuns, at = i % kRuns * kRun;
+      if (n0 + row >= args.n) return;
+      if (m0 + at >= args.m) continue;
+      const Channel channel(args, n0 + row);
+      channel.write_run(args, m0 + at, load<Codes<kRun>>(lds + row * kPitch + at), whole);
+    }
+  }
 };
 
 }  // namespace qk

@@ -58,11 +58,26 @@ struct HeadsView : MatrixView<Tile> {
   }
 };
 
+/// The same of 2:4 weights, whose keys and values have metadata of their own, too.
+template <class Tile>
+struct SparseHeadsView : HeadsView<Tile> {
+  const u8 *keys_meta, *values_meta;
+  int each;  // rows of a part
+
+  QK_DEVICE const u8* metadata_of(const u8* queries, int n, int, int k) const {
+    const u8* all = queries;
+    if (n >= this->rows) n -= this->rows, all = keys_meta;
+    if (n >= this->rows) n -= this->rows, all = values_meta;
+    return MatrixView<Tile>::metadata_of(all, n, each, k);
+  }
+};
+
 template <class Tile, Ends kEnds, bool kPerToken>
 struct HopperCodesEpilogue {
   static constexpr int kParts = kEnds == Ends::kHeads ? 3 : 1;
   using Args = HeadsArgs<kParts>;
-  using View = Choice<kEnds == Ends::kHeads, HeadsView<Tile>, MatrixView<Tile>>;
+  using Joint = Choice<Tile::kSparse, SparseHeadsView<Tile>, HeadsView<Tile>>;
+  using View = Choice<kEnds == Ends::kHeads, Joint, MatrixView<Tile>>;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 

@@ -68,9 +68,12 @@ struct HopperLoop {
   /// Metadata of the lane's row `i`, two of every block.
   QK_DEVICE const u8* row(int first, int i) const {
     const int wanted = first + (Tile::kGated ? 0 : 64 * (i / 2)) + 8 * (i % 2);
-    const int inside = wanted < n ? wanted : n - 1;
-    return nibbles +
-           static_cast<i64>(Tile::kGated ? inside + i / 2 * n : inside) * (k / Tile::kPerMeta);
+    if constexpr (Tile::kGated) {
+      const int inside = wanted < n ? wanted : n - 1;
+      return metadata_row(nibbles, inside + i / 2 * n, k / Tile::kPerMeta);
+    } else {
+      return view.metadata_of(nibbles, wanted, n, k);
+    }
   }
 
   /// Turns what a quad has loaded: lane t needs words t / 2 and t / 2 + 2 of row t % 2 in every

@@ -3,7 +3,8 @@
 //
 // A view gives the tensor map of rows of weights and the first coordinates of a box of tokens
 // (Tile::kM rows of 128 codes), of weights (Tile::kN rows) and of outputs (Tile::kChunk tokens),
-// and the bytes of a row of metadata that belong to a K step.
+// the metadata of row n of the weights, or of the last of `rows` behind it, and the bytes of it
+// that belong to a K step.
 #pragma once
 
 #include "tile_sm90.h"
@@ -16,6 +17,10 @@ struct ByteRange {
   int begin, end;
   bool whole;  // all of them or none, aligned to their number
 };
+
+QK_DEVICE const u8* metadata_row(const u8* all, int n, int bytes) {
+  return all + static_cast<i64>(n) * bytes;
+}
 
 /// The K step, of `count`, under which something else is brought: not before the first operands, as
 /// all wait for those.
@@ -33,6 +38,9 @@ struct MatrixView {
   QK_DEVICE Coordinates<2> outputs(int m, int within, int n) const { return {{n, m + within}}; }
   QK_DEVICE ByteRange metadata(int step, int k) const {
     return {kBytes * step, k / Tile::kPerMeta, k / Tile::kPerMeta % kBytes == 0};
+  }
+  QK_DEVICE const u8* metadata_of(const u8* all, int n, int rows, int k) const {
+    return metadata_row(all, n < rows ? n : rows - 1, k / Tile::kPerMeta);
   }
 };
 
@@ -76,6 +84,9 @@ struct PictureView {
     const int last = step / steps(), tap = last < taps ? last : taps - 1,
               row = channels / Tile::kPerMeta;
     return {tap * row + step % steps() * kBytes, tap * row + row, row % kBytes == 0};
+  }
+  QK_DEVICE const u8* metadata_of(const u8* all, int n, int rows, int k) const {
+    return metadata_row(all, n < rows ? n : rows - 1, k / Tile::kPerMeta);
   }
 
  private:

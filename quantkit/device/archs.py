@@ -157,15 +157,15 @@ def _with_int8(fp8: TileSpeed) -> TileSpeed:
 def _with_projections(speed: TileSpeed) -> TileSpeed:
     """Return the rows and those of projections to codes, which are GEMMs with another end."""
     gemms = [(op.removeprefix("gemm"), tiles[:2]) for op, tiles in speed if op.startswith("gemm")]
-    ends = (("project_codes", True), ("project_values", False), ("project_heads", False))
+    dense = ("_fp8", "_int8")
+    ends = (
+        ("project_codes", tuple(kind for kind, _ in gemms)),
+        ("project_values", dense),
+        ("project_heads", (*dense, "_fp8_sparse")),
+    )
     return (
         *speed,
-        *(
-            (f"{end}{kind}", tiles)
-            for end, all_weights in ends
-            for kind, tiles in gemms
-            if all_weights or kind in {"_fp8", "_int8"}
-        ),
+        *((f"{end}{kind}", tiles) for end, kinds in ends for kind, tiles in gemms if kind in kinds),
     )
 
 

@@ -10,7 +10,7 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, why_on_request
-from quantkit.device.ops.table import attention_for
+from quantkit.device.ops.table import attention_for, is_operation
 from quantkit.models.building import read_skeleton
 from quantkit.numerics.attention import COLUMNS, padded
 from quantkit.numerics.formats import E4M3FN
@@ -78,8 +78,11 @@ def _is_joint(
     fp8 = found.qk == found.pv == E4M3FN.name
     static = module in settings.static and module not in settings.two_of_four
     first = layers[0]
-    alike = first is not None and first.sparsity is None and layers == [first] * len(layers)
-    return alike and static and fp8 and q == k and not more
+    if first is None or layers != [first] * len(layers):
+        return False
+    kinds, sparse = (first.input.name, first.codes.name), first.sparsity is not None
+    joint = is_operation("project_heads", *kinds, sparse=sparse)
+    return joint and static and fp8 and q == k and not more
 
 
 def _of_module(

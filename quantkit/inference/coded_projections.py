@@ -93,10 +93,19 @@ def _folded(module: Any, scales: AttentionScales) -> Folds | None:
 def _is_joint(layer: PackedLinear) -> bool:
     """Tell whether a layer is one that an operation projects jointly, the same at each step."""
     scheme = layer.scheme
-    kinds = (scheme.input.name, scheme.codes.name) if layer.writes_codes else ("", "")
     moves = bool(scheme.buckets) and layer.output_shift is not None
-    return scheme.sparsity is None and not moves and is_operation("project_heads", *kinds)
+    return (
+        layer.writes_codes and not moves and is_operation(*_kind(layer), sparse=_is_sparse(layer))
+    )
 
 
 def _operation(layer: PackedLinear) -> str:
-    return name_for("project_heads", layer.scheme.input.name, layer.scheme.codes.name)
+    return name_for(*_kind(layer), sparse=_is_sparse(layer))
+
+
+def _kind(layer: PackedLinear) -> tuple[str, str, str]:
+    return "project_heads", layer.scheme.input.name, layer.scheme.codes.name
+
+
+def _is_sparse(layer: PackedLinear) -> bool:
+    return layer.scheme.sparsity is not None

@@ -148,7 +148,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             (M, N / 2) uint8 codes of h * gelu(g), h and g the halves of the output.
         """
         codes, x_scale = self._term(x)
-        stored = self._stored()
+        stored = self.stored()
         weights = (*stored, self._weight("weight_scale"), self._bias(x.dtype))
         scheme, scale = self.scheme, target.static_scale
         kinds = (scheme.input.name, scheme.codes.name)
@@ -212,7 +212,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             family, scheme.input.name, scheme.codes.name, sparse=scheme.sparsity is not None
         )
         y: Tensor = project(
-            codes, x_scale, *self._stored(), *self.folded(mean, factor),
+            codes, x_scale, *self.stored(), *self.folded(mean, factor),
             x.shape[1], heads, scheme.input.name, scheme.codes.name,
         )  # fmt: skip
         return y
@@ -241,9 +241,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             heads: H, of N / H outputs.
         """
         codes, x_scale = self._term(x)
-        kinds = (self.scheme.input.name, self.scheme.codes.name)
-        weights = (layer.row_codes for layer in (self, *others))
-        made: tuple[Tensor, Tensor, Tensor] = operator_for("project_heads", *kinds)(
+        scheme = self.scheme
+        kinds = (scheme.input.name, scheme.codes.name)
+        weights = (part for layer in (self, *others) for part in layer.stored())
+        project = operator_for("project_heads", *kinds, sparse=scheme.sparsity is not None)
+        made: tuple[Tensor, Tensor, Tensor] = project(
             codes, x_scale, *weights, folds.scale, folds.bias, x.shape[1], heads, *kinds
         )
         return made

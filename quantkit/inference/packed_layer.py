@@ -166,7 +166,7 @@ class PackedLayer(nn.Module):
         kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
         family, last = ("gemm", gate) if windows is None else ("conv", windows.numbers)
         add = operator_for(f"{family}_residual", *kinds, sparse=sparse)
-        weights = (*self._stored(), self._weight("weight_scale"), self._bias(dtype))
+        weights = (*self.stored(), self._weight("weight_scale"), self._bias(dtype))
         y: Tensor = add(*term, *weights, residual, last, *kinds, dtype)
         return y
 
@@ -206,7 +206,7 @@ class PackedLayer(nn.Module):
         """What is taken from the columns of an input at the current step: float32, (K,)."""
         return self._shift()
 
-    def _stored(self) -> tuple[Tensor, ...]:
+    def stored(self) -> tuple[Tensor, ...]:
         """Return the weight's codes, and behind them a sparse one's positions, or factors."""
         meta, factors = self._weight("weight_meta"), self._weight("weight_group")
         if meta is not None:
@@ -268,7 +268,7 @@ class PackedLayer(nn.Module):
             found: Tensor = direct(*term)
             return found
         name, options = self._operation(dtype, windows)
-        weights = (*self._stored(), self._weight("weight_scale"), bias)
+        weights = (*self.stored(), self._weight("weight_scale"), bias)
         y: Tensor = OPERATORS[name](*term, *weights, *options)
         if key is not None:
             self.direct.learn(self, key, partial(self._product_call, term, dtype, windows))
@@ -279,7 +279,7 @@ class PackedLayer(nn.Module):
     ) -> Product | None:
         """Return what ``_product`` has run for such a term; None where it was no kernel."""
         name, options = self._operation(dtype, windows)
-        weights = (*self._stored(), self._weight("weight_scale"), self._parameters["bias"])
+        weights = (*self.stored(), self._weight("weight_scale"), self._parameters["bias"])
         call = prepared(name, (*term, *weights), options)
         return None if call is None else Product(call, addresses_of(weights))
 

@@ -83,6 +83,19 @@ def test_static_scales_let_packed_projections_end_in_codes(unet_dir):
     assert not {"head_codes_fp8", "value_codes_fp8"} & set(calls)
 
 
+@pytest.mark.usefixtures("_host")
+def test_static_scales_let_sparse_projections_end_in_codes(unet_dir):
+    row = run(unet_dir, "sparse", attention=("e4m3fn",), static_scales=True)
+    row = row["sparse-e4m3fn-attention"]
+    assert row.timing, row
+    selves = sum(n.endswith("attn1") for n, _ in tiny_unet().named_modules())
+    calls = {name.partition(" ")[0]: count for name, count in row.calls.items()}
+    assert calls["project_heads_fp8_sparse"] == selves
+    assert calls["attention_fp8"] == 2 * selves
+    # Values of the text have no kernel that ends in codes.
+    assert calls["value_codes_fp8"] == selves
+
+
 def test_where_there_is_no_kernel_nothing_is_timed_twice(unet_dir):
     with use(Backend.REFERENCE):
         plain, twin = run(unet_dir, "f16", attention=("int8",)).values()

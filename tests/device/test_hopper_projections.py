@@ -17,7 +17,8 @@ from quantkit.device.hopper.projections import (
 )
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS
-from tests.support.hopper_cases import check_machine_code, kernel_of, symbol
+from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
+from tests.support.hopper_cases import check_machine_code, kernel_of, mode_of, symbol
 from tests.support.kernel_cases import operate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -26,8 +27,8 @@ TIMES = json.loads((GOLDEN / "hopper_projection_times.json").read_text())["times
 
 def every(family, **options):
     return [
-        kernel_of(TILES[name], sums, family=family, io="f32", **options)
-        for sums, costs in COSTS.items()
+        kernel_of(TILES[name], sums, sparse=sparse, family=family, io="f32", **options)
+        for (sparse, sums), costs in COSTS.items()
         for name in costs
     ]
 
@@ -35,8 +36,17 @@ def every(family, **options):
 #: Every kernel of three projections, and some of one: their tiles are the same.
 KERNELS = every(Family.HEADS, x_scale="token")
 VARIED = [
-    *(k for f in (Family.CODES, Family.VALUES) for k in every(f)[:5:2]),
+    *(
+        kernel_of(TILES[name], sums, family=family, io="f32")
+        for family in (Family.CODES, Family.VALUES)
+        for name, sums in (
+            ("c128x128", Sums.ACCURATE),
+            ("c128x192", Sums.ACCURATE),
+            ("c128x128", Sums.FAST),
+        )
+    ),
     HopperKernel(TILES["c128x128"], family=Family.HEADS, io="f32", x_scale="tensor"),
+    HopperKernel(TILES["c128x160"], sparse=True, family=Family.HEADS, io="f32", x_scale="tensor"),
     HopperKernel(TILES["c256x128"], family=Family.CODES, io="f32", x_format="e5m2"),
     HopperKernel(TILES["c128x128"], family=Family.VALUES, io="f32", w_format="e5m2"),
     kernel_of(TILES["p128x160"], Sums.INT8, family=Family.VALUES, io="f32"),
@@ -65,12 +75,14 @@ def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
 
 
 @pytest.mark.parametrize("shape", TIMES)
-@pytest.mark.parametrize("sums", COSTS, ids=lambda sums: sums.value)
-def test_the_chosen_tile_is_nearly_the_fastest_measured(shape, sums):
-    measured = TIMES[shape][sums.value]
-    assert set(measured) == set(COSTS[sums])
+@pytest.mark.parametrize(("sparse", "sums"), COSTS, ids=[mode_of(*key) for key in COSTS])
+def test_the_chosen_tile_is_nearly_the_fastest_measured(shape, sparse, sums):
+    measured = TIMES[shape][mode_of(sparse, sums)]
+    assert set(measured) == set(COSTS[sparse, sums])
     m, n, k = map(int, shape.split("x"))
-    tile, _ = choose_projection_tile(m, n, k, parts=3, sums=(sums,), multiprocessors=132)
+    tile, _ = choose_projection_tile(
+        m, n, k, parts=3, sparse=sparse, sums=(sums,), multiprocessors=132
+    )
     assert measured[tile.name] <= 1.15 * min(measured.values())
 
 
@@ -119,6 +131,12 @@ def draw(kernel, sizes, k, generator):
     x = codes(kernel.x_format, m, k)
     x_scale = torch.exp2(integers(m if kernel.x_scale == "token" else 1).sign() - 3).cuda()
     weights = [codes(kernel.w_format, n, k) for _ in range(parts)]
+    if kernel.sparse:
+        legal = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)
+        drawn = legal[torch.randint(len(legal), (parts, n, k // 4), generator=generator)]
+        meta = (drawn[..., ::2] | drawn[..., 1::2] << 4).cuda()
+        each = zip(weights, meta, strict=True)
+        weights = [part for w, own in each for part in (w[:, ::2].contiguous(), own)]
     w_scale, bias = torch.exp2(integers(parts, n).sign()).cuda(), (integers(parts, n) / 4).cuda()
     if parts == 1:
         return x, x_scale, *weights, w_scale[0], bias[0]
@@ -151,7 +169,7 @@ def project(hopper, kernel, operands, sizes):
 def test_codes_are_where_attention_reads_them_at_every_tail(hopper, kernel):
     generator = torch.Generator().manual_seed(3)
     for index, sizes in enumerate(SIZES):
-        operands = draw(kernel, sizes, (96, 640, 16)[index % 3], generator)
+        operands = draw(kernel, sizes, (96, 640, 32 if kernel.sparse else 16)[index % 3], generator)
         if kernel.family is not Family.HEADS and index % 2:
             operands = (*operands[:-1], None)
         for mine, right in zip(*project(hopper, kernel, operands, sizes), strict=True):
@@ -169,6 +187,20 @@ def test_large_values_saturate_and_nan_stays(hopper):
         assert torch.equal(mine.isnan(), right.isnan())
         assert torch.equal(mine.nan_to_num(), right.nan_to_num())
         assert bool(mine.isnan().any())
+
+
+@pytest.mark.gpu
+def test_kept_weights_give_what_the_whole_ones_give(hopper):
+    """Sums of integers are exact: order and zeros change nothing."""
+    (kernel,) = (k for k in VARIED if k.sparse)
+    x, x_scale, *stored, scale, bias = draw(
+        kernel, (2, 208, 3, 64), 640, torch.Generator().manual_seed(6)
+    )
+    whole = list(map(unpack_two_of_four, stored[::2], stored[1::2]))
+    options = (208, 3, "e4m3fn", "e4m3fn")
+    sparse = operate("project_heads_fp8_sparse", x, x_scale, *stored, scale, bias, *options)
+    dense = operate("project_heads_fp8", x, x_scale, *whole, scale, bias, *options)
+    assert all(map(torch.equal, sparse, dense))
 
 
 @pytest.mark.gpu

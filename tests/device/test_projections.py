@@ -11,9 +11,10 @@ from quantkit.device.backends import Backend
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.projections import OPS as ROWS
-from quantkit.device.ops.table import OPS
+from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import e4m3fn_codes, value_codes
+from quantkit.numerics.packing import pack_two_of_four
 from tests.support.kernel_cases import launch, need
 
 #: pictures, tokens, heads, columns of a head: tails of both tiles, pictures that end within a run
@@ -128,20 +129,35 @@ def test_every_tile_and_layout_writes_all_and_nothing_else(op, layout):
             assert torch.equal(found, op.reference(*operands, *options))
 
 
+def kept_of(w):
+    """Return a mask of two of every four weights, other ones in each group."""
+    generator = torch.Generator().manual_seed(len(w))
+    scores = torch.rand(len(w), w.shape[1] // 4, 4, generator=generator)
+    return (scores.argsort(dim=-1).argsort(dim=-1) < 2).flatten(1)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "2:4"])
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
-def test_three_projections_of_an_input_are_those_of_each(layout):
+def test_three_projections_of_an_input_are_those_of_each(layout, sparse):
     """In every tile, between bytes that must not change."""
-    op = OPS["project_heads_fp8"]
+    op = OPS[name_for("project_heads", "e4m3fn", "e4m3fn", sparse=sparse)]
     variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
     assert len(variants) == 2
     for variant in variants:
         for sizes in SIZES:
             q, k, v = (Case.draw(sizes) for _ in range(3))
             k, v = replace(k, w=k.w.flip(0), bias=k.bias.flip(0)), replace(v, w=v.w.flip(1))
+            masks = [kept_of(case.w) for case in (q, k, v)]
+            if sparse:
+                cases = zip((q, k, v), masks, strict=True)
+                q, k, v = (replace(case, w=case.w * mask) for case, mask in cases)
             of_each = [case.operands("e4m3fn") for case in (q, k, v)]
             x, x_scale = of_each[0][:2]
             scale, bias = (torch.stack([o[i] for o in of_each]) for i in (3, 4))
-            operands = (x, x_scale, *(o[2] for o in of_each), scale, bias)
+            weights = ((o[2],) for o in of_each)
+            if sparse:
+                weights = map(pack_two_of_four, (o[2] for o in of_each), masks)
+            operands = (x, x_scale, *(part for w in weights for part in w), scale, bias)
             options = q.options("e4m3fn")
             outputs = op.outputs(operands, options)
             tensors = (*operands, *(torch.empty(s, dtype=dtype) for s, dtype in outputs))
@@ -167,6 +183,51 @@ def test_three_projections_that_do_not_fit_are_refused(index, operand, text):
     operands[index] = operand
     with pytest.raises(ShapeError, match=f"project_heads_fp8: .*{text}"):
         execute.call(OPS["project_heads_fp8"], *operands, 20, 3, "e4m3fn", "e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("index", "operand", "text"),
+    [
+        (4, torch.zeros(40, 48, dtype=torch.uint8), "wk has 40 rows, wanted 48 as wq"),
+        (4, torch.zeros(48, 96, dtype=torch.uint8), r"wk has shape \(48, 96\), wanted \(48, 48\)"),
+        (
+            5,
+            torch.zeros(48, 11, dtype=torch.uint8),
+            r"wk_meta has shape \(48, 11\), wanted \(48, 12\)",
+        ),
+        (7, torch.zeros(40, 12, dtype=torch.uint8), r"wv_meta has shape \(40, 12\)"),
+        (9, torch.zeros(48), r"bias has shape \(48,\), wanted \(3, 48\)"),
+    ],
+)
+def test_three_sparse_projections_that_do_not_fit_are_refused(index, operand, text):
+    x, x_scale, w, *_ = Case.draw((1, 20, 3, 16)).operands("e4m3fn")
+    stored = pack_two_of_four(w, kept_of(w))
+    operands = [x, x_scale, *stored * 3, torch.ones(3, 48), torch.zeros(3, 48)]
+    operands[index] = operand
+    with pytest.raises(ShapeError, match=f"project_heads_fp8_sparse: {text}"):
+        execute.call(OPS["project_heads_fp8_sparse"], *operands, 20, 3, "e4m3fn", "e4m3fn")
+
+
+@pytest.mark.parametrize("name", ["project_heads_fp8", "project_heads_fp8_sparse"])
+def test_three_projections_keep_nan_and_saturate(name):
+    case = Case.draw((1, 20, 2, 40))
+    mask = kept_of(case.w)
+    sparse = name.endswith("sparse")
+    case = replace(case, w=case.w * mask if sparse else case.w, bias=torch.full((80,), 1e6))
+    w_scale = case.w_scale.clone()
+    w_scale[3], w_scale[45] = torch.inf, torch.nan
+    x, x_scale, w, *_ = replace(case, w_scale=w_scale).operands("e4m3fn")
+    stored = pack_two_of_four(w, mask) if sparse else (w,)
+    numbers = (torch.stack([w_scale] * 3), torch.stack([case.bias] * 3))
+    made = execute.call(OPS[name], x, x_scale, *stored * 3, *numbers, *case.options("e4m3fn"))
+    q, k, v = (codes.view(torch.float8_e4m3fn).float() for codes in made)
+    wanted = e4m3fn_codes(replace(case, w_scale=w_scale).y(), None, torch.ones(1))
+    wanted = wanted.view(torch.float8_e4m3fn).float()
+    for found in (q[..., :40], k[..., :40], v[:, :40, :20].transpose(1, 2)):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    assert wanted[1, :, 5].isnan().all()
+    assert (wanted == 448).any()
 
 
 def test_factors_and_means_fold_into_scales_and_bias():

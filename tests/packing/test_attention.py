@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.artefacts import attention_statistics
 from tests.support.kernel_cases import need
 from tests.support.packed_edit import Edit
 
+CHOICES = "quantkit.inference.attention_choices"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE: dict[str, Any] = {
@@ -163,6 +165,50 @@ def test_projections_end_in_the_codes(made, monkeypatch):
 
 
 @torch.no_grad()
+def test_sparse_projections_end_in_the_codes(pipeline_dir, made, tmp_path, monkeypatch):
+    need(compilers.host_compiler)
+    section = {**RECIPE, "sparsity": {"method": "magnitude"}}
+    quantkit.pack(
+        pipeline_dir,
+        recipe=parse_recipe(json.dumps(section), where="recipe"),
+        calibration=made / "c.safetensors",
+        output=tmp_path / "sparse",
+    )
+    unet = quantkit.load_pipeline(tmp_path / "sparse", torch_dtype=torch.float32).unet
+    inputs = sample_of(unet, 8)
+
+    def ask():
+        with log.record() as seen:
+            y = unet(*inputs).sample
+        calls = Counter()
+        for (name, _, _), count in seen.calls.items():
+            calls[name] += count
+        return y, calls
+
+    jointly, calls = ask()
+    joint = calls["project_heads_fp8_sparse"]
+    assert joint == sum(name.endswith("attn1") for name in static_modules(tmp_path / "sparse"))
+    assert not {"project_heads_fp8", "project_values_fp8"} & set(calls)
+    for child in (m for m in unet.modules() if isinstance(m, HeadScales)):
+        child.keep(None)
+    apart, calls = ask()
+    # Queries and keys of this attention and of the text's.
+    assert calls["project_codes_fp8_sparse"] == 4 * joint
+    # Values are rounded to the model's type before their codes are made.
+    assert float((jointly - apart).norm() / apart.norm()) < 1e-3
+    monkeypatch.setattr(f"{CHOICES}.why_on_request", lambda op, device: "slower")
+    monkeypatch.setattr(f"{CHOICES}.least_keys", lambda device, columns: 1)
+    told = attention_choices(open_packed(tmp_path / "sparse" / "unet"), torch.device("cpu"))
+    on_kernel = [c.module for c in told if c.runs_on_kernel]
+    assert len(on_kernel) == joint
+    assert all(module.endswith("attn1") for module in on_kernel)
+
+
+def static_modules(packed):
+    return [module for row in entry(packed / "unet")["static"] for module in row["modules"]]
+
+
+@torch.no_grad()
 def test_a_compiled_model_projects_in_one_launch(made):
     need(compilers.host_compiler)
     unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet
@@ -219,9 +265,8 @@ def sample_of(unet, side):
 
 def test_doctor_says_from_how_many_keys_projections_end_in_codes(made, monkeypatch):
     """Where a kernel runs on request alone, but for modules whose projections are one launch."""
-    where = "quantkit.inference.attention_choices"
-    monkeypatch.setattr(f"{where}.why_on_request", lambda op, device: "slower")
-    monkeypatch.setattr(f"{where}.least_keys", lambda device, columns: 1000 + columns)
+    monkeypatch.setattr(f"{CHOICES}.why_on_request", lambda op, device: "slower")
+    monkeypatch.setattr(f"{CHOICES}.least_keys", lambda device, columns: 1000 + columns)
     choices = attention_choices(open_packed(made / "packed" / "unet"), torch.device("cpu"))
     found = {c.module: (c.backend, c.reason) for c in choices if c.format}
     columns = {

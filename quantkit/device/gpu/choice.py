@@ -138,9 +138,10 @@ def _projection(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -
         parts=hopper_projections.parts_of(family),
         sums=hopper_choice.sums_for(*kinds, accurate=wanted.accurate),
         multiprocessors=wanted.units,
+        sparse=op.sparse,
     )
-    scale = "token" if sizes["per_token"] else "tensor"
-    return _hopper_kernel(best, (*kinds, scale, "channel", "f32"), family, sparse=False, sums=mode)
+    scale, sparse = "token" if sizes["per_token"] else "tensor", op.sparse
+    return _hopper_kernel(best, (*kinds, scale, "channel", "f32"), family, sparse=sparse, sums=mode)
 
 
 def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
@@ -175,6 +176,7 @@ _HOPPER: dict[str, _Choose] = {
     "project_values_fp8": _projection,
     "project_values_int8": _projection,
     "project_heads_fp8": _projection,
+    "project_heads_fp8_sparse": _projection,
     "project_heads_int8": _projection,
     "attention_fp8": _attention,
     "attention_int8": _attention,

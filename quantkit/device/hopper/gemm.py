@@ -13,6 +13,7 @@ from functools import cached_property
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
 from quantkit.device.ops.op import Op
+from quantkit.device.ops.products import THREE
 from quantkit.device.ops.residual import SUFFIX
 from quantkit.device.ops.table import find_op, name_for
 from quantkit.errors import KernelError
@@ -39,8 +40,8 @@ CONV_NUMBERS = (
     *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
 )
 _IOS, _FORMATS = ("f16", "bf16", "f32"), list(FORMATS)
-#: Weights' arguments beside their codes.
-_BESIDE = ("w_meta", "w_group")
+#: How the names of weights' arguments beside their codes end.
+_BESIDE = ("_meta", "_group")
 
 
 class Family(Enum):
@@ -252,7 +253,7 @@ class HopperKernel:
     @property
     def beside(self) -> tuple[str, ...]:
         """Arguments of the weights beside their codes: positions, or factors."""
-        return tuple(a.name for a in self.op.args if a.name in _BESIDE)
+        return tuple(a.name for a in self.op.args if a.name.endswith(_BESIDE))
 
     @property
     def stages(self) -> int:
@@ -325,8 +326,9 @@ def _projecting_arguments(kernel: HopperKernel) -> tuple[str, ...]:
     numbers = ("m", "n", "k", "tokens", "d", "group")
     if kernel.family is Family.HEADS:
         codes = ("q_codes", "k_codes", "v_codes")
-        maps = ("wq_map", "wk_map", "wv_map")
-        return ("x_map", "x_scale", *maps, "w_scale", "bias", *codes, *numbers)
+        behind = ("map", "meta") if kernel.sparse else ("map",)
+        weights = (f"{w}_{part}" for w in THREE for part in behind)
+        return ("x_map", "x_scale", *weights, "w_scale", "bias", *codes, *numbers)
     return ("x_map", "x_scale", "w_map", "w_scale", "bias", "codes", *numbers)
 
 

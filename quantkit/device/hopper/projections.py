@@ -30,6 +30,7 @@ TILES: dict[str, HopperTile] = {
         HopperTile("c128x128", 128, 128),
         HopperTile("c128x160", 128, 160),
         HopperTile("c128x192", 128, 192),
+        HopperTile("c128x256", 128, 256),
         HopperTile("c192x192r", 192, 192),
         HopperTile("c256x128", 256, 128, blocks=2),
         HopperTile("p128x128", 128, 128, blocks=2, ping_pong=True),
@@ -37,28 +38,37 @@ TILES: dict[str, HopperTile] = {
     )
 }
 
-#: sums -> tile -> cost, fitted as those of ``hopper.choice`` to the medians of ten shapes of three
-#: weights, from 128x1280x1280 to 4608x3072x3072, on one H200: random codes, L2 cold, CUDA events,
-#: one scale for the tokens (tests/golden/hopper_projection_times.json).
-COSTS: dict[Sums, dict[str, Cost]] = {
-    Sums.ACCURATE: {
+#: (sparse, sums) -> tile -> cost, fitted as those of ``hopper.choice`` to the medians of ten shapes
+#: of three weights, from 128x1280x1280 to 4608x3072x3072, on one H200: random codes, L2 cold, CUDA
+#: events, one scale for the tokens (tests/golden/hopper_projection_times.json).
+COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {
+    (False, Sums.ACCURATE): {
         "c128x128": Cost(7.106, 1.254, 0.418),
         "c128x160": Cost(8.077, 1.453, 0.496),
         "c128x192": Cost(7.924, 1.751, 0.566),
         "c256x128": Cost(6.688, 2.042, 0.771),
     },
-    Sums.FAST: {
+    (False, Sums.FAST): {
         "c128x128": Cost(6.968, 1.244, 0.380),
         "p128x128": Cost(8.116, 0.595, 0.369),
         "p128x160": Cost(9.958, 0.751, 0.458),
         "c192x192r": Cost(7.711, 2.090, 0.822),
     },
-    Sums.INT8: {
+    (False, Sums.INT8): {
         "c128x128": Cost(7.619, 1.123, 0.382),
         "c128x192": Cost(8.372, 1.630, 0.541),
         "p128x128": Cost(9.018, 0.485, 0.362),
         "p128x160": Cost(10.624, 0.673, 0.430),
         "c192x192r": Cost(8.137, 2.060, 0.811),
+    },
+    (True, Sums.ACCURATE): {
+        "c128x128": Cost(5.913, 2.128, 0.289),
+        "c128x160": Cost(6.950, 2.162, 0.346),
+    },
+    (True, Sums.FAST): {
+        "c128x128": Cost(6.316, 1.812, 0.273),
+        "c128x256": Cost(6.103, 2.837, 0.409),
+        "c192x192r": Cost(7.410, 2.914, 0.440),
     },
 }
 
@@ -70,7 +80,14 @@ def parts_of(family: Family) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_projection_tile(
-    m: int, n: int, k: int, *, parts: int, sums: tuple[Sums, ...], multiprocessors: int
+    m: int,
+    n: int,
+    k: int,
+    *,
+    parts: int,
+    sums: tuple[Sums, ...],
+    multiprocessors: int,
+    sparse: bool = False,
 ) -> tuple[HopperTile, Sums]:
     """Return the fastest tile by ``COSTS``, and its sums.
 
@@ -81,6 +98,7 @@ def choose_projection_tile(
         parts: weights.
         sums: those that will do.
         multiprocessors: of the device.
+        sparse: weights are 2:4.
     """
 
     def seconds(tile: HopperTile, cost: Cost) -> float:
@@ -90,7 +108,7 @@ def choose_projection_tile(
     found = [
         (seconds(TILES[name], cost), TILES[name], mode)
         for mode in sums
-        for name, cost in COSTS[mode].items()
+        for name, cost in COSTS[sparse, mode].items()
     ]
     _, tile, mode = min(found, key=itemgetter(0))
     return tile, mode
@@ -113,8 +131,9 @@ def plan_projection(
     m, n, k, tokens, d = (sizes[name] for name in ("m", "n", "k", "tokens", "d"))
     if k % multiple or min(m, n, k) < 1:
         raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
+    row = kernel.weight_row
     x = TensorMap("x", "u8", (k, m), (STEP_K, tile.m))
-    w = TensorMap("w", "u8", (k, n), (STEP_K, tile.n))
+    w = TensorMap("w", "u8", (k * row // STEP_K, n), (row, tile.n), swizzle=row)
     return HopperLaunch(
         grid=(min(tiles_of(tile, m, n, parts), multiprocessors), 1, 1),
         block=tile.threads,

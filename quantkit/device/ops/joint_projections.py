@@ -11,7 +11,18 @@ from torch import Tensor
 
 from quantkit.device.ops.checks import check_gemm, given
 from quantkit.device.ops.op import Argument, Op, Operands, Options, Output, Problem, Variant
-from quantkit.device.ops.products import X_CODES, X_SCALE, K, M, N, formats, sample_product
+from quantkit.device.ops.products import (
+    THREE,
+    X_CODES,
+    X_SCALE,
+    K,
+    M,
+    N,
+    formats,
+    named_weights,
+    sample_product,
+    with_sparse,
+)
 from quantkit.device.ops.projections import (
     BUDGET,
     REQUIRES,
@@ -25,8 +36,6 @@ from quantkit.device.ops.projections import (
 from quantkit.device.ops.streams import ALIGNED
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention import RUN, padded
-
-_PARTS = ("wq", "wk", "wv")
 
 
 def project_heads(
@@ -73,16 +82,19 @@ def project_heads(
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
     x, x_scale, *weights, w_scale, bias = map(given, operands)
     tokens, heads, x_format, w_format = options
-    m, n = x.shape[0], weights[0].shape[0]
+    named = named_weights(op, weights)
+    m, n, each = x.shape[0], weights[0].shape[0], len(named) // len(THREE)
     for name, numbers in (("w_scale", w_scale), ("bias", bias)):
-        if numbers.shape != (len(_PARTS), n):
+        if numbers.shape != (len(THREE), n):
             raise ShapeError(
-                f"{op.name}: {name} has shape {tuple(numbers.shape)}, wanted {(len(_PARTS), n)}"
+                f"{op.name}: {name} has shape {tuple(numbers.shape)}, wanted {(len(THREE), n)}"
             )
-    for name, w, scale, added in zip(_PARTS, weights, w_scale, bias, strict=True):
+    for i, (scale, added) in enumerate(zip(w_scale, bias, strict=True)):
+        own = named[each * i : each * (i + 1)]
+        name, w, _ = own[0]
         if w.shape[0] != n:
             raise ShapeError(f"{op.name}: {name} has {w.shape[0]} rows, wanted {n} as wq")
-        check_gemm(op.name, x, x_scale, ((name, w, 1),), scale, added, torch.float32)
+        check_gemm(op.name, x, x_scale, own, scale, added, torch.float32)
     sizes = sizes_of_heads(op.name, (m, n, x.shape[1]), tokens, heads, x_scale)
     return Problem((x_format, w_format), sizes)
 
@@ -100,11 +112,19 @@ def _sample(
     heads, d = 3, ALIGNED * (1 + n % 9)
     kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XW")
     each = [
-        sample_product(variant, (m, k), heads * d, k, generator, per_row=m % 3 > 0) for _ in _PARTS
+        sample_product(variant, (m, k), heads * d, k, generator, per_row=m % 3 > 0) for _ in THREE
     ]
-    (x, x_scale, *_), (_, _, weights, scales, biases) = each[0], zip(*each, strict=True)
-    operands = (x, x_scale, *weights, torch.stack(scales), torch.stack(biases))
+    x, x_scale, *_ = each[0]
+    weights = (part for _, _, *stored, _, _ in each for part in stored)
+    scales, biases = (torch.stack([parts[i] for parts in each]) for i in (-2, -1))
+    operands = (x, x_scale, *weights, scales, biases)
     return operands, (m if m % 2 else m // 2, heads, *kinds)
+
+
+_FORMULA = (
+    "project_codes_{kind} of x, {q} and of x, {k}; project_values_{kind} of x, {v}; with rows 0, 1 "
+    "and 2 of w_scale and bias"
+)
 
 
 def _op(kind: str) -> Op:
@@ -114,10 +134,7 @@ def _op(kind: str) -> Op:
         name=f"project_heads_{kind}",
         family="project_heads",
         source="project_heads.hip",
-        formula=(
-            f"project_codes_{kind} of x, wq and of x, wk; project_values_{kind} of x, wv; with "
-            "rows 0, 1 and 2 of w_scale and bias"
-        ),
+        formula=_FORMULA.format(kind=kind, q="wq", k="wk", v="wv"),
         schema=(
             "(Tensor x, Tensor x_scale, Tensor wq, Tensor wk, Tensor wv, Tensor w_scale, "
             "Tensor bias, int tokens, int heads, str x_format, str w_format) "
@@ -126,7 +143,7 @@ def _op(kind: str) -> Op:
         axes=(formats("X", kind), formats("W", kind), TILE),
         args=(
             *(X_CODES, X_SCALE),
-            *(Argument(w, "u8", "[n, k]") for w in _PARTS),
+            *(Argument(w, "u8", "[n, k]") for w in THREE),
             *(Argument("w_scale", "f32", "[3, n]"), Argument("bias", "f32", "[3, n]")),
             *(Argument(f"{part}_codes", "u8", by_token, written=True) for part in "qk"),
             Argument("v_codes", "u8", by_column, written=True),
@@ -139,9 +156,18 @@ def _op(kind: str) -> Op:
         reference=project_heads,
         budget=BUDGET,
         sample=_sample,
-        rows_per_column=len(_PARTS),
+        rows_per_column=len(THREE),
         requires=REQUIRES,
     )
 
 
-OPS = (_op("fp8"), _op("int8"))
+OPS = (
+    *with_sparse(
+        _op("fp8"),
+        formula=_FORMULA.format(
+            kind="fp8", q="dense(wq, wq_meta)", k="dense(wk, wk_meta)", v="dense(wv, wv_meta)"
+        ),
+        requires=REQUIRES,
+    ),
+    _op("int8"),
+)

@@ -36,8 +36,11 @@ SUMMED = Budget(
     "and 3.5 sigma of a random walk of K roundings for sums of exact products in another order",
 )
 
+#: Codes of the weights of an operation that has three.
+THREE = ("wq", "wk", "wv")
+_CODES = ("w", *THREE)
 #: Weights' arguments: codes, positions of 2:4 ones, scales of groups of int4 ones.
-_WEIGHTS = ("w", "w_meta", "w_group")
+_WEIGHTS = tuple(f"{w}{behind}" for w in _CODES for behind in ("", "_meta", "_group"))
 
 
 def formats(of: str, kind: str) -> Axis:
@@ -75,12 +78,12 @@ def with_sparse(dense: Op, *, formula: str, requires: tuple[str, ...] = ()) -> t
         requires: of the twin.
     """
     sparse = replace(
-        _with_weights(dense, per_byte=2, behind="w_meta", values=8),
+        _with_weights(dense, per_byte=2, behind="meta", values=8),
         name=f"{dense.name}_sparse",
         source=dense.source.replace(".hip", "_sparse.hip"),
         formula=formula,
         k_multiple=32,
-        reference=_on_kept(dense.reference),
+        reference=_on_kept(dense.reference, sum(a.name in _CODES for a in dense.args)),
         sparse=True,
         requires=requires,
     )
@@ -97,7 +100,7 @@ def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
     int4 = format_axis("W", (INT4.name,))
     *axes, tile = (int4 if axis.macro == int4.macro else axis for axis in dense.axes)
     return replace(
-        _with_weights(dense, per_byte=INT4.codes_per_byte, behind="w_group", values=GROUP),
+        _with_weights(dense, per_byte=INT4.codes_per_byte, behind="group", values=GROUP),
         name=f"{dense.family}_w4a8",
         source=dense.source.replace(".hip", "_w4a8.hip"),
         formula=f"{dense.name} of w[j, k] = (code[j, k] - 8) * w_group[j, k / {GROUP}]",
@@ -110,25 +113,27 @@ def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
 
 
 def _with_weights(dense: Op, *, per_byte: int, behind: str, values: int) -> Op:
-    """Return an operation whose weights are packed, with another operand behind them.
+    """Return an operation whose weights are packed, with another operand behind each.
 
     Args:
         dense: the operation.
         per_byte: weights of a row that a byte of ``w`` holds.
-        behind: name of the other operand.
+        behind: how the other operand's name ends.
         values: weights of a row that a byte of it is for.
     """
-    w = next(a for a in dense.args if a.name == "w")
-    rows = w.shape.removeprefix("[").partition(",")[0]
-    packed = (
-        replace(w, shape=f"[{rows}, k / {per_byte}]"),
-        Argument(behind, "u8", f"[{rows}, k / {values}]"),
-    )
-    return replace(
-        dense,
-        schema=dense.schema.replace("Tensor w,", f"Tensor w, Tensor {behind},"),
-        args=tuple(part for a in dense.args for part in (packed if a is w else (a,))),
-    )
+
+    def packed(w: Argument) -> tuple[Argument, ...]:
+        if w.name not in _CODES:
+            return (w,)
+        rows = w.shape.removeprefix("[").partition(",")[0]
+        other = Argument(f"{w.name}_{behind}", "u8", f"[{rows}, k / {values}]")
+        return replace(w, shape=f"[{rows}, k / {per_byte}]"), other
+
+    schema = dense.schema
+    for w in _CODES:
+        schema = schema.replace(f"Tensor {w},", f"Tensor {w}, Tensor {w}_{behind},")
+    args = tuple(part for argument in dense.args for part in packed(argument))
+    return replace(dense, schema=schema, args=args)
 
 
 def decode_int4(w: Tensor, w_group: Tensor) -> Tensor:
@@ -151,11 +156,11 @@ def _on_decoded(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return decoded
 
 
-def _on_kept(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def sparse(
-        x: Tensor, x_scale: Tensor, w: Tensor, w_meta: Tensor, *others: Any, **options: Any
-    ) -> Tensor:
-        return dense(x, x_scale, unpack_two_of_four(w, w_meta), *others, **options)
+def _on_kept(dense: Callable[..., Any], weights: int) -> Callable[..., Any]:
+    def sparse(x: Tensor, x_scale: Tensor, *others: Any, **options: Any) -> Any:
+        kept, behind = others[: 2 * weights], others[2 * weights :]
+        whole = map(unpack_two_of_four, kept[::2], kept[1::2])
+        return dense(x, x_scale, *whole, *behind, **options)
 
     return sparse
 
