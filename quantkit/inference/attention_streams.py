@@ -169,7 +169,7 @@ def _unet(
     if y is None and own.takes(context.shape[1], hidden_states):
         stream = _projected(attn, hidden_states, encoder_hidden_states)
         y = own.attend([stream], reader=attn.to_out[0])
-    return None if y is None else _rescaled(_out(attn, y), attn.rescale_output_factor)
+    return None if y is None else _out(attn, y) / attn.rescale_output_factor
 
 
 def _joint(
@@ -261,11 +261,6 @@ def _out(attn: Any, y: Tensor | Normed) -> Tensor:
     projection, dropout = attn.to_out[0], attn.to_out[1]
     result: Tensor = dropout(projection(y))
     return result
-
-
-def _rescaled(y: Tensor, factor: float) -> Tensor:
-    # Nearly all have 1: a pass over the tokens that changes nothing.
-    return y if factor == 1 else y / factor
 
 
 #: Processor -> what computes it; it returns None for calls that are not its own.
