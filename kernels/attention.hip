@@ -12,10 +12,10 @@
 // v_scale f32 [scales, D]: row n has n % scales  v_mean  f32 [scales, D] or null
 // y       io [N / heads, M, heads, d], d <= D a multiple of 8; q, k, v are zero from column d on
 //
-// With QK_Y_FORMAT y is codes of ((y rounded to io) - shift) * smooth / scale, as
+// With QK_Y_FORMAT y is codes of ((y rounded to io) - shift) * smooth / y_scale, as
 // quantize_static.hip makes them:
 //
-// scale   f32 [1], read                          smooth, shift  f32 [heads, d] or null
+// y_scale f32 [1], read                          smooth, shift  f32 [heads, d] or null
 //
 // The product of FP8 codes is the score in powers of two (softmax scale and log2 e are in the
 // codes' factors); that of int8 codes times q_scale and k_scale is. M, keys >= 1; base pointers
@@ -104,7 +104,7 @@ QK_DEVICE void write(const qk::Ends& ends, const Loop& loop) {
   constexpr int kAtOnce = Loop::kRun == 8 ? 1 : 2;  // runs
   static_assert(Loop::kRuns % kAtOnce == 0, "a head is a whole number of pairs of short runs");
   const int first = first_query(), lane = Loop::lane();
-  const qk::EndCodes<kIo> ending(ends, ends.y_scale[0]);
+  const qk::CodedEnd<kIo> ending(ends, ends.y_scale[0]);
   QK_UNROLL for (int which = 0; which < Loop::kLaneQueries; ++which) {
     const qk::f32 inverse = qk::approx_reciprocal(loop.total(which));
     const int query = first + Loop::query(which, lane);

@@ -42,7 +42,7 @@ QK_DEVICE void write(const qk::Ends& ends, const Loop& loop, int first) {
   qk::f32 y_scale = ends.y_scale[0];
   int lane = loop.lane;
   asm volatile("" : "+f"(y_scale), "+r"(lane));
-  const qk::EndCodes<kIo> ending(ends, y_scale);
+  const qk::CodedEnd<kIo> ending(ends, y_scale);
 #else
   using Type = qk::IoType<kIo>;
   using Memory = typename Type::Memory;

@@ -34,8 +34,9 @@ struct Ends {
 };
 
 #ifdef QK_Y_FORMAT
+/// What values of a head go through on their way to codes.
 template <Io kIo>
-struct EndCodes {
+struct CodedEnd {
   static constexpr Format kFormat = Format(QK_Y_FORMAT);
   Divisor<kFormat> divisor;
   FastDivisor<kFormat> fast;
@@ -43,7 +44,7 @@ struct EndCodes {
   int d;
 
   /// scale: ends.y_scale's number.
-  QK_DEVICE EndCodes(const Ends& ends, f32 scale) : divisor(scale), fast(scale), d(ends.d) {
+  QK_DEVICE CodedEnd(const Ends& ends, f32 scale) : divisor(scale), fast(scale), d(ends.d) {
     const int first = ends.row % ends.heads * d;
     smooth = ends.smooth == nullptr ? nullptr : ends.smooth + first;
     shift = ends.shift == nullptr ? nullptr : ends.shift + first;
