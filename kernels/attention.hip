@@ -12,6 +12,11 @@
 // v_scale f32 [scales, D]: row n has n % scales  v_mean  f32 [scales, D] or null
 // y       io [N / heads, M, heads, d], d <= D a multiple of 8; q, k, v are zero from column d on
 //
+// With QK_Y_FORMAT y is codes of ((y rounded to io) - shift) * smooth / y_scale, as
+// quantize_static.hip makes them:
+//
+// y_scale f32 [1], read                          smooth, shift  f32 [heads, d] or null
+//
 // The product of FP8 codes is the score in powers of two (softmax scale and log2 e are in the
 // codes' factors); that of int8 codes times q_scale and k_scale is. M, keys >= 1; base pointers
 // 16-byte aligned. A NaN in a row of q makes its result NaN, one in a row of k that of the
@@ -21,7 +26,7 @@
 // Launch: 256 threads, grid (ceil(M / TILE_M), N, 1). A wave has 32 queries (of heads beyond 128:
 // 16) and takes TILE_N keys at a time through LDS, which the eight waves share: attend.h, and
 // attend_sm89.h for NVIDIA, which has other lanes.
-#include "config.h"
+#include "attend_ends.h"
 
 #if defined(QK_NVIDIA) || (defined(QK_HOST) && QK_HOST && QK_HOST_LAYOUT == QK_SM89)
 #  include "attend_sm89.h"
@@ -43,13 +48,7 @@ struct alignas(Loop::kRun == 8 ? 16 : 8) Run {
   qk::f32 v[Loop::kRun];
 };
 
-struct Ends {
-  const qk::f32* scale;
-  const qk::f32* mean;  // or null
-  void* y;
-  int queries, heads, row, d;
-};
-
+#ifndef QK_Y_FORMAT
 using Type = qk::IoType<kIo>;
 using Memory = Type::Memory;
 
@@ -67,41 +66,85 @@ QK_DEVICE void write_run(Memory* y, const qk::f32 (&values)[Loop::kRun]) {
   }
 }
 
+#endif
+
 /// The first query of the calling wave. Asked for twice, so that no register holds it meanwhile.
 QK_DEVICE int first_query() {
   return qk::block_x() * QK_TILE_M + qk::wave_index() * Loop::kWaveQueries;
 }
 
-QK_DEVICE void write(const Ends& ends, const Loop& loop) {
-  const int first = first_query();
-  const int lane = Loop::lane(), picture = ends.row / ends.heads, head = ends.row % ends.heads;
+/// A run of a query, with the scale and the mean of its columns.
+QK_DEVICE void finish_run(qk::f32* values, const qk::Ends& ends, const Loop& loop, int which,
+                          int run, int column, qk::f32 inverse) {
+  const auto scale = qk::load<Run>(ends.scale + column);
+  QK_UNROLL for (int e = 0; e < Loop::kRun; ++e)
+    values[e] = loop.value(which, run, e) * inverse * scale.v[e];
+  if (ends.mean == nullptr) return;
+  const auto mean = qk::load<Run>(ends.mean + column);
+  QK_UNROLL for (int e = 0; e < Loop::kRun; ++e)
+    values[e] = qk::add_rounded(values[e], mean.v[e]);
+}
+
+#ifdef QK_Y_FORMAT
+/// Stores a lane's codes: eight of a run or, where runs are shorter, four of two runs.
+template <int kCount>
+QK_DEVICE void store_codes(qk::u8* y, const qk::Codes<kCount>& codes, int run, int lane,
+                           bool exists, int d) {
+  if constexpr (kCount == 8) {
+    const int column = Loop::column(run, lane);
+    if (exists && column < d) qk::store(y + column, codes);
+  } else {
+    const qk::u32 four = qk::four_of_a_block(codes, lane);
+    const int column = 8 * run + qk::column_of_four(lane);
+    if (exists && column < d) qk::store(y + column, four);
+  }
+}
+
+QK_DEVICE void write(const qk::Ends& ends, const Loop& loop) {
+  constexpr int kAtOnce = Loop::kRun == 8 ? 1 : 2;  // runs
+  static_assert(Loop::kRuns % kAtOnce == 0, "a head is a whole number of pairs of short runs");
+  const int first = first_query(), lane = Loop::lane();
+  const qk::CodedEnd<kIo> ending(ends, ends.y_scale[0]);
+  QK_UNROLL for (int which = 0; which < Loop::kLaneQueries; ++which) {
+    const qk::f32 inverse = qk::approx_reciprocal(loop.total(which));
+    const int query = first + Loop::query(which, lane);
+    auto* const y = ends.at<qk::u8>(query);
+    QK_UNROLL for (int run = 0; run < Loop::kRuns; run += kAtOnce) {
+      qk::f32 values[kAtOnce * Loop::kRun];
+      QK_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+        qk::f32* const part = values + i * Loop::kRun;
+        const int column = Loop::column(run + i, lane);
+        finish_run(part, ends, loop, which, run + i, column, inverse);
+        ending.template change<Loop::kRun>(part, column);
+      }
+      store_codes(y, ending.encode(values), run, lane, query < ends.queries, ends.d);
+    }
+  }
+}
+#else
+QK_DEVICE void write(const qk::Ends& ends, const Loop& loop) {
+  const int first = first_query(), lane = Loop::lane();
   QK_UNROLL for (int which = 0; which < Loop::kLaneQueries; ++which) {
     const qk::f32 inverse = qk::approx_reciprocal(loop.total(which));
     const int query = first + Loop::query(which, lane);
     if (query >= ends.queries) continue;
-    const qk::i64 token = static_cast<qk::i64>(picture) * ends.queries + query;
-    auto* const y = static_cast<Memory*>(ends.y) + (token * ends.heads + head) * ends.d;
+    auto* const y = ends.at<Memory>(query);
     QK_UNROLL for (int run = 0; run < Loop::kRuns; ++run) {
       const int column = Loop::column(run, lane);
       if (column >= ends.d) continue;
-      const auto scale = qk::load<Run>(ends.scale + column);
       qk::f32 values[Loop::kRun];
-      QK_UNROLL for (int e = 0; e < Loop::kRun; ++e)
-        values[e] = loop.value(which, run, e) * inverse * scale.v[e];
-      if (ends.mean != nullptr) {
-        const auto mean = qk::load<Run>(ends.mean + column);
-        QK_UNROLL for (int e = 0; e < Loop::kRun; ++e)
-          values[e] = qk::add_rounded(values[e], mean.v[e]);
-      }
+      finish_run(values, ends, loop, which, run, column, inverse);
       write_run(y + column, values);
     }
   }
 }
+#endif
 
 QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
-          const float* k_scale, const float* v_scale, const float* v_mean, void* y, int m, int n,
-          int keys, int pitch, int heads, int d, int scales) {
+          const float* k_scale, const float* v_scale, const float* v_mean,
+          QK_IF_CODES(const float* smooth, const float* shift, const float* y_scale, ) void* y,
+          int m, int n, int keys, int pitch, int heads, int d, int scales) {
   QK_SHARED(lds, Loop::kLdsBytes);
   qk::start();
   const int row = qk::block_y();
@@ -117,7 +160,9 @@ QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scal
   Loop loop;
   loop.run(head, lds, first_query());
   const int scale = row % scales * kHead;
-  write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row, d}, loop);
+  write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row,
+         d QK_IF_CODES(, smooth, shift, y_scale)},
+        loop);
 }
 
 QK_HOST_ENTRY(QK_THREADS, Loop::kLdsBytes)

@@ -1,5 +1,6 @@
 // y[b, i, h, :] = sum_j p[j] (v[j, :] + v_mean) / sum_j p[j],   p[j] = 2^(q[i, :] . k[j, :])
-// on Hopper (sm_90a): operands, formula and what may be NaN are those of attention.hip.
+// on Hopper (sm_90a): operands, formula, codes with QK_Y_FORMAT and what may be NaN are those of
+// attention.hip.
 //
 // q_map   with QK_MAPS (keys a multiple of 16), tensor map of q as [N M, QK_RANK * 16 columns]: box
 //         64 rows
@@ -12,8 +13,8 @@
 // QK_SHARED_BYTES of dynamic shared memory. A block takes 64 QK_GROUPS queries of a head at a time.
 // Warpgroups have 64 each and share the tiles of QK_KEYS keys that the last one fetches:
 // attend_sm90.h, which has the lanes. quantkit/device/hopper/attention.py has these numbers.
+#include "attend_ends.h"
 #include "attend_sm90.h"
-#include "vector_io.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kHead = 16 * QK_HEAD, kRank = 16 * QK_RANK;
@@ -22,24 +23,13 @@ using Loop =
 static_assert(Loop::kSharedBytes == QK_SHARED_BYTES,
               "hopper/attention.py counts the shared memory");
 
-struct Ends {
-  const qk::f32* scale;
-  const qk::f32* mean;  // or null
-  void* y;
-  int queries, heads, row, d;
-};
-
 struct alignas(8) TwoFloats {
   qk::f32 v[2];
 };
 
-/// Writes the 16 queries of a warp: two neighbouring columns of two of them a lane.
-QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
-  using Type = qk::IoType<kIo>;
-  using Memory = typename Type::Memory;
-  struct alignas(2 * sizeof(Memory)) Pair {
-    Memory v[2];
-  };
+/// Writes the 16 queries of a warp: two neighbouring columns of two of them a lane, or codes of
+/// four.
+QK_DEVICE void write(const qk::Ends& ends, const Loop& loop, int first) {
   // All at once: each would wait for memory by itself behind a condition.
   TwoFloats scale[kHead / 8], mean[kHead / 8];
   QK_UNROLL for (int j = 0; j < kHead / 8; ++j) {
@@ -47,20 +37,43 @@ QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
     scale[j] = qk::load<TwoFloats>(ends.scale + column);
     mean[j] = ends.mean == nullptr ? TwoFloats{} : qk::load<TwoFloats>(ends.mean + column);
   }
+#ifdef QK_Y_FORMAT
+  // Read anew for each piece of work: kept meanwhile, what follows from it makes registers spill.
+  qk::f32 y_scale = ends.y_scale[0];
+  int lane = loop.lane;
+  asm volatile("" : "+f"(y_scale), "+r"(lane));
+  const qk::CodedEnd<kIo> ending(ends, y_scale);
+#else
+  using Type = qk::IoType<kIo>;
+  using Memory = typename Type::Memory;
+  struct alignas(2 * sizeof(Memory)) Pair {
+    Memory v[2];
+  };
+#endif
   QK_UNROLL for (int r = 0; r < 2; ++r) {
     const int query = first + loop.lane / 4 + 8 * r;
     const qk::f32 inverse = qk::approx_reciprocal(loop.out[Loop::kOut - 4 + 2 * r]);
-    const qk::i64 token = static_cast<qk::i64>(ends.row / ends.heads) * ends.queries + query;
-    auto* const y =
-        static_cast<Memory*>(ends.y) + (token * ends.heads + ends.row % ends.heads) * ends.d;
+    const auto value = [&](int j, int e) {
+      const qk::f32 product = loop.out[4 * j + 2 * r + e] * inverse * scale[j].v[e];
+      return qk::add_rounded(product, mean[j].v[e]);
+    };
+#ifdef QK_Y_FORMAT
+    auto* const y = ends.at<qk::u8>(query) + qk::column_of_four(lane);
+    QK_UNROLL for (int j = 0; j < kHead / 8; j += 2) {
+      qk::f32 values[4] = {value(j, 0), value(j, 1), value(j + 1, 0), value(j + 1, 1)};
+      QK_UNROLL for (int i = 0; i < 2; ++i)
+        ending.template change<2>(values + 2 * i, 8 * (j + i) + 2 * (lane % 4));
+      const qk::u32 four = qk::four_of_a_block(ending.encode(values), lane);
+      const bool exists = 8 * j + qk::column_of_four(lane) < ends.d;
+      if (query < ends.queries && exists) qk::store(y + 8 * j, four);
+    }
+#else
+    auto* const y = ends.at<Memory>(query);
     QK_UNROLL for (int j = 0; j < kHead / 8; ++j) {
-      Pair pair;
-      QK_UNROLL for (int e = 0; e < 2; ++e) {
-        const qk::f32 value = loop.out[4 * j + 2 * r + e] * inverse * scale[j].v[e];
-        pair.v[e] = Type::round(qk::add_rounded(value, mean[j].v[e]));
-      }
+      const Pair pair{{Type::round(value(j, 0)), Type::round(value(j, 1))}};
       if (query < ends.queries && 8 * j < ends.d) qk::store(y + 8 * j + 2 * (loop.lane % 4), pair);
     }
+#endif
   }
 }
 
@@ -76,8 +89,9 @@ QK_DEVICE void write(const Ends& ends, const Loop& loop, int first) {
 
 extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
     QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
-              const float* k_scale, const float* v_scale, const float* v_mean, void* y, int m,
-              int n, int keys, int pitch, int heads, int d, int scales QK_MAP_ARGUMENTS) {
+              const float* k_scale, const float* v_scale, const float* v_mean,
+              QK_IF_CODES(const float* smooth, const float* shift, const float* y_scale, ) void* y,
+              int m, int n, int keys, int pitch, int heads, int d, int scales QK_MAP_ARGUMENTS) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   const qk::HopperHeads all{q, k, v, q_scale, k_scale, n, m, keys, pitch, QK_MAP_NAMES};
   Loop loop{all, qk::shared_address(shared), qk::thread_index() % qk::kWave,
@@ -98,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
       loop.consume(loop.queries_at(piece) + group * Loop::QueryTile::kTotal, tile, piece);
       tile += loop.tiles;
       const int scale = row % scales * kHead;
-      write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row, d},
+      write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row,
+             d QK_IF_CODES(, smooth, shift, y_scale)},
             loop, first);
     }
   }

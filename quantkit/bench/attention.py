@@ -19,7 +19,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
 from quantkit.inference.attention_call import AttentionSettings, attend
-from quantkit.inference.attention_heads import Shape, Stream, attend_streams, stream_of
+from quantkit.inference.attention_heads import Shape, Stream, product_of_streams, stream_of
 from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.numerics.attention import (
@@ -55,7 +55,9 @@ def _static(problem: AttentionProblem, qk_format: str) -> Call:
     scales, shape = problem.scales, _shape(problem)
     # A packed model keeps what follows from its scales.
     factors = head_factors(scales, shape.head_size, qk_format)
-    return lambda: attend_streams([_stream(problem)], shape, scales, qk_format, factors=factors)
+    return lambda: product_of_streams(
+        [_stream(problem)], shape, scales, qk_format, factors=factors
+    ).wide()
 
 
 def _dynamic(problem: AttentionProblem, qk_format: str) -> Call:

@@ -273,6 +273,8 @@ _GFX12_MATRIX = (
     ("gemm_w16", "v_wmma_f32_16x16x16_{io}"),
     ("attention_fp8", "v_wmma_f32_16x16x16_fp8_fp8"),
     ("attention_int8", "v_wmma_i32_16x16x16_iu8"),
+    ("attention_fp8_codes", "v_wmma_f32_16x16x16_fp8_fp8"),
+    ("attention_int8_codes", "v_wmma_i32_16x16x16_iu8"),
     ("attention_fp8_f16", "v_wmma_f32_16x16x16_f16"),
     ("attention_int8_f16", "v_wmma_f32_16x16x16_f16"),
 )
@@ -287,13 +289,15 @@ _SM89_MATRIX = (
     ("gemm_w16", "HMMA"),
     ("attention_fp8", "QMMA"),
     ("attention_int8", "IMMA"),
+    ("attention_fp8_codes", "QMMA"),
+    ("attention_int8_codes", "IMMA"),
 )
 
 
 # int8 attention took 1.05 times as long as torch's on a 7900 XTX (comfy-kitchen, issue 104).
 _GFX11_WITHOUT = tuple(
     (family, "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8")
-    for family in ("attention", "attention_f16")
+    for family in ("attention", "attention_codes", "attention_f16")
 )
 _NVIDIA_WITHOUT = (
     ("attention_f16", "probabilities and values in 16 bit have kernels on RDNA4 and CPUs alone"),
@@ -358,7 +362,7 @@ ARCHS: dict[str, Arch] = {
             "Hopper, H100 and H200: GEMMs and attention with wgmma, compiled at first use",
             devices=("sm_90",),
             tile_speed=_SM89_TILES,
-            own=("attention",),
+            own=("attention", "attention_codes"),
             on_request=_HOPPER_ON_REQUEST,
             from_keys=_HOPPER_FROM_KEYS,
             without=_NVIDIA_WITHOUT,

@@ -11,7 +11,7 @@ from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import attention_for
 from quantkit.errors import InputError
-from quantkit.inference.attention_heads import Shape, attend_streams, stream_of
+from quantkit.inference.attention_heads import Shape, product_of_streams, stream_of
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.numerics.attention import measured_scales, padded
 from quantkit.numerics.attention_formats import PV_FORMATS, QK_FORMATS
@@ -59,7 +59,7 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
         return None
     scales = measured_scales(*(t.flatten(0, 1) for t in heads))
     shape = Shape(heads.q.shape[1], heads.q.shape[3])
-    y = attend_streams(
+    product = product_of_streams(
         [stream_of(heads)],
         shape,
         scales,
@@ -69,7 +69,7 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
         two_of_four=settings.two_of_four,
         pv=settings.pv,
     )
-    return y.transpose(1, 2)
+    return product.wide().transpose(1, 2)
 
 
 def why_not(settings: AttentionSettings, heads: Heads) -> str:

@@ -1,4 +1,4 @@
-"""Attention from projections: codes of the heads, then the product."""
+"""Attention from projections: codes of the heads, for the product."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.attention import ranks
-from quantkit.device.ops.table import attention_for, is_operation, name_for
+from quantkit.device.ops.table import is_operation, name_for
+from quantkit.inference.attention_ends import HeadProduct
 from quantkit.inference.modules import is_watched
 from quantkit.inference.operators import OPERATORS
 from quantkit.inference.prompts import is_plain
@@ -71,7 +72,7 @@ def stream_of(heads: Heads) -> Stream:
     return Stream(q, k, v)
 
 
-def attend_streams(
+def product_of_streams(
     streams: Sequence[Stream],
     shape: Shape,
     scales: AttentionScales,
@@ -83,7 +84,7 @@ def attend_streams(
     two_of_four: bool = False,
     pv: str | None = E4M3FN.name,
     factors: HeadFactors | None = None,
-) -> Tensor:
+) -> HeadProduct:
     """Return attention over the tokens of one stream, or of two, one behind the other.
 
     Args:
@@ -99,7 +100,7 @@ def attend_streams(
         factors: that follow from ``scales`` and ``scale``; None: they are made.
 
     Returns:
-        (B, T, H, D) in the dtype of the projections.
+        what is left to be computed, in the dtype of the projections.
     """
     made = factors or head_factors(scales, shape.head_size, qk_format, scale)
     qc, kc, vc, q_scale, k_scale = _codes(streams, shape, made, (qk_format, pv), rotation)
@@ -107,11 +108,12 @@ def attend_streams(
     # No kernel leaves the zeros out.
     kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
     keys = sum(s.k.x.shape[1] for s in streams)
-    y: Tensor = OPERATORS[attention_for(qk_format, pv)](
-        qc, kc, vc, q_scale, k_scale, made.scales.value_scale, made.scales.value_mean,
-        keys, *shape, qk_format, streams[0].q.x.dtype, multiplied,
-    )  # fmt: skip
-    return y
+    factors_of_values = (made.scales.value_scale, made.scales.value_mean)
+    return HeadProduct(
+        (qc, kc, vc, q_scale, k_scale, *factors_of_values),
+        (keys, *shape, qk_format, streams[0].q.x.dtype, multiplied),
+        pv,
+    )
 
 
 def first_columns(codes: Tensor, rank: int | None) -> tuple[Tensor, int]:

@@ -21,13 +21,14 @@ from quantkit.inference.attention_heads import (
     Rotation,
     Shape,
     Stream,
-    attend_streams,
     computed,
+    product_of_streams,
 )
 from quantkit.inference.attention_wide import WideAttention
-from quantkit.inference.coded_projections import attend_jointly, joint_of
+from quantkit.inference.coded_projections import joint_of, joint_product
 from quantkit.inference.head_factors import factors_of
 from quantkit.inference.head_scales import Folds, scales_of
+from quantkit.inference.normed import Normed
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN
 
@@ -79,10 +80,11 @@ class _CodedAttention(NamedTuple):
     scales: AttentionScales
     folds: Folds | None
 
-    def attend_to_itself(self, x: Tensor) -> Tensor | None:
+    def attend_to_itself(self, x: Tensor) -> Tensor | Normed | None:
         """Return attention of an input to itself, where its projections are one launch.
 
-        None where they are not, or torch's attention is faster.
+        It is for the output projection. None where projections are more launches, or torch's
+        attention is faster.
         """
         settings, size = self.settings, self.scales.head_size
         fp8 = settings.qk_format == settings.pv == E4M3FN.name
@@ -91,8 +93,8 @@ class _CodedAttention(NamedTuple):
         joint = joint_of(self.module, self.folds, x.device)
         if joint is None or why_not_sizes(settings, x.shape[1], size, x, jointly=True):
             return None
-        y = attend_jointly(joint, x, Shape(self.scales.heads, size), settings.rank)
-        return y.flatten(2)
+        product = joint_product(joint, x, Shape(self.scales.heads, size), settings.rank)
+        return product.read_by(self.module.to_out[0])
 
     def takes(
         self, tokens: int, like: Tensor, mask: Tensor | None = None, rotary: Any = None
@@ -103,11 +105,22 @@ class _CodedAttention(NamedTuple):
         return mask is None and not reason
 
     def attend(
-        self, streams: Sequence[Stream], rotary: Any = None, mask: Tensor | None = None
-    ) -> Tensor | None:
+        self,
+        streams: Sequence[Stream],
+        rotary: Any = None,
+        mask: Tensor | None = None,
+        *,
+        reader: Any = None,
+    ) -> Tensor | Normed | None:
         """Return attention over the tokens of all streams, one after another: (B, T, H * D).
 
         None where gradients are wanted.
+
+        Args:
+            streams: of tokens.
+            rotary: of heads.
+            mask: None.
+            reader: the layer that alone reads the result, which may be codes then.
         """
         del mask
         x = streams[0].q.x
@@ -119,7 +132,7 @@ class _CodedAttention(NamedTuple):
                 return None
         shape = Shape(self.scales.heads, self.scales.head_size)
         rotation = None if rotary is None else Rotation(*(t.to(x.device).float() for t in rotary))
-        y = attend_streams(
+        product = product_of_streams(
             streams,
             shape,
             self.scales,
@@ -130,7 +143,7 @@ class _CodedAttention(NamedTuple):
             pv=self.settings.pv,
             factors=factors_of(self.module, self.scales, self.settings.qk_format),
         )
-        return y.flatten(2)
+        return product.read_by(reader)
 
 
 _Own = _CodedAttention | WideAttention
@@ -154,7 +167,8 @@ def _unet(
     plain = encoder_hidden_states is None and attn.norm_q is None and attn.norm_k is None
     y = own.attend_to_itself(hidden_states) if plain else None
     if y is None and own.takes(context.shape[1], hidden_states):
-        y = own.attend([_projected(attn, hidden_states, encoder_hidden_states)])
+        stream = _projected(attn, hidden_states, encoder_hidden_states)
+        y = own.attend([stream], reader=attn.to_out[0])
     return None if y is None else _out(attn, y) / attn.rescale_output_factor
 
 
@@ -174,7 +188,8 @@ def _joint(
     streams = [_projected(attn, hidden_states)]
     if text is not None:
         streams.append(_projected_text(attn, text))
-    y = own.attend(streams)
+    # Of two streams, each has an output projection of its own.
+    y: Any = own.attend(streams, reader=attn.to_out[0] if text is None else None)
     if y is None or text is None:
         return None if y is None else _out(attn, y)
     picture, words = y[:, : hidden_states.shape[1]], y[:, hidden_states.shape[1] :]
@@ -199,7 +214,7 @@ def _flux(
     streams = [_projected(attn, hidden_states)]
     if text is not None:
         streams.insert(0, _projected_text(attn, text))
-    y = own.attend(streams, image_rotary_emb, attention_mask)
+    y: Any = own.attend(streams, image_rotary_emb, attention_mask)
     if y is None or text is None:
         return y
     words, picture = y[:, : text.shape[1]], y[:, text.shape[1] :]
@@ -241,7 +256,7 @@ def _side_by_side(x: Tensor, count: int) -> list[Projection]:
     return [Projection(x, x.shape[-1] // count * i) for i in range(count)]
 
 
-def _out(attn: Any, y: Tensor) -> Tensor:
+def _out(attn: Any, y: Tensor | Normed) -> Tensor:
     """Return the output projection's result, behind it the dropout."""
     projection, dropout = attn.to_out[0], attn.to_out[1]
     result: Tensor = dropout(projection(y))

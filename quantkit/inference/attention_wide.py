@@ -58,12 +58,18 @@ class WideAttention(NamedTuple):
         return _are_known(norms, size, like) and _is_known(rotary, (tokens, size))
 
     def attend(
-        self, streams: Sequence[Stream], rotary: Any = None, mask: Tensor | None = None
+        self,
+        streams: Sequence[Stream],
+        rotary: Any = None,
+        mask: Tensor | None = None,
+        *,
+        reader: Any = None,
     ) -> Tensor | None:
         """Return attention over the tokens of all streams, one after another: (B, T, H * D).
 
-        None where no pass is saved.
+        None where no pass is saved. Whatever reads it gets 16 bit.
         """
+        del reader
         if len(streams) == 1 and rotary is None and streams[0].norm_q is streams[0].norm_k is None:
             return None
         q, k, v = self._heads(streams, rotary)

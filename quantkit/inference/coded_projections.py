@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.attention import CHILD
-from quantkit.device.ops.table import attention_for, is_operation, name_for
+from quantkit.device.ops.table import is_operation, name_for
+from quantkit.inference.attention_ends import HeadProduct
 from quantkit.inference.attention_heads import Shape, first_columns, has_kernel
 from quantkit.inference.head_scales import Folds, HeadScales
 from quantkit.inference.modules import PackedLinear
 from quantkit.inference.normed import Normed
-from quantkit.inference.operators import OPERATORS
 from quantkit.inference.projections import why_apart
 from quantkit.inference.prompts import is_plain
 from quantkit.numerics.attention import score_factor, unit_factors, with_padding
@@ -53,17 +53,16 @@ def joint_of(module: Any, folds: Folds | None, device: torch.device) -> Joint | 
     return Joint(q, k, v, folds)
 
 
-def attend_jointly(joint: Joint, x: Tensor | Normed, shape: Shape, rank: int | None) -> Tensor:
-    """Return attention of an input (B, T, K) to itself on e4m3fn codes: (B, T, H, D)."""
+def joint_product(joint: Joint, x: Tensor | Normed, shape: Shape, rank: int | None) -> HeadProduct:
+    """Return attention of an input (B, T, K) to itself on e4m3fn codes."""
     q, k, v, folds = joint
     codes, keys, values = q.codes_of_heads(x, (k, v), folds, shape.heads)
     codes, multiplied = first_columns(codes, rank)
     name, tokens = E4M3FN.name, x.shape[1]
-    y: Tensor = OPERATORS[attention_for(name, name)](
-        codes, keys, values, None, None, folds.value_scale, folds.value_mean,
-        tokens, *shape, name, x.dtype, multiplied,
-    )  # fmt: skip
-    return y
+    return HeadProduct(
+        (codes, keys, values, None, None, folds.value_scale, folds.value_mean),
+        (tokens, *shape, name, x.dtype, multiplied),
+    )
 
 
 @torch.no_grad()

@@ -129,13 +129,10 @@ def test_torchao_has_no_twin(unet_dir, monkeypatch):
 @pytest.mark.usefixtures("_host")
 @pytest.mark.parametrize("name", ["f16", "fp8"])
 def test_wrong_attention_is_not_timed(unet_dir, monkeypatch, name):
-    from quantkit.inference import attention_heads
+    from quantkit.inference.attention_ends import HeadProduct
 
-    right = attention_heads.attend_streams
-    monkeypatch.setattr(
-        "quantkit.inference.attention_call.attend_streams",
-        lambda *args, **kwargs: -3 * right(*args, **kwargs),
-    )
+    right = HeadProduct.wide
+    monkeypatch.setattr(HeadProduct, "wide", lambda product: -3 * right(product))
     plain, twin = run(unet_dir, name, attention=("e4m3fn",)).values()
     assert plain.timing
     assert twin.verdict is Verdict.WRONG

@@ -356,7 +356,7 @@ def test_attention_on_codes_is_made_of_the_operators(tiny):
     plain = trace_contender(tiny, MODEL_CONTENDERS["fp8-static"], settings, RDNA4).trace
     found = trace_contender(tiny, contender, settings, RDNA4).trace
     own = {call.name for call in found.calls}
-    assert {"quantkit.attention_fp8", "quantkit.project_codes_fp8"} <= own
+    assert {"quantkit.attention_fp8_codes", "quantkit.project_codes_fp8"} <= own
     assert not any("scaled_dot_product" in name for name in own)
     # Heads are padded to multiples of 16 columns.
     assert found.flops >= plain.flops

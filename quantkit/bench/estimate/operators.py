@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.device.ops.table import find_op
+
 
 @dataclass(frozen=True)
 class Product:
@@ -108,7 +110,8 @@ def _weight_only(args: Sequence[Any]) -> Product:
 
 
 def _own_attention(operator: str, args: Sequence[Any]) -> Product:
-    q, keys = args[0], args[7]
+    # Operands, then options: the first of these.
+    q, keys = args[0], args[find_op(operator).inputs]
     rows, queries, columns = prod(q.shape[:-2]), q.shape[-2], q.shape[-1]
     precision = "fp8" if "fp8" in operator else "int8"
     return Product.attention(rows, queries, keys, columns, columns, precision)

@@ -55,7 +55,7 @@ def why_detour(device: Device | None, op: Op, words: tuple[str, ...], sizes: Siz
 
 def _has_own(device: Device, op: Op) -> bool:
     """Return whether Hopper's own kernels run an operation here: attention needs no tensor maps."""
-    if op.family == "attention":
+    if op.family in {"attention", "attention_codes"}:
         return device.arch.name == hopper.ARCHITECTURE
     return is_hopper(device)
 
@@ -146,10 +146,10 @@ def _projection(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -
 
 def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
     assert isinstance(sizes, dict)
-    io, qk_format, head, rank, _ = words
+    io, qk_format, head, rank, _, *codes = words
     columns = int(head[1:])
     maps = wanted.maps and has_maps(qk_format, sizes["keys"])
-    return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns), maps)
+    return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns), maps, *codes)
 
 
 _Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | HopperAttention | None]
@@ -180,6 +180,8 @@ _HOPPER: dict[str, _Choose] = {
     "project_heads_int8": _projection,
     "attention_fp8": _attention,
     "attention_int8": _attention,
+    "attention_fp8_codes": _attention,
+    "attention_int8_codes": _attention,
 }
 _HOPPER |= {f"{name}{SUFFIX}": how for name, how in _HOPPER.items() if how in {_gemm, _conv}}
 

@@ -37,6 +37,8 @@ class HopperAttention:
     rank: int
     #: the copy engine fetches
     maps: bool = False
+    #: of codes of the result; empty: it is written in the io type
+    y_format: str = ""
 
     @property
     def operation(self) -> str:
@@ -53,7 +55,8 @@ class HopperAttention:
         """What was chosen, as ``f16_e4m3fn_d64`` or ``f16_e4m3fn_d64_r32``."""
         rank = (f"r{self.rank}",) if self.rank < self.head else ()
         maps = ("maps",) if self.maps else ()
-        return "_".join((self.io, self.qk_format, f"d{self.head}", *rank, *maps))
+        codes = (self.y_format,) if self.y_format else ()
+        return "_".join((self.io, self.qk_format, f"d{self.head}", *rank, *maps, *codes))
 
     @property
     def symbol(self) -> str:
@@ -73,6 +76,8 @@ class HopperAttention:
             "IO": _IOS.index(self.io),
             "SHARED_BYTES": self.shared_bytes,
         }
+        if self.y_format:
+            values["Y_FORMAT"] = _FORMATS.index(self.y_format)
         macros = (f"-DQK_{name}={value}" for name, value in values.items())
         return (f"-DQK_SYMBOL={self.symbol}", *macros)
 

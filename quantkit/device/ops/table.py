@@ -3,6 +3,7 @@
 from quantkit.device.ops import (
     activations,
     attention,
+    attention_codes,
     conv,
     geglu,
     gemm,
@@ -32,6 +33,7 @@ OPS: dict[str, Op] = {
         conv.OPS,
         weight_only.OPS,
         attention.OPS,
+        attention_codes.OPS,
         heads.OPS,
         joint_heads.OPS,
         stream_codes.OPS,

@@ -1,0 +1,109 @@
+"""Attention that ends in codes, for a layer that alone reads it: the output projection."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.device.ops import attention
+from quantkit.device.ops.checks import check_device, check_scalar, expect, given
+from quantkit.device.ops.op import Argument, Budget, Op, Operands, Options, Output, Problem, Variant
+from quantkit.device.ops.products import format_axis
+from quantkit.device.ops.quantize import quantize_static
+from quantkit.numerics.formats import E4M3FN
+
+#: What their names and families end in.
+SUFFIX = "_codes"
+#: Of the codes that are written.
+Y_FORMAT = E4M3FN.name
+#: Operands that attention has not: smoothing and shift of columns, and the scale.
+_ADDED = 3
+
+_Sample = Callable[[Variant, tuple[int, int, int], torch.Generator], tuple[Operands, Options]]
+
+
+def _with_codes(plain: Op) -> Op:
+    """Return the twin of attention that gives e4m3fn codes of its result."""
+    (place,) = (i for i, argument in enumerate(plain.args) if argument.written)
+    added = (
+        Argument("smooth", "f32", "[heads * d]", null="not smoothed"),
+        Argument("shift", "f32", "[heads * d]", null="not shifted"),
+        Argument("y_scale", "f32", "[1]"),
+        replace(plain.args[place], element="u8"),
+    )
+    return replace(
+        plain,
+        name=plain.name + SUFFIX,
+        family=plain.family + SUFFIX,
+        formula=(
+            f"y = {Y_FORMAT}(clamp((io(z) - shift[j]) * smooth[j] / y_scale[0], -max, max)), "
+            f"z {plain.name}'s y before it is rounded, j its column among those of all heads"
+        ),
+        schema=plain.schema.replace(
+            "Tensor? v_mean,", "Tensor? v_mean, Tensor? smooth, Tensor? shift, Tensor y_scale,"
+        ),
+        axes=(*plain.axes, format_axis("Y", (Y_FORMAT,))),
+        args=(*plain.args[:place], *added, *plain.args[place + 1 :]),
+        check=_checking(plain),
+        outputs=_outputs,
+        reference=_quantizing(plain),
+        budget=Budget(
+            plain.budget.nmse,
+            plain.budget.ulp,
+            plain.budget.float32,
+            f"{plain.budget.reason}, and with it codes of numbers between two of them",
+        ),
+        sample=_sampling(plain.sample),
+    )
+
+
+def _checking(plain: Op) -> Callable[[Op, Operands, Options], Problem]:
+    def check(op: Op, operands: Operands, options: Options) -> Problem:
+        problem = plain.check(op, operands[:-_ADDED], options)
+        (smooth, shift, scale), q = operands[-_ADDED:], given(operands[0])
+        _, heads, head_size, *_ = options
+        for name, numbers in (("smooth", smooth), ("shift", shift)):
+            if numbers is not None:
+                expect(op.name, name, numbers, torch.float32, (heads * head_size,))
+                check_device(op.name, name, numbers, q)
+        check_scalar(op.name, "y_scale", given(scale), q)
+        return replace(problem, words=(*problem.words, Y_FORMAT))
+
+    return check
+
+
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    _, heads, head_size, *_ = options
+    n, m, _ = given(operands[0]).shape
+    return (((n // heads, m, heads, head_size), torch.uint8),)
+
+
+def _quantizing(plain: Op) -> Callable[..., Tensor]:
+    """Return the twin's reference: attention, and then codes of it."""
+    inputs = plain.inputs
+
+    def quantized(*arguments: Any, precision: torch.dtype = torch.float32) -> Tensor:
+        operands, options = arguments[:inputs], arguments[inputs + _ADDED :]
+        smooth, shift, scale = arguments[inputs : inputs + _ADDED]
+        y: Tensor = plain.reference(*operands, *options, precision=precision)
+        rows = y.flatten(2).flatten(0, 1)
+        return quantize_static(rows, smooth, shift, scale, Y_FORMAT).view(y.shape)
+
+    return quantized
+
+
+def _sampling(plain: _Sample) -> _Sample:
+    def sample(
+        variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+    ) -> tuple[Operands, Options]:
+        operands, options = plain(variant, sizes, generator)
+        _, heads, head_size, *_ = options
+        smooth, shift = (torch.rand(heads * head_size, generator=generator) for _ in range(2))
+        return (*operands, smooth + 0.5, shift, torch.tensor([0.013])), options
+
+    return sample
+
+
+OPS = tuple(_with_codes(op) for op in attention.OPS if op.family == "attention")
