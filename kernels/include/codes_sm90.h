@@ -63,6 +63,7 @@ struct HopperCodesEpilogue {
   static constexpr int kParts = kEnds == Ends::kHeads ? 3 : 1;
   using Args = HeadsArgs<kParts>;
   using View = Choice<kEnds == Ends::kHeads, HeadsView<Tile>, MatrixView<Tile>>;
+  static constexpr bool kWorksBeside = false;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 

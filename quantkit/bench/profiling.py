@@ -13,7 +13,7 @@ import torch
 GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
-        ("quantkit products", r"^(gemm|conv|geglu)_fp8|^quantkit::(gemm|conv|geglu)"),
+        ("quantkit products", r"^(gemm|conv|geglu|project_gelu)_fp8|^quantkit::(gemm|conv|geglu|project_gelu)"),
         ("quantize", r"^(quantize|gelu_codes)_fp8|^quantkit::(quantize|gelu_codes)"),
         ("norms", r"^triton_.*norm|(layer|sum|group)_norm|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),

@@ -157,7 +157,10 @@ def _with_int8(fp8: TileSpeed) -> TileSpeed:
 def _with_projections(speed: TileSpeed) -> TileSpeed:
     """Return the rows and those of projections to codes, which are GEMMs with another end."""
     gemms = [(op.removeprefix("gemm"), tiles[:2]) for op, tiles in speed if op.startswith("gemm")]
-    ends = (("project_codes", True), ("project_values", False), ("project_heads", False))
+    ends = (
+        *(("project_gelu", True), ("project_codes", True)),
+        *(("project_values", False), ("project_heads", False)),
+    )
     return (
         *speed,
         *(
@@ -245,7 +248,8 @@ _SM89_TILES = _with_residuals(
 #: How names of operations that multiply begin, and what else they may end in.
 _MULTIPLYING = (
     *((op, ("", "_residual")) for op in ("gemm", "conv")),
-    *((op, ("",)) for op in ("geglu", "project_codes", "project_values", "project_heads")),
+    *((op, ("",)) for op in ("geglu", "project_gelu", "project_codes")),
+    *((op, ("",)) for op in ("project_values", "project_heads")),
 )
 
 
