@@ -12,7 +12,8 @@
 // y and act(y) are rounded to io: the codes are gelu_codes.hip's of what gemm.hip writes.
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
-// The product of gemm.hip, with another end: activated.h. Blocks share what stands beside their tokens.
+// The product of gemm.hip, with another end: activated.h. Blocks share what stands beside their
+// tokens.
 #include "mma.h"
 #include "activated.h"
 #include "direct.h"

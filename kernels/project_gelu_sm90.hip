@@ -1,6 +1,6 @@
 // q[i, left + j] = code(clamp((act(y[i, j]) - shift) * smooth / scale, -max, max)),
-// y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], and left of
-// it the codes of beside[i]; on Hopper (sm_90a)
+// y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], and left of it the codes of
+// beside[i]; on Hopper (sm_90a)
 //
 // x_map   tensor map of the codes u8 [M, K]: box kM x 128 bytes, 128-byte swizzle
 // w_map   tensor map of the codes u8 [N, K]: box kN x 128 bytes, 128-byte swizzle
@@ -20,9 +20,9 @@
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
                             qk::Stored::kDense, 1, QK_CHUNK>;
-using Epilogue =
-    qk::HopperActivatedEpilogue<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN,
-                            QK_W_SCALE == QK_CHANNEL, QK_ACT, QK_CHANGES == 1>;
+using Epilogue = qk::HopperActivatedEpilogue<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO),
+                                             QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL,
+                                             QK_ACT, QK_CHANGES == 1>;
 using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT),
                             QK_ACCURATE == 1, Epilogue>;
 static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper/gemm.py counts the shared memory");

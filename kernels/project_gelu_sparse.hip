@@ -10,11 +10,11 @@
 // q       8-bit codes [M, left + N]
 // act     of QK_ACT: silu, gelu or gelu with tanh (activation.h)
 // M, N any size >= 1, with left multiples of 16; K a multiple of 32; base pointers 16-byte aligned.
-// y and act(y) are rounded to io: the codes are gelu_codes.hip's of what gemm_sparse.hip
-// writes.
+// y and act(y) are rounded to io: the codes are gelu_codes.hip's of what gemm_sparse.hip writes.
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
-// The product of gemm_sparse.hip, with another end: activated.h. Blocks share what stands beside their tokens.
+// The product of gemm_sparse.hip, with another end: activated.h. Blocks share what stands beside
+// their tokens.
 #include "mma.h"
 #include "activated.h"
 #include "direct.h"

@@ -3,18 +3,19 @@
 // beside[i]
 //
 // x       int8 [M, K], K contiguous                 x_scale  f32 [1], or [M] with per_token 1
-// w       int4 codes [N, K/2], two in a byte        w_group  int8 [N, K/32]: their factors
+// w       u8 [N, K/2]: 16 bytes hold 32 codes, byte i those of k = i (low nibble) and i + 16
+// w_group i8 [N, K/32], -15 to 15: the weight is (code - 8) * w_group, an int8
 // w_scale f32 [1], or [N] with per_channel 1
 // bias    io [N] or null                            beside   io [M, left] or null: left is 0
 // smooth, shift  f32 [left + N] or null             scale    f32 [1]
 // q       8-bit codes [M, left + N]
 // act     of QK_ACT: silu, gelu or gelu with tanh (activation.h)
 // M, N any size >= 1, with left multiples of 16; K a multiple of 32; base pointers 16-byte aligned.
-// y and act(y) are rounded to io: the codes are gelu_codes.hip's of what gemm_w4a8.hip
-// writes.
+// y and act(y) are rounded to io: the codes are gelu_codes.hip's of what gemm_w4a8.hip writes.
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
-// The product of gemm_w4a8.hip, with another end: activated.h. Blocks share what stands beside their tokens.
+// The product of gemm_w4a8.hip, with another end: activated.h. Blocks share what stands beside
+// their tokens.
 #include "mma.h"
 #include "activated.h"
 #include "loop.h"

@@ -1,7 +1,6 @@
 // q[i, left + j] = code(clamp((act(y[i, j]) - shift) * smooth / scale, -max, max)),
 // y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], w int4 codes and
-// their scales, and left of
-// it the codes of beside[i]; on Hopper (sm_90a)
+// their scales, and left of it the codes of beside[i]; on Hopper (sm_90a)
 //
 // x_map   tensor map of the codes u8 [M, K]: box kM x 128 bytes, 128-byte swizzle
 // w_map   tensor map of the codes u8 [N, K/2]: box kN x 64 bytes, 64-byte swizzle
@@ -22,17 +21,17 @@
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
                             qk::Stored::kInt4, 1, QK_CHUNK>;
-using Epilogue =
-    qk::HopperActivatedEpilogue<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN,
-                            QK_W_SCALE == QK_CHANNEL, QK_ACT, QK_CHANGES == 1>;
+using Epilogue = qk::HopperActivatedEpilogue<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO),
+                                             QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL,
+                                             QK_ACT, QK_CHANGES == 1>;
 using Gemm = qk::HopperGemm<Tile, qk::Format::kInt8, qk::Format::kInt8, false, Epilogue>;
 static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper/gemm.py counts the shared memory");
 
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
-          const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_group, const float* w_scale, const void* bias,
-          const void* beside, const float* smooth, const float* shift, const float* scale,
-          qk::u8* q, int m, int n, int k, int left, int group) {
+          const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_group, const float* w_scale,
+          const void* bias, const void* beside, const float* smooth, const float* shift,
+          const float* scale, qk::u8* q, int m, int n, int k, int left, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   Gemm::run({x_map,
              w_map,

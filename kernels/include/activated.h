@@ -1,8 +1,8 @@
 // A product behind which an activation stands, as codes for the next product: what gelu_codes.hip
 // makes of what gemm.hip writes, to the last bit.
 //
-// q[i, left + j] = code((act(y[i, j]) - shift) * smooth / scale), y = sum * x_scale * w_scale + bias
-// rounded to io, act(y) likewise; left of it the codes of what stands beside.
+// q[i, left + j] = code((act(y[i, j]) - shift) * smooth / scale), y = sum * x_scale * w_scale +
+// bias rounded to io, act(y) likewise; left of it the codes of what stands beside.
 #pragma once
 
 #include "activation.h"
@@ -97,8 +97,7 @@ struct ActivatedEpilogue {
  private:
   template <int kAct, class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run_as(const ActivatedArgs& args, Scales scales,
-                               const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
-                               int n0) {
+                               const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
     using Runs = typename Mma::template Runs<kBlocksN>;
     constexpr int kLength = Runs::kLength, kParts = kBlocksM * Mma::kColumns;
     const int lane = thread_index() % kWave;

@@ -10,8 +10,7 @@
 
 namespace qk {
 
-template <class Tile, Format kY, Io kIo, bool kPerToken, bool kPerChannel, int kAct,
-          bool kChanges>
+template <class Tile, Format kY, Io kIo, bool kPerToken, bool kPerChannel, int kAct, bool kChanges>
 struct HopperActivatedEpilogue {
   using Args = ActivatedArgs;
   using View = MatrixView<Tile>;
@@ -88,7 +87,8 @@ struct HopperActivatedEpilogue {
   QK_DEVICE void finish() const {}
 
  private:
-  // Tokens that turn at once, and eights of them whose codes are made at once: what registers allow.
+  // Tokens that turn at once, and eights of them whose codes are made at once: what registers
+  // allow.
   static constexpr int kTogether = Tile::kBlocks * Tile::kM > 256 || Tile::kConsumers > 2 ? 16 : 32,
                        kAtOnce = Tile::kBlocks * Tile::kM > 256 ? 1 : kTogether / 8;
 
@@ -130,8 +130,7 @@ struct HopperActivatedEpilogue {
     QK_DEVICE void encode(u32* words, const f32 (&values)[kCount]) const {
       Codes<kCount> codes;
       const bool certain = fast.encode(codes, values);
-      if (!__all_sync(0xffffffffu, certain))
-        codes = Divisor<kY>(scale, reciprocal).encode(values);
+      if (!__all_sync(0xffffffffu, certain)) codes = Divisor<kY>(scale, reciprocal).encode(values);
       QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
         words[i] = codes.words[i];
     }
@@ -193,8 +192,7 @@ struct HopperActivatedEpilogue {
         codes.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x6420);
         codes.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7531);
       }
-      u8* const target =
-          args.q + (static_cast<i64>(token) * args.pitch() + args.left + column);
+      u8* const target = args.q + (static_cast<i64>(token) * args.pitch() + args.left + column);
       if (whole) {
         store(target, codes);
       } else {

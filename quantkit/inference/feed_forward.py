@@ -3,8 +3,9 @@
 With GEGLU, diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads
 both to multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the
 codes are all that leaves the first product (``device.ops.geglu``), and with GELU or SiLU as well
-(``activation_codes``), in a pass of its own where the first layer is not packed. On the CPU, and wherever somebody looks
-at a layer or moves it (hooks, offloading), the modules are called one by one.
+(``activation_codes``), in a pass of its own where the first layer is not packed. On the CPU, and
+wherever somebody looks at a layer or moves it (hooks, offloading), the modules are called one by
+one.
 """
 
 from collections.abc import Callable, Mapping

@@ -105,8 +105,10 @@ def on_host(case, variant, layout, threads=2):
     wide = {"m": m, "n": case.left, "k": case.left + n}
     wanted = launch(codes, layout, {"x": y.clone(), **others, "q": q}, wide)["q"]
     numbers = {
-        **{"left": case.left, "act": 1 + list(ACTIVATIONS).index(case.activation)},
-        **{"per_token": int(len(x_scale) > 1), "per_channel": int(len(w_scale) > 1)},
+        "left": case.left,
+        "act": 1 + list(ACTIVATIONS).index(case.activation),
+        "per_token": int(len(x_scale) > 1),
+        "per_channel": int(len(w_scale) > 1),
     }
     found = launch(variant, layout, {**tensors, "q": q.clone()}, {**sizes, **numbers},
                    threads=threads)["q"]  # fmt: skip
@@ -158,7 +160,8 @@ def test_nan_stays_in_its_row_and_column():
     x, x_scale, w, *others = case.product
     x, w = x.clone(), w.clone()
     x[5, 9] = w[7, 3] = 0x7F
-    codes, wanted = on_host(Case((x, x_scale, w, *others), case.others, *case.how), variant, "gfx12")
+    case = Case((x, x_scale, w, *others), case.others, *case.how)
+    codes, wanted = on_host(case, variant, "gfx12")
     expected = torch.zeros(37, 45, dtype=torch.bool)
     expected[5] = expected[:, 7] = True
     assert torch.equal(codes & 0x7F == 0x7F, expected)
@@ -246,14 +249,12 @@ SHAPES = [(1, 16, 64), (77, 1040, 640), (333, 1001, 1152), (130, 272, 1312), (70
 @pytest.mark.parametrize("io", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
 def test_codes_are_those_of_two_operations_on_a_gpu(op, io, fast):
-    for sizes in SHAPES:
-        m, n, k = sizes
-        for case in (drawn(telling(op, io), (m, n, k)), drawn(telling(op, io), (m + 3, n + 1, k))):
-            case = case.on("cuda")
-            with log.record() as seen, (fast_sums() if fast else torch.no_grad()):
-                found, wanted = case.together(op), case.apart(op)
-            assert torch.equal(found, wanted), sizes
-            assert {where for *_, where in seen.calls} == {Backend.GPU}
+    for m, n, k in (*SHAPES, *((m + 3, n + 1, k) for m, n, k in SHAPES)):
+        case = drawn(telling(op, io), (m, n, k)).on("cuda")
+        with log.record() as seen, fast_sums() if fast else torch.no_grad():
+            found, wanted = case.together(op), case.apart(op)
+        assert torch.equal(found, wanted), (m, n, k)
+        assert {where for *_, where in seen.calls} == {Backend.GPU}
 
 
 @pytest.mark.gpu

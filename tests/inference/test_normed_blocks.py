@@ -125,13 +125,15 @@ def same(found, wanted):
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
+WORDS = ("quantize_", "layer_norm_", "sum_norm_", "gelu_codes_", "project_gelu_")
+
+
 def quantized(function):
     """Return what a function gives, and how many operators of which kind made codes for it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         result = function()
     counts = {e.key: e.count for e in seen.key_averages() if e.key.startswith("quantkit::")}
-    made = {word: sum(n for key, n in counts.items() if word in key)
-            for word in ("quantize_", "layer_norm_", "sum_norm_", "gelu_codes_", "project_gelu_")}  # fmt: skip
+    made = {word: sum(n for key, n in counts.items() if word in key) for word in WORDS}
     return result, made
 
 

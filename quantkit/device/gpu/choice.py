@@ -140,8 +140,9 @@ def _gelu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hopp
         sums=wanted.sums(words),
         multiprocessors=wanted.units,
     )
-    scales = ("token" if sizes["per_token"] else "tensor", "channel" if sizes["per_channel"] else "tensor")
-    shared = (x_format, w_format, *scales, io)
+    x_scale = "token" if sizes["per_token"] else "tensor"
+    w_scale = "channel" if sizes["per_channel"] else "tensor"
+    shared = (x_format, w_format, x_scale, w_scale, io)
     kernel = _hopper_kernel(best, shared, Family.GELU, sparse=op.sparse, sums=mode)
     activation = list(ACTIVATIONS)[sizes["act"] - 1]
     changes = bool(sizes["changes"])

@@ -74,29 +74,28 @@ def gelu_codes(
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
-    x, beside, smooth, shift, scale = operands
-    x, (activation, fmt) = given(x), options
-    n = check_changes(op.name, x, beside, smooth, shift, scale, activation)
+    x, (activation, fmt) = given(operands[0]), options
+    n = check_changes(op.name, x, operands[1:], activation)
+    smooth, shift = operands[2:4]
     words = (io_word(op.name, x.dtype), fmt, activation, input_word(smooth, shift))
     return Problem(words, {"m": x.shape[0], "n": n, "k": n + x.shape[1]})
 
 
-def check_changes(
-    op: str,
-    x: Tensor,
-    beside: Tensor | None,
-    smooth: Tensor | None,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    activation: str,
-) -> int:
+def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
     """Return the columns of ``beside``; refuse operands that do not fit x (M, K - N).
+
+    Args:
+        op: its name.
+        x: what is activated.
+        others: beside, smooth, shift and scale.
+        activation: of ACTIVATIONS, else it is refused.
 
     Raises:
         ShapeError: shapes that do not agree.
         KernelError: a dtype that is not the operation's, operands on several devices, or an
             activation that there is not.
     """
+    beside, smooth, shift, scale = others
     if activation not in ACTIVATIONS:
         wanted = ", ".join(ACTIVATIONS)
         raise KernelError(f"{op}: activation {activation!r}, wanted one of {wanted}")

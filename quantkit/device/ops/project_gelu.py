@@ -87,13 +87,18 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     x, x_scale, w_scale = given(x), given(x_scale), given(w_scale)
     check_gemm(op.name, x, x_scale, named_weights(op, weights), w_scale, bias, dtype)
     n = given(weights[0]).shape[0]
-    left = check_changes(op.name, x.new_empty((x.shape[0], n), dtype=dtype), *others, activation)
+    # Of what is made in between, shape and dtype alone are looked at.
+    y = x.new_empty((), dtype=dtype).expand(x.shape[0], n)
     sizes = {
-        **{"m": x.shape[0], "n": n, "k": x.shape[1], "left": left},
+        "m": x.shape[0],
+        "n": n,
+        "k": x.shape[1],
+        "left": check_changes(op.name, y, others, activation),
         "act": 1 + list(ACTIVATIONS).index(activation),
-        "changes": int(any(number is not None for number in others[1:3])),
         "per_token": int(x_scale.numel() > 1),
         "per_channel": int(w_scale.numel() > 1),
+        # Hopper has kernels of their own where nothing is smoothed or shifted.
+        "changes": int(any(number is not None for number in others[1:3])),
     }
     words = (x_format, w_format, io_word(op.name, dtype), y_format)
     return Problem(words, sizes, group_scales=w_scale.ndim == 2)
@@ -110,7 +115,8 @@ def _sample(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
     m, n, k = sizes
-    dtype, kinds = IO_DTYPES[variant.word("QK_IO")], (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
+    dtype = IO_DTYPES[variant.word("QK_IO")]
+    kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
     left = 2 * ALIGNED if n % 2 == 0 else 0
     columns = ALIGNED * (n // ALIGNED + 1) if left else n
     product = sample_product(variant, (m, k), columns, k, generator, per_row=m % 3 > 0)
@@ -137,8 +143,8 @@ def _on(kind: str) -> tuple[Op, Op]:
         family="project_gelu",
         source="project_gelu.hip",
         formula=(
-            f"q = gelu_codes_{kind} of gemm_{kind}'s y: q[i, left + j] = {kind}(clamp((act(y[i, j]) "
-            "- shift[left + j]) * smooth[left + j] / scale[0], -max, max)), y and act(y) rounded"
+            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, left + j] = {kind}(clamp((act(y[i, j]) - "
+            "shift[left + j]) * smooth[left + j] / scale[0], -max, max)), y and act(y) rounded"
         ),
         schema=(
             "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? beside, "
