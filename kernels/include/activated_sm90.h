@@ -144,10 +144,11 @@ struct HopperActivatedEpilogue {
 
   /// Two values as they are once they have been written in io.
   static QK_DEVICE void round_both(f32 (&values)[2]) {
-    if constexpr (kIo == Io::kF32) return;
-    const u32 pair = Type::round_pair(values[0], values[1]);
-    values[0] = Type::widen(static_cast<Memory>(pair));
-    values[1] = Type::widen(static_cast<Memory>(pair >> 16));
+    if constexpr (kIo != Io::kF32) {
+      const u32 pair = Type::round_pair(values[0], values[1]);
+      values[0] = Type::widen(static_cast<Memory>(pair));
+      values[1] = Type::widen(static_cast<Memory>(pair >> 16));
+    }
   }
 
   /// Codes of eight tokens kEights times. Of 16 rows a lane has g and g + 8 of its quad: their
