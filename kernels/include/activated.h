@@ -39,7 +39,8 @@ QK_DEVICE void load_columns(f32 (&numbers)[kCount], const f32* from, int column,
 template <Format kY, Io kIo>
 QK_DEVICE void quantize_beside(const ActivatedArgs& args, int first_row, int rows, int index,
                                int count) {
-  constexpr int kRun = 8;
+  using Type = IoType<kIo>;
+  constexpr int kRun = sizeof(Vec16) / sizeof(typename Type::Memory);
   using Run = RunOf<kIo, kRun>;
   using Memory = typename Run::Memory;
   const int within = args.m - first_row < rows ? args.m - first_row : rows;

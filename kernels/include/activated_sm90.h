@@ -87,10 +87,10 @@ struct HopperActivatedEpilogue {
   QK_DEVICE void finish() const {}
 
  private:
-  // Tokens that turn at once, and eights of them whose codes are made at once: what registers
-  // allow.
-  static constexpr int kTogether = Tile::kBlocks * Tile::kM > 256 || Tile::kConsumers > 2 ? 16 : 32,
-                       kAtOnce = Tile::kBlocks * Tile::kM > 256 ? 1 : kTogether / 8;
+  // Tokens that turn at once, and eights of them whose codes are made at once, as registers allow.
+  static constexpr bool kLarge = Tile::kBlocks * Tile::kM > 256;
+  static constexpr int kTogether = kLarge || Tile::kConsumers > 2 ? 16 : 32,
+                       kAtOnce = kLarge ? 1 : kTogether / 8;
 
   /// What a lane's outputs of a block are multiplied with, what is added, and what is done to the
   /// activation: two halves of 16 rows.
