@@ -167,6 +167,12 @@ QK_DEVICE void store_transposed(u32 address, const u32 (&words)[4]) {
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
       : "memory");
 }
+/// The same of two; lanes 0 to 15 give addresses.
+QK_DEVICE void store_transposed(u32 address, const u32 (&words)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(words[0]), "r"(words[1])
+               : "memory");
+}
 /// Stores four 8x8 matrices of 16-bit values as they are; lane 8i + t gives the address of row t of
 /// matrix i.
 QK_DEVICE void store_matrices(u32 address, const u32 (&words)[4]) {

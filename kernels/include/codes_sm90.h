@@ -78,6 +78,7 @@ struct HopperCodesEpilogue {
   using Args = HeadsArgs<kParts>;
   using Joint = Choice<Tile::kSparse, SparseHeadsView<Tile>, HeadsView<Tile>>;
   using View = Choice<kEnds == Ends::kHeads, Joint, MatrixView<Tile>>;
+  static constexpr bool kWorksBeside = false;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 

@@ -195,13 +195,14 @@ struct Divisor {
   f32 scale, factor, near_one, reciprocal;
   bool usual;
 
-  QK_DEVICE explicit Divisor(f32 value) : scale(value) {
+  QK_DEVICE explicit Divisor(f32 value) : Divisor(value, 0.0f) { reciprocal = 1.0f / near_one; }
+  /// With a reciprocal that an earlier one has computed.
+  QK_DEVICE Divisor(f32 value, f32 known) : scale(value), reciprocal(known) {
     const u32 exponent = float_bits(value) >> 23 & 0xffu;
     const bool small = exponent <= 127u - 60u, large = exponent >= 127u + 60u;
     usual = !small && !large;
     factor = bits_float(small ? kUp : large ? kDown : kOne);
     near_one = value * factor;
-    reciprocal = 1.0f / near_one;
   }
 
   QK_DEVICE f32 divide(f32 value) const {

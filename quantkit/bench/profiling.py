@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+_PRODUCTS = "gemm|conv|geglu|project_gelu"
 #: Group -> what the names of its kernels (on a GPU) or operators (on a CPU) match. The first row
 #: that matches counts; what torch.compile fused is named after all that is in it, so fused
 #: kernels stand before the operators that they name.
 GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
-        ("quantkit products", r"^(gemm|conv|geglu)_fp8|^quantkit::(gemm|conv|geglu)"),
+        ("quantkit products", rf"^({_PRODUCTS})_fp8|^quantkit::({_PRODUCTS})"),
         ("quantize", r"^(quantize|gelu_codes)_fp8|^quantkit::(quantize|gelu_codes)"),
         ("norms", r"^triton_.*norm|(layer|sum|group)_norm|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),

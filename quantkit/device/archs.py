@@ -159,6 +159,7 @@ def _with_projections(speed: TileSpeed) -> TileSpeed:
     gemms = [(op.removeprefix("gemm"), tiles[:2]) for op, tiles in speed if op.startswith("gemm")]
     dense = ("_fp8", "_int8")
     ends = (
+        ("project_gelu", tuple(kind for kind, _ in gemms)),
         ("project_codes", tuple(kind for kind, _ in gemms)),
         ("project_values", dense),
         ("project_heads", (*dense, "_fp8_sparse")),
@@ -245,7 +246,8 @@ _SM89_TILES = _with_residuals(
 #: How names of operations that multiply begin, and what else they may end in.
 _MULTIPLYING = (
     *((op, ("", "_residual")) for op in ("gemm", "conv")),
-    *((op, ("",)) for op in ("geglu", "project_codes", "project_values", "project_heads")),
+    *((op, ("",)) for op in ("geglu", "project_gelu", "project_codes")),
+    *((op, ("",)) for op in ("project_values", "project_heads")),
 )
 
 

@@ -2,9 +2,10 @@
 
 With GEGLU, diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads
 both to multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the
-codes are all that leaves the first product (``device.ops.geglu``). With GELU or SiLU activation and
-codes are one pass over the product (``activation_codes``). On the CPU, and wherever somebody looks
-at a layer or moves it (hooks, offloading), the modules are called one by one.
+codes are all that leaves the first product (``device.ops.geglu``), and with GELU or SiLU as well
+(``activation_codes``), in a pass of its own where the first layer is not packed. On the CPU, and
+wherever somebody looks at a layer or moves it (hooks, offloading), the modules are called one by
+one.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,13 @@ from torch import Tensor, nn
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
-from quantkit.inference.activation_codes import activated, is_one_pass, word_of
+from quantkit.inference.activation_codes import (
+    activated,
+    is_one_pass,
+    is_one_product,
+    projected,
+    word_of,
+)
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
 from quantkit.numerics.granularity import PerGroup
@@ -47,10 +54,14 @@ class ActivatedFeedForward(FeedForward):  # type: ignore[misc]  # as above
         """Return what FeedForward returns, (..., dim_out), in one pass where that is possible."""
         activation, dropout, down, *others = self.net
         plain = not (self.training or is_watched(dropout))
-        if not plain or not is_one_pass(activation, down, hidden_states):
-            y: Tensor = super().forward(hidden_states, *args, **kwargs)
-            return y
-        y = down(activated(activation, down, activation.proj(hidden_states)))
+        x, up = hidden_states, activation.proj
+        if plain and is_one_product(up, activation, down, x):
+            y: Tensor = down(projected(up, activation, down, x))
+        elif plain and is_one_pass(activation, down, x):
+            y = down(activated(activation, down, up(x)))
+        else:
+            whole: Tensor = super().forward(x, *args, **kwargs)
+            return whole
         for module in others:
             y = module(y)
         return y

@@ -157,6 +157,30 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
         return gated
 
+    def activated_codes(
+        self, x: Tensor | Normed, target: "PackedLinear", activation: str, beside: Tensor | None
+    ) -> Tensor:
+        """Return ``target``'s input of what an activation makes of this layer's output.
+
+        Args:
+            x: (..., K), of a layer that ``writes_codes``.
+            target: a layer that ``takes_parts``.
+            activation: of ``device.ops.activations``.
+            beside: (..., L) of x's dtype, left of the activation; or None.
+
+        Returns:
+            (M, L + N) uint8 codes.
+        """
+        rows = None if beside is None else beside.reshape(-1, beside.shape[-1])
+        weights = (*self._stored(), self._weight("weight_scale"), self._bias(x.dtype))
+        kinds = (self.scheme.input.name, self.scheme.codes.name)
+        project = operator_for("project_gelu", *kinds, sparse=self.scheme.sparsity is not None)
+        codes: Tensor = project(
+            *self._term(x), *weights, rows, *target.changes_of_input,
+            activation, *kinds, target.scheme.input.name, x.dtype,
+        )  # fmt: skip
+        return codes
+
     @property
     def takes_parts(self) -> bool:
         """True when each column's codes depend on that column alone: of one given scale."""

@@ -19,7 +19,12 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor, nn
 
-from quantkit.inference.activation_codes import activated, is_one_pass
+from quantkit.inference.activation_codes import (
+    activated,
+    is_one_pass,
+    is_one_product,
+    projected,
+)
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import is_watched
 from quantkit.inference.norm_codes import Branch, Modulation, layer_normed, read_alike
@@ -152,11 +157,11 @@ class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  #
         words = encoder_hidden_states.shape[1]
         x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         y, gate = _adaptive(self, "norm", x, temb)
-        hidden = self.proj_mlp(y)
         options = joint_attention_kwargs or {}
         heads = self.attn(hidden_states=y, image_rotary_emb=image_rotary_emb, **options)
+        read = _side_by_side(self, heads, y)
         with Sum(None if self.training else self.proj_out, x, gate) as end:
-            y = _projected(self, heads, hidden)
+            y = self.proj_out(read)
         x = _clipped(end.total(y))
         return x[:, :words], x[:, words:]
 
@@ -288,16 +293,18 @@ def _feed_forward(
     return end.total(y)
 
 
-def _projected(block: Any, heads: Tensor, hidden: Tensor) -> Tensor:
-    """Return what a block of one stream makes of heads and its network's first layer (B, T, .)."""
-    layer, activation = block.proj_out, block.act_mlp
+def _side_by_side(block: Any, heads: Tensor, x: Any) -> Any:
+    """Return what a block of one stream projects last: heads, and its network's hidden tokens."""
+    layer, activation, up = block.proj_out, block.act_mlp, block.proj_mlp
+    if not block.training and is_one_product(up, activation, layer, x, heads):
+        return projected(up, activation, layer, x, heads)
+    hidden = up(x)
     if not block.training and is_one_pass(activation, layer, hidden, heads):
-        return layer(activated(activation, layer, hidden, heads))  # type: ignore[no-any-return]  # a packed layer
+        return activated(activation, layer, hidden, heads)
     parts = (heads, activation(hidden))
     if not (is_plain(layer) and layer.takes_parts) or is_fused(heads):
-        y: Tensor = layer(torch.cat(parts, dim=2))
-        return y
-    return layer(layer.codes_of_parts(parts))  # type: ignore[no-any-return]  # as above
+        return torch.cat(parts, dim=2)
+    return layer.codes_of_parts(parts)
 
 
 def _clipped(x: Tensor) -> Tensor:

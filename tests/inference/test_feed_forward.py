@@ -187,6 +187,19 @@ READERS = {
 }
 
 
+_INT8 = Scheme(INT8, PerChannel(), None, STATIC)
+#: Of both layers, and the operation that makes the codes between them.
+BEFORE = {
+    "dense": (None, PLAIN, "gelu_codes_fp8"),
+    "token": (Scheme(E4M3FN, PerChannel(), None, TOKEN), PLAIN, "project_gelu_fp8"),
+    "sparse": (FUSED["sparse"], FUSED["shift"], "project_gelu_fp8_sparse"),
+    "smooth": (FUSED["smooth"], FUSED["smooth"], "project_gelu_fp8"),
+    "int8": (_INT8, _INT8, "project_gelu_int8"),
+    "groups": (READERS["groups"], PLAIN, "gelu_codes_fp8"),
+    "terms": (APART["up terms"][0], PLAIN, "gelu_codes_fp8"),
+}
+
+
 @torch.no_grad()
 @pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -203,23 +216,24 @@ def test_an_activation_and_its_codes_are_one_operation(name, activation, dtype):
     assert found.dtype is dtype
     # A few codes are a place off, up to 1/8 of their value.
     assert float((found - apart).float().norm() / apart.float().norm()) < 0.02
-    kind = "int8" if down.input is INT8 else "fp8"
-    assert called[f"gelu_codes_{kind}"] == 1
+    # A product of FP8 ends in codes of FP8.
+    ends = "gelu_codes_int8" if down.input is INT8 else "project_gelu_fp8"
+    assert called[ends] == 1
     # The first layer's input alone.
     assert sum(n for key, n in called.items() if key.startswith("quantize")) == 1
 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("fusing")
-@pytest.mark.parametrize(
-    "up", [None, Scheme(E4M3FN, PerChannel(), None, TOKEN)], ids=["dense", "token"]
-)
-def test_any_layer_may_stand_before_an_activation(up):
-    model, x = network(up, PLAIN, activation="gelu"), torch.randn(3, 32)
+@pytest.mark.parametrize("name", BEFORE)
+def test_any_layer_may_stand_before_an_activation(name):
+    up, down, ends = BEFORE[name]
+    model, x = network(up, down, activation="gelu"), torch.randn(3, 32)
     apart = model(x)
     install(model)
     found, called = operators(lambda: model(x))
-    assert called["gelu_codes_fp8"] == 1
+    assert called[ends] == 1
+    assert sum(called[op] for op in called if op.startswith(("gelu_", "project_"))) == 1
     assert float((found - apart).norm() / apart.norm()) < 0.02
 
 
@@ -307,7 +321,7 @@ def test_an_activated_network_compiles_without_a_graph_break(activation):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), model(x))
     _, called = operators(lambda: compiled(x))
-    assert called["gelu_codes_fp8"] == 1
+    assert called["project_gelu_fp8"] == 1
 
 
 # ------------------------------------------------------------------------------------ the operation
@@ -387,7 +401,7 @@ def test_a_gpu_gates_in_the_product(name, compiled):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("activation", ACTIVATED)
-def test_a_gpu_activates_and_quantizes_in_one_pass(activation, compiled):
+def test_a_gpu_multiplies_activates_and_quantizes_in_one_pass(activation, compiled):
     model = network(PLAIN, PLAIN, activation=activation, dim=64).half().cuda()
     x = torch.randn(3, 50, 64, device="cuda").half()
     apart = model(x).float()
@@ -396,8 +410,6 @@ def test_a_gpu_activates_and_quantizes_in_one_pass(activation, compiled):
     step = torch.compile(model, fullgraph=True) if compiled else model
     with log.record() as seen:
         found = step(x).float()
-    calls = sum(count for (op, *_), count in seen.calls.items() if op == "gelu_codes_fp8")
-    # The compiler's kernel does the same.
-    assert calls == (0 if compiled else 1)
+    assert sum(count for (op, *_), count in seen.calls.items() if op == "project_gelu_fp8") == 1
     assert float((found - apart).norm() / apart.norm()) < 0.01
     assert not model(x[:0]).numel()

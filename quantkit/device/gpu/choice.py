@@ -13,6 +13,7 @@ from quantkit.device.hopper import projections as hopper_projections
 from quantkit.device.hopper.attention import HopperAttention, has_maps
 from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Residual, Sums
 from quantkit.device.hopper.tensormap import ITEM_BYTES
+from quantkit.device.ops.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.device.ops.residual import SUFFIX
 from quantkit.device.tiles import choose_tile
@@ -130,6 +131,24 @@ def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hop
     return replace(kernel, y_format=y_format)
 
 
+def _gelu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel:
+    assert isinstance(sizes, dict)
+    x_format, w_format, io, y_format = words
+    best, mode = hopper_choice.choose_sums(
+        *(sizes[name] for name in ("m", "n", "k")),
+        sparse=op.sparse,
+        sums=wanted.sums(words),
+        multiprocessors=wanted.units,
+    )
+    x_scale = "token" if sizes["per_token"] else "tensor"
+    w_scale = "channel" if sizes["per_channel"] else "tensor"
+    shared = (x_format, w_format, x_scale, w_scale, io)
+    kernel = _hopper_kernel(best, shared, Family.GELU, sparse=op.sparse, sums=mode)
+    activation = list(ACTIVATIONS)[sizes["act"] - 1]
+    changes = bool(sizes["changes"])
+    return replace(kernel, y_format=y_format, activation=activation, changes=changes)
+
+
 def _projection(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel:
     assert isinstance(sizes, dict)
     family, kinds = Family(op.family), words[:2]
@@ -171,6 +190,11 @@ _HOPPER: dict[str, _Choose] = {
     "geglu_int8": _geglu,
     "geglu_int8_sparse": _geglu,
     "geglu_w4a8": _geglu,
+    "project_gelu_fp8": _gelu,
+    "project_gelu_fp8_sparse": _gelu,
+    "project_gelu_int8": _gelu,
+    "project_gelu_int8_sparse": _gelu,
+    "project_gelu_w4a8": _gelu,
     "project_codes_fp8": _projection,
     "project_codes_int8": _projection,
     "project_values_fp8": _projection,

@@ -103,7 +103,8 @@ def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
         return plan_projection(kernel, sizes, units)
     if kernel.gated:
         return plan_gated(kernel, m, n, k, units)
-    return plan_launch(kernel, m, n, k, units, rows=sizes.get("rows", 1))
+    others = {name: sizes[name] for name in ("rows", "left") if name in sizes}
+    return plan_launch(kernel, m, n, k, units, **others)
 
 
 def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
+from quantkit.device.ops.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op
 from quantkit.device.ops.products import THREE
 from quantkit.device.ops.residual import SUFFIX
@@ -52,6 +53,8 @@ class Family(Enum):
     CONV = "conv"
     #: a GEMM whose second half of outputs gates the first one, quantized (hopper_gated)
     GEGLU = "geglu"
+    #: a GEMM behind which an activation stands, quantized
+    GELU = "project_gelu"
     #: GEMMs that end in codes of attention's heads (hopper.projections)
     CODES = "project_codes"
     VALUES = "project_values"
@@ -160,8 +163,12 @@ class HopperKernel:
     x_scale: str = "token"
     w_scale: str = "channel"
     io: str = "f16"
-    #: of the codes that GEGLU writes
+    #: of the codes that GEGLU and activations write
     y_format: str = "e4m3fn"
+    #: behind a product of Family.GELU: of ACTIVATIONS
+    activation: str = ""
+    #: the activation is smoothed or shifted
+    changes: bool = False
     residual: Residual = Residual.NONE
 
     @property
@@ -173,6 +180,11 @@ class HopperKernel:
     def projects(self) -> bool:
         """True where codes of heads are written."""
         return self.family in {Family.CODES, Family.VALUES, Family.HEADS}
+
+    @property
+    def activates(self) -> bool:
+        """True where codes of an activation are written."""
+        return self.family is Family.GELU
 
     @property
     def adds(self) -> bool:
@@ -207,12 +219,14 @@ class HopperKernel:
     @property
     def name(self) -> str:
         """What was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
-        codes = (self.y_format,) if self.gated else ()
+        codes = (self.y_format,) if self.gated or self.activates else ()
         # The formats say it of integers.
         mode = (self.sums.value,) if self.sums in {Sums.ACCURATE, Sums.FAST} else ()
         gate = (self.residual.value,) if self.residual is Residual.GATED else ()
         scales = (self.x_scale, self.w_scale, *gate, self.io)
-        words = (self.x_format, self.w_format, *scales, *codes, *mode, self.tile.name)
+        changes = ("changes",) if self.changes else ()
+        act = (self.activation, *changes) if self.activates else ()
+        words = (self.x_format, self.w_format, *scales, *codes, *act, *mode, self.tile.name)
         return "_".join(words)
 
     @property
@@ -239,6 +253,8 @@ class HopperKernel:
             "W_SCALE": int(self.w_scale == "channel"),
             "IO": _IOS.index(self.io),
             "Y_FORMAT": _FORMATS.index(self.y_format),
+            "ACT": 1 + list(ACTIVATIONS).index(self.activation) if self.activates else 0,
+            "CHANGES": int(self.changes),
             "SHARED_BYTES": self.shared_bytes,
             "RESIDUAL": list(Residual).index(self.residual),
         }
@@ -276,11 +292,12 @@ class HopperKernel:
     @property
     def _tail_bytes(self) -> int:
         tile = self.tile
-        outputs, item = 64 * tile.blocks, ITEM_BYTES["f32" if self.gated else self.io]
+        wide = self.gated or self.activates
+        outputs, item = 64 * tile.blocks, ITEM_BYTES["f32" if wide else self.io]
         if self.gated:
             # The codes of a tile, one for two of its rows.
             staged = tile.m * outputs // 2
-        elif self.projects:
+        elif self.projects or self.activates:
             # Rows of values are 16 bytes apart, so that they lie in other banks.
             staged = (tile.m + 16) * outputs
         else:
@@ -313,6 +330,8 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     """
     if kernel.projects:
         return _projecting_arguments(kernel)
+    if kernel.activates:
+        return _activating_arguments(kernel)
     is_conv = kernel.family is Family.CONV
     numbers = CONV_NUMBERS if is_conv else ("m", "n", "k", "group")
     y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
@@ -320,6 +339,12 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
         y = ("residual", *(() if is_conv else ("gate",)), *y, "residual_map")
         numbers = (*numbers, *(() if is_conv else ("rows",)))
     return ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias", *y, *numbers)
+
+
+def _activating_arguments(kernel: HopperKernel) -> tuple[str, ...]:
+    product = ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias")
+    numbers = ("m", "n", "k", "left", "group")
+    return (*product, "beside", "smooth", "shift", "scale", "q", *numbers)
 
 
 def _projecting_arguments(kernel: HopperKernel) -> tuple[str, ...]:
@@ -340,11 +365,13 @@ def plan_launch(
     multiprocessors: int = MULTIPROCESSORS,
     *,
     rows: int = 1,
+    left: int = 0,
 ) -> HopperLaunch:
     """Return how ``kernel`` computes M tokens x N outputs over K.
 
     Args:
         rows: tokens for a row of a gate.
+        left: columns of codes beside those of an activation.
 
     Raises:
         KernelError: K is no multiple of what the operation takes, or too short to be split; rows of
@@ -365,12 +392,13 @@ def plan_launch(
         if y is None:
             raise KernelError(f"{kernel.symbol}: rows of {n} outputs are no multiple of 16 bytes")
         added = (replace(y, operand="residual"),)
+    beside = (left,) if kernel.activates else ()
     return HopperLaunch(
         grid=grid_of(tile, m, n, multiprocessors),
         block=tile.threads,
         shared_bytes=kernel.shared_bytes,
-        maps=(x, w, y, *added),
-        numbers=(m, n, k, GROUP, *((rows,) if kernel.adds else ())),
+        maps=(x, w, *(() if kernel.activates else (y,)), *added),
+        numbers=(m, n, k, *beside, GROUP, *((rows,) if kernel.adds else ())),
     )
 
 

@@ -74,22 +74,41 @@ def gelu_codes(
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
-    x, beside, smooth, shift, scale = operands
-    x, (activation, fmt) = given(x), options
+    x, (activation, fmt) = given(operands[0]), options
+    n = check_changes(op.name, x, operands[1:], activation)
+    smooth, shift = operands[2:4]
+    words = (io_word(op.name, x.dtype), fmt, activation, input_word(smooth, shift))
+    return Problem(words, {"m": x.shape[0], "n": n, "k": n + x.shape[1]})
+
+
+def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
+    """Return the columns of ``beside``; refuse operands that do not fit x (M, K - N).
+
+    Args:
+        op: its name.
+        x: what is activated.
+        others: beside, smooth, shift and scale.
+        activation: of ACTIVATIONS, else it is refused.
+
+    Raises:
+        ShapeError: shapes that do not agree.
+        KernelError: a dtype that is not the operation's, operands on several devices, or an
+            activation that there is not.
+    """
+    beside, smooth, shift, scale = others
     if activation not in ACTIVATIONS:
         wanted = ", ".join(ACTIVATIONS)
-        raise KernelError(f"{op.name}: activation {activation!r}, wanted one of {wanted}")
+        raise KernelError(f"{op}: activation {activation!r}, wanted one of {wanted}")
     if x.ndim != 2:
-        raise ShapeError(f"{op.name}: x has shape {tuple(x.shape)}, wanted (M, K)")
-    word, n = io_word(op.name, x.dtype), _check_beside(op.name, x, beside)
-    columns = n + x.shape[1]
+        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}, wanted (M, K)")
+    io_word(op, x.dtype)
+    n = _check_beside(op, x, beside)
     for name, numbers in (("smooth", smooth), ("shift", shift)):
         if numbers is not None:
-            expect(op.name, name, numbers, torch.float32, (columns,))
-            check_device(op.name, name, numbers, x)
-    check_scalar(op.name, "scale", given(scale), x)
-    words = (word, fmt, activation, input_word(smooth, shift))
-    return Problem(words, {"m": x.shape[0], "n": n, "k": columns})
+            expect(op, name, numbers, torch.float32, (n + x.shape[1],))
+            check_device(op, name, numbers, x)
+    check_scalar(op, "scale", given(scale), x)
+    return n
 
 
 def _check_beside(op: str, x: Tensor, beside: Tensor | None) -> int:

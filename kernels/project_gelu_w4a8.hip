@@ -1,0 +1,49 @@
+// q[i, left + j] = code(clamp((act(y[i, j]) - shift) * smooth / scale, -max, max)),
+// y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], and left of it the codes of
+// beside[i]
+//
+// x       int8 [M, K], K contiguous                 x_scale  f32 [1], or [M] with per_token 1
+// w       u8 [N, K/2]: 16 bytes hold 32 codes, byte i those of k = i (low nibble) and i + 16
+// w_group i8 [N, K/32], -15 to 15: the weight is (code - 8) * w_group, an int8
+// w_scale f32 [1], or [N] with per_channel 1
+// bias    io [N] or null                            beside   io [M, left] or null: left is 0
+// smooth, shift  f32 [left + N] or null             scale    f32 [1]
+// q       8-bit codes [M, left + N]
+// act     of QK_ACT: silu, gelu or gelu with tanh (activation.h)
+// M, N any size >= 1, with left multiples of 16; K a multiple of 32; base pointers 16-byte aligned.
+// y and act(y) are rounded to io: the codes are gelu_codes.hip's of what gemm_w4a8.hip writes.
+//
+// Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
+// The product of gemm_w4a8.hip, with another end: activated.h. Blocks share what stands beside
+// their tokens.
+#include "mma.h"
+#include "activated.h"
+#include "loop.h"
+#include "raster.h"
+
+using Tile = qk::VariantTile;
+using Mma = qk::DenseMma<qk::Format::kInt8, qk::Format::kInt8>;
+using Loop = qk::TileLoop<Tile, Mma, qk::Rows, qk::MatrixTokens<Tile>, qk::Int4Weights<Tile>>;
+using Epilogue = qk::ActivatedEpilogue<qk::Format(QK_Y_FORMAT), qk::Io(QK_IO)>;
+
+static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of every tile");
+
+QK_KERNEL(Tile::kThreads)
+QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* w_group,
+          const float* w_scale, const void* bias, const void* beside, const float* smooth,
+          const float* shift, const float* scale, qk::u8* q, int m, int n, int k, int left, int act,
+          int per_token, int per_channel) {
+  QK_SHARED(lds, Loop::kLdsBytes);
+  const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
+  const qk::ActivatedArgs args{x_scale, w_scale, bias, beside, smooth, shift, scale, q, m, n, left};
+  qk::share_beside<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO)>(args, origin);
+  typename Loop::Accumulators acc = {};
+  Loop loop;
+  if (!loop.run(acc, {x, w, w_group, m, n, k}, lds, origin.m, origin.n)) return;
+  const int wave = qk::wave_index();
+  Epilogue::run<Mma>(args, {per_token, per_channel}, act, acc,
+                     origin.m + wave / Tile::kWavesN * Tile::kWaveM,
+                     origin.n + wave % Tile::kWavesN * Tile::kWaveN);
+}
+
+QK_HOST_ENTRY(Tile::kThreads, Loop::kLdsBytes)

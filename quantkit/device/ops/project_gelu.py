@@ -1,0 +1,178 @@
+"""Products behind which an activation stands: its codes are all that leaves them."""
+
+# ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
+
+import torch
+from torch import Tensor
+
+from quantkit.device.ops.activations import ACTIVATIONS, ALIGNED, check_changes, gelu_codes
+from quantkit.device.ops.checks import IO_DTYPES, check_gemm, given, io_word
+from quantkit.device.ops.gemm import gemm
+from quantkit.device.ops.op import (
+    Argument,
+    Axis,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
+from quantkit.device.ops.products import (
+    IO,
+    X_CODES,
+    X_SCALE,
+    K,
+    M,
+    N,
+    formats,
+    named_weights,
+    sample_product,
+    scales_and_bias,
+    with_int4,
+    with_sparse,
+)
+
+#: Few tokens are a product's and an activation's, and the tiles made for them not compiled.
+TILE = Axis("QK_TILE", ("t0", "t1"))
+#: Operands behind the product's.
+_OTHERS = 4
+
+
+def project_gelu(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    beside: Tensor | None,
+    smooth: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor,
+    activation: str,
+    x_format: str,
+    w_format: str,
+    y_format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``gelu_codes`` of ``gemm``.
+
+    Args:
+        x: (M, K) uint8 codes.
+        x_scale: float32, one element or (M,).
+        w: (N, K) uint8 codes.
+        w_scale: float32, one element, (N,), or (N, K / G) with a scale per group along K.
+        bias: (N,) any float dtype, or None.
+        beside: (M, L) in ``dtype``, whose codes stand left, or None; then L is 0.
+        smooth, shift: (L + N,), as ``quantize_static`` takes them.
+        scale: float32 with one element.
+        activation: of ACTIVATIONS.
+        x_format: of x.
+        w_format: of w.
+        y_format: of the result.
+        dtype: that the product and its activation are rounded to.
+
+    Returns:
+        (M, L + N) uint8.
+    """
+    y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
+    return gelu_codes(y, beside, smooth, shift, scale, activation, y_format)
+
+
+def _check(op: Op, operands: Operands, options: Options) -> Problem:
+    product, others = operands[:-_OTHERS], operands[-_OTHERS:]
+    (x, x_scale, *weights, w_scale, bias) = product
+    activation, x_format, w_format, y_format, dtype = options
+    x, x_scale, w_scale = given(x), given(x_scale), given(w_scale)
+    check_gemm(op.name, x, x_scale, named_weights(op, weights), w_scale, bias, dtype)
+    n = given(weights[0]).shape[0]
+    # Of what is made in between, shape and dtype alone are looked at.
+    y = x.new_empty((), dtype=dtype).expand(x.shape[0], n)
+    sizes = {
+        "m": x.shape[0],
+        "n": n,
+        "k": x.shape[1],
+        "left": check_changes(op.name, y, others, activation),
+        "act": 1 + list(ACTIVATIONS).index(activation),
+        "per_token": int(x_scale.numel() > 1),
+        "per_channel": int(w_scale.numel() > 1),
+        # Hopper has kernels of their own where nothing is smoothed or shifted.
+        "changes": int(any(number is not None for number in others[1:3])),
+    }
+    words = (x_format, w_format, io_word(op.name, dtype), y_format)
+    return Problem(words, sizes, group_scales=w_scale.ndim == 2)
+
+
+def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
+    del options
+    x, w, beside = given(operands[0]), given(operands[2]), operands[-_OTHERS]
+    left = 0 if beside is None else beside.shape[1]
+    return (((x.shape[0], left + w.shape[0]), torch.uint8),)
+
+
+def _sample(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    m, n, k = sizes
+    dtype = IO_DTYPES[variant.word("QK_IO")]
+    kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
+    left = 2 * ALIGNED if n % 2 == 0 else 0
+    columns = ALIGNED * (n // ALIGNED + 1) if left else n
+    product = sample_product(variant, (m, k), columns, k, generator, per_row=m % 3 > 0)
+    beside = torch.randn(m, left, generator=generator).to(dtype) if left else None
+    smooth = torch.rand(left + columns, generator=generator) + 0.5 if m % 2 else None
+    shift = torch.randn(left + columns, generator=generator) if m % 4 == 1 else None
+    activation = list(ACTIVATIONS)[(m + k) % len(ACTIVATIONS)]
+    return (*product, beside, smooth, shift, torch.tensor([0.013])), (activation, *kinds, dtype)
+
+
+_NEAR = Budget(
+    1e-6,
+    0.0,
+    (1.5, 1.0),
+    "sums in another order, and an activation within its own error, move a value across the "
+    "boundary between two codes",
+)
+_REQUIRES = (f"left % {ALIGNED} == 0", f"left * (n % {ALIGNED}) == 0")
+
+
+def _on(kind: str) -> tuple[Op, Op]:
+    dense = Op(
+        name=f"project_gelu_{kind}",
+        family="project_gelu",
+        source="project_gelu.hip",
+        formula=(
+            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, left + j] = {kind}(clamp((act(y[i, j]) - "
+            "shift[left + j]) * smooth[left + j] / scale[0], -max, max)), y and act(y) rounded"
+        ),
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? beside, "
+            "Tensor? smooth, Tensor? shift, Tensor scale, str activation, str x_format, "
+            "str w_format, str y_format, ScalarType dtype) -> Tensor"
+        ),
+        axes=(formats("X", kind), formats("W", kind), IO, formats("Y", kind), TILE),
+        args=(
+            *(X_CODES, X_SCALE, Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
+            Argument("beside", "io", "[m, left]", null="nothing beside: left is 0"),
+            Argument("smooth", "f32", "[left + n]", null="not smoothed"),
+            Argument("shift", "f32", "[left + n]", null="not shifted"),
+            Argument("scale", "f32", "[1]"),
+            *(Argument("q", "u8", "[m, left + n]", written=True), M, N, K),
+            *(Argument(number, "i32") for number in ("left", "act", "per_token", "per_channel")),
+        ),
+        k_multiple=16,
+        check=_check,
+        outputs=_outputs,
+        reference=project_gelu,
+        budget=_NEAR,
+        sample=_sample,
+        requires=_REQUIRES,
+    )
+    return with_sparse(
+        dense, formula=f"project_gelu_{kind} of gemm_{kind}_sparse's y", requires=_REQUIRES
+    )
+
+
+_FP8, _INT8 = _on("fp8"), _on("int8")
+OPS = (*_FP8, *_INT8, with_int4(_INT8[0], _REQUIRES))

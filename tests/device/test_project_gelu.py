@@ -1,0 +1,285 @@
+"""Products that end in codes of an activation: the codes of ``gelu_codes`` of what they were.
+
+Those have an outside oracle in test_kernels and test_gelu_codes; here bits are compared.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from quantkit.device import compilers, log
+from quantkit.device.archs import HOST_LAYOUTS
+from quantkit.device.backends import Backend, fast_sums
+from quantkit.device.gpu.calls import Call
+from quantkit.device.hopper.choice import COSTS
+from quantkit.device.hopper.gemm import (
+    SHARED_LIMIT,
+    TILES,
+    Family,
+    HopperKernel,
+    Sums,
+    arguments,
+    plan_launch,
+)
+from quantkit.device.ops.activations import ACTIVATIONS
+from quantkit.device.ops.op import Variant
+from quantkit.device.ops.table import OPS
+from quantkit.errors import KernelError, ShapeError
+from tests.support.hopper_cases import check_machine_code, kernel_of, symbol
+from tests.support.kernel_cases import (
+    DTYPES,
+    covering_variants,
+    launch,
+    need,
+    operate,
+    shapes_of,
+)
+
+OPERATIONS = [op for op in OPS.values() if op.family == "project_gelu"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operands of one call, those of the product and those behind it."""
+
+    product: tuple
+    others: tuple
+    activation: str
+    formats: tuple[str, str, str]
+    dtype: torch.dtype
+
+    @property
+    def left(self):
+        beside = self.others[0]
+        return 0 if beside is None else beside.shape[1]
+
+    def on(self, device):
+        def moved(operands):
+            return tuple(None if t is None else t.to(device) for t in operands)
+
+        return Case(moved(self.product), moved(self.others), *self.how)
+
+    @property
+    def how(self):
+        return self.activation, self.formats, self.dtype
+
+    def together(self, op):
+        return operate(op.name, *self.product, *self.others, self.activation, *self.formats,
+                       self.dtype)  # fmt: skip
+
+    def apart(self, op):
+        """Return the codes of two operations, wherever the operands are."""
+        *formats, y_format = self.formats
+        y = operate(op.name.replace("project_gelu", "gemm"), *self.product, *formats, self.dtype)
+        kind = "int8" if y_format == "int8" else "fp8"
+        return operate(f"gelu_codes_{kind}", y, *self.others, self.activation, y_format)
+
+
+def drawn(variant, sizes, *, seed=0):
+    """Return a case of a variant: which operands there are follows from the sizes."""
+    generator = torch.Generator().manual_seed(seed + sum(sizes))
+    operands, (activation, *formats, dtype) = variant.op.sample(variant, sizes, generator)
+    return Case(operands[:-4], operands[-4:], activation, tuple(formats), dtype)
+
+
+def on_host(case, variant, layout, threads=2):
+    """Return the codes of the kernel, and of the two kernels of the same tile."""
+    x_format, w_format, io, y_format, tile = variant.words
+    x, x_scale, *_, w_scale, _ = case.product
+    scales = ("token" if len(x_scale) > 1 else "tensor",
+              "channel" if len(w_scale) > 1 else "tensor")  # fmt: skip
+    gemm = OPS[variant.op.name.replace("project_gelu", "gemm")]
+    names = [a.name for a in variant.op.args if a.is_pointer and not a.written]
+    tensors = dict(zip(names, (*case.product, *case.others), strict=True))
+    m, n, k = len(x), len(tensors["w"]), x.shape[1]
+    sizes = {"m": m, "n": n, "k": k}
+    y = torch.empty(m, n, dtype=case.dtype)
+    plain = Variant(gemm, (x_format, w_format, *scales, io, tile))
+    y = launch(plain, layout, {**tensors, "y": y}, sizes)["y"]
+    changed = [word for word in ("shift", "smooth") if tensors[word] is not None]
+    kind = "int8" if y_format == "int8" else "fp8"
+    codes = Variant(OPS[f"gelu_codes_{kind}"], (io, y_format, case.activation, "_".join(changed)))
+    q = torch.empty(m, case.left + n, dtype=torch.uint8)
+    others = {name: tensors[name] for name in ("beside", "smooth", "shift", "scale")}
+    wide = {"m": m, "n": case.left, "k": case.left + n}
+    wanted = launch(codes, layout, {"x": y.clone(), **others, "q": q}, wide)["q"]
+    numbers = {
+        "left": case.left,
+        "act": 1 + list(ACTIVATIONS).index(case.activation),
+        "per_token": int(len(x_scale) > 1),
+        "per_channel": int(len(w_scale) > 1),
+    }
+    found = launch(variant, layout, {**tensors, "q": q.clone()}, {**sizes, **numbers},
+                   threads=threads)["q"]  # fmt: skip
+    return found, wanted
+
+
+@pytest.fixture
+def host():
+    need(compilers.host_compiler)
+
+
+def variants():
+    for op in OPERATIONS:
+        for layout in HOST_LAYOUTS:
+            for variant in covering_variants(op, pairs=False, layout=layout):
+                yield pytest.param(variant, layout, id=f"{variant.symbol}-{layout}")
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(("variant", "layout"), variants())
+def test_codes_are_those_of_two_kernels_at_every_tail(variant, layout):
+    for sizes in shapes_of(variant):
+        found, wanted = on_host(drawn(variant, sizes), variant, layout)
+        assert torch.equal(found, wanted), sizes
+
+
+def telling(op=OPERATIONS[0], io="f16"):
+    formats = [op.words(f"QK_{of}_FORMAT")[0] for of in "XWY"]
+    return Variant(op, (*formats[:2], io, formats[2], "t1"))
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("io", list(DTYPES))
+@pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
+def test_every_activation_is_rounded_as_between_two_kernels(op, io, activation):
+    variant = telling(op, io)
+    case = drawn(variant, (65, 46, 96), seed=3)
+    case = Case(case.product, case.others, activation, case.formats, case.dtype)
+    found, wanted = on_host(case, variant, "gfx12", threads=5)
+    assert torch.equal(found, wanted)
+    assert len(found.unique()) > 100
+
+
+@pytest.mark.usefixtures("host")
+def test_nan_stays_in_its_row_and_column():
+    variant = telling()
+    case = drawn(variant, (37, 45, 64))
+    x, x_scale, w, *others = case.product
+    x, w = x.clone(), w.clone()
+    x[5, 9] = w[7, 3] = 0x7F
+    case = Case((x, x_scale, w, *others), case.others, *case.how)
+    codes, wanted = on_host(case, variant, "gfx12")
+    expected = torch.zeros(37, 45, dtype=torch.bool)
+    expected[5] = expected[:, 7] = True
+    assert torch.equal(codes & 0x7F == 0x7F, expected)
+    assert torch.equal(codes, wanted)
+
+
+def test_the_sample_has_every_kind_of_operand():
+    """What the tests above and the conformance rely on."""
+    cases = [drawn(telling(), sizes) for sizes in ((1, 2, 64), (5, 3, 96), (6, 4, 64), (4, 7, 32))]
+    for place in range(3):
+        assert {case.others[place] is None for case in cases} == {True, False}
+
+
+def spoiled(case, **changes):
+    names = ("beside", "smooth", "shift", "scale")
+    others = {**dict(zip(names, case.others, strict=True)), **changes}
+    return Case(case.product, tuple(others.values()), *case.how)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"beside": torch.zeros(6, 24).half()}, ShapeError, "24 columns beside 16, wanted multipl"),
+        ({"beside": torch.zeros(5, 32).half()}, ShapeError, r"beside has shape \(5, 32\), wanted"),
+        ({"beside": torch.zeros(6, 32)}, KernelError, "beside is torch.float32, wanted"),
+        ({"smooth": torch.ones(16)}, ShapeError, r"smooth has shape \(16,\), wanted \(48,\)"),
+        ({"shift": torch.ones(48).half()}, KernelError, "shift is torch.float16, wanted"),
+        ({"scale": torch.ones(2)}, ShapeError, "scale"),
+    ],
+    ids=["odd", "rows", "dtype", "smooth", "shift", "scale"],
+)
+def test_operands_that_do_not_fit_are_refused(changes, error, text):
+    case = spoiled(drawn(telling(), (6, 4, 64)), **changes)
+    with pytest.raises(error, match=f"project_gelu_fp8: {text}"):
+        case.together(OPERATIONS[0])
+
+
+def test_an_unknown_activation_is_refused():
+    case = drawn(telling(), (6, 4, 64))
+    case = Case(case.product, case.others, "relu", case.formats, case.dtype)
+    with pytest.raises(KernelError, match="activation 'relu', wanted one of silu, gelu, tanh"):
+        case.together(OPERATIONS[0])
+
+
+# ------------------------------------------------------------------------------------- on Hopper
+
+#: Every kernel that a shape may take.
+KERNELS = [
+    kernel_of(TILES[name], sums, sparse=sparse, family=Family.GELU, activation="tanh")
+    for (sparse, sums), costs in COSTS.items()
+    for name in costs
+]
+VARIED = [
+    HopperKernel(TILES["p128x192"], False, Family.GELU, False, activation="gelu", changes=True),
+    HopperKernel(TILES["c192x144"], family=Family.GELU, io="bf16", activation="gelu", changes=True),
+    HopperKernel(TILES["c128x192"], True, Family.GELU, io="f32", activation="silu", changes=True),
+    HopperKernel(TILES["c192x192"], True, Family.GELU, False, y_format="e5m2", activation="silu"),
+    kernel_of(TILES["p128x192"], Sums.INT8, family=Family.GELU, y_format="int8", activation="gelu"),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS + VARIED, ids=symbol)
+def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
+    assert kernel.shared_bytes <= SHARED_LIMIT
+    assert kernel.stages >= 2
+    check_machine_code(kernel)
+
+
+def test_arguments_end_in_the_codes_and_the_columns_beside_them():
+    launched = plan_launch(KERNELS[0], 300, 208, 640, left=48)
+    assert arguments(KERNELS[0]) == (
+        *("x_map", "x_scale", "w_map", "w_scale", "bias", "beside", "smooth", "shift", "scale"),
+        *("q", "m", "n", "k", "left", "group"),
+    )
+    assert launched.numbers[:4] == (300, 208, 640, 48)
+    assert [spec.operand for spec in launched.maps] == ["x", "w"]
+
+
+SHAPES = [(1, 16, 64), (77, 1040, 640), (333, 1001, 1152), (130, 272, 1312), (700, 4614, 384)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("fast", [False, True], ids=["accurate", "fast"])
+@pytest.mark.parametrize("io", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
+def test_codes_are_those_of_two_operations_on_a_gpu(op, io, fast):
+    for m, n, k in (*SHAPES, *((m + 3, n + 1, k) for m, n, k in SHAPES)):
+        case = drawn(telling(op, io), (m, n, k)).on("cuda")
+        with log.record() as seen, fast_sums() if fast else torch.no_grad():
+            found, wanted = case.together(op), case.apart(op)
+        assert torch.equal(found, wanted), (m, n, k)
+        assert {where for *_, where in seen.calls} == {Backend.GPU}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS, ids=symbol)
+def test_every_tile_writes_all_codes_and_nothing_else(hopper, kernel):
+    op, m, n, left = kernel.op, 300, 400, 32
+    variant = Variant(op, (kernel.x_format, kernel.w_format, "f16", kernel.x_format, "t1"))
+    case = drawn(variant, (m, n - 1, 640)).on("cuda")
+    x, _, *weights, w_scale, bias = case.product
+    one = torch.tensor([0.003], device="cuda")
+    n = len(weights[0])
+    beside = torch.randn(m, left, device="cuda").half()
+    case = Case((x, one, *weights, w_scale, bias), (beside, None, None, one * 4), "tanh",
+                case.formats, torch.float16)  # fmt: skip
+    operands = [*case.product, *case.others]
+    nulls = [i for i, tensor in enumerate(operands) if tensor is None]
+    room = torch.full((m * (n + left) + 512,), 0x77, dtype=torch.uint8, device="cuda")
+    q = room[256:-256].view(m, n + left)
+    sizes = {"m": m, "n": n, "k": 640, "left": left}
+    call = Call(hopper, kernel, sizes, [(tuple(q.shape), torch.uint8)], nulls)
+    call.launch(*operands, q)
+    with fast_sums() if kernel.sums is Sums.FAST else torch.no_grad():
+        wanted = case.apart(op)
+    # The blocks of a team add up parts of a sum.
+    differ = float((q != wanted).float().mean())
+    assert differ == 0 if kernel.tile.team == 1 else differ < 0.02
+    assert bool((room[:256] == 0x77).all())
+    assert bool((room[-256:] == 0x77).all())
