@@ -33,6 +33,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const qk::u8* 
           const float* shift, const float* scale, qk::u8* q, int m, int n, int k, int left, int act,
           int per_token, int per_channel) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
   const qk::ActivatedArgs args{x_scale, w_scale, bias, beside, smooth, shift, scale, q, m, n, left};
   qk::share_beside<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO)>(args, origin);

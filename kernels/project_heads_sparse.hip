@@ -27,6 +27,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* wq, const qk::u8*
           const float* w_scale, const float* bias, qk::u8* q_codes, qk::u8* k_codes,
           qk::u8* v_codes, int m, int n, int k, int tokens, int d, int per_token) {
   QK_SHARED(lds, Loop::kLdsBytes);
+  qk::start();
   const int tiles_m = (m - 1) / Tile::kM + 1, tiles_n = (n - 1) / Tile::kN + 1;
   const int part = qk::block_y() / tiles_m;
   const int index = qk::block_y() % tiles_m * tiles_n + qk::block_x();

@@ -43,13 +43,20 @@ def _portable():
 def _hopper():
     """Yield a kernel of every source for Hopper, one for each kind of sums and of what is added."""
     weights = ((Sums.ACCURATE, False), (Sums.FAST, True), (Sums.INT4, False))
-    tiles = {Family.GEMM: "k64x16", Family.CONV: "p128x128", Family.GEGLU: "c256x128"}
+    tiles = {
+        Family.GEMM: "k64x16",
+        Family.CONV: "p128x128",
+        Family.GEGLU: "c256x128",
+        Family.GELU: "c128x192",
+    }
     for family in Family:
         if family not in tiles:
             yield kernel_of(TILES["c128x96"], Sums.ACCURATE, family=family, io="f32")
             continue
         for sums, sparse in weights:
-            yield kernel_of(TILES[tiles[family]], sums, sparse=sparse, family=family)
+            options = {"activation": "tanh"} if family is Family.GELU else {}
+            yield kernel_of(TILES[tiles[family]], sums, sparse=sparse, family=family, **options)
+    yield kernel_of(TILES["c128x96"], Sums.ACCURATE, sparse=True, family=Family.HEADS, io="f32")
     for residual in (Residual.ADDED, Residual.GATED):
         yield kernel_of(TILES["c128x160"], Sums.ACCURATE, residual=residual)
     attention = HopperAttention(OPS["attention_fp8"], "f16", "e4m3fn", 64, 64)
