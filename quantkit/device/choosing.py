@@ -93,6 +93,24 @@ def least_keys(device: torch.device, columns: int) -> int | None:
     return found.arch.least_keys(columns) if found else None
 
 
+def shows_ends(op: str, device: torch.device, *, fast: bool) -> bool:
+    """Return whether what ends a product on codes waits for it, and costs more than it saves.
+
+    Hopper's accurate sums of dense FP8 have tiles that warpgroups share, and end at once: a FLUX
+    network's first product with its codes took 742 us there, and both apart 690.
+
+    Args:
+        op: a name in OPS.
+        device: where the operands lie.
+        fast: sums may stay in the matrix unit.
+    """
+    row = find_op(op)
+    if fast or row.sparse or "e4m3fn" not in row.words("QK_X_FORMAT") or device.type != "cuda":
+        return False
+    found = None if _supposed.get() is not None else _state(device).device
+    return found is not None and found.arch.name == "sm_90a"
+
+
 @lru_cache(maxsize=4096)
 def _why_no_kernel(op: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
     multiple = find_op(op).k_multiple

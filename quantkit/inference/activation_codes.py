@@ -13,13 +13,13 @@ import torch
 from diffusers.models.activations import GELU, LinearActivation
 from torch import Tensor, nn
 
-from quantkit.device.backends import forced
+from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.ops.activations import ALIGNED
 from quantkit.device.ops.table import name_for
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import is_watched
 from quantkit.inference.normed import Normed
-from quantkit.inference.one_pass import has_kernel
+from quantkit.inference.one_pass import has_kernel, pays
 from quantkit.inference.operators import operator_for
 from quantkit.inference.prompts import is_plain
 
@@ -75,7 +75,10 @@ def is_one_product(
         return False
     sparse = layer.weight_meta is not None
     name = name_for("project_gelu", kinds[0].name, layer.scheme.codes.name, sparse=sparse)
-    found: bool = has_kernel(name, str(x.device), layer.k, forced())
+    device = str(x.device)
+    if not pays(name, device, fast=sums_are_fast()):
+        return False
+    found: bool = has_kernel(name, device, layer.k, forced())
     return found
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose
+from quantkit.device.choosing import choose, shows_ends
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -15,3 +15,9 @@ def has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
     del asked
     where = torch.device(device)
     return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def pays(op: str, device: str, *, fast: bool) -> bool:
+    """Tell whether a product that ends in codes takes less time than it and what follows it."""
+    return not shows_ends(op, torch.device(device), fast=fast)
