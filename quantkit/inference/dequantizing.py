@@ -14,6 +14,7 @@ from quantkit.inference import (
     head_scales,
     methods,
     projections,
+    unet_ends,
     wide_feed_forward,
 )
 from quantkit.inference.layers import iterate_packed
@@ -27,6 +28,7 @@ _INSTALLED = (
     buckets,
     feed_forward,
     group_norms,
+    unet_ends,
     wide_feed_forward,
     projections,
 )

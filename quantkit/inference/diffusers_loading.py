@@ -29,6 +29,7 @@ from quantkit.inference import (
     projections,
     prompts,
     rotated,
+    unet_ends,
 )
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
@@ -180,6 +181,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         projections.install(model)
         feed_forward.install(model)
         group_norms.install(model)
+        unet_ends.install(model)
         prompts.install(model)
         _install_blocks(model)
         attention.install(model, self.packed.attention)
