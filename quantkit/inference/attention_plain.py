@@ -28,6 +28,7 @@ class PlainAttention(NamedTuple):
     def attend_to_itself(self, x: Tensor | Normed) -> Tensor | None:
         """Return None: projections stay what they are."""
         del x
+        return None
 
     def takes(
         self, tokens: int, like: Tensor | Normed, mask: Tensor | None = None, rotary: Any = None
@@ -61,4 +62,4 @@ class PlainAttention(NamedTuple):
         """Return a projection as (B, H, T, D)."""
         x, column = computed(part)
         x = x[..., column : column + self.module.inner_dim]
-        return x.unflatten(-1, (self.module.heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], self.module.heads, -1).transpose(1, 2)

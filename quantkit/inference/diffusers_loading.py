@@ -227,9 +227,10 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
 
 def _install_blocks(model: nn.Module) -> None:
     # The classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference import normed_blocks
+    from quantkit.inference import normed_blocks, up_blocks
 
     normed_blocks.install(model)
+    up_blocks.install(model)
 
 
 def register(module: ModuleType) -> None:
