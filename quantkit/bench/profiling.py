@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-_PRODUCTS = "gemm|conv|geglu|project_gelu"
+#: How the names of this library's kernels and operators begin, and words for their formats.
+_OURS, _WORDS = r"^(quantkit::)?", "fp8|int8"
 #: Group -> what the names of its kernels (on a GPU) or operators (on a CPU) match. The first row
 #: that matches counts; what torch.compile fused is named after all that is in it, so fused
 #: kernels stand before the operators that they name.
 GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
-        ("quantkit products", rf"^({_PRODUCTS})_fp8|^quantkit::({_PRODUCTS})"),
-        ("quantize", r"^(quantize|gelu_codes)_fp8|^quantkit::(quantize|gelu_codes)"),
-        ("norms", r"^triton_.*norm|(layer|sum|group)_norm|rowwise_?moments|rms_?norm|welford"),
+        ("quantkit products", rf"{_OURS}((gemm|conv|geglu)_({_WORDS}|w4a8|w16)|project_)"),
+        ("quantize", rf"{_OURS}(quantize|gelu_codes)_({_WORDS})"),
+        ("norms", rf"{_OURS}((layer|sum|group)_norm|group_partials)"),
+        ("attention", rf"{_OURS}(attention|(head|value|stream)_codes|joint_heads)"),
+        ("norms", r"^triton_.*norm|(layer|group)_?norm|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),
         ("attention", r"flash|fmha|attention|softmax"),
         ("convolutions", r"conv|fprop|winograd|nchwto|nhwcto"),

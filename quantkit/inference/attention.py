@@ -10,15 +10,15 @@ from torch import nn
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference.attention_call import AttentionSettings, attend
-from quantkit.inference.attention_streams import has_joint_heads, with_streams
+from quantkit.inference.attention_streams import is_written_again, with_streams
 from quantkit.inference.layers import iterate_packed
 from quantkit.models.attention import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.fields import matches
 
-#: diffusers' method, which an instance gets one of its own for: what joins projections, or puts an
-#: adapter in and takes it out, calls it.
-_SET = "set_attn_processor"
+#: diffusers' methods, which an instance gets some of its own for: what joins projections, or puts
+#: an adapter in and takes it out, calls the first; the second knows diffusers' own classes alone.
+_SET, _SET_DEFAULT = "set_attn_processor", "set_default_attn_processor"
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def _set_all(
 
 
 def _with_heads(plain: Any, settings: AttentionSettings | None, *, packed: bool) -> Any:
-    """Return a processor on codes, or one of a packed model whose heads one pass may make."""
-    joint = packed and has_joint_heads(type(plain))
-    return _quantized(plain, settings) if settings or joint else plain
+    """Return a processor on codes, or one of a packed model that does less than diffusers'."""
+    again = packed and is_written_again(type(plain))
+    return _quantized(plain, settings) if settings or again else plain
 
 
 def install(model: Any, packed: PackedAttention | None) -> None:
@@ -110,12 +110,15 @@ def install(model: Any, packed: PackedAttention | None) -> None:
     changed = _quantize(model, packed)
     if (changed or packed is not None) and hasattr(type(model), _SET):
         setattr(model, _SET, partial(_set_attn_processor, model, packed))
+        if hasattr(type(model), _SET_DEFAULT):
+            setattr(model, _SET_DEFAULT, partial(_set_default_attn_processor, model))
 
 
 def uninstall(model: nn.Module) -> None:
     """Give a model that is packed no more diffusers' processors back."""
     attention(model, qk=None)
-    vars(model).pop(_SET, None)
+    for name in (_SET, _SET_DEFAULT):
+        vars(model).pop(name, None)
 
 
 def _quantize(model: nn.Module, packed: PackedAttention | None) -> bool:
@@ -163,6 +166,13 @@ def _set_attn_processor(
     _quantize(model, packed)
 
 
+def _set_default_attn_processor(model: Any) -> None:
+    """Set the processor that diffusers finds to be the default, and quantize it if it is known."""
+    for _, module in attention_modules(model):
+        module.processor = _plain(module.processor)
+    getattr(type(model), _SET_DEFAULT)(model)
+
+
 def plain_class(processor: Any) -> type:
     """Return diffusers' class of a processor, quantized or not."""
     return type(processor).__mro__[2 if isinstance(processor, _Quantized) else 0]
@@ -179,7 +189,7 @@ def _plain(processor: Any) -> Any:
 
 
 class _Quantized:
-    """What marks a processor as quantized, or as one whose heads one pass may make."""
+    """What marks a processor as quantized, or as one of a packed model that does less."""
 
     settings: AttentionSettings | None
 

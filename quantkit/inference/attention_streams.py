@@ -1,9 +1,9 @@
 """Processors of diffusers that quantkit computes from their projections on.
 
 A static scale belongs to a module, which the call of attention inside a processor does not know. So
-these few are written again, for the modules that have scales and for heads in 16 bit that one pass
-makes (``attention_wide``), and leave everything else, as norms that are not theirs, to the
-processor itself.
+these few are written again, for the modules that have scales, for heads in 16 bit that one pass
+makes (``attention_wide``), and to leave out what UNets' divide by (``attention_plain``). They leave
+everything else, as norms that are not theirs, to the processor itself.
 """
 
 import inspect
@@ -24,6 +24,7 @@ from quantkit.inference.attention_heads import (
     computed,
     product_of_streams,
 )
+from quantkit.inference.attention_plain import PlainAttention
 from quantkit.inference.attention_wide import WideAttention
 from quantkit.inference.coded_projections import joint_of, joint_product
 from quantkit.inference.head_factors import factors_of
@@ -57,19 +58,21 @@ def with_streams(processor_class: type, call: Any, settings: AttentionSettings |
     return function
 
 
-def has_joint_heads(processor_class: type) -> bool:
-    """Tell whether one pass may make the heads of a processor's attention."""
-    return processor_class.__name__ in _JOINT
+def is_written_again(processor_class: type) -> bool:
+    """Tell whether a processor of a packed model does less here, in 16 bit too."""
+    return processor_class.__name__ in _PROCESSORS
 
 
 def _ways(
     processor: Any, attn: Any, settings: AttentionSettings | None
-) -> Iterator["_CodedAttention | WideAttention"]:
+) -> Iterator["_CodedAttention | WideAttention | PlainAttention"]:
     """Yield what may compute a call, the fastest first."""
     if settings is not None and (found := scales_of(attn)) is not None:
         yield _CodedAttention(attn, settings, *found)
-    if has_joint_heads(type(processor)):
+    if type(processor).__name__ in _JOINT:
         yield WideAttention(attn, processor, settings)
+    else:
+        yield PlainAttention(attn, settings)
 
 
 class _CodedAttention(NamedTuple):
@@ -150,7 +153,7 @@ _Own = _CodedAttention | WideAttention
 
 
 def _unet(
-    own: _CodedAttention,
+    own: _CodedAttention | PlainAttention,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -169,7 +172,10 @@ def _unet(
     if y is None and own.takes(context.shape[1], hidden_states):
         stream = _projected(attn, hidden_states, encoder_hidden_states)
         y = own.attend([stream], reader=attn.to_out[0])
-    return None if y is None else _out(attn, y) / attn.rescale_output_factor
+    if y is None:
+        return None
+    out, factor = _out(attn, y), attn.rescale_output_factor
+    return out if factor == 1 else out / factor
 
 
 def _joint(

@@ -14,6 +14,7 @@ from quantkit.inference import (
     head_scales,
     methods,
     projections,
+    unet_ends,
     wide_feed_forward,
 )
 from quantkit.inference.layers import iterate_packed
@@ -27,6 +28,7 @@ _INSTALLED = (
     buckets,
     feed_forward,
     group_norms,
+    unet_ends,
     wide_feed_forward,
     projections,
 )
@@ -48,13 +50,13 @@ def dequantize(model: nn.Module) -> nn.Module:
             "pipeline, or load it without offloading"
         )
     # Late: the classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference import normed_blocks
+    from quantkit.inference import normed_blocks, up_blocks
 
     fused = projections.separate(model)
     for name, layer in layers:
         if not isinstance(layer, projections.JoinedLinear):
             model.set_submodule(name, as_dense(layer))
-    for installed in (*_INSTALLED, normed_blocks):
+    for installed in (*_INSTALLED, normed_blocks, up_blocks):
         installed.uninstall(model)
     for module in fused:
         projections.fuse_projections(module)

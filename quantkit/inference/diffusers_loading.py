@@ -29,6 +29,7 @@ from quantkit.inference import (
     projections,
     prompts,
     rotated,
+    unet_ends,
 )
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
@@ -180,6 +181,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         projections.install(model)
         feed_forward.install(model)
         group_norms.install(model)
+        unet_ends.install(model)
         prompts.install(model)
         _install_blocks(model)
         attention.install(model, self.packed.attention)
@@ -225,9 +227,10 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
 
 def _install_blocks(model: nn.Module) -> None:
     # The classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference import normed_blocks
+    from quantkit.inference import normed_blocks, up_blocks
 
     normed_blocks.install(model)
+    up_blocks.install(model)
 
 
 def register(module: ModuleType) -> None:

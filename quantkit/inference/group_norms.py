@@ -1,4 +1,4 @@
-"""Blocks of packed models whose group norms write codes; see ``picture_norms``.
+"""Blocks of packed UNets that hand codes on; see ``picture_norms`` and ``upsampling``.
 
 A block is replaced by exact class, as its forward hands 16 bit from the norm to its layer.
 Parameters and submodules are the same.
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+from quantkit.inference import upsampling
 from quantkit.inference.modules import PackedConv2d, PackedLinear
 from quantkit.inference.picture_norms import fits, is_coded, norm_codes, pixels
 from quantkit.inference.residuals import adds
@@ -73,7 +75,7 @@ def _fits_transformer(model: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _classes() -> dict[type, tuple[Callable[[Any], bool], type]]:
-    """Return class -> whether a module of it can have codes from its norms, and what it becomes.
+    """Return class -> whether a module of it can hand codes on, and what it becomes.
 
     Called when there is a model: this module is imported while diffusers still is.
     """
@@ -83,12 +85,13 @@ def _classes() -> dict[type, tuple[Callable[[Any], bool], type]]:
 
     return {
         ResnetBlock2D: (_fits_resnet, CodedResnetBlock),
+        Upsample2D: (upsampling.fits, upsampling.CodedUpsample2D),
         Transformer2DModel: (_fits_transformer, CodedTransformer2DModel),
     }
 
 
 def install(model: nn.Module) -> None:
-    """Let norms write codes where the layers behind them allow it."""
+    """Let norms and upsamplers write codes where the layers behind them allow it."""
     for module in model.modules():
         if type(module) in _classes():
             can_be, coded = _classes()[type(module)]

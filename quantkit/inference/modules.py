@@ -335,6 +335,11 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above
         ]
         return self._multiply(terms, dtype, windows)
 
+    def codes_of_pixels(self, pixels: Tensor) -> Tensor:
+        """Return the codes (B, H, W, C) of an input of one term in the static scale, unshifted."""
+        ((codes, _),) = self._terms(pixels.reshape(-1, pixels.shape[-1]).contiguous())
+        return codes.reshape(pixels.shape)
+
     def convolve_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the convolution (B, OH, OW, N) of codes (B, H, W, C) in the static scale."""
         return self._multiply([(codes, self.static_scale)], dtype, self.windows)

@@ -32,8 +32,12 @@ def fits(norm: Any, layer: Any) -> bool:
     one_term = scheme.activation is Activation.STATIC and scheme.terms == 1
     # What stands outside of a picture is zero before a convolution's shift.
     shifted = scheme.shift and type(layer) is PackedConv2d
+    return one_term and not shifted and _is_computed(norm)
+
+
+def _is_computed(norm: nn.GroupNorm) -> bool:
     aligned = norm.num_channels % _ALIGNED == 0 and norm.num_channels <= MAX_CHANNELS
-    return one_term and not shifted and aligned and bool(norm.affine)
+    return aligned and bool(norm.affine)
 
 
 def is_coded(x: Tensor, pairs: tuple[tuple[Any, Any], ...], others: tuple[Any, ...]) -> bool:
@@ -44,7 +48,7 @@ def is_coded(x: Tensor, pairs: tuple[tuple[Any, Any], ...], others: tuple[Any, .
         pairs: norms, and the layers behind them.
         others: modules whose calls are left out.
     """
-    if torch.compiler.is_compiling() or x.dtype not in IO_DTYPES.values() or not x.numel():
+    if torch.compiler.is_compiling():
         return False
     return not any(map(is_watched, others)) and all(_is_pair(x, *pair) for pair in pairs)
 
@@ -53,17 +57,34 @@ def _is_pair(x: Tensor, norm: Any, layer: Any) -> bool:
     # Adapters take a layer's place.
     if not fits(norm, layer) or is_watched(norm) or is_watched(layer):
         return False
+    op = name_for("group_norm_codes", layer.scheme.input.name)
+    return takes_channels(norm, x) and has_picture_kernel(op, x.device)
+
+
+def takes_channels(norm: nn.GroupNorm, x: Tensor) -> bool:
+    """Tell whether kernels compute a norm of a picture, as far as sizes and dtypes go."""
     same = norm.weight.dtype is x.dtype and norm.bias.dtype is x.dtype
-    return same and _has_kernel(name_for("group_norm_codes", layer.scheme.input.name), x.device)
+    return same and _is_computed(norm) and x.dtype in IO_DTYPES.values() and x.numel() > 0
 
 
-def _has_kernel(op: str, device: torch.device) -> bool:
+def has_picture_kernel(op: str, device: torch.device) -> bool:
+    """Tell whether a GPU's kernel computes an operation on pictures with channels last."""
     return device.type == "cuda" and choose(op, device, k=_ALIGNED).backend is Backend.GPU
 
 
 def pixels(x: Tensor) -> Tensor:
     """Return a picture that has channels last in memory as (B, H, W, C)."""
     return x.permute(0, 2, 3, 1)
+
+
+def norm_pictures(norm: nn.GroupNorm, x: Tensor, activation: str) -> Tensor:
+    """Return the norm of (B, C, H, W) with an activation behind it, with channels last."""
+    rows = pixels(x.contiguous(memory_format=torch.channels_last))
+    partials = OPERATORS["group_partials"](rows.flatten(1, 2), None, norm.num_groups)
+    y: Tensor = OPERATORS["group_norm"](
+        rows.flatten(1, 2), None, partials, norm.weight, norm.bias, norm.eps, activation
+    )
+    return y.reshape(rows.shape).permute(0, 3, 1, 2)
 
 
 def norm_codes(

@@ -26,6 +26,8 @@ from quantkit.bench.torchao_dynamic import short_layers
 from quantkit.cli.bench_model import model_command
 from quantkit.device import backends, compilers
 from quantkit.device.ops import call as execute
+from quantkit.device.ops.op import all_variants
+from quantkit.device.ops.table import OPS
 from quantkit.errors import InputError, ModelError
 from tests.support.denoiser_classes import ROWS
 from tests.support.kernel_cases import need
@@ -380,6 +382,7 @@ def test_inputs_that_a_config_does_not_take_are_one_line(tmp_path):
         ("triton_red_fused_native_group_norm_0", "norms"),
         ("void at::native::RowwiseMomentsCUDAKernel<c10::Half>", "norms"),
         ("void at::native::vectorized_layer_norm_kernel", "norms"),
+        ("void at::native::GroupNormKernelImpl<c10::Half>", "norms"),
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
         ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "attention"),
         ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "library products"),
@@ -392,6 +395,35 @@ def test_inputs_that_a_config_does_not_take_are_one_line(tmp_path):
 def test_kernels_are_put_in_their_group(kernel, group):
     assert group_of(kernel) == group
     assert group in {name for name, _ in GROUPS}
+
+
+#: Group -> families of operations whose time is sought there.
+_FAMILIES = {
+    "quantkit products": (
+        *("gemm", "gemm_residual", "gemm_w16", "conv", "conv_residual", "geglu"),
+        *("project_codes", "project_values", "project_heads", "project_gelu"),
+    ),
+    "quantize": ("quantize_static", "quantize_token", "gelu_codes"),
+    "norms": (
+        *("group_partials", "group_norm", "group_norm_codes"),
+        *("layer_norm_codes", "sum_norm_codes"),
+    ),
+    "attention": (
+        *("attention", "attention_f16", "attention_codes"),
+        *("head_codes", "stream_codes", "joint_heads"),
+        *("value_codes", "value_codes_f16"),
+    ),
+    # Observers are no part of a step.
+    "elementwise and copies": ("observe_columns", "observe_pictures"),
+}
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_kernels_and_operators_of_ours_are_in_the_group_of_their_family(op):
+    (wanted,) = (group for group, families in _FAMILIES.items() if op.family in families)
+    symbols = {variant.symbol for variant in all_variants(op)}
+    others = {f"{op.name}_sm90_e4m3fn", f"quantkit::{op.name}"}
+    assert {group_of(name) for name in symbols | others} == {wanted}
 
 
 def test_profiles_add_up_and_find_products():

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
-from quantkit.errors import ShapeError
+from quantkit.errors import KernelError, ShapeError
 from tests.support.kernel_cases import DTYPES, need, operate
 
 FORMATS = {"fp8": "e4m3fn", "int8": "int8"}
@@ -114,6 +114,13 @@ def normed_pictures(kind, *given, activation="silu"):
     return operate(f"group_norm_codes_{kind}", *operands, 1e-5, activation, FORMATS[kind])
 
 
+def wide_pictures(*given, activation="silu"):
+    """Return the norm in 16 bit of what ``normed_pictures`` takes."""
+    x, added, w, b, groups = given
+    partials = operate("group_partials", x, added, groups)
+    return operate("group_norm", x, added, partials, w, b, 1e-5, activation)
+
+
 def exact_pictures(given, groups):
     x, added, w, b = given
     total = (x + added[:, None]).double().transpose(1, 2)
@@ -136,6 +143,49 @@ def test_a_pictures_codes_are_those_of_its_norm(size, kind):
     wanted = places(codes_of(y, kind), kind)
     assert int((found - wanted).abs().max()) <= 1
     assert float((found != wanted).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("size", PICTURES, ids=str)
+def test_a_picture_is_normed_as_torch_norms_it(size, dtype, activation):
+    *shape, groups = size
+    torch.manual_seed(sum(size))
+    given = picture_operands(dtype, *shape)
+    found = wide_pictures(*given, groups, activation=activation)
+    # What is normed is rounded to the dtype before, and what is activated.
+    rounded = [(given[0] + given[1][:, None]), torch.zeros_like(given[1]), *given[2:]]
+    wanted = exact_pictures(rounded, groups)
+    wanted = functional.silu(wanted.to(dtype).double()) if activation else wanted
+    assert found.dtype is dtype
+    # A rounding of the norm and one of silu; both move a value by half of its last place.
+    near = 2 * torch.finfo(dtype).eps * wanted.abs() + (1e-3 if dtype != torch.float32 else 1e-4)
+    assert bool(((found.double() - wanted).abs() <= near).all())
+
+
+def test_nan_stays_in_its_group_in_16_bit():
+    x, added, w, b = picture_operands(torch.float16, 2, 70, 40)
+    x[1, 69, 10] = torch.nan
+    missing = wide_pictures(x, added, w, b, 4).isnan()
+    assert missing[1, :, 10:20].all()
+    assert int(missing.sum()) == 70 * 10
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda o: o[2][:, :3], ShapeError, "3 groups of 40"),
+        (lambda o: torch.cat([o[2], o[2]], dim=2), ShapeError, "partials"),
+        (lambda o: o[2].double(), KernelError, "partials"),
+    ],
+    ids=["groups", "chunks", "dtype"],
+)
+def test_moments_of_another_picture_are_refused(change, error, text):
+    x, added, w, b = picture_operands(torch.float32, 1, 70, 40)
+    operands = [x, added, operate("group_partials", x, added, 4), w, b]
+    operands[2] = change(operands)
+    with pytest.raises(error, match=f"group_norm: .*{text}"):
+        operate("group_norm", *operands, 1e-5, "")
 
 
 def test_a_large_mean_costs_no_digits():
@@ -216,5 +266,7 @@ def test_a_gpu_gives_the_references_bits_of_pictures(size, dtype):
     for x in (given, [given[0].flip(1), *given[1:]]):
         with use(Backend.GPU):
             found = normed_pictures("fp8", *(t.cuda() for t in x), groups, activation="")
+            wide = wide_pictures(*(t.cuda() for t in x), groups, activation="")
         with use(Backend.REFERENCE):
             assert torch.equal(found.cpu(), normed_pictures("fp8", *x, groups, activation=""))
+            assert torch.equal(wide.cpu(), wide_pictures(*x, groups, activation=""))

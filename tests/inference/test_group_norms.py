@@ -44,7 +44,7 @@ def _host_compiler():
 @pytest.fixture
 def coding(monkeypatch):
     """Every device codes, a CPU too."""
-    monkeypatch.setattr(picture_norms, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(picture_norms, "has_picture_kernel", lambda *_: True)
 
 
 def _randomised(module):

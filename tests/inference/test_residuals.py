@@ -229,7 +229,7 @@ def test_what_is_added_has_the_shape_and_dtype_of_the_product(dtype):
 
 @pytest.fixture
 def coding(monkeypatch):
-    monkeypatch.setattr(picture_norms, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(picture_norms, "has_picture_kernel", lambda *_: True)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Group norms of pictures with channels last, and the codes of what follows them."""
+"""Group norms of pictures with channels last, in 16 bit or as the codes of what follows them."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
@@ -9,6 +9,7 @@ from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect
 from quantkit.device.ops.norm_rows import (
     INPUT_ARGS,
     INPUT_AXIS,
+    check_columns,
     check_input,
     codes_of,
     input_word,
@@ -49,6 +50,33 @@ def group_partials(x: Tensor, added: Tensor | None, groups: int) -> Tensor:
     return norms.partial_moments(_sum(x, added), groups)
 
 
+def group_norm(
+    x: Tensor,
+    added: Tensor | None,
+    partials: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """Return ``act(norm(x + added))``, (B, T, C) of x's dtype.
+
+    Args:
+        x: (B, T, C) float16, bfloat16 or float32.
+        added: (B, C) of the same dtype, or None.
+        partials: (B, G, chunks, 2) float32, of ``group_partials``.
+        weight, bias: (C,) of x's dtype, or None.
+        eps: added to variances.
+        activation: of ACTIVATIONS.
+    """
+    moments = norms.group_moments(partials, x.shape[1], x.shape[2], eps)
+    width = x.shape[2] // max(moments.shape[1], 1)
+    mean, inverse = moments.repeat_interleave(width, dim=1).unsqueeze(1).unbind(-1)
+    factor = inverse if weight is None else inverse * weight.float()
+    y = norms.scaled(_sum(x, added) - mean, factor, bias).to(x.dtype)
+    return torch.nn.functional.silu(y.float()).to(x.dtype) if activation else y
+
+
 def group_norm_codes(
     x: Tensor,
     added: Tensor | None,
@@ -62,26 +90,15 @@ def group_norm_codes(
     activation: str,
     fmt: str,
 ) -> Tensor:
-    """Return the codes of ``act(norm(x + added))``, (B, T, C) uint8.
+    """Return the codes of ``group_norm``, (B, T, C) uint8.
 
     Args:
-        x: (B, T, C) float16, bfloat16 or float32.
-        added: (B, C) of the same dtype, or None.
-        partials: (B, G, chunks, 2) float32, of ``group_partials``.
-        weight, bias: (C,) of x's dtype, or None.
+        x, added, partials, weight, bias, eps, activation: as ``group_norm`` takes them.
         smooth, shift: as ``quantize_static`` takes them.
         scale: float32 with one element.
-        eps: added to variances.
-        activation: of ACTIVATIONS.
         fmt: of the codes.
     """
-    moments = norms.group_moments(partials, x.shape[1], x.shape[2], eps)
-    width = x.shape[2] // max(moments.shape[1], 1)
-    mean, inverse = moments.repeat_interleave(width, dim=1).unsqueeze(1).unbind(-1)
-    factor = inverse if weight is None else inverse * weight.float()
-    y = norms.scaled(_sum(x, added) - mean, factor, bias).to(x.dtype)
-    if activation:
-        y = torch.nn.functional.silu(y.float()).to(x.dtype)
+    y = group_norm(x, added, partials, weight, bias, eps, activation)
     return codes_of(y, smooth, shift, scale, fmt)
 
 
@@ -122,17 +139,30 @@ def _check_groups(op: str, groups: int, channels: int) -> None:
         raise ShapeError(f"{op}: {groups} groups of {channels} channels, wanted a divisor")
 
 
+def _check_norm(op: Op, operands: Operands, options: Options) -> Problem:
+    word, numbers = _check_normed(op, operands[:5], options[0])
+    return Problem((word, options[1]), numbers)
+
+
 def _check_codes(op: Op, operands: Operands, options: Options) -> Problem:
-    x, added, partials, weight, bias, smooth, shift, scale = operands
-    x, partials, (eps, activation, fmt) = given(x), given(partials), options
+    x, *_, smooth, shift, scale = operands
+    (eps, activation, fmt), x = options, given(x)
+    word, numbers = _check_normed(op, operands[:5], eps)
+    check_input(op.name, x, (None, None, smooth, shift), given(scale))
+    return Problem((word, fmt, activation, input_word(smooth, shift)), numbers)
+
+
+def _check_normed(op: Op, operands: Operands, eps: float) -> tuple[str, dict[str, int]]:
+    """Refuse a picture, its moments and numbers; return io's word, and the sizes."""
+    x, added, partials, weight, bias = operands
+    x, partials = given(x), given(partials)
     word = _check_pictures(op.name, x, added)
     batch, pixels, channels = x.shape
     groups = partials.shape[1] if partials.ndim > 1 else 0
     _check_groups(op.name, groups, channels)
     expect(op.name, "partials", partials, torch.float32, _moments_of(batch, pixels, groups))
-    check_input(op.name, x, (weight, bias, smooth, shift), given(scale))
-    words = (word, fmt, activation, input_word(smooth, shift))
-    return Problem(words, _numbers(x) | {"groups": groups, "eps": eps_bits(op.name, eps)})
+    check_columns(op.name, x, (weight, bias))
+    return word, _numbers(x) | {"groups": groups, "eps": eps_bits(op.name, eps)}
 
 
 def _moments_of(batch: int, pixels: int, groups: int) -> tuple[int, int, int, int]:
@@ -142,6 +172,12 @@ def _moments_of(batch: int, pixels: int, groups: int) -> tuple[int, int, int, in
 def _partial_shape(operands: Operands, options: Options) -> tuple[Output, ...]:
     batch, pixels, _ = given(operands[0]).shape
     return ((_moments_of(batch, pixels, options[0]), torch.float32),)
+
+
+def _norm_shape(operands: Operands, options: Options) -> tuple[Output, ...]:
+    del options
+    x = given(operands[0])
+    return ((tuple(x.shape), x.dtype),)
 
 
 def _code_shape(operands: Operands, options: Options) -> tuple[Output, ...]:
@@ -170,23 +206,37 @@ def _sample_partials(
     return _pictures(variant, sizes, generator), (_GROUPS,)
 
 
-def _sample_codes(
+def _sample_norm(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
     x, added = _pictures(variant, sizes, generator)
     partials = group_partials(x, added, _GROUPS)
     numbers = torch.randn(2, x.shape[2], generator=generator).to(x.dtype).unbind()
-    operands = (x, added, partials, *numbers, *sample_input(variant, x.shape[2], generator))
-    return operands, (_EPS, variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
+    return (x, added, partials, *numbers), (_EPS, variant.word("QK_ACT"))
+
+
+def _sample_codes(
+    variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Operands, Options]:
+    operands, options = _sample_norm(variant, sizes, generator)
+    columns = given(operands[0]).shape[2]
+    more = sample_input(variant, columns, generator)
+    return (*operands, *more), (*options, variant.word("QK_X_FORMAT"))
 
 
 _EXACT = Budget(0.0, 0.0, (0.0, 0.0), "sums have one order, and every step is rounded once")
 _NEAR = Budget(
-    1e-9, 0.0, (0.0, 0.0), "silu is within 4e-7 of its value: a code is the nearest of its rounding"
+    1e-9,
+    0.0,
+    (0.0, 0.0),
+    "silu is within 4e-7 of its value: a result is its nearest",
 )
 _X, _ADDED = Argument("x", "io", "[n, m, k]"), Argument("added", "io", "[n, k]", null="zeros")
 _PARTIALS = "[n, groups, ceil_div(m, 16 * ceil_div(m, 2048)), 2]"
-_GROUPED = Argument("groups", "i32")
+_MOMENTS = Argument("partials", "f32", _PARTIALS)
+_GROUPED, _EPS_BITS = Argument("groups", "i32"), Argument("eps", "i32")
+_ACT = Axis("QK_ACT", ACTIVATIONS)
+_MERGED = "mean and variance of channel c's group, merged from partials"
 _FITS = ("k % groups == 0", f"k <= {norms.MAX_CHANNELS}")
 _NORM = "(x[n, t, c] + added[n, c] - mean) / sqrt(variance + eps) * weight[c] + bias[c]"
 
@@ -198,19 +248,17 @@ def _codes(kind: str) -> Op:
         source="group_norm_codes.hip",
         formula=(
             f"q[n, t, c] = {kind}(clamp((act({_NORM}) - shift[c]) * smooth[c] * (1 / scale[0]), "
-            "-max, max)), mean and variance of channel c's group, merged from partials"
+            f"-max, max)), {_MERGED}"
         ),
         schema=(
             "(Tensor x, Tensor? added, Tensor partials, Tensor? weight, Tensor? bias, "
             "Tensor? smooth, Tensor? shift, Tensor scale, float eps, str activation, "
             "str x_format) -> Tensor"
         ),
-        axes=(IO, formats("X", kind), Axis("QK_ACT", ACTIVATIONS), INPUT_AXIS),
+        axes=(IO, formats("X", kind), _ACT, INPUT_AXIS),
         args=(
-            *(_X, _ADDED, Argument("partials", "f32", _PARTIALS)),
-            *INPUT_ARGS,
-            *(Argument("q", "u8", "[n, m, k]", written=True), M, N, K, _GROUPED),
-            Argument("eps", "i32"),
+            *(_X, _ADDED, _MOMENTS, *INPUT_ARGS),
+            *(Argument("q", "u8", "[n, m, k]", written=True), M, N, K, _GROUPED, _EPS_BITS),
         ),
         k_multiple=_ALIGNED,
         check=_check_codes,
@@ -240,6 +288,28 @@ OPS = (
         reference=group_partials,
         budget=_EXACT,
         sample=_sample_partials,
+        requires=_FITS,
+    ),
+    Op(
+        name="group_norm",
+        family="group_norm",
+        source="group_norm.hip",
+        formula=f"y[n, t, c] = act({_NORM}), {_MERGED}",
+        schema=(
+            "(Tensor x, Tensor? added, Tensor partials, Tensor? weight, Tensor? bias, "
+            "float eps, str activation) -> Tensor"
+        ),
+        axes=(IO, _ACT),
+        args=(
+            *(_X, _ADDED, _MOMENTS, *INPUT_ARGS[:2]),
+            *(Argument("y", "io", "[n, m, k]", written=True), M, N, K, _GROUPED, _EPS_BITS),
+        ),
+        k_multiple=_ALIGNED,
+        check=_check_norm,
+        outputs=_norm_shape,
+        reference=group_norm,
+        budget=_NEAR,
+        sample=_sample_norm,
         requires=_FITS,
     ),
     *(_codes(kind) for kind in CODES),

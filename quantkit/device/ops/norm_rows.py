@@ -33,12 +33,17 @@ def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
         numbers: weight and bias, of x's dtype; smooth and shift, float32.
         scale: of the codes.
     """
+    check_columns(op, x, numbers)
+    check_scalar(op, "scale", scale, x)
+
+
+def check_columns(op: str, x: Tensor, numbers: Operands) -> None:
+    """Refuse numbers per column that do not fit x (..., K): weight, bias, smooth and shift."""
     for argument, tensor in zip(INPUT_ARGS, numbers, strict=False):
         if tensor is not None:
             name, dtype = argument.name, x.dtype if argument.element == "io" else torch.float32
             expect(op, name, tensor, dtype, (x.shape[-1],))
             check_device(op, name, tensor, x)
-    check_scalar(op, "scale", scale, x)
 
 
 def codes_of(
