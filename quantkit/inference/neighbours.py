@@ -29,7 +29,7 @@ def _are_neighbours(first: Tensor, second: Tensor) -> bool:
     if graph or not (plain and alike) or not (first.numel() and second.numel()):
         return False
     (pictures, tokens, width), more = first.shape, second.shape[1]
-    return (
+    return bool(
         second.shape == (pictures, more, width)
         and first.stride() == second.stride() == ((tokens + more) * width, width, 1)
         and second.storage_offset() == first.storage_offset() + tokens * width
