@@ -19,6 +19,8 @@ constexpr int kTokenBlocks = QK_TOKENS == QK_M16 ? 1 : 4;
 constexpr qk::Io kIo = qk::Io(QK_IO);
 using Mma = qk::HalfMma<kIo>;
 using Loop = qk::WeightOnlyLoop<kTokenBlocks, QK_THREADS, Mma, QK_W_FORMAT, kIo>;
+// A multiprocessor of 64 K registers holds so many blocks that memory always has something to do.
+constexpr int kBlocks = kTokenBlocks == 1 && !Loop::Codes::kGroupScales ? 3 : 1;
 
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 
@@ -51,7 +53,7 @@ QK_DEVICE void write(const Ends& ends, const typename Loop::Accumulators& acc, i
   }
 }
 
-QK_KERNEL(QK_THREADS)
+QK_KERNEL_SHARING(QK_THREADS, kBlocks)
 QK_SYMBOL(const qk::u8* x, const qk::u8* w, const qk::u8* w_group, const void* w_scale,
           const void* bias, void* y, int m, int n, int k, int channels) {
   QK_SHARED(lds, Loop::kLdsBytes);

@@ -538,10 +538,12 @@ QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-QK_DEVICE u32 scale_half_pair(u32 pair) {
-  u32 scaled;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(0x5c005c00u));
-  return scaled;
+/// The two e4m3fn codes in the low half of a word as f16, exactly; NaN stays NaN.
+#    define QK_WIDENS_PAIRS 1
+QK_DEVICE u32 halves_of_e4m3fn(u32 codes) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(codes)));
+  return pair;
 }
 
 /// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes

@@ -3,6 +3,10 @@
 // twice, so nothing goes through LDS, and the waves of a block share K: a pass is some groups of 32
 // for each. Scales of groups apply to the sums of a group, in f32: times them, 16-bit codes would
 // be rounded, or overflow.
+//
+// Which K a lane multiplies is free. Where an instruction takes four codes of a row from it, those
+// of several lie side by side, over all groups of a pass where these have no numbers of their own:
+// one load of 16 bytes instead of four words, which kept NVIDIA's L1 cache busy.
 #pragma once
 
 #include "widen.h"
@@ -72,16 +76,21 @@ struct WeightOnlyLoop {
   static constexpr int kWaves = kThreads / kWave;
   static constexpr int kGroups = kBlocksM == 1 ? 2 : 1;  // of a wave in a pass
   static constexpr int kPass = kWaves * kGroups;
+  static constexpr int kSteps = 2;  // instructions for a group
+  // Of which a lane's codes lie side by side, and of how many groups in all passes but the first.
+  static constexpr int kRuns = Codes::kNibbles || kRun > 4 ? 1 : kSteps;
+  static constexpr int kJoined = kRuns > 1 && Codes::kBesideBytes == 0 ? kGroups : 1;
+  static constexpr int kCodeWords = Codes::kHalves * kRun / 4, kTokenWords = kRun / 2;
   static constexpr int kSums = kBlocksN * 8;  // of 16 tokens
   static constexpr int kLdsBytes = (kWaves - 1) * kSums * kWave * static_cast<int>(sizeof(f32));
 
   using Accumulators = Acc[kBlocksN][kBlocksM];
 
   struct Fragments {
-    u32 codes[kGroups][kBlocksN][kRows][Codes::kHalves * kRun / 4];
+    u32 codes[kGroups][kBlocksN][kRows][kCodeWords];
     u32 beside[kGroups][kBlocksN][kRows];
   };
-  using Tokens = typename Mma::Tokens[kGroups][2][kBlocksM];
+  using Tokens = typename Mma::Tokens[kGroups][kSteps][kBlocksM];
 
   const u8 *x, *w, *beside;  // of the pass, at the tile's first row
   u32 x_offsets[kBlocksM][kTokens], w_offsets[kBlocksN][kRows], beside_offsets[kBlocksN][kRows];
@@ -94,15 +103,31 @@ struct WeightOnlyLoop {
     QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
       QK_UNROLL for (int q = 0; q < kTokens; ++q) {
         const u32 token = existing(16 * j + Mma::token_row(q, lane), op.m - m0);
-        x_offsets[j][q] = 2 * (token * op.k + group * kGroup + Mma::run(lane) * kRun);
+        x_offsets[j][q] = 2 * (token * op.k + group * kGroup + lane_codes());
       }
     }
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       QK_UNROLL for (int q = 0; q < kRows; ++q) {
         const u32 first = existing(16 * i + Mma::row(q, lane), op.n - n0) * groups + group;
-        w_offsets[i][q] = first * Codes::kGroupBytes + Mma::run(lane) * kRun;
+        w_offsets[i][q] = first * Codes::kGroupBytes + lane_codes();
         beside_offsets[i][q] = first * Codes::kBesideBytes;
       }
+    }
+  }
+
+  /// Codes of a group, as bytes, before those of the lane.
+  static QK_DEVICE int lane_codes() { return Mma::run(thread_index() % kWave) * kRun * kRuns; }
+
+  /// From lanes that share each group to lanes that share `kJoined` of them.
+  QK_DEVICE void join_groups() {
+    const int more = (kJoined - 1) * lane_codes();
+    QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
+      QK_UNROLL for (int q = 0; q < kTokens; ++q)
+        x_offsets[j][q] += 2 * more;
+    }
+    QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
+      QK_UNROLL for (int q = 0; q < kRows; ++q)
+        w_offsets[i][q] += more;
     }
   }
 
@@ -116,37 +141,49 @@ struct WeightOnlyLoop {
   QK_DEVICE void load_partial_pass(Fragments& to, Tokens& tokens, int count) {
     QK_UNROLL for (int d = 0; d < kGroups; ++d) {
       if (wave_index() * kGroups + d >= count) continue;
-      load_weights(to, d);
+      load_weights<1>(to, d);
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j)
-        load_tokens(tokens, d, j);
+        load_tokens<1>(tokens, d, j);
     }
   }
 
-  QK_DEVICE void load_weights(Fragments& to, int d) {
+  /// Of `kCount` groups from `first` on.
+  template <int kCount>
+  QK_DEVICE void load_weights(Fragments& to, int first) {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       QK_UNROLL for (int q = 0; q < kRows; ++q) {
         w_offsets[i][q] = opaque(w_offsets[i][q]);
-        QK_UNROLL for (int half = 0; half < Codes::kHalves; ++half) {
-          load_words<kRun / 4>(w + w_offsets[i][q] + d * Codes::kGroupBytes + half * kGroup / 2,
-                               to.codes[d][i][q] + half * kRun / 4);
+        constexpr int kParts = Codes::kHalves / kRuns, kWords = kCount * kCodeWords / kParts;
+        QK_UNROLL for (int part = 0; part < kParts; ++part) {
+          u32 words[kWords];
+          load_words<kWords>(w + w_offsets[i][q] + first * Codes::kGroupBytes + part * kGroup / 2,
+                             words);
+          QK_UNROLL for (int word = 0; word < kWords; ++word) {
+            const int place = part * kWords + word;
+            to.codes[first + place / kCodeWords][i][q][place % kCodeWords] = words[word];
+          }
         }
         if constexpr (Codes::kBesideBytes > 0) beside_offsets[i][q] = opaque(beside_offsets[i][q]);
-        const u8* const number = beside + beside_offsets[i][q] + d * Codes::kBesideBytes;
-        if constexpr (Codes::kFactors) to.beside[d][i][q] = load<u8>(number);
-        if constexpr (Codes::kGroupScales) to.beside[d][i][q] = load<u16>(number);
+        const u8* const number = beside + beside_offsets[i][q] + first * Codes::kBesideBytes;
+        if constexpr (Codes::kFactors) to.beside[first][i][q] = load<u8>(number);
+        if constexpr (Codes::kGroupScales) to.beside[first][i][q] = load<u16>(number);
       }
     }
   }
 
-  QK_DEVICE void load_tokens(Tokens& to, int d, int j) {
-    constexpr int kWords = kRun / 2;
+  template <int kCount>
+  QK_DEVICE void load_tokens(Tokens& to, int first, int j) {
+    constexpr int kParts = kSteps / kRuns, kWords = kCount * kSteps * kTokenWords / kParts;
     QK_UNROLL for (int q = 0; q < kTokens; ++q) {
       x_offsets[j][q] = opaque(x_offsets[j][q]);
-      QK_UNROLL for (int step = 0; step < 2; ++step) {
+      QK_UNROLL for (int part = 0; part < kParts; ++part) {
         u32 words[kWords];
-        load_words<kWords>(x + x_offsets[j][q] + 2 * (d * kGroup + step * kGroup / 2), words);
-        QK_UNROLL for (int i = 0; i < kWords; ++i)
-          to[d][step][j].v[Mma::token_word(q, i)] = words[i];
+        load_words<kWords>(x + x_offsets[j][q] + 2 * (first * kGroup + part * kGroup / 2), words);
+        QK_UNROLL for (int i = 0; i < kWords; ++i) {
+          const int step = part + i / kTokenWords;
+          to[first + step / kSteps][step % kSteps][j].v[Mma::token_word(q, i % kTokenWords)] =
+              words[i];
+        }
       }
     }
   }
@@ -178,18 +215,18 @@ struct WeightOnlyLoop {
     QK_UNROLL for (int d = 0; d < kGroups; ++d) {
       typename Mma::Weights weights[kBlocksN][2];
       QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
-        QK_UNROLL for (int step = 0; step < 2; ++step)
+        QK_UNROLL for (int step = 0; step < kSteps; ++step)
           weights[i][step] = decoded(from, d, i, step);
       }
       QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
         QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
           Acc sums = {};
           if constexpr (!Codes::kGroupScales) sums = acc[i][j];
-          QK_UNROLL for (int step = 0; step < 2; ++step)
+          QK_UNROLL for (int step = 0; step < kSteps; ++step)
             sums = Mma::multiply(weights[i][step], tokens[d][step][j], sums);
           acc[i][j] = Codes::kGroupScales ? scaled(sums, from.beside[d][i], acc[i][j]) : sums;
         }
-        if constexpr (!kLast) load_tokens(tokens, d, j);
+        if (!kLast && (d + 1) % kJoined == 0) load_tokens<kJoined>(tokens, d + 1 - kJoined, j);
       }
     }
   }
@@ -210,12 +247,13 @@ struct WeightOnlyLoop {
     Fragments now = {};
     Tokens tokens = {};
     load_partial_pass(now, tokens, first);
+    join_groups();
     advance_weights(first);
     advance_tokens(first);
     QK_NO_UNROLL for (int left = groups - first; left > 0; left -= kPass) {
       Fragments next;
-      QK_UNROLL for (int d = 0; d < kGroups; ++d)
-        load_weights(next, d);
+      QK_UNROLL for (int d = 0; d < kGroups; d += kJoined)
+        load_weights<kJoined>(next, d);
       advance_weights(kPass);
       multiply<false>(acc, now, tokens);
       advance_tokens(kPass);

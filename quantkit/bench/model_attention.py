@@ -9,6 +9,7 @@ from torch import nn
 from quantkit.bench.compiling import with_shared_weights
 from quantkit.calibration.attention_observer import listening, observed_modules
 from quantkit.checkpoint.attention import CHILD, HeadShape
+from quantkit.device.archs import OneLaunch
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, why_on_request
 from quantkit.device.log import KernelLog
@@ -65,15 +66,16 @@ def why_no_kernel(qk_format: str, device: torch.device, *, static_scales: bool =
     Args:
         qk_format: empty: nothing was asked for.
         device: where the model runs.
-        static_scales: projections may end in codes.
+        static_scales: codes may be made in one launch.
     """
     if not qk_format:
         return ""
     op = name_for("attention", qk_format)
     choice = choose(op, device, k=COLUMNS)
     no_kernel = choice.backend is Backend.REFERENCE
-    joint = static_scales and qk_format == E4M3FN.name and least_keys(device, COLUMNS) is not None
-    reason = choice.reason if no_kernel else "" if joint else why_on_request(op, device)
+    static = static_scales and qk_format == E4M3FN.name
+    pays = static and any(least_keys(device, launch, COLUMNS) is not None for launch in OneLaunch)
+    reason = choice.reason if no_kernel else "" if pays else why_on_request(op, device)
     return f"attention is torch's: {reason}" if reason else ""
 
 

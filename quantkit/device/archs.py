@@ -20,6 +20,15 @@ class Toolchain(Enum):
     HOST = "host"
 
 
+class OneLaunch(Enum):
+    """What makes all codes of a call of attention in one launch."""
+
+    #: three projections of an input, which end in them
+    PROJECTIONS = "projections"
+    #: a pass behind the projections, where 16 bit would take one too: norms, rotation, two streams
+    STREAMS = "streams"
+
+
 @dataclass(frozen=True)
 class RegisterFile:
     """What limits how many waves a SIMD holds at once."""
@@ -92,9 +101,9 @@ class Arch:
     own: tuple[str, ...] = ()
     #: family of operations -> why torch computes it here, unless its kernels are asked for
     on_request: tuple[tuple[str, str], ...] = ()
-    #: columns of the widest head, and from how many keys on attention is a kernel's after all,
-    #: where the projections end in codes in one launch
-    from_keys: tuple[tuple[int, int], ...] = ()
+    #: where codes are of one launch, columns of the widest head, and from how many keys on
+    #: attention is a kernel's after all
+    from_keys: tuple[tuple[OneLaunch, tuple[tuple[int, int], ...]], ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -107,20 +116,22 @@ class Arch:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
         return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
 
-    def why_on_request(self, family: str, made: tuple[int, int] | None = None) -> str:
+    def why_on_request(self, family: str, made: tuple[OneLaunch, int, int] | None = None) -> str:
         """Return why a family's kernels run only where asked for; empty when they always do.
 
         Args:
             family: of operations.
-            made: columns of a head and keys of attention whose projections end in codes.
+            made: what makes the codes of attention, columns of a head, and keys.
         """
-        if made and (least := self.least_keys(made[0])) is not None and made[1] >= least:
+        least = self.least_keys(*made[:2]) if made else None
+        if made and least is not None and made[2] >= least:
             return ""
         return dict(self.on_request).get(family, "")
 
-    def least_keys(self, columns: int) -> int | None:
+    def least_keys(self, launch: OneLaunch, columns: int) -> int | None:
         """Return the entry of ``from_keys`` for heads of so many columns."""
-        return next((keys for widest, keys in self.from_keys if columns <= widest), None)
+        found = dict(self.from_keys).get(launch, ())
+        return next((keys for widest, keys in found if columns <= widest), None)
 
     def why_without(self, family: str) -> str:
         """Return why a family of operations has no kernels here; empty when it has."""
@@ -335,8 +346,12 @@ def _radeon(
 _HOPPER_ON_REQUEST = (
     ("attention", "on Hopper making codes takes longer than the kernel saves, so torch computes"),
 )
-# Measured (docs/measure_projections.py): projections and attention against cuDNN's in float16.
-_HOPPER_FROM_KEYS = ((128, 512),)
+# Against cuDNN's attention in float16. Projections: measured with it (docs/measure_projections.py).
+# Streams: the sum of launches that were timed alone, with 4250 and 4608 keys; fewer were not.
+_HOPPER_FROM_KEYS = (
+    (OneLaunch.PROJECTIONS, ((128, 512),)),
+    (OneLaunch.STREAMS, ((128, 4096),)),
+)
 _SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so torch computes"),)
 
 #: The first row that lists a device runs it.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.device.archs import Arch
+from quantkit.device.archs import Arch, OneLaunch
 from quantkit.device.backends import Backend, forced
 from quantkit.device.host import library as host
 from quantkit.device.ops.table import find_op
@@ -66,7 +66,9 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     return Choice(Backend.REFERENCE, reason)
 
 
-def why_on_request(op: str, device: torch.device, made: tuple[int, int] | None = None) -> str:
+def why_on_request(
+    op: str, device: torch.device, made: tuple[OneLaunch, int, int] | None = None
+) -> str:
     """Return why torch computes though ``choose`` names a kernel.
 
     Empty where it does not, and where a back end is forced with ``use``.
@@ -74,7 +76,7 @@ def why_on_request(op: str, device: torch.device, made: tuple[int, int] | None =
     Args:
         op: a name in OPS.
         device: where the operands lie.
-        made: columns of a head and keys of attention whose projections end in codes in one launch.
+        made: what makes attention's codes in one launch, columns of a head, and keys.
     """
     if device.type != "cuda" or forced() is not None or _supposed.get() is not None:
         return ""
@@ -82,15 +84,15 @@ def why_on_request(op: str, device: torch.device, made: tuple[int, int] | None =
     return found.arch.why_on_request(find_op(op).family, made) if found else ""
 
 
-def least_keys(device: torch.device, columns: int) -> int | None:
-    """Return from how many keys on attention is a kernel's where projections end in codes.
+def least_keys(device: torch.device, launch: OneLaunch, columns: int) -> int | None:
+    """Return from how many keys on attention is a kernel's where its codes are of one launch.
 
     None where it is not, or does not depend on that.
     """
     if device.type != "cuda" or _supposed.get() is not None:
         return None
     found = _state(device).device
-    return found.arch.least_keys(columns) if found else None
+    return found.arch.least_keys(launch, columns) if found else None
 
 
 def shows_ends(op: str, device: torch.device, *, fast: bool) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.device.archs import OneLaunch
 from quantkit.device.backends import Backend, forced
 from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.ops.attention import LARGEST_HEAD
@@ -86,7 +87,11 @@ def why_not(settings: AttentionSettings, heads: Heads) -> str:
 
 
 def why_not_sizes(
-    settings: AttentionSettings, keys: int, columns: int, like: Tensor, *, jointly: bool = False
+    settings: AttentionSettings,
+    keys: int,
+    columns: int,
+    like: Tensor,
+    launch: OneLaunch | None = None,
 ) -> str:
     """Return why attention over so many keys, of heads of so many columns, is torch's.
 
@@ -95,7 +100,7 @@ def why_not_sizes(
         keys: how many.
         columns: of a head.
         like: of the dtype and on the device of queries.
-        jointly: one launch projects, and ends in codes.
+        launch: what makes all codes; None: several launches.
     """
     if keys < settings.min_keys:
         return f"{keys} keys, fewer than min_keys"
@@ -104,14 +109,15 @@ def why_not_sizes(
     if like.dtype not in IO_DTYPES.values():
         return f"{like.dtype} is not computed"
     op = attention_for(settings.qk_format, settings.pv)
-    made = (columns, keys) if jointly else None
-    reason: str = _why_no_kernel(op, str(like.device), padded(columns), made)
+    name = None if launch is None else launch.value
+    reason: str = _why_no_kernel(op, str(like.device), (columns, keys), name)
     return reason
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _why_no_kernel(op: str, device: str, columns: int, made: tuple[int, int] | None) -> str:
-    choice = choose(op, torch.device(device), k=columns)
+def _why_no_kernel(op: str, device: str, sizes: tuple[int, int], launch: str | None) -> str:
+    made = None if launch is None else (OneLaunch(launch), *sizes)
+    choice = choose(op, torch.device(device), k=padded(sizes[0]))
     if forced() is not None:
         return ""
     # Unasked, the reference would be slower than torch's attention, and no nearer.

@@ -1,6 +1,6 @@
 """What computes the attention of a packed component on a device, module by module."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,16 +8,20 @@ import torch
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
+from quantkit.device.archs import OneLaunch
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, why_on_request
 from quantkit.device.ops.table import attention_for, is_operation
 from quantkit.models.building import read_skeleton
+from quantkit.models.skeleton import Skeleton
 from quantkit.numerics.attention import COLUMNS, padded
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.fields import matches
 
 #: What computes attention where no kernel does.
 TORCH = "torch"
+#: Models whose processors make heads of streams in one pass, and pass no masks.
+_OF_STREAMS = frozenset({"FluxTransformer2DModel", "SD3Transformer2DModel"})
 
 
 @dataclass(frozen=True)
@@ -59,37 +63,36 @@ def _of_component(
     skeleton = read_skeleton(component.path / "config.json")
     for module, kept in skeleton.attention.items():
         reason = "excluded" if matches(module, settings.exclude) else kept
-        jointly = _is_joint(module, component, settings, skeleton.tensors)
-        told = ("", TORCH, reason) if reason else _of_module(module, settings, device, jointly)
+        launch = _launch_of(module, component, settings, skeleton)
+        told = ("", TORCH, reason) if reason else _of_module(module, settings, device, launch)
         yield AttentionChoice(component.name, module, *told)
 
 
-def _is_joint(
-    module: str,
-    component: PackedComponent,
-    settings: PackedAttention,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> bool:
-    """Tell whether the projections of a module can end in codes in one launch."""
-    layers = [component.config.layers.get(f"{module}.{name}") for name in ("to_q", "to_k", "to_v")]
+def _launch_of(
+    module: str, component: PackedComponent, settings: PackedAttention, skeleton: Skeleton
+) -> OneLaunch | None:
+    """Return what can make all codes of a module in one launch."""
+    shapes, found = skeleton.tensors, settings.format_of(module)
     q, k = (shapes.get(f"{module}.{name}.weight") for name in ("to_q", "to_k"))
-    more = any(f"{module}.{name}.weight" in shapes for name in ("norm_q", "add_q_proj"))
-    found = settings.format_of(module)
-    fp8 = found.qk == found.pv == E4M3FN.name
     static = module in settings.static and module not in settings.two_of_four
+    if not static or not found.qk == found.pv == E4M3FN.name or q != k:
+        return None
+    if any(f"{module}.{name}.weight" in shapes for name in ("norm_q", "add_q_proj")):
+        return OneLaunch.STREAMS if skeleton.class_name in _OF_STREAMS else None
+    layers = [component.config.layers.get(f"{module}.{name}") for name in ("to_q", "to_k", "to_v")]
     first = layers[0]
     if first is None or layers != [first] * len(layers):
-        return False
+        return None
     kinds, sparse = (first.input.name, first.codes.name), first.sparsity is not None
     joint = is_operation("project_heads", *kinds, sparse=sparse)
-    return joint and static and fp8 and q == k and not more
+    return OneLaunch.PROJECTIONS if joint else None
 
 
 def _of_module(
     module: str,
     settings: PackedAttention,
     device: torch.device,
-    jointly: bool,  # noqa: FBT001
+    launch: OneLaunch | None,
 ) -> tuple[str, str, str]:
     shape, found = settings.static.get(module), settings.format_of(module)
     words = found.qk if shape is None else f"{found.qk}, static"
@@ -106,7 +109,7 @@ def _of_module(
         return words, TORCH, choice.reason
     least = settings.min_keys
     if reason := why_on_request(op, device):
-        from_keys = least_keys(device, shape.head_size) if shape and jointly else None
+        from_keys = least_keys(device, launch, shape.head_size) if shape and launch else None
         if from_keys is None:
             return words, TORCH, reason
         least = max(least, from_keys)

@@ -172,11 +172,10 @@ def _at_once(
     streams: Sequence[Stream], shape: Shape, made: HeadFactors, rotation: Rotation | None
 ) -> _Codes | None:
     """Return all codes, of one launch; None where projections or norms are not alike."""
-    norms = [norm for s in streams for norm in (s.norm_q, s.norm_k)]
-    found, x = _norms_of(norms), streams[0].q.x
-    for norm, known in zip(norms, found, strict=True):
-        if norm is not None and (known is None or known.weight.dtype is not x.dtype):
-            return None
+    norms, x = [norm for s in streams for norm in (s.norm_q, s.norm_k)], streams[0].q.x
+    if not are_of_one_launch(norms, x.dtype):
+        return None
+    found = _norms_of(norms)
     parts = [[computed(part) for part in (s.q, s.k, s.v)] for s in streams]
     if any(len({part.x.shape for part in of_stream}) > 1 for of_stream in parts):
         return None
@@ -195,6 +194,14 @@ def _at_once(
         "none" if rotation is None else "pairs",
     )  # fmt: skip
     return _Codes(q, k, v)
+
+
+def are_of_one_launch(norms: Sequence[nn.Module | None], dtype: torch.dtype) -> bool:
+    """Tell whether the kernel that makes all codes computes these norms."""
+    return all(
+        norm is None or (known is not None and known.weight.dtype is dtype)
+        for norm, known in zip(norms, _norms_of(norms), strict=True)
+    )
 
 
 def _some_end_in_codes(streams: Sequence[Stream], rotation: Rotation | None) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.device.archs import OneLaunch
 from quantkit.inference.attention_call import AttentionSettings, why_not_sizes
 from quantkit.inference.attention_heads import (
     Part,
@@ -21,11 +22,12 @@ from quantkit.inference.attention_heads import (
     Rotation,
     Shape,
     Stream,
+    are_of_one_launch,
     computed,
     product_of_streams,
 )
 from quantkit.inference.attention_plain import PlainAttention
-from quantkit.inference.attention_wide import WideAttention
+from quantkit.inference.attention_wide import NORMS, WideAttention
 from quantkit.inference.coded_projections import joint_of, joint_product
 from quantkit.inference.head_factors import factors_of
 from quantkit.inference.head_scales import Folds, scales_of
@@ -68,7 +70,7 @@ def _ways(
 ) -> Iterator["_CodedAttention | WideAttention | PlainAttention"]:
     """Yield what may compute a call, the fastest first."""
     if settings is not None and (found := scales_of(attn)) is not None:
-        yield _CodedAttention(attn, settings, *found)
+        yield _CodedAttention(attn, settings, *found, type(processor).__name__ in _JOINT)
     if type(processor).__name__ in _JOINT:
         yield WideAttention(attn, processor, settings)
     else:
@@ -82,6 +84,8 @@ class _CodedAttention(NamedTuple):
     settings: AttentionSettings
     scales: AttentionScales
     folds: Folds | None
+    #: one pass may make its heads in 16 bit
+    has_joint_heads: bool
 
     def attend_to_itself(self, x: Tensor) -> Tensor | Normed | None:
         """Return attention of an input to itself, where its projections are one launch.
@@ -90,11 +94,10 @@ class _CodedAttention(NamedTuple):
         attention is faster.
         """
         settings, size = self.settings, self.scales.head_size
-        fp8 = settings.qk_format == settings.pv == E4M3FN.name
-        if not fp8 or settings.two_of_four or torch.is_grad_enabled():
+        if not self._is_plain_fp8 or torch.is_grad_enabled():
             return None
         joint = joint_of(self.module, self.folds, x.device)
-        if joint is None or why_not_sizes(settings, x.shape[1], size, x, jointly=True):
+        if joint is None or why_not_sizes(settings, x.shape[1], size, x, OneLaunch.PROJECTIONS):
             return None
         product = joint_product(joint, x, Shape(self.scales.heads, size), settings.rank)
         return product.read_by(self.module.to_out[0])
@@ -103,9 +106,22 @@ class _CodedAttention(NamedTuple):
         self, tokens: int, like: Tensor, mask: Tensor | None = None, rotary: Any = None
     ) -> bool:
         """Tell whether a kernel computes attention over so many keys."""
-        del rotary
-        reason = why_not_sizes(self.settings, tokens, self.scales.head_size, like)
+        launch = OneLaunch.STREAMS if self._has_streams(like, rotary) else None
+        reason = why_not_sizes(self.settings, tokens, self.scales.head_size, like, launch)
         return mask is None and not reason
+
+    @property
+    def _is_plain_fp8(self) -> bool:
+        settings = self.settings
+        return settings.qk_format == settings.pv == E4M3FN.name and not settings.two_of_four
+
+    def _has_streams(self, like: Tensor, rotary: Any) -> bool:
+        """Tell whether one launch makes all codes, where another makes the heads in 16 bit."""
+        attn = self.module
+        norms = [getattr(attn, name, None) for name in NORMS]
+        joined = rotary is not None or attn.added_kv_proj_dim is not None or any(norms)
+        known = self.has_joint_heads and self._is_plain_fp8
+        return known and joined and are_of_one_launch(norms, like.dtype)
 
     def attend(
         self,

@@ -28,7 +28,7 @@ from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import AttentionCall, Heads
 
 #: What attention modules call the norms of their heads.
-_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _OP = "joint_heads"
 _NOWHERE = Projection(torch.empty(0))
 
@@ -54,7 +54,7 @@ class WideAttention(NamedTuple):
         known = size % ALIGNED == 0 and size <= LARGEST_HEAD and like.dtype in IO_DTYPES.values()
         if not known or not has_kernel(_OP, str(like.device), size, forced()):
             return False
-        norms = [getattr(self.module, name, None) for name in _NORMS]
+        norms = [getattr(self.module, name, None) for name in NORMS]
         return _are_known(norms, size, like) and _is_known(rotary, (tokens, size))
 
     def attend(

@@ -27,6 +27,7 @@ from quantkit.inference.activation_codes import (
 )
 from quantkit.inference.fusing import is_fused
 from quantkit.inference.modules import is_watched
+from quantkit.inference.neighbours import joined
 from quantkit.inference.norm_codes import Branch, Modulation, layer_normed, read_alike
 from quantkit.inference.norm_readers import CodedNorms, readers_at
 from quantkit.inference.prompts import is_plain
@@ -155,7 +156,7 @@ class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  #
     ) -> tuple[Tensor, Tensor]:
         """Return what FluxSingleTransformerBlock returns: the text's tokens and the picture's."""
         words = encoder_hidden_states.shape[1]
-        x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        x = joined(encoder_hidden_states, hidden_states)
         y, gate = _adaptive(self, "norm", x, temb)
         options = joint_attention_kwargs or {}
         heads = self.attn(hidden_states=y, image_rotary_emb=image_rotary_emb, **options)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import quantkit
 from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
 from quantkit.checkpoint.attention import CHILD, HeadShape
-from quantkit.device import compilers
+from quantkit.device import compilers, log
+from quantkit.device.archs import ARCHS, OneLaunch
+from quantkit.device.ops.table import find_op
 from quantkit.errors import CheckpointError
 from quantkit.inference import attention_heads, head_factors, head_scales
 from quantkit.models.attention import attention_modules, call_with
@@ -173,6 +176,52 @@ def test_codes_of_one_launch_are_those_of_three(model, monkeypatch):
     assert any(codes is not None for codes in made)
     monkeypatch.setattr(attention_heads, "_at_once", lambda *_: None)
     assert torch.equal(answer(static), found)
+
+
+def calls_on_hopper(model, monkeypatch, least):
+    """Return the operations of a call where streams pay from so many keys on; the host computes."""
+    pays = ((OneLaunch.STREAMS, ((16, least),)),)
+    hopper = replace(ARCHS["sm_90a"], from_keys=pays)
+    monkeypatch.setattr(
+        "quantkit.inference.attention_call.why_on_request",
+        lambda op, device, made: hopper.why_on_request(find_op(op).family, made),
+    )
+    with torch.no_grad(), log.record() as seen:
+        answer(model)
+    return {name for name, _, _ in seen.calls}
+
+
+def test_on_hopper_streams_are_on_codes_where_one_launch_makes_them(model, monkeypatch):
+    static = with_scales(model)
+    quantkit.attention(static, min_keys=1)
+    asked = calls_on_hopper(static, monkeypatch, 1)
+    if type(model).__name__.startswith(("UNet", "PixArt")):
+        # Nothing but codes would be made in that launch.
+        assert not asked
+    else:
+        assert asked == {"attention_fp8", "stream_codes_fp8"}
+    assert not calls_on_hopper(static, monkeypatch, 10_000)
+
+
+def changed_norm(model):
+    for _, module in attention_modules(model):
+        module.norm_k.to(torch.float64)
+
+
+OTHERWISE = {
+    "scales of each call": (lambda model: model, {}, None),
+    "int8": (with_scales, {"qk": "int8"}, None),
+    "norms in another dtype": (with_scales, {}, changed_norm),
+}
+
+
+@pytest.mark.parametrize(("make", "settings", "change"), OTHERWISE.values(), ids=OTHERWISE)
+def test_on_hopper_codes_of_several_launches_are_torchs(make, settings, change, monkeypatch):
+    model = make(tiny_model(ROW["FluxTransformer2DModel"]))
+    quantkit.attention(model, min_keys=1, **settings)
+    if change is not None:
+        change(model)
+    assert not calls_on_hopper(model, monkeypatch, 1)
 
 
 @torch.no_grad()

@@ -197,7 +197,7 @@ def test_sparse_projections_end_in_the_codes(pipeline_dir, made, tmp_path, monke
     # Values are rounded to the model's type before their codes are made.
     assert float((jointly - apart).norm() / apart.norm()) < 1e-3
     monkeypatch.setattr(f"{CHOICES}.why_on_request", lambda op, device: "slower")
-    monkeypatch.setattr(f"{CHOICES}.least_keys", lambda device, columns: 1)
+    monkeypatch.setattr(f"{CHOICES}.least_keys", lambda device, launch, columns: 1)
     told = attention_choices(open_packed(tmp_path / "sparse" / "unet"), torch.device("cpu"))
     on_kernel = [c.module for c in told if c.runs_on_kernel]
     assert len(on_kernel) == joint
@@ -266,7 +266,7 @@ def sample_of(unet, side):
 def test_doctor_says_from_how_many_keys_projections_end_in_codes(made, monkeypatch):
     """Where a kernel runs on request alone, but for modules whose projections are one launch."""
     monkeypatch.setattr(f"{CHOICES}.why_on_request", lambda op, device: "slower")
-    monkeypatch.setattr(f"{CHOICES}.least_keys", lambda device, columns: 1000 + columns)
+    monkeypatch.setattr(f"{CHOICES}.least_keys", lambda device, launch, columns: 1000 + columns)
     choices = attention_choices(open_packed(made / "packed" / "unet"), torch.device("cpu"))
     found = {c.module: (c.backend, c.reason) for c in choices if c.format}
     columns = {

@@ -13,7 +13,7 @@ from quantkit.checkpoint.attention import HeadShape, PackedAttention
 from quantkit.cli.doctor import doctor
 from quantkit.cli.inspect import inspect
 from quantkit.device import choosing, compilers
-from quantkit.device.archs import ARCHS
+from quantkit.device.archs import ARCHS, OneLaunch
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice
 from quantkit.device.survey import OpChoice
@@ -107,6 +107,65 @@ def test_where_kernels_run_on_request_attention_is_torchs(packed, monkeypatch):
     )
     modules = attention_choices(require_packed(packed / "packed"), CPU)
     assert {(m.backend, m.reason) for m in modules if m.format} == {("torch", why)}
+
+
+@pytest.mark.parametrize(
+    ("launch", "columns", "keys", "pays"),
+    [
+        (OneLaunch.STREAMS, 128, 4608, True),
+        (OneLaunch.STREAMS, 64, 4429, True),
+        (OneLaunch.PROJECTIONS, 64, 1024, True),
+        (OneLaunch.STREAMS, 128, 1, False),
+        (OneLaunch.PROJECTIONS, 64, 64, False),
+        (OneLaunch.STREAMS, 136, 4608, False),
+        (None, 128, 4608, False),
+    ],
+)
+def test_on_hopper_attention_pays_where_codes_are_of_one_launch(launch, columns, keys, pays):
+    hopper = ARCHS["sm_90a"]
+    made = None if launch is None else (launch, columns, keys)
+    assert (not hopper.why_on_request("attention", made)) == pays
+    if launch is not None:
+        least = hopper.least_keys(launch, columns)
+        assert (least is not None and keys >= least) == pays
+    assert ARCHS["sm_89"].why_on_request("attention", made)
+    assert not ARCHS["gfx1201"].why_on_request("attention", made)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "backend"),
+    [("FluxTransformer2DModel", "host"), ("SD3Transformer2DModel", "host"),
+     ("QwenImageTransformer2DModel", "torch")],
+)  # fmt: skip
+def test_doctor_says_from_how_many_keys_streams_are_on_codes(
+    class_name, backend, tmp_path, monkeypatch
+):
+    need(compilers.host_compiler)
+    tiny_model(ROW[class_name]).half().save_pretrained(tmp_path / "transformer")
+    recipe = parse_recipe(json.dumps({"name": "a", "attention": {}}), where="recipe")
+    quantkit.pack(tmp_path / "transformer", recipe=recipe, output=tmp_path / "packed")
+    packed = require_packed(tmp_path / "packed")
+    (component,) = packed.components
+    modules = [c.module for c in attention_choices(packed, CPU) if c.format]
+    where = "quantkit.inference.attention_choices"
+    monkeypatch.setattr(f"{where}.why_on_request", lambda op, device: "slower")
+    monkeypatch.setattr(
+        f"{where}.least_keys",
+        lambda _, launch, columns: {OneLaunch.STREAMS: 1000 + columns}[launch],
+    )
+
+    def ask(**changes):
+        static = dict.fromkeys(modules, HeadShape(2, 16))
+        asked = replace(PackedAttention("e4m3fn", 512, (), static), **changes)
+        changed = replace(component, config=replace(component.config, attention=asked))
+        found = attention_choices(replace(packed, components=(changed,)), CPU)
+        return {(c.backend, c.reason) for c in found}
+
+    few = "torch's with fewer than 1016 keys" if backend == "host" else "slower"
+    assert ask() == {(backend, few)}
+    assert ask(static={}) == {("torch", "slower")}
+    assert ask(qk="int8") == {("torch", "slower")}
+    assert ask(two_of_four=tuple(modules)) == {("torch", "slower")}
 
 
 def test_operations_say_torch_where_attention_has_no_kernel():
