@@ -40,6 +40,11 @@ def supposing(arch: Arch) -> Iterator[None]:
         _supposed.reset(token)
 
 
+def supposed() -> Arch | None:
+    """Return the target that GPUs are supposed to be of; None where they are what they are."""
+    return _supposed.get()
+
+
 def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False) -> Choice:
     """Choose the back end of one call.
 
@@ -76,10 +81,10 @@ def why_on_request(op: str, device: torch.device, made: tuple[int, int] | None =
         device: where the operands lie.
         made: columns of a head and keys of attention whose projections end in codes in one launch.
     """
-    if device.type != "cuda" or forced() is not None or _supposed.get() is not None:
+    if device.type != "cuda" or forced() is not None:
         return ""
-    found = _state(device).device
-    return found.arch.why_on_request(find_op(op).family, made) if found else ""
+    arch = _arch_of(device)
+    return arch.why_on_request(find_op(op).family, made) if arch else ""
 
 
 def least_keys(device: torch.device, columns: int) -> int | None:
@@ -87,10 +92,8 @@ def least_keys(device: torch.device, columns: int) -> int | None:
 
     None where it is not, or does not depend on that.
     """
-    if device.type != "cuda" or _supposed.get() is not None:
-        return None
-    found = _state(device).device
-    return found.arch.least_keys(columns) if found else None
+    arch = _arch_of(device) if device.type == "cuda" else None
+    return arch.least_keys(columns) if arch else None
 
 
 @lru_cache(maxsize=4096)
@@ -108,10 +111,18 @@ def _why_not_here(device: torch.device, family: str) -> str:
         return host.why_unavailable()
     if device.type != "cuda":
         return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
-    if (supposed := _supposed.get()) is not None:
-        return supposed.why_without(family)
+    if (arch := supposed()) is not None:
+        return arch.why_without(family)
     state = _state(device)
     return state.problem or (state.device.arch.why_without(family) if state.device else "")
+
+
+def _arch_of(device: torch.device) -> Arch | None:
+    """Return the target of a GPU, supposed or its own; None where it is not trusted."""
+    if (arch := supposed()) is not None:
+        return arch
+    found = _state(device).device
+    return found.arch if found else None
 
 
 def _state(device: torch.device) -> "DeviceState":

@@ -21,6 +21,8 @@ class Efficiency:
     products: Mapping[tuple[str, str, bool], Range]
     #: (precision, columns of a head up to) -> share
     attention: Mapping[tuple[str, int], Range]
+    #: how many times as much under ``fast_sums``, by precision and 2:4; 1 where it is not named
+    fast: Mapping[tuple[str, bool], float]
     #: summands by whose products the start and the end of a tile are as long, by precision
     fixed_k: Mapping[tuple[str, bool], float]
     #: of the bandwidth
@@ -93,6 +95,7 @@ _HOPPER = Efficiency(
         ("int8", 64): (0.20, 0.40),
         ("int8", 160): (0.28, 0.50),
     },
+    fast={("fp8", False): 1.1, ("fp8", True): 1.3},
     fixed_k={("f16", False): 150, ("fp8", False): 400, ("fp8", True): 740},
     memory=(0.85, 0.90),
     cache=(1.0, 1.3),
@@ -125,6 +128,7 @@ _ADA = Efficiency(
         ("int8", 64): (0.30, 0.65),
         ("int8", 160): (0.35, 0.70),
     },
+    fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.85, 0.92),
     cache=(1.0, 2.5),
@@ -163,6 +167,7 @@ _RDNA4 = Efficiency(
         ("int8", 64): (0.25, 0.52),
         ("int8", 160): (0.30, 0.63),
     },
+    fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.78, 0.90),
     cache=(1.0, 2.5),
@@ -188,6 +193,7 @@ _RDNA3 = Efficiency(
         ("conv", "int8", True): (0.38, 0.72),
     },
     attention={("f16", 64): (0.30, 0.45), ("f16", 128): (0.36, 0.55)},
+    fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.78, 0.90),
     cache=(1.0, 2.5),

@@ -7,12 +7,14 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantkit.bench.estimate.operators import Product, product_of
+from quantkit.bench.estimate.operators import product_of
+from quantkit.bench.estimate.products import Product
+from quantkit.pipelines.kept_results import keeping
 
 #: What only asks, or makes memory that nobody has written.
 _FREE = {"prim.device", "aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided",
@@ -63,19 +65,25 @@ class Trace:
     asked: int
 
     @property
+    def has_quantized_attention(self) -> bool:
+        """True when some attention is on codes."""
+        return any(call.name.startswith("quantkit.attention_") for call in self.calls)
+
+    @property
     def flops(self) -> float:
         """Multiplications and additions of all products."""
         return sum(call.product.flops for call in self.calls if call.product)
 
 
-def trace(step: Callable[[], object]) -> Trace:
+def trace(step: Callable[[], object], kept: Iterable[object] = ()) -> Trace:
     """Return what ``step`` computes, without computing it.
 
     Args:
         step: on tensors of a FakeTensorMode that holds, or of the meta device.
+        kept: inputs of a recorded step, of which it computes nothing that layers keep.
     """
     recorder = _Recorder()
-    with torch.no_grad(), _Attention(recorder), recorder:
+    with torch.no_grad(), _Attention(recorder), keeping(_Outside(recorder, kept)), recorder:
         step()
     return Trace(tuple(recorder.calls), recorder.asked)
 
@@ -138,6 +146,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         steps = zip(t.shape, t.stride(), strict=True)
         elements = prod(size for size, step in steps if step or size == 0)
         return View(storage._cdata, elements, t.element_size(), tuple(t.shape))  # noqa: SLF001
+
+
+class _Outside:
+    """Leaves out what layers make of a recorded step's own inputs: that is not in its graph."""
+
+    def __init__(self, recorder: _Recorder, inputs: Iterable[object]) -> None:
+        self._recorder = recorder
+        self._inputs = {id(t) for t in inputs if isinstance(t, Tensor)}
+
+    def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+        """Return what a layer makes of ``x``; None where that is computed at every step."""
+        del layer
+        base = x if x._base is None else x._base  # noqa: SLF001  a view may be made anew
+        if id(base) not in self._inputs:
+            return None
+        with self._recorder.paused():
+            return compute()
 
 
 class _Attention(TorchFunctionMode):
