@@ -27,6 +27,8 @@ class Efficiency:
     fixed_k: Mapping[tuple[str, bool], float]
     #: of the bandwidth
     memory: Range
+    #: of the bandwidth, where torch joins, repeats or copies what lies in pieces
+    scattered: Range
     #: how much faster bytes are read that the last-level cache still holds
     cache: Range
     #: microseconds of a kernel before its work and after: products, elementwise, sums over rows
@@ -76,28 +78,29 @@ class Card:
 # and 2.5 GB); gap: its device idle by kernel, 1.0 us. Copy of 1 GB: 0.88 of the bandwidth.
 _HOPPER = Efficiency(
     products={
-        ("linear", "f16", False): (0.66, 0.78),
-        ("linear", "fp8", False): (0.72, 0.79),
-        ("linear", "fp8", True): (0.44, 0.52),
+        ("linear", "f16", False): (0.70, 0.84),
+        ("linear", "fp8", False): (0.68, 0.79),
+        ("linear", "fp8", True): (0.41, 0.50),
         ("linear", "int8", False): (0.72, 0.85),
         ("linear", "int8", True): (0.38, 0.46),
-        ("conv", "f16", False): (0.50, 0.66),
-        ("conv", "fp8", False): (0.66, 0.77),
-        ("conv", "fp8", True): (0.38, 0.46),
-        ("conv", "int8", False): (0.66, 0.80),
-        ("conv", "int8", True): (0.36, 0.44),
+        ("conv", "f16", False): (0.62, 0.82),
+        ("conv", "fp8", False): (0.53, 0.67),
+        ("conv", "fp8", True): (0.33, 0.42),
+        ("conv", "int8", False): (0.53, 0.70),
+        ("conv", "int8", True): (0.32, 0.41),
     },
     attention={
         ("f16", 64): (0.38, 0.43),
         ("f16", 128): (0.55, 0.64),
-        ("fp8", 64): (0.20, 0.40),
+        ("fp8", 64): (0.20, 0.28),
         ("fp8", 160): (0.28, 0.50),
         ("int8", 64): (0.20, 0.40),
         ("int8", 160): (0.28, 0.50),
     },
-    fast={("fp8", False): 1.1, ("fp8", True): 1.3},
+    fast={("fp8", False): 1.08, ("fp8", True): 1.2},
     fixed_k={("f16", False): 150, ("fp8", False): 400, ("fp8", True): 740},
     memory=(0.85, 0.90),
+    scattered=(0.14, 0.30),
     cache=(1.0, 1.3),
     product_us=(2.5, 1.8),
     small_us=(2.2, 1.5),
@@ -131,6 +134,7 @@ _ADA = Efficiency(
     fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.85, 0.92),
+    scattered=(0.14, 0.30),
     cache=(1.0, 2.5),
     product_us=(3.0, 2.0),
     small_us=(2.5, 1.5),
@@ -170,6 +174,7 @@ _RDNA4 = Efficiency(
     fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.78, 0.90),
+    scattered=(0.14, 0.30),
     cache=(1.0, 2.5),
     product_us=(5.0, 2.5),
     small_us=(4.0, 2.0),
@@ -196,6 +201,7 @@ _RDNA3 = Efficiency(
     fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.78, 0.90),
+    scattered=(0.14, 0.30),
     cache=(1.0, 2.5),
     product_us=(5.0, 2.5),
     small_us=(4.0, 2.0),

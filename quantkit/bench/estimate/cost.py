@@ -62,7 +62,8 @@ class _Cache:
 
 def _time(kernel: Kernel, card: Card, side: int, held: float) -> Timed:
     efficiency = card.efficiency
-    rate = card.gbs * efficiency.memory[side] * 1e3
+    share = efficiency.scattered if kernel.scattered else efficiency.memory
+    rate = card.gbs * share[side] * 1e3
     fresh = kernel.nbytes - held
     if kernel.twice and not side:
         # At best the second time is from a cache.

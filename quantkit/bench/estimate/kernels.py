@@ -19,6 +19,8 @@ _GROUP_NORM = "aten.native_group_norm"
 _STATISTICS, _APPLIED = "group_norm statistics", "group_norm applied"
 _NORM = re.compile(r"norm|amax|aminmax|var_mean|softmax")
 _SUMMED = re.compile(r"layer_norm|rms_norm|statistics|amax|softmax")
+#: What torch's own kernels do with an element a thread where rows are not one behind the other.
+_SCATTERED = {"aten.cat", "aten.clone", "aten.upsample_nearest2d"}
 #: Columns of a row that Inductor keeps in registers while it sums (its persistent reductions).
 _LONGEST_ROW = 1024
 
@@ -43,6 +45,8 @@ class Kernel:
     summed: bool = False
     #: these rows are longer than a block keeps, and are read again
     twice: bool = False
+    #: torch moves its elements one by one
+    scattered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -51,8 +55,11 @@ class Kernel:
 
 
 def separate(calls: Sequence[Call]) -> tuple[Kernel, ...]:
-    """Return the kernels of a model that is called module by module."""
-    return tuple(_single(call) for call in _with_group_norms(calls))
+    """Return the kernels of a model that is not compiled."""
+    return tuple(
+        replace(_single(call), scattered=call.name in _SCATTERED)
+        for call in _with_group_norms(calls)
+    )
 
 
 def fused(calls: Sequence[Call]) -> tuple[Kernel, ...]:

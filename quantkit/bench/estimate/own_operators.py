@@ -100,8 +100,8 @@ COSTS: Mapping[str, Cost] = {
     "gelu_codes": Cost(SMALL, 40),
     "group_partials": Cost(NORMS, 4, summed=True),
     "group_norm_codes": Cost(NORMS, 40),
-    "layer_norm_codes": Cost(NORMS, 26, summed=True),
-    "sum_norm_codes": Cost(NORMS, 30, summed=True),
+    "layer_norm_codes": Cost(NORMS, 26),
+    "sum_norm_codes": Cost(NORMS, 30),
     "observe_columns": Cost(SMALL, 10, summed=True),
     "observe_pictures": Cost(SMALL, 10, summed=True),
 }
