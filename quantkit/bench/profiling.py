@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-_PRODUCTS = "gemm|conv|geglu|project_gelu"
+#: Formats in the names of quantkit's operations.
+_KINDS = "(fp8|int8|w4a8|w16)"
 #: Group -> what the names of its kernels (on a GPU) or operators (on a CPU) match. The first row
 #: that matches counts; what torch.compile fused is named after all that is in it, so fused
 #: kernels stand before the operators that they name.
 GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
-        ("quantkit products", rf"^({_PRODUCTS})_fp8|^quantkit::({_PRODUCTS})"),
-        ("quantize", r"^(quantize|gelu_codes)_fp8|^quantkit::(quantize|gelu_codes)"),
-        ("norms", r"^triton_.*norm|(layer|sum|group)_norm|rowwise_?moments|rms_?norm|welford"),
+        ("quantkit products", rf"^(quantkit::)?((gemm|conv|geglu)_{_KINDS}|project_)"),
+        ("quantize", rf"^(quantkit::)?(quantize|gelu_codes)_{_KINDS}"),
+        ("norms", r"^triton_.*norm|(layer|sum|group)_norm|group_partials|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),
-        ("attention", r"flash|fmha|attention|softmax"),
+        ("attention", r"flash|fmha|attention|softmax|(head|value|stream)_codes|joint_heads"),
         ("convolutions", r"conv|fprop|winograd|nchwto|nhwcto"),
         ("library products", r"gemm|nvjet|cublas|cutlass|splitk|::(add|b|ba)?mm$|linear|scaled_mm"),
         ("elementwise and copies", r""),

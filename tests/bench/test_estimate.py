@@ -19,17 +19,10 @@ from quantkit.bench.denoisers import DENOISERS, Denoiser, build_denoiser, find_d
 from quantkit.bench.estimate import run as running
 from quantkit.bench.estimate.cards import CARDS, find_card
 from quantkit.bench.estimate.cost import BOUNDS, time_kernels
-from quantkit.bench.estimate.kernels import (
-    NORMS,
-    PRODUCTS,
-    SMALL,
-    Kernel,
-    fused,
-    separate,
-    with_layout_copies,
-)
+from quantkit.bench.estimate.groups import NORMS, PRODUCTS, SMALL
+from quantkit.bench.estimate.kernels import Kernel, fused, separate, with_layout_copies
 from quantkit.bench.estimate.models import trace_contender
-from quantkit.bench.estimate.operators import Product
+from quantkit.bench.estimate.products import Product
 from quantkit.bench.estimate.run import estimate_step
 from quantkit.bench.estimate.tracing import View, trace
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
@@ -162,7 +155,7 @@ def test_a_chain_between_products_is_one_kernel():
         y = x @ w
         return functional.layer_norm(functional.silu(y) * 2 + x, (16,)) @ w
 
-    first, chain, last = fused(trace(step).calls, quantizing=True)
+    first, chain, last = fused(trace(step).calls)
     assert (first.group, chain.group, last.group) == (PRODUCTS, NORMS, PRODUCTS)
     # Reads y and x, writes what is multiplied: what stands between them stays in registers.
     assert chain.nbytes == 3 * 2 * 4 * 16
@@ -175,7 +168,7 @@ def test_no_kernel_waits_for_itself():
         before = x * 2
         return (before @ w) + before
 
-    assert names(fused(trace(step).calls, quantizing=True)) == [
+    assert names(fused(trace(step).calls)) == [
         ("aten.mul",), ("aten.mm",), ("aten.add",)
     ]  # fmt: skip
 
@@ -186,13 +179,13 @@ def test_a_group_norm_reads_its_picture_twice():
     kernels = separate([call])
     assert [kernel.group for kernel in kernels] == [NORMS, NORMS]
     assert sum(kernel.nbytes for kernel in kernels) > 3 * x.numel() * 2
-    assert len(fused([call], quantizing=True)) == 2
+    assert len(fused([call])) == 2
 
 
 def test_fused_kernels_are_fewer_and_move_less(tiny):
     calls = trace_contender(tiny, MODEL_CONTENDERS["fp8-static"], TINY, RDNA4).trace.calls
     one_by_one, compiled, with_quantizing = (
-        separate(calls), fused(calls, quantizing=False), fused(calls, quantizing=True)
+        separate(calls), fused(calls, quantizing=False), fused(calls)
     )  # fmt: skip
     kernels = (one_by_one, compiled, with_quantizing)
     moved = [sum(kernel.nbytes for kernel in found) for found in kernels]

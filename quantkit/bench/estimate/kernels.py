@@ -181,9 +181,9 @@ def _is_long(call: Call) -> bool:
 
 def _once(views: Sequence[View]) -> tuple[View, ...]:
     """Return views of which none is read twice: the same elements in another shape are one."""
-    found: dict[tuple[int, int], View] = {}
+    found: dict[tuple[int, int, int], View] = {}
     for view in views:
-        found.setdefault((view.storage, view.elements), view)
+        found.setdefault((view.storage, view.start, view.elements), view)
     return tuple(found.values())
 
 

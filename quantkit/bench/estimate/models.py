@@ -69,32 +69,27 @@ def trace_contender(
     model = _build(denoiser)
     if contender.variant is not None:
         _pack(model, contender.variant)
+    if settings.fuse_projections:
+        with _Alike():
+            model.fuse_qkv_projections()  # type: ignore[operator]
     static = _head_shapes(model) if contender.attention else {}
     head_scales.install(model, static)
     with FakeTensorMode(allow_non_fake_inputs=True), supposing(arch), torch.no_grad():
         _move(model)
-        with _Alike():
-            _install(model, contender, settings, static)
+        if contender.attention:
+            _quantize_attention(model, contender.attention, settings.min_keys, static)
         inputs = make_inputs(model, settings.batch, settings.size, _DEVICE)
         with as_compiled() if contender.compiled else nullcontext():
             found = _trace(model, inputs, contender, settings)
         return Traced(contender, found, _bytes_of(model))
 
 
-def _install(
-    model: nn.Module,
-    contender: ModelContender,
-    settings: ModelBenchSettings,
-    static: Mapping[str, HeadShape],
+def _quantize_attention(
+    model: nn.Module, qk_format: str, min_keys: int, static: Mapping[str, HeadShape]
 ) -> None:
-    """Let a model compute what it computes once it is loaded."""
-    if contender.variant is not None:
-        installing.install(model)
-    if settings.fuse_projections:
-        model.fuse_qkv_projections()  # type: ignore[operator]
-    if contender.attention:
-        packed = PackedAttention(contender.attention, settings.min_keys, static=static)
-        attention.install(model, packed)
+    """Let attention multiply codes, of static scales as a packed model has them."""
+    attention.install(model, PackedAttention(qk_format, min_keys, static=static))
+    with _Alike():
         coded_projections.install(model)
 
 
@@ -185,8 +180,10 @@ def _pack(model: nn.Module, variant: PackedVariant) -> None:
         recipe = Source(Path(folder), model, lambda: None, silent).recipe(variant)
         plans = plan_layers(component, recipe, calibrated=True, masked=_masked(component, recipe))
     schemes = ((p.layer.name, p.layer.name, p.scheme) for p in plans if p.scheme is not None)
-    for layer in replace_layers(model, schemes).values():
-        layer.eval()
+    replace_layers(model, schemes)
+    model.eval()
+    with _Alike():
+        installing.install(model)
 
 
 def _masked(component: Component, recipe: Any) -> list[str]:

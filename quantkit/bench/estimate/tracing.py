@@ -32,6 +32,8 @@ class View:
     elements: int
     item_bytes: int
     shape: tuple[int, ...]
+    #: elements of the memory before it: parts of one tensor differ in this alone
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +147,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._seen.append(storage)
         steps = zip(t.shape, t.stride(), strict=True)
         elements = prod(size for size, step in steps if step or size == 0)
-        return View(storage._cdata, elements, t.element_size(), tuple(t.shape))  # noqa: SLF001
+        key = storage._cdata  # noqa: SLF001  what tells memory without addresses apart
+        return View(key, elements, t.element_size(), tuple(t.shape), int(t.storage_offset()))
 
 
 class _Outside:
