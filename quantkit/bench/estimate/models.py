@@ -26,6 +26,7 @@ from quantkit.device.archs import Arch
 from quantkit.device.choosing import supposing
 from quantkit.errors import ModelError
 from quantkit.inference import attention, coded_projections, head_scales, installing
+from quantkit.inference.head_factors import fix_factors
 from quantkit.inference.quantizing import replace_layers
 from quantkit.models.attention import attention_modules, why_kept
 from quantkit.models.layer_plan import plan_layers
@@ -91,6 +92,11 @@ def _quantize_attention(
     attention.install(model, PackedAttention(qk_format, min_keys, static=static))
     with _Alike():
         coded_projections.install(model)
+    for name in static:
+        module = model.get_submodule(name)
+        # What a first step makes, and later ones find.
+        if (found := head_scales.scales_of(module)) is not None:
+            fix_factors(module, found.scales, qk_format)
 
 
 @contextmanager
@@ -111,7 +117,7 @@ def _trace(
     settings: ModelBenchSettings,
 ) -> Trace:
     try:
-        return trace(lambda: model(**inputs), tree_leaves(inputs) if contender.replayed else ())
+        return trace(lambda: model(**inputs), () if contender.compiled else tree_leaves(inputs))
     except (*REFUSALS, LookupError, ArithmeticError) as error:
         where = f"--batch {settings.batch} and --size {settings.size}"
         raise ModelError(

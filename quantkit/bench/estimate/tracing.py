@@ -82,7 +82,7 @@ def trace(step: Callable[[], object], kept: Iterable[object] = ()) -> Trace:
 
     Args:
         step: on tensors of a FakeTensorMode that holds, or of the meta device.
-        kept: inputs of a recorded step, of which it computes nothing that layers keep.
+        kept: inputs that are the same at every step: what layers keep of them is not computed.
     """
     recorder = _Recorder()
     with torch.no_grad(), _Attention(recorder), keeping(_Outside(recorder, kept)), recorder:
@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 class _Outside:
-    """Leaves out what layers make of a recorded step's own inputs: that is not in its graph."""
+    """Leaves out what layers make of inputs that are the same at every step, and keep."""
 
     def __init__(self, recorder: _Recorder, inputs: Iterable[object]) -> None:
         self._recorder = recorder
