@@ -201,7 +201,7 @@ def products_of(card: Card, run: Run, model: str) -> Iterator[tuple]:
 def _took(kernels: list[dict]) -> dict[str, float]:
     found = defaultdict[str, float](float)
     for kernel in kernels:
-        if own := re.match(r"[a-z]+_(fp8|int8|w4a8)(_sparse)?(_residual)?", kernel["name"]):
+        if own := re.match(r"[a-z_]+_(fp8|int8|w4a8)(_sparse)?(_residual)?", kernel["name"]):
             found[own.group()] += kernel["ms"]
     return found
 

@@ -17,7 +17,7 @@ GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     for name, pattern in (
         ("quantkit products", rf"^(quantkit::)?((gemm|conv|geglu)_{_KINDS}|project_)"),
         ("quantize", rf"^(quantkit::)?(quantize|gelu_codes)_{_KINDS}"),
-        ("norms", r"^triton_.*norm|(layer|sum|group)_norm|group_partials|rowwise_?moments|rms_?norm|welford"),
+        ("norms", r"^triton_.*norm|(layer|sum|group|rms)_?norm|group_partials|_?moments|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),
         ("attention", r"flash|fmha|attention|softmax|(head|value|stream)_codes|joint_heads"),
         ("convolutions", r"conv|fprop|winograd|nchwto|nhwcto"),

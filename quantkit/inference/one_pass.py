@@ -16,9 +16,7 @@ def has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _has_kernel(
-    op: str, device: str, k: int, asked: Backend | None, arch: Arch | None
-) -> bool:
+def _has_kernel(op: str, device: str, k: int, asked: Backend | None, arch: Arch | None) -> bool:
     del asked, arch
     where = torch.device(device)
     return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.bench.denoiser_inputs import make_inputs
 from quantkit.bench.denoisers import DENOISERS, Denoiser, build_denoiser, find_denoiser
-from quantkit.bench.estimate import run as running
 from quantkit.bench.estimate.cards import CARDS, find_card
 from quantkit.bench.estimate.cost import BOUNDS, time_kernels
 from quantkit.bench.estimate.groups import NORMS, PRODUCTS, PROFILED, SMALL

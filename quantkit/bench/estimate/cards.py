@@ -67,12 +67,15 @@ class Card:
         return self.device.startswith("sm_")
 
 
-# Of the H200 and the H100. Products: docs/notes/kernels.md, Hopper, and its costs
-# (device/hopper/choice.py): c128x160's K step is 0.76 of the peak, c128x192's of 2:4 0.49, int8's
-# c128x256's 0.85; F.linear's at 4608x12288x3072 to 4608x3072x15360 0.71 to 0.79, at 8192^3 0.64.
-# Convolutions in 16 bit: cuDNN, the same document, 0.50 to 0.60 of whole rounds. Attention: cuDNN's
-# and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128 columns (arXiv 2407.08608,
-# figure 5); on codes assumed, from 16 bit's rate to the paper's in FP8.
+# Of the H200 and the H100. Products, also in 16 bit: the kernels of steps of SDXL and a quarter of
+# FLUX on an H200 (docs/notes/results/h200-step-*.json, read by docs/measure_estimate.py), between
+# those that run alone (docs/notes/results/h200-products.json: 0.63 to 0.74 of the peak of FP8, 0.34
+# to 0.42 of 2:4, the end of a tile included) and what the K step of the best tile allows
+# (device/hopper/choice.py: 0.76, 2:4 0.49, int8 0.85). int8's convolutions as FP8's. Fast sums: the
+# same files. Attention: cuDNN's and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128
+# columns (arXiv 2407.08608, figure 5); on codes of 64 columns the step's 46 us; others assumed,
+# from 16 bit's rate to the paper's in FP8. Scattered: torch.cat and copies of the same steps, 0.7
+# to 1.4 TB/s.
 # Times of small kernels: those of an uncompiled SDXL on an H200, bytes at 4.2 TB/s taken
 # off (docs/notes/results/h200-sdxl.json: 701 quantize 2.63 ms and 6.1 GB, 210 layer norms 1.87 ms
 # and 2.5 GB); gap: its device idle by kernel, 1.0 us. Copy of 1 GB: 0.88 of the bandwidth.
@@ -149,7 +152,7 @@ _ADA = Efficiency(
 # 16 bit: hipBLASLt at 8192 to 16384, 113 to 128 of 195 TFLOP/s; MIOpen's convolutions: not measured
 # by anybody. torch's attention: 79 and 104 TFLOP/s of heads of 64 and 128; on codes: check's
 # 0.68 and 0.74 without latencies, and 132 TFLOP/s of a public kernel with 128. Times of small
-# kernels, gaps, and what 64 MB of Infinity Cache give: assumed.
+# kernels, gaps, what torch's copies reach, and what 64 MB of Infinity Cache give: assumed.
 _RDNA4 = Efficiency(
     products={
         ("linear", "f16", False): (0.50, 0.66),

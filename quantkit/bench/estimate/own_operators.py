@@ -41,7 +41,7 @@ def own_product(operator: str, args: Sequence[Any]) -> Product | None:
     if read is None:
         return None
     # Lists of numbers come from torch, and are no keys.
-    given = [tuple(arg) if type(arg) is list else arg for arg in args]
+    given: list[Any] = [tuple(arg) if type(arg) is list else arg for arg in args]
     problem = op.check(op, tuple(given[: op.inputs]), tuple(given[op.inputs :]))
     return read(op, problem.sizes)
 
@@ -67,9 +67,7 @@ def _attention(op: Op, sizes: dict[str, int]) -> Product:
     # With probabilities in 16 bit most of the time is theirs.
     precision = "f16" if op.family == "attention_f16" else _precision(op)
     columns = sizes["k"]
-    return Product.attention(
-        sizes["n"], sizes["m"], sizes["keys"], columns, columns, precision
-    )
+    return Product.attention(sizes["n"], sizes["m"], sizes["keys"], columns, columns, precision)
 
 
 def _precision(op: Op) -> str:
