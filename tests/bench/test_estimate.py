@@ -20,7 +20,7 @@ from quantkit.bench.estimate.cards import CARDS, find_card
 from quantkit.bench.estimate.cost import BOUNDS, time_kernels
 from quantkit.bench.estimate.groups import NORMS, PRODUCTS, PROFILED, SMALL
 from quantkit.bench.estimate.kernels import Kernel, fused, separate, with_layout_copies
-from quantkit.bench.estimate.models import trace_contender
+from quantkit.bench.estimate.models import as_compiled, trace_contender
 from quantkit.bench.estimate.products import Product
 from quantkit.bench.estimate.run import estimate_step
 from quantkit.bench.estimate.tracing import View, trace
@@ -29,8 +29,10 @@ from quantkit.bench.model_result import ModelBenchSettings
 from quantkit.cli.bench_model import model_command
 from quantkit.device.archs import arch_of_device
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, supposing
+from quantkit.device.choosing import choose, least_keys, supposing, why_on_request
 from quantkit.errors import InputError, ModelError
+from quantkit.inference.norm_codes import sums_pay
+from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import OPERATORS
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
@@ -342,6 +344,29 @@ def test_kernels_are_supposed_inside_the_block_alone():
         assert "RDNA3" in choose("attention_fp8", cuda, k=64).reason
     if not torch.cuda.is_available():
         assert choose("attention_fp8", cuda, k=64).backend is Backend.REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "sums"), [("gfx1201", False, True), ("sm_90", True, False)]
+)
+def test_what_a_device_decides_is_decided_for_the_supposed_one(device, asked, sums):
+    cuda = torch.device("cuda")
+    with supposing(arch_of_device(device)):
+        assert bool(why_on_request("attention_fp8", cuda)) is asked
+        assert least_keys(cuda, 64) == (512 if asked else None)
+        assert sums_pay() is sums
+        assert has_kernel("gelu_codes_fp8", "cuda", 64, None)
+    if not torch.cuda.is_available():
+        assert not has_kernel("gelu_codes_fp8", "cuda", 64, None)
+
+
+def test_modules_are_compiled_inside_the_block_alone():
+    usual = torch.compiler.is_compiling
+    with pytest.raises(InputError), as_compiled():
+        assert torch.compiler.is_compiling()
+        raise InputError("no step")
+    assert torch.compiler.is_compiling is usual
+    assert not torch.compiler.is_compiling()
 
 
 def rows(denoiser, *contenders, card="gfx1201", settings=TINY):
