@@ -210,7 +210,7 @@ def _takes(
     card: Card, denoiser: Denoiser, contender: ModelContender, settings: ModelBenchSettings
 ) -> dict[str, Span]:
     traced = trace_contender(denoiser, contender, settings, arch_of_device(card.device))
-    kernels = kernels_of(traced.trace, contender, settings)
+    kernels = kernels_of(traced.trace, contender, settings, card)
     found = defaultdict(lambda: Span(0.0, 0.0))
     for low, high in zip(*(time_kernels(kernels, card, side) for side in (1, 0)), strict=True):
         found[low.kernel.names[0].partition(".")[2]] += Span(low.us / 1e3, high.us / 1e3)

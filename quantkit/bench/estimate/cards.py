@@ -63,7 +63,7 @@ class Card:
 
     @property
     def is_nvidia(self) -> bool:
-        """True where torch.compile writes the quantizing of inputs (inference/fusing)."""
+        """True where convolutions in 16 bit are cuDNN's."""
         return self.device.startswith("sm_")
 
 

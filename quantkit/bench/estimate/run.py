@@ -62,7 +62,7 @@ def _estimate(
     traced = trace_contender(denoiser, contender, settings, arch)
     if contender.attention and not traced.trace.has_quantized_attention:
         return EstimateRow(contender.name, why_attention_is_torchs(settings.min_keys))
-    kernels = kernels_of(traced.trace, contender, settings)
+    kernels = kernels_of(traced.trace, contender, settings, card)
     low, high = (time_kernels(kernels, card, side) for side in (1, 0))
     groups = (*_groups(low, high), _launches(kernels, card))
     device = sum((group.ms for group in groups), Span(0, 0))
@@ -82,13 +82,14 @@ def _why_not(contender: ModelContender, arch: Arch) -> str:
 
 
 def kernels_of(
-    trace: Trace, contender: ModelContender, settings: ModelBenchSettings
+    trace: Trace, contender: ModelContender, settings: ModelBenchSettings, card: Card
 ) -> tuple[Kernel, ...]:
     """Return the kernels of a contender's step, in their order."""
     if contender.compiled:
         return tuple(_summed(kernel, contender) for kernel in fused(trace.calls))
     kernels = tuple(_summed(kernel, contender) for kernel in separate(trace.calls))
-    return kernels if settings.channels_last else with_layout_copies(kernels)
+    copies = card.is_nvidia and not settings.channels_last
+    return with_layout_copies(kernels) if copies else kernels
 
 
 def _summed(kernel: Kernel, contender: ModelContender) -> Kernel:
