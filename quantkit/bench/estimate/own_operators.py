@@ -87,6 +87,7 @@ COSTS: Mapping[str, Cost] = {
     "project_values": Cost(PRODUCTS, product=_gemm),
     "project_heads": Cost(PRODUCTS, product=_gemm),
     "attention": Cost(ATTENTION, product=_attention),
+    "attention_codes": Cost(ATTENTION, product=_attention),
     "attention_f16": Cost(ATTENTION, product=_attention),
     "head_codes": Cost(ATTENTION, 30),
     "value_codes": Cost(ATTENTION, 20),
