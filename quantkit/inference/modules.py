@@ -172,7 +172,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
             (M, L + N) uint8 codes.
         """
         rows = None if beside is None else beside.reshape(-1, beside.shape[-1])
-        weights = (*self._stored(), self._weight("weight_scale"), self._bias(x.dtype))
+        weights = (*self.stored(), self._weight("weight_scale"), self._bias(x.dtype))
         kinds = (self.scheme.input.name, self.scheme.codes.name)
         project = operator_for("project_gelu", *kinds, sparse=self.scheme.sparsity is not None)
         codes: Tensor = project(

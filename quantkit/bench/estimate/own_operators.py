@@ -82,6 +82,7 @@ COSTS: Mapping[str, Cost] = {
     "conv": Cost(PRODUCTS, product=_conv),
     "conv_residual": Cost(PRODUCTS, product=_conv),
     "geglu": Cost(PRODUCTS, product=_gemm),
+    "project_gelu": Cost(PRODUCTS, product=_gemm),
     "gemm_w16": Cost(PRODUCTS, product=_weight_only),
     "project_codes": Cost(PRODUCTS, product=_gemm),
     "project_values": Cost(PRODUCTS, product=_gemm),
