@@ -41,6 +41,12 @@ KERNELS = (
         "outputs and their gates.",
     ),
 )
+_IN_A_ROW = (
+    "--compile blocks --graph --profile --in-a-row 20 --attention e4m3fn --static-scales "
+    "--contenders f16-compiled --contenders fp8-static-replayed "
+    "--contenders sparse-static-replayed --contenders fp8-static-fast-replayed "
+    "--contenders sparse-static-fast-replayed"
+)
 MODELS = (
     Run(
         "h200-sdxl.json",
@@ -84,6 +90,20 @@ MODELS = (
         "--contenders torchao-compiled --save h200-flux-quarter-fused.json",
         "diffusers keeps what it joined, too, in 16 bit and in torchao's; packed layers have it "
         "once.",
+    ),
+    Run(
+        "h200-step-sdxl.json",
+        "SDXL's UNet, twenty steps in a row",
+        f"quantkit bench model --config sdxl {_IN_A_ROW} --save h200-step-sdxl.json",
+        "float16 is compiled by blocks and replayed, packed models are replayed. Compared with "
+        "[estimates](../guides/benchmark.md#against-what-was-measured).",
+    ),
+    Run(
+        "h200-step-flux-quarter.json",
+        "A quarter of FLUX, twenty steps in a row",
+        f"quantkit bench model --config flux-quarter {_IN_A_ROW} "
+        "--save h200-step-flux-quarter.json",
+        "Likewise.",
     ),
 )
 
@@ -154,8 +174,10 @@ def _model_tables(found: dict[str, Any]) -> Iterator[str]:
     rows = [row for row in found["rows"] if row["timing"]]
     yield "One step, batch 2, latents 128x128. `error`: of the worst packed layer from `reference`;"
     yield "of others from float16.\n"
-    columns = ("", "ms", "p95", "host ms", "weights MB", "of float16", "peak MB", "error")
-    yield _table(columns, [list(_model_cells(row)) for row in rows])
+    in_a_row = any(row.get("in_a_row") for row in rows)
+    columns = ("", *("in a row, ms",) * in_a_row, "ms", "p95", "host ms", "weights MB",
+               "of float16", "peak MB", "error")  # fmt: skip
+    yield _table(columns, [list(_model_cells(row, in_a_row=in_a_row)) for row in rows])
     groups = dict.fromkeys(group for row in rows for group in row["profile"])
     profiles = [row for row in rows if row["profile"]]
     lines = [
@@ -166,9 +188,11 @@ def _model_tables(found: dict[str, Any]) -> Iterator[str]:
     yield _table(("", *(row["contender"] for row in profiles)), lines)
 
 
-def _model_cells(row: dict[str, Any]) -> Iterator[str]:
+def _model_cells(row: dict[str, Any], *, in_a_row: bool) -> Iterator[str]:
     timing = row["timing"]
     yield row["contender"]
+    if in_a_row:
+        yield f"{row['in_a_row']['p50_us'] / 1e3:.2f}"
     yield from (f"{timing[key] / 1e3:.2f}" for key in ("p50_us", "p95_us", "host_us"))
     yield f"{row['weight_bytes'] / 1e6:.0f}"
     yield f"{row['of_f16']:.1%}"

@@ -89,6 +89,11 @@ def why_not_used(qk_format: str, min_keys: int, seen: KernelLog) -> str:
     """
     if not qk_format or any(op == name_for("attention", qk_format) for op, _, _ in seen.calls):
         return ""
+    return why_attention_is_torchs(min_keys)
+
+
+def why_attention_is_torchs(min_keys: int) -> str:
+    """Return why a step ran no kernel of attention though there is one."""
     return (
         f"attention is torch's: no known processor had {min_keys} keys or more without a mask "
         "('quantkit doctor')"

@@ -62,9 +62,7 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
             for suffix, compiled, replayed in _WAYS
         ),
         *(
-            ModelContender(
-                f"{name}-fast{suffix}", compiled, variant, fast=True, replayed=replayed
-            )
+            ModelContender(f"{name}-fast{suffix}", compiled, variant, fast=True, replayed=replayed)
             for name, variant in (
                 ("fp8-static", PackedVariant(static=True)),
                 ("sparse-static", PackedVariant(sparse=True, static=True)),
@@ -77,7 +75,7 @@ MODEL_CONTENDERS: dict[str, ModelContender] = {
 
 #: What is estimated where nothing is named.
 ESTIMATED = (
-    "f16-compiled", "fp8-static-compiled", "sparse-static-compiled", "int8-static-compiled",
-    "f16", "fp8-static", "sparse-static",
+    "f16-compiled", "f16-replayed", "fp8-static-replayed", "sparse-static-replayed",
+    "int8-static-replayed", "fp8-static-compiled", "f16", "fp8-static",
 )  # fmt: skip
 assert set(ESTIMATED) <= set(MODEL_CONTENDERS), "no such contender"

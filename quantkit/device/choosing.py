@@ -40,6 +40,11 @@ def supposing(arch: Arch) -> Iterator[None]:
         _supposed.reset(token)
 
 
+def supposed() -> Arch | None:
+    """Return the target that GPUs are supposed to be of; None where they are what they are."""
+    return _supposed.get()
+
+
 def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False) -> Choice:
     """Choose the back end of one call.
 
@@ -78,10 +83,10 @@ def why_on_request(
         device: where the operands lie.
         made: what makes attention's codes in one launch, columns of a head, and keys.
     """
-    if device.type != "cuda" or forced() is not None or _supposed.get() is not None:
+    if device.type != "cuda" or forced() is not None:
         return ""
-    found = _state(device).device
-    return found.arch.why_on_request(find_op(op).family, made) if found else ""
+    arch = _arch_of(device)
+    return arch.why_on_request(find_op(op).family, made) if arch else ""
 
 
 def least_keys(device: torch.device, launch: OneLaunch, columns: int) -> int | None:
@@ -89,10 +94,8 @@ def least_keys(device: torch.device, launch: OneLaunch, columns: int) -> int | N
 
     None where it is not, or does not depend on that.
     """
-    if device.type != "cuda" or _supposed.get() is not None:
-        return None
-    found = _state(device).device
-    return found.arch.least_keys(launch, columns) if found else None
+    arch = _arch_of(device) if device.type == "cuda" else None
+    return arch.least_keys(launch, columns) if arch else None
 
 
 def shows_ends(op: str, device: torch.device, *, fast: bool) -> bool:
@@ -109,8 +112,8 @@ def shows_ends(op: str, device: torch.device, *, fast: bool) -> bool:
     row = find_op(op)
     if fast or row.sparse or "e4m3fn" not in row.words("QK_X_FORMAT") or device.type != "cuda":
         return False
-    found = None if _supposed.get() is not None else _state(device).device
-    return found is not None and found.arch.name == "sm_90a"
+    arch = _arch_of(device)
+    return arch is not None and arch.name == "sm_90a"
 
 
 @lru_cache(maxsize=4096)
@@ -128,10 +131,18 @@ def _why_not_here(device: torch.device, family: str) -> str:
         return host.why_unavailable()
     if device.type != "cuda":
         return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
-    if (supposed := _supposed.get()) is not None:
-        return supposed.why_without(family)
+    if (arch := supposed()) is not None:
+        return arch.why_without(family)
     state = _state(device)
     return state.problem or (state.device.arch.why_without(family) if state.device else "")
+
+
+def _arch_of(device: torch.device) -> Arch | None:
+    """Return the target of a GPU, supposed or its own; None where it is not trusted."""
+    if (arch := supposed()) is not None:
+        return arch
+    found = _state(device).device
+    return found.arch if found else None
 
 
 def _state(device: torch.device) -> "DeviceState":

@@ -18,19 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import (
-    attention,
-    coded_projections,
-    dequantizing,
-    feed_forward,
-    group_norms,
-    head_scales,
-    methods,
-    projections,
-    prompts,
-    rotated,
-    unet_ends,
-)
+from quantkit.inference import dequantizing, head_scales, installing
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
@@ -177,16 +165,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         self._hashing = Hashing(())
         # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
-        methods.install(model)
-        projections.install(model)
-        feed_forward.install(model)
-        group_norms.install(model)
-        unet_ends.install(model)
-        prompts.install(model)
-        _install_blocks(model)
-        attention.install(model, self.packed.attention)
-        coded_projections.install(model)
-        rotated.install(model, self.packed.rotated)
+        installing.install(model, self.packed.attention, self.packed.rotated)
         return model
 
     def _dequantize(self, model: Any) -> nn.Module:
@@ -223,14 +202,6 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
     def is_compileable(self) -> bool:
         """True: the operators have fake implementations."""
         return True
-
-
-def _install_blocks(model: nn.Module) -> None:
-    # The classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference import normed_blocks, up_blocks
-
-    normed_blocks.install(model)
-    up_blocks.install(model)
 
 
 def register(module: ModuleType) -> None:

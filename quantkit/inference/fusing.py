@@ -8,6 +8,8 @@ differ from the operator's where the compiler's division is a last place off.
 import torch
 from torch import Tensor
 
+from quantkit.device.archs import Toolchain
+from quantkit.device.choosing import supposed
 from quantkit.inference.normed import Normed
 
 #: NVIDIA's first compute capability with instructions that convert to FP8.
@@ -25,6 +27,8 @@ def is_fused(x: Tensor | Normed) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _converts(index: int) -> bool:
+    if (arch := supposed()) is not None:
+        return arch.toolchain is Toolchain.NVRTC
     return torch.version.cuda is not None and (
         torch.cuda.get_device_capability(index) >= _FIRST_FP8
     )

@@ -15,6 +15,8 @@ from quantkit.pipelines.versions import Version, same_versions, version_of
 
 #: Where the child with the scales keeps them.
 _KEPT = "quantkit_factors"
+#: And those of a model without numbers, which change no more than they are there.
+_FIXED = "quantkit_fixed_factors"
 
 
 class Kept:
@@ -43,6 +45,12 @@ class Kept:
         return Kept, ()
 
 
+def fix_factors(module: Any, scales: AttentionScales, qk_format: str) -> None:
+    """Make the factors of a module whose scales are fake, for all steps that are traced."""
+    made = head_factors(scales, scales.head_size, qk_format)
+    vars(getattr(module, CHILD)).setdefault(_FIXED, {})[qk_format] = made
+
+
 def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFactors | None:
     """Return what codes of a module's heads are made with; None where a call is traced.
 
@@ -51,8 +59,11 @@ def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFact
         scales: static ones.
         qk_format: of queries and keys.
     """
-    if not is_unseen(scales.key_mean):
-        return None
     child = getattr(module, CHILD)
+    if torch.compiler.is_compiling():
+        return None
+    if not is_unseen(scales.key_mean):
+        fixed: dict[str, HeadFactors] = vars(child).get(_FIXED, {})
+        return fixed.get(qk_format)
     kept: Kept = vars(child).setdefault(_KEPT, Kept())
     return kept.find(scales, qk_format)

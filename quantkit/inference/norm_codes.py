@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quantkit.device.archs import Toolchain
 from quantkit.device.backends import forced
+from quantkit.device.choosing import supposed
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
@@ -71,7 +73,8 @@ def sums_pay() -> bool:
 
     On an H200 SDXL's step takes 1.3 ms longer with it, so NVIDIA's cards add first.
     """
-    return torch.version.hip is not None
+    arch = supposed()
+    return torch.version.hip is not None if arch is None else arch.toolchain is Toolchain.CLANG
 
 
 def layer_normed(

@@ -4,15 +4,20 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.device.archs import Arch
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, shows_ends
+from quantkit.device.choosing import choose, shows_ends, supposed
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=1024)
 def has_kernel(op: str, device: str, k: int, asked: Backend | None) -> bool:
     """Tell whether a kernel runs; ``asked`` is what ``choose`` finds for itself."""
-    del asked
+    return _has_kernel(op, device, k, asked, supposed())
+
+
+@lru_cache(maxsize=1024)
+def _has_kernel(op: str, device: str, k: int, asked: Backend | None, arch: Arch | None) -> bool:
+    del asked, arch
     where = torch.device(device)
     return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU
 

@@ -104,7 +104,7 @@ class PromptLinear(PackedLinear):
             return super().forward(input)
         if (y := kept_result(self, input, partial(super().forward, input))) is not None:
             return y
-        if _is_recorded(input):
+        if type(input) is not Tensor or _is_recorded(input):
             return super().forward(input)
         entry = kept.find(input)
         y = None if entry is None else entry.found(self)
@@ -167,9 +167,8 @@ def _may_keep(layer: PromptLinear, x: Tensor) -> bool:
     """Tell whether this call's result may be kept, and one that is kept may be given."""
     if layer.training or torch.is_grad_enabled() or is_watched(layer):
         return False
-    # An inference tensor counts no versions; a fake one has no address.
-    counted = type(x) is Tensor and not (torch.is_inference_mode_enabled() or x.is_inference())
-    return counted and not x.is_meta
+    # An inference tensor counts no versions.
+    return not (torch.is_inference_mode_enabled() or x.is_inference() or x.is_meta)
 
 
 def _is_recorded(x: Tensor) -> bool:

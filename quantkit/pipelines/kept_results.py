@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -28,6 +29,13 @@ class _Result:
     y: Tensor
     version: int
     weights: tuple[Tensor, ...]
+
+
+class Keeping(Protocol):
+    """What layers may offer results to."""
+
+    def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+        """Return what a layer makes of ``x``; None where that is not kept."""
 
 
 class KeptResults:
@@ -58,6 +66,9 @@ class KeptResults:
 
     def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
         """Return what a layer makes of ``x``; None where that is not kept."""
+        # A fake one has no address.
+        if type(x) is not Tensor:
+            return None
         key = (id(layer), x.data_ptr(), x.shape, x.stride(), x.dtype)
         found = self._found.get(key)
         if not self._complete:
@@ -104,11 +115,11 @@ class KeptResults:
         return None if place is None or _count(x) != self._versions[place] else place
 
 
-_open: ContextVar[KeptResults | None] = ContextVar("quantkit_kept_results", default=None)
+_open: ContextVar[Keeping | None] = ContextVar("quantkit_kept_results", default=None)
 
 
 @contextmanager
-def keeping(results: KeptResults) -> Iterator[None]:
+def keeping(results: Keeping) -> Iterator[None]:
     """Let layers offer their results, and read them, within the body (in this thread)."""
     token = _open.set(results)
     try:

@@ -16,20 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.bench.denoiser_inputs import make_inputs
 from quantkit.bench.denoisers import DENOISERS, Denoiser, build_denoiser, find_denoiser
-from quantkit.bench.estimate import run as running
 from quantkit.bench.estimate.cards import CARDS, find_card
 from quantkit.bench.estimate.cost import BOUNDS, time_kernels
-from quantkit.bench.estimate.kernels import (
-    NORMS,
-    PRODUCTS,
-    SMALL,
-    Kernel,
-    fused,
-    separate,
-    with_layout_copies,
-)
-from quantkit.bench.estimate.models import trace_contender
-from quantkit.bench.estimate.operators import Product
+from quantkit.bench.estimate.groups import NORMS, PRODUCTS, PROFILED, SMALL
+from quantkit.bench.estimate.kernels import Kernel, fused, separate, with_layout_copies
+from quantkit.bench.estimate.models import as_compiled, trace_contender
+from quantkit.bench.estimate.products import Product
 from quantkit.bench.estimate.run import estimate_step
 from quantkit.bench.estimate.tracing import View, trace
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
@@ -37,8 +29,10 @@ from quantkit.bench.model_result import ModelBenchSettings
 from quantkit.cli.bench_model import model_command
 from quantkit.device.archs import arch_of_device
 from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose, supposing
+from quantkit.device.choosing import choose, least_keys, supposing, why_on_request
 from quantkit.errors import InputError, ModelError
+from quantkit.inference.norm_codes import sums_pay
+from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import OPERATORS
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
@@ -97,8 +91,9 @@ def test_joint_attention_is_counted_as_torch_counts_it(tiny_flux):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-static", "sparse-static", "int8", "w4a8-static"])
 def test_packed_layers_multiply_what_they_stand_for(tiny, name):
-    dense = trace_contender(tiny, MODEL_CONTENDERS["f16"], TINY, RDNA4)
-    packed = trace_contender(tiny, MODEL_CONTENDERS[name], TINY, RDNA4)
+    # Compiled, so that nothing is kept of the prompt.
+    dense = trace_contender(tiny, MODEL_CONTENDERS["f16-compiled"], TINY, RDNA4)
+    packed = trace_contender(tiny, MODEL_CONTENDERS[f"{name}-compiled"], TINY, RDNA4)
     assert packed.trace.flops == dense.trace.flops
     assert packed.weight_bytes < dense.weight_bytes
     own = [c.product for c in packed.trace.calls if c.product and c.name.startswith("quantkit.")]
@@ -162,7 +157,7 @@ def test_a_chain_between_products_is_one_kernel():
         y = x @ w
         return functional.layer_norm(functional.silu(y) * 2 + x, (16,)) @ w
 
-    first, chain, last = fused(trace(step).calls, quantizing=True)
+    first, chain, last = fused(trace(step).calls)
     assert (first.group, chain.group, last.group) == (PRODUCTS, NORMS, PRODUCTS)
     # Reads y and x, writes what is multiplied: what stands between them stays in registers.
     assert chain.nbytes == 3 * 2 * 4 * 16
@@ -175,7 +170,7 @@ def test_no_kernel_waits_for_itself():
         before = x * 2
         return (before @ w) + before
 
-    assert names(fused(trace(step).calls, quantizing=True)) == [
+    assert names(fused(trace(step).calls)) == [
         ("aten.mul",), ("aten.mm",), ("aten.add",)
     ]  # fmt: skip
 
@@ -186,20 +181,72 @@ def test_a_group_norm_reads_its_picture_twice():
     kernels = separate([call])
     assert [kernel.group for kernel in kernels] == [NORMS, NORMS]
     assert sum(kernel.nbytes for kernel in kernels) > 3 * x.numel() * 2
-    assert len(fused([call], quantizing=True)) == 2
+    assert len(fused([call])) == 2
 
 
 def test_fused_kernels_are_fewer_and_move_less(tiny):
     calls = trace_contender(tiny, MODEL_CONTENDERS["fp8-static"], TINY, RDNA4).trace.calls
-    one_by_one, compiled, with_quantizing = (
-        separate(calls), fused(calls, quantizing=False), fused(calls, quantizing=True)
-    )  # fmt: skip
-    kernels = (one_by_one, compiled, with_quantizing)
-    moved = [sum(kernel.nbytes for kernel in found) for found in kernels]
-    assert len(one_by_one) > len(compiled) > len(with_quantizing)
-    assert moved[0] > moved[1] > moved[2]
-    flops = {sum(k.product.flops for k in found if k.product) for found in kernels}
+    one_by_one, compiled = separate(calls), fused(calls)
+    assert len(one_by_one) > len(compiled)
+    moved = [sum(kernel.nbytes for kernel in found) for found in (one_by_one, compiled)]
+    assert moved[0] > moved[1]
+    flops = {sum(k.product.flops for k in found if k.product) for found in (one_by_one, compiled)}
     assert len(flops) == 1
+
+
+def names_of(denoiser, contender, arch, settings=TINY):
+    if isinstance(contender, str):
+        contender = MODEL_CONTENDERS[contender]
+    return [call.name for call in trace_contender(denoiser, contender, settings, arch).trace.calls]
+
+
+def test_norms_and_residuals_of_loaded_models_are_in_the_trace(tiny):
+    calls = names_of(tiny, "fp8-static-replayed", RDNA4)
+    norms = calls.count("quantkit.group_norm_codes_fp8")
+    assert norms == calls.count("quantkit.group_partials") > 0
+    for name in ("layer_norm_codes_fp8", "geglu_fp8", "gemm_fp8_residual", "conv_fp8_residual"):
+        assert f"quantkit.{name}" in calls, name
+
+
+def test_streams_of_loaded_models_are_joined_in_one_pass(tiny_flux):
+    calls = names_of(tiny_flux, "fp8-static-replayed", RDNA4)
+    assert {"quantkit.joint_heads", "quantkit.gelu_codes_fp8"} <= set(calls)
+    assert not any("rms_norm" in name for name in calls)
+
+
+@pytest.mark.parametrize(("device", "fuses"), [("gfx1201", False), ("sm_90", True)])
+def test_what_compile_fuses_depends_on_the_card(tiny, device, fuses):
+    calls = names_of(tiny, "fp8-static-compiled", arch_of_device(device))
+    assert ("quantkit.quantize_fp8_static" in calls) is not fuses
+    assert ("quantkit.sum_norm_codes_fp8" in calls) is not fuses
+    # The compiler's own norms and sums.
+    assert "aten.native_group_norm" in calls
+    assert not any("residual" in name for name in calls)
+
+
+@pytest.mark.parametrize("kind", ["fp8-static", "sparse-static", "int8"])
+@pytest.mark.parametrize("how", ["", "-replayed"])
+def test_steps_leave_out_the_prompts_keys_and_values_that_layers_keep(tiny, kind, how):
+    plain, replayed = (
+        trace_contender(tiny, MODEL_CONTENDERS[f"{kind}{how}"], TINY, RDNA4).trace
+        for how in ("-compiled", how)
+    )
+    prompt = (tiny.config["cross_attention_dim"],)
+    kept = [c.product for c in plain.calls if c.product and (c.product.k,) == prompt]
+    assert plain.flops - replayed.flops == sum(
+        p.flops for p in kept if p.m == 77 * TINY.batch and p.kind == "linear"
+    )
+    assert plain.flops > replayed.flops
+
+
+def test_prompts_that_a_model_projects_are_computed_at_every_step():
+    pixart = DENOISERS["pixart"]
+    pixart = replace(pixart, config={**pixart.config, "num_layers": 1})
+    plain, replayed = (
+        trace_contender(pixart, MODEL_CONTENDERS[name], TINY, RDNA4).trace
+        for name in ("fp8-static-compiled", "fp8-static-replayed")
+    )
+    assert plain.flops == replayed.flops
 
 
 def test_cudnn_copies_pictures_with_channels_first(tiny):
@@ -299,10 +346,57 @@ def test_kernels_are_supposed_inside_the_block_alone():
         assert choose("attention_fp8", cuda, k=64).backend is Backend.REFERENCE
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "sums"), [("gfx1201", False, True), ("sm_90", True, False)]
+)
+def test_what_a_device_decides_is_decided_for_the_supposed_one(device, asked, sums):
+    cuda = torch.device("cuda")
+    with supposing(arch_of_device(device)):
+        assert bool(why_on_request("attention_fp8", cuda)) is asked
+        assert least_keys(cuda, 64) == (512 if asked else None)
+        assert sums_pay() is sums
+        assert has_kernel("gelu_codes_fp8", "cuda", 64, None)
+    if not torch.cuda.is_available():
+        assert not has_kernel("gelu_codes_fp8", "cuda", 64, None)
+
+
+def test_modules_are_compiled_inside_the_block_alone():
+    usual = torch.compiler.is_compiling
+    with pytest.raises(InputError), as_compiled():
+        assert torch.compiler.is_compiling()
+        raise InputError("no step")
+    assert torch.compiler.is_compiling is usual
+    assert not torch.compiler.is_compiling()
+
+
 def rows(denoiser, *contenders, card="gfx1201", settings=TINY):
     chosen = [MODEL_CONTENDERS[name] for name in contenders]
     result = estimate_step(denoiser, chosen, settings, find_card(card), silent)
     return {row.contender: row for row in result.rows}
+
+
+def test_replayed_steps_are_their_kernels_and_gaps(tiny):
+    found = rows(tiny, "f16", "f16-replayed")
+    assert found["f16-replayed"].host_ms is None
+    assert found["f16-replayed"].groups == found["f16"].groups
+    assert found["f16-replayed"].ms.high < found["f16"].ms.low
+
+
+def test_fast_sums_are_faster_on_hopper_alone(tiny):
+    names = ("fp8-static-replayed", "fp8-static-fast-replayed")
+    for card, faster in (("H200", True), ("gfx1201", False)):
+        accurate, fast = rows(tiny, *names, card=card, settings=replace(TINY, size=64)).values()
+        assert (fast.ms.low < accurate.ms.low) is faster
+
+
+def test_attention_is_torchs_where_hopper_does_not_pay(tiny_flux):
+    packed = MODEL_CONTENDERS["fp8-static-replayed"].with_attention("e4m3fn")
+    dense = MODEL_CONTENDERS["f16-replayed"].with_attention("e4m3fn")
+    settings = replace(TINY, min_keys=1)
+    found = estimate_step(tiny_flux, [packed, dense], settings, find_card("H100"), silent).rows
+    assert [row.ms for row in found] == [None, None]
+    assert "no known processor" in found[0].reason
+    assert "on Hopper" in found[1].reason
 
 
 def test_estimates_have_groups_that_sum_to_the_step(tiny):
@@ -362,6 +456,18 @@ def test_attention_on_codes_is_made_of_the_operators(tiny):
     assert found.flops >= plain.flops
 
 
+def test_what_follows_from_static_scales_is_made_once_and_not_in_a_step(tiny):
+    settings = replace(TINY, min_keys=1)
+    replayed, compiled = (
+        names_of(tiny, MODEL_CONTENDERS[name].with_attention("e4m3fn"), RDNA4, settings)
+        for name in ("fp8-static-replayed", "fp8-static-compiled")
+    )
+    assert "quantkit.attention_fp8_codes" in replayed
+    # A bound of the factors.
+    assert "aten.minimum" not in replayed
+    assert "aten.minimum" in compiled
+
+
 @pytest.mark.parametrize("name", ["sd3", "pixart", "sana", "zimage", "wan", "ltx"])
 def test_every_denoiser_is_traced(name):
     settings = ModelBenchSettings(batch=1, size=32)
@@ -376,33 +482,35 @@ def measured(name):
     return Denoiser(**config), found
 
 
-def test_a_trace_has_the_calls_of_a_run_on_a_card():
-    denoiser, run = measured("h200-sdxl")
-    wanted = run["fp8-static"]
-    settings, arch = ModelBenchSettings(2, 128), arch_of_device("sm_90")
-    found = trace_contender(denoiser, MODEL_CONTENDERS["fp8-static"], settings, arch)
-    calls = [call.name for call in found.trace.calls]
-    assert calls.count("quantkit.geglu_fp8") == wanted["calls"]["geglu_fp8 gpu"]
-    assert calls.count("quantkit.quantize_fp8_static") == wanted["calls"]["quantize_fp8_static gpu"]
-    # Convolutions of one pixel run as products.
-    both = ("gemm_fp8", "conv_fp8")
-    own = sum(calls.count(f"quantkit.{op}") for op in both)
-    assert own == sum(wanted["calls"][f"{op} gpu"] for op in both)
-    assert math.isclose(found.weight_bytes, wanted["weight_bytes"], rel_tol=1e-3)
-    row = running._estimate(
-        denoiser, MODEL_CONTENDERS["fp8-static-compiled"], settings, CARDS["H200"]
-    )
-    ms = run["fp8-static-compiled"]["timing"]["p50_us"] / 1e3
-    assert row.ms.middle == pytest.approx(ms, rel=0.2)
+CASES = {
+    "h200-step-sdxl": ("fp8-static-replayed",),
+    "h200-step-flux-quarter": ("f16-compiled", "fp8-static-replayed", "sparse-static-replayed"),
+}
 
 
-def test_estimates_are_within_a_fifth_of_what_was_measured():
-    denoiser, run = measured("h200-flux-quarter")
-    names = ("f16-compiled", "fp8-static-compiled", "sparse-static-compiled")
-    found = rows(denoiser, *names, card="H200", settings=ModelBenchSettings(2, 128))
-    for name in names:
-        ms = run[name]["timing"]["p50_us"] / 1e3
-        assert found[name].ms.middle == pytest.approx(ms, rel=0.2), name
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file, names in CASES.items() for name in names]
+)
+def test_estimates_are_within_a_fifth_of_what_was_measured(file, name):
+    denoiser, run = measured(file)
+    (row,) = rows(denoiser, name, card="H200", settings=ModelBenchSettings(2, 128)).values()
+    assert row.ms.middle == pytest.approx(run[name]["in_a_row"]["p50_us"] / 1e3, rel=0.2)
+    products = next(group for group in row.groups if group.group == PRODUCTS)
+    profile = run[name]["profile"]
+    ms = sum(profile.get(group, 0.0) for group in PROFILED[PRODUCTS])
+    assert products.ms.middle == pytest.approx(ms, rel=0.2)
+
+
+def test_a_trace_has_the_weights_and_launches_of_a_run_on_a_card():
+    denoiser, run = measured("h200-step-sdxl")
+    contender = MODEL_CONTENDERS["fp8-static-replayed"].with_attention("e4m3fn")
+    settings, wanted = ModelBenchSettings(2, 128), run[contender.name]
+    found = trace_contender(denoiser, contender, settings, arch_of_device("sm_90"))
+    assert found.weight_bytes == wanted["weight_bytes"]
+    # A profile names the longest kernels, and what clears memory for some.
+    kernels = [k for k in wanted["kernels"] if not k["name"].startswith("Mem")]
+    launches = sum(kernel["calls"] for kernel in kernels)
+    assert len(found.trace.calls) == pytest.approx(launches, rel=0.1)
 
 
 def test_the_command_prints_saves_and_refuses(tiny, tmp_path):

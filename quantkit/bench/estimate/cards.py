@@ -21,10 +21,14 @@ class Efficiency:
     products: Mapping[tuple[str, str, bool], Range]
     #: (precision, columns of a head up to) -> share
     attention: Mapping[tuple[str, int], Range]
+    #: how many times as much under ``fast_sums``, by precision and 2:4; 1 where it is not named
+    fast: Mapping[tuple[str, bool], float]
     #: summands by whose products the start and the end of a tile are as long, by precision
     fixed_k: Mapping[tuple[str, bool], float]
     #: of the bandwidth
     memory: Range
+    #: of the bandwidth, where torch joins, repeats or copies what lies in pieces
+    scattered: Range
     #: how much faster bytes are read that the last-level cache still holds
     cache: Range
     #: microseconds of a kernel before its work and after: products, elementwise, sums over rows
@@ -59,42 +63,47 @@ class Card:
 
     @property
     def is_nvidia(self) -> bool:
-        """True where torch.compile writes the quantizing of inputs (inference/fusing)."""
+        """True where convolutions in 16 bit are cuDNN's."""
         return self.device.startswith("sm_")
 
 
-# Of the H200 and the H100. Products: docs/notes/kernels.md, Hopper, and its costs
-# (device/hopper/choice.py): c128x160's K step is 0.76 of the peak, c128x192's of 2:4 0.49, int8's
-# c128x256's 0.85; F.linear's at 4608x12288x3072 to 4608x3072x15360 0.71 to 0.79, at 8192^3 0.64.
-# Convolutions in 16 bit: cuDNN, the same document, 0.50 to 0.60 of whole rounds. Attention: cuDNN's
-# and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128 columns (arXiv 2407.08608,
-# figure 5); on codes assumed, from 16 bit's rate to the paper's in FP8.
+# Of the H200 and the H100. Products, also in 16 bit: the kernels of steps of SDXL and a quarter of
+# FLUX on an H200 (docs/notes/results/h200-step-*.json, read by docs/measure_estimate.py), between
+# those that run alone (docs/notes/results/h200-products.json: 0.63 to 0.74 of the peak of FP8, 0.34
+# to 0.42 of 2:4, the end of a tile included) and what the K step of the best tile allows
+# (device/hopper/choice.py: 0.76, 2:4 0.49, int8 0.85). int8's convolutions as FP8's. Fast sums: the
+# same files. Attention: cuDNN's and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128
+# columns (arXiv 2407.08608, figure 5); on codes of 64 columns the step's 46 us; others assumed,
+# from 16 bit's rate to the paper's in FP8. Scattered: torch.cat and copies of the same steps, 0.7
+# to 1.4 TB/s.
 # Times of small kernels: those of an uncompiled SDXL on an H200, bytes at 4.2 TB/s taken
 # off (docs/notes/results/h200-sdxl.json: 701 quantize 2.63 ms and 6.1 GB, 210 layer norms 1.87 ms
 # and 2.5 GB); gap: its device idle by kernel, 1.0 us. Copy of 1 GB: 0.88 of the bandwidth.
 _HOPPER = Efficiency(
     products={
-        ("linear", "f16", False): (0.66, 0.78),
-        ("linear", "fp8", False): (0.72, 0.79),
-        ("linear", "fp8", True): (0.44, 0.52),
+        ("linear", "f16", False): (0.70, 0.84),
+        ("linear", "fp8", False): (0.68, 0.79),
+        ("linear", "fp8", True): (0.41, 0.50),
         ("linear", "int8", False): (0.72, 0.85),
         ("linear", "int8", True): (0.38, 0.46),
-        ("conv", "f16", False): (0.50, 0.66),
-        ("conv", "fp8", False): (0.66, 0.77),
-        ("conv", "fp8", True): (0.38, 0.46),
-        ("conv", "int8", False): (0.66, 0.80),
-        ("conv", "int8", True): (0.36, 0.44),
+        ("conv", "f16", False): (0.62, 0.82),
+        ("conv", "fp8", False): (0.53, 0.67),
+        ("conv", "fp8", True): (0.33, 0.42),
+        ("conv", "int8", False): (0.53, 0.70),
+        ("conv", "int8", True): (0.32, 0.41),
     },
     attention={
         ("f16", 64): (0.38, 0.43),
         ("f16", 128): (0.55, 0.64),
-        ("fp8", 64): (0.20, 0.40),
+        ("fp8", 64): (0.20, 0.28),
         ("fp8", 160): (0.28, 0.50),
         ("int8", 64): (0.20, 0.40),
         ("int8", 160): (0.28, 0.50),
     },
+    fast={("fp8", False): 1.08, ("fp8", True): 1.2},
     fixed_k={("f16", False): 150, ("fp8", False): 400, ("fp8", True): 740},
     memory=(0.85, 0.90),
+    scattered=(0.14, 0.30),
     cache=(1.0, 1.3),
     product_us=(2.5, 1.8),
     small_us=(2.2, 1.5),
@@ -125,8 +134,10 @@ _ADA = Efficiency(
         ("int8", 64): (0.30, 0.65),
         ("int8", 160): (0.35, 0.70),
     },
+    fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.85, 0.92),
+    scattered=(0.5, 0.8),
     cache=(1.0, 2.5),
     product_us=(3.0, 2.0),
     small_us=(2.5, 1.5),
@@ -141,7 +152,7 @@ _ADA = Efficiency(
 # 16 bit: hipBLASLt at 8192 to 16384, 113 to 128 of 195 TFLOP/s; MIOpen's convolutions: not measured
 # by anybody. torch's attention: 79 and 104 TFLOP/s of heads of 64 and 128; on codes: check's
 # 0.68 and 0.74 without latencies, and 132 TFLOP/s of a public kernel with 128. Times of small
-# kernels, gaps, and what 64 MB of Infinity Cache give: assumed.
+# kernels, gaps, what torch's copies reach, and what 64 MB of Infinity Cache give: assumed.
 _RDNA4 = Efficiency(
     products={
         ("linear", "f16", False): (0.50, 0.66),
@@ -163,8 +174,10 @@ _RDNA4 = Efficiency(
         ("int8", 64): (0.25, 0.52),
         ("int8", 160): (0.30, 0.63),
     },
+    fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.78, 0.90),
+    scattered=(0.25, 0.6),
     cache=(1.0, 2.5),
     product_us=(5.0, 2.5),
     small_us=(4.0, 2.0),
@@ -188,8 +201,10 @@ _RDNA3 = Efficiency(
         ("conv", "int8", True): (0.38, 0.72),
     },
     attention={("f16", 64): (0.30, 0.45), ("f16", 128): (0.36, 0.55)},
+    fast={},
     fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
     memory=(0.78, 0.90),
+    scattered=(0.25, 0.6),
     cache=(1.0, 2.5),
     product_us=(5.0, 2.5),
     small_us=(4.0, 2.0),

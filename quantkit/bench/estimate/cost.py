@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quantkit.bench.estimate.cards import Card
 from quantkit.bench.estimate.kernels import Kernel
-from quantkit.bench.estimate.operators import Product
+from quantkit.bench.estimate.products import Product
 from quantkit.device.geometry import ceil_div
 
 MATRIX, MEMORY, VECTOR, LAUNCH = "matrix rate", "bandwidth", "vector rate", "launch"
@@ -62,7 +62,8 @@ class _Cache:
 
 def _time(kernel: Kernel, card: Card, side: int, held: float) -> Timed:
     efficiency = card.efficiency
-    rate = card.gbs * efficiency.memory[side] * 1e3
+    share = efficiency.scattered if kernel.scattered else efficiency.memory
+    rate = card.gbs * share[side] * 1e3
     fresh = kernel.nbytes - held
     if kernel.twice and not side:
         # At best the second time is from a cache.
@@ -108,7 +109,8 @@ def _rounds_us(
 def _share(product: Product, card: Card, side: int) -> float:
     table = card.efficiency.products
     precision = "f16" if product.precision == "f32" else product.precision
-    return table[product.kind, precision, product.sparse][side]
+    more = card.efficiency.fast.get((precision, product.sparse), 1.0) if product.fast else 1.0
+    return more * table[product.kind, precision, product.sparse][side]
 
 
 def _attention_share(product: Product, card: Card, side: int) -> float:

@@ -10,26 +10,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from quantkit.bench.estimate.operators import Product
+from quantkit.bench.estimate.groups import ATTENTION, NORMS, PRODUCTS, SMALL
+from quantkit.bench.estimate.own_operators import Cost, cost_of
+from quantkit.bench.estimate.products import Product
 from quantkit.bench.estimate.tracing import Call, View
-
-PRODUCTS, ATTENTION, NORMS, SMALL = "products", "attention", "norms", "elementwise and copies"
-LAUNCHES = "launches"
-GROUPS = (PRODUCTS, ATTENTION, NORMS, SMALL, LAUNCHES)
 
 _GROUP_NORM = "aten.native_group_norm"
 _STATISTICS, _APPLIED = "group_norm statistics", "group_norm applied"
-_NORM = re.compile(r"norm|amax|aminmax|var_mean|softmax|quantize_\w+_token")
-#: Operators of quantkit that are plain PyTorch where torch.compile fuses them (inference/fusing).
-_QUANTIZE = "quantkit.quantize_"
-_SUMMED = re.compile(r"layer_norm|rms_norm|statistics|amax|softmax|_token")
+_NORM = re.compile(r"norm|amax|aminmax|var_mean|softmax")
+_SUMMED = re.compile(r"layer_norm|rms_norm|statistics|amax|softmax")
+#: What torch's own kernels do with an element a thread where rows are not one behind the other.
+_SCATTERED = {"aten.cat", "aten.clone", "aten.upsample_nearest2d"}
 #: Columns of a row that Inductor keeps in registers while it sums (its persistent reductions).
 _LONGEST_ROW = 1024
 
 #: Instructions of a vector unit for an element: polynomials and divisions as compilers write them
 #: out, conversions. The first name that is found counts; others have two.
-_INSTRUCTIONS = (("gelu", 30), ("silu", 16), ("quantize", 20), ("exp", 8), ("sin", 20), ("cos", 20),
-                 ("div", 8), ("statistics", 3), ("norm", 6), ("softmax", 16))  # fmt: skip
+_INSTRUCTIONS = (("gelu", 30), ("silu", 16), ("exp", 8), ("sin", 20), ("cos", 20), ("div", 8),
+                 ("statistics", 3), ("norm", 6), ("softmax", 16))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,8 @@ class Kernel:
     summed: bool = False
     #: these rows are longer than a block keeps, and are read again
     twice: bool = False
+    #: torch moves its elements one by one
+    scattered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -55,19 +55,17 @@ class Kernel:
 
 
 def separate(calls: Sequence[Call]) -> tuple[Kernel, ...]:
-    """Return the kernels of a model that is called module by module."""
-    return tuple(_single(call) for call in _with_group_norms(calls))
+    """Return the kernels of a model that is not compiled."""
+    return tuple(
+        replace(_single(call), scattered=call.name in _SCATTERED)
+        for call in _with_group_norms(calls)
+    )
 
 
-def fused(calls: Sequence[Call], *, quantizing: bool) -> tuple[Kernel, ...]:
-    """Return the kernels of a compiled model.
-
-    Args:
-        calls: of the model as it is.
-        quantizing: the compiler writes the quantizing of inputs, too.
-    """
+def fused(calls: Sequence[Call]) -> tuple[Kernel, ...]:
+    """Return the kernels of a compiled model."""
     calls = tuple(_with_group_norms(calls))
-    members = _chains(calls, quantizing=quantizing)
+    members = _chains(calls)
     readers: dict[int, set[int]] = {}
     for place, call in enumerate(calls):
         for view in call.reads:
@@ -92,44 +90,36 @@ def _with_group_norms(calls: Iterable[Call]) -> Iterator[Call]:
 
 
 def _single(call: Call) -> Kernel:
+    cost = cost_of(call.name) or _cost_of_torch(call)
+    elements = max((view.elements for view in (*call.reads, *call.writes)), default=0)
     return Kernel(
-        _group(call),
+        cost.group,
         (call.name,),
         _unique(call.reads),
         _unique(call.writes),
         call.product,
-        0.0 if call.product else _instructions(call),
-        bool(_SUMMED.search(call.name)),
+        float(elements * cost.instructions),
+        cost.summed,
     )
 
 
-def _group(call: Call) -> str:
+def _cost_of_torch(call: Call) -> Cost:
     if call.product is not None:
-        return ATTENTION if call.product.kind == "attention" else PRODUCTS
-    if "head_codes" in call.name or "value_codes" in call.name:
-        return ATTENTION
-    is_norm = _NORM.search(call.name) and not call.name.startswith(_QUANTIZE)
-    return NORMS if is_norm else SMALL
-
-
-def _instructions(call: Call) -> float:
-    elements = max((view.elements for view in (*call.reads, *call.writes)), default=0)
-    return elements * next((n for word, n in _INSTRUCTIONS if word in call.name), 2)
+        return Cost(ATTENTION if call.product.kind == "attention" else PRODUCTS)
+    instructions = next((n for word, n in _INSTRUCTIONS if word in call.name), 2)
+    group = NORMS if _NORM.search(call.name) else SMALL
+    return Cost(group, instructions, bool(_SUMMED.search(call.name)))
 
 
 def _unique(views: Iterable[View]) -> tuple[View, ...]:
     return tuple(dict.fromkeys(views))
 
 
-def _is_opaque(call: Call, *, quantizing: bool) -> bool:
-    if call.product is not None:
-        return True
-    if call.name.startswith(_QUANTIZE):
-        return not quantizing
-    return call.name.startswith("quantkit.")
+def _is_opaque(call: Call) -> bool:
+    return call.product is not None or call.name.startswith("quantkit.")
 
 
-def _chains(calls: Sequence[Call], *, quantizing: bool) -> list[int]:
+def _chains(calls: Sequence[Call]) -> list[int]:
     """Return the number of the kernel that each call is part of.
 
     A value has a level: the most kernels of their own that its makers went through. Calls of one
@@ -141,7 +131,7 @@ def _chains(calls: Sequence[Call], *, quantizing: bool) -> list[int]:
     parents: dict[int, int] = {}
     for call in calls:
         level = max((levels.get(view.storage, 0) for view in call.reads), default=0)
-        opaque = _is_opaque(call, quantizing=quantizing)
+        opaque = _is_opaque(call)
         number = next(numbers)
         parents[number] = number
         if not opaque:
@@ -191,9 +181,9 @@ def _is_long(call: Call) -> bool:
 
 def _once(views: Sequence[View]) -> tuple[View, ...]:
     """Return views of which none is read twice: the same elements in another shape are one."""
-    found: dict[tuple[int, int], View] = {}
+    found: dict[tuple[int, int, int], View] = {}
     for view in views:
-        found.setdefault((view.storage, view.elements), view)
+        found.setdefault((view.storage, view.start, view.elements), view)
     return tuple(found.values())
 
 

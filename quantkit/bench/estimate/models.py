@@ -1,8 +1,8 @@
 """Denoisers without weights, in 16 bit and packed: shapes alone, on a card that is not here."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from quantkit.bench.denoiser_inputs import make_inputs
 from quantkit.bench.denoisers import Denoiser
@@ -24,7 +25,8 @@ from quantkit.checkpoint.attention import HeadShape, PackedAttention
 from quantkit.device.archs import Arch
 from quantkit.device.choosing import supposing
 from quantkit.errors import ModelError
-from quantkit.inference import attention, feed_forward, head_scales, projections
+from quantkit.inference import attention, coded_projections, head_scales, installing
+from quantkit.inference.head_factors import fix_factors
 from quantkit.inference.quantizing import replace_layers
 from quantkit.models.attention import attention_modules, why_kept
 from quantkit.models.layer_plan import plan_layers
@@ -71,17 +73,51 @@ def trace_contender(
     if settings.fuse_projections:
         with _Alike():
             model.fuse_qkv_projections()  # type: ignore[operator]
-    if contender.attention:
-        _quantize_attention(model, contender.attention, settings.min_keys)
+    static = _head_shapes(model) if contender.attention else {}
+    head_scales.install(model, static)
     with FakeTensorMode(allow_non_fake_inputs=True), supposing(arch), torch.no_grad():
         _move(model)
+        if contender.attention:
+            _quantize_attention(model, contender.attention, settings.min_keys, static)
         inputs = make_inputs(model, settings.batch, settings.size, _DEVICE)
-        return Traced(contender, _trace(model, inputs, settings), _bytes_of(model))
+        with as_compiled() if contender.compiled else nullcontext():
+            found = _trace(model, inputs, contender, settings)
+        return Traced(contender, found, _bytes_of(model))
 
 
-def _trace(model: nn.Module, inputs: dict[str, Any], settings: ModelBenchSettings) -> Trace:
+def _quantize_attention(
+    model: nn.Module, qk_format: str, min_keys: int, static: Mapping[str, HeadShape]
+) -> None:
+    """Let attention multiply codes, of static scales as a packed model has them."""
+    attention.install(model, PackedAttention(qk_format, min_keys, static=static))
+    with _Alike():
+        coded_projections.install(model)
+    for name in static:
+        module = model.get_submodule(name)
+        # What a first step makes, and later ones find.
+        if (found := head_scales.scales_of(module)) is not None:
+            fix_factors(module, found.scales, qk_format)
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Let modules compute what they compute while torch.compile looks at them."""
+    usual = torch.compiler.is_compiling
+    torch.compiler.is_compiling = lambda: True
     try:
-        return trace(lambda: model(**inputs))
+        yield
+    finally:
+        torch.compiler.is_compiling = usual
+
+
+def _trace(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    contender: ModelContender,
+    settings: ModelBenchSettings,
+) -> Trace:
+    try:
+        return trace(lambda: model(**inputs), () if contender.compiled else tree_leaves(inputs))
     except (*REFUSALS, LookupError, ArithmeticError) as error:
         where = f"--batch {settings.batch} and --size {settings.size}"
         raise ModelError(
@@ -151,8 +187,9 @@ def _pack(model: nn.Module, variant: PackedVariant) -> None:
         plans = plan_layers(component, recipe, calibrated=True, masked=_masked(component, recipe))
     schemes = ((p.layer.name, p.layer.name, p.scheme) for p in plans if p.scheme is not None)
     replace_layers(model, schemes)
-    projections.install(model)
-    feed_forward.install(model)
+    model.eval()
+    with _Alike():
+        installing.install(model)
 
 
 def _masked(component: Component, recipe: Any) -> list[str]:
@@ -174,16 +211,13 @@ def _write_headers(model: nn.Module, folder: Path) -> None:
         file.truncate(8 + len(header) + end)
 
 
-def _quantize_attention(model: nn.Module, qk_format: str, min_keys: int) -> None:
-    """Let attention multiply codes, of static scales as a packed model has them."""
-    static = {
+def _head_shapes(model: nn.Module) -> dict[str, HeadShape]:
+    """Return the heads that a calibrated model has static scales of."""
+    return {
         name: HeadShape(module.heads, module.inner_dim // module.heads)
         for name, module in attention_modules(model)
         if not why_kept(module.processor) and hasattr(module, "inner_dim")
     }
-    packed = PackedAttention(qk_format, min_keys, static=static)
-    head_scales.install(model, static)
-    attention.install(model, packed)
 
 
 def _bytes_of(model: nn.Module) -> int:

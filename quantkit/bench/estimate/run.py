@@ -1,24 +1,23 @@
 """The estimate of a step: traced once per contender, its kernels timed on a card."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from quantkit.bench.denoisers import Denoiser
 from quantkit.bench.estimate.cards import Card
 from quantkit.bench.estimate.cost import BOUNDS, Timed, time_kernels
-from quantkit.bench.estimate.kernels import (
-    GROUPS,
-    LAUNCHES,
-    Kernel,
-    fused,
-    separate,
-    with_layout_copies,
-)
+from quantkit.bench.estimate.groups import GROUPS, LAUNCHES
+from quantkit.bench.estimate.kernels import Kernel, fused, separate, with_layout_copies
 from quantkit.bench.estimate.models import trace_contender
 from quantkit.bench.estimate.result import EstimateResult, EstimateRow, GroupEstimate, Span
 from quantkit.bench.estimate.tracing import Trace
+from quantkit.bench.model_attention import why_attention_is_torchs, why_no_kernel
 from quantkit.bench.model_contenders import ModelContender
 from quantkit.bench.model_result import ModelBenchSettings
 from quantkit.device.archs import Arch, arch_of_device
+from quantkit.device.choosing import supposing
 from quantkit.progress import Progress
 
 #: Microseconds of the host for an operator that is asked for, and beyond that for one of
@@ -61,11 +60,14 @@ def _estimate(
     if reason := _why_not(contender, arch):
         return EstimateRow(contender.name, reason)
     traced = trace_contender(denoiser, contender, settings, arch)
-    kernels = _kernels(traced.trace, contender, settings, card)
+    if contender.attention and not traced.trace.has_quantized_attention:
+        return EstimateRow(contender.name, why_attention_is_torchs(settings.min_keys))
+    kernels = kernels_of(traced.trace, contender, settings, card)
     low, high = (time_kernels(kernels, card, side) for side in (1, 0))
     groups = (*_groups(low, high), _launches(kernels, card))
     device = sum((group.ms for group in groups), Span(0, 0))
-    host = None if contender.compiled else _host(traced.trace)
+    in_a_graph = contender.compiled or contender.replayed
+    host = None if in_a_graph else _host(traced.trace)
     ms = device if host is None else Span(max(device.low, host.low), max(device.high, host.high))
     return EstimateRow(contender.name, "", ms, host, groups, traced.weight_bytes)
 
@@ -74,20 +76,27 @@ def _why_not(contender: ModelContender, arch: Arch) -> str:
     """Return why a contender is not estimated; empty when it is."""
     if contender.torchao:
         return "torchao's kernels are not traced"
-    if contender.fast:
-        return "sums are taken to be accurate ones"
-    if contender.attention and (why := arch.why_without("attention")):
-        return f"attention is torch's: {why}"
-    return ""
+    with supposing(arch):
+        static = contender.variant is not None
+        return why_no_kernel(contender.attention, torch.device("cuda"), static_scales=static)
 
 
-def _kernels(
+def kernels_of(
     trace: Trace, contender: ModelContender, settings: ModelBenchSettings, card: Card
 ) -> tuple[Kernel, ...]:
+    """Return the kernels of a contender's step, in their order."""
     if contender.compiled:
-        return fused(trace.calls, quantizing=card.is_nvidia)
-    kernels = separate(trace.calls)
-    return kernels if settings.channels_last else with_layout_copies(kernels)
+        return tuple(_summed(kernel, contender) for kernel in fused(trace.calls))
+    kernels = tuple(_summed(kernel, contender) for kernel in separate(trace.calls))
+    copies = card.is_nvidia and not settings.channels_last
+    return with_layout_copies(kernels) if copies else kernels
+
+
+def _summed(kernel: Kernel, contender: ModelContender) -> Kernel:
+    """Return a kernel that sums as a contender asks for."""
+    if kernel.product is None or not contender.fast:
+        return kernel
+    return replace(kernel, product=replace(kernel.product, fast=True))
 
 
 def _groups(low: Sequence[Timed], high: Sequence[Timed]) -> list[GroupEstimate]:

@@ -7,12 +7,14 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantkit.bench.estimate.operators import Product, product_of
+from quantkit.bench.estimate.operators import product_of
+from quantkit.bench.estimate.products import Product
+from quantkit.pipelines.kept_results import keeping
 
 #: What only asks, or makes memory that nobody has written.
 _FREE = {"prim.device", "aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided",
@@ -30,6 +32,8 @@ class View:
     elements: int
     item_bytes: int
     shape: tuple[int, ...]
+    #: elements of the memory before it: parts of one tensor differ in this alone
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -63,19 +67,25 @@ class Trace:
     asked: int
 
     @property
+    def has_quantized_attention(self) -> bool:
+        """True when some attention is on codes."""
+        return any(call.name.startswith("quantkit.attention_") for call in self.calls)
+
+    @property
     def flops(self) -> float:
         """Multiplications and additions of all products."""
         return sum(call.product.flops for call in self.calls if call.product)
 
 
-def trace(step: Callable[[], object]) -> Trace:
+def trace(step: Callable[[], object], kept: Iterable[object] = ()) -> Trace:
     """Return what ``step`` computes, without computing it.
 
     Args:
         step: on tensors of a FakeTensorMode that holds, or of the meta device.
+        kept: inputs that are the same at every step: what layers keep of them is not computed.
     """
     recorder = _Recorder()
-    with torch.no_grad(), _Attention(recorder), recorder:
+    with torch.no_grad(), _Attention(recorder), keeping(_Outside(recorder, kept)), recorder:
         step()
     return Trace(tuple(recorder.calls), recorder.asked)
 
@@ -137,7 +147,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._seen.append(storage)
         steps = zip(t.shape, t.stride(), strict=True)
         elements = prod(size for size, step in steps if step or size == 0)
-        return View(storage._cdata, elements, t.element_size(), tuple(t.shape))  # noqa: SLF001
+        key = storage._cdata  # noqa: SLF001  what tells memory without addresses apart
+        return View(key, elements, t.element_size(), tuple(t.shape), int(t.storage_offset()))
+
+
+class _Outside:
+    """Leaves out what layers make of inputs that are the same at every step, and keep."""
+
+    def __init__(self, recorder: _Recorder, inputs: Iterable[object]) -> None:
+        self._recorder = recorder
+        self._inputs = {id(t) for t in inputs if isinstance(t, Tensor)}
+
+    def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+        """Return what a layer makes of ``x``; None where that is computed at every step."""
+        del layer
+        base = x if x._base is None else x._base  # noqa: SLF001  a view may be made anew
+        if id(base) not in self._inputs:
+            return None
+        with self._recorder.paused():
+            return compute()
 
 
 class _Attention(TorchFunctionMode):

@@ -1,0 +1,44 @@
+"""What loading gives a packed model beside its layers: methods, networks, norms, attention."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from quantkit.checkpoint.attention import PackedAttention
+from quantkit.inference import (
+    attention,
+    coded_projections,
+    feed_forward,
+    group_norms,
+    methods,
+    projections,
+    prompts,
+    rotated,
+    unet_ends,
+)
+
+
+def install(
+    model: nn.Module, packed: PackedAttention | None = None, modules: Iterable[str] = ()
+) -> None:
+    """Let the modules of a packed model compute as its layers allow it.
+
+    Args:
+        model: with all packed layers in place.
+        packed: attention as the checkpoint has it; None: diffusers' own.
+        modules: of attention, whose queries and keys have another basis.
+    """
+    # The classes that it replaces import diffusers' quantizers, which import this.
+    from quantkit.inference import normed_blocks, up_blocks
+
+    methods.install(model)
+    projections.install(model)
+    feed_forward.install(model)
+    group_norms.install(model)
+    unet_ends.install(model)
+    prompts.install(model)
+    normed_blocks.install(model)
+    up_blocks.install(model)
+    attention.install(model, packed)
+    coded_projections.install(model)
+    rotated.install(model, modules)

@@ -1,0 +1,81 @@
+"""What an estimate takes quantkit's own operations to cost: every row of the table has its own."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from quantkit.bench.estimate.cards import CARDS
+from quantkit.bench.estimate.cost import time_kernels
+from quantkit.bench.estimate.groups import PROFILED
+from quantkit.bench.estimate.kernels import separate
+from quantkit.bench.estimate.own_operators import COSTS
+from quantkit.bench.estimate.tracing import trace
+from quantkit.bench.profiling import group_of
+from quantkit.device.ops.op import all_variants
+from quantkit.device.ops.table import OPS
+from quantkit.inference.operators import OVERLOADS
+
+SIZES = [(24, 32, 64), (7, 48, 96), (1, 16, 32)]
+every_operation = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+
+
+def sample(op, sizes):
+    variant = next(iter(all_variants(op)))
+    return op.sample(variant, sizes, torch.Generator().manual_seed(1))
+
+
+def traced(op, operands, options):
+    (call,) = trace(lambda: OVERLOADS[op.name](*operands, *options)).calls
+    return call
+
+
+def test_every_family_of_operations_has_costs_and_no_other():
+    assert set(COSTS) == {op.family for op in OPS.values()}
+
+
+@every_operation
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_products_are_those_of_the_reference(op, sizes):
+    operands, options = sample(op, sizes)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        op.reference(*operands, *options)
+    call = traced(op, [t if t is None else t.to("meta") for t in operands], options)
+    assert (call.product.flops if call.product else 0) == counter.get_total_flops()
+    assert call.product is None or call.product.sparse == op.sparse
+
+
+@every_operation
+def test_bytes_are_those_of_operands_and_results(op):
+    operands, options = sample(op, SIZES[1])
+    made = OVERLOADS[op.name](*operands, *options)
+    made = made if isinstance(made, tuple) else (made,)
+    call = traced(op, operands, options)
+    assert call.nbytes == sum(size_of(t) for t in (*operands, *made) if t is not None)
+
+
+def size_of(t: Tensor) -> int:
+    steps = zip(t.shape, t.stride(), strict=True)
+    return math.prod(size for size, step in steps if step) * t.element_size()
+
+
+@every_operation
+def test_a_kernel_is_in_one_group_when_it_is_estimated_and_when_it_is_measured(op):
+    group = COSTS[op.family].group
+    assert group_of(f"{op.name}_f16_e4m3fn") in PROFILED[group]
+    assert group_of(f"quantkit::{op.name}") in PROFILED[group]
+
+
+@every_operation
+@pytest.mark.parametrize("name", CARDS)
+def test_a_call_takes_its_start_at_least_on_every_card(op, name):
+    card = CARDS[name]
+    operands, options = sample(op, SIZES[0])
+    kernels = separate([traced(op, operands, options)])
+    if kernels[0].product and kernels[0].product.kind == "attention" and card.device == "gfx1100":
+        return
+    slow, fast = (time_kernels(kernels, card, side)[0].us for side in (0, 1))
+    assert min(card.efficiency.product_us[1], card.efficiency.small_us[1]) < fast < slow < 100
