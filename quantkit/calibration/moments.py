@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from quantkit.calibration.held_out_rows import HeldRows
 from quantkit.calibration.hooks import find_modules
-from quantkit.calibration.neighbours import NeighbourSums, reads_neighbours
 from quantkit.calibration.products import (
     add_products,
     first_draw,
@@ -122,11 +121,6 @@ class _Sum:
         self._draw = first_draw(seed)
         weight = module.get_parameter("weight")
         k = weight[0].numel()
-        self._device = weight.device
-        self._neighbours: NeighbourSums | None = None
-        if share == 1 and reads_neighbours(module):
-            self._neighbours = NeighbourSums(weight.shape[1], weight.device)
-            k = 0
         self._second = torch.zeros(k, k, device=weight.device)
         self._mean = torch.zeros(k, device=weight.device, dtype=torch.float64)
         self._weight = 0.0
@@ -136,17 +130,11 @@ class _Sum:
 
     def add(self, values: Tensor, weight: float) -> None:
         """Add what the layer multiplies to the sums."""
-        if self._neighbours is not None:
-            self._count(self._neighbours.add(values.detach(), weight), weight)
-            return
         for rows in read_rows(self._module, values.detach(), self._where, self._draw_rows):
             add_products(self._second, rows, weight)
             self._mean.add_(rows.sum(dim=0, dtype=torch.float64), alpha=weight)
-            self._count(len(rows), weight)
-
-    def _count(self, rows: int, weight: float) -> None:
-        self._weight += weight * rows
-        self._rows += rows
+            self._weight += weight * len(rows)
+            self._rows += len(rows)
 
     def hold(self, values: Tensor, weight: float, count: int) -> None:
         """Keep so many rows of each picture of what the layer multiplies, out of the sums."""
@@ -164,7 +152,7 @@ class _Sum:
 
     def _drawn(self, rows: int, count: int) -> Tensor:
         self._draw = next_draw(self._draw, rows)
-        return first_rows(self._draw, count, self._device)
+        return first_rows(self._draw, count, self._second.device)
 
     def moments(self) -> Moments:
         """Return the means, columns as the kernels have them, on the CPU.
@@ -172,9 +160,11 @@ class _Sum:
         Raises:
             NonFiniteError: NaN or Inf was read.
         """
+        order = kernel_order(self._module).to(self._second.device)
         total = max(self._weight, torch.finfo(torch.float64).tiny)
-        sums, mean_sums = self._totals()
-        second, mean = sums.div_(total).cpu(), (mean_sums / total).float().cpu()
+        mirror(self._second)
+        second = (self._second / total)[order][:, order].cpu()
+        mean = (self._mean / total)[order].float().cpu()
         held = self._held_rows()
         if not all(bool(x.isfinite().all()) for x in (second, *([held.rows] if held else []))):
             raise NonFiniteError(
@@ -183,14 +173,6 @@ class _Sum:
                 fields=("device",),
             )
         return Moments(second, mean, self._rows, held)
-
-    def _totals(self) -> tuple[Tensor, Tensor]:
-        """Return the sums, columns as the kernels have them, in memory of their own."""
-        if self._neighbours is not None:
-            return self._neighbours.totals()
-        order = kernel_order(self._module).to(self._device)
-        mirror(self._second)
-        return self._second[order][:, order], self._mean[order]
 
     def _held_rows(self) -> HeldRows | None:
         if not self._held:

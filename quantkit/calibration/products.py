@@ -9,8 +9,6 @@ from torch import Tensor
 #: Rows that a matrix unit sums up by itself: it cuts off what float32 does not hold, always towards
 #: zero. Of so many it loses 2.4e-6 of a square at most, float32 sums of all rows 2e-6 to 7e-6.
 _ROWS = 512
-#: Sides of what a block of a GPU multiplies, and blocks that keep it busy.
-_TILE, _TILES = 128, 264
 #: Columns of a part of the matrix: what lies above the diagonal is not computed, but in these.
 _PANEL = 1280
 
@@ -24,11 +22,8 @@ def add_products(second: Tensor, rows: Tensor, weight: float) -> None:
             NVIDIA's matrix units take them as they are.
         weight: of these rows.
     """
-    if not _on_matrix_units(rows):
+    if not (rows.is_cuda and rows.dtype.itemsize == 2 and torch.version.hip is None):
         second.addmm_(rows.float().t(), rows.float(), alpha=weight)
-        return
-    if rows.shape[1] <= _PANEL:
-        add_outer(second, rows, rows, weight)
         return
     for start in range(0, rows.shape[1], _PANEL):
         sums = second[start:, start : start + _PANEL]
@@ -36,47 +31,6 @@ def add_products(second: Tensor, rows: Tensor, weight: float) -> None:
             torch.addmm(
                 sums, part.t(), part[:, :_PANEL], alpha=weight, out_dtype=torch.float32, out=sums
             )
-
-
-def add_outer(sums: Tensor, left: Tensor, right: Tensor, weight: float) -> None:
-    """Add weight * x y' over rows x and y to a matrix.
-
-    Args:
-        sums: float32 (C, C).
-        left, right: (R, C), as ``add_products`` takes them.
-        weight: of these rows.
-    """
-    if not _on_matrix_units(left):
-        sums.addmm_(left.float().t(), right.float(), alpha=weight)
-        return
-    whole = len(left) // _ROWS
-    if whole:
-        sums.add_(_outer_of_parts(left, right, whole), alpha=weight)
-    if rest := len(left) - whole * _ROWS:
-        torch.addmm(
-            sums, left[-rest:].t(), right[-rest:], alpha=weight, out_dtype=torch.float32, out=sums
-        )
-
-
-def _outer_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
-    """Return the sum of x y' over so many parts of rows, several at once where C is small."""
-    channels = left.shape[1]
-    tiles = (-(-channels // _TILE)) ** 2
-    together = min(-(-_TILES // tiles), parts)
-    sums = left.new_empty(together, channels, channels, dtype=torch.float32)
-    for first in range(0, parts, together):
-        count = min(together, parts - first)
-        some = slice(first * _ROWS, (first + count) * _ROWS)
-        a, b = (t[some].view(count, _ROWS, channels) for t in (left, right))
-        if first:
-            torch.baddbmm(sums[:count], a.mT, b, out_dtype=torch.float32, out=sums[:count])
-        else:
-            torch.bmm(a.mT, b, out_dtype=torch.float32, out=sums)
-    return sums.sum(dim=0) if together > 1 else sums[0]
-
-
-def _on_matrix_units(rows: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype.itemsize == 2 and torch.version.hip is None
 
 
 def mirror(second: Tensor) -> None:
