@@ -210,7 +210,7 @@ def test_norms_and_residuals_of_loaded_models_are_in_the_trace(tiny):
 
 def test_streams_of_loaded_models_are_joined_in_one_pass(tiny_flux):
     calls = names_of(tiny_flux, "fp8-static-replayed", RDNA4)
-    assert {"quantkit.joint_heads", "quantkit.gelu_codes_fp8"} <= set(calls)
+    assert {"quantkit.joint_heads", "quantkit.project_gelu_fp8"} <= set(calls)
     assert not any("rms_norm" in name for name in calls)
 
 
