@@ -23,6 +23,7 @@ from quantkit.bench.model_result import ModelBenchSettings
 from quantkit.bench.packing import PackedVariant, Source
 from quantkit.checkpoint.attention import HeadShape, PackedAttention
 from quantkit.device.archs import Arch
+from quantkit.device.backends import fast_sums
 from quantkit.device.choosing import supposing
 from quantkit.errors import ModelError
 from quantkit.inference import attention, coded_projections, head_scales, installing
@@ -80,7 +81,10 @@ def trace_contender(
         if contender.attention:
             _quantize_attention(model, contender.attention, settings.min_keys, static)
         inputs = make_inputs(model, settings.batch, settings.size, _DEVICE)
-        with as_compiled() if contender.compiled else nullcontext():
+        with (
+            as_compiled() if contender.compiled else nullcontext(),
+            fast_sums() if contender.fast else nullcontext(),
+        ):
             found = _trace(model, inputs, contender, settings)
         return Traced(contender, found, _bytes_of(model))
 

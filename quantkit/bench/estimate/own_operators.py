@@ -99,6 +99,7 @@ COSTS: Mapping[str, Cost] = {
     "quantize_token": Cost(SMALL, 24, summed=True),
     "gelu_codes": Cost(SMALL, 40),
     "group_partials": Cost(NORMS, 4, summed=True),
+    "group_norm": Cost(NORMS, 30),
     "group_norm_codes": Cost(NORMS, 40),
     "layer_norm_codes": Cost(NORMS, 26),
     "sum_norm_codes": Cost(NORMS, 30),
