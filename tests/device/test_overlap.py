@@ -5,6 +5,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,8 +73,7 @@ KERNELS = (*_portable(), *_hopper())
 def compile_text(text, name, *options, binary="CUBIN"):
     need(nvrtc.load_nvrtc)
     compiler = replace(nvrtc.load_nvrtc(), binary=binary)
-    options = ["-std=c++17", "-default-device", *options]
-    return compiler.compile(text, name, options)[0]
+    return compiler.compile(text, name, ["-std=c++17", "-default-device", *options])[0]
 
 
 def body(kernel, target):
@@ -154,7 +154,8 @@ def test_launches_are_laid_out_as_the_drivers_header_says(tmp_path):
     )
     said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     fields = dict(LaunchConfig._fields_)
-    attribute = fields["attributes"]._type_
+    pointer: Any = fields["attributes"]
+    attribute = pointer._type_
     mine = [getattr(LaunchConfig, name).offset for name in fields]
     mine += [ctypes.sizeof(LaunchConfig), ctypes.sizeof(attribute), attribute.value.offset, 6]
     assert list(map(int, said.split())) == mine

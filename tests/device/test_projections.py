@@ -154,10 +154,11 @@ def test_three_projections_of_an_input_are_those_of_each(layout, sparse):
             of_each = [case.operands("e4m3fn") for case in (q, k, v)]
             x, x_scale = of_each[0][:2]
             scale, bias = (torch.stack([o[i] for o in of_each]) for i in (3, 4))
-            weights = ((o[2],) for o in of_each)
+            weights = [o[2] for o in of_each]
             if sparse:
-                weights = map(pack_two_of_four, (o[2] for o in of_each), masks)
-            operands = (x, x_scale, *(part for w in weights for part in w), scale, bias)
+                packed = map(pack_two_of_four, weights, masks)
+                weights = [part for parts in packed for part in parts]
+            operands = (x, x_scale, *weights, scale, bias)
             options = q.options("e4m3fn")
             outputs = op.outputs(operands, options)
             tensors = (*operands, *(torch.empty(s, dtype=dtype) for s, dtype in outputs))
