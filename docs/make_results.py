@@ -92,6 +92,17 @@ MODELS = (
         "once.",
     ),
     Run(
+        "h200-sdxl-replayed.json",
+        "SDXL's UNet, replayed",
+        "quantkit bench model --config sdxl --compile blocks --graph --profile --in-a-row 20 "
+        "--seconds 2 --repeats 8 --contenders f16-compiled --contenders fp8-static-replayed "
+        "--contenders sparse-static-replayed --contenders fp8-static-fast-replayed "
+        "--contenders sparse-static-fast-replayed --save h200-sdxl-replayed.json",
+        "float16 is compiled by blocks and replayed, packed models are replayed and not compiled. "
+        "The newest of these runs: kernels overlap, upsampling and joining are of codes and of "
+        "channels last.",
+    ),
+    Run(
         "h200-step-sdxl.json",
         "SDXL's UNet, twenty steps in a row",
         f"quantkit bench model --config sdxl {_IN_A_ROW} --save h200-step-sdxl.json",

@@ -9,7 +9,7 @@ docs/notes/results, in the files of RUNS, which an H200 wrote:
         --contenders fp8-static-fast-replayed --contenders sparse-static-fast-replayed
         --save docs/notes/results/h200-step-sdxl.json
 
-and the same with a config of FLUX.1-dev of 5 and 10 blocks (h200-step-flux-quarter.json). To renew
+later once more without attention (h200-sdxl-replayed.json), and the same with a config of FLUX.1-dev of 5 and 10 blocks (h200-step-flux-quarter.json). To renew
 the tables, put new files in their place and run this again.
 
 ``python docs/measure_estimate.py CARD FILE...`` prints the rows of other files, and
@@ -44,21 +44,25 @@ from quantkit.progress import silent
 
 PAGE = Path(__file__).parent / "guides" / "benchmark.md"
 RESULTS = Path(__file__).parent / "notes" / "results"
-#: File of a run on an H200 -> what it is a run of.
-RUNS = {
-    "h200-step-sdxl.json": "SDXL",
-    "h200-sdxl.json": "SDXL",
-    "h200-step-flux-quarter.json": "a quarter of FLUX",
-    "h200-flux-quarter.json": "a quarter of FLUX",
-}
-#: Of h200-sdxl.json and h200-flux-quarter.json: the others ran as they do not run any more.
-KEPT = ("fp8-static-compiled", "sparse-static-compiled")
-#: Milliseconds on an H100 (docs/notes/kernels.md, whole models in integers), SDXL's and FLUX's.
-H100 = {
+#: File of a run on an H200, what it is a run of, and the contenders that run as they did; none: all.
+RUNS = (
+    ("h200-sdxl-replayed.json", "SDXL", ()),
+    (
+        "h200-step-sdxl.json",
+        "SDXL",
+        ("fp8-static-replayed-e4m3fn-attention", "fp8-static-fast-replayed-e4m3fn-attention"),
+    ),
+    ("h200-sdxl.json", "SDXL", ("fp8-static-compiled", "sparse-static-compiled")),
+    ("h200-step-flux-quarter.json", "a quarter of FLUX", ()),
+    ("h200-flux-quarter.json", "a quarter of FLUX", ("fp8-static-compiled",)),
+)
+#: Milliseconds on an H100 (docs/notes/kernels.md, whole models in integers), SDXL's and FLUX's;
+#: None: its networks' first products have another end since.
+H100: dict[str, tuple[float, float | None]] = {
     "f16-compiled": (33.58, 72.04),
     "fp8-static-compiled": (26.66, 55.38),
-    "int8-static-compiled": (26.53, 54.12),
-    "w4a8-static-compiled": (27.78, 52.17),
+    "int8-static-compiled": (26.53, None),
+    "w4a8-static-compiled": (27.78, None),
 }
 #: What an RX 9070 XT is estimated for.
 RADEON = {
@@ -95,8 +99,7 @@ def h200() -> list[str]:
     """Return the table of the runs on an H200."""
     head = ("model", "contender", "estimate", "range", "measured", "ratio", *GROUPS)
     card, lines = find_card("H200"), _head(head)
-    for file, model in RUNS.items():
-        only = () if file.startswith("h200-step") else KEPT
+    for file, model, only in RUNS:
         lines += map(_line, rows_of(card, _read(RESULTS / file), model, only))
     return lines
 
@@ -116,7 +119,9 @@ def h100() -> list[str]:
 _COLUMNS = ("estimate", "measured", "ratio")
 
 
-def _against(span: Span, ms: float) -> tuple[str, ...]:
+def _against(span: Span, ms: float | None) -> tuple[str, ...]:
+    if ms is None:
+        return _with_range(span), "-", "-"
     return _with_range(span), f"{ms:.1f}", f"{span.middle / ms:.2f}"
 
 
