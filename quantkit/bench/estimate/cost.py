@@ -75,8 +75,10 @@ def _time(kernel: Kernel, card: Card, side: int, held: float) -> Timed:
     }
     start = _start_us(kernel, card, side)
     longest = max(work, key=lambda name: work[name])
-    # How far loads and instructions of small kernels overlap is between all and nothing.
-    busy = work[longest] if side or kernel.product else sum(work.values())
+    # How far loads and instructions of small kernels overlap is between all and nothing, and so it
+    # is of products and the instructions behind them.
+    behind = work[MATRIX] + work[VECTOR] if kernel.product else sum(work.values())
+    busy = work[longest] if side else max(work[longest], behind)
     return Timed(kernel, start + busy, LAUNCH if start > busy else longest)
 
 
