@@ -14,7 +14,8 @@ from tests.support.int4_cases import decoded_by_numpy, int4_weights, twin_of, wi
 from tests.support.kernel_cases import covering_variants, gemm_case, launch, need, shapes_of
 from tests.support.projection_cases import projection_case
 
-W4A8 = [op for op in OPS.values() if op.name.endswith("w4a8")]
+#: Products that end in an activation's codes are held to plain ones by tests of their own.
+W4A8 = [op for op in OPS.values() if op.name.endswith("w4a8") and op.family != "project_gelu"]
 
 
 @pytest.fixture(autouse=True)

@@ -87,19 +87,21 @@ int hiprtcDestroyProgram(Program** program) {
   return kOk;
 }
 
-/* The parameter list behind QK_SYMBOL( as a letter per parameter; some are there where something is added. */
-static int read_parameters(const char* source, int added, char* letters) {
-  static const char kSome[] = "QK_IF_RESIDUAL(";
+/* The parameter list behind QK_SYMBOL( as a letter per parameter; some are there where something is added, others
+   where codes are written. */
+static int read_parameters(const char* source, int added, int coded, char* letters) {
+  static const char kAdded[] = "QK_IF_RESIDUAL(", kCoded[] = "QK_IF_CODES(";
   const char* at = strstr(source, "\nQK_SYMBOL(");
   if (!at) return 0;
   at += strlen("\nQK_SYMBOL(");
-  int count = 0, pointer = 0, some = 0;
+  int count = 0, pointer = 0, some = 0, there = 0;
   for (;; ++at) {
     if (!*at || count == kMaxParameters) return 0;
-    if (!strncmp(at, kSome, strlen(kSome))) some = 1, at += strlen(kSome) - 1;
+    if (!strncmp(at, kAdded, strlen(kAdded))) some = 1, there = added, at += strlen(kAdded) - 1;
+    if (!strncmp(at, kCoded, strlen(kCoded))) some = 1, there = coded, at += strlen(kCoded) - 1;
     if (some) {
       some = *at != ')';
-      if (!some || !added) continue;
+      if (!some || !there) continue;
     }
     if (*at == '*') pointer = 1;
     if (*at == ',' || *at == ')') {
@@ -115,9 +117,10 @@ static int read_parameters(const char* source, int added, char* letters) {
 int hiprtcCompileProgram(Program* program, int count, const char** options) {
   if (!program || program->alive != kAlive) return kInvalidProgram;
   const char *target = "", *symbol = "", *include = "";
-  int macros = 0, added = 0;
+  int macros = 0, added = 0, coded = 0;
   for (int i = 0; i < count; ++i) {
     if (!strncmp(options[i], "-DQK_RESIDUAL=", 14)) added = options[i][14] != '0';
+    if (!strncmp(options[i], "-DQK_Y_FORMAT=", 14)) coded = 1;
     if (!strncmp(options[i], "--offload-arch=", 15)) target = options[i] + 15;
     if (!strncmp(options[i], "-DQK_SYMBOL=", 12)) symbol = options[i] + 12;
     if (!strncmp(options[i], "-I", 2)) include = options[i] + 2;
@@ -129,7 +132,7 @@ int hiprtcCompileProgram(Program* program, int count, const char** options) {
   FILE* header = fopen(path, "r");
   if (!*target || !*symbol || !header) return kInvalidOption;
   fclose(header);
-  int status = planted("hiprtcCompileProgram", read_parameters(program->source, added, letters) ? kOk : kCompilation);
+  int status = planted("hiprtcCompileProgram", read_parameters(program->source, added, coded, letters) ? kOk : kCompilation);
   if (status) {
     snprintf(program->log, sizeof program->log, "%s:7:1: error: planted\n", program->name);
     return status;
