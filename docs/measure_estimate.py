@@ -9,8 +9,9 @@ docs/notes/results, in the files of RUNS, which an H200 wrote:
         --contenders fp8-static-fast-replayed --contenders sparse-static-fast-replayed
         --save docs/notes/results/h200-step-sdxl.json
 
-later once more without attention (h200-sdxl-replayed.json), and the same with a config of FLUX.1-dev of 5 and 10 blocks (h200-step-flux-quarter.json). To renew
-the tables, put new files in their place and run this again.
+later once more without attention (h200-sdxl-replayed.json), and the same with a config of
+FLUX.1-dev of 5 and 10 blocks (h200-step-flux-quarter.json). To renew the tables, put new files in
+their place and run this again.
 
 ``python docs/measure_estimate.py CARD FILE...`` prints the rows of other files, and
 ``python docs/measure_estimate.py products CARD FILE...`` what each operation's products take beside
@@ -44,7 +45,7 @@ from quantkit.progress import silent
 
 PAGE = Path(__file__).parent / "guides" / "benchmark.md"
 RESULTS = Path(__file__).parent / "notes" / "results"
-#: File of a run on an H200, what it is a run of, and the contenders that run as they did; none: all.
+#: File of a run on an H200, what it is a run of, and the contenders that run as they did, or all.
 RUNS = (
     ("h200-sdxl-replayed.json", "SDXL", ()),
     (
