@@ -15,7 +15,7 @@ from quantkit.device.choosing import choose, least_keys, why_on_request
 from quantkit.device.log import KernelLog
 from quantkit.device.ops.table import name_for
 from quantkit.inference import coded_projections, head_scales
-from quantkit.inference.attention import attention, plain_processor
+from quantkit.inference.attention import attention
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.numerics.attention import COLUMNS, measured_scales
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
@@ -55,11 +55,7 @@ def _measured(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str,
     def tell(name: str, heads: Heads, _: AttentionCall) -> None:
         found[name] = measured_scales(*(t.transpose(0, 1).flatten(1, 2) for t in heads))
 
-    modules = observed_modules(model)
-    # Those of packed models ask nobody that listens.
-    for module in modules.values():
-        module.processor = plain_processor(module.processor)
-    with listening(modules, tell):
+    with listening(observed_modules(model), tell):
         run(model)
     return found
 

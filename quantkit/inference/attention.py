@@ -79,7 +79,7 @@ def _set_all(
     kept: dict[str, str] = {}
     packed = next(iterate_packed(model), None) is not None
     for name, module in attention_modules(model):
-        plain = plain_processor(module.processor)
+        plain = _plain(module.processor)
         reason = "excluded" if matches(name, exclude) else why_kept(plain)
         if reason:
             kept[name] = reason
@@ -169,7 +169,7 @@ def _set_attn_processor(
 def _set_default_attn_processor(model: Any) -> None:
     """Set the processor that diffusers finds to be the default, and quantize it if it is known."""
     for _, module in attention_modules(model):
-        module.processor = plain_processor(module.processor)
+        module.processor = _plain(module.processor)
     getattr(type(model), _SET_DEFAULT)(model)
 
 
@@ -178,7 +178,7 @@ def plain_class(processor: Any) -> type:
     return type(processor).__mro__[2 if isinstance(processor, _Quantized) else 0]
 
 
-def plain_processor(processor: Any) -> Any:
+def _plain(processor: Any) -> Any:
     """Return diffusers' own processor, of one that computes attention here."""
     if not isinstance(processor, _Quantized):
         return processor
@@ -195,7 +195,7 @@ class _Quantized:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, AttentionSettings | None]]:
         """Pickle by the class that it is made of."""
-        return _quantized, (plain_processor(self), self.settings)
+        return _quantized, (_plain(self), self.settings)
 
 
 def _quantized(plain: Any, settings: AttentionSettings | None) -> Any:

@@ -57,6 +57,8 @@ def with_streams(processor_class: type, call: Any, settings: AttentionSettings |
     # Attention modules ask a processor what it takes.
     function: Any = with_heads
     function.__signature__ = inspect.signature(call)
+    # Who listens to attention, or computes it otherwise, does so in the call that this stands for.
+    function.__wrapped__ = call
     return function
 
 

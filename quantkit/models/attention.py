@@ -6,6 +6,7 @@ under that name. So projections, norms, rotary embeddings and what joins two str
 diffusers'.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -112,7 +113,8 @@ def call_with(processor_class: type, attend: Attend) -> FunctionType:
         processor_class: of diffusers, or one with a call from here.
         attend: computes what it does not leave to what the class computes it with.
     """
-    original: Any = processor_class.__call__
+    # What is written again names the call that it stands for, which ends in that one function.
+    original: Any = inspect.unwrap(processor_class.__call__)
     functions = {**original.__globals__, **_functions(attend, original.__globals__)}
     call = FunctionType(
         original.__code__, functions, original.__name__, original.__defaults__, original.__closure__

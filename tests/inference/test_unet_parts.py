@@ -16,6 +16,7 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
+from quantkit.calibration.attention_observer import listening
 from quantkit.device import compilers, log
 from quantkit.inference import (
     attention,
@@ -101,6 +102,17 @@ def test_attention_without_the_division_is_the_same_to_the_bit(context, dtype, m
     assert len(seen) == 1
     assert torch.equal(wanted, found)
     assert torch.equal(wanted.signbit(), found.signbit())
+
+
+def test_a_processor_that_is_written_again_can_be_listened_to():
+    attn, x, told = attending(), torch.randn(2, 9, 32), []
+    wanted, answer = pair_of_answers(attn, x)
+    with listening({"attn": attn}, lambda name, heads, _: told.append((name, heads.q.shape))):
+        found = attn(x)
+    assert told == [("attn", (2, 4, 9, 8))]
+    assert torch.equal(found, wanted)
+    assert torch.equal(attn(x), answer)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("context", [None, 24])
