@@ -104,6 +104,9 @@ class Arch:
     #: where codes are of one launch, columns of the widest head, and from how many keys on
     #: attention is a kernel's after all
     from_keys: tuple[tuple[OneLaunch, tuple[tuple[int, int], ...]], ...] = ()
+    #: operations that end a product in codes, and take longer than it and a pass behind it: with
+    #: accurate sums
+    slow_ends: tuple[str, ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
 
@@ -352,6 +355,9 @@ _HOPPER_FROM_KEYS = (
     (OneLaunch.PROJECTIONS, ((128, 512),)),
     (OneLaunch.STREAMS, ((128, 4096),)),
 )
+# Tiles of its accurate sums are shared by warpgroups, and end at once: the first product of FLUX's
+# network took 742 us with its codes, and both apart 690.
+_HOPPER_SLOW_ENDS = ("project_gelu_fp8",)
 _SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so torch computes"),)
 
 #: The first row that lists a device runs it.
@@ -382,6 +388,7 @@ ARCHS: dict[str, Arch] = {
             own=("attention", "attention_codes"),
             on_request=_HOPPER_ON_REQUEST,
             from_keys=_HOPPER_FROM_KEYS,
+            slow_ends=_HOPPER_SLOW_ENDS,
             without=_NVIDIA_WITHOUT,
         ),
         Arch(

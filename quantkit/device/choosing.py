@@ -98,22 +98,16 @@ def least_keys(device: torch.device, launch: OneLaunch, columns: int) -> int | N
     return arch.least_keys(launch, columns) if arch else None
 
 
-def shows_ends(op: str, device: torch.device, *, fast: bool) -> bool:
-    """Return whether what ends a product on codes waits for it, and costs more than it saves.
-
-    Hopper's accurate sums of dense FP8 have tiles that warpgroups share, and end at once: a FLUX
-    network's first product with its codes took 742 us there, and both apart 690.
+def pays(op: str, device: torch.device, *, fast: bool) -> bool:
+    """Return whether a product that ends in codes takes less time than it and a pass behind it.
 
     Args:
         op: a name in OPS.
         device: where the operands lie.
         fast: sums may stay in the matrix unit.
     """
-    row = find_op(op)
-    if fast or row.sparse or "e4m3fn" not in row.words("QK_X_FORMAT") or device.type != "cuda":
-        return False
-    arch = _arch_of(device)
-    return arch is not None and arch.name == "sm_90a"
+    arch = _arch_of(device) if device.type == "cuda" and not fast else None
+    return arch is None or op not in arch.slow_ends
 
 
 @lru_cache(maxsize=4096)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quantkit.device import compilers, log
-from quantkit.device.archs import HOST_LAYOUTS
+from quantkit.device import choosing, compilers, log
+from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, fast_sums
 from quantkit.device.gpu.calls import Call
 from quantkit.device.hopper.choice import COSTS
@@ -283,3 +283,21 @@ def test_every_tile_writes_all_codes_and_nothing_else(hopper, kernel):
     assert differ == 0 if kernel.tile.team == 1 else differ < 0.02
     assert bool((room[:256] == 0x77).all())
     assert bool((room[-256:] == 0x77).all())
+
+
+# ------------------------------------------------------------------------------ where it is used
+
+
+@pytest.mark.parametrize("op", [op.name for op in OPERATIONS])
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx1100", "sm_89", "sm_90a"])
+def test_only_accurate_dense_fp8_on_hopper_is_faster_apart(arch, op):
+    device = torch.device("cuda", 0)
+    slow = arch == "sm_90a" and op == "project_gelu_fp8"
+    with choosing.supposing(ARCHS[arch]):
+        assert choosing.pays(op, device, fast=False) is not slow
+        assert choosing.pays(op, device, fast=True)
+    assert choosing.pays(op, torch.device("cpu"), fast=False)
+
+
+def test_what_is_faster_apart_are_operations():
+    assert {op for arch in ARCHS.values() for op in arch.slow_ends} <= OPS.keys()
