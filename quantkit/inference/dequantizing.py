@@ -6,32 +6,9 @@ import torch
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.inference import (
-    attention,
-    buckets,
-    feed_forward,
-    group_norms,
-    head_scales,
-    methods,
-    projections,
-    unet_ends,
-    wide_feed_forward,
-)
+from quantkit.inference import installing, projections
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import PackedLayer
-
-#: What loading gives a packed model.
-_INSTALLED = (
-    attention,
-    head_scales,
-    methods,
-    buckets,
-    feed_forward,
-    group_norms,
-    unet_ends,
-    wide_feed_forward,
-    projections,
-)
 
 
 def dequantize(model: nn.Module) -> nn.Module:
@@ -49,15 +26,11 @@ def dequantize(model: nn.Module) -> nn.Module:
             f"dequantize: {type(model).__name__} is offloaded; call remove_all_hooks() on the "
             "pipeline, or load it without offloading"
         )
-    # Late: the classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference import normed_blocks, up_blocks
-
     fused = projections.separate(model)
     for name, layer in layers:
         if not isinstance(layer, projections.JoinedLinear):
             model.set_submodule(name, as_dense(layer))
-    for installed in (*_INSTALLED, normed_blocks, up_blocks):
-        installed.uninstall(model)
+    installing.uninstall(model)
     for module in fused:
         projections.fuse_projections(module)
     return model

@@ -7,14 +7,30 @@ from torch import nn
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.inference import (
     attention,
+    buckets,
     coded_projections,
     feed_forward,
     group_norms,
+    head_scales,
     methods,
     projections,
     prompts,
     rotated,
     unet_ends,
+    wide_feed_forward,
+)
+
+#: What leaves something on a model that is packed no more.
+_LASTING = (
+    attention,
+    head_scales,
+    methods,
+    buckets,
+    feed_forward,
+    group_norms,
+    unet_ends,
+    wide_feed_forward,
+    projections,
 )
 
 
@@ -42,3 +58,12 @@ def install(
     attention.install(model, packed)
     coded_projections.install(model)
     rotated.install(model, modules)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo ``install``, and what loading did beside it, once no layer is packed any more."""
+    # Likewise.
+    from quantkit.inference import normed_blocks, up_blocks
+
+    for installed in (*_LASTING, normed_blocks, up_blocks):
+        installed.uninstall(model)

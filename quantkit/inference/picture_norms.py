@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose
+from quantkit.device.backends import forced
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedConv2d, PackedLinear, is_watched
+from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.numerics.norms import MAX_CHANNELS
 from quantkit.numerics.scheme import Activation
@@ -26,13 +26,18 @@ _ALIGNED = 8
 
 def fits(norm: Any, layer: Any) -> bool:
     """Tell whether the codes of what a norm gives are all that its layer reads."""
-    if type(norm) is not nn.GroupNorm or type(layer) not in (PackedConv2d, PackedLinear):
+    return type(norm) is nn.GroupNorm and reads_codes(layer) and _is_computed(norm)
+
+
+def reads_codes(layer: Any) -> bool:
+    """Tell whether codes of a given scale are all that a layer reads of a picture."""
+    if type(layer) not in (PackedConv2d, PackedLinear):
         return False
     scheme = layer.scheme
     one_term = scheme.activation is Activation.STATIC and scheme.terms == 1
     # What stands outside of a picture is zero before a convolution's shift.
     shifted = scheme.shift and type(layer) is PackedConv2d
-    return one_term and not shifted and _is_computed(norm)
+    return one_term and not shifted
 
 
 def _is_computed(norm: nn.GroupNorm) -> bool:
@@ -69,11 +74,12 @@ def takes_channels(norm: nn.GroupNorm, x: Tensor) -> bool:
 
 def has_picture_kernel(op: str, device: torch.device) -> bool:
     """Tell whether a GPU's kernel computes an operation on pictures with channels last."""
-    return device.type == "cuda" and choose(op, device, k=_ALIGNED).backend is Backend.GPU
+    found: bool = has_kernel(op, str(device), _ALIGNED, forced())
+    return found
 
 
 def pixels(x: Tensor) -> Tensor:
-    """Return a picture that has channels last in memory as (B, H, W, C)."""
+    """Return a picture (B, C, H, W) as (B, H, W, C): contiguous if channels are last in memory."""
     return x.permute(0, 2, 3, 1)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.inference.modules import PackedConv2d, is_watched
-from quantkit.numerics.scheme import Activation
+from quantkit.inference.picture_norms import pixels, reads_codes
 
 #: Codes that are moved as one float64, and as one complex128, which torch does not interpolate.
 _RUN, _WIDE_RUN = 8, 16
@@ -31,7 +31,7 @@ class CodedUpsample2D(Upsample2D):  # type: ignore[misc]  # diffusers' own class
         if args or kwargs or not _takes_codes(self, x):
             y: Tensor = super().forward(x, output_size, *args, **kwargs)
             return y
-        codes = self.conv.codes_of_pixels(x.permute(0, 2, 3, 1))
+        codes = self.conv.codes_of_pixels(pixels(x))
         y = self.conv.convolve_codes(_repeated(codes, output_size), x.dtype).permute(0, 3, 1, 2)
         return y.contiguous() if x.is_contiguous() else y
 
@@ -42,10 +42,7 @@ def fits(upsampler: Any) -> bool:
     conv = getattr(upsampler, "conv", None)
     if not plain or type(conv) is not PackedConv2d:
         return False
-    scheme = conv.scheme
-    one_term = scheme.activation is Activation.STATIC and scheme.terms == 1
-    # What stands outside of a picture is zero before a convolution's shift.
-    return one_term and not scheme.shift and conv.dense_shape[1] % _RUN == 0
+    return reads_codes(conv) and conv.dense_shape[1] % _RUN == 0
 
 
 def _takes_codes(upsampler: CodedUpsample2D, x: Tensor) -> bool:
@@ -60,10 +57,8 @@ def _repeated(codes: Tensor, size: Any) -> Tensor:
     if size is None and codes.shape[3] % _WIDE_RUN == 0:
         return _doubled(codes)
     picture = codes.view(torch.float64).permute(0, 3, 1, 2)
-    if size is None:
-        picture = functional.interpolate(picture, scale_factor=2.0, mode="nearest")
-    else:
-        picture = functional.interpolate(picture, size=size, mode="nearest")
+    factor = 2.0 if size is None else None
+    picture = functional.interpolate(picture, size=size, scale_factor=factor, mode="nearest")
     return picture.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
 
 
