@@ -6,6 +6,7 @@
 #pragma once
 
 #include "activated.h"
+#include "token_scales_sm90.h"
 #include "view_sm90.h"
 
 namespace qk {
@@ -17,7 +18,6 @@ struct HopperActivatedEpilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
   static constexpr bool kWorksBeside = true;
-  static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 
   Args args;
@@ -31,7 +31,8 @@ struct HopperActivatedEpilogue {
   /// The thread's share of what the warpgroup multiplies and adds, loaded before the K loop hides
   /// the wait.
   struct Factors {
-    f32 weight, bias, token[kTokenScales];
+    f32 weight, bias;
+    TokenScales<Tile, kPerToken> tokens;
   };
 
   /// What else is to be done, by `count` threads, of which this is number `index`.
@@ -47,20 +48,14 @@ struct HopperActivatedEpilogue {
       if (args.bias != nullptr)
         factors.bias = Type::widen(static_cast<const Memory*>(args.bias)[output]);
     }
-    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
-      const int token = at.m + 128 * i + thread;
-      factors.token[i] =
-          kPerToken ? (token < args.m ? args.x_scale[token] : 0.0f) : args.x_scale[0];
-    }
+    factors.tokens.load(args.x_scale, at.m, args.m, thread);
     return factors;
   }
 
   template <class Sum>
   QK_DEVICE void run(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
                      Position at) const {
-    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
-      if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
-    }
+    factors.tokens.share(scales, thread);
     if (thread < Tile::kOutputs) {
       scales[Tile::kM + thread] = factors.weight;
       scales[Tile::kM + Tile::kOutputs + thread] = factors.bias;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "codec.h"
+#include "token_scales_sm90.h"
 #include "view_sm90.h"
 
 namespace qk {
@@ -79,7 +80,6 @@ struct HopperCodesEpilogue {
   using Joint = Choice<Tile::kSparse, SparseHeadsView<Tile>, HeadsView<Tile>>;
   using View = Choice<kEnds == Ends::kHeads, Joint, MatrixView<Tile>>;
   static constexpr bool kWorksBeside = false;
-  static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 
   Args args;
@@ -93,7 +93,8 @@ struct HopperCodesEpilogue {
   /// The thread's share of what the warpgroup multiplies and adds, loaded before the K loop hides
   /// the wait.
   struct Factors {
-    f32 weight, bias, token[kTokenScales];
+    f32 weight, bias;
+    TokenScales<Tile, kPerToken> tokens;
   };
 
   QK_DEVICE Factors load_factors(Position at) const {
@@ -105,11 +106,7 @@ struct HopperCodesEpilogue {
       factors.weight = args.w_scale[row];
       if (args.bias != nullptr) factors.bias = args.bias[row];
     }
-    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
-      const int token = at.m + 128 * i + thread;
-      factors.token[i] =
-          kPerToken ? (token < args.m ? args.x_scale[token] : 0.0f) : args.x_scale[0];
-    }
+    factors.tokens.load(args.x_scale, at.m, args.m, thread);
     return factors;
   }
 
@@ -117,9 +114,7 @@ struct HopperCodesEpilogue {
   QK_DEVICE void run(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
                      Position at) const {
     // The last tile's codes have been read by all who get to the barrier.
-    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
-      if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
-    }
+    factors.tokens.share(scales, thread);
     if (thread < Tile::kOutputs) {
       scales[Tile::kM + thread] = factors.weight;
       scales[Tile::kM + Tile::kOutputs + thread] = factors.bias;

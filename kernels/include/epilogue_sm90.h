@@ -10,6 +10,7 @@
 #pragma once
 
 #include "epilogue.h"
+#include "token_scales_sm90.h"
 #include "view_sm90.h"
 
 namespace qk {
@@ -34,7 +35,6 @@ struct HopperEpilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
   static constexpr int kChunks = Tile::kM / Tile::kChunk;
-  static constexpr int kTokenScales = (Tile::kM + 127) / 128;
 
   EpilogueArgs args;
   const TensorMap& map;  // of y
@@ -51,7 +51,8 @@ struct HopperEpilogue {
   /// The thread's share of what the warpgroup multiplies and adds, loaded before the K loop hides
   /// the wait.
   struct Factors {
-    f32 weight, token[kTokenScales];
+    f32 weight;
+    TokenScales<Tile, kPerToken> tokens;
     Memory bias;
   };
 
@@ -63,11 +64,7 @@ struct HopperEpilogue {
       factors.weight = args.w_scale[kPerChannel ? output : 0];
       if (args.bias != nullptr) factors.bias = static_cast<const Memory*>(args.bias)[output];
     }
-    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
-      const int token = at.m + 128 * i + thread;
-      factors.token[i] =
-          kPerToken ? (token < args.m ? args.x_scale[token] : 0.0f) : args.x_scale[0];
-    }
+    factors.tokens.load(args.x_scale, at.m, args.m, thread);
     return factors;
   }
 
@@ -84,9 +81,7 @@ struct HopperEpilogue {
   template <class Sum>
   QK_DEVICE void run(const Sum (&sums)[Tile::kBlocks][Tile::kM / 2], const Factors& factors,
                      Position at) {
-    QK_UNROLL for (int i = 0; i < kTokenScales; ++i) {
-      if (128 * i + thread < Tile::kM) scales[128 * i + thread] = factors.token[i];
-    }
+    factors.tokens.share(scales, thread);
     if (thread < Tile::kOutputs) {
       scales[Tile::kM + thread] = factors.weight;
       biases()[thread] = factors.bias;
