@@ -183,11 +183,16 @@ def _beside(row: EstimateRow, measured: dict) -> Iterator[str]:
 def _profile(measured: dict) -> dict[str, float]:
     """Return a profile, its kernels in the groups that they are in today."""
     profile = defaultdict(float, measured["profile"] or {})
+    if not profile:
+        return profile
+    named = defaultdict(float)
     for kernel in measured.get("kernels") or ():
-        own = re.match(r"project_|joint_heads|(head|value|stream)_codes", kernel["name"])
-        if own and measured["profile"]:
-            profile["elementwise and copies"] -= kernel["ms"]
-            profile[group_of(kernel["name"])] += kernel["ms"]
+        named[group_of(kernel["name"])] += kernel["ms"]
+    for group, ms in named.items():
+        # What a group lacks of its kernels stood among the small ones when the profile was made.
+        lacks = max(0.0, ms - profile[group])
+        profile[group] += lacks
+        profile["elementwise and copies"] -= lacks
     return profile
 
 
