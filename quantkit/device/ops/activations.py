@@ -12,6 +12,7 @@ from quantkit.device.ops.checks import (
     IO_DTYPES,
     check_device,
     check_scalar,
+    check_smoothing,
     expect,
     given,
     io_word,
@@ -103,10 +104,7 @@ def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
         raise ShapeError(f"{op}: x has shape {tuple(x.shape)}, wanted (M, K)")
     io_word(op, x.dtype)
     n = _check_beside(op, x, beside)
-    for name, numbers in (("smooth", smooth), ("shift", shift)):
-        if numbers is not None:
-            expect(op, name, numbers, torch.float32, (n + x.shape[1],))
-            check_device(op, name, numbers, x)
+    check_smoothing(op, smooth, shift, n + x.shape[1], x)
     check_scalar(op, "scale", given(scale), x)
     return n
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops import attention
-from quantkit.device.ops.checks import check_device, check_scalar, expect, given
+from quantkit.device.ops.checks import check_scalar, check_smoothing, given
 from quantkit.device.ops.op import Argument, Budget, Op, Operands, Options, Output, Problem, Variant
 from quantkit.device.ops.products import format_axis
 from quantkit.device.ops.quantize import quantize_static
@@ -64,10 +64,7 @@ def _checking(plain: Op) -> Callable[[Op, Operands, Options], Problem]:
         problem = plain.check(op, operands[:-_ADDED], options)
         (smooth, shift, scale), q = operands[-_ADDED:], given(operands[0])
         _, heads, head_size, *_ = options
-        for name, numbers in (("smooth", smooth), ("shift", shift)):
-            if numbers is not None:
-                expect(op.name, name, numbers, torch.float32, (heads * head_size,))
-                check_device(op.name, name, numbers, q)
+        check_smoothing(op.name, smooth, shift, heads * head_size, q)
         check_scalar(op.name, "y_scale", given(scale), q)
         return replace(problem, words=(*problem.words, Y_FORMAT))
 

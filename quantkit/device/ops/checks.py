@@ -34,9 +34,16 @@ def check_quantize(op: str, x: Tensor, smooth: Tensor | None, shift: Tensor | No
     if x.ndim != 2:
         raise ShapeError(f"{op}: x has shape {_shape(x)}, wanted (M, K); flatten the tokens first")
     io_word(op, x.dtype)
+    check_smoothing(op, smooth, shift, x.shape[1], x)
+
+
+def check_smoothing(
+    op: str, smooth: Tensor | None, shift: Tensor | None, columns: int, x: Tensor
+) -> None:
+    """Refuse numbers that are not one float32 for each column, where ``x`` is."""
     for name, numbers in (("smooth", smooth), ("shift", shift)):
         if numbers is not None:
-            expect(op, name, numbers, torch.float32, (x.shape[1],))
+            expect(op, name, numbers, torch.float32, (columns,))
             check_device(op, name, numbers, x)
 
 
