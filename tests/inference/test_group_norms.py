@@ -13,27 +13,9 @@ from quantkit.device import compilers, log
 from quantkit.inference import group_norms, picture_norms
 from quantkit.inference.coded_transformer import CodedTransformer2DModel
 from quantkit.inference.group_norms import CodedResnetBlock, install
-from quantkit.numerics.formats import E4M3FN, INT8
-from quantkit.numerics.granularity import PerChannel
-from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.kernel_cases import need
 from tests.support.packed import packed_module
-
-STATIC, TOKEN = Activation.STATIC, Activation.TOKEN
-PLAIN = Scheme(E4M3FN, PerChannel(), None, STATIC)
-CODED = {
-    "e4m3fn": PLAIN,
-    "int8": Scheme(INT8, PerChannel(), None, STATIC),
-    "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, STATIC),
-    "smooth": Scheme(E4M3FN, PerChannel(), None, STATIC, smooth=True),
-}
-APART = {
-    "token": Scheme(E4M3FN, PerChannel(), None, TOKEN),
-    "terms": Scheme(E4M3FN, PerChannel(), None, STATIC, terms=2),
-    "shift": Scheme(E4M3FN, PerChannel(), None, STATIC, shift=True),
-    "dense": None,
-}
+from tests.support.picture_schemes import APART, CODED, PLAIN
 
 
 @pytest.fixture(autouse=True)

@@ -27,29 +27,13 @@ from quantkit.inference import (
     up_blocks,
     upsampling,
 )
-from quantkit.numerics.formats import E4M3FN, INT8
-from quantkit.numerics.granularity import PerChannel
-from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.kernel_cases import need
 from tests.support.packed import packed_module
+from tests.support.picture_schemes import APART, CODED, PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STATIC, LAST = Activation.STATIC, torch.channels_last
-PLAIN = Scheme(E4M3FN, PerChannel(), None, STATIC)
-CODED = {
-    "e4m3fn": PLAIN,
-    "int8": Scheme(INT8, PerChannel(), None, STATIC),
-    "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, STATIC),
-    "smooth": Scheme(E4M3FN, PerChannel(), None, STATIC, smooth=True),
-}
-APART = {
-    "token": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN),
-    "terms": Scheme(E4M3FN, PerChannel(), None, STATIC, terms=2),
-    "shift": Scheme(E4M3FN, PerChannel(), None, STATIC, shift=True),
-    "dense": None,
-}
+LAST = torch.channels_last
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -1,0 +1,21 @@
+"""Schemes of layers that read codes of pictures as they are, and of others."""
+
+from quantkit.numerics.formats import E4M3FN, INT8
+from quantkit.numerics.granularity import PerChannel
+from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.scheme import Activation, Scheme
+
+_STATIC = Activation.STATIC
+PLAIN = Scheme(E4M3FN, PerChannel(), None, _STATIC)
+CODED = {
+    "e4m3fn": PLAIN,
+    "int8": Scheme(INT8, PerChannel(), None, _STATIC),
+    "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, _STATIC),
+    "smooth": Scheme(E4M3FN, PerChannel(), None, _STATIC, smooth=True),
+}
+APART = {
+    "token": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN),
+    "terms": Scheme(E4M3FN, PerChannel(), None, _STATIC, terms=2),
+    "shift": Scheme(E4M3FN, PerChannel(), None, _STATIC, shift=True),
+    "dense": None,
+}
