@@ -16,7 +16,7 @@ from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from tests.inference.test_group_norms import CODED, picture, resnet, transformer
+from tests.inference.test_group_norms import picture, resnet, transformer
 from tests.inference.test_normed_blocks import (
     CASES,
     STATIC,
@@ -28,6 +28,7 @@ from tests.inference.test_normed_blocks import (
 )
 from tests.support.kernel_cases import need
 from tests.support.packed import packed_module
+from tests.support.picture_schemes import CODED
 
 SCHEMES = {
     "static": STATIC,
