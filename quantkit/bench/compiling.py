@@ -10,6 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from quantkit.pipelines.recorded_step import capture, run_aside
+
 #: Class -> classes of blocks, where those that diffusers calls repeated are too few: what a UNet
 #: has between its transformer blocks is half of its small kernels.
 _BLOCKS = {
@@ -72,18 +74,12 @@ def captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], T
     """
     if device.type != "cuda":
         return step
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):
-            step()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
+    for _ in range(_WARM_UP):
+        run_aside(step, device)
+    recording = capture(step, device, None)
 
     def replay() -> Tensor:
-        graph.replay()
-        return output
+        recording.launch()
+        return recording.output  # type: ignore[no-any-return]
 
     return replay

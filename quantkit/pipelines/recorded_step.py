@@ -1,6 +1,8 @@
 """One call of a model, recorded as a CUDA or HIP graph: launched again without Python."""
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -197,12 +199,28 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Recordin
     """
     graph = torch.cuda.CUDAGraph()
     with (
+        without_collection(),
         torch.cuda.device(device),
         torch.cuda.graph(graph, pool=pool, stream=_aside(device)),
         log.record() as kernels,
     ):
         output = run()
     return Recording(partial(_launch, graph, device), output, graph.pool(), kernels)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep Python from looking for dead objects within the body, if it does at all.
+
+    A dead model's graphs may be among them, and freeing a graph ends a capture that is under way.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @lru_cache(maxsize=64)

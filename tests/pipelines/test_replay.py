@@ -224,6 +224,21 @@ def test_what_refers_to_itself_is_collected(unet, on_cpu):
     assert gone() is None
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_a_step_is_recorded(enabled):
+    def fail():
+        assert not gc.isenabled()
+        raise RuntimeError("in the body")
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="in the body"), recorded_step.without_collection():
+            fail()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+
+
 def test_an_adapters_weight_is_looked_at(unet, on_cpu):
     _lora(unet)
     found = quantkit.replay(unet)
