@@ -149,7 +149,7 @@ struct ActivatedEpilogue {
     template <int kAct>
     QK_DEVICE f32 apply(f32 value, int e) const {
       const f32 y = rounded<kIo>(add_rounded(value * scale[e], bias[e]));
-      return (rounded<kIo>(activate<kAct>(y)) - shift[e]) * smooth[e];
+      return add_rounded(rounded<kIo>(activate<kAct>(y)), -shift[e]) * smooth[e];
     }
   };
 

@@ -94,7 +94,7 @@ struct HopperActivatedEpilogue {
     u32 target;  // where the lane's row of its first turned tokens goes
 
     QK_DEVICE f32 changed(f32 value, int half) const {
-      return kChanges ? (value - shift[half]) * smooth[half] : value;
+      return kChanges ? add_rounded(value, -shift[half]) * smooth[half] : value;
     }
   };
 

@@ -345,7 +345,7 @@ struct Input {
     if constexpr (kShift) {
       read(numbers, shift + column, whole, count);
       QK_UNROLL for (int e = 0; e < kCount; ++e)
-        values[e] -= numbers[e];
+        values[e] = add_rounded(values[e], -numbers[e]);
     }
     if constexpr (kSmooth) {
       read(numbers, smooth + column, whole, count);
@@ -358,7 +358,7 @@ struct Input {
   template <int kCount>
   QK_DEVICE void apply_across_rows(f32 (&values)[kCount], int column, int k) const {
     QK_UNROLL for (int e = 0; e < kCount; ++e) {
-      if constexpr (kShift) values[e] -= shift[column];
+      if constexpr (kShift) values[e] = add_rounded(values[e], -shift[column]);
       if constexpr (kSmooth) values[e] *= smooth[column];
       column = column + 1 < k ? column + 1 : 0;
     }
