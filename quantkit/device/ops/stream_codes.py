@@ -7,17 +7,6 @@ from torch import Tensor
 
 from quantkit.device.ops.checks import expect, given
 from quantkit.device.ops.heads import ROTARY
-from quantkit.device.ops.joint_heads import (
-    EPS,
-    OPTIONS,
-    PLACES,
-    PROJECTIONS,
-    REQUIRES,
-    SCHEMA,
-    STREAM_ARGS,
-    check_streams,
-    sample_streams,
-)
 from quantkit.device.ops.op import (
     Argument,
     Budget,
@@ -29,6 +18,17 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import IO, K, M, N, format_axis
+from quantkit.device.ops.stream_operands import (
+    EPS,
+    OPTIONS,
+    PLACES,
+    PROJECTIONS,
+    REQUIRES,
+    SCHEMA,
+    STREAM_ARGS,
+    check_streams,
+    sample_streams,
+)
 from quantkit.device.ops.streams import ALIGNED, head_codes_fp8, lanes_of, value_codes_fp8
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention import COLUMNS, RUN, padded
