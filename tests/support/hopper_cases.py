@@ -50,7 +50,7 @@ def kernel_of(tile, sums, *, sparse=False, family=Family.GEMM, **options):
     """Return the kernel of a tile on the formats that have these sums."""
     x_format, w_format = FORMATS_OF[sums]
     accurate = sums is Sums.ACCURATE
-    if family is Family.GEGLU:
+    if family in (Family.GEGLU, Family.GELU):
         options = {"y_format": x_format, **options}
     if family is not Family.GEMM:
         options = {"x_scale": "tensor", **options}
