@@ -21,6 +21,9 @@ from quantkit.numerics.attention import COLUMNS, measured_scales
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 from quantkit.numerics.formats import E4M3FN
 
+#: Attention that ends in 16 bit, and in codes.
+_FAMILIES = ("attention", "attention_codes")
+
 
 def with_attention(
     model: nn.Module,
@@ -87,7 +90,8 @@ def why_not_used(qk_format: str, min_keys: int, seen: KernelLog) -> str:
         min_keys: attention over fewer stays torch's.
         seen: the calls of a step.
     """
-    if not qk_format or any(op == name_for("attention", qk_format) for op, _, _ in seen.calls):
+    ran = {op for op, _, _ in seen.calls}
+    if not qk_format or any(name_for(family, qk_format) in ran for family in _FAMILIES):
         return ""
     return why_attention_is_torchs(min_keys)
 

@@ -1,6 +1,7 @@
 """The model benchmark with attention on codes: twins of contenders, and why one has none."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ from click.testing import CliRunner
 
 from quantkit.bench import timing
 from quantkit.bench.judging import Eager, judge_attention
+from quantkit.bench.model_attention import why_not_used
 from quantkit.bench.model_contenders import MODEL_CONTENDERS
 from quantkit.bench.result import Verdict
 from quantkit.cli.bench_model import model_command
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
+from quantkit.device.log import KernelLog
 from quantkit.workflow.bench import ModelBenchSettings
 from quantkit.workflow.bench import bench_model as run_bench
 from tests.support.kernel_cases import need
@@ -94,6 +97,15 @@ def test_static_scales_let_sparse_projections_end_in_codes(unet_dir):
     assert calls["attention_fp8"] == 2 * selves
     # Values of the text have no kernel that ends in codes.
     assert calls["value_codes_fp8"] == selves
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "int8"])
+def test_attention_that_ends_in_codes_is_attention(fmt):
+    kind = "fp8" if fmt == "e4m3fn" else fmt
+    for op in (f"attention_{kind}", f"attention_{kind}_codes"):
+        assert not why_not_used(fmt, 512, KernelLog(Counter({(op, "", Backend.GPU): 1})))
+    others = KernelLog(Counter({("stream_codes_fp8", "", Backend.GPU): 1}))
+    assert "no known processor" in why_not_used(fmt, 512, others)
 
 
 def test_where_there_is_no_kernel_nothing_is_timed_twice(unet_dir):
