@@ -8,58 +8,27 @@ as long as the layer has the very tensors, at the very addresses.
 
 from collections.abc import Callable, Hashable
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from quantkit.device.backends import is_free, sums_are_fast
-from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.fixed import Addresses, Product, TwoKernels
 from quantkit.device.gpu.launcher import plain
+from quantkit.inference.operators import is_unseen
 
+Direct: TypeAlias = Product | TwoKernels
 #: Tensors of a layer; None for those that it has not.
 Read = tuple[Tensor | None, ...]
-#: Of tensors in launch order, without those that are None.
-Addresses = tuple[int, ...]
 #: Shapes of inputs that a layer remembers.
 _MOST = 32
-_address = Tensor.data_ptr
-
-
-class Product(NamedTuple):
-    """Multiplying codes of one shape: all but the codes and their scale."""
-
-    multiply: Call
-    weights: Addresses
-
-    def __call__(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """Return the product."""
-        codes, scale = plain(codes), plain(scale)
-        return self.multiply.at((codes.data_ptr(), scale.data_ptr(), *self.weights))[0]
-
-
-class TwoKernels(NamedTuple):
-    """Quantizing an input of one shape, and multiplying it: all but the input."""
-
-    quantize: Call
-    #: of what is quantized with the input: smoothing, shift, and a static scale
-    given: Addresses
-    static: bool
-    multiply: Call
-    weights: Addresses
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the product."""
-        x = plain(x)
-        made = self.quantize.at((x.data_ptr(), *self.given))
-        scale = self.given[-1] if self.static else made[0].data_ptr()
-        return self.multiply.at((made[-1].data_ptr(), scale, *self.weights))[0]
 
 
 class DirectCalls:
     """The calls of one layer; a copy of the layer starts with none."""
 
     def __init__(self) -> None:
-        #: key -> Product or TwoKernels, or None where more is done; and what they read. In one
+        #: key -> call, or None where more is done; and what they read. In one
         #: tuple: another thread may read
         self._known: tuple[dict[Hashable, Any], _Tensors] = ({}, _Tensors(()))
 
@@ -73,15 +42,15 @@ class DirectCalls:
         """Return what was learned of a ``key_of``; None where the layer has to ask."""
         known, tensors = self._known
         call = known.get(key)
-        return call if call is not None and is_free() and tensors.are_of(layer) else None
+        return call if call is not None and tensors.are_of(layer) else None
 
     def learn(
-        self, layer: nn.Module, key: Hashable, make: Callable[[], Product | TwoKernels | None]
+        self, layer: nn.Module, x: Tensor, key: Hashable, make: Callable[[], Direct | None]
     ) -> None:
-        """Remember how an answer was computed, by what ``make`` finds prepared."""
-        known, tensors = self._known
-        if not is_free():
+        """Remember how an answer to ``x`` was computed, by what ``make`` finds prepared."""
+        if not _has_kernels(x):
             return
+        known, tensors = self._known
         if len(known) >= _MOST or not tensors.are_of(layer):
             self._known = known, tensors = {}, _Tensors(_of(layer))
         if key not in known:
@@ -89,37 +58,41 @@ class DirectCalls:
             known[key] = call if call is not None and tensors.have(call) else None
 
 
-def key_of(x: Tensor, *others: Hashable) -> Hashable:
+def key_of(x: object, *others: Hashable) -> Hashable:
     """Return what a direct call depends on, beside the layer's tensors; None where there is none.
 
     Args:
         x: the input.
         others: what else there is of a call.
     """
-    return (x.shape, x.dtype, x.get_device(), sums_are_fast(), *others) if _has_kernels(x) else None
+    if is_unseen(x) and is_free():
+        return (x.shape, x.dtype, x.get_device(), sums_are_fast(), *others)
+    return None
 
 
 class _Tensors:
     """The tensors of a layer, and where they lay."""
 
-    __slots__ = ("_addresses", "_all", "_there")
+    __slots__ = ("_all", "_there")
 
     def __init__(self, tensors: Read) -> None:
         self._all = tensors
-        self._there = tuple(t for t in tensors if t is not None)
-        self._addresses = tuple(map(_address, self._there))
+        self._there = tuple((t, t.data_ptr()) for t in tensors if t is not None)
 
     def are_of(self, layer: nn.Module) -> bool:
         """Tell whether a layer's tensors are these, and where they lay."""
         now = _of(layer)
-        same = len(now) == len(self._all) and all(map(is_, now, self._all))
-        return same and tuple(map(_address, self._there)) == self._addresses
+        if len(now) != len(self._all) or not all(map(is_, now, self._all)):
+            return False
+        for tensor, address in self._there:  # noqa: SIM110  faster than a generator
+            if tensor.data_ptr() != address:
+                return False
+        return True
 
-    def have(self, call: Product | TwoKernels) -> bool:
+    def have(self, call: Direct) -> bool:
         """Tell whether a call reads these alone, and nothing that was computed."""
-        there = {t.data_ptr() for t in self._there if plain(t) is t}
-        read = call.weights if isinstance(call, Product) else (*call.given, *call.weights)
-        return there.issuperset(read)
+        there = {address for tensor, address in self._there if plain(tensor) is tensor}
+        return there.issuperset(call.reads)
 
 
 def addresses_of(tensors: Read) -> Addresses:

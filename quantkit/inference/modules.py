@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.checkpoint.spec import Kind
+from quantkit.device.gpu.fixed import TwoKernels
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
-from quantkit.inference.direct_calls import TwoKernels, addresses_of, key_of
+from quantkit.inference.direct_calls import addresses_of, key_of
 from quantkit.inference.head_scales import Folds
 from quantkit.inference.normed import Normed
-from quantkit.inference.operators import OPERATORS, is_unseen, operator_for
+from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.inference.terms import Term, split
 from quantkit.inference.weight_only import are_few, why_dequantized
@@ -53,7 +54,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
     def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  some models name it, as torch does
         """Return ``input @ weight.T + bias``."""
         x = input
-        key = key_of(x) if is_unseen(x) else None
+        key = key_of(x)
         if key is not None and (direct := self.direct.find(self, key)) is not None:
             found: Tensor = direct(x)
             return found
@@ -66,7 +67,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         rows = x.reshape(-1, self.k).contiguous()
         y = self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
         if key is not None:
-            self.direct.learn(self, key, partial(self._two_kernels, x))
+            self.direct.learn(self, x, key, partial(self._two_kernels, x))
         return y
 
     def _two_kernels(self, x: Tensor) -> TwoKernels | None:
@@ -83,13 +84,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         # Of what is made in between, shapes and dtypes alone are looked at.
         codes = torch.empty_like(rows, dtype=torch.uint8)
         made = rows.new_empty(len(rows), dtype=torch.float32) if scale is None else scale
-        product = self._product_call((codes, made), x.dtype)
-        if quantize is None or product is None:
+        multiply, weights = self._prepared_product((codes, made), x.dtype)
+        if quantize is None or multiply is None:
             return None
-        multiply = product.multiply.shaped((*x.shape[:-1], self.n))
-        return TwoKernels(
-            quantize, addresses_of(given), scale is not None, multiply, product.weights
-        )
+        multiply = multiply.shaped((*x.shape[:-1], self.n))
+        return TwoKernels(quantize, addresses_of(given), multiply, weights)
 
     def _weight_only_forward(self, x: Tensor) -> Tensor:
         bias = _as(self.bias, x)

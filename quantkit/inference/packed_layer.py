@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.dtypes import PACKED_DTYPES
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
+from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.fixed import Addresses, Product
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes
-from quantkit.inference.direct_calls import DirectCalls, Product, addresses_of, key_of
-from quantkit.inference.operators import OPERATORS, is_unseen, operator_for
+from quantkit.inference.direct_calls import DirectCalls, addresses_of, key_of
+from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.terms import Term, split
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
@@ -262,7 +264,7 @@ class PackedLayer(nn.Module):
         self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
     ) -> Tensor:
         # A bias that was cast, or shifted, is another one at each call.
-        own = is_unseen(term[0]) and bias is self._parameters["bias"]
+        own = bias is self._parameters["bias"]
         key = key_of(term[0], term[1].shape, dtype, windows) if own else None
         if key is not None and (direct := self.direct.find(self, key)) is not None:
             found: Tensor = direct(*term)
@@ -271,17 +273,23 @@ class PackedLayer(nn.Module):
         weights = (*self.stored(), self._weight("weight_scale"), bias)
         y: Tensor = OPERATORS[name](*term, *weights, *options)
         if key is not None:
-            self.direct.learn(self, key, partial(self._product_call, term, dtype, windows))
+            self.direct.learn(self, term[0], key, partial(self._product_call, term, dtype, windows))
         return y
 
     def _product_call(
         self, term: Term, dtype: torch.dtype, windows: Windows | None = None
     ) -> Product | None:
         """Return what ``_product`` has run for such a term; None where it was no kernel."""
+        call, weights = self._prepared_product(term, dtype, windows)
+        return None if call is None else Product(call, weights)
+
+    def _prepared_product(
+        self, term: Term, dtype: torch.dtype, windows: Windows | None = None
+    ) -> tuple[Call | None, Addresses]:
+        """Return the prepared call of a product, and where its weights lie."""
         name, options = self._operation(dtype, windows)
         weights = (*self.stored(), self._weight("weight_scale"), self._parameters["bias"])
-        call = prepared(name, (*term, *weights), options)
-        return None if call is None else Product(call, addresses_of(weights))
+        return prepared(name, (*term, *weights), options), addresses_of(weights)
 
     def _operation(
         self, dtype: torch.dtype, windows: Windows | None

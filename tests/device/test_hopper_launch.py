@@ -30,6 +30,7 @@ from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.device.ops.op import Problem, Variant
 from quantkit.device.ops.table import OPS, find_op
 from quantkit.errors import KernelError
+from tests.support.standin_memory import Keeper
 
 FUNCTION, STREAM = 0xF00D, 0x57A40
 POINTER = ctypes.c_void_p
@@ -118,6 +119,7 @@ def h200(cuda, **changes):
         stream=lambda _: STREAM,
         capturing=lambda: False,
         guard=contextlib.nullcontext,
+        memory=Keeper().memory(),
     )
 
 

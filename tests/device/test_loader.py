@@ -132,26 +132,6 @@ def test_arguments_are_packed_as_the_kernel_declares_them(hip):
     assert launch["stream"] == str(STREAM)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_a_launch_at_addresses_is_the_same(hip, bias):
-    case = gemm_case(GEMM, 9, 70, 48, torch.Generator().manual_seed(4), bias=bias)
-    hip.provide(GEMM)
-    inputs = inputs_of(case)
-    nulls = [i for i, tensor in enumerate(inputs) if tensor is None]
-    assert len(nulls) == (not bias)
-    sizes, output = {"m": 9, "n": 70, "k": 48}, ((9, 70), torch.float16)
-    call = Call(hip.device(), GEMM, sizes, [output], nulls)
-    (wanted,) = call(*inputs)
-    with log.record() as seen:
-        (y,) = call.shaped((3, 3, 70)).at(tuple(t.data_ptr() for t in inputs if t is not None))
-    assert y.shape == (3, 3, 70)
-    assert torch.equal(y.reshape(9, 70), wanted)
-    assert list(seen.calls.values()) == [1]
-    first, second = (launch["args"].split() for launch in hip.launches())
-    at = len(inputs)
-    assert (first[:at], first[at + 1 :]) == (second[:at], second[at + 1 :])
-
-
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_grid_and_numbers_follow_the_launch_file(hip, op):
     hip.monkeypatch.setenv("STANDIN_KERNELS", "")  # nothing runs

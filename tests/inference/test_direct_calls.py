@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums, use
+from quantkit.device.gpu.calls import Call
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
 from quantkit.inference import direct_calls, modules, packed_layer
@@ -20,7 +22,9 @@ from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.packed import packed_module
+from tests.support.standin_memory import Keeper
 
+STREAM = 0x57A40
 STATIC, TOKEN = Activation.STATIC, Activation.TOKEN
 FP8 = Scheme(E4M3FN, PerChannel(), None, STATIC)
 #: Two kernels, whatever they are.
@@ -40,26 +44,26 @@ OTHERS = {
 }
 
 
-class _Call:
-    """What ``prepared`` finds on a GPU: it reads memory, as the operands that it is made for."""
+class _Launch:
+    """A kernel that the reference computes, on operands like these wherever they lie."""
 
-    def __init__(self, made, op, operands, options, shape=None):
-        self.made, self.op, self.options, self.shape = made, op, options, shape
+    def __init__(self, made, op, operands, options):
+        self.made, self.op, self.options = made, op, options
         self.operands = [None if t is None else (t.shape, t.dtype) for t in operands]
 
-    def shaped(self, shape):
-        other = copy.copy(self)
-        other.shape = shape
-        return other
+    def block(self, addresses):
+        assert all(address % 16 == 0 for address in addresses)
+        return SimpleNamespace(places=list(addresses))
 
-    def at(self, addresses):
+    def queue(self, block, stream):
+        assert stream == STREAM
         self.made.append(self.op)
-        places = iter(addresses)
+        places = iter(block.places)
         read = [None if o is None else _read(next(places), *o) for o in self.operands]
-        assert next(places, None) is None
         found = OPS[self.op].reference(*read, *self.options)
-        found = found if isinstance(found, tuple) else (found,)
-        return [t if self.shape is None else t.reshape(self.shape) for t in found]
+        for tensor in found if isinstance(found, tuple) else (found,):
+            ctypes.memmove(next(places), tensor.data_ptr(), tensor.nbytes)
+        assert next(places, None) is None
 
 
 def _read(address, shape, dtype):
@@ -68,13 +72,35 @@ def _read(address, shape, dtype):
     return found.view(torch.uint8) if dtype.itemsize == 1 else found
 
 
+class _Call(Call):
+    """What ``prepared`` finds on a GPU."""
+
+    def __init__(self, device, launch, outputs):
+        self.device, self.launch, self.said = device, launch, (launch.op, "", Backend.GPU)
+        self.outputs = tuple((s, torch.empty(s, device="meta").stride(), t) for s, t in outputs)
+
+
 @pytest.fixture
-def made(monkeypatch):
+def keeper():
+    """Memory that direct calls have taken."""
+    return Keeper()
+
+
+@pytest.fixture
+def made(monkeypatch, keeper):
     """The operations of direct calls, as they are made."""
     names: list[str] = []
+    device = SimpleNamespace(
+        index=0, current=lambda: 0, stream=lambda _: STREAM, memory=keeper.memory()
+    )
+
+    def prepared(op, operands, options):
+        outputs = OPS[op].outputs(operands, options)
+        return _Call(device, _Launch(names, op, operands, options), outputs)
+
     monkeypatch.setattr(direct_calls, "_has_kernels", lambda _: True)
     for module in (modules, packed_layer):
-        monkeypatch.setattr(module, "prepared", lambda op, *given: _Call(names, op, *given))
+        monkeypatch.setattr(module, "prepared", prepared)
     return names
 
 

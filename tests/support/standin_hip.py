@@ -15,6 +15,7 @@ from quantkit.device.gpu import driver_hip
 from quantkit.device.gpu.devices import Device
 from quantkit.device.host import library as host
 from tests.support.kernel_cases import need
+from tests.support.standin_memory import Keeper
 
 SOURCE = Path(__file__).parents[1] / "standin" / "hip.c"
 STREAM = 0x57A40
@@ -85,5 +86,6 @@ class Standin:
             "stream": lambda _: STREAM,
             "capturing": lambda: False,
             "guard": contextlib.nullcontext,
+            "memory": Keeper().memory(),
         }
         return Device(**{**fields, **changes})

@@ -18,6 +18,8 @@ from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.ops.op import Output, Sizes
 
+#: Shape, strides and dtype of what is made.
+LaidOut = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 #: Operands that differ in nothing but their addresses.
 Signature = tuple[object, ...]
 
@@ -28,7 +30,7 @@ _MOST_CALLS = 4096
 class Call:
     """A prepared call of one kernel."""
 
-    __slots__ = ("_like", "_name", "_op", "launch")
+    __slots__ = ("device", "launch", "outputs", "said")
 
     def __init__(
         self,
@@ -51,34 +53,37 @@ class Call:
         """
         #: queues the kernel on given operands, outputs included
         self.launch = prepare_launch(device, kernel, sizes, nulls)
-        self._op, self._name = kernel.operation, kernel.name
-        self._like = tuple(_shaped(device.torch_device, *output) for output in outputs)
+        self.device = device
+        #: shape, strides and dtype of each
+        self.outputs = tuple(_laid_out(*output) for output in outputs)
+        #: for ``log.note``
+        self.said = (kernel.operation, kernel.name, Backend.GPU)
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Queue the operation on the current stream and return its outputs."""
-        made = list(map(torch.empty_like, self._like))
-        self.launch(*inputs, *made)
-        log.note(self._op, self._name, Backend.GPU)
-        return made
+        device = self.device
+        if device.current() == device.index:
+            return self._run(inputs)
+        with device.guard(device.index):
+            return self._run(inputs)
 
-    def at(self, addresses: tuple[int, ...]) -> list[Tensor]:
-        """Do the same for inputs that are contiguous and start on 16 bytes; see ``launch.at``."""
-        made = list(map(torch.empty_like, self._like))
-        self.launch.at((*addresses, *map(Tensor.data_ptr, made)))
-        log.note(self._op, self._name, Backend.GPU)
+    def _run(self, inputs: tuple[Tensor | None, ...]) -> list[Tensor]:
+        new = self.device.memory.new
+        made = [new(*output) for output in self.outputs]
+        self.launch(*inputs, *made)
+        log.note(*self.said)
         return made
 
     def shaped(self, shape: tuple[int, ...]) -> "Call":
         """Return the same call, whose one output has another shape of as many elements."""
-        other, (like,) = copy(self), self._like
-        other._like = (_shaped(like.device, shape, like.dtype),)  # noqa: SLF001  a copy
+        other, ((_, _, dtype),) = copy(self), self.outputs
+        other.outputs = (_laid_out(shape, dtype),)
         return other
 
 
-def _shaped(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of one element, repeated: ``empty_like`` takes half as long as ``empty``."""
-    with torch.inference_mode(mode=False):
-        return torch.empty((), dtype=dtype, device=device).expand(shape)
+def _laid_out(shape: tuple[int, ...], dtype: torch.dtype) -> LaidOut:
+    strides = torch.empty(shape, device="meta").stride()
+    return tuple(shape), strides, dtype
 
 
 _calls: dict[Signature, Call] = {}

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quantkit.device.archs import Arch, arch_of_device
 from quantkit.device.gpu.driver import Driver
@@ -23,6 +24,20 @@ class Function(NamedTuple):
     handle: int
     #: it may start before the kernel ahead of it has ended, and waits for that one
     overlaps: bool
+
+
+class Memory(NamedTuple):
+    """torch's allocator, of the calling thread's device: what its own compiled code calls.
+
+    ``torch.empty`` and its like take twice as long: they ask a dispatcher who they are meant for.
+    """
+
+    #: (shape, strides, dtype) -> a tensor
+    new: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+    #: (bytes, stream) -> an address; once given back, whatever the stream does later may have it
+    take: Callable[[int, int], int]
+    #: (address)
+    give_back: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class Device:
     stream: Callable[[int], int]
     capturing: Callable[[], bool]
     guard: Callable[[int], AbstractContextManager[object]]
+    memory: Memory
     _functions: dict[Kernel, Function] = field(default_factory=dict, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
@@ -116,6 +132,11 @@ def find_device(index: int) -> Device:
         stream=torch._C._cuda_getCurrentRawStream,  # noqa: SLF001  torch.compile's code calls it
         capturing=torch.cuda.is_current_stream_capturing,
         guard=torch.cuda.device,
+        memory=Memory(
+            torch._C._dynamo.guards._empty_strided_cuda,  # noqa: SLF001  torch.compile's code calls it
+            torch._C._cuda_cudaCachingAllocator_raw_alloc,  # noqa: SLF001  torch.cuda.caching_allocator_alloc
+            torch._C._cuda_cudaCachingAllocator_raw_delete,  # noqa: SLF001  as above
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Launching one kernel: everything that does not change between calls is prepared once.
 
-What is left per call are the addresses of the operands and the stream. The steps are C functions
+What is left per call are the addresses of the operands. The steps are C functions
 that take and return ready values (struct, map over tensor methods, ctypes values made beforehand):
 a loop in Python over the operands alone would take longer than the driver takes to queue a kernel.
 """
@@ -39,11 +39,9 @@ class Launcher:
     """A kernel on one device with its grid and numbers fixed; may be called from any thread."""
 
     __slots__ = (
-        "_current",
         "_device",
         "_entry",
         "_free",
-        "_index",
         "_known",
         "_maps",
         "_maps_at",
@@ -73,8 +71,7 @@ class Launcher:
             nulls: which operands are null.
         """
         pointers, numbers = plan.pointers, plan.numbers
-        self._device, self._index, self._symbol = device, device.index, symbol
-        self._current, self._stream = device.current, device.stream
+        self._device, self._stream, self._symbol = device, device.stream, symbol
         self._entry = _entry_of(device.driver, function)
         present = [i for i in range(pointers) if i not in nulls]
         self._select: Any = itemgetter(*present) if nulls else tuple
@@ -84,7 +81,7 @@ class Launcher:
         head = bytes(_SLOT * pointers) + b"".join(struct.pack("<q", n) for n in numbers)
         starts = [len(head) + MAP_BYTES * i for i in range(len(plan.maps))]
         content = head + bytes(MAP_BYTES * len(starts))
-        described = [(present.index(operand), spec) for operand, spec in plan.maps if spec]
+        described = [(operand, spec) for operand, spec in plan.maps if spec]
         # One that the kernel does not read stands last.
         assert all(spec for _, spec in plan.maps[: len(described)])
         self._maps = tuple(_Maps(spec, {}) for _, spec in described)
@@ -94,12 +91,12 @@ class Launcher:
         self._known: dict[tuple[int, ...], bytes] = {}
         slots = [*range(0, len(head), _SLOT), *starts]
         places = tuple(slots[i] for i in plan.order)
-        self._new_block = partial(_Block, function, plan, content, places)
+        self._new_block = partial(Block, function, plan, content, places)
         # Parameter blocks that no thread is using. Both ends of a deque are safe without a lock.
-        self._free: deque[_Block] = deque()
+        self._free: deque[Block] = deque()
 
     def __call__(self, *operands: Tensor | None) -> None:
-        """Queue the kernel on the current stream.
+        """Queue the kernel on the current stream of its device, which is the calling thread's.
 
         Args:
             operands: in launch order, None where it was said to be null. Those that are not
@@ -114,39 +111,44 @@ class Launcher:
             # They may be freed behind the launch: torch reuses memory in the order of the stream.
             tensors = tuple(map(plain, tensors))
             addresses = tuple(map(_address, tensors))
-        self.at(addresses)
-
-    def at(self, addresses: tuple[int, ...]) -> None:
-        """Queue the kernel on operands that are contiguous and start on 16 bytes.
-
-        Args:
-            addresses: of those that are not null, in launch order.
-
-        Raises:
-            KernelError: the driver refuses.
-        """
         try:
             block = self._free.pop()
         except IndexError:
             block = self._new_block()
-        slots = block.slots
-        self._pack(slots, 0, *addresses)
-        if self._pick:
-            described = self._pick(addresses)
-            slots[self._maps_at] = self._known.get(described) or self._describe(described)
-        if self._current() == self._index:
-            stream = self._stream(self._index)
-            if stream != block.stream:
-                block.turn_to(stream)
-            status = self._entry(*block.arguments)
-            if status:
-                self._again(status, block)
-        else:
-            with self._device.guard(self._index):
-                block.turn_to(self._stream(self._index))
-                self._again(self._entry(*block.arguments), block)
+        self._pack(block.slots, 0, *addresses)
+        self.queue(block, self._stream(self._device.index))
         # The driver has copied the parameters when it returns.
         self._free.append(block)
+
+    def block(self, addresses: tuple[int, ...]) -> "Block":
+        """Return a new block, for one who keeps it: all that ``queue`` wants is in it.
+
+        Args:
+            addresses: of the operands that are not null, in launch order. They are contiguous and
+                start on 16 bytes. Those that are not known yet are put in ``Block.places`` later.
+        """
+        block = self._new_block()
+        self._pack(block.slots, 0, *addresses)
+        return block
+
+    def queue(self, block: "Block", stream: int) -> None:
+        """Queue the kernel on its device, which is the calling thread's.
+
+        Args:
+            block: no other thread has it.
+            stream: of the device.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
+        if self._pick and (described := self._pick(block.places)) != block.described:
+            content = self._known.get(described) or self._describe(described)
+            block.slots[self._maps_at] = content
+            block.described = described
+        if stream != block.stream:
+            block.turn_to(stream)
+        if status := self._entry(*block.arguments):
+            self._again(status, block)
 
     def _describe(self, addresses: tuple[int, ...]) -> bytes:
         pairs = zip(self._maps, addresses, strict=True)
@@ -158,16 +160,16 @@ class Launcher:
         assert driver.tensors
         status, content = encode_map(driver.tensors.encode, maps.spec, address)
         if status in driver.unbound:
-            driver.bind(self._index)
+            driver.bind(self._device.index)
             status, content = encode_map(driver.tensors.encode, maps.spec, address)
         driver.check(f"describe {maps.spec.operand} to the copy engine", status, self._symbol)
         return _keep(maps.known, address, content)
 
-    def _again(self, status: int, block: "_Block") -> None:
+    def _again(self, status: int, block: "Block") -> None:
         driver = self._device.driver
         if status in driver.unbound:
             # A thread that torch has not used yet.
-            driver.bind(self._index)
+            driver.bind(self._device.index)
             status = self._entry(*block.arguments)
         driver.check("launch the kernel", status, self._symbol)
 
@@ -213,15 +215,28 @@ def _keep(known: dict[Any, bytes], key: object, content: bytes) -> bytes:
     return content
 
 
-class _Block:
+class Block:
     """Memory for the arguments of one launch under way, and the driver's arguments around it."""
 
-    __slots__ = ("_config", "_head", "_params", "arguments", "slots", "stream")
+    __slots__ = (
+        "_config",
+        "_head",
+        "_params",
+        "arguments",
+        "described",
+        "places",
+        "slots",
+        "stream",
+    )
 
     def __init__(
         self, function: Function, plan: Plan, content: bytes, places: Sequence[int]
     ) -> None:
         self.slots = bytearray(content)
+        #: the operands' addresses, in launch order; 0 where one is null
+        self.places = memoryview(self.slots)[: _SLOT * plan.pointers].cast("Q")
+        #: addresses of which the slots hold the tensor maps
+        self.described: tuple[int, ...] | None = None
         base = ctypes.addressof((ctypes.c_char * len(content)).from_buffer(self.slots))
         addresses = (base + place for place in places)
         self.arguments: tuple[Any, ...]

@@ -1,0 +1,133 @@
+"""Calls whose operands lie where they lay at the call before, but for an input and the output.
+
+A layer's product and, before it, the quantizing of its input: addresses of weights and scales stand
+in the arguments already. Codes in between are nobody's tensor: their memory is taken from torch's
+allocator and given back behind the launches, in the order of the stream, so that what is queued
+later may have it, and a captured graph keeps it.
+"""
+
+from collections import deque
+from functools import partial
+from math import prod
+
+from torch import Tensor
+
+from quantkit.device import log
+from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.launcher import Block, plain
+
+#: Of tensors in launch order, without those that are None.
+Addresses = tuple[int, ...]
+
+#: Kernels move 16 bytes at a time.
+_ALIGNED = 16
+
+
+class Product:
+    """Multiplying codes of one shape: all but the codes and their scale."""
+
+    __slots__ = ("_device", "_free", "_new", "_new_block", "_output", "_queue", "_said", "reads")
+
+    def __init__(self, multiply: Call, weights: Addresses) -> None:
+        """Prepare a product.
+
+        Args:
+            multiply: of codes, their scale, and weights.
+            weights: where they lie.
+        """
+        self._device, self._said, self.reads = multiply.device, multiply.said, weights
+        self._new, (self._output,) = multiply.device.memory.new, multiply.outputs
+        self._queue = multiply.launch.queue
+        self._new_block = partial(multiply.launch.block, (0, 0, *weights, 0))
+        # Blocks that no thread is using. Both ends of a deque are safe without a lock.
+        self._free: deque[Block] = deque()
+
+    def __call__(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return the product."""
+        codes, scale, device = plain(codes), plain(scale), self._device
+        if device.current() == device.index:
+            return self.at(codes.data_ptr(), scale.data_ptr(), device.stream(device.index))
+        with device.guard(device.index):
+            return self.at(codes.data_ptr(), scale.data_ptr(), device.stream(device.index))
+
+    def at(self, codes: int, scale: int, stream: int) -> Tensor:
+        """Return the product of codes and a scale that lie there, on the current device."""
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = self._new_block()
+        y = self._new(*self._output)
+        places = block.places
+        places[0], places[1], places[-1] = codes, scale, y.data_ptr()
+        self._queue(block, stream)
+        self._free.append(block)
+        log.note(*self._said)
+        return y
+
+
+class TwoKernels:
+    """Quantizing an input of one shape, and multiplying it: all but the input."""
+
+    __slots__ = (
+        "_behind",
+        "_device",
+        "_free",
+        "_multiply",
+        "_new_block",
+        "_queue",
+        "_said",
+        "_scale",
+        "_size",
+        "reads",
+    )
+
+    def __init__(
+        self, quantize: Call, given: Addresses, multiply: Call, weights: Addresses
+    ) -> None:
+        """Prepare both.
+
+        Args:
+            quantize: of an input -> codes; or a scale for each row, and codes.
+            given: where lies what is quantized with it: smoothing, and a static scale.
+            multiply: of codes, their scale, and weights.
+            weights: where they lie.
+        """
+        self._device, self._said = quantize.device, quantize.said
+        self._multiply = Product(multiply, weights).at
+        self.reads = (*given, *weights)
+        self._queue = quantize.launch.queue
+        made = (0,) * len(quantize.outputs)
+        self._new_block = partial(quantize.launch.block, (0, *given, *made))
+        self._free: deque[Block] = deque()
+        *scales, (shape, _, _) = quantize.outputs
+        #: where the scales of rows stand behind the codes; 0, and the address of the static one
+        self._behind = -(-prod(shape) // _ALIGNED) * _ALIGNED if scales else 0
+        self._scale = 0 if scales else given[-1]
+        self._size = self._behind + 4 * shape[0] if scales else prod(shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        x, device = plain(x), self._device
+        if device.current() == device.index:
+            return self._at(x.data_ptr(), device.stream(device.index))
+        with device.guard(device.index):
+            return self._at(x.data_ptr(), device.stream(device.index))
+
+    def _at(self, x: int, stream: int) -> Tensor:
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = self._new_block()
+        memory, scale = self._device.memory, self._scale
+        codes = memory.take(self._size, stream)
+        try:
+            places = block.places
+            places[0], places[-1] = x, codes
+            if self._behind:
+                places[-2] = scale = codes + self._behind
+            self._queue(block, stream)
+            self._free.append(block)
+            log.note(*self._said)
+            return self._multiply(codes, scale, stream)
+        finally:
+            memory.give_back(codes)
