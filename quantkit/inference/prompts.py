@@ -94,6 +94,8 @@ class PromptLinear(PackedLinear):
 
     #: None: nothing is kept
     kept: Kept | None = None
+    # What is kept comes first.
+    __call__ = nn.Module.__call__
 
     def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  as PackedLinear
         """Return ``input @ weight.T + bias``, computed or kept."""
