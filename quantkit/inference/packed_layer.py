@@ -311,6 +311,8 @@ class PackedLayer(nn.Module):
             moved = self._weight(part)
             if moved is not None and type(moved) is not Codes:
                 self.fill(part, moved.detach())
+        # A bias of another dtype may come to lie where the old one lay.
+        self.direct = DirectCalls()
         return self
 
 

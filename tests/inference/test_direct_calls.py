@@ -265,6 +265,73 @@ def test_what_is_looked_at_is_asked_for(made):
 
 
 @torch.no_grad()
+def test_a_bias_is_asked_for_that_was_cast_where_it_lay(made):
+    layer, x = layer_of(SCHEMES["token"]).half(), torch.randn(5, 32).half()
+    memory = torch.zeros(48, 4, dtype=torch.uint8)
+    narrow = memory.view(-1)[: 2 * 48].view(torch.half)
+    layer.bias.data = narrow.copy_(layer.bias)
+    assert torch.equal(known(layer, x)(x), asked(layer, x))
+    assert len(made) == 2
+
+    wide = memory.view(torch.float32)[:, 0]
+    layer._apply(lambda t: wide.copy_(t.clone()) if t.data_ptr() == wide.data_ptr() else t)
+    assert layer.bias.dtype is torch.float32
+    assert torch.equal(layer(x), asked(layer, x))
+
+
+def hooked(layer, seen):
+    layer.register_forward_hook(lambda *_: seen.append(1))
+
+
+def hooked_before(layer, seen):
+    layer.register_forward_pre_hook(lambda *_: seen.append(1))
+
+
+def hooked_as_all(layer, seen):
+    return nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+
+
+def hooked_as_all_before(layer, seen):
+    return nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(1))
+
+
+def replaced(layer, seen):
+    forward = layer.forward
+    layer.forward = lambda x: seen.append(1) or forward(x)
+
+
+def compiled(layer, seen):
+    layer.compile(backend=lambda graph, _: lambda *given: seen.append(1) or graph(*given))
+
+
+WATCHES = [hooked, hooked_before, hooked_as_all, hooked_as_all_before, replaced, compiled]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("watch", WATCHES, ids=lambda watch: watch.__name__)
+def test_who_waits_for_a_call_gets_it(made, watch):
+    x, seen = torch.randn(5, 32), []
+    layer = known(layer_of(), x)
+    wanted = layer(x)
+    handle = watch(layer, seen)
+    try:
+        assert torch.allclose(layer(x), wanted, atol=1e-5)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert seen == [1]
+
+
+@torch.no_grad()
+def test_a_named_input_is_answered(made):
+    x = torch.randn(5, 32)
+    layer = known(layer_of(), x)
+    assert torch.equal(layer(input=x), layer(x))
+    with pytest.raises(TypeError, match="positional"):
+        layer(x, x)
+
+
+@torch.no_grad()
 def test_copies_and_pickles_ask(made):
     x = torch.randn(5, 32)
     layer = known(layer_of(), x)

@@ -1,4 +1,4 @@
-"""The CPU's memory in place of a GPU's: what a device takes from torch's allocator, and its keeper."""
+"""The CPU's memory in place of a GPU's: what a device takes of it, and who keeps it."""
 
 import torch
 

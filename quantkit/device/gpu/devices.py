@@ -133,7 +133,7 @@ def find_device(index: int) -> Device:
         capturing=torch.cuda.is_current_stream_capturing,
         guard=torch.cuda.device,
         memory=Memory(
-            torch._C._dynamo.guards._empty_strided_cuda,  # noqa: SLF001  torch.compile's code calls it
+            torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]  # noqa: SLF001  torch.compile's code calls it
             torch._C._cuda_cudaCachingAllocator_raw_alloc,  # noqa: SLF001  torch.cuda.caching_allocator_alloc
             torch._C._cuda_cudaCachingAllocator_raw_delete,  # noqa: SLF001  as above
         ),

@@ -250,6 +250,7 @@ class Block:
         self.turn_to(0)
 
     def turn_to(self, stream: int) -> None:
+        """Say on which stream the launch will be."""
         self.stream = stream
         if self._config is not None:
             self._config.stream = stream
