@@ -22,5 +22,5 @@ class Keeper:
         self.taken.pop(address).fill_(0xDD)
 
     def memory(self):
-        new = torch._C._dynamo.guards._empty_strided_cpu
+        new = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
         return Memory(new, self.take, self.give_back)
