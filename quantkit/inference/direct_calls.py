@@ -77,21 +77,22 @@ class _Tensors:
 
     def __init__(self, tensors: Read) -> None:
         self._all = tensors
-        self._there = tuple((t, t.data_ptr()) for t in tensors if t is not None)
+        #: methods that say where each lies, and what they said
+        self._there = tuple((t.data_ptr, t.data_ptr()) for t in tensors if t is not None)
 
     def are_of(self, layer: nn.Module) -> bool:
         """Tell whether a layer's tensors are these, and where they lay."""
         now = _of(layer)
         if len(now) != len(self._all) or not all(map(is_, now, self._all)):
             return False
-        for tensor, address in self._there:  # noqa: SIM110  faster than a generator
-            if tensor.data_ptr() != address:
+        for place, address in self._there:  # noqa: SIM110  faster than a generator
+            if place() != address:
                 return False
         return True
 
     def have(self, call: Direct) -> bool:
         """Tell whether a call reads these alone, and nothing that was computed."""
-        there = {address for tensor, address in self._there if plain(tensor) is tensor}
+        there = {t.data_ptr() for t in self._all if t is not None and plain(t) is t}
         return there.issuperset(call.reads)
 
 

@@ -107,11 +107,14 @@ class TwoKernels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product."""
-        x, device = plain(x), self._device
+        place, device = x.data_ptr(), self._device
+        if place % _ALIGNED or not x.is_contiguous():
+            x = plain(x)
+            place = x.data_ptr()
         if device.current() == device.index:
-            return self._at(x.data_ptr(), device.stream(device.index))
+            return self._at(place, device.stream(device.index))
         with device.guard(device.index):
-            return self._at(x.data_ptr(), device.stream(device.index))
+            return self._at(place, device.stream(device.index))
 
     def _at(self, x: int, stream: int) -> Tensor:
         try:
