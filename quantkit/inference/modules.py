@@ -53,16 +53,16 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         alone = scheme.activation is Activation.NONE
         self._takes_few = alone and not why_dequantized(self.dense_shape, scheme)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, input: Tensor | Normed, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  as forward
         """Return ``forward``'s answer: at once where it is known, and nobody waits for the call.
 
         What nn.Module asks before it calls ``forward`` takes the host longer than a launch.
         """
-        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() and _is_alone(self):
-            key = key_of(*args)
+        if not (args or kwargs or torch.compiler.is_compiling()) and _is_alone(self):
+            key = key_of(input)
             if key is not None and (direct := self.direct.find(self, key)) is not None:
-                return direct(*args)
-        return super().__call__(*args, **kwargs)
+                return direct(input)
+        return super().__call__(input, *args, **kwargs)
 
     def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  some models name it, as torch does
         """Return ``input @ weight.T + bias``."""
