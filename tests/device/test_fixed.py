@@ -75,14 +75,17 @@ def test_calls_at_addresses_are_the_same(hip, static, bias):
 
 
 def test_other_devices_and_streams_are_followed(hip):
-    entered, streams = [], iter(range(100, 200))
+    entered, current, streams = [], [0], iter(range(100, 200))
 
     @contextlib.contextmanager
     def guard(index):
         entered.append(index)
+        current.append(index)
         yield
+        current.pop()
 
-    pair = Pair(hip, index=1, current=lambda: 0, guard=guard, stream=lambda _: next(streams))
+    where = {"index": 1, "current": lambda: current[-1], "guard": guard}
+    pair = Pair(hip, stream=lambda _: next(streams), **where)
     entered.clear()
     hip.forget_calls()
     wanted = pair.apart(drawn())[2]

@@ -6,7 +6,7 @@ allocator and given back behind the launches, in the order of the stream, so tha
 later may have it, and a captured graph keeps it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from math import prod
 
@@ -26,7 +26,7 @@ _ALIGNED = 16
 class Product:
     """Multiplying codes of one shape: all but the codes and their scale."""
 
-    __slots__ = ("_device", "_free", "_new", "_new_block", "_output", "_queue", "_said", "reads")
+    __slots__ = ("_device", "_free", "_new", "_new_block", "_output", "_queue", "reads", "said")
 
     def __init__(self, multiply: Call, weights: Addresses) -> None:
         """Prepare a product.
@@ -35,7 +35,7 @@ class Product:
             multiply: of codes, their scale, and weights.
             weights: where they lie.
         """
-        self._device, self._said, self.reads = multiply.device, multiply.said, weights
+        self._device, self.said, self.reads = multiply.device, multiply.said, weights
         self._new, (self._output,) = multiply.device.memory.new, multiply.outputs
         self._queue = multiply.launch.queue
         self._new_block = partial(multiply.launch.block, (0, 0, *weights, 0))
@@ -44,11 +44,13 @@ class Product:
 
     def __call__(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Return the product."""
-        codes, scale, device = plain(codes), plain(scale), self._device
-        if device.current() == device.index:
-            return self.at(codes.data_ptr(), scale.data_ptr(), device.stream(device.index))
-        with device.guard(device.index):
-            return self.at(codes.data_ptr(), scale.data_ptr(), device.stream(device.index))
+        device = self._device
+        if device.current() != device.index:
+            with device.guard(device.index):
+                return self(codes, scale)
+        codes, scale = plain(codes), plain(scale)
+        log.note(*self.said)
+        return self.at(codes.data_ptr(), scale.data_ptr(), device.stream(device.index))
 
     def at(self, codes: int, scale: int, stream: int) -> Tensor:
         """Return the product of codes and a scale that lie there, on the current device."""
@@ -61,7 +63,6 @@ class Product:
         places[0], places[1], places[-1] = codes, scale, y.data_ptr()
         self._queue(block, stream)
         self._free.append(block)
-        log.note(*self._said)
         return y
 
 
@@ -92,7 +93,8 @@ class TwoKernels:
             multiply: of codes, their scale, and weights.
             weights: where they lie.
         """
-        self._device, self._said = quantize.device, quantize.said
+        self._device = quantize.device
+        self._said = Counter((quantize.said, multiply.said))
         self._multiply = Product(multiply, weights).at
         self.reads = (*given, *weights)
         self._queue = quantize.launch.queue
@@ -107,30 +109,26 @@ class TwoKernels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product."""
-        place, device = x.data_ptr(), self._device
-        if place % _ALIGNED or not x.is_contiguous():
+        device = self._device
+        if device.current() != device.index:
+            with device.guard(device.index):
+                return self(x)
+        if x.data_ptr() % _ALIGNED or not x.is_contiguous():
             x = plain(x)
-            place = x.data_ptr()
-        if device.current() == device.index:
-            return self._at(place, device.stream(device.index))
-        with device.guard(device.index):
-            return self._at(place, device.stream(device.index))
-
-    def _at(self, x: int, stream: int) -> Tensor:
         try:
             block = self._free.pop()
         except IndexError:
             block = self._new_block()
-        memory, scale = self._device.memory, self._scale
-        codes = memory.take(self._size, stream)
+        stream, scale = device.stream(device.index), self._scale
+        codes = device.memory.take(self._size, stream)
         try:
             places = block.places
-            places[0], places[-1] = x, codes
+            places[0], places[-1] = x.data_ptr(), codes
             if self._behind:
                 places[-2] = scale = codes + self._behind
             self._queue(block, stream)
             self._free.append(block)
-            log.note(*self._said)
+            log.note_again(self._said)
             return self._multiply(codes, scale, stream)
         finally:
-            memory.give_back(codes)
+            device.memory.give_back(codes)
