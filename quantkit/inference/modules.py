@@ -58,10 +58,9 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
 
         What nn.Module asks before it calls ``forward`` takes the host longer than a launch.
         """
-        if not (args or kwargs or torch.compiler.is_compiling()) and _is_alone(self):
-            key = key_of(input)
-            if key is not None and (direct := self.direct.find(self, key)) is not None:
-                return direct(input)
+        key = key_of(input) if not (args or kwargs) and _is_alone(self) else None
+        if key is not None and (direct := self.direct.find(self, key)) is not None:
+            return direct(input)
         return super().__call__(input, *args, **kwargs)
 
     def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  some models name it, as torch does

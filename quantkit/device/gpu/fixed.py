@@ -73,12 +73,14 @@ class TwoKernels:
         "_behind",
         "_device",
         "_free",
+        "_give_back",
         "_multiply",
         "_new_block",
         "_queue",
         "_said",
         "_scale",
         "_size",
+        "_take",
         "reads",
     )
 
@@ -93,7 +95,8 @@ class TwoKernels:
             multiply: of codes, their scale, and weights.
             weights: where they lie.
         """
-        self._device = quantize.device
+        self._device, memory = quantize.device, quantize.device.memory
+        self._take, self._give_back = memory.take, memory.give_back
         self._said = Counter((quantize.said, multiply.said))
         self._multiply = Product(multiply, weights).at
         self.reads = (*given, *weights)
@@ -120,7 +123,7 @@ class TwoKernels:
         except IndexError:
             block = self._new_block()
         stream, scale = device.stream(device.index), self._scale
-        codes = device.memory.take(self._size, stream)
+        codes = self._take(self._size, stream)
         try:
             places = block.places
             places[0], places[-1] = x.data_ptr(), codes
@@ -131,4 +134,4 @@ class TwoKernels:
             log.note_again(self._said)
             return self._multiply(codes, scale, stream)
         finally:
-            device.memory.give_back(codes)
+            self._give_back(codes)
