@@ -116,8 +116,10 @@ class TwoKernels:
         if device.current() != device.index:
             with device.guard(device.index):
                 return self(x)
-        if x.data_ptr() % _ALIGNED or not x.is_contiguous():
+        place = x.data_ptr()
+        if place % _ALIGNED or not x.is_contiguous():
             x = plain(x)
+            place = x.data_ptr()
         try:
             block = self._free.pop()
         except IndexError:
@@ -126,7 +128,7 @@ class TwoKernels:
         codes = self._take(self._size, stream)
         try:
             places = block.places
-            places[0], places[-1] = x.data_ptr(), codes
+            places[0], places[-1] = place, codes
             if self._behind:
                 places[-2] = scale = codes + self._behind
             self._queue(block, stream)
