@@ -1,8 +1,8 @@
 """Launching one kernel: everything that does not change between calls is prepared once.
 
-What is left per call are the addresses of the operands. The steps are C functions
-that take and return ready values (struct, map over tensor methods, ctypes values made beforehand):
-a loop in Python over the operands alone would take longer than the driver takes to queue a kernel.
+What is left per call are the addresses of the operands. The steps are C functions that take and
+return ready values (struct, map over tensor methods, ctypes values made beforehand): a loop in
+Python over the operands alone would take longer than the driver takes to queue a kernel.
 """
 
 import ctypes
