@@ -47,18 +47,27 @@ def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> 
         yield f"{_where(component, name)}: found {found}, wanted {wanted}"
 
 
-def tensor_claims(component: PackedComponent) -> Iterator[Claim]:
-    """Yield what the bytes of every tensor must hash to."""
-    for shard in component.shards:
-        for name, info in shard.header.tensors.items():
-            digest = shard.metadata.tensors[name]
-            yield Claim(shard.header.path, f"{name}: ", info.start, info.stop, digest)
+def tensor_claims(component: PackedComponent) -> dict[str, Claim]:
+    """Return what the bytes of every tensor must hash to, by its name."""
+    return {
+        name: Claim(
+            shard.header.path, f"{name}: ", info.start, info.stop, shard.metadata.tensors[name]
+        )
+        for shard in component.shards
+        for name, info in shard.header.tensors.items()
+    }
 
 
 def unpacked_tensors(component: PackedComponent) -> list[tuple[Path, TensorInfo]]:
     """Return the tensors that packing left as they were, biases among them, and their files."""
-    parts = {f"{layer}.{part}" for layer in component.config.layers for part in PACKED_PARTS}
+    parts = packed_names(component)
     return [where for name, where in component.tensors.items() if name not in parts]
+
+
+def packed_names(component: PackedComponent) -> frozenset[str]:
+    """Return the names that the tensors of packed layers may have, biases aside."""
+    layers = component.config.layers
+    return frozenset(f"{layer}.{part}" for layer in layers for part in PACKED_PARTS)
 
 
 def broken_numbers(path: Path, info: TensorInfo) -> Iterator[str]:

@@ -197,7 +197,7 @@ def _data_breaches(component: PackedComponent, progress: Progress) -> Iterator[s
     yield from broken_scales(component)
     damaged = set()
     whose = component.name or component.class_name
-    claims = list(tensor_claims(component))
+    claims = list(tensor_claims(component).values())
     found = breaches_of(claims)
     for claim in tracked(progress, f"checksums of {whose}", claims):
         if breach := next(found):

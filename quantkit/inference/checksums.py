@@ -1,11 +1,12 @@
 """Checksums while loading: threads hash what the loader reads, and the model waits for them.
 
-The loader maps the files and copies out of them; threads read the same pages from the cache and
-hash them meanwhile. A stamp file that says "was checked" would be as easily wrong as the weights.
+Packed tensors are hashed where they were read to (``read_ahead``). The others the loader copies out
+of mapped files; threads read the same pages from the cache meanwhile. A stamp file that says "was
+checked" would be as easily wrong as the weights.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -33,8 +34,18 @@ def checksums(*, wanted: bool) -> Iterator[None]:
         _wanted.reset(token)
 
 
-def hash_component(component: PackedComponent) -> Hashing:
+def are_wanted() -> bool:
+    """Tell whether components are hashed."""
+    wanted = _wanted.get()
+    return os.environ.get(VARIABLE) != "0" if wanted is None else wanted
+
+
+def hash_component(component: PackedComponent, besides: Collection[str] = ()) -> Hashing:
     """Start to hash the tensors of a packed component, and what a list says of its folder.
+
+    Args:
+        component: whose headers are sound.
+        besides: tensors that somebody else hashes.
 
     Returns:
         nothing to do where checksums are not wanted.
@@ -42,13 +53,11 @@ def hash_component(component: PackedComponent) -> Hashing:
     Raises:
         CheckpointError: a file of the list is missing or of another size, or one too many.
     """
-    wanted = _wanted.get()
-    if wanted is None:
-        wanted = os.environ.get(VARIABLE) != "0"
-    if not wanted:
+    if not are_wanted():
         return Hashing(())
     listed = find_file_list(component.path)
-    return Hashing([*([] if listed is None else _listed(listed)), *tensor_claims(component)])
+    claims = (claim for name, claim in tensor_claims(component).items() if name not in besides)
+    return Hashing([*([] if listed is None else _listed(listed)), *claims])
 
 
 def hash_directory(packed: Packed) -> Hashing:

@@ -28,6 +28,7 @@ from quantkit.inference.quantizing import (
     refuse_unpacked,
     replace_layers,
 )
+from quantkit.inference.read_ahead import ReadAhead, read_ahead
 from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
@@ -56,6 +57,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         self._device = torch.device("cpu")
         self._expected: frozenset[str] = frozenset()
         self._filled: set[str] = set()
+        self._ahead = ReadAhead({})
         self._hashing = Hashing(())
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -85,8 +87,10 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
                 f"from_single_file, with diffusers {DIFFUSERS} or newer"
             )
         component = check_component(self.files[0].parent, model)
-        self._hashing = hash_component(component)
-        # A load that fails elsewhere needs no more of it.
+        self._ahead = read_ahead(component, self._device)
+        self._hashing = hash_component(component, besides=self._ahead.names)
+        # A load that fails elsewhere needs no more of them.
+        weakref.finalize(self, self._ahead.cancel)
         weakref.finalize(self, self._hashing.cancel)
         schemes = self.packed.layers.items()
         layers = replace_layers(model, ((name, name, scheme) for name, scheme in schemes))
@@ -147,11 +151,13 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         del param_value, args, kwargs
         name, _, part = param_name.rpartition(".")
         layer: Any = model.get_submodule(name)
-        # A copy, also on the CPU: kernels want aligned operands, which a mapped file need not give,
-        # and a mapped file that is replaced later takes the weights with it.
-        value = state_dict[param_name]
+        value = self._ahead.take(param_name)
+        if value is None:
+            # A copy, also on the CPU: kernels want aligned operands, which a mapped file need not
+            # give, and a mapped file that is replaced later takes the weights with it.
+            value = state_dict[param_name].to(target_device, copy=True)
         assert value.dtype == getattr(layer, part).dtype, "the headers were checked"
-        layer.fill(part, value.to(target_device, copy=True))
+        layer.fill(part, value.to(target_device))
         self._filled.add(param_name)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:

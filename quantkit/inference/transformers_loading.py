@@ -28,6 +28,7 @@ from quantkit.inference.quantizing import (
     refuse_unpacked,
     replace_layers,
 )
+from quantkit.inference.read_ahead import ReadAhead, read_ahead
 from quantkit.models.encoder_skeleton import encoder_skeleton, loaded_names
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
@@ -60,6 +61,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self.names: dict[str, str] = {}
         self._device = torch.device("cpu")
         self._layers: dict[str, PackedLayer] = {}
+        self._ahead = ReadAhead({})
         self._hashing = Hashing(())
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +80,9 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if not self.files:
             raise InputError("a packed text encoder is loaded from its directory: from_pretrained")
         component = check_component(self.files[0].parent, model, encoder_skeleton)
-        self._hashing = hash_component(component)
+        self._ahead = read_ahead(component, self._device)
+        self._hashing = hash_component(component, besides=self._ahead.names)
+        weakref.finalize(self, self._ahead.cancel)
         weakref.finalize(self, self._hashing.cancel)
         schemes = self.packed.layers
         weights = loaded_names(model, [f"{name}.weight" for name in schemes])
@@ -110,17 +114,25 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         ]
         if empty:
             raise CheckpointError(f"{self.files[0].parent}: not loaded as packed: {some(empty)}")
-        for layer in self._layers.values():
+        stored = {name: file_name for file_name, name in self.names.items()}
+        for path, layer in self._layers.items():
             for part, tensor in _parts(layer):
-                # A mapped file is not aligned as kernels want it, and may be replaced.
-                value = tensor.detach()
-                layer.fill(part, value.clone() if value.device.type == "cpu" else value)
+                name = stored.get(f"{path}.{part}", "")
+                layer.fill(part, self._own(name, tensor.detach()))
         self._layers = {}
         self._hashing.join()
         self._hashing = Hashing(())
         methods.install(model)
         wide_feed_forward.install(model)
         return model
+
+    def _own(self, name: str, value: Tensor) -> Tensor:
+        """Return what transformers has set, in memory of its own."""
+        found = self._ahead.take(name)
+        if found is not None:
+            return found.to(value.device)
+        # A mapped file is not aligned as kernels want it, and may be replaced.
+        return value.clone() if value.device.type == "cpu" else value
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Return the model with dense layers, in ``dtype`` or the one that it computes in.

@@ -120,11 +120,23 @@ def chunks_of_range(descriptor: int, start: int, stop: int) -> Iterator[memoryvi
     """
     buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
     while start < stop:
-        count = read_into(descriptor, buffer[: stop - start], start)
+        chunk = buffer[: stop - start]
+        read_whole(descriptor, chunk, start)
+        yield chunk
+        start += len(chunk)
+
+
+def read_whole(descriptor: int, chunk: memoryview, start: int) -> None:
+    """Fill a chunk from an offset of an open file.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    while chunk:
+        count = read_into(descriptor, chunk, start)
         if count == 0:
-            raise EOFError(f"the file ends at byte {start}, wanted {stop}")
-        yield buffer[:count]
-        start += count
+            raise EOFError(f"the file ends at byte {start}, wanted {start + len(chunk)}")
+        chunk, start = chunk[count:], start + count
 
 
 def _sha256(path: Path, start: int, stop: int) -> str:

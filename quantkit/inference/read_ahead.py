@@ -1,0 +1,101 @@
+"""Packed tensors that threads read into memory of their own while a library builds the model.
+
+What is hashed is what the model gets: the bytes are hashed where they were read to. Copies out of a
+mapped file take longer, for torch's threads wait for each other where others want the cores, and a
+file may be cut while it is mapped.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.contents import packed_names, tensor_claims
+from quantkit.checkpoint.dtypes import PACKED_DTYPES
+from quantkit.errors import CheckpointError
+from quantkit.inference.checksums import are_wanted
+from quantkit.storage.digest import CHUNK_BYTES, Claim, read_whole
+from quantkit.storage.system import cores, open_to_read
+from quantkit.storage.tensorfile import TensorInfo
+
+
+class ReadAhead:
+    """Tensors by name, that threads are reading."""
+
+    def __init__(self, pending: Mapping[str, Future[Tensor]]) -> None:
+        self._pending = dict(pending)
+        self.names = frozenset(pending)
+
+    def take(self, name: str) -> Tensor | None:
+        """Return a tensor, once; None where it is not read ahead.
+
+        Raises:
+            CheckpointError: it cannot be read, or has another digest.
+        """
+        future = self._pending.pop(name, None)
+        return None if future is None else future.result()
+
+    def cancel(self) -> None:
+        """Drop what was read and not taken, and what has not been started."""
+        for future in self._pending.values():
+            future.cancel()
+        self._pending.clear()
+
+
+def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
+    """Start to read the tensors of packed layers, and to hash them where that is wanted.
+
+    Args:
+        component: whose headers are sound.
+        device: of the model. One with memory of its own is better copied to from mapped files: they
+            take none of the host's.
+
+    Returns:
+        nothing but for the CPU.
+    """
+    if device.type != "cpu":
+        return ReadAhead({})
+    checked, claims = are_wanted(), tensor_claims(component)
+    packed = packed_names(component) & claims.keys()
+    pool = ThreadPoolExecutor(cores())
+    # In the order of the files, as a disk reads them best and the loader asks for them.
+    pending = {
+        name: pool.submit(_read, claim, component.tensors[name][1], checked=checked)
+        for name, claim in claims.items()
+        if name in packed
+    }
+    pool.shutdown(wait=False)
+    return ReadAhead(pending)
+
+
+def _read(claim: Claim, info: TensorInfo, *, checked: bool) -> Tensor:
+    """Return a tensor from its file."""
+    made = torch.empty(info.shape, dtype=PACKED_DTYPES[info.dtype])
+    # numpy knows no 8-bit floats.
+    data = made.reshape(-1).view(torch.uint8).numpy().data
+    try:
+        found = _filled(claim, data, checked=checked)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(claim.unreadable(error)) from error
+    if checked and (breach := claim.judged(found)):
+        raise CheckpointError(breach)
+    return made
+
+
+def _filled(claim: Claim, data: memoryview, *, checked: bool) -> str:
+    """Fill memory with the bytes of a claim; return their SHA-256, in hex, if it is asked for."""
+    digest = hashlib.sha256()
+    descriptor = open_to_read(claim.path)
+    try:
+        for first in range(0, len(data), CHUNK_BYTES):
+            chunk = data[first : first + CHUNK_BYTES]
+            read_whole(descriptor, chunk, claim.start + first)
+            if checked:
+                digest.update(chunk)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
