@@ -1,6 +1,8 @@
 """The command line: one module per command, imported here, added below. Nothing heavy at import."""
 
+import atexit
 import errno
+import gc
 import io
 import logging
 import os
@@ -122,6 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a letter shows its number.
         sys.stdout.reconfigure(errors="backslashreplace")
+    # What is left dies with the process: looking through it for cycles would take longer.
+    atexit.register(gc.freeze)
     warnings, logger = Warnings(), logging.getLogger("quantkit")
     level = logger.level
     logger.addHandler(warnings)
