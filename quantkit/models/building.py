@@ -25,6 +25,9 @@ from quantkit.storage.jsonfile import parse_json, read_json, short
 
 #: Seconds that a child process may take; importing diffusers takes most of them.
 _PATIENCE = 120
+#: What diffusers imports where it is there, for adapters, other models and text encoders. A third
+#: of the seconds, and few of its models want it.
+_RARELY_NEEDED = ("pandas", "peft", "scipy", "sklearn", "torchvision", "transformers")
 
 
 def read_skeleton(config: Path, class_name: str = "", names: Iterable[str] = ()) -> Skeleton:
@@ -98,10 +101,8 @@ def _attention_of(model: Any) -> dict[str, str]:
 @lru_cache(maxsize=8)
 def _built_by_child(text: str) -> Skeleton:
     known = recall(text)
-    said = _said_by_child(text) if known is None else known
+    said = _found_out(text) if known is None else known
     answer = parse_json(said)
-    if problem := answer.get("problem"):
-        raise ValueError(problem)
     if known is None:
         remember(text, said)
     tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
@@ -111,8 +112,17 @@ def _built_by_child(text: str) -> Skeleton:
     )
 
 
-def _said_by_child(text: str) -> str:
-    command = [sys.executable, "-m", "quantkit.models.building"]
+def _found_out(text: str) -> str:
+    """Return the skeleton as JSON; ValueError when there is no such model."""
+    if len(json.loads(text)) == 1:
+        with contextlib.suppress(ValueError):
+            return _said_by_child(text, _RARELY_NEEDED)
+    return _said_by_child(text)
+
+
+def _said_by_child(text: str, hidden: Iterable[str] = ()) -> str:
+    """Return what a process says that finds no library of some names."""
+    command = [sys.executable, "-m", "quantkit.models.building", *hidden]
     # The modules that are imported here, and none that lie where the user happens to be.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
@@ -131,11 +141,15 @@ def _said_by_child(text: str) -> str:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
         raise ValueError(f"no model was built ({short(ValueError(lines[-1]))})") from error
+    if problem := parse_json(done.stdout).get("problem"):
+        raise ValueError(problem)
     return done.stdout
 
 
-def _serve() -> None:
+def _serve(hidden: Iterable[str]) -> None:
     """Read a config from stdin and print its skeleton, or the problem, as JSON."""
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's word for what is not there
     with contextlib.redirect_stdout(sys.stderr):
         try:
             answer = asdict(_build(sys.stdin.read()))
@@ -145,4 +159,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1:])

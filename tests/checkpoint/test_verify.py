@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -457,6 +458,26 @@ def test_a_child_process_builds_the_same_model_once(whole, tmp_path, monkeypatch
     building._built_by_child.cache_clear()
     with pytest.raises(CheckpointError, match=r"config\.json: no such class"):
         read_skeleton(config)
+
+
+def test_a_model_that_wants_a_library_kept_from_it_is_built_with_all(whole, monkeypatch):
+    config = whole / "unet" / "config.json"
+    here = read_skeleton(config)
+    monkeypatch.delitem(sys.modules, "diffusers")
+    monkeypatch.setattr(building, "recall", lambda text: None)
+    monkeypatch.setattr(building, "remember", lambda text, answer: None)
+    commands = []
+
+    def run(command, **options):
+        del options
+        commands.append(command)
+        said = {"problem": "it wants peft"} if "peft" in command else asdict(here)
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(said))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    building._built_by_child.cache_clear()
+    assert read_skeleton(config) == here
+    assert ["peft" in command for command in commands] == [True, False]
 
 
 def test_open_packed_needs_no_list(whole):
