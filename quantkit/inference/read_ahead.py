@@ -5,9 +5,8 @@ mapped file take longer, for torch's threads wait for each other where others wa
 file may be cut while it is mapped.
 """
 
-import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.contents import packed_names, tensor_claims
 from quantkit.checkpoint.dtypes import PACKED_DTYPES
+from quantkit.device.host.hashing import Parts, new_digest, run_together
 from quantkit.errors import CheckpointError
 from quantkit.inference.checksums import are_wanted
 from quantkit.storage.digest import CHUNK_BYTES, Claim, read_whole
@@ -26,7 +26,7 @@ from quantkit.storage.tensorfile import TensorInfo
 class ReadAhead:
     """Tensors by name, that threads are reading."""
 
-    def __init__(self, pending: Mapping[str, Future[Tensor]]) -> None:
+    def __init__(self, pending: Mapping[str, Future[dict[str, Tensor]]]) -> None:
         self._pending = dict(pending)
         self.names = frozenset(pending)
 
@@ -34,10 +34,10 @@ class ReadAhead:
         """Return a tensor, once; None where it is not read ahead.
 
         Raises:
-            CheckpointError: it cannot be read, or has another digest.
+            CheckpointError: it, or what was read beside it, cannot be read, or has another digest.
         """
         future = self._pending.pop(name, None)
-        return None if future is None else future.result()
+        return None if future is None else future.result()[name]
 
     def cancel(self) -> None:
         """Drop what was read and not taken, and what has not been started."""
@@ -60,42 +60,51 @@ def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
     if device.type != "cpu":
         return ReadAhead({})
     checked, claims = are_wanted(), tensor_claims(component)
-    packed = packed_names(component) & claims.keys()
-    pool = ThreadPoolExecutor(cores())
+    packed = packed_names(component)
     # In the order of the files, as a disk reads them best and the loader asks for them.
-    pending = {
-        name: pool.submit(_read, claim, component.tensors[name][1], checked=checked)
-        for name, claim in claims.items()
-        if name in packed
-    }
+    names = [name for name in claims if name in packed]
+    pool = ThreadPoolExecutor(cores())
+    pending: dict[str, Future[dict[str, Tensor]]] = {}
+    for first in range(0, len(names), 2):
+        pair = {name: claims[name] for name in names[first : first + 2]}
+        future = pool.submit(_read_together, component, pair, checked=checked)
+        pending |= dict.fromkeys(pair, future)
     pool.shutdown(wait=False)
     return ReadAhead(pending)
 
 
-def _read(claim: Claim, info: TensorInfo, *, checked: bool) -> Tensor:
-    """Return a tensor from its file."""
+def _read_together(
+    component: PackedComponent, claims: Mapping[str, Claim], *, checked: bool
+) -> dict[str, Tensor]:
+    """Return tensors, side by side: what two of them hash takes as long as what one does."""
+    jobs = [
+        _read(claim, component.tensors[name][1], checked=checked) for name, claim in claims.items()
+    ]
+    return dict(zip(claims, run_together(jobs), strict=True))
+
+
+def _read(claim: Claim, info: TensorInfo, *, checked: bool) -> Generator[Parts, None, Tensor]:
+    """Return a tensor from its file; what is yielded is to be hashed before the next step."""
     made = torch.empty(info.shape, dtype=PACKED_DTYPES[info.dtype])
     # numpy knows no 8-bit floats.
-    data = made.reshape(-1).view(torch.uint8).numpy().data
+    data, digest = made.reshape(-1).view(torch.uint8).numpy().data, new_digest()
     try:
-        found = _filled(claim, data, checked=checked)
+        for chunk in _filled(claim, data):
+            yield [(digest, chunk)] if checked else []
     except (OSError, EOFError) as error:
         raise CheckpointError(claim.unreadable(error)) from error
-    if checked and (breach := claim.judged(found)):
+    if checked and (breach := claim.judged(digest.hexdigest())):
         raise CheckpointError(breach)
     return made
 
 
-def _filled(claim: Claim, data: memoryview, *, checked: bool) -> str:
-    """Fill memory with the bytes of a claim; return their SHA-256, in hex, if it is asked for."""
-    digest = hashlib.sha256()
+def _filled(claim: Claim, data: memoryview) -> Iterator[memoryview]:
+    """Fill memory with the bytes of a claim; yield it in chunks."""
     descriptor = open_to_read(claim.path)
     try:
         for first in range(0, len(data), CHUNK_BYTES):
             chunk = data[first : first + CHUNK_BYTES]
             read_whole(descriptor, chunk, claim.start + first)
-            if checked:
-                digest.update(chunk)
+            yield chunk
     finally:
         os.close(descriptor)
-    return digest.hexdigest()
