@@ -66,26 +66,29 @@ def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
     pool = ThreadPoolExecutor(cores())
     pending: dict[str, Future[dict[str, Tensor]]] = {}
     for first in range(0, len(names), 2):
-        pair = {name: claims[name] for name in names[first : first + 2]}
-        future = pool.submit(_read_together, component, pair, checked=checked)
+        pair = names[first : first + 2]
+        # Made here: what threads allocate goes back to the system each time, and pages anew.
+        made = {name: _empty(component.tensors[name][1]) for name in pair}
+        future = pool.submit(_read_together, made, claims, checked=checked)
         pending |= dict.fromkeys(pair, future)
     pool.shutdown(wait=False)
     return ReadAhead(pending)
 
 
+def _empty(info: TensorInfo) -> Tensor:
+    return torch.empty(info.shape, dtype=PACKED_DTYPES[info.dtype])
+
+
 def _read_together(
-    component: PackedComponent, claims: Mapping[str, Claim], *, checked: bool
+    made: dict[str, Tensor], claims: Mapping[str, Claim], *, checked: bool
 ) -> dict[str, Tensor]:
-    """Return tensors, side by side: what two of them hash takes as long as what one does."""
-    jobs = [
-        _read(claim, component.tensors[name][1], checked=checked) for name, claim in claims.items()
-    ]
-    return dict(zip(claims, run_together(jobs), strict=True))
+    """Fill tensors, side by side: what two of them hash takes as long as what one does."""
+    run_together([_read(claims[name], made[name], checked=checked) for name in made])
+    return made
 
 
-def _read(claim: Claim, info: TensorInfo, *, checked: bool) -> Generator[Parts, None, Tensor]:
-    """Return a tensor from its file; what is yielded is to be hashed before the next step."""
-    made = torch.empty(info.shape, dtype=PACKED_DTYPES[info.dtype])
+def _read(claim: Claim, made: Tensor, *, checked: bool) -> Generator[Parts, None, None]:
+    """Fill a tensor from its file; what is yielded is to be hashed before the next step."""
     # numpy knows no 8-bit floats.
     data, digest = made.reshape(-1).view(torch.uint8).numpy().data, new_digest()
     try:
@@ -95,7 +98,6 @@ def _read(claim: Claim, info: TensorInfo, *, checked: bool) -> Generator[Parts, 
         raise CheckpointError(claim.unreadable(error)) from error
     if checked and (breach := claim.judged(digest.hexdigest())):
         raise CheckpointError(breach)
-    return made
 
 
 def _filled(claim: Claim, data: memoryview) -> Iterator[memoryview]:
