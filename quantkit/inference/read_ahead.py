@@ -76,7 +76,8 @@ def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
 
 
 def _empty(info: TensorInfo) -> Tensor:
-    return torch.empty(info.shape, dtype=PACKED_DTYPES[info.dtype])
+    # transformers asks with the meta device as the default.
+    return torch.empty(info.shape, dtype=PACKED_DTYPES[info.dtype], device="cpu")
 
 
 def _read_together(
