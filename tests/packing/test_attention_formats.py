@@ -10,6 +10,7 @@ from quantkit.eval.report_facts import attention_formats
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
+from quantkit.calibration import format_errors
 from quantkit.calibration.format_errors import FormatErrors, lost_power, rounded_attention
 from quantkit.calibration.statistics import load_calibration, save_calibration
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
@@ -17,6 +18,7 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import attention_version
 from quantkit.cli.inspect import inspect
 from quantkit.device import compilers, log
+from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.inference.attention import install
 from quantkit.inference.attention_choices import attention_choices
@@ -117,6 +119,41 @@ def test_errors_are_relative_to_the_exact_output():
     assert by_format["e4m3fn"] == pytest.approx(
         float((lost[0].sum() / power.sum()).sqrt()), rel=1e-2
     )
+
+
+def by_operations(heads, monkeypatch):
+    """Return what is lost where operations compute it, as on a GPU; by their references."""
+    with monkeypatch.context() as patch, use(Backend.REFERENCE):
+        patch.setattr(format_errors, "_are_for_kernels", lambda _: True)
+        return lost_power(heads, 0.2, ATTENTION_FORMATS, None)
+
+
+@pytest.mark.parametrize("columns", [24, 64])
+def test_operations_and_pytorch_find_the_same_errors(columns, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, n, 3, columns, generator=generator) for n in (50, 170, 170))
+    heads = Heads(*(t.transpose(1, 2) for t in (q, k + 1, v + 2)))
+    lost, power = by_operations(heads, monkeypatch)
+    wanted, whole = lost_power(heads, 0.2, ATTENTION_FORMATS, None)
+    torch.testing.assert_close(lost, wanted, rtol=1e-4, atol=0)
+    assert torch.equal(power, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gpu_computes_them_with_its_kernels(dtype):
+    generator = torch.Generator().manual_seed(4)
+    heads = Heads(
+        *(torch.randn(2, 3, 600, 64, generator=generator).cuda().to(dtype) for _ in "qkv")
+    )
+    with log.record() as kernels:
+        lost, _ = lost_power(heads, None, ATTENTION_FORMATS, None)
+    assert {op for op, _, backend in kernels.calls if backend is Backend.REFERENCE} == set()
+    with use(Backend.REFERENCE):
+        wanted, _ = lost_power(heads, None, ATTENTION_FORMATS, None)
+    # Hopper sums products of codes in fewer bits than float32 has.
+    torch.testing.assert_close(lost, wanted, rtol=3e-2, atol=0)
 
 
 # A whole pipeline

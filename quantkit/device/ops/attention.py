@@ -65,6 +65,7 @@ def attention(
     rank: int,
     *,
     precision: torch.dtype = torch.float32,
+    tile: int | None = None,
 ) -> Tensor:
     """Return attention with the kernel's rounding of probabilities.
 
@@ -85,6 +86,8 @@ def attention(
         dtype: of the result.
         rank: columns of q and k that count, from the first on; D: all.
         precision: of products and sums; float64 makes them exact enough to judge the others by.
+        tile: keys of a step; None: the kernel's. Of float16 probabilities it only changes which of
+            the smallest are rounded to nothing.
 
     Returns:
         (N / heads, M, heads, head_size).
@@ -92,7 +95,7 @@ def attention(
     queries = decode(q[..., :rank], qk_format, precision)
     pv = None if v.dtype == torch.float16 else E4M3FN.name
     values = v.to(precision) if pv is None else decode(v, pv, precision)
-    tile = _tile_of(q.shape[2])
+    tile = _tile_of(q.shape[2]) if tile is None else tile
     bias = torch.full(q.shape[:2], _TOP, dtype=precision, device=q.device).unsqueeze(2)
     out, total = bias.new_zeros(q.shape), torch.zeros_like(bias)
     whole = (keys - 1) // tile * tile
