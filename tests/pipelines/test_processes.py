@@ -1,6 +1,7 @@
 """Calibrating in several processes, and going on with a calibration that was killed."""
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from quantkit.calibration.statistics import LayerStatistics, load_calibration
 from quantkit.cli.calibrate import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, InputError, OutputError
 from quantkit.pipelines import running
-from quantkit.pipelines.processes import ALONE, Processes, joined
+from quantkit.pipelines.processes import ALONE, Processes, _packed, joined
 from quantkit.storage import artefact
 
 PROMPTS = ("a red circle", "two blue squares", "a tree", "a house", "a cat")
@@ -140,6 +141,26 @@ def test_gpus_are_dealt_out(monkeypatch):
     assert [p.device("auto") for p in ranks] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [p.device("cpu") for p in ranks] == ["cpu"] * 3
     assert ALONE.device("auto") == "auto"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(6, dtype=torch.int64)[::2],
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.zeros(0, 4),
+        torch.tensor([True, False]),
+        torch.ones(3).expand(2, 3),
+    ],
+    ids=["transposed", "every other", "number", "empty", "bool", "expanded"],
+)
+def test_tensors_are_sent_to_the_bit(tensor):
+    sent = {"part": [tensor, None, (1, "x")]}
+    found = pickle.loads(_packed(sent).numpy().tobytes())["part"]
+    assert found[1:] == sent["part"][1:]
+    assert (found[0].dtype, found[0].shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found[0], tensor)
 
 
 @pytest.mark.slow
