@@ -2,12 +2,14 @@
 
 ``python docs/measure_calibration.py [cpu|cuda [PROMPTS [STEPS [BATCH]]]]`` prints seconds of both,
 loading aside, and their ratio, of the bundled pipeline; on a CPU, seconds of the process, so that
-others on the same cores do not count.
+others on the same cores do not count. ``torchrun --nproc-per-node 2 docs/measure_calibration.py
+cuda 256 20 64`` shares the prompts between GPUs, and prints what the slowest process took, and what
+joining took.
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,9 +17,11 @@ import click
 import torch
 
 from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.merge import Part, join_parts
 from quantkit.calibration.observed_pipeline import ObservedPipeline
 from quantkit.models.source import open_model
-from quantkit.pipelines.running import load_pipeline, run_batch, split_batches
+from quantkit.pipelines.processes import Processes, joined
+from quantkit.pipelines.running import Batch, load_pipeline, run_batch, split_batches
 from quantkit.progress import silent
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
@@ -27,9 +31,9 @@ ASSETS = Path(__file__).parents[1] / "eval" / "assets"
 
 def waited(device: str) -> float:
     """Return the time once the device is done."""
-    if device != "cuda":
+    if device == "cpu":
         return time.process_time()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -40,17 +44,13 @@ def seconds(device: str, run: Callable[[], object]) -> float:
     return waited(device) - start
 
 
-def main() -> None:
-    """Print a line."""
-    device, *numbers = sys.argv[1:] or ["cpu"]
-    count, steps, batch = (*map(int, numbers), *(16, 10, 4)[len(numbers) :])
-    settings = CalibrationRecipe(prompts=count, steps=steps, batch=batch, guidance=4.0)
+def timed(
+    settings: CalibrationRecipe, batches: Sequence[Batch], device: str, processes: Processes
+) -> tuple[float, float, Part]:
+    """Return seconds of drawing some batches, and of calibrating on them, and what that gave."""
     recipe = Recipe(name="measured", calibration=settings)
-    lines = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")
-    prompts = [lines[i % len(lines)] for i in range(count)]
     model = open_model(ASSETS / "pipeline")
     layers = {c.name: observed_layers(c, recipe) for c in model.components}
-    batches = split_batches(prompts, settings)
     pipe = load_pipeline(model, torch.device(device))
     with ExitStack() as stack:
         observed = ObservedPipeline(
@@ -58,6 +58,7 @@ def main() -> None:
         )
         run_batch(pipe, batches[0], settings)
         observed.run(batches[0])
+        processes.exchange(None)
         # In turns: others on the machine slow both.
         turns = [
             (
@@ -66,11 +67,30 @@ def main() -> None:
             )
             for part in batches
         ]
-    plain, watched = map(sum, zip(*turns, strict=True))
-    click.echo(
-        f"{count} prompts, {steps} steps, batch {batch}, {device}: {plain:.2f} s drawn, "
-        f"{watched:.2f} s calibrated, {watched / plain:.2f}"
-    )
+        plain, watched = map(sum, zip(*turns, strict=True))
+        return plain, watched, observed.taken().part()
+
+
+def main() -> None:
+    """Print a line."""
+    device, *numbers = sys.argv[1:] or ["cpu"]
+    count, steps, batch = (*map(int, numbers), *(16, 10, 4)[len(numbers) :])
+    settings = CalibrationRecipe(prompts=count, steps=steps, batch=batch, guidance=4.0)
+    lines = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")
+    batches = split_batches([lines[i % len(lines)] for i in range(count)], settings)
+    with joined() as processes:
+        share = [batches[i] for i in processes.share(len(batches))]
+        *mine, part = timed(settings, share, processes.device(device), processes)
+        plain, watched = map(max, zip(*processes.exchange(mine), strict=True))
+        start = time.perf_counter()
+        parts = processes.gather(part)
+        if parts:
+            join_parts(parts)
+            click.echo(
+                f"{count} prompts, {steps} steps, batch {batch}, {processes.count} on {device}: "
+                f"{plain:.2f} s drawn, {watched:.2f} s calibrated, {watched / plain:.2f}; "
+                f"{time.perf_counter() - start:.2f} s joined"
+            )
 
 
 if __name__ == "__main__":
