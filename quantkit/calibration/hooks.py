@@ -195,6 +195,11 @@ class Collector:
             self._attention_sums_of(name, shape, device).put(kept)
 
     @property
+    def records(self) -> bool:
+        """All calls are alike."""
+        return True
+
+    @property
     def pending(self) -> Found:
         """What was found in this call, and is not yet added."""
         return self._found
@@ -283,15 +288,16 @@ class Collector:
         def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             values = args[0] if args else kwargs["input"]
             sums = self._sums_of(layer, values.device)
-            seen = self._seen_of(values.detach(), axis)
+            seen = self._seen_of(values, axis)
+            values = values.detach()
             self._settle_before(layer, self._found.inputs)
             self._found.inputs[layer] = seen.measured
             if self._tape is not None:
-                self._tape.sample(layer, seen, module, sums.sample)
+                self._tape.sample(layer, values, seen, module, sums.sample)
                 return
             shape = self._shapes[layer] = (len(values), row_count(values, module))
             drawn = draw_candidates(self._seeds, self._layer_calls[layer], *shape)
-            sums.sample.offer(self._bucket, seen.values, module, drawn, seen.rows)
+            sums.sample.offer(self._bucket, values, module, drawn, seen.rows)
             self._layer_calls[layer] += 1
 
         return listen

@@ -1,5 +1,6 @@
 """What several layers share that read the same input, as queries, keys and values do."""
 
+import weakref
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -7,15 +8,34 @@ from torch import Tensor
 from quantkit.calibration.input_measure import Measured, measure
 
 
+class Remembered:
+    """An input as it was when a layer read it, which is not kept from being freed.
+
+    What comes next takes its memory, which is in a near cache then.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        """Remember an input."""
+        self._values = weakref.ref(values)
+        #: one that was written to since then is another input
+        self._version = _version(values)
+
+    def is_still(self, values: Tensor) -> bool:
+        """Tell whether an input is this one, and has not changed."""
+        mine = self._values()
+        if mine is None or values.data_ptr() != mine.data_ptr() or values.dtype != mine.dtype:
+            return False
+        alike = (values.shape, values.stride()) == (mine.shape, mine.stride())
+        now = _version(values)
+        return alike and now is not None and now == self._version
+
+
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """An input as it was when a layer read it."""
+    """An input that a layer read, and what was found."""
 
-    #: detached
-    values: Tensor
+    input: Remembered
     axis: int
-    #: of the tensor: one that was written to since then is another input
-    version: int | None
     measured: Measured
     #: rows that were drawn, by the answer that drew them
     rows: dict[object, Tensor] = field(default_factory=dict)
@@ -23,15 +43,11 @@ class Seen:
     @classmethod
     def of(cls, values: Tensor, axis: int) -> "Seen":
         """Measure an input, whose channels stand at ``axis``."""
-        return cls(values, axis, _version(values), measure(values, axis))
+        return cls(Remembered(values), axis, measure(values.detach(), axis))
 
     def is_of(self, values: Tensor, axis: int) -> bool:
         """Tell whether an input is this one, and has not changed."""
-        mine = self.values
-        same = values.data_ptr() == mine.data_ptr() and values.dtype == mine.dtype
-        alike = (values.shape, values.stride(), axis) == (mine.shape, mine.stride(), self.axis)
-        version = _version(values)
-        return same and alike and version is not None and version == self.version
+        return axis == self.axis and self.input.is_still(values)
 
 
 def _version(values: Tensor) -> int | None:

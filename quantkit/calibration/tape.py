@@ -99,13 +99,15 @@ class Tape:
             place[now.chosen] = bucket * SAMPLE_ROWS + now.slots
         self._buffer.copy_(torch.from_numpy(host), non_blocking=True)
 
-    def sample(self, layer: str, seen: Seen, module: nn.Module, sample: Reservoir) -> None:
+    def sample(
+        self, layer: str, values: Tensor, seen: Seen, module: nn.Module, sample: Reservoir
+    ) -> None:
         """Keep the drawn rows of a layer's input."""
         shape = self.shapes[layer]
         shared = None if isinstance(module, nn.Conv2d) else seen.rows.get(shape)
         if shared is None:
             image, row = self._drawn[shape]
-            shared = rows_on_device(seen.values, module, image, row).to(torch.bfloat16)
+            shared = rows_on_device(values, module, image, row).to(torch.bfloat16)
         if not isinstance(module, nn.Conv2d):
             seen.rows[shape] = shared
         sample.write(shared, self._kept[layer])
