@@ -19,7 +19,7 @@ from torch import nn
 from quantkit.bench.denoiser_inputs import make_inputs
 from quantkit.bench.denoisers import build_denoiser, find_denoiser
 from quantkit.calibration.hooks import Collector
-from quantkit.calibration.moments import MomentCollector
+from quantkit.calibration.moment_collector import MomentCollector
 from quantkit.models.families import find_family
 from quantkit.models.layers import Layer
 from quantkit.recipe.calibration import CalibrationRecipe
@@ -27,6 +27,8 @@ from quantkit.storage.tensorfile import TensorInfo
 
 #: Of the second moments' rows.
 SHARES = (1.0, 0.25)
+#: Of attention whose errors are measured, as recipes have it.
+_KEYS = 512
 
 
 def layers_of(model: nn.Module, class_name: str) -> tuple[Layer, ...]:
@@ -79,10 +81,10 @@ class Measured:
         with watching:
             return milliseconds(self.step, list(self.scheduler.timesteps))
 
-    def statistics(self) -> float:
-        """Return milliseconds a step with statistics taken."""
+    def statistics(self, errors_from: int | None = None) -> float:
+        """Return milliseconds a step with statistics taken, and errors of attention's formats."""
         buckets = min(4, len(self.scheduler.timesteps))
-        watch = Collector("unet", self.model, self.layers, buckets)
+        watch = Collector("unet", self.model, self.layers, buckets, errors_from=errors_from)
         watch.begin_batch(self.seeds)
         return self.time(watch.attached(self.scheduler, lambda _: None))
 
@@ -99,6 +101,7 @@ def report(found: Measured, batch: int) -> None:
     click.echo(f"batch {batch}, {len(found.layers)} layers: plain {plain:.1f} ms")
     taken = {
         "statistics": found.statistics(),
+        "with errors of formats": found.statistics(_KEYS),
         **{f"moments of {share:g} of the rows": found.moments(share) for share in SHARES},
     }
     for what, step in taken.items():

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.held_out_rows import HELD_ROWS, held_count, hold_out
 from quantkit.calibration.hessian import HessianIndex, Hessians, create_hessians
-from quantkit.calibration.moments import MomentCollector, group_layers
+from quantkit.calibration.moment_collector import MomentCollector
+from quantkit.calibration.moments import group_layers
+from quantkit.calibration.shared_inputs import UnsharedInputError
 from quantkit.errors import OutputError, PromptError, QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
@@ -170,8 +173,9 @@ class _MomentRun:
             total = batches * (1 if scheduler is None else len(scheduler.timesteps))
             progress(step, min(calls, total), total)
 
-        try:
-            collector = MomentCollector(component, getattr(self.pipe, component), group, settings)
+        def collected(*, share: bool) -> MomentCollector:
+            model = getattr(self.pipe, component)
+            collector = MomentCollector(component, model, group, settings, share=share)
             with collector.attached(scheduler, report):
                 if encodes:
                     encode_prompts(self.pipe, self.denoisers, fitted, settings)
@@ -180,6 +184,16 @@ class _MomentRun:
                 if held:
                     collector.hold_out(-(-HELD_ROWS // (len(held) * settings.steps)))
                     run_prompts(self.pipe, held, later)
+            return collector
+
+        def shared_or_not() -> MomentCollector:
+            # Out of the error's reach, which would keep the first sums in memory.
+            with suppress(UnsharedInputError):
+                return collected(share=True)
+            return collected(share=False)
+
+        try:
+            collector = shared_or_not()
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 f"out of GPU memory while {'encoding' if encodes else 'denoising'}; take a smaller "

@@ -24,6 +24,7 @@ from quantkit.calibration.attention_observer import (
     listening,
     observed_modules,
 )
+from quantkit.calibration.layer_modules import find_modules
 from quantkit.calibration.observed_step import replaying
 from quantkit.calibration.sampling import Candidates, Ranking, draw_candidates, row_count
 from quantkit.calibration.seen_input import Seen
@@ -31,7 +32,6 @@ from quantkit.calibration.statistics import LayerStatistics
 from quantkit.calibration.tape import Found, RowShape, Tape
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.attention import AttentionCall, Heads
-from quantkit.models.encoder_skeleton import loaded_names
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
 
@@ -415,40 +415,3 @@ def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, .
         )
     cuts = [round(i * len(distinct) / buckets) for i in range(1, buckets)]
     return tuple(unit * (distinct[cut - 1] + distinct[cut]) / 2 for cut in cuts)
-
-
-def find_modules(model: nn.Module, layers: Sequence[Layer], component: str) -> dict[str, nn.Module]:
-    """Return the modules of layers, by the names that the layers have in the files.
-
-    Args:
-        model: of diffusers, or of transformers, which renames while it loads.
-        layers: of its files.
-        component: its name, for messages.
-
-    Raises:
-        ModelError: a layer of the files is not the module that was built.
-    """
-    paths = {layer.name: layer.name for layer in layers}
-    if hasattr(model, "base_model_prefix"):
-        # What is joined while loading is not among them, and is no module then.
-        found = loaded_names(model, [f"{name}.weight" for name in paths])
-        paths |= {n.removesuffix(".weight"): m.removesuffix(".weight") for n, m in found.items()}
-    return {
-        layer.name: _find_module(model, paths[layer.name], layer, component) for layer in layers
-    }
-
-
-def _find_module(model: nn.Module, path: str, layer: Layer, component: str) -> nn.Module:
-    try:
-        module = model.get_submodule(path)
-    except AttributeError as error:
-        raise ModelError(f"{component}: the model that was built has no module {path}") from error
-    wanted = nn.Linear if layer.kind == "linear" else nn.Conv2d
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, wanted) or weight is None or tuple(weight.shape) != layer.shape:
-        raise ModelError(
-            f"{component}.{layer.name}: found {type(module).__name__}, wanted {wanted.__name__} "
-            f"with a weight of {layer.shape}; the weight files do not fit the config, download "
-            "the model again"
-        )
-    return module

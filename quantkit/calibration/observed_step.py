@@ -12,13 +12,12 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantkit.calibration.tape import Found, Tape
 from quantkit.device.log import note_again
 from quantkit.pipelines import recorded_step
 from quantkit.pipelines.recorded_step import Inputs, Recording, agree, take_apart
@@ -27,32 +26,50 @@ from quantkit.pipelines.replay import MOST, why_not, why_not_now, with_timestep
 _logger = logging.getLogger(__name__)
 
 
-class Watch(Protocol):
+class Found(Protocol):
+    """What was found in one call."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of it, in one order."""
+
+
+#: What recorded calls read of the host, and what was found in one.
+TapeT = TypeVar("TapeT")
+FoundT = TypeVar("FoundT", bound=Found)
+
+
+class Watch(Protocol[TapeT, FoundT]):
     """Who observes the calls."""
 
     @property
-    def pending(self) -> Found:
+    def records(self) -> bool:
+        """Whether calls like this one may be recorded, and launched."""
+
+    @property
+    def pending(self) -> FoundT:
         """What was found in a call that was observed as ever, not yet added."""
 
-    def tape(self) -> Tape:
+    def tape(self) -> TapeT:
         """Return what recordings of calls like the last one read.
 
         Raises:
             RuntimeError: such a call cannot be recorded.
         """
 
-    def onto(self, tape: Tape) -> AbstractContextManager[Found]:
+    def onto(self, tape: TapeT) -> AbstractContextManager[FoundT]:
         """Let what a call finds be returned and not added, within the body."""
 
-    def choose(self, tape: Tape) -> bool:
+    def choose(self, tape: TapeT) -> bool:
         """Decide what the next launch reads; False: it cannot be launched now."""
 
-    def take(self, tape: Tape, found: Found) -> None:
+    def take(self, tape: TapeT, found: FoundT) -> None:
         """Add what a launch has found."""
 
 
 @contextmanager
-def replaying(model: nn.Module, watch: Watch, hooks: AbstractSet[int]) -> Iterator[None]:
+def replaying(
+    model: nn.Module, watch: Watch[TapeT, FoundT], hooks: AbstractSet[int]
+) -> Iterator[None]:
     """Replay a model's steps within the body.
 
     Args:
@@ -71,11 +88,11 @@ def replaying(model: nn.Module, watch: Watch, hooks: AbstractSet[int]) -> Iterat
 
 
 @dataclass(frozen=True, eq=False)
-class _Recorded:
+class _Recorded(Generic[TapeT, FoundT]):
     inputs: tuple[Tensor, ...]
     step: Recording
-    tape: Tape
-    found: Found
+    tape: TapeT
+    found: FoundT
 
     def launch(self, tensors: tuple[Tensor, ...]) -> Any:
         """Queue the step; return its answer, in memory of the recording."""
@@ -86,22 +103,24 @@ class _Recorded:
         return self.step.output[0]
 
 
-class ObservedStep:
+class ObservedStep(Generic[TapeT, FoundT]):
     """The forward of a model that is observed, whose steps are replayed."""
 
-    def __init__(self, model: nn.Module, watch: Watch, hooks: AbstractSet[int]) -> None:
+    def __init__(
+        self, model: nn.Module, watch: Watch[TapeT, FoundT], hooks: AbstractSet[int]
+    ) -> None:
         self._model, self._watch, self._hooks = model, watch, hooks
         #: the forward that this model has, where it has not its class'
         self.own = vars(model).get("forward")
         # Pipelines ask what a denoiser takes.
         self.__signature__ = inspect.signature(model.forward)
         #: or why there is none
-        self._steps: dict[Hashable, _Recorded | str] = {}
+        self._steps: dict[Hashable, _Recorded[TapeT, FoundT] | str] = {}
         self._pool: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's forward returns, in tensors that later steps leave alone."""
-        if why_not_now(self._model):
+        if not self._watch.records or why_not_now(self._model):
             return self._forward(*args, **kwargs)
         device = next(self._model.parameters()).device
         try:
@@ -117,7 +136,7 @@ class ObservedStep:
             return self._launch(step, inputs)
         return self._forward(*args, **kwargs)
 
-    def _launch(self, step: _Recorded, inputs: Inputs) -> Any:
+    def _launch(self, step: _Recorded[TapeT, FoundT], inputs: Inputs) -> Any:
         answer = pytree.tree_map_only(Tensor, Tensor.clone, step.launch(inputs.tensors))
         # At once: another recording may use this memory.
         self._watch.take(step.tape, step.found)
@@ -140,7 +159,7 @@ class ObservedStep:
 
     def _recorded(
         self, call: Callable[[], Any], mine: tuple[Tensor, ...], device: torch.device, answer: Any
-    ) -> _Recorded:
+    ) -> _Recorded[TapeT, FoundT]:
         """Return the step, recorded.
 
         Raises:
@@ -148,7 +167,7 @@ class ObservedStep:
         """
         if reason := why_not(self._model, self._hooks):
             raise RuntimeError(reason)
-        tape, found = self._watch.tape(), list[Found]()
+        tape, found = self._watch.tape(), list[FoundT]()
 
         def observed() -> tuple[Any, list[Tensor]]:
             with self._watch.onto(tape) as seen:

@@ -10,8 +10,8 @@ from torch import nn
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians, moment_layers
 from quantkit.calibration.hessian import load_hessians
-from quantkit.calibration.hooks import find_modules
-from quantkit.calibration.moments import token_rows
+from quantkit.calibration.layer_modules import find_modules
+from quantkit.calibration.token_rows import token_rows
 from quantkit.cli.hessian import hessian as command
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.source import open_encoders, open_model

@@ -18,7 +18,9 @@ from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.collect_hessians import collect_hessians
 from quantkit.calibration.held_out_rows import HELD_ROWS, HeldRows, held_bytes, hold_out
 from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
-from quantkit.calibration.moments import MomentCollector, _Sum, group_layers, moment_bytes
+from quantkit.calibration.moment_collector import MomentCollector
+from quantkit.calibration.moment_sums import MomentSum
+from quantkit.calibration.moments import group_layers, moment_bytes
 from quantkit.cli.hessian import hessian as command
 from quantkit.errors import (
     ArtefactError,
@@ -43,7 +45,7 @@ GIB = 2**30
 def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
     module = nn.Conv2d(4, 4, 3, padding=1)
     x = torch.randn(5, 4, 6, 6)
-    whole, parts = _Sum(module, "layer", 1.0, 0), _Sum(module, "layer", 1.0, 0)
+    whole, parts = MomentSum(module, "layer", 1.0, 0), MomentSum(module, "layer", 1.0, 0)
     whole.add(x, 1.0)
     monkeypatch.setattr("quantkit.calibration.windows._WINDOW_ELEMENTS", 10)
     parts.add(x, 1.0)
@@ -53,7 +55,7 @@ def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
 def test_a_share_of_the_rows_estimates_all_of_them():
     module = nn.Linear(8, 4)
     x = torch.randn(1, 20_000, 8, generator=torch.Generator().manual_seed(1))
-    some, again, everything = (_Sum(module, "layer", share, 3) for share in (0.2, 0.2, 1.0))
+    some, again, everything = (MomentSum(module, "layer", share, 3) for share in (0.2, 0.2, 1.0))
     for total in (some, again, everything):
         total.add(x, 1.0)
     assert some.moments().rows == 4000
@@ -63,14 +65,14 @@ def test_a_share_of_the_rows_estimates_all_of_them():
 
 @pytest.mark.parametrize(("tokens", "rows"), [(9, 9 * 3), (40, 16 * 3), (400, 100 * 3)])
 def test_a_share_leaves_small_pictures_enough_rows(tokens, rows):
-    total = _Sum(nn.Linear(8, 4), "layer", 0.25, 0)
+    total = MomentSum(nn.Linear(8, 4), "layer", 0.25, 0)
     total.add(torch.randn(3, tokens, 8), 1.0)
     assert total.moments().rows == rows
 
 
 @pytest.mark.parametrize("module", [nn.Linear(6, 4), nn.Conv2d(6, 4, 3)], ids=["linear", "conv"])
 def test_rows_that_are_held_are_not_summed(module):
-    total = _Sum(module, "layer", 1.0, 0)
+    total = MomentSum(module, "layer", 1.0, 0)
     shape = (3, 6, 5, 5) if isinstance(module, nn.Conv2d) else (3, 9, 6)
     seen, held = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)).unbind()
     total.add(seen, 1.0)
@@ -80,7 +82,7 @@ def test_rows_that_are_held_are_not_summed(module):
     assert moments.rows == 27
     assert moments.held.rows.dtype == torch.bfloat16
     assert moments.held.weights.tolist() == [2.0] * 12 + [0.5] * 27
-    everything = _Sum(module, "layer", 1.0, 0)
+    everything = MomentSum(module, "layer", 1.0, 0)
     everything.add(held, 1.0)
     # All rows of a call, so their power is that of its moments, but for bfloat16.
     weight, bias = torch.randn(4, moments.held.rows.shape[1]), torch.randn(4)
@@ -101,7 +103,7 @@ def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
     class Collector:
         hold_out = moments = print
 
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             self.attached = attached
 
     @contextmanager
@@ -160,13 +162,13 @@ def test_the_last_prompts_are_held_out(count, held):
 
 
 def test_padding_that_is_not_of_zeros_is_refused():
-    total = _Sum(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "unet.odd", 1.0, 0)
+    total = MomentSum(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "unet.odd", 1.0, 0)
     with pytest.raises(ModelError, match=r"unet\.odd: padding .* mode reflect"):
         total.add(torch.randn(1, 4, 5, 5), 1.0)
 
 
 def test_nan_is_named():
-    total = _Sum(nn.Linear(4, 4), "unet.bad", 1.0, 0)
+    total = MomentSum(nn.Linear(4, 4), "unet.bad", 1.0, 0)
     total.add(torch.tensor([[1.0, float("nan"), 0, 0]]), 1.0)
     with pytest.raises(NonFiniteError, match=r"unet\.bad: NaN or Inf"):
         total.moments()

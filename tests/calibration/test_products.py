@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quantkit.calibration.products import (
-    add_products,
+    Products,
+    column_sums,
     first_draw,
     first_rows,
     mirror,
@@ -30,15 +31,33 @@ def error_of(found, x, weight):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products_are_those_of_float64(size, dtype, device):
+@pytest.mark.parametrize("parts", [(900,), (300, 1000)], ids=str)
+@pytest.mark.parametrize("recorded", [False, True], ids=["number", "tensor"])
+def test_products_are_those_of_float64(size, dtype, device, parts, recorded):
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(size, generator=generator) + 0.5).to(device, dtype)
     second = torch.zeros(size[1], size[1], device=device)
-    for part in x.split(900):
-        add_products(second, part, 0.5)
+    calls = x.split(sum(parts))
+    for call in calls:
+        products = Products(second, torch.tensor(0.5, device=device) if recorded else 0.5)
+        for part in call.split(parts[0]):
+            products.add(part)
+        products.finish()
     mirror(second)
     assert torch.equal(second, second.t())
     assert error_of(second, x, 0.5) < 4e-6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 512, 1300])
+def test_columns_are_summed_to_float32_or_nearer(rows, dtype, device):
+    x = (torch.randn(rows, 24, generator=torch.Generator().manual_seed(1)) + 0.5).to(device, dtype)
+    wanted = x.double().sum(dim=0)
+    for values in (x, x.t().contiguous().t()):
+        found = column_sums(values)
+        assert found.dtype == torch.float64
+        assert float(((found - wanted).abs() / x.double().abs().sum(dim=0)).max()) < 2e-7
 
 
 def test_a_matrix_is_mirrored_from_its_lower_half():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quantkit.calibration.moments import _Sum
+from quantkit.calibration.moment_sums import MomentSum
 from quantkit.calibration.timestep_weights import responses, step_weights
 from quantkit.errors import RecipeError
 from quantkit.numerics.packing import to_rows
@@ -165,7 +165,7 @@ def test_noise_that_differs_by_row_is_refused_however_small():
 )
 def test_moments_are_those_of_the_rows_that_make_the_output(module):
     """The power of the output by the moments is the power of the output."""
-    total = _Sum(module, "layer", 1.0, 0)
+    total = MomentSum(module, "layer", 1.0, 0)
     shape = (3, 6, 9, 8) if isinstance(module, nn.Conv2d) else (3, 5, 6)
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) + 0.5 for i in (1, 2)]
     for x, weight in zip(inputs, (1.0, 3.0), strict=True):
