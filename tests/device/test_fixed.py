@@ -1,7 +1,6 @@
 """Calls at addresses that stay, on the stand-in: the same bits, and memory only while they run."""
 
 import contextlib
-import threading
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.support.kernel_cases import gemm_case
 from tests.support.standin_calls import GEMM, SMALL
 from tests.support.standin_hip import STREAM
 from tests.support.standin_memory import Keeper
+from tests.support.threads import run_in_threads
 
 M, N, K = 9, 70, 48
 STATIC = Variant(OPS["quantize_fp8_static"], ("f32", "e4m3fn", ""))
@@ -116,10 +116,6 @@ def test_threads_do_not_mix_their_codes(hip):
         wanted = pair.apart(x)[2]
         wrong.extend(seed for _ in range(60) if not torch.equal(pair.both(x), wanted))
 
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    run_in_threads(work)
     assert not wrong
     assert not pair.keeper.taken

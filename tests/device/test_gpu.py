@@ -46,6 +46,7 @@ from tests.support.kernel_cases import (
     shapes_of,
 )
 from tests.support.packed import pack_component, packed_module
+from tests.support.threads import run_in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
 
@@ -418,11 +419,7 @@ def test_threads_that_torch_has_not_used_may_call():
                 if not torch.equal(found, right[i]):
                     wrong.append(i)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    run_in_threads(work)
     assert not wrong
 
 

@@ -10,7 +10,6 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +37,7 @@ from tests.support.gated_cases import gated_case
 from tests.support.kernel_cases import covering_variants, deviation, gemm_case, inputs_of, shapes_of
 from tests.support.standin_calls import GEMM, GEMMS, SMALL, prebuilt, quantize
 from tests.support.standin_hip import STREAM
+from tests.support.threads import run_in_threads
 
 SELF_TEST = [
     Variant(op, (*selftest._WORDS, tile)) for op in GEMMS for tile in ("t0", "t1", "t2", "t3", "t4")
@@ -212,11 +212,7 @@ def test_threads_do_not_mix_their_arguments(hip):
             if not (torch.equal(found[1], q) and torch.equal(found[0], scale)):
                 wrong.append(seed)
 
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    run_in_threads(work)
     assert not wrong
     assert hip.names().count("hipModuleLoadData") == 1
 
