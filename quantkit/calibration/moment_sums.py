@@ -82,12 +82,6 @@ class MomentSum:
         finally:
             self._given = None
 
-    def add(self, values: Tensor, weight: float) -> None:
-        """Add what the layer multiplies to the sums."""
-        seen = self.look(values, weight)
-        self.mean.add_(seen.columns, alpha=weight)
-        self.count(seen.rows, weight)
-
     def look(self, values: Tensor, weight: float | Tensor) -> Summed:
         """Add the products of what the layer multiplies, and return what else is to be added.
 

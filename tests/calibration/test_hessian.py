@@ -35,6 +35,7 @@ from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.storage.places import check_directory
+from tests.support.moments import add_input
 from tests.support.pipelines import tiny_flux_pipeline, tiny_pipeline, tiny_transformer
 
 PROMPTS = ("a red square", "a blue disc", "two rings")
@@ -46,9 +47,9 @@ def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
     module = nn.Conv2d(4, 4, 3, padding=1)
     x = torch.randn(5, 4, 6, 6)
     whole, parts = MomentSum(module, "layer", 1.0, 0), MomentSum(module, "layer", 1.0, 0)
-    whole.add(x, 1.0)
+    add_input(whole, x, 1.0)
     monkeypatch.setattr("quantkit.calibration.windows._WINDOW_ELEMENTS", 10)
-    parts.add(x, 1.0)
+    add_input(parts, x, 1.0)
     torch.testing.assert_close(parts.moments().second, whole.moments().second)
 
 
@@ -57,7 +58,7 @@ def test_a_share_of_the_rows_estimates_all_of_them():
     x = torch.randn(1, 20_000, 8, generator=torch.Generator().manual_seed(1))
     some, again, everything = (MomentSum(module, "layer", share, 3) for share in (0.2, 0.2, 1.0))
     for total in (some, again, everything):
-        total.add(x, 1.0)
+        add_input(total, x, 1.0)
     assert some.moments().rows == 4000
     assert torch.equal(some.moments().second, again.moments().second)
     torch.testing.assert_close(some.moments().second, everything.moments().second, rtol=0, atol=0.1)
@@ -66,7 +67,7 @@ def test_a_share_of_the_rows_estimates_all_of_them():
 @pytest.mark.parametrize(("tokens", "rows"), [(9, 9 * 3), (40, 16 * 3), (400, 100 * 3)])
 def test_a_share_leaves_small_pictures_enough_rows(tokens, rows):
     total = MomentSum(nn.Linear(8, 4), "layer", 0.25, 0)
-    total.add(torch.randn(3, tokens, 8), 1.0)
+    add_input(total, torch.randn(3, tokens, 8), 1.0)
     assert total.moments().rows == rows
 
 
@@ -75,7 +76,7 @@ def test_rows_that_are_held_are_not_summed(module):
     total = MomentSum(module, "layer", 1.0, 0)
     shape = (3, 6, 5, 5) if isinstance(module, nn.Conv2d) else (3, 9, 6)
     seen, held = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)).unbind()
-    total.add(seen, 1.0)
+    add_input(total, seen, 1.0)
     total.hold(held, 2.0, 4)
     total.hold(held, 0.5, 100)
     moments = total.moments()
@@ -83,7 +84,7 @@ def test_rows_that_are_held_are_not_summed(module):
     assert moments.held.rows.dtype == torch.bfloat16
     assert moments.held.weights.tolist() == [2.0] * 12 + [0.5] * 27
     everything = MomentSum(module, "layer", 1.0, 0)
-    everything.add(held, 1.0)
+    add_input(everything, held, 1.0)
     # All rows of a call, so their power is that of its moments, but for bfloat16.
     weight, bias = torch.randn(4, moments.held.rows.shape[1]), torch.randn(4)
     whole = HeldRows(moments.held.rows[12:], moments.held.weights[12:])
@@ -164,12 +165,12 @@ def test_the_last_prompts_are_held_out(count, held):
 def test_padding_that_is_not_of_zeros_is_refused():
     total = MomentSum(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "unet.odd", 1.0, 0)
     with pytest.raises(ModelError, match=r"unet\.odd: padding .* mode reflect"):
-        total.add(torch.randn(1, 4, 5, 5), 1.0)
+        add_input(total, torch.randn(1, 4, 5, 5), 1.0)
 
 
 def test_nan_is_named():
     total = MomentSum(nn.Linear(4, 4), "unet.bad", 1.0, 0)
-    total.add(torch.tensor([[1.0, float("nan"), 0, 0]]), 1.0)
+    add_input(total, torch.tensor([[1.0, float("nan"), 0, 0]]), 1.0)
     with pytest.raises(NonFiniteError, match=r"unet\.bad: NaN or Inf"):
         total.moments()
 

@@ -12,6 +12,7 @@ from quantkit.calibration.moment_sums import MomentSum
 from quantkit.calibration.timestep_weights import responses, step_weights
 from quantkit.errors import RecipeError
 from quantkit.numerics.packing import to_rows
+from tests.support.moments import add_input
 
 
 def ready(scheduler, steps=10):
@@ -169,7 +170,7 @@ def test_moments_are_those_of_the_rows_that_make_the_output(module):
     shape = (3, 6, 9, 8) if isinstance(module, nn.Conv2d) else (3, 5, 6)
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) + 0.5 for i in (1, 2)]
     for x, weight in zip(inputs, (1.0, 3.0), strict=True):
-        total.add(x, weight)
+        add_input(total, x, weight)
     moments = total.moments()
     rows = to_rows(module.weight.detach())
     outputs = [
