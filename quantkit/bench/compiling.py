@@ -5,12 +5,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.pipelines.recorded_step import capture, run_aside
+from quantkit.pipelines.recorded_step import Recording, capture, run_aside
 
 #: Class -> classes of blocks, where those that diffusers calls repeated are too few: what a UNet
 #: has between its transformer blocks is half of its small kernels.
@@ -76,10 +77,10 @@ def captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], T
         return step
     for _ in range(_WARM_UP):
         run_aside(step, device)
-    recording = capture(step, device, None)
+    return partial(_replay, capture(step, device, None), step)
 
-    def replay() -> Tensor:
-        recording.launch()
-        return recording.output  # type: ignore[no-any-return]
 
-    return replay
+def _replay(recording: Recording, _step: Callable[[], Tensor]) -> Tensor:
+    """Launch what was recorded; the step is held, as the graph reads its weights and holds none."""
+    recording.launch()
+    return recording.output  # type: ignore[no-any-return]

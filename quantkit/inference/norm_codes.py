@@ -68,6 +68,7 @@ def read_alike(layers: Sequence[Any]) -> bool:
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def sums_pay() -> bool:
     """Tell whether a norm adds up what it reads: where bytes are dearer than instructions.
 

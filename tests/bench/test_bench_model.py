@@ -1,8 +1,12 @@
 """The model benchmark: configs, inputs, packing and loading on the way, judging, the profile."""
 
+import gc
 import gzip
 import json
+import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from quantkit.bench import judging, timing
+from quantkit.bench import compiling, judging, timing
 from quantkit.bench import model as bench_model
 from quantkit.bench.compiling import outside_blocks, with_shared_weights
 from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
@@ -160,6 +164,18 @@ def test_steps_that_cannot_be_captured_say_so(unet_dir, monkeypatch):
     assert first.verdict is Verdict.CANNOT
     assert first.reason == "in a CUDA graph: RuntimeError: operation failed during capture"
     assert second.timing
+
+
+def test_captured_steps_keep_what_they_read(monkeypatch):
+    made = weakref.ref(module := nn.Linear(4, 4))
+    recording = SimpleNamespace(launch=lambda: None, output=torch.ones(2))
+    monkeypatch.setattr(compiling, "run_aside", lambda *_: None)
+    monkeypatch.setattr(compiling, "capture", lambda *_: recording)
+    step = compiling.captured(partial(module, torch.ones(2, 4)), torch.device("cuda"))
+    del module
+    gc.collect()
+    assert made() is not None
+    assert step() is recording.output
 
 
 def test_layers_of_few_rows_are_left_to_torchao_in_16_bit():
