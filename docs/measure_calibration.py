@@ -2,15 +2,16 @@
 
 ``python docs/measure_calibration.py [cpu|cuda [PROMPTS [STEPS [BATCH]]]]`` prints seconds of both,
 loading aside, and their ratio, of the bundled pipeline; on a CPU, seconds of the process, so that
-others on the same cores do not count. ``torchrun --nproc-per-node 2 docs/measure_calibration.py
-cuda 256 20 64`` shares the prompts between GPUs, and prints what the slowest process took, and what
-joining took.
+others on the same cores do not count. The first batch runs before; the others as many at once as
+the command runs. ``torchrun --nproc-per-node 2 docs/measure_calibration.py cuda 256 20`` shares
+the prompts between GPUs, and prints what the slowest process took, and what joining took.
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import click
@@ -20,8 +21,9 @@ from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.merge import Part, join_parts
 from quantkit.calibration.observed_pipeline import ObservedPipeline
 from quantkit.models.source import open_model
+from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.processes import Processes, joined
-from quantkit.pipelines.running import Batch, load_pipeline, run_batch, split_batches
+from quantkit.pipelines.running import load_pipeline, run_batch
 from quantkit.progress import silent
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
@@ -46,8 +48,8 @@ def seconds(device: str, run: Callable[[], object]) -> float:
 
 def timed(
     settings: CalibrationRecipe, batches: Sequence[Batch], device: str, processes: Processes
-) -> tuple[float, float, Part]:
-    """Return seconds of drawing some batches, and of calibrating on them, and what that gave."""
+) -> tuple[float, float, int, Part]:
+    """Return seconds of drawing and of calibrating, batches at once, and what that gave."""
     recipe = Recipe(name="measured", calibration=settings)
     model = open_model(ASSETS / "pipeline")
     layers = {c.name: observed_layers(c, recipe) for c in model.components}
@@ -56,19 +58,18 @@ def timed(
         observed = ObservedPipeline(
             model, layers, recipe, device, batches=len(batches), progress=silent, stack=stack
         )
-        run_batch(pipe, batches[0], settings)
-        observed.run(batches[0])
+        growing = GrowingBatches(batches, torch.device(device), users=processes.on_a_device())
+        with growing.next() as first:
+            run_batch(pipe, first, settings)
+            observed.run(first)
         processes.exchange(None)
-        # In turns: others on the machine slow both.
-        turns = [
-            (
-                seconds(device, lambda part=part: run_batch(pipe, part, settings)),
-                seconds(device, lambda part=part: observed.run(part)),
-            )
-            for part in batches
-        ]
-        plain, watched = map(sum, zip(*turns, strict=True))
-        return plain, watched, observed.taken().part()
+        plain = watched = 0.0
+        while growing:
+            # In turns: others on the machine slow both.
+            with growing.next() as part:
+                plain += seconds(device, partial(run_batch, pipe, part, settings))
+                watched += seconds(device, partial(observed.run, part))
+        return plain, watched, growing.count or 1, observed.taken().part()
 
 
 def main() -> None:
@@ -81,13 +82,14 @@ def main() -> None:
     with joined() as processes:
         share = [batches[i] for i in processes.share(len(batches))]
         *mine, part = timed(settings, share, processes.device(device), processes)
-        plain, watched = map(max, zip(*processes.exchange(mine), strict=True))
+        plain, watched, at_once = map(max, zip(*processes.exchange(mine), strict=True))
         start = time.perf_counter()
         parts = processes.gather(part)
         if parts:
             join_parts(parts)
             click.echo(
-                f"{count} prompts, {steps} steps, batch {batch}, {processes.count} on {device}: "
+                f"{count} prompts, {steps} steps, batch {batch}, {at_once:.0f} at once, "
+                f"{processes.count} on {device}: "
                 f"{plain:.2f} s drawn, {watched:.2f} s calibrated, {watched / plain:.2f}; "
                 f"{time.perf_counter() - start:.2f} s joined"
             )

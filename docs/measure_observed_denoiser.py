@@ -22,6 +22,7 @@ from quantkit.calibration.hooks import Collector
 from quantkit.calibration.moment_collector import MomentCollector
 from quantkit.models.families import find_family
 from quantkit.models.layers import Layer
+from quantkit.pipelines.batches import at_once, split_batches
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.tensorfile import TensorInfo
 
@@ -85,7 +86,8 @@ class Measured:
         """Return milliseconds a step with statistics taken, and errors of attention's formats."""
         buckets = min(4, len(self.scheduler.timesteps))
         watch = Collector("unet", self.model, self.layers, buckets, errors_from=errors_from)
-        watch.begin_batch(self.seeds)
+        prompts = split_batches(["" for _ in self.seeds], CalibrationRecipe())
+        watch.begin_batch(self.seeds, at_once(prompts).sizes)
         return self.time(watch.attached(self.scheduler, lambda _: None))
 
     def moments(self, share: float) -> float:

@@ -15,13 +15,8 @@ from torch import Tensor, nn
 import quantkit
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.models.source import open_model
-from quantkit.pipelines.running import (
-    load_pipeline,
-    quiet_libraries,
-    read_prompts,
-    run_batch,
-    split_batches,
-)
+from quantkit.pipelines.batches import split_batches
+from quantkit.pipelines.running import load_pipeline, quiet_libraries, read_prompts, run_batch
 from quantkit.recipe.schema import CalibrationRecipe
 
 #: Four prompts of ten steps; the seed is far from those that calibration starts from.

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibration.batch_peaks import Sizes, peaks_by_batch
 from quantkit.calibration.input_measure import Measured
-from quantkit.calibration.moving_average import step_averages, without_start
+from quantkit.calibration.moving_average import one_by_one, step_averages, without_start
 from quantkit.calibration.sampling import Reservoir
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.numerics.histogram import BINS
@@ -33,8 +34,6 @@ class BucketSums:
     sums: Tensor
     #: float64 (BINS,)
     histogram: Tensor
-    #: float64 (): NaN or Inf from the first such input on
-    moving: Tensor
 
 
 class Accumulators:
@@ -58,21 +57,49 @@ class Accumulators:
         #: of values, and of their squares
         self._sums = zeros(2, channels)
         self._histogram = zeros(BINS)
-        #: the moving average of each call's amax, from a start of zero
+        #: the moving average of each call's amax, from a start of zero, of all batches but those
+        #: that run now
         self._moving = zeros()
         self._updates = [0] * buckets
+        #: (buckets, batches), likewise of each batch that runs now; of a lone one: goes on
+        self._running = self._moving.unsqueeze(1)
+        self._steps = [0] * buckets
         self._count = [0] * buckets
         self.sample = Reservoir(buckets, weight[0].numel(), device)
-        parts = (self._channel_amax, self._sums, self._histogram, self._moving)
+        parts = (self._channel_amax, self._sums, self._histogram)
         self.parts = [BucketSums(*views) for views in zip(*parts, strict=True)]
+
+    def begin(self, batches: int) -> None:
+        """Say how many of the recipe's batches run at once from now on."""
+        self._join()
+        self._running = self._moving.unsqueeze(1)
+        if batches > 1:
+            self._running = self._moving.new_zeros(len(self._moving), batches)
+
+    def running(self, bucket: int) -> Tensor:
+        """Return the moving averages of the batches that run now, to be stepped in place.
+
+        Returns:
+            float64 (batches,): NaN or Inf from the first such input on.
+        """
+        return self._running[bucket]
 
     def count(self, bucket: int, seen: Measured) -> None:
         """Count an input that is about to be added."""
         self._count[bucket] += seen.count
-        self._updates[bucket] += 1
+        self._updates[bucket] += self._running.shape[1]
+        self._steps[bucket] += 1
+
+    def _join(self) -> None:
+        """Let the average go on over the batches that ran at once, as if one by one."""
+        if self._running.shape[1] > 1:
+            self._moving.copy_(one_by_one(self._moving, self._running, self._steps))
+            self._running.zero_()
+        self._steps = [0] * len(self._steps)
 
     def taken(self) -> LayerSums:
         """Return the sums so far, as ``put`` and ``statistics_of`` take them."""
+        self._join()
         samples, priority = self.sample.sorted()
         return {
             "channel_amax": self._channel_amax.cpu(),
@@ -105,23 +132,22 @@ class Accumulators:
         self.sample.put(sums["samples"], sums["priority"])
 
 
-def add_inputs(bucket: int, inputs: Sequence[tuple[Accumulators, Measured]]) -> None:
-    """Add inputs of different layers, without waiting for the device."""
+def add_inputs(bucket: int, inputs: Sequence[tuple[Accumulators, Measured]], sizes: Sizes) -> None:
+    """Add inputs of different layers, without waiting for the device.
+
+    Args:
+        bucket: of the timestep.
+        inputs: by layer.
+        sizes: prompts of the batches that run at once.
+    """
     for sums, seen in inputs:
         sums.count(bucket, seen)
     mine, found = [sums.parts[bucket] for sums, _ in inputs], [seen for _, seen in inputs]
-    amax = [seen.amax for seen in found]
-    largest = largest_of(amax).double()
-    torch._foreach_maximum_([sums.amax for sums in mine], amax)
+    torch._foreach_maximum_([sums.amax for sums in mine], [seen.amax for seen in found])
     torch._foreach_add_([sums.sums for sums in mine], [seen.sums for seen in found])
     torch._foreach_add_([sums.histogram for sums in mine], [seen.histogram for seen in found])
-    step_averages([sums.moving for sums in mine], largest.unbind())
-
-
-def largest_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest |x| of each tensor, of their dtype, (n,)."""
-    norms: tuple[Tensor, ...] = torch._foreach_norm(list(tensors), torch.inf)  # noqa: SLF001
-    return torch.stack(norms)
+    running = [sums.running(bucket) for sums, _ in inputs]
+    step_averages(running, peaks_by_batch(found, sizes))
 
 
 def statistics_of(sums: Mapping[str, Tensor]) -> LayerStatistics:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.calibration.accumulators import largest_of
 from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
+from quantkit.calibration.batch_peaks import largest_of
 from quantkit.calibration.format_errors import FormatErrors, lost_power
 from quantkit.calibration.layer_fields import Field, check_fields
 from quantkit.models.attention import Heads

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,14 +20,9 @@ from quantkit.errors import ArtefactError, OutputError, PromptError
 from quantkit.models.layer_plan import is_packed_alone, kept_reason
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
+from quantkit.pipelines.batches import GrowingBatches, split_batches
 from quantkit.pipelines.processes import ALONE, Processes
-from quantkit.pipelines.running import (
-    choose_device,
-    choose_dtype,
-    quiet_libraries,
-    read_prompts,
-    split_batches,
-)
+from quantkit.pipelines.running import choose_device, choose_dtype, quiet_libraries, read_prompts
 from quantkit.progress import Progress
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
@@ -228,7 +223,14 @@ def _collect(
         batches = split_batches(run.prompts, run.settings)
         share = [batches[index] for index in processes.share(len(batches))]
         todo = share[0 if before is None else before.batches :]
-    turns, interval = max(processes.exchange(len(todo))), WriteInterval()
+        device = processes.device(run.device)
+        growing = GrowingBatches(
+            todo,
+            choose_device(device),
+            users=processes.on_a_device(),
+            count=None if before is None else before.at_once,
+        )
+    interval = WriteInterval()
     with quiet_libraries(), ExitStack() as stack:
         with processes.together():
             observed = (
@@ -236,7 +238,7 @@ def _collect(
                     run.model,
                     run.layers,
                     run.recipe,
-                    processes.device(run.device),
+                    device,
                     batches=len(todo),
                     progress=progress,
                     stack=stack,
@@ -248,14 +250,15 @@ def _collect(
                 assert kept is not None
                 with parsing(kept.path, cure="do not resume"):
                     observed.put(before)
-        for turn in range(turns):
+        while any(processes.exchange(len(growing) > 0)):
             with processes.together():
-                if observed is None or turn >= len(todo):
+                if observed is None or not growing:
                     continue
-                observed.run(todo[turn])
+                with growing.next() as batch:
+                    observed.run(batch)
                 if kept is not None and interval.is_due():
                     started = monotonic()
-                    _keep(kept, observed.taken())
+                    _keep(kept, replace(observed.taken(), at_once=growing.count))
                     interval.wrote(started)
     found = before if observed is None else observed.taken()
     return None if found is None else found.part()

@@ -180,10 +180,10 @@ class _MomentRun:
                 if encodes:
                     encode_prompts(self.pipe, self.denoisers, fitted, settings)
                 else:
-                    run_prompts(self.pipe, fitted, settings)
+                    run_prompts(self.pipe, fitted, settings, collector.begin_batch)
                 if held:
                     collector.hold_out(-(-HELD_ROWS // (len(held) * settings.steps)))
-                    run_prompts(self.pipe, held, later)
+                    run_prompts(self.pipe, held, later, collector.begin_batch)
             return collector
 
         def shared_or_not() -> MomentCollector:

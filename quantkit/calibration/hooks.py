@@ -24,9 +24,16 @@ from quantkit.calibration.attention_observer import (
     listening,
     observed_modules,
 )
+from quantkit.calibration.batch_peaks import Sizes
 from quantkit.calibration.layer_modules import find_modules
 from quantkit.calibration.observed_step import replaying
-from quantkit.calibration.sampling import Candidates, Ranking, draw_candidates, row_count
+from quantkit.calibration.sampling import (
+    Candidates,
+    Ranking,
+    are_of_prompts,
+    draw_candidates,
+    row_count,
+)
 from quantkit.calibration.seen_input import Seen
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.calibration.tape import Found, RowShape, Tape
@@ -71,6 +78,8 @@ class Collector:
         self._attention_sums: dict[str, AttentionAccumulators] = {}
         self._errors_from = errors_from
         self._seeds = range(1)
+        #: prompts of each of the recipe's batches that run at once
+        self._sizes: Sizes = (1,)
         #: how often each layer was called in this batch
         self._layer_calls: Counter[str] = Counter()
         #: one flag per name here, in the order of first calls: the first one set is where NaN came
@@ -92,10 +101,17 @@ class Collector:
         self._bucket = 0
         self._timestep = 0.0
 
-    def begin_batch(self, seeds: range) -> None:
-        """Say whose calls follow: the noise seeds of a batch's prompts, in their order."""
-        self._seeds = seeds
+    def begin_batch(self, seeds: range, sizes: Sizes) -> None:
+        """Say whose calls follow.
+
+        Args:
+            seeds: of the noise of the prompts, in their order.
+            sizes: prompts of each of the recipe's batches that run at once.
+        """
+        self._seeds, self._sizes = seeds, sizes
         self._layer_calls.clear()
+        for sums in self._sums.values():
+            sums.begin(len(sizes))
 
     @contextmanager
     def attached(self, scheduler: Any, report: Callable[[int], None]) -> Iterator[None]:
@@ -103,7 +119,8 @@ class Collector:
 
         Args:
             scheduler: its ``timesteps`` are read at the first call, and give the bucket edges.
-            report: called with the number of calls so far, at every call.
+            report: called with the number of calls so far, at every call; batches that run at once
+                count each.
 
         Raises:
             NonFiniteError: an input held NaN or Inf; the text names the layer and the step.
@@ -269,7 +286,7 @@ class Collector:
         if self.edges is None:
             self.edges = split_schedule(scheduler, self._timestep, len(self.calls))
         self._bucket = bucket_of(self._timestep, self.edges)
-        self.calls[self._bucket] += 1
+        self.calls[self._bucket] += len(self._sizes)
 
     def _refuse_bad(self, flags: Sequence[float]) -> None:
         for name, flag in zip(self._flagged, flags, strict=False):
@@ -305,13 +322,15 @@ class Collector:
     def _seen_of(self, values: Tensor, axis: int) -> Seen:
         """Return what is known of an input: queries, keys and values read one after another."""
         if self._seen is None or not self._seen.is_of(values, axis):
-            self._seen = Seen.of(values, axis)
+            apart = len(self._sizes) > 1 and are_of_prompts(len(values), len(self._seeds))
+            self._seen = Seen.of(values, axis, peaks=apart and axis % values.ndim > 0)
         return self._seen
 
     def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
         if layer not in self._sums:
             self._flag(layer, device)
             self._sums[layer] = Accumulators(self._modules[layer], len(self.calls), device)
+            self._sums[layer].begin(len(self._sizes))
             places = [self._flagged.index(name) for name in self._sums]
             self._averaged = torch.tensor(places, device=device)
         return self._sums[layer]
@@ -320,7 +339,8 @@ class Collector:
         """Add what was measured since the last call to the sums."""
         inputs, attended = self._found.inputs, self._found.attended
         if inputs:
-            add_inputs(self._bucket, [(self._sums[name], seen) for name, seen in inputs.items()])
+            measured = [(self._sums[name], seen) for name, seen in inputs.items()]
+            add_inputs(self._bucket, measured, self._sizes)
         if attended:
             calls = [(self._attention_sums[name], call) for name, call in attended.items()]
             finite = add_attended(self._bucket, calls)
@@ -341,8 +361,8 @@ class Collector:
         """Set the flags of layers whose averages of the last call's bucket are not finite."""
         self._settle()
         if self._bad is not None and self._sums:
-            averages = [sums.parts[self._bucket].moving for sums in self._sums.values()]
-            self._bad[self._averaged] |= ~torch.stack(averages).isfinite()
+            averages = [sums.running(self._bucket) for sums in self._sums.values()]
+            self._bad[self._averaged] |= ~torch.stack(averages).isfinite().all(dim=1)
 
     def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
         sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)

@@ -3,7 +3,7 @@
 Where there is neither, PyTorch does it in a dozen passes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -37,19 +37,30 @@ class Measured:
     histogram: Tensor
     #: values of a channel
     count: int
+    #: float32 (B,), largest |x| of each image, where that is asked for
+    peaks: Tensor | None = None
 
 
-def measure(values: Tensor, channel_axis: int) -> Measured:
+def measure(values: Tensor, channel_axis: int, *, peaks: bool = False) -> Measured:
     """Return what statistics are made of, without waiting for the device.
 
     Args:
         values: of any float dtype; (..., C), or with channels at another axis.
         channel_axis: that of the channels.
+        peaks: those of images, along the first axis, are asked for.
     """
     axis = channel_axis % values.ndim
-    layout = _layout(values, axis)
+    found = _measured(values, axis, _layout(values, axis), images=len(values) if peaks else 1)
+    if not peaks or found.peaks is not None:
+        return found
+    others = tuple(range(1, values.ndim))
+    largest = torch.linalg.vector_norm(values, torch.inf, dim=others, dtype=torch.float32)
+    return replace(found, peaks=largest)
+
+
+def _measured(values: Tensor, axis: int, layout: tuple[int, int] | None, images: int) -> Measured:
     if layout is not None and values.is_cuda:
-        measured = _by_kernel(values, axis, *layout)
+        measured = _by_kernel(values, axis, *layout, images)
     elif layout is not None and values.dtype is torch.float32 and not observer.why_unavailable():
         measured = _in_one_pass(values, values.shape[axis], *layout)
     else:
@@ -68,8 +79,11 @@ def _layout(values: Tensor, axis: int) -> tuple[int, int] | None:
     return (values.numel() // shape[axis], 1) if last.is_contiguous() else None
 
 
-def _by_kernel(values: Tensor, axis: int, outer: int, inner: int) -> Measured | None:
-    """Return what a kernel measures; None where there is none."""
+def _by_kernel(values: Tensor, axis: int, outer: int, inner: int, images: int) -> Measured | None:
+    """Return what a kernel measures, and of more than one image their peaks; None: there is none.
+
+    Sums are of parts of images.
+    """
     channels = values.shape[axis]
     name = "observe_columns" if inner == 1 else "observe_pictures"
     known = values.dtype in IO_DTYPES.values() and (inner == 1 or outer <= _MOST_PICTURES)
@@ -77,7 +91,7 @@ def _by_kernel(values: Tensor, axis: int, outer: int, inner: int) -> Measured | 
         return None
     if inner == 1:
         rows = values.movedim(axis, -1).reshape(outer, channels)
-        sums, counts = call(OPS[name], rows, _chunks(outer, channels))
+        sums, counts = call(OPS[name], rows, _chunks(outer, channels, images))
     else:
         sums, counts = call(OPS[name], values.reshape(outer, channels, inner))
     return Measured(
@@ -85,11 +99,18 @@ def _by_kernel(values: Tensor, axis: int, outer: int, inner: int) -> Measured | 
         sums[:, 1:].sum(dim=0, dtype=torch.float64),
         counts.sum(dim=0, dtype=torch.float64),
         outer * inner,
+        sums[:, 0].reshape(images, -1).amax(dim=1) if images > 1 else None,
     )
 
 
-def _chunks(rows: int, channels: int) -> int:
-    return min(-(-rows // _LEAST_ROWS), max(_BLOCKS // -(-channels // _SLAB), 1))
+@lru_cache(maxsize=1024)
+def _chunks(rows: int, channels: int, images: int = 1) -> int:
+    """Return the parts of a launch; of several images each has as many, of as many rows."""
+    most = min(-(-rows // _LEAST_ROWS), max(_BLOCKS // -(-channels // _SLAB), 1))
+    if images == 1:
+        return most
+    own = rows // images
+    return images * next(n for n in range(max(most // images, 1), 0, -1) if own % n == 0)
 
 
 @lru_cache(maxsize=1024)

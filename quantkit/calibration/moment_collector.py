@@ -17,6 +17,7 @@ from quantkit.calibration.timestep_weights import step_weights
 from quantkit.calibration.token_rows import TokenRows, token_rows
 from quantkit.models.layers import Layer
 from quantkit.models.timestep import timestep_argument
+from quantkit.pipelines.batches import Batch
 from quantkit.recipe.calibration import CalibrationRecipe
 
 
@@ -73,7 +74,13 @@ class MomentCollector:
         self._found = MomentsFound()
         #: of a call that is being recorded
         self._tape: MomentTape | None = None
+        #: the recipe's batches that run at once
+        self._at_once = 1
         self.calls = 0
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Say what runs next: batches at once count their calls each."""
+        self._at_once = len(batch.sizes)
 
     def hold_out(self, count: int) -> None:
         """Keep so many rows of each picture from now on, and add nothing to the sums."""
@@ -102,7 +109,7 @@ class MomentCollector:
             else:
                 found = timestep_argument(self._model.forward, args, kwargs)
                 self._weigh(float(torch.as_tensor(found).double().reshape(-1)[0]), scheduler)
-            self.calls += 1
+            self.calls += self._at_once
             report(self.calls)
 
         handles = [self._model.register_forward_pre_hook(begin, with_kwargs=True)]

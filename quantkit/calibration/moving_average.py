@@ -20,6 +20,21 @@ def step_averages(averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     torch._foreach_lerp_(list(averages), list(values), RATE)
 
 
+def one_by_one(average: Tensor, running: Tensor, steps: Sequence[int]) -> Tensor:
+    """Return an average that goes on over batches that ran at once, as if one after another.
+
+    Args:
+        average: float64 (B,), with its start.
+        running: float64 (B, batches), the same over each batch alone.
+        steps: by bucket, the values that each batch gave.
+    """
+    later = torch.arange(running.shape[1], 0, -1, dtype=torch.float64) - 1
+    passed = torch.tensor(steps, dtype=torch.float64)
+    keep = (1 - RATE) ** torch.outer(passed, torch.cat((later[:1] + 1, later)))
+    keep = keep.to(running.device)
+    return (keep * torch.cat((average.unsqueeze(1), running), dim=1)).sum(dim=1)
+
+
 def without_start(average: Tensor, updates: Tensor) -> Tensor:
     """Return the average without the zero that it started from; 0 before the first value.
 

@@ -10,7 +10,8 @@ from quantkit.calibration.resume import PartialSums
 from quantkit.errors import QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Model
-from quantkit.pipelines.running import Batch, choose_device, load_pipeline, run_batch
+from quantkit.pipelines.batches import Batch
+from quantkit.pipelines.running import choose_device, load_pipeline, run_batch
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 
@@ -68,14 +69,14 @@ class ObservedPipeline:
             stack.enter_context(collector.attached(self._pipe.scheduler, report))
 
     def run(self, batch: Batch) -> None:
-        """Run one batch.
+        """Run one batch, or several at once.
 
         Raises:
             NonFiniteError: NaN or Inf in an activation.
             QuantkitError: out of memory.
         """
         for collector in self._collectors:
-            collector.begin_batch(batch.seeds)
+            collector.begin_batch(batch.seeds, batch.sizes)
         try:
             run_batch(self._pipe, batch, self._settings)
         except torch.OutOfMemoryError as error:
@@ -85,7 +86,7 @@ class ObservedPipeline:
             ) from error
         for collector in self._collectors:
             collector.check()
-        self._batches += 1
+        self._batches += len(batch.sizes)
 
     def put(self, found: PartialSums) -> None:
         """Go on from sums that another run had taken, before any batch.

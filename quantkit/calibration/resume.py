@@ -41,6 +41,8 @@ class PartialSums:
     #: calls of the denoiser per bucket
     calls: dict[str, list[int]]
     batches: int
+    #: batches that ran at once, if that is known: one that goes on gives the same bytes
+    at_once: int | None = None
 
     def part(self) -> Part:
         """Return what the sums come to."""
@@ -95,7 +97,8 @@ class PartialFile:
             for component, modules in attention.items():
                 for name, fields in modules.items():
                     check_attention_sums(f"{component}/{name}", fields, len(edges) + 1)
-            return PartialSums(sums, attention, edges, calls, int(about["batches"]))
+            at_once = None if about["at_once"] is None else int(about["at_once"])
+            return PartialSums(sums, attention, edges, calls, int(about["batches"]), at_once)
 
     def _refuse_others(self, found: Mapping[str, Any]) -> None:
         wanted = json.loads(json.dumps(dict(self.facts)))
@@ -118,6 +121,7 @@ class PartialFile:
             "edges": found.edges,
             "calls": found.calls,
             "batches": found.batches,
+            "at_once": found.at_once,
             "layers": {component: list(layers) for component, layers in found.sums.items()},
             "attention": {component: list(names) for component, names in found.attention.items()},
         }

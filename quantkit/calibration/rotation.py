@@ -24,13 +24,8 @@ from quantkit.errors import ArtefactError, ModelError, PromptError
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.models.source import Component, Model
 from quantkit.numerics.attention_basis import Basis, basis_of, ranks_of, turned
-from quantkit.pipelines.running import (
-    choose_device,
-    load_pipeline,
-    quiet_libraries,
-    run_batch,
-    split_batches,
-)
+from quantkit.pipelines.batches import split_batches
+from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries, run_batch
 from quantkit.progress import Progress
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.tensorfile import read_header
@@ -192,7 +187,7 @@ def measure_rotation(
         modules = {name: denoiser.get_submodule(name) for name in rotation.bases}
         stack.enter_context(listening(modules, partial(_add, errors)))
         for part in batches:
-            collector.begin_batch(part.seeds)
+            collector.begin_batch(part.seeds, part.sizes)
             run_batch(pipe, part, settings)
             collector.check()
         collector.refuse_empty()

@@ -33,6 +33,11 @@ class Candidates:
     row: NDArray[np.int64]
 
 
+def are_of_prompts(images: int, prompts: int) -> bool:
+    """Tell whether images are a batch's prompts, once or more, one after another."""
+    return images % prompts == 0 and images <= _MOST_PARTS * prompts
+
+
 @lru_cache(maxsize=64)
 def draw_candidates(seeds: range, call: int, images: int, rows: int) -> Candidates:
     """Return the rows of a call whose priorities are largest.
@@ -47,7 +52,7 @@ def draw_candidates(seeds: range, call: int, images: int, rows: int) -> Candidat
 
     Source: Renyi 1953, On the theory of order statistics: spacings of exponential numbers.
     """
-    if images % len(seeds) or images > _MOST_PARTS * len(seeds):
+    if not are_of_prompts(images, len(seeds)):
         # Not one image after another: all of it counts as the first prompt's.
         whole = draw_candidates(seeds[:1], call, 1, images * rows)
         return Candidates(whole.priority, whole.row // rows, whole.row % rows)

@@ -41,9 +41,15 @@ class Seen:
     rows: dict[object, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Tensor, axis: int) -> "Seen":
-        """Measure an input, whose channels stand at ``axis``."""
-        return cls(Remembered(values), axis, measure(values.detach(), axis))
+    def of(cls, values: Tensor, axis: int, *, peaks: bool = False) -> "Seen":
+        """Measure an input.
+
+        Args:
+            values: the input.
+            axis: of its channels.
+            peaks: of its images are asked for.
+        """
+        return cls(Remembered(values), axis, measure(values.detach(), axis, peaks=peaks))
 
     def is_of(self, values: Tensor, axis: int) -> bool:
         """Tell whether an input is this one, and has not changed."""

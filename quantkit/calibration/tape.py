@@ -40,7 +40,10 @@ class Found:
     def tensors(self) -> list[Tensor]:
         """Return all of them, in one order."""
         measured = [
-            t for seen in self.inputs.values() for t in (seen.amax, seen.sums, seen.histogram)
+            t
+            for seen in self.inputs.values()
+            for t in (seen.amax, seen.sums, seen.histogram, seen.peaks)
+            if t is not None
         ]
         return measured + [t for call in self.attended.values() for t in call.tensors()]
 

@@ -49,6 +49,10 @@ class Processes:
             return f"cuda:{self.local_rank % found}"
         return text
 
+    def on_a_device(self) -> int:
+        """Return how many of them share a device, at most."""
+        return -(-self.count // max(torch.cuda.device_count(), 1))
+
     def exchange(self, value: T) -> list[T]:
         """Return the values of all processes, by rank; every process must call this.
 

@@ -3,9 +3,8 @@
 import re
 import unicodedata
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +17,7 @@ from quantkit import resources
 from quantkit.errors import ModelError, PromptError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
+from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files
@@ -153,26 +153,6 @@ def load_directory(
     return pipe.to(device)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Prompts that are denoised together."""
-
-    prompts: tuple[str, ...]
-    #: of each prompt's noise: its own, so that a batch size changes no statistics but rounding
-    seeds: range
-
-
-def split_batches(prompts: Sequence[str], settings: CalibrationRecipe) -> tuple[Batch, ...]:
-    """Return the batches; prompt i has the noise seed ``settings.seed`` + i."""
-    starts = range(0, len(prompts), settings.batch)
-    parts = [tuple(prompts[start : start + settings.batch]) for start in starts]
-    firsts = [settings.seed + start for start in starts]
-    return tuple(
-        Batch(part, range(first, first + len(part)))
-        for part, first in zip(parts, firsts, strict=True)
-    )
-
-
 def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     """Denoise a batch and return its final latents, a prompt along the first axis.
 
@@ -198,10 +178,25 @@ def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     return latents
 
 
-def run_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> None:
-    """Denoise all prompts, in batches; the latents are thrown away."""
-    for batch in split_batches(prompts, settings):
-        run_batch(pipe, batch, settings)
+def run_prompts(
+    pipe: Any,
+    prompts: Sequence[str],
+    settings: CalibrationRecipe,
+    begin: Callable[[Batch], None] = lambda _: None,
+) -> None:
+    """Denoise all prompts, as many batches at once as there is room for; latents are thrown away.
+
+    Args:
+        pipe: a pipeline.
+        prompts: texts.
+        settings: how.
+        begin: told of what runs next.
+    """
+    growing = GrowingBatches(split_batches(prompts, settings), pipe.device)
+    while growing:
+        with growing.next() as batch:
+            begin(batch)
+            run_batch(pipe, batch, settings)
 
 
 class _EncodedError(Exception):

@@ -12,7 +12,8 @@ from torch.nn import functional
 from quantkit.errors import NonFiniteError
 from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.packing import from_rows
-from quantkit.pipelines.running import run_batch, split_batches
+from quantkit.pipelines.batches import split_batches
+from quantkit.pipelines.running import run_batch
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.sensitivity.treated_layer import InputCast, round_input
 

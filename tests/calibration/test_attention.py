@@ -26,7 +26,8 @@ from quantkit.device.backends import Backend, use
 from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of
-from quantkit.pipelines.running import load_pipeline, quiet_libraries, run_batch, split_batches
+from quantkit.pipelines.batches import split_batches
+from quantkit.pipelines.running import load_pipeline, quiet_libraries, run_batch
 from quantkit.progress import silent
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.artefacts import attention_statistics

@@ -7,21 +7,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibration import collect
 from quantkit.calibration.collect import calibrate, observed_layers
 from quantkit.calibration.statistics import load_calibration, save_calibration
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, PromptError
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of
+from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.running import (
     choose_device,
     choose_dtype,
     load_pipeline,
     quiet_libraries,
     run_batch,
-    split_batches,
 )
 from quantkit.progress import silent
-from tests.support.observed import FIELDS, PROMPTS, RECIPE, statistics_of
+from tests.support.observed import FIELDS, PROMPTS, RECIPE, TwoAtOnce, statistics_of
 from tests.support.pipelines import small_pictures, tiny_flux_pipeline
 
 
@@ -98,6 +99,30 @@ def test_edges_are_in_the_unit_of_the_call(source, calibration):
     (edge,) = calibration.edges
     low, high = (0, 1) if source.components[0].family.name == "flux" else (200, 900)
     assert low < edge < high
+
+
+def test_batches_that_run_at_once_give_the_same_statistics(source, monkeypatch):
+    """Odd ones at the end too: three batches, of two, two and one prompts."""
+    recipe = RECIPE.with_calibration({"prompts": 5})
+    prompts = (*PROMPTS, "a house", "seven green boats on a lake")
+    wanted = calibrate(source, recipe, prompts, device="cpu", progress=silent)
+    monkeypatch.setattr(collect, "GrowingBatches", TwoAtOnce)
+    calls = []
+    found = calibrate(
+        source, recipe, prompts, device="cpu", progress=lambda *now: calls.append(now)
+    )
+    (component,) = source.components
+    assert found.metadata.calls == wanted.metadata.calls == {component.name: [6, 6]}
+    assert max(done for what, done, _ in calls if what == "denoising") == 12
+    for name, one in found.of(component).items():
+        other = wanted.of(component)[name]
+        assert torch.equal(one.updates, other.updates), name
+        assert torch.equal(one.count, other.count), name
+        for field in ("amax", "channel_amax", "second_moment", "mean"):
+            found_now, wanted_now = getattr(one, field), getattr(other, field)
+            torch.testing.assert_close(found_now, wanted_now, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.moving_amax, other.moving_amax, rtol=1e-5, atol=0)
+        torch.testing.assert_close(one.sample_priority, other.sample_priority)
 
 
 def test_calibration_survives_its_file(source, calibration, tmp_path):

@@ -31,11 +31,13 @@ from quantkit.errors import (
     RecipeError,
 )
 from quantkit.models.source import open_model
+from quantkit.pipelines import running
 from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.storage.places import check_directory
 from tests.support.moments import add_input
+from tests.support.observed import TwoAtOnce
 from tests.support.pipelines import tiny_flux_pipeline, tiny_pipeline, tiny_transformer
 
 PROMPTS = ("a red square", "a blue disc", "two rings")
@@ -102,7 +104,7 @@ def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
     """Of 7 prompts 2 are held out: three batches of at most 2, and one, of 3 steps each."""
 
     class Collector:
-        hold_out = moments = print
+        hold_out = moments = begin_batch = print
 
         def __init__(self, *_, **__):
             self.attached = attached
@@ -255,6 +257,23 @@ def test_rows_of_the_last_prompts_are_stored_and_not_summed(model, taken, tmp_pa
             assert len(both.held.rows) == len(read)
             stored, wanted = (x.float().T @ x.float() for x in (both.held.rows, read))
             torch.testing.assert_close(stored, wanted, rtol=1e-2, atol=1e-1)
+
+
+def test_batches_at_once_give_the_same_moments(model, taken, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "GrowingBatches", TwoAtOnce)
+    told, settings = [], recipe_with(buckets=1, batch=1)
+    found = collect_hessians(
+        model, settings, PROMPTS, tmp_path / "h", memory=GIB, device="cpu",
+        progress=lambda *now: told.append(now),
+    )  # fmt: skip
+    # Of three steps each: two prompts at once, and one.
+    assert [now[1:] for now in told] == [(calls, 9) for calls in (2, 4, 6, 7, 8, 9)]
+    component = model.components[0]
+    for layer in observed_layers(component, settings):
+        alone, both = taken.read(component, layer), found.read(component, layer)
+        assert both.rows == alone.rows
+        torch.testing.assert_close(both.second, alone.second, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(both.mean, alone.mean, rtol=1e-4, atol=1e-5)
 
 
 def test_every_layer_that_is_packed_has_a_file(model, taken):

@@ -5,7 +5,7 @@ import torch
 
 from quantkit.calibration import seen_input
 from quantkit.calibration.hooks import Collector
-from quantkit.calibration.input_measure import measure
+from quantkit.calibration.input_measure import _chunks, measure
 from quantkit.calibration.seen_input import Seen
 from quantkit.device.backends import Backend, use
 from quantkit.device.host import observer
@@ -57,6 +57,10 @@ def test_sums_are_those_of_float64(path, name, last):
     places = torch.bucketize(rows.abs().flatten(), bin_edges()[1:-1], right=True)
     wanted = torch.bincount(places, minlength=BINS).double()
     assert torch.equal(found.histogram, wanted)
+    assert found.peaks is None
+    again = measure(x, axis, peaks=True)
+    assert torch.equal(again.peaks, x.reshape(len(x), -1).abs().amax(1))
+    assert torch.equal(again.sums, found.sums)
 
 
 def test_numbers_beyond_the_bins_are_in_the_ends(path):
@@ -73,6 +77,27 @@ def test_what_is_not_finite_is_the_largest(path, value, place):
     x[31, place] = value
     found = measure(x, -1)
     assert found.amax.isfinite().tolist() == [c != place for c in range(77)]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_peaks_are_those_of_their_image(path, value):
+    x = torch.ones(3, 4, 8)
+    x[1, 2, 5] = value
+    assert measure(x, -1, peaks=True).peaks.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("images", [1, 2, 7, 128, 5000])
+@pytest.mark.parametrize("own", [1, 2, 77, 4096, 4097])
+@pytest.mark.parametrize("channels", [8, 320, 10240])
+def test_parts_of_a_launch_end_where_images_do(images, own, channels):
+    """As ``observe_columns`` cuts them: of ceil(rows / parts) rows."""
+    rows = images * own
+    parts = _chunks(rows, channels, images)
+    assert 1 <= parts <= max(512, images)
+    if images > 1:
+        assert parts % images == 0
+        assert own % -(-rows // parts) == 0
+        assert -(-rows // parts) * parts == rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -93,6 +118,10 @@ def test_a_gpu_measures_what_torch_does(name, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
     for layout in (x, x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x):
         found = measure(layout, axis)
+        apart = measure(layout, axis, peaks=True)
+        assert torch.equal(apart.peaks, layout.flatten(1).abs().amax(1).float())
+        assert torch.equal(apart.histogram, found.histogram)
+        torch.testing.assert_close(apart.sums, found.sums, rtol=1e-5, atol=1e-3)
         with use(Backend.REFERENCE):
             wanted = measure(layout, axis)
         assert torch.equal(found.amax, wanted.amax)
@@ -139,7 +168,9 @@ class Heads(torch.nn.Module):
 def test_an_input_that_layers_share_is_measured_once(monkeypatch):
     counted = []
     monkeypatch.setattr(
-        seen_input, "measure", lambda x, axis: counted.append(x.shape) or measure(x, axis)
+        seen_input,
+        "measure",
+        lambda x, axis, **more: counted.append(x.shape) or measure(x, axis, **more),
     )
     denoiser, layers = Heads(), [layer_of(name, "linear", (4, 6)) for name in "qkv"]
     collector = Collector("unet", denoiser, layers, 1)

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.calibration.moving_average import continued
+from quantkit.calibration.batch_peaks import peaks_by_batch
+from quantkit.calibration.input_measure import measure
+from quantkit.calibration.moving_average import (
+    continued,
+    known_share,
+    one_by_one,
+    step_averages,
+    without_start,
+)
 from quantkit.calibration.observers import OBSERVERS
 from quantkit.numerics.formats import FORMATS
 from tests.support.observed import filtered, observe, sample, statistics_of
@@ -35,6 +43,44 @@ def test_average_goes_on_from_where_it_was(cut):
     first, second = (torch.tensor([end], dtype=torch.float64) for end in ends)
     joined = continued(first, torch.tensor([cut]), second, torch.tensor([7 - cut]))
     assert float(joined) == pytest.approx(filtered(loud), rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [[0, 3], [1, 0], [4, 2]])
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_average_over_batches_at_once_is_that_of_one_after_another(steps, batches):
+    generator = torch.Generator().manual_seed(batches)
+    values = [
+        torch.rand(batches, count, generator=generator, dtype=torch.float64) for count in steps
+    ]
+    before, start = [2.0, 3.0, 1.0], filtered([2.0, 3.0, 1.0])
+    running = torch.zeros(2, batches, dtype=torch.float64)
+    for bucket, found in enumerate(values):
+        for now in found.unbind(1):
+            step_averages([running[bucket]], [now])
+    average = torch.full((2,), start * float(known_share(torch.tensor(3))), dtype=torch.float64)
+    found = without_start(one_by_one(average, running, steps), 3 + batches * torch.tensor(steps))
+    wanted = [filtered([*before, *v.flatten().tolist()]) for v in values]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 1, 1), (4, 4, 2)])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_peaks_of_batches_are_those_of_their_prompts(sizes, parts):
+    """With guidance a batch stands in an input twice: all prompts without it, then all with."""
+    prompts = sum(sizes)
+    x = torch.rand(parts * prompts, 5, 8, generator=torch.Generator().manual_seed(prompts))
+    everywhere = torch.rand(1, 8)
+    inputs = [measure(x, -1, peaks=True), measure(everywhere, -1), measure(-2 * x, -1, peaks=True)]
+    one, shared, twice = peaks_by_batch(inputs, sizes)
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    for batch, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        mine = x.unflatten(0, (parts, prompts))[:, end - size : end]
+        assert float(one[batch]) == float(mine.amax())
+        assert float(twice[batch]) == float(2 * mine.amax())
+    assert shared.tolist() == [float(everywhere.amax())] * len(sizes)
+    x[prompts - 1, 0, 0] = torch.nan
+    (one,) = peaks_by_batch([measure(x, -1, peaks=True)], sizes)
+    assert one.isnan().tolist() == [False] * (len(sizes) - 1) + [True]
 
 
 def test_pooled_average_weighs_buckets_by_their_calls():

@@ -65,7 +65,8 @@ def watched(name, errors_from=None):
     answers = []
     with torch.no_grad(), collector.attached(Scheduler(*STEPS), lambda _: None):
         for number, calls in enumerate(batches_of(model)):
-            collector.begin_batch(range(number, number + 1))
+            prompts = len(next(iter(calls[0].values())))
+            collector.begin_batch(range(number, number + prompts), (1,) * prompts)
             answers += [model(**call)[0] for call in calls]
             collector.check()
     assert "forward" not in vars(model)

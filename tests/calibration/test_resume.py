@@ -23,6 +23,7 @@ def written(tmp_path):
             (500.0,),
             {"unet": [3, 1]},
             2,
+            at_once=8,
         )
     )
     return kept
@@ -31,6 +32,7 @@ def written(tmp_path):
 def test_a_run_with_the_same_settings_goes_on(written):
     found = PartialFile(written.output, ALONE, {**FACTS, "sizes": (1, 2, 3_000_000)}).read()
     assert (found.edges, found.calls, found.batches) == ((500.0,), {"unet": [3, 1]}, 2)
+    assert found.at_once == 8
     for name, tensor in sums().items():
         assert torch.equal(found.sums["unet"]["a"][name], tensor)
     for name, tensor in attention_sums().items():

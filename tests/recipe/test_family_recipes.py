@@ -10,7 +10,8 @@ from click.testing import CliRunner
 import quantkit
 from quantkit.cli import quantkit as command
 from quantkit.models.source import open_model
-from quantkit.pipelines.running import load_pipeline, run_batch, split_batches
+from quantkit.pipelines.batches import split_batches
+from quantkit.pipelines.running import load_pipeline, run_batch
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.workflow.build import MASKS, PACKED

@@ -13,6 +13,7 @@ from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.models.layers import Layer
 from quantkit.numerics.histogram import count_bins
+from quantkit.pipelines.batches import GrowingBatches
 from quantkit.recipe.load import load_recipe
 from quantkit.storage.tensorfile import TensorInfo
 
@@ -80,6 +81,14 @@ OLDER = {
 FIELDS = tuple(field.name for field in fields(LayerStatistics))
 
 SAMPLES = ("gaussian", "heavy", "relu", "tiny", "outlier")
+
+
+class TwoAtOnce(GrowingBatches):
+    """What a GPU does that has room for two batches, on a CPU."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.count = 2
 
 
 class Denoiser(torch.nn.Module):
