@@ -43,7 +43,7 @@ KERNELS = (
 )
 _IN_A_ROW = (
     "--compile blocks --graph --profile --in-a-row 20 --attention e4m3fn --static-scales "
-    "--contenders f16-compiled --contenders fp8-static-replayed "
+    "--contenders f16-compiled{also} --contenders fp8-static-replayed "
     "--contenders sparse-static-replayed --contenders fp8-static-fast-replayed "
     "--contenders sparse-static-fast-replayed"
 )
@@ -103,16 +103,17 @@ MODELS = (
         "channels last.",
     ),
     Run(
-        "h200-step-sdxl.json",
-        "SDXL's UNet, twenty steps in a row",
-        f"quantkit bench model --config sdxl {_IN_A_ROW} --save h200-step-sdxl.json",
-        "float16 is compiled by blocks and replayed, packed models are replayed. Compared with "
-        "[estimates](../guides/benchmark.md#against-what-was-measured).",
+        "h100-step-sdxl.json",
+        "SDXL's UNet, twenty steps in a row, attention on codes",
+        "quantkit bench model --config sdxl --seconds 6 --repeats 12 "
+        f"{_IN_A_ROW.format(also=' --contenders torchao-compiled')} --save h100-step-sdxl.json",
+        "float16 and torchao are compiled by blocks and replayed, packed models are replayed. "
+        "Compared with [estimates](../guides/benchmark.md#against-what-was-measured).",
     ),
     Run(
         "h200-step-flux-quarter.json",
         "A quarter of FLUX, twenty steps in a row",
-        f"quantkit bench model --config flux-quarter {_IN_A_ROW} "
+        f"quantkit bench model --config flux-quarter {_IN_A_ROW.format(also='')} "
         "--save h200-step-flux-quarter.json",
         "Likewise.",
     ),

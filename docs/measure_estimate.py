@@ -1,17 +1,8 @@
 """Write the tables of estimated steps into docs/guides/benchmark.md, beside what was measured.
 
 ``python docs/measure_estimate.py`` writes all of them, in a minute. What was measured stands in
-docs/notes/results, in the files of RUNS, which an H200 wrote:
-
-    quantkit bench model --config sdxl --compile blocks --graph --profile --in-a-row 20
-        --attention e4m3fn --static-scales --contenders f16-compiled
-        --contenders fp8-static-replayed --contenders sparse-static-replayed
-        --contenders fp8-static-fast-replayed --contenders sparse-static-fast-replayed
-        --save docs/notes/results/h200-step-sdxl.json
-
-later once more without attention (h200-sdxl-replayed.json), and the same with a config of
-FLUX.1-dev of 5 and 10 blocks (h200-step-flux-quarter.json). To renew the tables, put new files in
-their place and run this again.
+docs/notes/results, in the files of RUNS; docs/notes/results.md has the command that wrote each. To
+renew the tables, put new files in their place and run this again.
 
 ``python docs/measure_estimate.py CARD FILE...`` prints the rows of other files, and
 ``python docs/measure_estimate.py products CARD FILE...`` what each operation's products take beside
@@ -45,18 +36,16 @@ from quantkit.progress import silent
 
 PAGE = Path(__file__).parent / "guides" / "benchmark.md"
 RESULTS = Path(__file__).parent / "notes" / "results"
-#: File of a run on an H200, what it is a run of, and the contenders that run as they did, or all.
-RUNS = (
-    ("h200-sdxl-replayed.json", "SDXL", ()),
-    (
-        "h200-step-sdxl.json",
-        "SDXL",
-        ("fp8-static-replayed-e4m3fn-attention", "fp8-static-fast-replayed-e4m3fn-attention"),
+#: By card, the file of a run, what it is a run of, and the contenders that run as they did, or all.
+RUNS = {
+    "H200": (
+        ("h200-sdxl-replayed.json", "SDXL", ()),
+        ("h200-sdxl.json", "SDXL", ("fp8-static-compiled", "sparse-static-compiled")),
+        ("h200-step-flux-quarter.json", "a quarter of FLUX", ()),
+        ("h200-flux-quarter.json", "a quarter of FLUX", ("fp8-static-compiled",)),
     ),
-    ("h200-sdxl.json", "SDXL", ("fp8-static-compiled", "sparse-static-compiled")),
-    ("h200-step-flux-quarter.json", "a quarter of FLUX", ()),
-    ("h200-flux-quarter.json", "a quarter of FLUX", ("fp8-static-compiled",)),
-)
+    "H100": (("h100-step-sdxl.json", "SDXL", ()),),
+}
 #: Milliseconds on an H100 (docs/notes/kernels.md, whole models in integers), SDXL's and FLUX's;
 #: None: its networks' first products have another end since.
 H100: dict[str, tuple[float, float | None]] = {
@@ -84,8 +73,10 @@ def main() -> None:
     """Write the tables, or print those of files."""
     if len(sys.argv) == 1:
         page = PAGE.read_text(encoding="utf-8")
-        for name, table in (("H200", h200()), ("H100", h100()), ("9070", radeon())):
-            page = _with_table(page, name, table)
+        for card in RUNS:
+            page = _with_table(page, card, runs(card))
+        page = _with_table(page, "H100 compiled", h100())
+        page = _with_table(page, "9070", radeon())
         PAGE.write_text(page, encoding="utf-8")
         return
     show, (card, *files) = rows_of, sys.argv[1:]
@@ -96,17 +87,17 @@ def main() -> None:
             click.echo(_line(cells))
 
 
-def h200() -> list[str]:
-    """Return the table of the runs on an H200."""
+def runs(name: str) -> list[str]:
+    """Return the table of the runs on a card."""
     head = ("model", "contender", "estimate", "range", "measured", "ratio", *GROUPS)
-    card, lines = find_card("H200"), _head(head)
-    for file, model, only in RUNS:
+    card, lines = find_card(name), _head(head)
+    for file, model, only in RUNS[name]:
         lines += map(_line, rows_of(card, _read(RESULTS / file), model, only))
     return lines
 
 
 def h100() -> list[str]:
-    """Return the table of what was measured on H100s."""
+    """Return the table of compiled models that were measured on H100s."""
     models = (DENOISERS["sdxl"], Denoiser(**_read(RESULTS / "h200-flux-quarter.json")["model"]))
     names = ("SDXL", "a quarter of FLUX")
     lines = _head(("contender", *(f"{name}: {of}" for name in names for of in _COLUMNS)))
