@@ -176,8 +176,7 @@ def join_samples(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         parts: samples (B, R, K) and priorities (B, R) of each.
     """
     rows = torch.cat([rows for rows, _ in parts], dim=1)
-    rows, priority = _sorted(rows, torch.cat([priority for _, priority in parts], dim=1))
-    return rows[:, :SAMPLE_ROWS], priority[:, :SAMPLE_ROWS]
+    return _sorted(rows, torch.cat([priority for _, priority in parts], dim=1))
 
 
 def rows_on_device(values: Tensor, module: nn.Module, image: Tensor, row: Tensor) -> Tensor:
@@ -296,8 +295,11 @@ def _slots_on(ranking: Ranking, device: torch.device) -> Tensor:
 
 
 def _sorted(rows: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of the largest priorities, SAMPLE_ROWS at most, and these."""
     priority, order = priority.sort(dim=1, descending=True, stable=True)
-    return rows.gather(1, order.unsqueeze(2).expand_as(rows)), priority
+    order = order[:, :SAMPLE_ROWS]
+    # Whole rows: gather takes a number at a time.
+    return rows[torch.arange(len(rows)).unsqueeze(1), order], priority[:, :SAMPLE_ROWS]
 
 
 def _on(array: NDArray[np.generic], device: torch.device) -> Tensor:
