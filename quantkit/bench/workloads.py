@@ -10,7 +10,7 @@ from quantkit.bench.contender import Contender, Problem
 from quantkit.bench.problem import BenchProblem
 from quantkit.bench.roofline import Work, attention_work, gemm_work
 from quantkit.bench.shapes import AnyShape, AttentionShape, Shape
-from quantkit.device.ops.attention import LARGEST_HEAD
+from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads
 
 
 class Workload(Protocol):
@@ -83,7 +83,7 @@ class Attention:
 
     def why_not(self, shape: AttentionShape) -> str:
         """Return why no contender takes a shape; empty when they may."""
-        taken = shape.head_size % 8 == 0 and shape.head_size <= LARGEST_HEAD
+        taken = takes_heads(shape.head_size)
         wanted = f"wanted a multiple of 8 up to {LARGEST_HEAD}"
         return "" if taken else f"heads of {shape.head_size} columns, {wanted}"
 

@@ -18,6 +18,7 @@ from quantkit.calibration.format_errors import FormatErrors, lost_power
 from quantkit.calibration.layer_fields import Field, check_fields
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
+from quantkit.numerics.attention_limits import takes_heads
 
 #: A module's sums by name, on the CPU.
 AttentionSums = dict[str, Tensor]
@@ -128,7 +129,8 @@ class AttentionAccumulators:
         q, k, v = (t.detach() for t in heads)
         wide = [_rows_together(t) for t in (q, k)]
         shares, rows = _shares(wide[0], wide[1], scale, cross=cross)
-        measured = self._errors_from is not None and k.shape[2] >= self._errors_from
+        least = self._errors_from
+        measured = least is not None and k.shape[2] >= least and takes_heads(k.shape[3])
         return Attended(
             low=[t.amin(dim=(0, 2)) for t in (q, k, v)],
             high=[t.amax(dim=(0, 2)) for t in (q, k, v)],

@@ -8,7 +8,6 @@ from torch import Tensor
 from quantkit.device.archs import OneLaunch
 from quantkit.device.backends import Backend, forced
 from quantkit.device.choosing import choose, why_on_request
-from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import attention_for
 from quantkit.errors import InputError
@@ -16,6 +15,7 @@ from quantkit.inference.attention_heads import Shape, product_of_streams, stream
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.numerics.attention import measured_scales, padded
 from quantkit.numerics.attention_formats import PV_FORMATS, QK_FORMATS
+from quantkit.numerics.attention_limits import takes_heads
 from quantkit.numerics.formats import E4M3FN
 
 
@@ -104,7 +104,7 @@ def why_not_sizes(
     """
     if keys < settings.min_keys:
         return f"{keys} keys, fewer than min_keys"
-    if columns % 8 or columns > LARGEST_HEAD:
+    if not takes_heads(columns):
         return f"heads of {columns} columns"
     if like.dtype not in IO_DTYPES.values():
         return f"{like.dtype} is not computed"

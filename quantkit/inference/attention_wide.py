@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.device.backends import forced
-from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.device.ops.checks import IO_DTYPES
-from quantkit.device.ops.streams import ALIGNED
 from quantkit.inference.attention_call import AttentionSettings, attend
 from quantkit.inference.attention_heads import Projection, Stream, computed
 from quantkit.inference.modules import is_watched
@@ -26,6 +24,7 @@ from quantkit.inference.normed import Normed
 from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import OPERATORS
 from quantkit.models.attention import AttentionCall, Heads
+from quantkit.numerics.attention_limits import takes_heads
 
 #: What attention modules call the norms of their heads.
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -51,7 +50,7 @@ class WideAttention(NamedTuple):
         if getattr(self.processor, "_parallel_config", None) is not None:
             return False
         size = self._head_size
-        known = size % ALIGNED == 0 and size <= LARGEST_HEAD and like.dtype in IO_DTYPES.values()
+        known = takes_heads(size) and like.dtype in IO_DTYPES.values()
         if not known or not has_kernel(_OP, str(like.device), size, forced()):
             return False
         norms = [getattr(self.module, name, None) for name in NORMS]

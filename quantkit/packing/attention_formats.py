@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from quantkit.checkpoint.format_decisions import FormatDecision
 from quantkit.errors import RecipeError
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
+from quantkit.numerics.attention_limits import takes_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -96,6 +97,8 @@ def _decide(
     keys = int(seen.call_keys.max())
     if keys < section.min_keys:
         return FormatDecision(None, None, f"{keys} keys, fewer than {section.min_keys}", {})
+    if not takes_heads(seen.columns):
+        return FormatDecision(None, None, f"heads of {seen.columns} columns", {})
     errors = seen.format_errors()
     if errors is None:
         raise RecipeError(

@@ -8,10 +8,10 @@ import torch
 from quantkit.calibration.attention_statistics import AttentionStatistics
 from quantkit.calibration.collect import observed_layers
 from quantkit.calibration.statistics import Calibration
-from quantkit.device.ops.attention import LARGEST_HEAD
 from quantkit.errors import ArtefactError, ModelError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
+from quantkit.numerics.attention_limits import takes_heads
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.packing.attention import static_scales
 from quantkit.recipe.attention import AttentionRecipe
@@ -96,8 +96,7 @@ class MeasuredModel:
             name: statistics
             for name, statistics in self.calibration.attention_of(self.component).items()
             if int(statistics.call_keys.max()) >= settings.min_keys
-            and statistics.columns % 8 == 0
-            and statistics.columns <= LARGEST_HEAD
+            and takes_heads(statistics.columns)
             and matches(name, settings.layers)
             and not matches(name, settings.exclude)
         }

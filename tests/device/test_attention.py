@@ -10,10 +10,11 @@ from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import LARGEST_HEAD, OPS, ranks
+from quantkit.device.ops.attention import OPS, ranks
 from quantkit.device.ops.op import all_variants
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import COLUMNS
+from quantkit.numerics.attention_limits import LARGEST_HEAD
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.kernel_cases import need
 

@@ -15,10 +15,11 @@ from quantkit.device.gpu import nvrtc
 from quantkit.device.hopper.attention import HopperAttention, has_maps, plan_attention
 from quantkit.device.hopper.gemm import SHARED_LIMIT
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import LARGEST_HEAD, ranks
+from quantkit.device.ops.attention import ranks
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError
 from quantkit.numerics.attention import COLUMNS
+from quantkit.numerics.attention_limits import LARGEST_HEAD
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.hopper_cases import compile_kernel, symbol
 from tests.support.kernel_cases import need

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
 from quantkit.calibration import format_errors
+from quantkit.calibration.attention_accumulators import AttentionAccumulators
 from quantkit.calibration.format_errors import FormatErrors, lost_power, rounded_attention
 from quantkit.calibration.statistics import load_calibration, save_calibration
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
@@ -78,6 +79,11 @@ def test_what_was_not_measured_stays_in_16_bit_or_is_refused():
     assert found.kept == ("few", "unseen")
     assert found.decisions["few"].reason == "77 keys, fewer than 512"
     assert "without a mask" in found.decisions["unseen"].reason
+    for columns in (20, 256):
+        wide = replace(attention_statistics(columns=columns), call_keys=torch.tensor([4096, 4096]))
+        found = choose_attention_formats(section, ["wide"], {"wide": wide})
+        assert found.kept == ("wide",)
+        assert found.decisions["wide"].reason == f"heads of {columns} columns"
     unmeasured = {"a": replace(module(0, 0, 0, 0), format_lost=None, format_power=None)}
     with pytest.raises(RecipeError, match=r"no errors of formats for a; calibrate again with this"):
         choose_attention_formats(section, ["a"], unmeasured)
@@ -94,6 +100,13 @@ def test_most_modules_decide_what_the_others_differ_from():
     even = choose_attention_formats(section, ["b1", "a"], None)
     assert (even.most, even.others) == (E4M3FN, {"b1": INT8})
     assert choose_attention_formats(section, ["c"], None).most is None
+
+
+@pytest.mark.parametrize(("columns", "measured"), [(20, False), (160, True), (168, False)])
+def test_errors_are_measured_of_heads_that_kernels_take(columns, measured):
+    sums = AttentionAccumulators(2, columns, 1, torch.device("cpu"), bare=False, errors_from=8)
+    heads = Heads(*torch.randn(3, 1, 2, 8, columns).unbind())
+    assert bool(sums.look(heads, None, cross=False).errors) == measured
 
 
 def test_errors_are_relative_to_the_exact_output():

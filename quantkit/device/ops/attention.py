@@ -30,11 +30,10 @@ from quantkit.numerics.attention import (
     cut_to_float16,
     padded,
 )
+from quantkit.numerics.attention_limits import LARGEST_HEAD
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.scales import cast, decode
 
-#: Columns of the largest head.
-LARGEST_HEAD = 160
 SOURCE = "attention.hip"
 
 _HEAD = Axis("QK_HEAD", tuple(f"d{d}" for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)), first=1)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.attention import LARGEST_HEAD, PV_AXES
+from quantkit.device.ops.attention import PV_AXES
 from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -35,6 +35,7 @@ from quantkit.device.ops.streams import (
 )
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import COLUMNS, KEYS, RUN, padded
+from quantkit.numerics.attention_limits import LARGEST_HEAD
 from quantkit.numerics.formats import E4M3FN, INT8
 
 ROTARY = Axis("QK_ROTARY", ROTATIONS)
