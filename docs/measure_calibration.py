@@ -2,9 +2,10 @@
 
 ``python docs/measure_calibration.py [cpu|cuda [PROMPTS [STEPS [BATCH]]]]`` prints seconds of both,
 loading aside, and their ratio, of the bundled pipeline; on a CPU, seconds of the process, so that
-others on the same cores do not count. The first batch runs before; the others as many at once as
-the command runs. ``torchrun --nproc-per-node 2 docs/measure_calibration.py cuda 256 20`` shares
-the prompts between GPUs, and prints what the slowest process took, and what joining took.
+others on the same cores do not count. As many batches run at once as the command would run; all
+have run before, so that recordings do not count. ``torchrun --nproc-per-node 2
+docs/measure_calibration.py cuda 256 20`` shares the prompts between GPUs, and prints what the
+slowest process took, and what joining took.
 """
 
 import sys
@@ -59,16 +60,18 @@ def timed(
             model, layers, recipe, device, batches=len(batches), progress=silent, stack=stack
         )
         growing = GrowingBatches(batches, torch.device(device), users=processes.on_a_device())
-        with growing.next() as first:
-            run_batch(pipe, first, settings)
-            observed.run(first)
+        ran = []
+        while growing:
+            with growing.next() as batch:
+                run_batch(pipe, batch, settings)
+                observed.run(batch)
+                ran.append(batch)
         processes.exchange(None)
         plain = watched = 0.0
-        while growing:
+        for batch in ran:
             # In turns: others on the machine slow both.
-            with growing.next() as part:
-                plain += seconds(device, partial(run_batch, pipe, part, settings))
-                watched += seconds(device, partial(observed.run, part))
+            plain += seconds(device, partial(run_batch, pipe, batch, settings))
+            watched += seconds(device, partial(observed.run, batch))
         return plain, watched, growing.count or 1, observed.taken().part()
 
 

@@ -265,6 +265,14 @@ class Collector:
         self._found.inputs.update(found.inputs)
         self._found.attended.update(found.attended)
         self._settle()
+        self._draw_ahead(tape)
+
+    def _draw_ahead(self, tape: Tape) -> None:
+        """Draw what the next call looks at, which is remembered, while the device computes."""
+        calls = self._calls_of(tape.shapes)
+        if calls is not None:
+            for shape in tape.kinds:
+                draw_candidates(self._seeds, calls, *shape)
 
     def _calls_of(self, layers: Iterable[str]) -> int | None:
         """Return how often each of some layers was called in this batch; None: not one number."""

@@ -57,15 +57,32 @@ def draw_candidates(seeds: range, call: int, images: int, rows: int) -> Candidat
         whole = draw_candidates(seeds[:1], call, 1, images * rows)
         return Candidates(whole.priority, whole.row // rows, whole.row % rows)
     count = min(SAMPLE_ROWS, rows)
-    priority, row = np.empty((images, count)), np.empty((images, count), np.int64)
-    for image in range(images):
-        part, prompt = divmod(image, len(seeds))
-        random = np.random.default_rng((seeds[prompt], part, call))
-        spacings = random.exponential(size=count) / (rows - np.arange(count))
-        priority[image] = np.exp(-spacings.cumsum())
-        row[image] = random.choice(rows, count, replace=False)
+    spacings = _spacings(seeds, call, images)[:, :count] / (rows - np.arange(count))
+    priority = np.exp(-spacings.cumsum(axis=1))
     order = np.argsort(-priority, axis=None, kind="stable")[:SAMPLE_ROWS]
-    return Candidates(priority.flat[order], order // count, row.flat[order])
+    image, place = np.divmod(order, count)
+    drawn = {i: _rows(_random(seeds, call, i), count, rows) for i in dict.fromkeys(image.tolist())}
+    row = [drawn[i][at] for i, at in zip(image.tolist(), place.tolist(), strict=True)]
+    return Candidates(priority.flat[order], image, np.array(row, np.int64))
+
+
+@lru_cache(maxsize=64)
+def _spacings(seeds: range, call: int, images: int) -> NDArray[np.float64]:
+    """Return the first numbers of every image's generator, which inputs of all sizes share."""
+    found = [_random(seeds, call, image).exponential(size=SAMPLE_ROWS) for image in range(images)]
+    return np.stack(found)
+
+
+def _rows(random: np.random.Generator, count: int, rows: int) -> NDArray[np.int64]:
+    """Return so many different rows, which an image's generator gives behind its spacings."""
+    random.exponential(size=count)
+    found: NDArray[np.int64] = random.choice(rows, count, replace=False)
+    return found
+
+
+def _random(seeds: range, call: int, image: int) -> np.random.Generator:
+    part, prompt = divmod(image, len(seeds))
+    return np.random.default_rng((seeds[prompt], part, call))
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,14 +65,13 @@ class Tape:
             device: of the layers' inputs.
         """
         self.shapes = dict(shapes)
-        self._kinds = list(dict.fromkeys(self.shapes.values()))
+        self.kinds = list(dict.fromkeys(self.shapes.values()))
         self._spare = buckets * SAMPLE_ROWS
         host = self._host()
         self._buffer = torch.from_numpy(host).to(device)
         drawn, kept = self._parts(self._buffer)
         self._drawn = {
-            shape: place[:, : _count(shape)]
-            for shape, place in zip(self._kinds, drawn, strict=True)
+            shape: place[:, : _count(shape)] for shape, place in zip(self.kinds, drawn, strict=True)
         }
         self._kept = {
             layer: place[: _count(shape)]
@@ -94,7 +93,7 @@ class Tape:
         """
         host = self._host()
         places, kept = self._parts(host)
-        drawn = {shape: draw(shape) for shape in self._kinds}
+        drawn = {shape: draw(shape) for shape in self.kinds}
         for place, rows in zip(places, drawn.values(), strict=True):
             place[0, : len(rows.row)], place[1, : len(rows.row)] = rows.image, rows.row
         for place, (layer, shape) in zip(kept, self.shapes.items(), strict=True):
@@ -117,14 +116,14 @@ class Tape:
 
     def _host(self) -> NDArray[np.int64]:
         """Return the numbers of a call that keeps no row."""
-        count = 2 * len(self._kinds)
+        count = 2 * len(self.kinds)
         host = np.zeros((count + len(self.shapes), SAMPLE_ROWS), np.int64)
         host[count:] = self._spare
         return host
 
     def _parts(self, whole: Any) -> tuple[Any, Any]:
         """Return drawn rows, (shapes, 2, rows), and where layers keep them, (layers, rows)."""
-        count = 2 * len(self._kinds)
+        count = 2 * len(self.kinds)
         return whole[:count].reshape(-1, 2, SAMPLE_ROWS), whole[count:]
 
 

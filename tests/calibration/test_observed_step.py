@@ -7,6 +7,7 @@ import torch
 
 from quantkit.bench.denoiser_inputs import make_inputs
 from quantkit.calibration.hooks import Collector
+from quantkit.calibration.sampling import draw_candidates
 from quantkit.pipelines import recorded_step
 from quantkit.pipelines import replay as replaying
 from tests.support.denoisers import tiny_denoiser
@@ -89,6 +90,22 @@ def test_replayed_steps_give_the_same_statistics(name, errors_from, on_cpu, monk
         for layer, sums in right.items():
             for field, value in sums.items():
                 assert torch.equal(found[layer][field], value), (layer, field)
+
+
+def test_rows_of_the_next_step_are_drawn_while_this_one_runs(on_cpu, monkeypatch):
+    drawn, choose = [], Collector.choose
+
+    def counted(collector, tape):
+        before = draw_candidates.cache_info().misses
+        found = choose(collector, tape)
+        drawn.append(draw_candidates.cache_info().misses > before)
+        return found
+
+    monkeypatch.setattr(Collector, "choose", counted)
+    draw_candidates.cache_clear()
+    watched("sd3")
+    # Of each batch's launches the first one draws: batches of new shapes are recorded before.
+    assert drawn == [True, False, False, True, False, False, False, True, False, False]
 
 
 def observe(denoiser, before=lambda: None):
