@@ -12,9 +12,22 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
+    """As many as OMP_NUM_THREADS says: those of several processes wait for each other's."""
     import torch
 
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(2)
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads for a test of what our own kernels give to threads."""
+    import torch
+
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

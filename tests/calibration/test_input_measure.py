@@ -14,7 +14,7 @@ from tests.support.observed import Scheduler, layer_of
 
 
 @pytest.fixture(params=["core", "torch"])
-def path(request, monkeypatch):
+def path(request, monkeypatch, two_threads):
     if request.param == "core":
         if reason := observer.why_unavailable():
             pytest.skip(reason)

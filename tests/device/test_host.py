@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantkit.device import cache, compilers, log
-from quantkit.device.backends import Backend
+from quantkit.device.backends import Backend, use
 from quantkit.device.host import compiling
 from quantkit.device.host import library as host
 from quantkit.device.ops import call as execute
@@ -258,3 +258,24 @@ def test_an_old_clang_is_refused_with_what_it_is(tmp_path, version, text):
     with pytest.raises(CompilerMissingError, match=r"wanted clang >= 22.*install clang-22") as info:
         compilers.clang(str(program))
     assert text in str(info.value)
+
+
+THREADED = ("gemm_fp8", "gemm_fp8_sparse", "gemm_int8", "conv_fp8", "geglu_fp8", "attention_fp8",
+            "quantize_fp8_token", "layer_norm_codes_fp8", "group_norm")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THREADED)
+def test_threads_change_nothing(name):
+    op = OPS[name]
+    generator = torch.Generator().manual_seed(1)
+    operands, options = op.sample(next(iter(all_variants(op))), (96, 64, 64), generator)
+    made, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with use(Backend.HOST):
+                found = need(lambda: execute.call(op, *operands, *options))
+            made.append(found if isinstance(found, tuple) else (found,))
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *made))
