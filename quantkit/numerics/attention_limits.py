@@ -13,4 +13,4 @@ MARGIN = 2.0
 
 def takes_heads(columns: int) -> bool:
     """Tell whether heads of so many columns can be multiplied as codes."""
-    return columns % _ALIGNED == 0 and columns <= LARGEST_HEAD
+    return 0 < columns <= LARGEST_HEAD and columns % _ALIGNED == 0

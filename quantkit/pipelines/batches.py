@@ -9,7 +9,7 @@ import torch
 
 from quantkit.recipe.calibration import CalibrationRecipe
 
-#: Prompts at once, at most: of a UNet of 17 M parameters an H100 draws no more in a second then.
+#: Prompts at once, at most: more was not timed, and a run that is killed loses all of them.
 _MOST = 64
 #: Of a card's memory: a number that does not change with what else runs there, so that a command
 #: gives the same bytes each time; and of what is free, so that there is room for it.

@@ -35,7 +35,7 @@ from quantkit.device.ops.streams import (
 )
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention import COLUMNS, KEYS, RUN, padded
-from quantkit.numerics.attention_limits import LARGEST_HEAD
+from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads
 from quantkit.numerics.formats import E4M3FN, INT8
 
 ROTARY = Axis("QK_ROTARY", ROTATIONS)
@@ -78,7 +78,7 @@ def _check_streams(
     """Return the word of the inputs' dtype, and how many rows share their numbers."""
     first, second, heads, d = streams.first, streams.second, streams.heads, streams.head_size
     word = io_word(op, first.dtype)
-    if not 0 < d <= LARGEST_HEAD or d % ALIGNED:
+    if not takes_heads(d):
         raise ShapeError(
             f"{op}: head_size {d}, wanted a multiple of {ALIGNED} up to {LARGEST_HEAD}"
         )

@@ -8,7 +8,7 @@ from quantkit.device.ops.heads import check_rotation
 from quantkit.device.ops.op import Argument, Op, Operands, Options, Variant
 from quantkit.device.ops.streams import ALIGNED, ROTATIONS, Streams
 from quantkit.errors import ShapeError
-from quantkit.numerics.attention_limits import LARGEST_HEAD
+from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads
 
 _COLUMNS = ("c_fq", "c_fk", "c_fv", "c_sq", "c_sk", "c_sv")
 _PARTS = ("q", "k", "v")
@@ -80,7 +80,7 @@ def check_streams(
 
 
 def _check_shape(op: str, columns: tuple[int, ...], heads: int, d: int) -> None:
-    if not 0 < d <= LARGEST_HEAD or d % ALIGNED or heads < 1 or len(columns) != len(_COLUMNS):
+    if not takes_heads(d) or heads < 1 or len(columns) != len(_COLUMNS):
         raise ShapeError(
             f"{op}: {heads} heads of {d} from columns {list(columns)} on, wanted heads of a "
             f"multiple of {ALIGNED} up to {LARGEST_HEAD}, from {len(_COLUMNS)} columns on"
