@@ -16,7 +16,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test fast sanitize fuzz mutants check format docs clean
+.PHONY: help demo test fast nightly sanitize fuzz mutants check format docs clean
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +29,9 @@ test: $(INSTALLED) ## all tests
 
 fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
 	$(PYTEST) -m "not slow and not gpu" $(FAST:%=tests/%)
+
+nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the seed
+	$(PYTEST) -m hypothesis --hypothesis-profile drawn --hypothesis-seed $(shell date +%Y%m%d%H%M) tests
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
 	$(BIN)/python -m tests.device.sanitize

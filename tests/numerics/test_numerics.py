@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import CheckpointError, RecipeError, ShapeError
@@ -219,7 +219,6 @@ def test_bad_pattern_is_refused(text):
     st.integers(5, 8),
     st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=8, max_size=8),
 )
-@settings(max_examples=60, deadline=None)
 def test_mask_equals_a_stable_sort(n, m, values):
     scores = torch.tensor((values * m)[: m * 8]).reshape(8, m)
     mask = choose_mask(scores, Pattern(n, m))

@@ -107,6 +107,19 @@ def test_test_files_stay_under_600_lines(path):
     assert path.read_text(encoding="utf-8").count("\n") <= 600
 
 
+def test_property_tests_are_the_same_in_every_run_and_know_no_clock():
+    from hypothesis import settings
+
+    for name in ("repeatable", "drawn"):
+        assert settings.get_profile(name).deadline is None
+        assert settings.get_profile(name).derandomize == (name == "repeatable")
+    assert settings().deadline is None
+    said = subprocess.run(
+        ["make", "--dry-run", "nightly"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "--hypothesis-profile drawn --hypothesis-seed 20" in said.stdout
+
+
 def test_mutants_are_shown_to_tests_that_are_there():
     table = yaml.safe_load((ROOT / "tests/mutation/table.yaml").read_text(encoding="utf-8"))
     for group in table["groups"].values():
