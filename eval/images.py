@@ -1,13 +1,16 @@
 """Pictures as arrays: checked, read from folders, matched, saved, subtracted. No metrics here."""
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps
 
 from quantkit.errors import InputError, NonFiniteError, ShapeError
+from quantkit.storage.inputfile import open_file
+from quantkit.storage.jsonfile import DAMAGE, short
 
 #: (height, width, 3), RGB, 8 bit: what is saved is what is measured.
 Pixels = NDArray[np.uint8]
@@ -69,24 +72,69 @@ def to_pixels(values: NDArray[np.floating], *, name: str) -> Pixels:
 
 
 def read_image(path: Path) -> Pixels:
-    """Return the pixels of an 8-bit picture file; grey becomes RGB.
+    """Return the pixels of an 8-bit picture file as viewers show it; grey becomes RGB.
+
+    EXIF's orientation turns it.
 
     Raises:
-        InputError: not a picture, more than 8 bits a channel, or transparent pixels.
+        InputError: not a picture, not one picture, more than 8 bits a channel, colours that are
+            not those of sRGB, or transparent pixels.
     """
     try:
-        with Image.open(path) as image:
-            image.load()
-    except (UnidentifiedImageError, OSError) as error:
-        raise InputError(f"{path}: not a picture that Pillow can read ({error})") from error
-    if image.mode not in ("RGB", "RGBA", "L", "LA", "P", "1"):
-        raise InputError(f"{path}: mode {image.mode}, wanted an 8-bit RGB or grey picture")
+        with open_file(path, error=InputError) as file, Image.open(file) as opened:
+            _refuse_kind(path, opened)
+            image = ImageOps.exif_transpose(opened)
+    except (*DAMAGE, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{path}: not a picture that Pillow can read ({short(error)}); save it as PNG"
+        ) from error
     rgba = np.asarray(image.convert("RGBA"))
     if (rgba[..., 3] != 255).any():
         raise InputError(
             f"{path}: has transparent pixels, which cannot be compared; flatten it first"
         )
     return np.ascontiguousarray(rgba[..., :3])
+
+
+def _refuse_kind(path: Path, image: Image.Image) -> None:
+    """Refuse what is more than one opaque 8-bit picture in sRGB: it would be measured as another.
+
+    Raises:
+        InputError: one of those.
+    """
+    bits = 16 if _is_deep(image) else 8
+    if bits > 8 or image.mode not in ("RGB", "RGBA", "L", "LA", "P", "1"):
+        raise InputError(
+            f"{path}: mode {image.mode} of {bits} bits a channel, expected an 8-bit RGB or grey "
+            "picture; convert it first"
+        )
+    frames = getattr(image, "n_frames", 1)
+    # Cameras put a preview behind a JPEG, which no viewer shows.
+    if frames > 1 and image.format != "MPO":
+        raise InputError(f"{path}: {frames} pictures, expected one; save each as its own file")
+    profile = _profile_name(image)
+    if profile is not None and "srgb" not in profile.lower():
+        raise InputError(
+            f"{path}: colours of the profile {profile!r:.80}, expected sRGB; convert it to sRGB "
+            "first"
+        )
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Return whether a file has 16 bits a channel: Pillow makes 8 of those of PNG's colours."""
+    raw = [str(tile.args) for tile in getattr(image, "tile", ())]
+    return any(";16B" in args for args in raw)
+
+
+def _profile_name(image: Image.Image) -> str | None:
+    """Return what the ICC profile calls itself; None: there is none, which means sRGB."""
+    data = image.info.get("icc_profile")
+    if not data:
+        return None
+    try:
+        return ImageCms.getProfileDescription(ImageCms.getOpenProfile(BytesIO(data))).strip()
+    except ImageCms.PyCMSError:
+        return "that cannot be read"
 
 
 def match_folders(first: Path, second: Path, prompts: tuple[str, ...] | None = None) -> Pairs:

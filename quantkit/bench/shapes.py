@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ArtefactError
-from quantkit.storage.inputfile import read_text
+from quantkit.storage.inputfile import read_text, split_lines
 from quantkit.storage.jsonfile import parse_json, short
 
 _MAX_BYTES = 2**20
@@ -145,7 +145,7 @@ def _read(path: Path) -> tuple[AnyShape, ...]:
 
 
 def _csv_rows(text: str) -> Iterable[list[str]]:
-    for row in csv.reader(text.splitlines()):
+    for row in csv.reader(split_lines(text)):
         if row and [cell.strip().lower() for cell in row] not in _AXES:
             yield row
 

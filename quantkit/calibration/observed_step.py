@@ -22,6 +22,7 @@ from quantkit.device.log import note_again
 from quantkit.pipelines import recorded_step
 from quantkit.pipelines.recorded_step import Inputs, Recording, agree, take_apart
 from quantkit.pipelines.replay import MOST, why_not, why_not_now, with_timestep
+from quantkit.storage.jsonfile import short
 
 _logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class ObservedStep(Generic[TapeT, FoundT]):
         try:
             self._steps[inputs.key] = self._recorded(call, mine, device, answer)
         except RuntimeError as error:
-            reason = f"cannot be recorded: {str(error).strip().splitlines()[0]:.160}"
+            reason = f"cannot be recorded: {short(error, 160)}"
             self._steps[inputs.key] = reason
             self._say(reason)
         return answer

@@ -72,7 +72,7 @@ def recover(
         if as_json:
             print_json(plan.to_json())
         else:
-            echo(*str(plan).splitlines())
+            echo(*str(plan).split("\n"))
         return
     with progress_bar(quiet=quiet) as progress:
         result = recover(
@@ -96,4 +96,4 @@ def recover(
     if as_json:
         print_json(result.to_json())
     else:
-        echo(*f"{output}: {result}".splitlines())
+        echo(*f"{output}: {result}".split("\n"))

@@ -47,7 +47,7 @@ def run(
         if as_json:
             print_json(plan.to_json())
         else:
-            echo(*str(plan).splitlines())
+            echo(*str(plan).split("\n"))
         return
     with progress_bar(quiet=request.quiet) as progress:
         report = run(

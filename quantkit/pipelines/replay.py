@@ -25,6 +25,7 @@ from quantkit.errors import InputError
 from quantkit.models.attention import denoisers_of
 from quantkit.pipelines.recorded_step import Inputs, RecordedStep, agree, record, take_apart
 from quantkit.pipelines.unchanged import Snapshot
+from quantkit.storage.jsonfile import short
 
 _logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class Step:
             try:
                 answer = self._graphs.record(self._model, self._forward, inputs)
             except RuntimeError as error:
-                reason = f"cannot be recorded: {str(error).strip().splitlines()[0]:.160}"
+                reason = f"cannot be recorded: {short(error, 160)}"
             else:
                 return answer
         _logger.warning("replay: %s: %s", type(self._model).__name__, reason)

@@ -20,7 +20,7 @@ from quantkit.models.source import Model
 from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.recipe.calibration import CalibrationRecipe
-from quantkit.storage.inputfile import read_text, refuse_odd_files
+from quantkit.storage.inputfile import read_text, refuse_odd_files, split_lines
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.limits import MAX_COUNT
 
@@ -40,7 +40,7 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     """
     path = path or resources.recipes() / "prompts.txt"
     text = read_text(path, _MAX_PROMPT_BYTES, error=PromptError)
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, line.strip()) for number, line in enumerate(split_lines(text), 1)]
     prompts = [(number, line) for number, line in lines if line]
     if not prompts:
         raise PromptError(f"{path}: empty, wanted one prompt a line")
@@ -48,9 +48,12 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
         raise PromptError(f"{path}: {len(prompts)} prompts, wanted at most {MAX_COUNT}")
     for number, line in prompts:
         # A tab is in many lists; other control characters mean that this is no list of texts.
-        if not line.isprintable() and any(unicodedata.category(c) == "Cc" for c in line
-                                          if c != "\t"):  # fmt: skip
-            raise PromptError(f"{path}: line {number}: a control character; save it as plain text")
+        odd = next((c for c in line if c != "\t" and unicodedata.category(c) == "Cc"), None)
+        if odd is not None:
+            raise PromptError(
+                f"{path}: line {number}: holds the control character U+{ord(odd):04X}, expected "
+                "text; delete it, or save the file as plain text"
+            )
     return tuple(line for _, line in prompts)
 
 

@@ -1,5 +1,6 @@
 """Reading a whole input file of limited size; nothing that blocks, and one line for what fails."""
 
+import io
 import os
 import stat
 from pathlib import Path
@@ -73,6 +74,18 @@ def read_text(path: Path, limit: int, *, error: type[InputError] = ModelError) -
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
         raise error(f"{path}: not UTF-8 (byte {reason.start}); save it as UTF-8") from reason
+
+
+def split_lines(text: str) -> list[str]:
+    r"""Return the lines of a text, which \n, \r\n and \r end: those that an editor shows.
+
+    ``str.splitlines`` also ends a line at U+2028, U+0085, form feeds and five others, which texts
+    that were copied from pages hold.
+
+    >>> split_lines("a\u2028b\r\nc\rd\n")
+    ['a\u2028b', 'c', 'd', '']
+    """
+    return io.StringIO(text, newline=None).read().split("\n")
 
 
 def refuse_odd_files(folder: Path, *, error: type[InputError] = ModelError) -> None:

@@ -1,8 +1,12 @@
 """Pictures: pixels, differences, files and folders of them."""
 
+import os
+import struct
+import zlib
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 from quantkit.eval.images import (
     amplified_difference,
     match_folders,
@@ -46,11 +50,90 @@ def test_grey_becomes_rgb_and_transparency_is_refused(tmp_path):
     with pytest.raises(InputError, match="transparent pixels"):
         read_image(tmp_path / "clear.png")
     Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(InputError, match="wanted an 8-bit RGB or grey picture"):
+    with pytest.raises(InputError, match="expected an 8-bit RGB or grey picture"):
         read_image(tmp_path / "deep.png")
     (tmp_path / "text.png").write_text("hello")
     with pytest.raises(InputError, match="not a picture"):
         read_image(tmp_path / "text.png")
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_pictures_are_turned_as_exif_says(tmp_path, turn):
+    """Turned and saved with what turns it back, of which Pillow has a table of its own."""
+    back = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    picture = Image.fromarray(pixels(width=32))
+    stored = picture.transpose(Image.Transpose(back[turn])) if turn > 1 else picture
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    stored.save(tmp_path / "x.png", exif=exif)
+    assert (read_image(tmp_path / "x.png") == pixels(width=32)).all()
+
+
+def png_of_16_bits(path, colour, channels):
+    """Write a PNG that Pillow cannot write, by the PNG specification."""
+
+    def chunk(kind, data):
+        check = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
+
+    rows = (b"\0" + np.full((4, channels), 0x1234, ">u2").tobytes()) * 4
+    header = struct.pack(">IIBBBBB", 4, 4, 16, colour, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_pictures_of_16_bits_a_channel_are_refused(tmp_path, colour, channels):
+    png_of_16_bits(tmp_path / "deep.png", colour, channels)
+    with pytest.raises(InputError, match="16 bits a channel, expected an 8-bit"):
+        read_image(tmp_path / "deep.png")
+
+
+def test_palettes_with_one_clear_colour_are_refused_and_others_read(tmp_path):
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([9, 9, 9, 1, 2, 3])
+    image.save(tmp_path / "palette.png")
+    assert (read_image(tmp_path / "palette.png") == (1, 2, 3)).all()
+    image.save(tmp_path / "clear.png", transparency=1)
+    with pytest.raises(InputError, match="transparent pixels"):
+        read_image(tmp_path / "clear.png")
+
+
+def test_pictures_that_would_be_measured_as_others_are_refused(tmp_path):
+    image = Image.new("RGB", (8, 8), (200, 10, 10))
+    other = image.copy()
+    other.putpixel((0, 0), (0, 0, 0))
+    image.save(tmp_path / "moving.webp", save_all=True, append_images=[other], lossless=True)
+    with pytest.raises(InputError, match="2 pictures, expected one"):
+        read_image(tmp_path / "moving.webp")
+    image.convert("CMYK").save(tmp_path / "print.jpg")
+    with pytest.raises(InputError, match="mode CMYK"):
+        read_image(tmp_path / "print.jpg")
+    lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    image.save(tmp_path / "lab.png", icc_profile=lab)
+    with pytest.raises(InputError, match=r"profile 'Lab identity.*', expected sRGB; convert"):
+        read_image(tmp_path / "lab.png")
+    image.save(tmp_path / "odd.png", icc_profile=b"no profile")
+    with pytest.raises(InputError, match=r"cannot be read.*, expected sRGB"):
+        read_image(tmp_path / "odd.png")
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    image.save(tmp_path / "srgb.png", icc_profile=srgb)
+    assert (read_image(tmp_path / "srgb.png") == (200, 10, 10)).all()
+
+
+def test_files_that_break_the_reader_are_no_pictures(tmp_path, monkeypatch):
+    save_png(pixels(), tmp_path / "x.png")
+    whole = (tmp_path / "x.png").read_bytes()
+    for length in (0, 8, 30, 60, len(whole) // 2):
+        (tmp_path / "cut.png").write_bytes(whole[:length])
+        with pytest.raises(InputError, match="not a picture"):
+            read_image(tmp_path / "cut.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 16)
+    with pytest.raises(InputError, match=r"not a picture that Pillow can read .*exceeds limit"):
+        read_image(tmp_path / "x.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(InputError, match="a named pipe, wanted a file"):
+        read_image(tmp_path / "pipe.png")
 
 
 def test_folders_are_matched_by_name(tmp_path):

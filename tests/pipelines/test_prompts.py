@@ -17,6 +17,13 @@ def test_prompt_file_is_read_line_by_line(tmp_path):
     assert read_prompts(path) == ("a cat", "café, # not a comment")
 
 
+@pytest.mark.parametrize("sign", ["\u2028", "\u2029"])
+def test_separators_that_no_editor_shows_end_no_prompt(tmp_path, sign):
+    path = tmp_path / "p.txt"
+    path.write_bytes(f"a red cat,{sign}studio light\ra dog\r\na bird".encode())
+    assert read_prompts(path) == (f"a red cat,{sign}studio light", "a dog", "a bird")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -24,8 +31,11 @@ def test_prompt_file_is_read_line_by_line(tmp_path):
         (b" \n\n", "empty"),
         (b"caf\xe9\n", r"not UTF-8 \(byte 3\)"),
         (None, "missing"),
+        ("a cat\na red\x85dog\n".encode(), "line 2: holds the control character U\\+0085"),
+        (b"a red\x0cdog\na cat\n", "line 1: holds the control character U\\+000C"),
+        (b"a red\x1cdog\n", r"control character U\+001C, expected text; delete it"),
     ],
-    ids=["empty", "blank", "latin-1", "missing"],
+    ids=["empty", "blank", "latin-1", "missing", "next line", "form feed", "file separator"],
 )
 def test_bad_prompt_file_is_refused(tmp_path, content, message):
     path = tmp_path / "p.txt"
