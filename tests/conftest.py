@@ -48,6 +48,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def either_core(request):
+    """The compiled core, then a machine without a compiler: one test of both implementations."""
+    from tests.support.cores import with_core
+
+    with with_core(request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="module")
 def hopper():
     """The GPU as the loader knows it; skipped when it is not Hopper."""

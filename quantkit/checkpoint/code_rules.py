@@ -69,13 +69,16 @@ def _by_core(component: PackedComponent, layer: str) -> Faults:
         groups=1 if one_scale else per_row["weight_scale"] // 4,
         kind=checker.CODES.index(scheme.weight.name),
     )
-    bits = 0
+    bits, scale = 0, 1.0
     for _ in _blocks(component, layer, job, per_row):
-        bits |= checker.check_codes(job)
+        wrong = checker.check_codes(job)
+        if wrong & BAD_SCALE & ~bits:
+            scale = job.found
+        bits |= wrong
     if one_scale and job.largest == 0:
-        job.found = float(component.read(f"{layer}.weight_scale"))
-        bits |= BAD_SCALE if job.found != 1 else 0
-    return Faults(bits, job.found)
+        scale = float(component.read(f"{layer}.weight_scale"))
+        bits |= BAD_SCALE if scale != 1 else 0
+    return Faults(bits, scale)
 
 
 def _blocks(

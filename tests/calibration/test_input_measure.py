@@ -8,20 +8,10 @@ from quantkit.calibration.hooks import Collector
 from quantkit.calibration.input_measure import _chunks, measure
 from quantkit.calibration.seen_input import Seen
 from quantkit.device.backends import Backend, use
-from quantkit.device.host import observer
 from quantkit.numerics.histogram import BINS, bin_edges
 from tests.support.observed import Scheduler, layer_of
 
-
-@pytest.fixture(params=["core", "torch"])
-def path(request, monkeypatch, two_threads):
-    if request.param == "core":
-        if reason := observer.why_unavailable():
-            pytest.skip(reason)
-    else:
-        monkeypatch.setattr(observer, "why_unavailable", lambda: "asked for")
-    return request.param
-
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 #: shape and axis of the channels
 INPUTS = {
@@ -40,7 +30,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("last", [False, True], ids=["as it is", "channels last"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_sums_are_those_of_float64(path, name, last):
+def test_sums_are_those_of_float64(either_core, name, last):
     shape, axis = INPUTS[name]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(len(name))) * 3 + 0.5
     x.view(-1)[::7] *= 1e-6
@@ -63,7 +53,7 @@ def test_sums_are_those_of_float64(path, name, last):
     assert torch.equal(again.sums, found.sums)
 
 
-def test_numbers_beyond_the_bins_are_in_the_ends(path):
+def test_numbers_beyond_the_bins_are_in_the_ends(either_core):
     x = torch.tensor([[0.0, -0.0, 2.0**-24, 2.0**-25, 1e-45, 65504.0, 2.0**17, 3e38]])
     counts = measure(x, -1).histogram
     assert counts.sum() == 8
@@ -72,7 +62,7 @@ def test_numbers_beyond_the_bins_are_in_the_ends(path):
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 33, 76])
-def test_what_is_not_finite_is_the_largest(path, value, place):
+def test_what_is_not_finite_is_the_largest(either_core, value, place):
     x = torch.ones(50, 77)
     x[31, place] = value
     found = measure(x, -1)
@@ -80,7 +70,7 @@ def test_what_is_not_finite_is_the_largest(path, value, place):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_peaks_are_those_of_their_image(path, value):
+def test_peaks_are_those_of_their_image(either_core, value):
     x = torch.ones(3, 4, 8)
     x[1, 2, 5] = value
     assert measure(x, -1, peaks=True).peaks.isfinite().tolist() == [True, False, True]
@@ -132,7 +122,7 @@ def test_a_gpu_measures_what_torch_does(name, dtype):
         torch.testing.assert_close(found.sums[0], wanted.sums[0], rtol=0, atol=room)
 
 
-def test_odd_layouts_are_torchs(path):
+def test_odd_layouts_are_torchs(either_core):
     x = torch.randn(6, 50, 8).transpose(0, 1)[::2]
     rows = x.reshape(-1, 8).double()
     found = measure(x, -1)

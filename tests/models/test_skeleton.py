@@ -3,15 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-from quantkit.checkpoint.code_rules import _sizes, _zero_groups
 from quantkit.models import skeleton
 from quantkit.models.skeleton import Contents, Skeleton, misfits, some, why_not_packed
-from quantkit.numerics.formats import E4M3FN
-from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
-from quantkit.numerics.scheme import Activation, Scheme
 
 
 @pytest.mark.parametrize(
@@ -70,25 +65,3 @@ def test_a_model_has_no_more_modules_than_the_limit(monkeypatch):
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     # The limit went with the hook.
     nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("granularity", "wanted"),
-    [
-        (PerTensor(), False),
-        (PerChannel(), [False, True, False, False]),
-        (PerGroup(4), [[True, False], [True, True], [False, False], [False, False]]),
-    ],
-    ids=str,
-)
-def test_groups_of_zeros_of_either_sign_are_found(granularity, wanted):
-    codes = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0] + [0x80, 0] * 4 + [0x7E] * 8 + [0x81, 0] * 4)
-    scheme = Scheme(E4M3FN, granularity, None, Activation.TOKEN)
-    sizes, _ = _sizes({"weight": codes.to(torch.uint8).reshape(4, 8)}, scheme)
-    assert _zero_groups(sizes, None, scheme).tolist() == wanted
-
-
-def test_a_tensor_of_zeros_of_either_sign_is_found():
-    scheme = Scheme(E4M3FN, PerTensor(), None, Activation.TOKEN)
-    sizes, _ = _sizes({"weight": torch.tensor([[0, 0x80]], dtype=torch.uint8)}, scheme)
-    assert _zero_groups(sizes, None, scheme).item()

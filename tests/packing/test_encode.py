@@ -33,7 +33,7 @@ from tests.support.packing import (
     small_tensors,
 )
 
-pytestmark = pytest.mark.usefixtures("any_model")
+pytestmark = pytest.mark.usefixtures("any_model", "either_core")
 OF_A_BYTE = [fmt for fmt in FORMATS.values() if fmt.codes_per_byte == 1 and not fmt.block]
 
 
