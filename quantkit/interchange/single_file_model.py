@@ -1,7 +1,7 @@
 """A single file and the pipeline that completes it: checked to fit, and which rows are whose."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -224,7 +224,7 @@ def _pieces(
     tensor = file.tensors[naming.prefix + original.name]
     parts = [described.shapes[name] for name in original.parts]
     whole = parts[0] if len(parts) == 1 else (sum(p[0] for p in parts), *parts[0][1:])
-    if tensor.shape != whole:
+    if _without_ones(tensor.shape) != _without_ones(whole):
         raise ModelError(
             f"{file.path}: {tensor.name}: shape {list(tensor.shape)}, the model of "
             f"{described.folder} has {list(whole)}; give the pipeline that the file belongs to",
@@ -240,6 +240,14 @@ def _pieces(
         runs = ((first + half, count - half), (first, half)) if half else ((first, count),)
         yield Piece(name, shape, tensor, runs, tensor.dtype or usual)
         first += count
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape's sizes but for those of one, of which ggml drops what torch has first.
+
+    The numbers and their order are the same.
+    """
+    return tuple(size for size in shape if size != 1)
 
 
 def _check_blocks(file: StoredFile, tensor: StoredTensor, numbers: int) -> None:

@@ -209,6 +209,26 @@ def test_16_and_32_bits_stay_as_they_are(config, tmp_path):
         assert torch.equal(again[key], steps[index % 3](value)), key
 
 
+@pytest.mark.parametrize(("name", "drop"), [("sd3", "leading"), ("sd3", "all"), ("sd15", "all")])
+def test_sizes_of_one_may_be_missing(name, drop, config, tmp_path):
+    """ggml keeps no sizes of one that torch has first: [1, N, D] of SD 3's positions is [N, D]."""
+    tensors, lost = {}, 0
+    for key, value in plain(name).items():
+        shape = list(value.shape)
+        while drop == "leading" and len(shape) > 1 and shape[0] == 1:
+            shape.pop(0)
+        if drop == "all":
+            shape = [size for size in shape if size > 1]
+        lost += len(shape) < value.ndim
+        tensors[key] = value.reshape(shape)
+    assert lost
+    _, found = unpacked(SingleFile(raw(tmp_path / "m.gguf", tensors), config(name)))
+    wanted = tiny_denoiser(name).state_dict()
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
 # What is refused.
 
 
@@ -249,7 +269,9 @@ def test_types_that_are_not_read_are_named(config, tmp_path):
     kind = gguf.GGMLQuantizationType.IQ4_NL
     tensors[name] = np.zeros((64, 64 // 32 * 18), "u1"), kind
     path = raw(tmp_path / "m.gguf", tensors)
-    refused(path, config("sd3"), r"'context_embedder.weight': type IQ4_NL is not read, wanted one")
+    refused(
+        path, config("sd3"), r"'context_embedder.weight': type IQ4_NL is not read, expected one"
+    )
     data = path.read_bytes()
     at = data.index(name.encode()) + len(name) + 4 + 16
     path.write_bytes(data[:at] + (99).to_bytes(4, "little") + data[at + 4 :])
@@ -265,6 +287,8 @@ def test_files_of_another_model_are_refused(sound, saved, config, tmp_path, tran
     refused(raw(tmp_path / "b.gguf", more), folder, "has besides joint_blocks.9")
     wide = {**tensors, "context_embedder.bias": np.zeros(65, "f4")}
     refused(raw(tmp_path / "c.gguf", wide), folder, r"shape \[65\], the model .* has \[64\]")
+    turned = {**tensors, "pos_embed": np.zeros((64, 256), "f4")}
+    refused(raw(tmp_path / "e.gguf", turned), folder, r"shape \[64, 256\], .* has \[1, 256, 64\]")
     refused(sound, saved("flux"), r"holds sd3 .*, but .* is a FluxTransformer2DModel")
     refused(sound, transformer_dir, "is a PixArtTransformer2DModel")
     llama = raw(tmp_path / "d.gguf", {"blk.0.attn_q.weight": np.zeros((4, 4), "f4")}, "llama")
