@@ -18,12 +18,12 @@ from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.exported import Export
 from quantkit.interchange.gguf_file import (
     READABLE,
-    SHAPE_KEY,
     all_finite,
     read_gguf,
     require_gguf,
     stored_bytes,
 )
+from quantkit.interchange.gguf_header import SHAPE_KEY
 from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import OriginalTensor, layout_of_model, original_tensors
 from quantkit.numerics.threads import one_torch_thread

@@ -1,19 +1,27 @@
-"""Reading .gguf files of denoisers with the gguf package: headers, and tensors one at a time."""
+"""Reading .gguf files of denoisers: where tensors lie, and their numbers, one tensor at a time."""
 
+import os
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite, prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError, ModelError, NonFiniteError
+from quantkit.interchange.gguf_header import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    SHAPE_KEY,
+    GgufHeader,
+    HeaderTensor,
+    walk_header,
+)
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.jsonfile import short
 
@@ -27,8 +35,6 @@ READABLE = {
 #: Those without blocks, as torch has them.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-#: ComfyUI-GGUF's true shape of a tensor that was cut into rows of another length.
-SHAPE_KEY = "comfy.gguf.orig_shape."
 #: Values that are dequantized at a time: 4 MiB in float32.
 _CHUNK_VALUES = 1 << 20
 
@@ -88,23 +94,24 @@ def read_gguf(path: Path) -> GgufFile:
     """Return the header of a .gguf file.
 
     Raises:
-        ModelError: missing, no GGUF, truncated, of a type that is not read.
+        ModelError: missing, no GGUF, truncated, of a type that is not read, or tensors that do not
+            lie one after another up to the end of the file.
         InputError: the gguf package is not installed.
     """
     require_gguf()
     with open_file(path) as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size, MAX_HEADER_BYTES))
+    if not data.startswith(MAGIC):
         raise ModelError(f"{path}: not a GGUF file; give a .gguf file, or a diffusers directory")
     try:
-        return _read(path)
-    except ModelError:
-        raise
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
-        # What the package raises depends on the byte where it stumbles.
+        header = walk_header(data)
+        tensors = _placed(path, header, size)
+    except ValueError as error:
         raise ModelError(
             f"{path}: truncated or damaged GGUF file ({short(error)}); download it again"
         ) from error
+    return GgufFile(path, header.architecture, tensors)
 
 
 def stored_bytes(file: GgufFile, start: int, nbytes: int) -> Tensor:
@@ -165,65 +172,54 @@ def _decoded(data: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(-1)
 
 
-def _read(path: Path) -> GgufFile:
-    reader = _checked_reader(path)
-    if reader.byte_order != "I" or sys.byteorder != "little":
-        raise ModelError(f"{path}: big-endian, wanted little-endian; download another file")
-    field = reader.get_field("general.architecture")
-    shapes = {
-        name.removeprefix(SHAPE_KEY): tuple(int(size) for size in value.contents())
-        for name, value in reader.fields.items()
-        if name.startswith(SHAPE_KEY)
-    }
-    tensors = {t.name: _tensor(path, t, shapes.get(t.name)) for t in reader.tensors}
-    return GgufFile(path, "" if field is None else str(field.contents()), tensors)
+def _placed(path: Path, header: GgufHeader, size: int) -> dict[str, GgufTensor]:
+    """Return the tensors, which must lie one after another and fill the file."""
+    tensors: dict[str, GgufTensor] = {}
+    place, stop = 0, header.stop
+    for row in header.tensors:
+        if row.name in tensors:
+            raise ValueError(f"tensor {row.name!r:.80} stands twice")
+        tensor = _tensor(path, row, header)
+        if row.offset != place:
+            raise ValueError(f"{row.name} begins at byte {row.offset}, expected {place}")
+        tensors[row.name] = tensor
+        stop = tensor.start + tensor.nbytes
+        place = header.aligned(place + tensor.nbytes)
+    if size < stop:
+        raise ValueError(f"{size} bytes, expected {stop}")
+    if size > header.aligned(stop):
+        raise ValueError(f"{size - stop} bytes behind the last tensor")
+    return tensors
 
 
-def _checked_reader(path: Path) -> Any:
-    """Return the package's reader, which takes what lies past the end of a file for empty."""
-    from gguf import GGUFReader
-
-    class Reader(GGUFReader):  # type: ignore[misc]  # the package is not typed for mypy here
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            stop = int(offset) + int(np.dtype(dtype).itemsize) * int(count)
-            if not int(offset) <= stop <= len(self.data):
-                raise ValueError(f"{len(self.data)} bytes, wanted {stop}")
-            return super()._get(offset, dtype, count, override_order)
-
-        def _build_tensors(self, start_offs: int, fields: Any) -> None:
-            for field in fields:
-                _refuse_type(path, field)
-            super()._build_tensors(start_offs, fields)
-
-    return Reader(path)
+def _tensor(path: Path, row: HeaderTensor, header: GgufHeader) -> GgufTensor:
+    kind = _type_of(path, row)
+    if not re.fullmatch(r"[\w.-]{1,200}", row.name):
+        raise ModelError(f"{path}: tensor {row.name!r:.80}, expected the dotted path of a tensor")
+    length, size = READABLE[kind]
+    if (row.shape[-1] if row.shape else 1) % length:
+        raise ValueError(f"{row.name}: rows of {row.shape[-1:]} cut blocks of {length}")
+    shape = header.true_shapes.get(row.name, row.shape)
+    if prod(shape) != prod(row.shape) or min(shape, default=0) < 0:
+        raise ModelError(
+            f"{path}: {row.name}: {SHAPE_KEY}* says {list(shape)}, which is not its size; download "
+            "it again"
+        )
+    nbytes = prod(shape) // length * size
+    return GgufTensor(row.name, kind, shape, header.data_start + row.offset, nbytes)
 
 
-def _refuse_type(path: Path, field: Any) -> None:
-    """Refuse a tensor before the reader looks for its data: it knows no type but its own."""
-    gguf = require_gguf()
-    number = int(field.parts[4][0])
-    names = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
-    name = names.get(number, f"number {number}")
+def _type_of(path: Path, row: HeaderTensor) -> str:
+    """Return GGML's name of a tensor's type, which must be one that is read."""
+    name = _type_names().get(row.type, f"number {row.type}")
     if name not in READABLE:
         raise ModelError(
-            f"{path}: {field.name!r:.80}: type {name} is not read, wanted one of "
+            f"{path}: {row.name!r:.80}: type {name} is not read, expected one of "
             f"{', '.join(READABLE)}; take a file of another type"
         )
+    return name
 
 
-def _tensor(path: Path, found: Any, true_shape: tuple[int, ...] | None) -> GgufTensor:
-    shape = tuple(int(size) for size in reversed(found.shape.tolist()))
-    if not re.fullmatch(r"[\w.-]{1,200}", found.name):
-        raise ModelError(f"{path}: tensor {found.name!r:.80}, wanted the dotted path of a tensor")
-    if true_shape is not None and prod(true_shape) != prod(shape):
-        raise ModelError(
-            f"{path}: {found.name}: {SHAPE_KEY}* says {list(true_shape)}, which is not its size; "
-            "download it again"
-        )
-    return GgufTensor(
-        found.name,
-        found.tensor_type.name,
-        true_shape or shape,
-        int(found.data_offset),
-        int(found.n_bytes),
-    )
+@lru_cache(maxsize=1)
+def _type_names() -> dict[int, str]:
+    return {int(kind): kind.name for kind in require_gguf().GGMLQuantizationType}
