@@ -13,7 +13,6 @@ import torch
 from diffusers.models.activations import GELU, LinearActivation
 from torch import Tensor, nn
 
-from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.ops.activations import ALIGNED
 from quantkit.device.ops.table import name_for
 from quantkit.inference.fusing import is_fused
@@ -51,7 +50,7 @@ def is_one_pass(
     if not _can_end(activation, reader) or is_fused(x) or not _fit(x, reader, beside):
         return False
     name = name_for("gelu_codes", reader.scheme.input.name)
-    found: bool = has_kernel(name, str(x.device), reader.k, forced())
+    found: bool = has_kernel(name, str(x.device), reader.k)
     return found
 
 
@@ -76,9 +75,9 @@ def is_one_product(
     sparse = layer.weight_meta is not None
     name = name_for("project_gelu", kinds[0].name, layer.scheme.codes.name, sparse=sparse)
     device = str(x.device)
-    if not pays(name, device, fast=sums_are_fast()):
+    if not pays(name, device):
         return False
-    found: bool = has_kernel(name, device, layer.k, forced())
+    found: bool = has_kernel(name, device, layer.k)
     return found
 
 

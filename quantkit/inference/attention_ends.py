@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.device.backends import forced
 from quantkit.device.ops.attention_codes import Y_FORMAT
 from quantkit.device.ops.table import attention_for, name_for
 from quantkit.inference.normed import Normed
@@ -66,7 +65,7 @@ class HeadProduct(NamedTuple):
         q = self.operands[0]
         assert q is not None
         name = name_for("attention_codes", self._qk_format)
-        found: bool = has_kernel(name, str(q.device), q.shape[2], forced())
+        found: bool = has_kernel(name, str(q.device), q.shape[2])
         return found
 
 

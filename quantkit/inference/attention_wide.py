@@ -15,7 +15,6 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantkit.device.backends import forced
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.inference.attention_call import AttentionSettings, attend
 from quantkit.inference.attention_heads import Projection, Stream, computed
@@ -51,7 +50,7 @@ class WideAttention(NamedTuple):
             return False
         size = self._head_size
         known = takes_heads(size) and like.dtype in IO_DTYPES.values()
-        if not known or not has_kernel(_OP, str(like.device), size, forced()):
+        if not known or not has_kernel(_OP, str(like.device), size):
             return False
         norms = [getattr(self.module, name, None) for name in NORMS]
         return _are_known(norms, size, like) and _is_known(rotary, (tokens, size))

@@ -16,8 +16,6 @@ from diffusers.models.activations import GEGLU, GELU, LinearActivation
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from quantkit.device.backends import Backend
-from quantkit.device.choosing import choose
 from quantkit.device.ops.table import name_for
 from quantkit.inference.activation_codes import (
     activated,
@@ -28,6 +26,7 @@ from quantkit.inference.activation_codes import (
 )
 from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
+from quantkit.inference.one_pass import has_kernel
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
 
@@ -114,16 +113,10 @@ def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
         return False
     sparse = up.weight_meta is not None
     name = name_for("geglu", up.scheme.input.name, up.scheme.codes.name, sparse=sparse)
-    fused: bool = _has_kernel(name, str(device), up.k)
+    fused: bool = has_kernel(name, str(device), up.k)
     return fused
 
 
 def _is_plain(layer: nn.Module) -> bool:
     """Tell whether a call of the layer does nothing but multiply; adapters replace it."""
     return type(layer) is PackedLinear and not is_watched(layer)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernel(op: str, device: str, k: int) -> bool:
-    where = torch.device(device)
-    return where.type == "cuda" and choose(op, where, k=k).backend is Backend.GPU

@@ -73,7 +73,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
         if isinstance(x, Normed):
-            return self._multiply([x.term], x.dtype).reshape(*x.shape[:-1], self.n)
+            return self._multiply([x[:2]], x.dtype).reshape(*x.shape[:-1], self.n)
         if self.scheme.activation is Activation.NONE:
             return self._weight_only_forward(_smoothed(x, self.input_smooth))
         rows = x.reshape(-1, self.k).contiguous()
@@ -144,7 +144,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
     def _term(self, x: Tensor | Normed) -> Term:
         """Return the codes of an input (..., K) that is one term."""
         if isinstance(x, Normed):
-            return x.term
+            return x[:2]
         (term,) = self._terms(x.reshape(-1, self.k).contiguous())
         return term
 

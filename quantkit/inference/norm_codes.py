@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.device.archs import Toolchain
-from quantkit.device.backends import forced
 from quantkit.device.choosing import supposed
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedLinear, is_watched
@@ -120,7 +119,7 @@ def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor, modulation: Modulat
     if modulation is not None and modulation.scale.dtype is not x.dtype:
         return False
     name = name_for("layer_norm_codes", reader.scheme.input.name)
-    found: bool = has_kernel(name, str(x.device), x.shape[-1], forced())
+    found: bool = has_kernel(name, str(x.device), x.shape[-1])
     return found
 
 

@@ -19,11 +19,6 @@ class Normed(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def term(self) -> tuple[Tensor, Tensor]:
-        """Codes and their scale."""
-        return self.codes, self.scale
-
-    @property
     def ndim(self) -> int:
         """How many axes it has."""
         return len(self.shape)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.device.backends import forced
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import PackedConv2d, PackedLinear, is_watched
@@ -74,7 +73,7 @@ def takes_channels(norm: nn.GroupNorm, x: Tensor) -> bool:
 
 def has_picture_kernel(op: str, device: torch.device) -> bool:
     """Tell whether a GPU's kernel computes an operation on pictures with channels last."""
-    found: bool = has_kernel(op, str(device), _ALIGNED, forced())
+    found: bool = has_kernel(op, str(device), _ALIGNED)
     return found
 
 

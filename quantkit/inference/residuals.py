@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device.backends import forced
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
 from quantkit.inference.modules import Adding, PackedConv2d, is_watched
@@ -41,7 +40,7 @@ def adds(layer: Any, x: Tensor, gate: Tensor | None = None) -> bool:
         return False
     kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
     name = name_for("conv_residual" if is_conv else "gemm_residual", *kinds, sparse=sparse)
-    found: bool = has_kernel(name, str(x.device), layer.k, forced())
+    found: bool = has_kernel(name, str(x.device), layer.k)
     return found
 
 

@@ -176,7 +176,7 @@ def test_fusing_is_refused_in_one_line(packed_dir, lora):
 
 @torch.no_grad()
 def test_gated_networks_step_aside_for_adapters(monkeypatch):
-    monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(feed_forward, "has_kernel", lambda *_: True)
     model: Any = network(PLAIN, PLAIN)
     x = torch.randn(3, 32)
     feed_forward.install(model)

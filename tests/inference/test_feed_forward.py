@@ -63,7 +63,7 @@ def network(up, down, *, bias=True, activation="geglu", dim=32):
 @pytest.fixture
 def fusing(monkeypatch):
     """Every device fuses, a CPU too."""
-    monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(feed_forward, "has_kernel", lambda *_: True)
     monkeypatch.setattr(activation_codes, "has_kernel", lambda *_: True)
 
 
@@ -147,7 +147,7 @@ def test_a_cpu_has_no_kernel_for_it():
     install(model)
     _, called = operators(lambda: model(torch.randn(3, 32)))
     assert "geglu_fp8" not in called
-    assert not feed_forward._has_kernel("geglu_fp8", "cpu", 32)
+    assert not feed_forward.has_kernel("geglu_fp8", "cpu", 32)
 
 
 @torch.no_grad()

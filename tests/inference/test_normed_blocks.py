@@ -388,7 +388,7 @@ def test_quantized_attention_reads_codes():
 
 @torch.no_grad()
 def test_gated_networks_read_codes(monkeypatch):
-    monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(feed_forward, "has_kernel", lambda *_: True)
     model, inputs = packed("basic")
     feed_forward.install(model)
     wanted = answer(model, inputs)

@@ -96,7 +96,7 @@ def test_every_scheme_of_one_term_adds(case, name):
 
 @torch.no_grad()
 def test_gated_networks_add(monkeypatch):
-    monkeypatch.setattr(feed_forward, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(feed_forward, "has_kernel", lambda *_: True)
     model, inputs = packed("basic")
     feed_forward.install(model)
     wanted = answer(model, inputs)
