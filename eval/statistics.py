@@ -140,10 +140,10 @@ def _bootstrap(samples: tuple[Array, ...], statistic: Callable[..., Array]) -> I
     return None
 
 
-def _mean(values: Array, axis: int = -1) -> Array:
+def _mean(values: Array, axis: int) -> Array:
     return np.asarray(values.mean(axis=axis))
 
 
-def _loss(before: Array, after: Array, axis: int = -1) -> Array:
+def _loss(before: Array, after: Array, axis: int) -> Array:
     mean = before.mean(axis=axis)
     return np.asarray(100.0 * (mean - after.mean(axis=axis)) / mean)

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quantkit.eval.equivalence import (
     ALPHA,
     MOST_PROMPTS,
@@ -14,6 +16,8 @@ from quantkit.eval.equivalence import (
     show_equivalence,
 )
 from scipy import stats
+
+from tests.support.comparisons import holm_by_closure
 
 
 @pytest.mark.parametrize("count", [2, 5, 64])
@@ -40,13 +44,26 @@ def test_equivalence_is_the_worse_of_scipys_two_tests():
     assert found.shown == (low > -0.05 and high < 0.05)
 
 
-def test_holm_is_that_of_statsmodels():
-    """statsmodels 0.15.0: multipletests([.01, .04, .03, .005, .9], method="holm")[1]."""
-    assert correct_holm([0.01, 0.04, 0.03, 0.005, 0.9]) == pytest.approx(
-        (0.04, 0.09, 0.09, 0.025, 0.9)
-    )
-    assert correct_holm([]) == ()
-    assert correct_holm([0.7, 0.6]) == (1.0, 1.0)
+@pytest.mark.parametrize(
+    ("p_values", "wanted"),
+    [
+        ([], []),
+        ([0.7, 0.6], [1.0, 1.0]),
+        ([0.01, 0.04, 0.03, 0.005, 0.9], [0.04, 0.09, 0.09, 0.025, 0.9]),
+        ([0.027181, 0.036475, 0.030332], [0.081543, 0.081543, 0.081543]),
+        ([0.912756, 0.81327, 0.000826, 0.002049], [1.0, 1.0, 0.003304, 0.006147]),
+        ([0.033586, 0.04287, 0.000137, 0.040793], [0.100758, 0.100758, 0.000548, 0.100758]),
+    ],
+)
+def test_holm_is_that_of_statsmodels(p_values, wanted):
+    """statsmodels 0.15.0: ``multipletests(p_values, method="holm")[1]``."""
+    assert correct_holm(p_values) == pytest.approx(wanted)
+    assert holm_by_closure(p_values) == pytest.approx(wanted)
+
+
+@given(st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.025, 1.0])), max_size=6))
+def test_holm_is_the_closed_test_of_bonferroni(p_values):
+    assert correct_holm(p_values) == pytest.approx(holm_by_closure(p_values))
 
 
 @pytest.mark.parametrize(

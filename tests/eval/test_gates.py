@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from quantkit.eval.backbones import Backbones
 from quantkit.eval.comparison import Comparison, Score, compare
-from quantkit.eval.equivalence import ALPHA, compare_with_zero, correct_holm
+from quantkit.eval.equivalence import (
+    ALPHA,
+    compare_with_zero,
+    correct_holm,
+    prompts_to_decide,
+)
 from quantkit.eval.gates import (
     Compression,
     Limits,
@@ -19,11 +24,13 @@ from quantkit.eval.gates import (
 )
 from quantkit.eval.metrics import METRICS
 from quantkit.eval.statistics import summarize
+from scipy import stats
 
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
+from tests.support.comparisons import clip_scores, comparison, holm_by_closure
 from tests.support.pictures import fake_clip, made_pairs, small_lpips
 
 ONLY = Limits(0.5, None, None, None, None)
@@ -55,6 +62,13 @@ def test_the_clip_gate_follows_from_the_schemes(sparse, compression, limit):
     assert found is compression
     assert Limits().clip_loss(found) == limit
     assert Limits().clip_loss(Compression.SPARSE) == 2.0
+
+
+def test_margins_are_the_distance_of_gates_from_identical_pictures():
+    assert Limits().margins == {"ssim": pytest.approx(0.05), "lpips": 0.1}
+    assert Limits(ssim=None, lpips=None).margins == {}
+    assert Limits(ssim=1.0, lpips=0.0).margins == {}
+    assert Limits(ssim=1.5, lpips=-0.1).margins == {}
 
 
 def test_gates_compare_the_mean_strictly():
@@ -99,6 +113,7 @@ def test_a_gate_never_fails_inside_its_interval_nor_passes():
         gate = judged(values, limit=float(values.mean() + rng.normal(0, 0.02)))
         if gate.interval.holds(gate.limit):
             assert gate.state is State.UNDECIDED
+            assert gate.prompts_needed is None or gate.prompts_needed > len(values)
         states[gate.state] += 1
     assert min(states[state] for state in (State.PASSED, State.FAILED, State.UNDECIDED)) > 5
 
@@ -128,6 +143,62 @@ def test_failures_are_corrected_over_the_gates():
         together += any(p <= ALPHA for p in correct_holm([test.below for test in tests]))
     assert alone > 15
     assert together <= 9
+
+
+#: Values of 12 prompts, whose means lie beyond the gates' limits, near enough for doubt.
+SSIM = [0.95 + 0.01 * n for n in (-3, 1, -2, -1, -4, 2, -1, -3, 1, -2, 0, -3)]
+LPIPS = [0.1 + 0.01 * n for n in (2, -1, 3, 0, 4, -1, 1, 2, -1, 3, 0, 5)]
+BEFORE = [28.0, 31.0, 25.5, 30.0, 27.0, 29.5, 26.0, 33.0, 28.5, 24.0, 30.5, 27.5]
+LOST = (0.2, 1.1, -0.4, 0.9, 0.6, -0.1, 0.8, 0.3, 0.7, -0.2, 0.5, 0.45)
+
+
+@pytest.mark.parametrize("better", [False, True], ids=["beyond the limits", "within the limits"])
+def test_p_values_are_scipys_and_failures_are_corrected(better):
+    """Each of two gates alone would fail: Holm's correction leaves them undecided."""
+    sign = -1 if better else 1
+    ssim, lpips = [0.95 + sign * (s - 0.95) for s in SSIM], [0.1 + sign * (p - 0.1) for p in LPIPS]
+    after = [before - sign * lost for before, lost in zip(BEFORE, LOST, strict=True)]
+    found = comparison(ssim, lpips=lpips, clip=clip_scores(BEFORE, after))
+    gates = judge(found, Limits(clip_fp8=1.0, broken=None), QUANTIZED)
+    margins = [
+        np.subtract(ssim, 0.95),
+        np.subtract(0.1, lpips),
+        np.subtract(after, np.multiply(0.99, BEFORE)),
+    ]
+    passes, fails = (
+        [stats.ttest_1samp(values, 0.0, alternative=side).pvalue for values in margins]
+        for side in ("greater", "less")
+    )
+    assert [gate.p_passes for gate in gates] == pytest.approx(passes)
+    assert [gate.p_fails for gate in gates] == pytest.approx(holm_by_closure(fails))
+    if better:
+        assert [gate.state for gate in gates] == [State.PASSED] * 3
+        return
+    assert max(fails[:2]) < ALPHA < min(holm_by_closure(fails))
+    assert [gate.state for gate in gates] == [State.UNDECIDED] * 3
+    needed = [prompts_to_decide(values.tolist(), tests=3) for values in margins]
+    assert [gate.prompts_needed for gate in gates] == needed
+
+
+def test_a_gate_that_may_yet_pass_asks_for_the_prompts_of_one_test():
+    ssim = [0.951 + 0.004 * n for n in (-2, 3, 1, -1, 0, 2, -3, 1, 2, -1)]
+    found = comparison(ssim, lpips=[0.5 + s for s in ssim])
+    gate, _ = judge(found, Limits(clip_fp8=None, broken=None), QUANTIZED)
+    margins = np.subtract(ssim, 0.95).tolist()
+    assert gate.state is State.UNDECIDED
+    assert gate.prompts_needed == prompts_to_decide(margins) < prompts_to_decide(margins, tests=2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "state"), [(0.5, State.PASSED), (1.0, State.UNDECIDED), (1.5, State.FAILED)]
+)
+def test_the_clip_gate_decides_on_either_side_of_its_limit(lost, state):
+    """The limit is 1 %."""
+    shares = [1.0 - (lost + 0.05 * (-1) ** i) / 100.0 for i in range(len(BEFORE))]
+    after = [before * share for before, share in zip(BEFORE, shares, strict=True)]
+    found = comparison([1.0] * len(BEFORE), clip=clip_scores(BEFORE, after))
+    gate = judge(found, Limits(None, None, clip_fp8=1.0, broken=None), QUANTIZED)[0]
+    assert (gate.found, gate.state) == (pytest.approx(lost, abs=0.01), state)
 
 
 def test_prompts_are_asked_for_only_where_the_gate_is_open():

@@ -4,52 +4,29 @@ import re
 from dataclasses import replace
 
 import pytest
-from quantkit.eval.comparison import ClipScores, Comparison, Score
-from quantkit.eval.composition import find_bounds, sort_pictures
+from quantkit.eval.composition import Kind, PictureKinds, find_bounds, sort_pictures
+from quantkit.eval.equivalence import Equivalence
 from quantkit.eval.gates import Compression, Gate, Limits, judge
-from quantkit.eval.metrics import METRICS, Better
-from quantkit.eval.noise_floor import Floor, measure_gaps
-from quantkit.eval.statistics import (
-    bootstrap_loss,
-    relative_loss,
-    summarize,
-    summarize_difference,
-)
+from quantkit.eval.metrics import Better
+from quantkit.eval.noise_floor import Floor, FloorGap, GapTest, measure_gaps
+from quantkit.eval.statistics import summarize
 from quantkit.eval.verdict import (
     Standing,
     describe_clip,
     describe_floor,
+    describe_pictures,
     describe_worst,
     headline,
     judge_gates,
     standing,
+    standing_to,
     write_verdict,
 )
 
+from tests.support.comparisons import clip_scores, comparison
+
 BF16 = "BF16 instead of FP16"
 NOISE = (0.001, -0.002, 0.003, -0.001, 0.002, -0.003, 0.0005, -0.0005)
-
-
-def score(name, values, backbone=""):
-    return Score(METRICS[name], backbone, tuple(values), summarize(values))
-
-
-def clip_scores(before, after):
-    import numpy as np
-
-    loss = summarize([100 * (b - a) / b for b, a in zip(before, after, strict=True)])
-    first, second = np.array(before), np.array(after)
-    loss = replace(loss, mean=relative_loss(first, second), interval=bootstrap_loss(first, second))
-    change = summarize_difference(after, before)
-    return ClipScores("tiny CLIP", score("clip", before), score("clip", after), change, loss)
-
-
-def comparison(ssim, *, lpips=None, clip=None, mse=0.01):
-    scores = {"mse": score("mse", [mse] * len(ssim)), "ssim": score("ssim", ssim)}
-    if lpips:
-        scores["lpips"] = score("lpips", lpips, "net")
-    names = tuple(f"{i:03d}" for i in range(len(ssim)))
-    return Comparison(names, tuple(f"a ball and {i} cats" for i in range(len(ssim))), scores, clip)
 
 
 def kinds(packed):
@@ -60,6 +37,7 @@ def gap(packed, floor, title=BF16, note=""):
     return measure_gaps(packed, (Floor("dtype", title, floor, None, note),))[0]
 
 
+NO_FLOOR = Floor("dtype", BF16, None, None)
 BASE = [0.98 + n for n in NOISE]
 ONLY_SSIM = Limits(lpips=None, clip_fp8=None, clip_both=None)
 SOFT = [0.010 + n for n in NOISE]
@@ -82,6 +60,28 @@ def test_standing_follows_the_metric_and_the_interval(metric, shift, wanted):
 
 def test_one_pair_has_no_standing():
     assert standing("ssim", summarize([0.1])) is Standing.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("shift", "p", "equal", "count", "wanted"),
+    [
+        (-0.1, 0.05, True, 8, Standing.WORSE),
+        (-0.1, 0.051, True, 8, Standing.EQUIVALENT),
+        (-0.1, 0.051, False, 8, Standing.OPEN),
+        (0.1, 0.05, False, 8, Standing.BETTER),
+        (0.1, 0.051, None, 8, Standing.OPEN),
+        (0.0, 0.01, False, 8, Standing.OPEN),
+        (0.0, 0.9, True, 8, Standing.EQUIVALENT),
+        (0.0, 0.9, True, 7, Standing.OPEN),
+        (0.0, 0.9, True, 1, Standing.UNKNOWN),
+        (-0.1, None, None, 8, Standing.WORSE),
+    ],
+)
+def test_interval_and_tests_must_agree_on_the_standing(shift, p, equal, count, wanted):
+    equivalence = None if equal is None else Equivalence(0.05, 0.02 if equal else 0.03)
+    tests = {} if p is None else {"ssim": GapTest(p, equivalence)}
+    differences = {"ssim": summarize([n + shift for n in NOISE[:count]])}
+    assert standing_to(FloorGap(NO_FLOOR, differences, tests), "ssim") is wanted
 
 
 def test_a_packed_pipeline_worse_than_the_floor_is_told_apart():
@@ -181,6 +181,15 @@ def test_four_prompts_are_never_called_equivalent():
     )
 
 
+@pytest.mark.parametrize("offset", [-40.0, -28.3])
+def test_clip_scores_that_are_not_positive_have_no_limit_to_be_within(offset):
+    before = [score + offset for score in SCORES]
+    scores = clip_scores(before, before)
+    gate = Gate("clip_loss", "CLIP score loss", Better.LOWER, 1.0, "%", None)
+    within = " within 1 %" in describe_clip(scores, gate)
+    assert within == (sum(before) > 0)
+
+
 def test_clip_sentence_of_one_prompt_and_of_none():
     assert describe_clip(None, None) == ""
     found = describe_clip(clip_scores([30.0], [29.0]), None)
@@ -213,6 +222,36 @@ def test_identical_pictures_have_no_worst():
     assert describe_worst(comparison([1.0] * 3, mse=0.0), ()) == (
         "Every picture is identical to the original's."
     )
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_one_changed_picture_is_enough_to_call_none_the_same(changed):
+    ssim, mse = [1.0] * 3, [0.0] * 3
+    ssim[changed], mse[changed] = 0.99, 1e-9
+    found = comparison(ssim, mse=mse)
+    assert describe_worst(found, ()).startswith(f"The worst picture is 00{changed} (")
+    told = describe_floor(comparison([0.9] * 3), gap(comparison([0.9] * 3), found), ("ssim",))
+    assert "stay the same" not in told
+
+
+def test_changed_pictures_are_counted_and_named_the_worst_first():
+    names, kind = tuple("abcdefgh"), Kind
+    order = (7, 6, 5, 4, 3, 2, 1, 0)
+
+    def told(*kinds):
+        bounds = find_bounds([])
+        return describe_pictures(names, PictureKinds(kinds, bounds, order, matched=8))
+
+    assert told(*[kind.SAME] * 8) == ""
+    assert told(*[kind.SAME] * 7, kind.BROKEN) == "Of 8 pictures 1 is broken (h)."
+    assert told(kind.VARIANT, *[kind.SAME] * 7) == (
+        "Of 8 pictures 1 is changed in composition (a)."
+    )
+    assert told(*[kind.VARIANT] * 3, *[kind.BROKEN] * 5) == (
+        "Of 8 pictures 5 are broken (h, g, f, e, 1 more) and 3 are changed in composition "
+        "(c, b, a)."
+    )
+    assert told(*[kind.VARIANT] * 4, *[kind.SAME] * 4).endswith("(d, c, b, a).")
 
 
 def test_gates_say_by_how_much_they_fail_and_which_could_turn():

@@ -1,9 +1,11 @@
 """The mutants of a module: small changes by Cosmic Ray's operators, as text.
 
 Left out is what no test can or should notice: assertions, which never fail in a right program; the
-wording of errors; types; whether a dataclass is frozen.
+wording of errors; types; whether a dataclass is frozen; whether identity or equality is asked,
+which are the same for None, enums, dtypes and small numbers.
 """
 
+import re
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
@@ -16,6 +18,8 @@ from cosmic_ray.plugins import get_operator, operator_names
 _LEFT_OUT = {"assert_stmt", "raise_stmt", "annassign", "tfpdef"}
 #: Where a statement begins: what a test ran of it is told by its lines.
 _STATEMENTS = {"simple_stmt", "funcdef", "classdef", "decorator"}
+#: Operators whose changes change nothing.
+_SAME = re.compile(r"core/ReplaceComparisonOperator_(Is_Eq|Eq_Is|IsNot_NotEq|NotEq_IsNot)")
 
 
 @dataclass(frozen=True, order=True)
@@ -53,7 +57,7 @@ def mutants_of(path: str, root: Path) -> list[Mutant]:
     tree = get_ast((root / path).read_text(encoding="utf-8"))
     found = []
     for name in operator_names():
-        if get_operator(name).arguments():
+        if _SAME.fullmatch(name) or get_operator(name).arguments():
             continue
         operator = get_operator(name)()
         places = (node for node in ast_nodes(tree) for _ in operator.mutation_positions(node))
