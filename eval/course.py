@@ -12,7 +12,7 @@ import numpy as np
 from quantkit._version import __version__
 from quantkit.recovery.distill.early_stopping import TrainingProgress
 from quantkit.recovery.distill.recover import Look
-from quantkit.storage.files import staged_file
+from quantkit.storage.files import rewritten_file
 
 from .backbones import Backbones
 from .comparison import Comparison, compare
@@ -97,7 +97,7 @@ class CoursePage:
             done: the training is over and its result is written.
         """
         page = render("course.html.j2", self._values(ended, done=done))
-        with staged_file(self._path, force=True) as stage:
+        with rewritten_file(self._path) as stage:
             stage.write_text(page, encoding="utf-8")
         self._written = monotonic()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit._version import __version__
 from quantkit.progress import Progress
-from quantkit.storage.files import mark_directory, staged_directory, staged_file
+from quantkit.storage.files import mark_directory, rewritten_file, staged_directory
 
 from .backbones import Backbones
 from .comparison import Comparison, compare, join
@@ -118,7 +118,7 @@ class LivePage:
             ended: why nothing more will come; empty: it goes on.
         """
         page = render("live.html.j2", self._values(ended))
-        with staged_file(self._folder / _PAGE, force=True) as stage:
+        with rewritten_file(self._folder / _PAGE) as stage:
             stage.write_text(page, encoding="utf-8")
 
     def _save(self, side: str, start: int, pictures: Sequence[Pixels]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.errors import CheckpointError
 from quantkit.storage.copying import is_weight, list_files
 from quantkit.storage.digest import Claim, is_digest, sha256_of_file
-from quantkit.storage.files import staged_file
+from quantkit.storage.files import rewritten_file
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.marker import MARKER
@@ -170,7 +170,7 @@ def _to_json(record: FileRecord) -> dict[str, Any]:
 
 def _write(folder: Path, entries: Mapping[str, Any]) -> None:
     value = {"schema": SCHEMA, "schema_version": VERSION, "files": entries}
-    with staged_file(folder / FILE_LIST, force=True) as stage:
+    with rewritten_file(folder / FILE_LIST) as stage:
         stage.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -3,14 +3,12 @@
 import atexit
 import errno
 import gc
-import io
 import logging
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import click
 
@@ -42,6 +40,7 @@ from quantkit.cli import (
 )
 from quantkit.cli.console import ReaderGoneError, Warnings, print_error
 from quantkit.cli.library_noise import without_noise
+from quantkit.cli.streams import closed_to_others, drop_output, open_streams
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -121,16 +120,14 @@ def main(arguments: list[str] | None = None) -> None:
     With 0; 1 for work that failed; 2 for bad input, or a file that cannot be read or written; 130
     after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 when nobody reads the output any more.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that lacks a letter shows its number.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    open_streams()
     # What is left dies with the process: looking through it for cycles would take longer.
     atexit.register(gc.freeze)
     warnings, logger = Warnings(), logging.getLogger("quantkit")
     level = logger.level
     logger.addHandler(warnings)
     try:
-        with _ended_by_signals(), without_noise():
+        with _ended_by_signals(), without_noise(), closed_to_others():
             code = _run(arguments)
     finally:
         logger.removeHandler(warnings)
@@ -147,7 +144,7 @@ def _run(arguments: list[str] | None) -> int:
         click.echo("quantkit: interrupted", err=True)
         return 128 + signal.SIGINT
     except (ReaderGoneError, BrokenPipeError):
-        _drop_output()
+        drop_output()
         return 128 + _SIGPIPE
     except (QuantkitError, click.ClickException, OSError, RecursionError, MemoryError) as error:
         return _explain(error)
@@ -169,7 +166,7 @@ def _explain(error: BaseException) -> int:
     elif isinstance(error, OSError):
         text = _of_system(error)
         if error.errno in _STDOUT_FULL:
-            _drop_output()
+            drop_output()
     elif isinstance(error, RecursionError):
         text = "the input is nested too deep for Python; simplify it"
     else:
@@ -191,14 +188,6 @@ def _of_system(error: OSError) -> str:
     where = f"{' -> '.join(names)}: " if names else ""
     cure = _CURES.get(error.errno, "")
     return f"{where}{error.strerror or error}{f'; {cure}' if cure else ''}"
-
-
-def _drop_output() -> None:
-    """Send what is still to be printed nowhere, or Python would complain at its end."""
-    with suppress(OSError, ValueError, io.UnsupportedOperation):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 @contextmanager

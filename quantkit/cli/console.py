@@ -8,7 +8,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,8 +52,9 @@ def echo(*lines: object, err: bool = False) -> None:
 
 
 def print_error(text: object) -> None:
-    """Print what went wrong to stderr."""
-    _write(one_line(f"quantkit: error: {text}"), err=True)
+    """Print what went wrong to stderr; where that is full, the exit code says it alone."""
+    with suppress(OSError):
+        _write(one_line(f"quantkit: error: {text}"), err=True)
 
 
 class Warnings(logging.Handler):

@@ -233,7 +233,7 @@ force_recipe = click.option(
     "--force-recipe", is_flag=True, help="Take a recipe that is made for models of another family."
 )
 output = click.option("-o", "--output", type=PATH, required=True, help="Where to write.")
-force = click.option("--force", is_flag=True, help="Replace an output that exists.")
+force = click.option("--force", is_flag=True, help="Replace an output that quantkit wrote.")
 calibration = click.option(
     "-c",
     "--calibration",

@@ -75,6 +75,11 @@ def tiles() -> tuple[Tile, ...]:
     return tuple(Tile(tile["m"], tile["n"], tile["k"], tuple(tile["waves"])) for tile in entries)
 
 
+def tile_named(word: str) -> Tile | None:
+    """Return the entry of the menu that a variant word names; None: it names none."""
+    return {f"t{index}": tile for index, tile in enumerate(tiles())}.get(word)
+
+
 def macros(source: str, tile_word: str) -> tuple[str, ...]:
     """Return what a source is told of its launch, for the compiler's command."""
     launch = geometry_of(source, tile_word)

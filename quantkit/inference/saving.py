@@ -21,7 +21,7 @@ from quantkit.checkpoint.filelist import update_file_list, write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.errors import CheckpointError, InputError
 from quantkit.models.skeleton import some
-from quantkit.storage.files import staged_file
+from quantkit.storage.files import rewritten_file
 from quantkit.storage.tensorfile import read_header
 
 #: Ways from the saved value to the present one, besides the cast to the present dtype itself:
@@ -236,7 +236,7 @@ def index_of(files: tuple[Path, ...]) -> list[Path]:
 def _copy(source: Path, target: Path) -> None:
     if target.exists() and target.samefile(source):
         return
-    with staged_file(target, force=True) as stage:
+    with rewritten_file(target) as stage:
         shutil.copyfile(source, stage)
 
 

@@ -8,6 +8,7 @@ from quantkit.sensitivity.error_propagation import find_gains
 from quantkit.sensitivity.result import Sensitivity
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, SIXTEEN_BIT, TREATMENTS
 from quantkit.storage.files import staged_file
+from quantkit.storage.written import PROGRAM
 
 #: What matplotlib writes here.
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -45,7 +46,8 @@ def save_plot(sensitivity: Sensitivity, path: Path, *, force: bool) -> None:
         _draw(above, below, sensitivity)
         with staged_file(path, force=force) as stage:
             name = path.suffix.removeprefix(".")
-            metadata = {"Date": None} if name == "svg" else {}
+            metadata: dict[str, str | None] = {"Software" if name == "png" else "Creator": PROGRAM}
+            metadata |= {"Date": None} if name == "svg" else {}
             figure.savefig(stage, format=name, metadata=metadata, dpi=150)
 
 

@@ -20,6 +20,7 @@ from quantkit.sensitivity.treatments import (
     weight_recipe,
 )
 from quantkit.storage.files import staged_file
+from quantkit.storage.written import YAML_MARK
 
 
 def chosen_recipe(
@@ -153,7 +154,7 @@ def save_recipe(recipe: Recipe, remarks: dict[str, str], path: Path, *, force: b
         OutputError: the file exists without ``force``, or cannot be written.
     """
     with staged_file(path, force=force) as stage:
-        stage.write_text(recipe_text(recipe, remarks), encoding="utf-8")
+        stage.write_text(YAML_MARK + recipe_text(recipe, remarks), encoding="utf-8")
 
 
 def _ordered(values: dict[str, Any]) -> dict[str, Any]:

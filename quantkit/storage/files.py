@@ -2,7 +2,10 @@
 
 An output is made in a stage beside it and gets its name in one step (see ``staging`` and
 ``renaming``). ``--force`` replaces a folder if its marker says that quantkit wrote all that is in
-it, and any ordinary file, as ``cp -f`` does.
+it, and a file if it has quantkit's mark (see ``written``).
+
+Nothing gets a mode that lets all users write, whatever the umask: who may change a packed model may
+change what it computes. The group's mode is the umask's: teams share folders with 002.
 """
 
 import os
@@ -16,7 +19,7 @@ from quantkit.storage.marker import MARKER, marker_text, refuse_foreign
 from quantkit.storage.places import already_there, refuse_directory, refuse_file, translated
 from quantkit.storage.renaming import rename_new, rename_over
 from quantkit.storage.staging import aside_of, stage_beside
-from quantkit.storage.system import sync
+from quantkit.storage.system import OTHERS_WRITE, sync
 
 
 @contextmanager
@@ -62,21 +65,30 @@ def scratch_directory(output: Path) -> Iterator[Path]:
 def staged_file(output: Path, *, force: bool) -> Iterator[Path]:
     """Yield a path of the same name that becomes ``output`` when the body succeeds.
 
+    Args:
+        output: the file to make; its folder is made when missing.
+        force: replace an empty file, or one that quantkit wrote.
+
     Raises:
-        OutputError: ``output`` exists without ``force``, is no file, or cannot be written.
+        OutputError: ``output`` exists without ``force``, holds something else, or cannot be
+            written.
     """
     refuse_file(output, force=force)
-    with translated(output), stage_beside(output) as stage:
-        made = stage / output.name
+    with _made_file(output, _replace_own if force else _name_new) as made:
         yield made
-        # safetensors writes 0600; a file should be as readable as one made by open().
-        made.chmod(_plain_mode())
-        sync(made)
-        if force:
-            made.replace(output)
-        else:
-            _name_new(made, output)
-        sync(output.parent)
+
+
+@contextmanager
+def rewritten_file(output: Path) -> Iterator[Path]:
+    """Yield a path as ``staged_file``; whatever file was there is replaced.
+
+    For files in a folder that is quantkit's, or that the caller gave to be written into.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with _made_file(output, Path.replace) as made:
+        yield made
 
 
 @contextmanager
@@ -102,7 +114,7 @@ def mark_directory(folder: Path, *, kind: str) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    with staged_file(folder / MARKER, force=True) as made:
+    with rewritten_file(folder / MARKER) as made:
         made.write_text(marker_text(folder, kind), encoding="utf-8")
 
 
@@ -132,6 +144,25 @@ def _kept(write: Callable[[Path], None], output: Path) -> str:
     return f"the result is kept: move it from {folder / output.name} to where you want it"
 
 
+@contextmanager
+def _made_file(output: Path, publish: Callable[[Path, Path], object]) -> Iterator[Path]:
+    """Yield a path in a stage; what the body wrote there is published as ``output``."""
+    with translated(output), stage_beside(output) as stage:
+        made = stage / output.name
+        yield made
+        # safetensors writes 0600; a file should be as readable as one made by open().
+        made.chmod(0o666 & ~_mask())
+        sync(made)
+        publish(made, output)
+        sync(output.parent)
+
+
+def _replace_own(made: Path, output: Path) -> None:
+    # Once more: the work may have taken hours.
+    refuse_file(output, force=True)
+    made.replace(output)
+
+
 def _publish(made: Path, output: Path, stage: Path, replaced: str | None) -> None:
     """Give a folder its name; ``replaced``: the kind that it may replace."""
     if replaced is None:
@@ -155,13 +186,19 @@ def _name_new(made: Path, output: Path) -> None:
         raise already_there(output) from error
 
 
-def _plain_mode() -> int:
+def _mask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
-    return 0o666 & ~mask
+    return mask | OTHERS_WRITE
 
 
 def _sync_all(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
+    for path in (*sorted(folder.rglob("*")), folder):
+        _close_to_others(path)
         sync(path)
-    sync(folder)
+
+
+def _close_to_others(path: Path) -> None:
+    mode = path.stat().st_mode
+    if mode & OTHERS_WRITE:
+        path.chmod(mode & 0o7777 & ~OTHERS_WRITE)

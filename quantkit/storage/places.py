@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from quantkit.errors import OutputError
 from quantkit.storage.marker import describe, refuse_foreign
 from quantkit.storage.staging import is_stage
+from quantkit.storage.written import refuse_foreign_file
 
 #: What the system says when there is no room.
 _FULL = {
@@ -94,9 +95,12 @@ def refuse_file(output: Path, *, force: bool) -> None:
     """Refuse a file that must not be written, as ``check_file``, without trying."""
     _refuse_existing(output, force=force)
     with translated(output):
-        what = describe(output) if os.path.lexists(output) else "a file"
-    if what != "a file":
-        raise OutputError(f"{output}: {what}, wanted a file; choose another path")
+        if not os.path.lexists(output):
+            return
+        what = describe(output)
+        if what != "a file":
+            raise OutputError(f"{output}: {what}, wanted a file; choose another path")
+        refuse_foreign_file(output)
 
 
 def already_there(output: Path) -> OutputError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import lock_descriptor
 
 from quantkit.storage.renaming import locked
-from quantkit.storage.system import is_mine, open_lock
+from quantkit.storage.system import is_mine, make_folders, open_lock
 
 _SUFFIX = ".quantkit-stage"
 #: Letters of the output's name in the stage's: a name has 255 bytes at most.
@@ -36,7 +36,7 @@ def stage_beside(output: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(output.parent)
     _clean(output)
     stage, lock = _make(output)
     try:

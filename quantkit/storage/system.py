@@ -22,6 +22,9 @@ NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 #: A named pipe without a writer does not block.
 NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
+#: The mode's bit that lets every user write.
+OTHERS_WRITE = 0o002
+
 #: Of linux/fs.h: start the disk, and do not wait for it.
 _SYNC_FILE_RANGE_WRITE = 2
 
@@ -128,6 +131,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing; not everybody may write in them.
+
+    Raises:
+        OSError: as ``Path.mkdir``.
+    """
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir(0o777 & ~OTHERS_WRITE, exist_ok=True)
 
 
 def is_mine(found: os.stat_result) -> bool:

@@ -39,6 +39,7 @@ from quantkit.storage.places import (
     refuse_overlap,
     translated,
 )
+from quantkit.storage.system import make_folders
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
 from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
 from quantkit.workflow.hessians import MomentPlan, moments_of
@@ -163,7 +164,7 @@ def run(
         tell(line)
     started = perf_counter()
     with translated(task.output):
-        task.output.mkdir(parents=True, exist_ok=True)
+        make_folders(task.output)
         record.write(task.output)
     with logged(task.output / LOG, progress) as heard:
         build(

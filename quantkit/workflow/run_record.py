@@ -20,7 +20,7 @@ from quantkit.errors import ArtefactError, InputError, OutputError
 from quantkit.models.source import Model
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
-from quantkit.storage.files import staged_file
+from quantkit.storage.files import rewritten_file
 from quantkit.storage.jsonfile import read_json
 
 RECORD = "run.json"
@@ -74,7 +74,7 @@ class RunRecord:
 
     def write(self, output: Path) -> None:
         """Write the record into the folder of a run."""
-        with staged_file(output / RECORD, force=True) as made:
+        with rewritten_file(output / RECORD) as made:
             made.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -89,7 +89,7 @@ class RunRecord:
         """Keep how long it took; where the cache cannot be written, that is no failure."""
         with suppress(OSError, OutputError):
             self._time_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with staged_file(self._time_file, force=True) as made:
+            with rewritten_file(self._time_file) as made:
                 made.write_text(json.dumps({"seconds": round(seconds, 1)}), encoding="utf-8")
 
     @property

@@ -388,6 +388,20 @@ def test_check_fails_with_exit_code_one(broken):
     assert "1 with problems" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"choices": {"tile": word}}, f"tile '{word}', which is not on the menu")
+          for word in ("tx", "t99", "t-1", "t", "no", "1")),
+        *(({"block": block}, "expected 1 to 1024") for block in (0, -1, 1025, 10**400)),
+    ],
+)  # fmt: skip
+def test_check_refuses_a_manifest_of_no_kernel(broken, changes, message):
+    edit(broken, **changes)
+    with pytest.raises(ArtefactError, match=message):
+        check_folder(broken)
+
+
 def test_check_may_build_by_itself():
     need(nvrtc.load_nvrtc)
     result = invoke("check", "--target", "sm_89", "--op", "quantize_fp8_static", "--quiet")

@@ -113,11 +113,12 @@ def test_a_scratch_directory_is_beside_the_output_and_gone_afterwards(tmp_path):
 
 def test_staged_file_replaces_a_file_at_once(tmp_path):
     output = tmp_path / "out.json"
-    output.write_text("old")
+    old, new = (f'{{"schema": "quantkit.test", "is": "{text}"}}' for text in ("old", "new"))
+    output.write_text(old)
     with staged_file(output, force=True) as stage:
-        stage.write_text("new")
-        assert output.read_text() == "old"
-    assert output.read_text() == "new"
+        stage.write_text(new)
+        assert output.read_text() == old
+    assert output.read_text() == new
     assert names(tmp_path) == ["out.json"]
 
 
@@ -195,3 +196,20 @@ def test_lost_tail_and_missing_file_are_refused(tensors):
     tensors.unlink()
     with pytest.raises(ModelError, match="missing"):
         read_header(tensors)
+
+
+@pytest.mark.parametrize(("umask", "most"), [(0, 0o775), (0o002, 0o775), (0o077, 0o700)])
+def test_nothing_is_writable_for_all(tmp_path, umask, most):
+    before = os.umask(umask)
+    try:
+        with staged_directory(tmp_path / "new" / "out", kind="test", force=False) as stage:
+            (stage / "sub").mkdir()
+            (stage / "sub" / "file").touch()
+        with staged_file(tmp_path / "one" / "file", force=False) as made:
+            made.touch()
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert len(found) == 7
+    for path, mode in found.items():
+        assert mode == most if path.is_dir() else most & 0o666

@@ -255,6 +255,7 @@ from pathlib import Path
 import quantkit.storage.renaming
 from quantkit.errors import OutputError
 from quantkit.storage.files import scratch_directory, staged_directory, staged_file
+from quantkit.storage.written import YAML_MARK
 if sys.argv[1] == "fallback":
     quantkit.storage.renaming._rename = lambda *_: False
 folder = Path(sys.argv[2])
@@ -267,11 +268,11 @@ def directory(output, text, force):
 
 def file(output, text, force):
     with staged_file(output, force=force) as stage:
-        stage.write_text(text)
+        stage.write_text(YAML_MARK + text)
 
 def content(output):
     if output.is_file():
-        return {output.read_text()}
+        return {output.read_text().removeprefix(YAML_MARK)}
     names = {str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()}
     assert names == {"a", "sub/b", ".quantkit"}, names
     return {(output / name).read_text() for name in ("a", "sub/b")}

@@ -26,7 +26,7 @@ from quantkit.device.aot.manifest import Manifest, ManifestArgument, ManifestKer
 from quantkit.device.aot.masks import masked_matrix_instructions
 from quantkit.device.archs import Arch, Toolchain, find_arch
 from quantkit.device.compilers import CLANG_MINIMUM, objdump
-from quantkit.device.geometry import tiles
+from quantkit.device.geometry import tile_named
 from quantkit.errors import ArtefactError
 from quantkit.storage.inputfile import read_file
 from quantkit.storage.jsonfile import short
@@ -143,10 +143,9 @@ def _loop_of(code: Sequence[Instruction], kernel: ManifestKernel, arch: Arch) ->
         return None
     if "head" in kernel.choices:
         return find_shortest_loop(code, arch.matrix_unit)
-    word = kernel.choices.get("tile", "")
-    if not word:
+    tile = tile_named(kernel.choices.get("tile", ""))
+    if tile is None:
         return None
-    tile = tiles()[int(word.removeprefix("t"))]
     work = tile.m * tile.n * tile.k // (tile.block // 32)
     return find_loop(code, work, arch.matrix_unit)
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from quantkit._version import __version__
 from quantkit.device.aot.codeobject import Resources
+from quantkit.device.geometry import tile_named
 from quantkit.device.ops.op import Argument, Variant
 from quantkit.errors import ArtefactError
 from quantkit.storage.jsonfile import as_type, parsing, read_json
 
 MANIFEST_VERSION = 1
+#: Threads of a block on every GPU.
+MAX_BLOCK = 1024
 MANIFEST_NAME = "manifest.json"
 
 
@@ -125,9 +128,18 @@ def read_manifest(folder: Path) -> Manifest:
     with parsing(path, cure="build the folder again"):
         manifest = as_type(Manifest, content)
         for kernel in manifest.kernels:
-            if Path(kernel.file).name != kernel.file:
-                raise ValueError(f"file {kernel.file!r:.80}, which is not in the folder")
+            _check(kernel)
         return manifest
+
+
+def _check(kernel: ManifestKernel) -> None:
+    if Path(kernel.file).name != kernel.file:
+        raise ValueError(f"file {kernel.file!r:.80}, which is not in the folder")
+    if not 0 < kernel.block <= MAX_BLOCK:
+        raise ValueError(f"{kernel.file}: block {kernel.block!s:.20}, expected 1 to {MAX_BLOCK}")
+    tile = kernel.choices.get("tile")
+    if tile is not None and tile_named(tile) is None:
+        raise ValueError(f"{kernel.file}: tile {tile!r:.40}, which is not on the menu")
 
 
 def _describe_argument(argument: Argument, io: str) -> ManifestArgument:
