@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quantkit.storage.system import OTHERS_WRITE
-
 _NAMES = ("stdin", "stdout", "stderr")
 
 
@@ -39,7 +37,7 @@ def drop_output() -> None:
 def closed_to_others() -> Iterator[None]:
     """Let no file or folder that the body makes be writable for all users."""
     before = os.umask(0o022)
-    os.umask(before | OTHERS_WRITE)
+    os.umask(before | 0o002)
     try:
         yield
     finally:

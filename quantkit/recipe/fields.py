@@ -1,8 +1,10 @@
 """The types of single values in recipes, and what is checked of each."""
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -107,8 +109,24 @@ Buckets = int | tuple[float, ...] | Literal["auto"]
 Format = Annotated[str, AfterValidator(checked_format)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 Patterns = tuple[str, ...]
+#: What fnmatch takes for more than itself.
+_WILD = frozenset("*?[")
 
 
 def matches(layer: str, patterns: Sequence[str]) -> bool:
     """Tell whether one of the globs matches the module path."""
-    return any(fnmatchcase(layer, pattern) for pattern in patterns)
+    names, globs = _compiled(tuple(patterns))
+    return layer in names or globs.match(layer) is not None
+
+
+def is_glob(pattern: str) -> bool:
+    """Tell whether a pattern means more than the one name that it is."""
+    return not _WILD.isdisjoint(pattern)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+    """Return the names among globs, as many as a model has layers, and one pattern of the rest."""
+    globs = [translate(pattern) for pattern in patterns if is_glob(pattern)]
+    # Without globs: what matches nothing.
+    return frozenset(patterns), re.compile("|".join(globs) or r"(?!)")

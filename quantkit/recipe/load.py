@@ -3,7 +3,7 @@
 import difflib
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +12,7 @@ from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.fields import is_glob
 from quantkit.recipe.goals import BudgetRecipe, Gates
 from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe, SparsityRecipe
@@ -19,6 +20,8 @@ from quantkit.storage.inputfile import read_text
 from quantkit.storage.jsonfile import short
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 
+#: Each is compared with every layer; a bundled recipe has thirty.
+MAX_GLOBS = 1000
 #: Letters of a message about a recipe, after its name.
 _LENGTH = 300
 
@@ -70,12 +73,25 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: found {type(values).__name__}, wanted a table of settings")
+    if (count := _globs(values)) > MAX_GLOBS:
+        raise RecipeError(
+            f"{where}: {count:,} globs, expected at most {MAX_GLOBS:,}; give names without *, ? "
+            "and [, of which there may be more"
+        )
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise RecipeError(f"{where}: {_first(error)}") from error
     except QuantkitError as error:
         raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
+
+
+def _globs(values: object) -> int:
+    """Return how many globs stand anywhere in values, which are not nested deep."""
+    if isinstance(values, str):
+        return is_glob(values)
+    inner = values.values() if isinstance(values, Mapping) else values
+    return sum(map(_globs, inner)) if isinstance(inner, Iterable) else 0
 
 
 def _first(error: ValidationError) -> str:

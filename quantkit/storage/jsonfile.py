@@ -24,6 +24,11 @@ MAX_VALUES = 1_000_000
 #: Lists and objects inside each other. Real files have ten; Python's stack ends near 1,000.
 MAX_DEPTH = 64
 
+#: Digits of a whole number, as of YAML. Beyond 308 it is no float, which arithmetic makes of it.
+MAX_DIGITS = 40
+
+#: Looked for first, since nearly no text has one: digits may stand in a string.
+_LONG = re.compile(rf"[0-9]{{{MAX_DIGITS + 1}}}")
 #: Half of a pair that encodes one character: legal in JSON, but no text that can be written.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -42,7 +47,8 @@ def parse_json(text: str | bytes) -> Any:
             text = text.decode("utf-8")
         if sum(text.count(mark) for mark in ",[{") > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
-        value = json.loads(text, object_pairs_hook=_object)
+        whole = _whole if _LONG.search(text) else None
+        value = json.loads(text, object_pairs_hook=_object, parse_int=whole)
     except RecursionError as error:
         raise ValueError(f"more than {MAX_DEPTH} levels of lists and objects") from error
     except UnicodeDecodeError as error:
@@ -163,6 +169,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r:.80} is there twice")
     return values
+
+
+def _whole(digits: str) -> int:
+    if len(digits.removeprefix("-")) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _check_depth(value: object) -> None:

@@ -26,6 +26,11 @@ ITEM_BYTES = {
 #: model of 90,000 tensors, as many as ``jsonfile`` allows, is smaller than this.
 MAX_HEADER_BYTES = 32 * 2**20
 
+#: Keys of ``__metadata__``. Trainers of LoRA write a hundred.
+MAX_METADATA = 10_000
+#: Axes of a tensor, as torch's. Sizes of a million axes multiply to a number of as many words.
+MAX_RANK = 64
+
 #: Headers that are not parsed again: those of the shards of a model.
 _KEPT = 16
 
@@ -164,13 +169,18 @@ def _checked(path: Path, size: int, base: int, table: object) -> Header:
 def _metadata(value: object) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError("__metadata__ holds more than texts")
+    if len(value) > MAX_METADATA:
+        raise ValueError(f"__metadata__ has {len(value):,} keys, expected at most {MAX_METADATA:,}")
     return value
 
 
 def _row(base: int, name: str, entry: object) -> TensorInfo:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop], **rest} if (
-            not rest and dtype in ITEM_BYTES and _are_sizes([*shape, start, stop])
+            not rest
+            and dtype in ITEM_BYTES
+            and len(shape) <= MAX_RANK
+            and _are_sizes([*shape, start, stop])
         ):
             row = TensorInfo(name, dtype, tuple(shape), base + start, base + stop)
         case _:

@@ -1,5 +1,7 @@
 """Recipes: the bundled ones run dry, strict checking, and what wins for a layer."""
 
+import fnmatch
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +15,7 @@ from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import open_model
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.fields import matches
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe
@@ -212,6 +215,7 @@ BAD = {
     "depth": (f"{{name: t, keep: {'[' * 17 + ']' * 17}}}", "more than 16 levels"),
     "very deep": ("[" * 300_000, "more than 16 levels"),
     "values": (f"{{name: t, keep: [{'a,' * 100_001}]}}", "more than 100,000 values"),
+    "globs": (f"{{name: t, keep: [{'a*, ' * 1001}]}}", "1,001 globs, expected at most 1,000"),
     "long key": (f"{{name: t, {'k' * 1000}: 1}}", "unknown key 'kkk"),
     "long value": (f"{{name: t, weight: {{format: {'v' * 500_000}}}}}", "format 'vvv"),
     "long list": (f"{{name: t, smooth: [{'a,' * 50_000}]}}", "found \\['a', "),
@@ -354,3 +358,22 @@ def test_documented_keys_are_all_there_are():
     assert set(documented["text_encoders"]) == set(EncoderRecipe.model_fields)
     assert set(documented["text_encoders"]["overrides"][0]) == set(EncoderOverride.model_fields)
     assert not [name for name in recipe_names() if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize(
+    "glob", ["*", "a.*", "*.b", "a?b", "a.b", "[ab].c", "a|b", "", "[", "(", "a.*.c", "A.b"]
+)
+def test_globs_match_as_the_library_says(glob):
+    for name in ("", "a", "a.b", "axb", "b.c", "a|b", "[", "(", "a.x.c", "a.b.c.d", "a\nb"):
+        for others in ((), ("z", "z.*"), ("[z", "?z")):
+            assert matches(name, (*others, glob)) == fnmatch.fnmatchcase(name, glob), name
+
+
+def test_many_names_cost_little():
+    recipe = parse_recipe(
+        f"{{name: t, keep: [{', '.join(f'layer.{i}' for i in range(20_000))}]}}", where="t"
+    )
+    start = time.process_time()
+    kept = [recipe.settings(f"layer.{i}").keep for i in range(19_000, 20_200)]
+    assert kept == [True] * 1000 + [None] * 200
+    assert time.process_time() - start < 5

@@ -83,7 +83,15 @@ def test_text_is_utf8_with_or_without_a_mark(tmp_path):
         read_text(tmp_path / "x", 100)
 
 
-GOOD = ['{"a": [1, 2.5, null, true, "x"]}', "[]", '"ä\\ud83d\\ude00"', "3", '{"a": {"a": 1}}']
+GOOD = [
+    "[" + "9" * 40 + ", -" + "9" * 40 + "]",
+    f'["{"9" * 41}", 1]',
+    '{"a": [1, 2.5, null, true, "x"]}',
+    "[]",
+    '"ä\\ud83d\\ude00"',
+    "3",
+    '{"a": {"a": 1}}',
+]
 
 
 @pytest.mark.parametrize("text", GOOD)
@@ -98,6 +106,7 @@ BAD = {
     "surrogate": ('{"a": "\\ud800"}', "surrogate"),
     "surrogate-key": ('{"\\udc00": 1}', "surrogate"),
     "digits": ("1" * 5000, "digits"),
+    "beyond floats": ('{"bytes": -1' + "0" * 400 + "}", "a number of 402 digits"),
     "bytes": (b'"\xff"', "byte 1 is not UTF-8"),
     "values": ("[" + "[]," * MAX_VALUES + "[]]", "more than 1,000,000 values"),
     "deep": ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "more than 64 levels"),

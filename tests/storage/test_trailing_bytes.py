@@ -1,6 +1,7 @@
 """Bytes after the end of a file, and between its tensors."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -33,6 +34,31 @@ def test_bytes_between_tensors_are_refused(tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 9)
     with pytest.raises(ModelError, match=str(path)):
         read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        # Multiplied out, a number of 25 million bits: minutes.
+        (
+            {"a": {"dtype": "U8", "shape": [2**62] * 400_000, "data_offsets": [0, 0]}},
+            "header entry",
+        ),
+        (
+            {"__metadata__": {str(i): "" for i in range(10_001)}},
+            "10,001 keys, expected at most",
+        ),
+    ],
+    ids=["axes", "metadata"],
+)
+def test_headers_beyond_all_use_are_refused_at_once(tmp_path, table, message):
+    path = tmp_path / "t.safetensors"
+    text = json.dumps(table).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    start = time.process_time()
+    with pytest.raises(ModelError, match=message):
+        read_header(path)
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"\0" * 64], ids=len)
