@@ -78,7 +78,7 @@ def open_gguf(path: Path) -> StoredFile:
 def blocks_of(model: SingleFileModel) -> dict[str, StoredBlocks]:
     """Return the layers whose blocks quantkit packs as they are, by module path."""
     found = {}
-    for piece in model.pieces:
+    for piece in model.denoiser.pieces:
         if not isinstance(piece.tensor, GgufWeight):
             continue
         stored = piece.tensor.stored

@@ -22,6 +22,8 @@ class OriginalTensor:
     parts: tuple[str, ...]
     #: the halves of dim 0 stand the other way round in diffusers
     swapped: bool
+    #: rows are columns in diffusers
+    transposed: bool = False
 
 
 def original_tensors(layout: Layout, names: Collection[str]) -> tuple[OriginalTensor, ...]:
@@ -45,7 +47,12 @@ def original_tensors(layout: Layout, names: Collection[str]) -> tuple[OriginalTe
         rows[original] = row
         last = max(last, int(found["i"])) if row.swapped == "last" else last
     return tuple(
-        OriginalTensor(name, _whole(name, found, rows[name]), _is_swapped(rows[name], name, last))
+        OriginalTensor(
+            name,
+            _whole(name, found, rows[name]),
+            _is_swapped(rows[name], name, last),
+            rows[name].transposed,
+        )
         for name, found in parts.items()
     )
 
@@ -79,12 +86,14 @@ def layout_of_model(class_name: str, names: Collection[str]) -> Layout:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What numbers of UNet blocks follow from: all blocks lie in one row in the original."""
+    """What numbers of blocks follow from: a UNet's lie in one row in the original."""
 
     #: resnets of a down block
     layers: int
     #: up blocks with attention
     attentive: frozenset[int]
+    #: up blocks of a VAE's decoder, which are counted from the last
+    ups: int
 
     @classmethod
     def of(cls, names: Collection[str]) -> "_Numbers":
@@ -92,14 +101,18 @@ class _Numbers:
         layers = {int(found[1]) for name in names if (found := pattern.match(name))}
         pattern = re.compile(r"up_blocks\.(\d+)\.attentions\.")
         attentive = {int(found[1]) for name in names if (found := pattern.match(name))}
-        return cls(max(layers, default=-1) + 1, frozenset(attentive))
+        pattern = re.compile(r"decoder\.up_blocks\.(\d+)\.")
+        ups = {int(found[1]) for name in names if (found := pattern.match(name))}
+        return cls(max(layers, default=-1) + 1, frozenset(attentive), len(ups))
 
     def fill(self, original: str, found: Mapping[str, str]) -> str:
         """Return a row's original name with its numbers."""
         x, i = int(found.get("x") or 0), int(found.get("i") or 0)
         step = self.layers + 1
         return original.format(
+            x=x,
             i=i,
+            up=self.ups - 1 - x,
             rest=found.get("rest"),
             input=step * x + i + 1,
             downsampler=step * (x + 1),
@@ -119,7 +132,7 @@ def _match(layout: Layout, name: str) -> tuple[Row, int, dict[str, str]]:
     )
 
 
-@lru_cache(maxsize=len(LAYOUTS))
+@lru_cache(maxsize=16)
 def _patterns(layout: Layout) -> list[tuple[Row, int, re.Pattern[str]]]:
     found = []
     for row in layout.rows:

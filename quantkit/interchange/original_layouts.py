@@ -23,6 +23,8 @@ class Row:
     parts: tuple[str, ...]
     #: whether the halves of dim 0 change places: never, always, or in the last block
     swapped: Literal["never", "always", "last"] = "never"
+    #: rows are columns in diffusers
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Layout:
     foreign: tuple[str, ...] = ()
 
 
-def _one(original: str, diffusers: str) -> Row:
+def one_row(original: str, diffusers: str) -> Row:
+    """Return the row of what only has another name."""
     return Row(original, (diffusers,))
 
 
@@ -55,26 +58,26 @@ def _resnet(original: str, diffusers: str) -> tuple[Row, ...]:
         "out_layers.3": "conv2",
         "skip_connection": "conv_shortcut",
     }
-    return tuple(_one(f"{original}.{old}", f"{diffusers}.{new}") for old, new in names.items())
+    return tuple(one_row(f"{original}.{old}", f"{diffusers}.{new}") for old, new in names.items())
 
 
 _UNET = (
-    _one("time_embed.0", "time_embedding.linear_1"),
-    _one("time_embed.2", "time_embedding.linear_2"),
-    _one("label_emb.0.0", "add_embedding.linear_1"),
-    _one("label_emb.0.2", "add_embedding.linear_2"),
-    _one("input_blocks.0.0", "conv_in"),
+    one_row("time_embed.0", "time_embedding.linear_1"),
+    one_row("time_embed.2", "time_embedding.linear_2"),
+    one_row("label_emb.0.0", "add_embedding.linear_1"),
+    one_row("label_emb.0.2", "add_embedding.linear_2"),
+    one_row("input_blocks.0.0", "conv_in"),
     *_resnet("input_blocks.{input}.0", "down_blocks.{x}.resnets.{i}"),
-    _one("input_blocks.{input}.1.{rest}", "down_blocks.{x}.attentions.{i}.{rest}"),
-    _one("input_blocks.{downsampler}.0.op", "down_blocks.{x}.downsamplers.0.conv"),
+    one_row("input_blocks.{input}.1.{rest}", "down_blocks.{x}.attentions.{i}.{rest}"),
+    one_row("input_blocks.{downsampler}.0.op", "down_blocks.{x}.downsamplers.0.conv"),
     *_resnet("middle_block.0", "mid_block.resnets.0"),
-    _one("middle_block.1.{rest}", "mid_block.attentions.0.{rest}"),
+    one_row("middle_block.1.{rest}", "mid_block.attentions.0.{rest}"),
     *_resnet("middle_block.2", "mid_block.resnets.1"),
     *_resnet("output_blocks.{output}.0", "up_blocks.{x}.resnets.{i}"),
-    _one("output_blocks.{output}.1.{rest}", "up_blocks.{x}.attentions.{i}.{rest}"),
-    _one("output_blocks.{upsampler}.{after}.conv", "up_blocks.{x}.upsamplers.0.conv"),
-    _one("out.0", "conv_norm_out"),
-    _one("out.2", "conv_out"),
+    one_row("output_blocks.{output}.1.{rest}", "up_blocks.{x}.attentions.{i}.{rest}"),
+    one_row("output_blocks.{upsampler}.{after}.conv", "up_blocks.{x}.upsamplers.0.conv"),
+    one_row("out.0", "conv_norm_out"),
+    one_row("out.2", "conv_out"),
 )
 
 
@@ -87,64 +90,66 @@ _BLOCK = "transformer_blocks.{i}"
 _SINGLE = "single_transformer_blocks.{i}"
 
 _SD3 = (
-    _one("x_embedder.proj", "pos_embed.proj"),
-    _one("pos_embed", "pos_embed.pos_embed"),
-    _one("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
-    _one("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
-    _one("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
-    _one("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
-    _one("context_embedder", "context_embedder"),
+    one_row("x_embedder.proj", "pos_embed.proj"),
+    one_row("pos_embed", "pos_embed.pos_embed"),
+    one_row("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
+    one_row("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
+    one_row("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
+    one_row("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+    one_row("context_embedder", "context_embedder"),
     _qkv("joint_blocks.{i}.x_block.attn.qkv", f"{_BLOCK}.attn"),
-    _one("joint_blocks.{i}.x_block.attn.ln_q", f"{_BLOCK}.attn.norm_q"),
-    _one("joint_blocks.{i}.x_block.attn.ln_k", f"{_BLOCK}.attn.norm_k"),
-    _one("joint_blocks.{i}.x_block.attn.proj", f"{_BLOCK}.attn.to_out.0"),
+    one_row("joint_blocks.{i}.x_block.attn.ln_q", f"{_BLOCK}.attn.norm_q"),
+    one_row("joint_blocks.{i}.x_block.attn.ln_k", f"{_BLOCK}.attn.norm_k"),
+    one_row("joint_blocks.{i}.x_block.attn.proj", f"{_BLOCK}.attn.to_out.0"),
     _qkv("joint_blocks.{i}.x_block.attn2.qkv", f"{_BLOCK}.attn2"),
-    _one("joint_blocks.{i}.x_block.attn2.ln_q", f"{_BLOCK}.attn2.norm_q"),
-    _one("joint_blocks.{i}.x_block.attn2.ln_k", f"{_BLOCK}.attn2.norm_k"),
-    _one("joint_blocks.{i}.x_block.attn2.proj", f"{_BLOCK}.attn2.to_out.0"),
-    _one("joint_blocks.{i}.x_block.mlp.fc1", f"{_BLOCK}.ff.net.0.proj"),
-    _one("joint_blocks.{i}.x_block.mlp.fc2", f"{_BLOCK}.ff.net.2"),
-    _one("joint_blocks.{i}.x_block.adaLN_modulation.1", f"{_BLOCK}.norm1.linear"),
+    one_row("joint_blocks.{i}.x_block.attn2.ln_q", f"{_BLOCK}.attn2.norm_q"),
+    one_row("joint_blocks.{i}.x_block.attn2.ln_k", f"{_BLOCK}.attn2.norm_k"),
+    one_row("joint_blocks.{i}.x_block.attn2.proj", f"{_BLOCK}.attn2.to_out.0"),
+    one_row("joint_blocks.{i}.x_block.mlp.fc1", f"{_BLOCK}.ff.net.0.proj"),
+    one_row("joint_blocks.{i}.x_block.mlp.fc2", f"{_BLOCK}.ff.net.2"),
+    one_row("joint_blocks.{i}.x_block.adaLN_modulation.1", f"{_BLOCK}.norm1.linear"),
     _qkv("joint_blocks.{i}.context_block.attn.qkv", f"{_BLOCK}.attn", _ADDED),
-    _one("joint_blocks.{i}.context_block.attn.ln_q", f"{_BLOCK}.attn.norm_added_q"),
-    _one("joint_blocks.{i}.context_block.attn.ln_k", f"{_BLOCK}.attn.norm_added_k"),
-    _one("joint_blocks.{i}.context_block.attn.proj", f"{_BLOCK}.attn.to_add_out"),
-    _one("joint_blocks.{i}.context_block.mlp.fc1", f"{_BLOCK}.ff_context.net.0.proj"),
-    _one("joint_blocks.{i}.context_block.mlp.fc2", f"{_BLOCK}.ff_context.net.2"),
+    one_row("joint_blocks.{i}.context_block.attn.ln_q", f"{_BLOCK}.attn.norm_added_q"),
+    one_row("joint_blocks.{i}.context_block.attn.ln_k", f"{_BLOCK}.attn.norm_added_k"),
+    one_row("joint_blocks.{i}.context_block.attn.proj", f"{_BLOCK}.attn.to_add_out"),
+    one_row("joint_blocks.{i}.context_block.mlp.fc1", f"{_BLOCK}.ff_context.net.0.proj"),
+    one_row("joint_blocks.{i}.context_block.mlp.fc2", f"{_BLOCK}.ff_context.net.2"),
     # The last block only scales and shifts the prompt, in diffusers the other way round.
     Row(
         "joint_blocks.{i}.context_block.adaLN_modulation.1",
         (f"{_BLOCK}.norm1_context.linear",),
         swapped="last",
     ),
-    _one("final_layer.linear", "proj_out"),
+    one_row("final_layer.linear", "proj_out"),
     Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
 )
 
 _FLUX = (
-    _one("img_in", "x_embedder"),
-    _one("txt_in", "context_embedder"),
-    _one("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
-    _one("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
-    _one("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
-    _one("vector_in.out_layer", "time_text_embed.text_embedder.linear_2"),
-    _one("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
-    _one("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
-    _one("double_blocks.{i}.img_mod.lin", f"{_BLOCK}.norm1.linear"),
-    _one("double_blocks.{i}.txt_mod.lin", f"{_BLOCK}.norm1_context.linear"),
+    one_row("img_in", "x_embedder"),
+    one_row("txt_in", "context_embedder"),
+    one_row("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
+    one_row("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
+    one_row("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
+    one_row("vector_in.out_layer", "time_text_embed.text_embedder.linear_2"),
+    one_row("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
+    one_row("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
+    one_row("double_blocks.{i}.img_mod.lin", f"{_BLOCK}.norm1.linear"),
+    one_row("double_blocks.{i}.txt_mod.lin", f"{_BLOCK}.norm1_context.linear"),
     _qkv("double_blocks.{i}.img_attn.qkv", f"{_BLOCK}.attn"),
-    _one("double_blocks.{i}.img_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_q.weight"),
-    _one("double_blocks.{i}.img_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_k.weight"),
-    _one("double_blocks.{i}.img_attn.proj", f"{_BLOCK}.attn.to_out.0"),
+    one_row("double_blocks.{i}.img_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_q.weight"),
+    one_row("double_blocks.{i}.img_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_k.weight"),
+    one_row("double_blocks.{i}.img_attn.proj", f"{_BLOCK}.attn.to_out.0"),
     _qkv("double_blocks.{i}.txt_attn.qkv", f"{_BLOCK}.attn", _ADDED),
-    _one("double_blocks.{i}.txt_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_added_q.weight"),
-    _one("double_blocks.{i}.txt_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_added_k.weight"),
-    _one("double_blocks.{i}.txt_attn.proj", f"{_BLOCK}.attn.to_add_out"),
-    _one("double_blocks.{i}.img_mlp.0", f"{_BLOCK}.ff.net.0.proj"),
-    _one("double_blocks.{i}.img_mlp.2", f"{_BLOCK}.ff.net.2"),
-    _one("double_blocks.{i}.txt_mlp.0", f"{_BLOCK}.ff_context.net.0.proj"),
-    _one("double_blocks.{i}.txt_mlp.2", f"{_BLOCK}.ff_context.net.2"),
-    _one("single_blocks.{i}.modulation.lin", f"{_SINGLE}.norm.linear"),
+    one_row(
+        "double_blocks.{i}.txt_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_added_q.weight"
+    ),
+    one_row("double_blocks.{i}.txt_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_added_k.weight"),
+    one_row("double_blocks.{i}.txt_attn.proj", f"{_BLOCK}.attn.to_add_out"),
+    one_row("double_blocks.{i}.img_mlp.0", f"{_BLOCK}.ff.net.0.proj"),
+    one_row("double_blocks.{i}.img_mlp.2", f"{_BLOCK}.ff.net.2"),
+    one_row("double_blocks.{i}.txt_mlp.0", f"{_BLOCK}.ff_context.net.0.proj"),
+    one_row("double_blocks.{i}.txt_mlp.2", f"{_BLOCK}.ff_context.net.2"),
+    one_row("single_blocks.{i}.modulation.lin", f"{_SINGLE}.norm.linear"),
     Row(
         "single_blocks.{i}.linear1",
         (
@@ -154,10 +159,10 @@ _FLUX = (
             f"{_SINGLE}.proj_mlp",
         ),
     ),
-    _one("single_blocks.{i}.linear2", f"{_SINGLE}.proj_out"),
-    _one("single_blocks.{i}.norm.query_norm.scale", f"{_SINGLE}.attn.norm_q.weight"),
-    _one("single_blocks.{i}.norm.key_norm.scale", f"{_SINGLE}.attn.norm_k.weight"),
-    _one("final_layer.linear", "proj_out"),
+    one_row("single_blocks.{i}.linear2", f"{_SINGLE}.proj_out"),
+    one_row("single_blocks.{i}.norm.query_norm.scale", f"{_SINGLE}.attn.norm_q.weight"),
+    one_row("single_blocks.{i}.norm.key_norm.scale", f"{_SINGLE}.attn.norm_k.weight"),
+    one_row("final_layer.linear", "proj_out"),
     Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
 )
 

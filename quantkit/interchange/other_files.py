@@ -37,12 +37,12 @@ _OTHERS = (
             r"text_model\.|^encoder\.block\.|^model\.layers\.|transformer\.resblocks"
             r"|^shared\.weight$"
         ),
-        "give the file of the denoiser; text encoders come from config",
+        "give the file of the denoiser; with or without its text encoders",
     ),
     _Other(
         "a VAE",
         re.compile(r"^(first_stage_model\.|vae\.)?(decoder|encoder)\.(conv_in|mid)"),
-        "give the file of the denoiser; the VAE comes from config",
+        "give the file of the denoiser; with or without its VAE",
     ),
     _Other(
         "an embedding",

@@ -1,7 +1,7 @@
-"""Writing a single file as a diffusers directory: its denoiser in 16 bit, the rest from config."""
+"""Writing a single file as a diffusers directory: what it holds in 16 bit, the rest from config."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 from quantkit.checkpoint.layout import Slot, encode_header, place
 from quantkit.checkpoint.spec import TensorSpec
 from quantkit.errors import NonFiniteError
+from quantkit.interchange.checkpoint_parts import Part
 from quantkit.interchange.gguf_file import PLAIN, all_finite
-from quantkit.interchange.single_file_model import Piece, SingleFileModel
-from quantkit.models.source import WEIGHTS
+from quantkit.interchange.pieces import Piece
+from quantkit.interchange.single_file_model import SingleFileModel
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import copy_file, is_weight, list_files
@@ -31,23 +32,24 @@ def unpack(
     Args:
         model: the file and its config.
         folder: to fill.
-        take: copies or links a file that is not the denoiser's weights.
+        take: copies or links a file that holds no weights of these components.
         progress: told of tensors unpacked.
 
     Raises:
         NonFiniteError: NaN or infinity, or a number beyond float16.
         ModelError: the file ends early.
     """
+    replaced = {part.component for part in model.parts}
     for file in list_files(model.config):
-        inside = not model.component or file.parts[0] == model.component
+        inside = file.parts[0] in replaced or not model.denoiser.component
         if is_weight(file) and (inside or file.parent == Path()):
             continue
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         take(model.config / file, folder / file)
-    denoiser = folder / model.component
-    denoiser.mkdir(exist_ok=True)
     with one_torch_thread():
-        _write_weights(model, denoiser / f"{WEIGHTS}.safetensors", progress)
+        for part in model.parts:
+            (folder / part.component).mkdir(exist_ok=True)
+            _write_weights(model.file.path, part, folder / part.component, progress)
 
 
 def link(source: Path, target: Path) -> None:
@@ -59,32 +61,39 @@ def link(source: Path, target: Path) -> None:
         copy_file(source, target)
 
 
-def specs_of(model: SingleFileModel) -> list[TensorSpec]:
-    """Return the tensors that are written."""
-    return [TensorSpec(piece.name, piece.dtype, piece.shape) for piece in model.pieces]
+def specs_of(part: Part) -> list[TensorSpec]:
+    """Return the tensors of a component that are written."""
+    return [TensorSpec(piece.name, piece.dtype, piece.shape) for piece in part.pieces]
 
 
-def _write_weights(model: SingleFileModel, path: Path, progress: Progress) -> None:
-    specs = specs_of(model)
+def _write_weights(source: Path, part: Part, folder: Path, progress: Progress) -> None:
+    specs = specs_of(part)
     header = encode_header(specs, {"format": "pt"})
     slots = place(specs, len(header))
-    descriptor = open_new(path)
+    descriptor = open_new(folder / f"{part.stem}.safetensors")
     try:
         write_at(descriptor, header, 0)
-        for piece in tracked(progress, f"unpack {model.file.path.name}", model.pieces):
-            _write_piece(model.file.path, piece, descriptor, slots[piece.name])
+        for piece in tracked(progress, f"unpack {part.component or source.name}", part.pieces):
+            _write_piece(source, piece, descriptor, slots[piece.name])
     finally:
         os.close(descriptor)
 
 
 def _write_piece(path: Path, piece: Piece, descriptor: int, slot: Slot) -> None:
     position = slot.start
-    for first, count in piece.runs:
-        for chunk in piece.tensor.read(first, count):
-            data = _narrowed(path, piece, chunk).contiguous().view(torch.uint8).numpy().data
-            write_at(descriptor, data, position)
-            position += len(data)
+    for chunk in _read(piece):
+        data = _narrowed(path, piece, chunk).contiguous().view(torch.uint8).numpy().data
+        write_at(descriptor, data, position)
+        position += len(data)
     assert position == slot.stop, piece.name
+
+
+def _read(piece: Piece) -> Iterator[Tensor]:
+    chunks = (chunk for first, count in piece.runs for chunk in piece.tensor.read(first, count))
+    if not piece.transposed:
+        return chunks
+    # Projections of text encoders, of a few MB.
+    return iter([torch.cat(list(chunks)).reshape(piece.shape[::-1]).T.flatten()])
 
 
 def _narrowed(path: Path, piece: Piece, values: Tensor) -> Tensor:

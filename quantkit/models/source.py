@@ -30,11 +30,11 @@ _VARIANT = re.compile(r"[A-Za-z0-9_]{1,40}")
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A denoiser in one file, .safetensors or .gguf, and the directory that says what it is."""
+    """A model in one file, .safetensors or .gguf, and the directory that says what it is."""
 
     path: Path
     #: of the diffusers pipeline that it belongs to, or of the component alone: config.json, and
-    #: all but the denoiser's weights
+    #: what the file lacks
     config: Path
 
     def __str__(self) -> str:

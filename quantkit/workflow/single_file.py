@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from quantkit.device.cache import cache_directory
 from quantkit.errors import ModelError, OutputError
+from quantkit.interchange.checkpoint_parts import Encoders
 from quantkit.interchange.gguf_import import blocks_of, open_gguf
 from quantkit.interchange.safetensors_import import open_safetensors
 from quantkit.interchange.single_file_model import SingleFileModel, fit
@@ -21,7 +23,7 @@ from quantkit.models.hub import fetch_config
 from quantkit.models.location import HUB_ID
 from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.progress import Progress, silent
-from quantkit.storage.copying import list_files
+from quantkit.storage.copying import is_weight, list_files
 from quantkit.storage.files import staged_directory
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.places import check_directory, refuse_overlap
@@ -32,7 +34,7 @@ KIND, IMPORTED = "unpacked single file", "imported model"
 #: The folder of the cache.
 SINGLE_FILES = "single-files"
 #: Changes with what is written, so that folders of other versions are not taken for it.
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Imported:
     layout: str
     #: the denoiser's sub-folder; empty for a component alone
     component: str
+    #: the other sub-folders whose weights are the file's: VAE and text encoders
+    others: tuple[str, ...]
     #: dtype -> number of tensors of the denoiser
     types: dict[str, int]
     #: of the denoiser's tensors
@@ -67,6 +71,7 @@ class Imported:
             "format": self.format,
             "layout": self.layout,
             "component": self.component,
+            "others": list(self.others),
             "types": self.types,
             "bytes": self.nbytes,
             "notes": list(self.notes),
@@ -104,17 +109,20 @@ def import_file(
     *,
     config: str | Path,
     output: str | Path,
+    encoders: Encoders = "file",
     force: bool = False,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> Imported:
-    """Write the denoiser of a single file as a 16-bit diffusers directory.
+    """Write a single file as a 16-bit diffusers directory.
 
     Args:
         file: .safetensors or .gguf: in the layout of the model's authors or in diffusers' names,
             in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF.
-        config: a pipeline's directory or hub id, which gives all but the denoiser's weights; a
-            component's directory, as its unet, makes a component alone.
+        config: a pipeline's directory or hub id, which gives what the file lacks; a component's
+            directory, as its unet, makes a component alone.
+        encoders: whose VAE and text encoders are taken where the file has them: "file", or
+            "config".
         output: the directory to make.
         force: replace an existing output.
         dry_run: check the file, and write nothing.
@@ -132,7 +140,11 @@ def import_file(
     check_directory(place, kind=IMPORTED, force=force)
     for given in (source.path, source.config):
         refuse_overlap(place, given)
-    model = _checked(source)
+    if encoders not in ("file", "config"):
+        raise ModelError(
+            f"encoders {encoders!r:.80}: expected file or config", fields=("encoders",)
+        )
+    model = _checked(source, encoders)
     if not dry_run:
         with staged_directory(place, kind=IMPORTED, force=force) as stage:
             unpack(model, stage, progress=progress)
@@ -180,9 +192,9 @@ def open_single_file(
     return replace(model, components=components)
 
 
-def _checked(source: SingleFile) -> SingleFileModel:
+def _checked(source: SingleFile, encoders: Encoders = "file") -> SingleFileModel:
     """Return the file, of whatever format, fitted to its config."""
-    return fit(_opened(source.path), source.config)
+    return fit(_opened(source.path), source.config, encoders)
 
 
 def _opened(path: Path) -> StoredFile:
@@ -192,13 +204,14 @@ def _opened(path: Path) -> StoredFile:
 
 
 def _summary(model: SingleFileModel, output: Path) -> Imported:
-    specs = specs_of(model)
+    specs = specs_of(model.denoiser)
     types = dict(sorted(Counter(spec.dtype for spec in specs).items()))
     return Imported(
         output,
         model.file.format,
-        model.layout,
-        model.component,
+        model.denoiser.layout,
+        model.denoiser.component,
+        tuple(part.component for part in model.rest.parts),
         types,
         sum(spec.nbytes for spec in specs),
         tuple(_notes(model)),
@@ -208,7 +221,7 @@ def _summary(model: SingleFileModel, output: Path) -> Imported:
 def _notes(model: SingleFileModel) -> list[str]:
     """Return what the user should know of the file, a line each."""
     notes = []
-    coded = [piece for piece in model.pieces if piece.quantized]
+    coded = [piece for part in model.parts for piece in part.pieces if piece.quantized]
     if coded:
         dtypes = " and ".join(sorted({piece.dtype for piece in coded}))
         notes.append(
@@ -216,12 +229,32 @@ def _notes(model: SingleFileModel) -> list[str]:
             f"to {dtypes}: what they lost stays lost, so prefer a 16-bit file where there is one"
         )
     notes.extend(model.file.notes)
-    if model.others:
-        largest = sorted(model.others.items(), key=lambda item: (-item[1], item[0]))
-        named = ", ".join(f"{name} ({count} tensors)" for name, count in largest[:4])
-        more = f" and {len(largest) - 4} others" if len(largest) > 4 else ""
-        notes.append(f"left out, for it comes from config: {named}{more}")
+    if others := [part.component for part in model.rest.parts]:
+        notes.append(f"from the file besides: {', '.join(others)}")
+    if completing := _from_config(model):
+        notes.append(f"from config: {', '.join(completing)}")
+    for why, counts in (
+        ("left out", model.rest.left),
+        ("left out, for no pipeline reads it", model.rest.ignored),
+    ):
+        if counts:
+            notes.append(f"{why}: {_largest(counts)}")
     return notes
+
+
+def _from_config(model: SingleFileModel) -> list[str]:
+    """Return the components of a pipeline whose weights the file does not hold."""
+    if not model.denoiser.component:
+        return []
+    weights = (file for file in list_files(model.config) if is_weight(file))
+    folders = {file.parts[0] for file in weights if len(file.parts) > 1}
+    return sorted(folders - {part.component for part in model.parts})
+
+
+def _largest(counts: Mapping[str, int]) -> str:
+    largest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    named = ", ".join(f"{name} ({count} tensors)" for name, count in largest[:4])
+    return named + (f" and {len(largest) - 4} others" if len(largest) > 4 else "")
 
 
 def _key(source: SingleFile) -> str:

@@ -18,6 +18,7 @@ from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
 from quantkit.models.source import SingleFile
 from quantkit.workflow.single_file import open_single_file
+from tests.support.checkpoints import vae_state
 from tests.support.denoisers import (
     DENOISERS,
     let_diffusers_read_narrow_flux,
@@ -98,7 +99,7 @@ def test_files_in_diffusers_names_are_read(name, prefix, config, tmp_path):
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
-def test_other_models_of_a_checkpoint_are_left_out_in_words(config, tmp_path):
+def test_other_models_of_a_checkpoint_are_left_out_of_a_denoiser_in_words(config, tmp_path):
     other = {
         "first_stage_model.decoder.conv_in.weight": torch.zeros(2),
         "first_stage_model.decoder.conv_in.bias": torch.zeros(2),
@@ -110,9 +111,13 @@ def test_other_models_of_a_checkpoint_are_left_out_in_words(config, tmp_path):
     state = {INSIDE + key: value for key, value in in_16_bit("sd15").items()}
     result, found = imported(write(tmp_path / "m.safetensors", state | other), config("sd15"))
     assert len(found) == len(state)
-    (note,) = result.notes
-    assert note.startswith("left out, for it comes from config: first_stage_model (2 tensors), ")
-    assert note.endswith("betas (1 tensors), cond_stage_model (1 tensors) and 1 others")
+    assert result.notes == (
+        "left out: first_stage_model (2 tensors)",
+        "left out, for no pipeline reads it: "
+        + ", ".join(
+            f"{x} (1 tensors)" for x in ("alphas_cumprod", "betas", "cond_stage_model", "model_ema")
+        ),
+    )
 
 
 # Codes.
@@ -423,14 +428,15 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkpoint(pipeline_dir, tmp_path):
-    """A file in the layout of Stable Diffusion 1.x, with a part of its VAE."""
+    """A file in the layout of Stable Diffusion 1.x, with its VAE."""
     state = load_file(pipeline_dir / "unet" / WEIGHTS)
     layout = layout_of_model("UNet2DConditionModel", state)
     tensors = {
         INSIDE + original.name: join(original, [state[name] for name in original.parts])
         for original in original_tensors(layout, state)
     }
-    tensors["first_stage_model.decoder.conv_in.bias"] = torch.zeros(4)
+    vae = diffusers.AutoencoderKL.from_pretrained(pipeline_dir / "vae", torch_dtype=torch.float16)
+    tensors |= {f"first_stage_model.{key}": value for key, value in vae_state(vae).items()}
     return write(tmp_path / "sd.safetensors", tensors)
 
 

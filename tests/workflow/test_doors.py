@@ -24,7 +24,7 @@ from quantkit.cli import quantkit
 from quantkit.inference.layers import iterate_packed
 from quantkit.recipe.load import load_recipe
 from quantkit.workflow import single_file
-from tests.support import comfyui, pipelines
+from tests.support import checkpoints, comfyui, pipelines
 from tests.support.adapters import branches
 from tests.support.denoisers import original_state
 from tests.support.loading import plain
@@ -78,11 +78,17 @@ class Door:
     encoders: tuple[str, ...] = ()
 
 
-def write_original_layout(pipeline, path):
-    """Write what SDXL's checkpoints hold: the UNet under a prefix, and a part of a VAE."""
-    unet = plain(pipeline).unet
-    tensors = {f"model.diffusion_model.{n}": t for n, t in original_state(unet).items()}
-    tensors["first_stage_model.decoder.conv_in.bias"] = torch.zeros(4)
+def write_whole_checkpoint(pipeline, path):
+    """Write what SDXL's checkpoints hold: UNet, VAE and both text encoders."""
+    pipe = plain(pipeline)
+    tensors = {f"{checkpoints.INSIDE}{n}": t for n, t in original_state(pipe.unet).items()}
+    vae = checkpoints.vae_state(pipe.vae)
+    tensors |= {f"first_stage_model.{n}": t for n, t in vae.items()}
+    for encoder, prefix, is_open in (
+        (pipe.text_encoder, "conditioner.embedders.0.transformer.", False),
+        (pipe.text_encoder_2, "conditioner.embedders.1.model.", True),
+    ):
+        tensors |= checkpoints.encoder_state(encoder, prefix, is_open=is_open)
     save_file({n: t.half().contiguous() for n, t in tensors.items()}, path)
 
 
@@ -113,13 +119,15 @@ def _flux(root):
 
 def _sdxl(root):
     config, file = pipelines.tiny_sdxl_pipeline(root / "sdxl-config"), root / "sdxl.safetensors"
-    write_original_layout(config, file)
+    # A fine-tune, whose encoders and VAE are not its base model's.
+    tuned = pipelines.tiny_sdxl_pipeline(root / "sdxl-tuned", seed=1)
+    write_whole_checkpoint(tuned, file)
     folder = root / "sdxl"
     said = json.loads(run("import", file, "--config", config, "-o", folder, "--json", "-q"))
     assert (said["layout"], said["component"]) == ("sdxl", "unet")
-    wanted, found = (load_file(f / "unet" / WEIGHTS) for f in (config, folder))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    pipes = [plain(place, torch_dtype=torch.float32) for place in (folder, tuned, config)]
+    ours, theirs, base = (pipelines.draw_to(pipe, root / "drawn" / "0.png") for pipe in pipes)
+    assert ours == theirs != base
     return Door((folder,), folder, "unet", "sdxl")
 
 
