@@ -15,11 +15,13 @@ from quantkit.checkpoint.verification import contents_of
 from quantkit.errors import ModelError, NonFiniteError
 from quantkit.interchange.gguf_file import all_finite
 from quantkit.interchange.layer_codes import LayerCodes, read_codes
+from quantkit.models.families import find_family
 from quantkit.models.layers import SOURCE_DTYPES
 from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.ggml_blocks import put_together
 from quantkit.numerics.scheme import Scheme
+from quantkit.recipe.fields import matches
 from quantkit.storage.tensorfile import read_header
 
 
@@ -45,6 +47,19 @@ class Denoiser:
         """Return the format of a weight that is packed in blocks; None: it is not."""
         scheme = self.schemes.get(name)
         return scheme.weight if scheme is not None and scheme.weight.block else None
+
+    @property
+    def is_packed(self) -> bool:
+        """True of a packed model, whatever of it is packed."""
+        return self._packed is not None
+
+    def keeps(self, name: str) -> bool:
+        """Tell whether a weight stays as it is: a packed model says so, else the family does."""
+        if self.is_packed:
+            return name not in self.schemes
+        family, layer = find_family(self.class_name), name.removesuffix(".weight")
+        is_layer = not matches(layer, family.not_layers)
+        return not is_layer or family.keep_reason(layer, self.shapes[name]) is not None
 
     @property
     def dtype(self) -> str:

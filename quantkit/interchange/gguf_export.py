@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +12,27 @@ import torch
 from torch import Tensor
 
 from quantkit._version import __version__
-from quantkit.errors import CheckpointError, ModelError, NonFiniteError, OutputError
+from quantkit.errors import NonFiniteError, OutputError
 from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.exported import Export
 from quantkit.interchange.gguf_file import (
-    READABLE,
+    PLAIN,
     all_finite,
     read_gguf,
     require_gguf,
     stored_bytes,
 )
 from quantkit.interchange.gguf_header import SHAPE_KEY
+from quantkit.interchange.gguf_plan import PlannedTensor, is_copied, plan_notes, plan_types
 from quantkit.interchange.joining import join
-from quantkit.interchange.layout_names import OriginalTensor, layout_of_model, original_tensors
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.files import staged_file
 
-#: Values in a row of a tensor that ComfyUI-GGUF gives its true shape back.
-_COMFY_ROW = 256
-_F16_MAX = torch.finfo(torch.float16).max
+#: Tensors begin at multiples of it, of GGML's own.
+_ALIGNMENT = 32
 #: Values that are quantized at a time: 4 MiB in float32.
 _CHUNK_VALUES = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """One tensor of the file."""
-
-    original: OriginalTensor
-    #: prefix included
-    name: str
-    #: GGML's name of it
-    type: str
-    #: true shape
-    shape: tuple[int, ...]
-    #: as the file says it
-    stored: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        length, size = READABLE[self.type]
-        return prod(self.shape) // length * size
 
 
 @dataclass(frozen=True)
@@ -65,14 +43,25 @@ class GgufPlan:
     architecture: str
     #: what weights become that are not in blocks yet: Q8_0 or Q4_0
     type: str
-    tensors: tuple[_Planned, ...]
+    tensors: tuple[PlannedTensor, ...]
+
+    @property
+    def usual(self) -> str:
+        """The type of most tensors in blocks."""
+        found = Counter(tensor.type for tensor in self.tensors if tensor.in_blocks)
+        return max(found, key=lambda kind: (found[kind], kind), default=self.type)
 
     def summary(self, output: Path, errors: Mapping[str, float] | None = None) -> Export:
         """Return what the file holds."""
-        copied = (t.name for t in self.tensors if _is_copied(self.denoiser, t))
-        types = Counter(t.type for t in self.tensors)
-        nbytes = sum(t.nbytes for t in self.tensors)
-        return Export(output, self.architecture, dict(types), nbytes, tuple(copied), errors or {})
+        return Export(
+            output,
+            self.architecture,
+            dict(Counter(tensor.type for tensor in self.tensors)),
+            sum(tensor.nbytes for tensor in self.tensors),
+            tuple(t.name for t in self.tensors if is_copied(self.denoiser, t)),
+            errors or {},
+            tuple(plan_notes(self.denoiser, self.type, self.tensors)),
+        )
 
     def write(self, output: Path, *, force: bool, progress: Progress) -> Export:
         """Write the file: all of it, or nothing; see ``write_gguf``."""
@@ -82,7 +71,7 @@ class GgufPlan:
 def plan_gguf(
     denoiser: Denoiser, kind: str, *, convolutions: bool, requantize: bool = False
 ) -> GgufPlan:
-    """Decide what each tensor becomes.
+    """Decide what each tensor becomes: what the model, or its family, keeps stays as it is.
 
     Args:
         denoiser: 16-bit, or packed in blocks.
@@ -92,19 +81,13 @@ def plan_gguf(
 
     Raises:
         ModelError: of no known layout, or joined weights that are packed in different formats.
-        CheckpointError: a layer that is packed otherwise than in blocks.
+        CheckpointError: a layer that is packed otherwise than in blocks, or joined with one that is
+            not packed.
     """
-    _refuse_codes(denoiser, requantize=requantize)
-    layout = layout_of_model(denoiser.class_name, denoiser.shapes)
-    tensors = []
-    for original in original_tensors(layout, denoiser.shapes):
-        shapes = [denoiser.shapes[part] for part in original.parts]
-        shape = (sum(s[0] for s in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
-        planned = _Planned(original, layout.prefix + original.name, "F16", shape, shape)
-        tensors.append(_typed(planned, denoiser, kind, convolutions=convolutions))
-    # By name: the same model gives the same bytes, however its files are ordered.
-    tensors.sort(key=lambda planned: planned.name)
-    return GgufPlan(denoiser, layout.architecture, kind, tuple(tensors))
+    architecture, tensors = plan_types(
+        denoiser, kind, convolutions=convolutions, requantize=requantize
+    )
+    return GgufPlan(denoiser, architecture, kind, tensors)
 
 
 def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress) -> Export:
@@ -126,75 +109,40 @@ def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress)
     return plan.summary(output, errors)
 
 
-def _refuse_codes(denoiser: Denoiser, *, requantize: bool) -> None:
-    for name, scheme in denoiser.schemes.items():
-        layer = name.removesuffix(".weight")
-        if scheme.shift:
-            raise CheckpointError(
-                f"{denoiser.path}: {layer}: a shifted input, which GGUF does not hold; export the "
-                "16-bit model"
-            )
-        if not scheme.weight.block and not requantize:
-            raise CheckpointError(
-                f"{denoiser.path}: {layer}: packed in {scheme.weight.name}, which would be "
-                "rounded a second time; export the 16-bit model, pack it with recipe gguf, or set "
-                "requantize",
-                fields=("requantize",),
-            )
-
-
-def _typed(planned: _Planned, denoiser: Denoiser, kind: str, *, convolutions: bool) -> _Planned:
-    formats = {denoiser.format(part) for part in planned.original.parts} - {None}
-    if len(formats) > 1:
-        parts = ", ".join(planned.original.parts)
-        raise ModelError(
-            f"{denoiser.path}: {parts}: packed in different formats, which the original layout "
-            "joins; pack them alike"
-        )
-    wanted = next((fmt.name.upper() for fmt in formats if fmt is not None), kind)
-    shape, length = planned.shape, READABLE[wanted][0]
-    if len(shape) == 1:
-        return replace(planned, type="F32")
-    if not planned.name.endswith(".weight"):
-        return planned
-    if len(shape) == 2 and shape[1] % length == 0:
-        return replace(planned, type=wanted)
-    if convolutions and len(shape) == 4 and prod(shape) % _COMFY_ROW == 0:
-        return replace(planned, type=wanted, stored=(prod(shape) // _COMFY_ROW, _COMFY_ROW))
-    return planned
-
-
-def _is_copied(denoiser: Denoiser, planned: _Planned) -> bool:
-    """Tell whether all of a tensor is in the file's blocks already."""
-    formats = {denoiser.format(part) for part in planned.original.parts}
-    return {fmt and fmt.name.upper() for fmt in formats} == {planned.type}
-
-
 def _write(
     plan: GgufPlan, path: Path, progress: Progress
 ) -> tuple[dict[str, str], dict[str, float]]:
     """Return the SHA-256 of each tensor's bytes, and the errors of what was quantized."""
+    digests: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    _write_header(plan, path)
+    # Not by the package, whose error on a full disk has no number that says so.
+    with path.open("ab") as file:
+        for planned in tracked(progress, "export", plan.tensors):
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            values, error = _data(plan.denoiser, planned)
+            data = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            if error is not None:
+                errors[planned.name] = error
+            digests[planned.name] = sha256(data).hexdigest()
+            file.write(data)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+    return digests, errors
+
+
+def _write_header(plan: GgufPlan, path: Path) -> None:
     gguf = require_gguf()
     writer = gguf.GGUFWriter(path, plan.architecture)
     try:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.type}"])
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.usual}"])
         writer.add_string("quantkit.version", __version__)
-        digests: dict[str, str] = {}
-        errors: dict[str, float] = {}
         _declare(plan, writer)
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for planned in tracked(progress, "export", plan.tensors):
-            data, error = _data(plan.denoiser, planned)
-            if error is not None:
-                errors[planned.name] = error
-            digests[planned.name] = sha256(data.numpy().data).hexdigest()
-            writer.write_tensor_data(data.numpy())
     finally:
         writer.close()
-    return digests, errors
 
 
 def _declare(plan: GgufPlan, writer: Any) -> None:
@@ -208,24 +156,22 @@ def _declare(plan: GgufPlan, writer: Any) -> None:
             writer.add_array(SHAPE_KEY + planned.name, list(planned.shape))
 
 
-def _data(denoiser: Denoiser, planned: _Planned) -> tuple[Tensor, float | None]:
+def _data(denoiser: Denoiser, planned: PlannedTensor) -> tuple[Tensor, float | None]:
     """Return a tensor's data, and the error of what was quantized for it."""
     original = planned.original
-    if planned.type == "F32":
-        return join(original, [denoiser.read(name).float() for name in original.parts]), None
-    if planned.type == "F16":
-        tensor = join(original, [denoiser.read(name) for name in original.parts]).half()
-        if not all_finite(tensor):
-            raise NonFiniteError(f"{denoiser.path}: {original.parts[0]}: beyond float16, at most "
-                                 f"{_F16_MAX:g}")  # fmt: skip
-        return tensor, None
+    if planned.type in PLAIN:
+        tensor = join(original, [denoiser.read(name) for name in original.parts])
+        plain = tensor.to(PLAIN[planned.type])
+        if not all_finite(plain):
+            raise NonFiniteError(f"{denoiser.path}: {original.parts[0]}: beyond {plain.dtype}")
+        return plain, None
     encoded = [_encoded(denoiser, name, planned) for name in original.parts]
     errors = [error for _, error in encoded if error is not None]
     blocks = join(original, [rows for rows, _ in encoded])
     return blocks.reshape(planned.stored[0], -1), max(errors, default=None)
 
 
-def _encoded(denoiser: Denoiser, name: str, planned: _Planned) -> tuple[Tensor, float | None]:
+def _encoded(denoiser: Denoiser, name: str, planned: PlannedTensor) -> tuple[Tensor, float | None]:
     """Return a weight's blocks, a row of them for each of its rows, and its relative error."""
     if denoiser.format(name) is not None:
         return denoiser.blocks(name), None

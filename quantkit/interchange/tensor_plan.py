@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -113,10 +114,9 @@ def dense_of(source: Denoiser, entry: Entry) -> Tensor:
 
 
 def stored_dtype(source: Denoiser, entry: Entry) -> torch.dtype:
-    """Return the dtype of a tensor that has no codes in the file."""
-    if entry.treatment is Treatment.DEQUANTIZED:
-        return FLOAT_DTYPES[source.dtype]
-    return FLOAT_DTYPES[source.dtypes[entry.original.parts[0]]]
+    """Return the dtype of a tensor that has no codes in the file: no part that had none changes."""
+    dtypes = [FLOAT_DTYPES[source.dtypes.get(p, source.dtype)] for p in entry.original.parts]
+    return reduce(torch.promote_types, dtypes)
 
 
 def _swapped(original: OriginalTensor, layer: LayerCodes) -> LayerCodes:

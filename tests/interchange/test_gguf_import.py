@@ -14,6 +14,7 @@ import quantkit
 from quantkit.errors import InputError, ModelError, NonFiniteError
 from quantkit.inference.layers import packed_layers
 from quantkit.interchange import gguf_file
+from quantkit.interchange.gguf_file import READABLE
 from quantkit.models.source import SingleFile
 from quantkit.workflow.inputs import as_model
 from quantkit.workflow.single_file import single_file
@@ -305,15 +306,41 @@ def test_an_original_shape_of_another_size_is_refused(config, tmp_path):
     refused(path, config("sd3"), r"says \[64, 65\], which is not its size")
 
 
-def test_scales_that_are_no_numbers_are_refused(sound, config, cache):
-    reader = gguf.GGUFReader(sound)
-    tensor = next(t for t in reader.tensors if t.name == "context_embedder.weight")
-    start = int(tensor.data_offset)
-    data = bytearray(sound.read_bytes())
-    data[start : start + 2] = (0x7E00).to_bytes(2, "little")
-    sound.write_bytes(data)
-    refused(sound, config("sd3"), "context_embedder.weight: NaN or infinity", NonFiniteError)
+#: NaN, Inf and -Inf of a type's first two or four bytes, which are a scale where it has blocks
+BROKEN = {
+    "F32": (b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\0\0\x80\xff"),
+    "BF16": (b"\xc0\x7f", b"\x80\x7f", b"\x80\xff"),
+    "F16": (b"\0\x7e", b"\0\x7c", b"\0\xfc"),
+    "Q8_0": (b"\0\x7e", b"\0\x7c", b"\0\xfc"),
+    "Q4_1": (b"\0\x7e", b"\0\x7c", b"\0\xfc"),
+}
+
+
+@pytest.mark.parametrize("number", range(3), ids=["nan", "inf", "-inf"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_no_number_is_refused(kind, number, config, tmp_path, cache):
+    name, tensors = "joint_blocks.0.x_block.attn.proj.weight", plain("sd3")
+    data = gguf.quantize(tensors[name], gguf.GGMLQuantizationType[kind])
+    # The codes beside a scale are not all zero: zero times infinity would be NaN.
+    raw_bytes = data.view("u1").copy()
+    raw_bytes[1, : len(BROKEN[kind][number])] = np.frombuffer(BROKEN[kind][number], "u1")
+    if READABLE[kind][0] > 1:
+        raw_bytes[1, 4:34] = 0x11
+    tensors[name] = raw_bytes, gguf.GGMLQuantizationType[kind]
+    path = raw(tmp_path / "m.gguf", tensors)
+    refused(path, config("sd3"), f"{name}: NaN or infinity", NonFiniteError)
     assert not [path for path in cache.iterdir() if "stage" not in path.name]
+
+
+@pytest.mark.parametrize("value", [1e6, -1e6])
+def test_numbers_beyond_float16_are_refused(value, config, tmp_path):
+    """Of blocks, which become float16: 127 times the largest scale is 8 million."""
+    name, tensors = "joint_blocks.0.x_block.attn.proj.weight", plain("sd3")
+    tensors[name][3, 5] = value
+    kind = gguf.GGMLQuantizationType.Q8_0
+    tensors[name] = gguf.quantize(tensors[name], kind), kind
+    path = raw(tmp_path / "m.gguf", tensors)
+    refused(path, config("sd3"), f"{name}: a number beyond F16", NonFiniteError)
 
 
 def test_a_gguf_file_alone_says_what_is_missing(sound):
