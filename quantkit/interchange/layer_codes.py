@@ -37,35 +37,27 @@ class LayerCodes:
 
 
 def read_codes(component: PackedComponent, layer: str) -> LayerCodes:
-    """Return a packed layer's codes; smoothing, shifts and buckets are not in them.
+    """Return a packed layer's codes; what it does with its input is not in them.
 
     Args:
         component: the packed component.
         layer: whose weight has a scale for the tensor or for each channel.
     """
     record, parts = component.records[layer], component.parts(layer)
-    scheme = component.config.layers[layer]
-    static = parts.get("input_scale")
     return LayerCodes(
-        scheme.weight.byte_format,
+        component.config.layers[layer].weight.byte_format,
         from_rows(component.code_rows(layer), record.shape).contiguous(),
         parts["weight_scale"].expand(record.shape[0]).contiguous(),
-        None if static is None else float(static.max()),
     )
 
 
 def joined_codes(parts: Sequence[LayerCodes]) -> LayerCodes:
-    """Return layers of one input as one, their rows one after another, scales as they are."""
-    inputs = [part.input_scale for part in parts]
-    known = [scale for scale in inputs if scale is not None]
-    # Quantized once for all: the largest scale clips nothing.
-    static = max(known) if len(known) == len(inputs) else None
+    """Return layers as one, their rows one after another, scales as they are."""
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
     return LayerCodes(
         parts[0].fmt,
         codes.view(parts[0].codes.dtype),
         torch.cat([part.scale for part in parts]),
-        static,
     )
 
 

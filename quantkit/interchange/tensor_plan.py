@@ -92,6 +92,7 @@ def codes_of(source: Denoiser, entry: Entry, target: Target) -> LayerCodes:
     assert fmt is not None
     whole = fmt in target.one_scale
     if entry.static:
+        # Of all timesteps and joined layers, which one scale serves: the largest clips nothing.
         scales = [source.part(part, "input_scale").max() for part in entry.original.parts]
         largest = torch.stack(scales).max()
         static = float(power_of_two(largest) if target.static == "pow2" else largest)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,14 @@ import torch
 from safetensors import safe_open
 
 from quantkit.checkpoint.reader import open_packed
+from quantkit.device.host import encoder
 from quantkit.errors import CheckpointError, ModelError, RecipeError
 from quantkit.inference.layers import packed_layers
+from quantkit.interchange.comfyui_export import COMFYUI, plan_comfyui
+from quantkit.interchange.denoiser import packed_denoiser
+from quantkit.interchange.tensor_export import OneFile
+from quantkit.numerics.formats import E4M3FN, INT8
+from quantkit.progress import silent
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe
@@ -22,6 +29,7 @@ from tests.support.denoisers import (
     let_diffusers_read_narrow_flux,
     output_of,
 )
+from tests.support.near_ties import near_ties
 
 FOLDERS = {"sd15": "unet", "sdxl": "unet", "sd3": "transformer", "flux": "transformer"}
 
@@ -97,7 +105,8 @@ def test_a_packed_model_answers_as_its_export(name, calibrated, tmp_path):
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
-def test_joined_rows_share_their_scales_decided_at_once(calibrated, tmp_path):
+@pytest.mark.parametrize("largest", "qkv")
+def test_joined_rows_share_their_scales_decided_at_once(largest, calibrated, tmp_path):
     """From 16 bit, the codes of q, k and v are those nearest under the largest of their scales."""
     import diffusers
 
@@ -105,17 +114,81 @@ def test_joined_rows_share_their_scales_decided_at_once(calibrated, tmp_path):
     pipeline = tmp_path / "pipeline"
     shutil.copytree(source, pipeline)
     model = diffusers.SD3Transformer2DModel.from_pretrained(pipeline / "transformer")
-    # Most codes of q are subnormal under the scale of the others.
-    model.transformer_blocks[0].attn.to_q.weight.data.mul_(2.0**-9)
+    attention = model.transformer_blocks[0].attn
+    # Most codes of the others are subnormal under its scale.
+    getattr(attention, f"to_{largest}").weight.data.mul_(2.0**9)
     model.save_pretrained(pipeline / "transformer")
     how = load_recipe("comfyui").model_copy(update={"activation": ActivationRecipe(mode="none")})
     export(pipeline, to="comfyui", recipe=how, output=tmp_path / "m.safetensors")
     _, layers = comfyui.read(tmp_path / "m.safetensors")
-    attention = model.transformer_blocks[0].attn
-    rows = torch.cat([getattr(attention, f"to_{x}").weight for x in "qkv"]).float()
+    rows = torch.cat([getattr(attention, f"to_{x}").weight.detach() for x in "qkv"]).float()
     layer = layers["joint_blocks.0.x_block.attn.qkv"]
     nearest = (rows / layer.weight_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(nearest.float(), layer.weight.float())
+    # The rule takes the least power of two that clips nothing, or half.
+    assert 448 / 4 < float(rows.abs().max() / layer.weight_scale) <= 2 * 448
+
+
+@pytest.fixture(params=["native", "torch"])
+def packer(request, monkeypatch):
+    """Pack by the compiled core, and as without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(encoder, "why_unavailable", lambda: "no compiler")
+
+
+@pytest.mark.usefixtures("packer")
+@pytest.mark.parametrize(("to", "fmt"), [("comfyui-int8", INT8), ("fp8r", E4M3FN)])
+def test_codes_are_those_nearest_to_a_quotient(to, fmt, calibrated, tmp_path):
+    """Near ties a product with the reciprocal has another one. Quotients are numpy's, float32."""
+    import diffusers
+
+    folder = calibrated("sd3")[0] / "transformer"
+    model = diffusers.SD3Transformer2DModel.from_pretrained(folder)
+    rows = model.transformer_blocks[0].attn.to_out[0].weight.data
+    rows.zero_()
+    amax = torch.linspace(0.7, 3.3, len(rows))
+    rows[:, 0] = amax
+    for row, value in zip(rows, amax, strict=True):
+        ties = near_ties(value / fmt.max, fmt)[: len(row) - 1]
+        row[1 : 1 + len(ties)] = ties
+    assert int((rows[:, 1:] != 0).sum()) > 1000
+    model.save_pretrained(tmp_path / "m")
+    weight = {"format": fmt.name, "granularity": "channel", "observer": "amax"}
+    how = {"name": "t", "weight": weight, "activation": {"mode": "none"}}
+    output = tmp_path / "m.safetensors"
+    export(tmp_path / "m", to=to, recipe=Recipe.model_validate(how), output=output)
+    name = (
+        "transformer_blocks.0.attn.to_out.0" if to == "fp8r" else "joint_blocks.0.x_block.attn.proj"
+    )
+    with safe_open(output, framework="pt") as file:
+        codes, scale = (file.get_tensor(f"{name}.{part}") for part in ("weight", "weight_scale"))
+    assert torch.equal(scale.flatten(), amax / fmt.max)
+    quotients = torch.from_numpy(rows.numpy() / scale.reshape(-1, 1).numpy())
+    wanted = quotients.round().to(torch.int8) if fmt is INT8 else quotients.to(fmt.torch_dtype)
+    assert torch.equal(codes.float(), wanted.float())
+
+
+def test_one_input_scale_serves_all_timesteps_and_joined_layers(calibrated, tmp_path):
+    """The largest, which clips nothing: of q, k and v, each at its own timestep."""
+    pipeline, calibration = calibrated("sd3")
+    activation = {"mode": "static", "scale": "pow2", "buckets": 2}
+    how = {"name": "t", "weight": {"granularity": "tensor"}, "activation": activation}
+    pack(pipeline, output=tmp_path / "p", calibration=calibration,
+         recipe=Recipe.model_validate(how))  # fmt: skip
+    source = packed_denoiser(open_packed(tmp_path / "p").components[0])
+    for number, largest in enumerate(((8.0, 1.0), (1.0, 8.0), (1.0, 1.0))):
+        block = "transformer_blocks.0.attn"
+        scales = {f"{block}.to_{x}.input_scale": torch.tensor([0.5, 0.25]) for x in "qkv"}
+        scales[f"{block}.to_{'qkv'[number]}.input_scale"] = torch.tensor(largest)
+        scales[f"{block}.to_out.0.input_scale"] = torch.tensor(largest) / 2
+        plan = plan_comfyui(
+            replace(source, _stand_ins=scales), COMFYUI, requantize=True, scheduler={}
+        )
+        output = tmp_path / f"{number}.safetensors"
+        OneFile(plan).write(output, force=False, progress=silent)
+        _, layers = comfyui.read(output)
+        assert layers["joint_blocks.0.x_block.attn.qkv"].input_scale == max(largest)
+        assert layers["joint_blocks.0.x_block.attn.proj"].input_scale == max(largest) / 2
 
 
 def test_joined_rows_share_the_scale_of_their_input(written):

@@ -1,19 +1,23 @@
 """Codes under one scale instead of many."""
 
+import pytest
 import torch
 
 from quantkit.interchange.layer_codes import (
     LayerCodes,
     are_powers_of_two,
     joined_codes,
+    nearest_codes,
     under_one_scale,
 )
-from quantkit.numerics.formats import E4M3FN
+from quantkit.numerics.formats import E4M3FN, INT8
+from quantkit.numerics.granularity import PerChannel
+from tests.support.near_ties import near_ties
 
 
-def layer(values, scale, input_scale=None):
+def layer(values, scale):
     rows = torch.tensor(values)
-    return LayerCodes(E4M3FN, rows.to(torch.float8_e4m3fn), torch.tensor(scale), input_scale)
+    return LayerCodes(E4M3FN, rows.to(torch.float8_e4m3fn), torch.tensor(scale))
 
 
 def test_values_are_the_same_under_the_largest_scale():
@@ -41,11 +45,22 @@ def test_a_channel_of_zeros_does_not_decide_the_scale():
     assert torch.equal(nothing.values(), torch.zeros(2, 1))
 
 
-def test_joined_layers_have_a_static_scale_if_all_of_them_have():
-    first, second = layer([[1.0]], [1.0], 0.5), layer([[1.0]], [2.0], 0.25)
-    assert joined_codes([first, second]).input_scale == 0.5
-    assert joined_codes([first, layer([[1.0]], [2.0])]).input_scale is None
-    assert joined_codes([first, second]).scale.tolist() == [1.0, 2.0]
+def test_joined_layers_keep_their_scales():
+    joined = joined_codes([layer([[1.0]], [1.0]), layer([[-2.0]], [2.0])])
+    assert joined.values().tolist() == [[1.0], [-4.0]]
+
+
+@pytest.mark.parametrize("fmt", [INT8, E4M3FN], ids=str)
+def test_codes_are_those_nearest_to_a_quotient(fmt):
+    """Near ties a product with the reciprocal has another one. Quotients are numpy's, float32."""
+    amax = torch.tensor([3.3, 0.7, 1.9])
+    rows = torch.stack([near_ties(value / fmt.max, fmt)[:24] for value in amax])
+    rows[:, 0] = amax
+    found = nearest_codes(rows, fmt, PerChannel(), rule="amax")
+    assert torch.equal(found.scale, amax / fmt.max)
+    quotients = torch.from_numpy(rows.numpy() / found.scale.numpy()[:, None])
+    wanted = quotients.round().to(torch.int8) if fmt is INT8 else quotients.to(fmt.torch_dtype)
+    assert torch.equal(found.codes.float(), wanted.float())
 
 
 def test_powers_of_two_are_told():
