@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.errors import InputError
+
 
 class Codes(nn.Parameter):
     """Codes, positions, factors or scales of a weight: moved as a parameter, never trained or cast.
@@ -18,6 +20,33 @@ class Codes(nn.Parameter):
         assert not requires_grad, "codes have no gradient"
         made: Codes = torch.Tensor._make_subclass(cls, data, False)  # noqa: SLF001  as nn.Parameter
         return made
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Codes":  # noqa: FBT001, FBT002  torch's signature
+        """Return self, which is not trained.
+
+        Raises:
+            InputError: it is to be.
+        """
+        if requires_grad:
+            raise InputError(
+                "requires_grad: codes of a packed layer have no gradient, nor has a copy of it (an "
+                "adapter's modules_to_save); leave the layer out, or take the 16-bit model"
+            )
+        return self
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> "Codes":  # noqa: FBT001, FBT002  as above
+        """Take other codes, as ``load_state_dict`` does.
+
+        Raises:
+            InputError: these are no codes, or of another format.
+        """
+        if other.dtype is not self.dtype:
+            raise InputError(
+                f"copy_: {other.dtype} values for codes in {self.dtype}; load them into the 16-bit "
+                "model and pack that, or into model.dequantize()"
+            )
+        super().copy_(other, non_blocking)
+        return self
 
     def is_floating_point(self) -> bool:
         """Return False: FP8 is a code, and a scale belongs to codes."""

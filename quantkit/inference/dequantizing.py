@@ -21,7 +21,7 @@ def dequantize(model: nn.Module) -> nn.Module:
         InputError: weights are offloaded, so they are not there.
     """
     layers = [(name, layer) for _, name, layer in iterate_packed(model)]
-    if any(layer.weight.is_meta for _, layer in layers):
+    if any(layer.codes.is_meta for _, layer in layers):
         raise InputError(
             f"dequantize: {type(model).__name__} is offloaded; call remove_all_hooks() on the "
             "pipeline, or load it without offloading"

@@ -80,7 +80,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        del kwargs
+        wide = frozenset(kwargs.get("keep_in_fp32_modules") or ())
         if not self.files:
             raise InputError(
                 "a packed component is loaded from its directory: use from_pretrained, not "
@@ -93,12 +93,16 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         weakref.finalize(self, self._ahead.cancel)
         weakref.finalize(self, self._hashing.cancel)
         schemes = self.packed.layers.items()
-        layers = replace_layers(model, ((name, name, scheme) for name, scheme in schemes))
+        layers = replace_layers(
+            model,
+            ((name, name, scheme) for name, scheme in schemes),
+            lambda tensor: not wide.isdisjoint(tensor.split(".")),
+        )
         parts = {
             f"{name}.{part}"
             for name, layer in layers.items()
             for part in PACKED_PARTS
-            if getattr(layer, part) is not None
+            if layer.part(part) is not None
         }
         if self.packed.attention is not None:
             parts |= head_scales.install(model, self.packed.attention.static)
@@ -156,7 +160,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
             # A copy, also on the CPU: kernels want aligned operands, which a mapped file need not
             # give, and a mapped file that is replaced later takes the weights with it.
             value = state_dict[param_name].to(target_device, copy=True)
-        assert value.dtype == getattr(layer, part).dtype, "the headers were checked"
+        assert value.dtype == layer.part(part).dtype, "the headers were checked"
         layer.fill(part, value.to(target_device))
         self._filled.add(param_name)
 

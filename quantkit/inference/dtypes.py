@@ -17,7 +17,7 @@ from torch import nn
 from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import InputError
 from quantkit.inference import restoring, saving
-from quantkit.inference.layers import modules_of
+from quantkit.inference.layers import iterate_packed, modules_of
 
 _log = logging.getLogger(__name__)
 
@@ -121,3 +121,6 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in tensors:
         if tensor.is_floating_point() and not kept.intersection(name.split(".")):
             tensor.data = tensor.data.to(dtype)
+    for _, name, layer in iterate_packed(module):
+        if not kept.intersection(name.split(".")):
+            layer.compute_dtype = dtype

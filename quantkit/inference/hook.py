@@ -34,8 +34,8 @@ def _register_in_transformers(module: "ModuleType") -> None:
     register(module)
 
 
-def _know_dense_shapes(module: "ModuleType") -> None:
-    from quantkit.inference.lora_shapes import register
+def _move_codes(module: "ModuleType") -> None:
+    from quantkit.inference.offloading import register
 
     register(module)
 
@@ -54,12 +54,15 @@ _COPIERS = (
     "controlnets.controlnet_xs", "unets.unet_motion_model",
 )  # fmt: skip
 
+#: Modules of accelerate with the function that moves the tensors of an offloaded layer.
+_MOVERS = ("accelerate.utils.modeling", "accelerate.hooks")
+
 #: What to do right after which module has run. Each may be called twice.
 ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
-    "diffusers.loaders.lora_pipeline": _know_dense_shapes,
     "transformers.quantizers.auto": _register_in_transformers,
+    **dict.fromkeys(_MOVERS, _move_codes),
     **{f"diffusers.models.{name}": _refuse_copies for name in _COPIERS},
 }
 

@@ -17,7 +17,6 @@ from quantkit.inference import (
     prompts,
     rotated,
     unet_ends,
-    wide_feed_forward,
 )
 
 #: What leaves something on a model that is packed no more.
@@ -29,7 +28,6 @@ _LASTING = (
     feed_forward,
     group_norms,
     unet_ends,
-    wide_feed_forward,
     projections,
 )
 

@@ -56,5 +56,5 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _describe(component: str, name: str, layer: PackedLayer) -> LayerInfo:
-    _, backend, reason = choose_layer(layer.dense_shape, layer.scheme, layer.weight.device)
+    _, backend, reason = choose_layer(layer.dense_shape, layer.scheme, layer.codes.device)
     return LayerInfo(component, name, layer.kind, layer.scheme, backend, reason)

@@ -40,8 +40,8 @@ def num_parameters(
     if only_trainable:
         return count
     for _, _, layer in iterate_packed(model):
-        own_tensors = (layer.get_parameter(p) for p in CODES if getattr(layer, p) is not None)
-        count -= sum(tensor.numel() for tensor in own_tensors)
+        own_tensors = (layer.part(name) for name in CODES)
+        count -= sum(tensor.numel() for tensor in own_tensors if tensor is not None)
         if not isinstance(layer, JoinedLinear):
             count += layer.n * layer.k
         elif layer.bias is not None:

@@ -34,7 +34,7 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.windows import Windows
 
 
-class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and bias are narrower
+class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # weight is read alone
     """A Linear layer over codes; an nn.Linear to those who ask, as adapters do.
 
     Called with (..., K) in float16, bfloat16 or float32; returns (..., N) in the same dtype. A norm
@@ -286,7 +286,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc]  # weight and 
         return made
 
 
-class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc]  # as above
+class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # as above
     """A Conv2d layer over codes, with zero padding and one group; an nn.Conv2d to those who ask.
 
     Called with (B, C, H, W) or (C, H, W) in float16, bfloat16 or float32; returns (B, N, OH, OW) in

@@ -21,6 +21,7 @@ from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError
 from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes
+from quantkit.inference.dense_weight import DenseWeight, refusal
 from quantkit.inference.direct_calls import DirectCalls, addresses_of, key_of
 from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.terms import Term, split
@@ -40,7 +41,6 @@ class PackedLayer(nn.Module):
     kind: Kind
     #: what the layer stands for: nn.Linear or nn.Conv2d
     dense_class: type[nn.Linear | nn.Conv2d]
-    weight: Codes
     weight_meta: Codes | None
     weight_group: Codes | None
     weight_scale: Codes
@@ -84,8 +84,7 @@ class PackedLayer(nn.Module):
         specs = layer_tensors(name, scheme, self.kind, self.dense_shape, bias_dtype=None)
         parts = {spec.name.removeprefix(f"{name}."): spec for spec in specs}
         for part in PACKED_PARTS:
-            register: Any = self.register_parameter if part in CODES else self.register_buffer
-            register(part, None)
+            self._own(part)[part] = None
             if part in parts:
                 self.fill(part, _empty(parts[part], dense.weight.device))
 
@@ -100,12 +99,48 @@ class PackedLayer(nn.Module):
         """
         if part == "weight" and self.kind == "conv2d" and value.ndim == 2:
             value = value.reshape(len(value), 1, 1, -1)
-        setattr(self, part, Codes(value) if part in CODES else value)
+        self._own(part)[part] = Codes(value) if part in CODES else value
+
+    def _own(self, part: str) -> dict[str, Any]:
+        """Return where nn.Module keeps a tensor of FORMAT.md."""
+        return self._parameters if part in CODES else self._buffers
+
+    def part(self, name: str) -> Tensor | None:
+        """Return a tensor of FORMAT.md as it is packed; ``weight`` as an attribute is dense."""
+        found: Tensor | None = self._own(name)[name]
+        return found
+
+    @property
+    def codes(self) -> Codes:
+        """The weight's codes, as they are packed."""
+        found: Codes = self._weight("weight")
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, in the compute dtype, for who reads it; see ``DenseWeight``."""
+        if torch.compiler.is_compiling():
+            return self.dense_weight()
+        like = torch.empty(self.dense_shape, dtype=self.compute_dtype, device="meta")
+        return DenseWeight.of(self.name, self.dense_weight, like, self.codes.device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif value.dtype is self.codes.dtype and value.shape == self.codes.shape:
+            self.fill("weight", value.detach())  # load_state_dict(assign=True)
+        else:
+            raise InputError(refusal(self.name))
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            raise InputError(refusal(self.name))
+        super().__delattr__(name)
 
     @property
     def row_codes(self) -> Tensor:
         """The weight's 8-bit codes as uint8 rows, (N, K) or (N, K / 2)."""
-        codes: Tensor = self._weight("weight")
+        codes: Tensor = self.codes
         codes = codes if codes.ndim == 2 else codes.flatten(1)
         factors = self._weight("weight_group")
         if factors is not None:
@@ -130,24 +165,6 @@ class PackedLayer(nn.Module):
         if smooth is not None:
             weight = weight * smooth.reshape(-1, *[1] * (weight.ndim - 2))
         return weight.to(self.compute_dtype).contiguous()
-
-    @property
-    def W_q(self) -> Tensor:  # noqa: N802  peft's name
-        """The codes, under the name by which peft knows that a weight has to be dequantized."""
-        return self.weight
-
-    def dequantize(self) -> Tensor:
-        """Return the dense weight to peft's DoRA, which scales its rows.
-
-        Raises:
-            InputError: of a convolution, for which peft would take the codes.
-        """
-        if self.kind == "conv2d":
-            raise InputError(
-                f"DoRA: {self.name}: a packed Conv2d takes none; load a LoRA without "
-                "dora_scale, or apply it to the 16-bit model and pack that"
-            )
-        return self.dense_weight()
 
     def add_product(
         self,
@@ -302,7 +319,7 @@ class PackedLayer(nn.Module):
         return name, (*how, *kinds, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
-        probe = self.weight.new_empty(0, dtype=self.compute_dtype)
+        probe = self.codes.new_empty(0, dtype=self.compute_dtype)
         self.compute_dtype = _cast(probe, fn).dtype
         cast = partial(_cast, fn=fn)
         apply_keeping_dtype(self, super()._apply, cast, recurse=recurse, but=("bias",))
@@ -314,6 +331,16 @@ class PackedLayer(nn.Module):
         # A bias of another dtype may come to lie where the old one lay.
         self.direct = DirectCalls()
         return self
+
+
+def bare(layer: PackedLayer) -> nn.Module:
+    """Return a module of nothing but a layer's tensors: by ``weight`` it gives the codes.
+
+    Libraries that load or move tensors look them up by the names that the layer's have in files.
+    """
+    module = nn.Module()
+    module._parameters, module._buffers = layer._parameters, layer._buffers  # noqa: SLF001  shared
+    return module
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> Tensor:

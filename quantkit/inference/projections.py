@@ -67,7 +67,7 @@ class _Joined(nn.Module):
         return iter(())
 
 
-class JoinedLinear(_Joined, PromptLinear):  # type: ignore[misc]  # as PackedLinear
+class JoinedLinear(_Joined, PromptLinear):  # type: ignore[misc, override]  # as PackedLinear
     """Packed layers of one input as one."""
 
 
@@ -181,9 +181,9 @@ def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
     for part in _OF_INPUT:
         joined.fill(part, getattr(first, part))
     for part in _OF_OUTPUTS:
-        if getattr(first, part) is None:
+        parts: Any = [layer.part(part) for layer in layers]
+        if parts[0] is None:
             continue
-        parts = [getattr(layer, part) for layer in layers]
         if part == "weight_scale" and per_tensor:
             parts = [scale.expand(layer.n) for scale, layer in zip(parts, layers, strict=True)]
         joined.fill(part, _cat(parts, dim=-1 if part == "output_shift" else 0))
@@ -219,5 +219,5 @@ def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
     places = pairwise(accumulate((layer.n for layer in layers), initial=0))
     for layer, (start, end) in zip(layers, places, strict=True):
         for part in ("weight", "weight_meta", "weight_group"):
-            if getattr(layer, part) is not None:
-                layer.fill(part, getattr(joined, part)[start:end])
+            if (rows := joined.part(part)) is not None:
+                layer.fill(part, rows[start:end])

@@ -1,6 +1,6 @@
 """What the quantizers of diffusers and transformers share: config, devices, replacing layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -79,13 +79,16 @@ def device_of(device_map: object) -> torch.device | None:
 
 
 def replace_layers(
-    model: nn.Module, layers: Iterable[tuple[str, str, Scheme]]
+    model: nn.Module,
+    layers: Iterable[tuple[str, str, Scheme]],
+    is_wide: Callable[[str], object],
 ) -> dict[str, PackedLayer]:
     """Put empty packed layers in place, which the model was checked to have.
 
     Args:
         model: dense.
         layers: name in the files, module path, scheme.
+        is_wide: tells of a tensor's path whether the library keeps it in float32.
 
     Returns:
         by module path.
@@ -95,6 +98,8 @@ def replace_layers(
     shared = buckets.install(model, {s.buckets for _, _, s in wanted if s.buckets})
     packed = {}
     for name, path, scheme in wanted:
-        packed[path] = pack_module(name, scheme, modules[path], shared.get(scheme.buckets))
-        model.set_submodule(path, packed[path])
+        layer = packed[path] = pack_module(name, scheme, modules[path], shared.get(scheme.buckets))
+        if is_wide(f"{path}.weight"):
+            layer.compute_dtype = torch.float32
+        model.set_submodule(path, layer)
     return packed

@@ -5,6 +5,7 @@ and sets them one by one. Layers are replaced before that, and codes and scales 
 """
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.spec import PACKED_PARTS, QUANT_METHOD
 from quantkit.errors import CheckpointError, InputError
-from quantkit.inference import dequantizing, methods, wide_feed_forward
+from quantkit.inference import dequantizing, methods
 from quantkit.inference.checks import check_component
 from quantkit.inference.checksums import hash_component
 from quantkit.inference.dtypes import check_dtype, default_dtype
-from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.packed_layer import PackedLayer, bare
 from quantkit.inference.quantizing import (
     CarriedConfig,
     device_of,
@@ -92,7 +93,11 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 (name, weights[f"{name}.weight"].removesuffix(".weight"), scheme)
                 for name, scheme in schemes.items()
             ),
+            _widened(model, self.compute_dtype),
         )
+        for path, layer in self._layers.items():
+            # Tensors are set by their names in the files, the codes as ``weight``.
+            model.set_submodule(path, bare(layer))
         self.names = loaded_names(model, component.tensors)
 
     def get_new_dtype(
@@ -119,11 +124,11 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             for part, tensor in _parts(layer):
                 name = stored.get(f"{path}.{part}", "")
                 layer.fill(part, self._own(name, tensor.detach()))
+            model.set_submodule(path, layer)
         self._layers = {}
         self._hashing.join()
         self._hashing = Hashing(())
         methods.install(model)
-        wide_feed_forward.install(model)
         return model
 
     def _own(self, name: str, value: Tensor) -> Tensor:
@@ -167,7 +172,15 @@ def register(module: ModuleType) -> None:
     module.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = QuantkitQuantizer
 
 
+def _widened(model: Any, dtype: torch.dtype | None) -> Callable[[str], object]:
+    """Return what tells of a tensor whether transformers keeps it in float32, as T5's ``wo``."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    names = list(model._get_dtype_plan(dtype))  # noqa: SLF001  what its loader asks
+    return build_glob_alternation(names)[0].search if names else lambda _: False
+
+
 def _parts(layer: PackedLayer) -> list[tuple[str, Tensor]]:
     """Return the tensors of a packed layer, its bias left out."""
-    parts = ((part, getattr(layer, part)) for part in PACKED_PARTS)
+    parts = ((part, layer.part(part)) for part in PACKED_PARTS)
     return [(part, tensor) for part, tensor in parts if tensor is not None]

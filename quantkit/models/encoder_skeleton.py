@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from quantkit.models.skeleton import Skeleton, on_meta, why_not_packed
+from quantkit.models.skeleton import Skeleton, on_meta, why_none_packed
 
 
 def build_encoder(config: Mapping[str, Any], class_name: str, names: Collection[str]) -> Skeleton:
@@ -52,7 +52,7 @@ def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:
         names: tensors of the files; the model's own stand for those that no file has.
     """
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    modules = dict(model.named_modules())
+    reasons = why_none_packed(model)
     loaded = {name: found for name, found in loaded_names(model, names).items() if found in state}
     tied = dict(model.all_tied_weights_keys)
     missing = state.keys() - loaded.values() - _stand_ins(tied, set(loaded.values()))
@@ -71,7 +71,7 @@ def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:
     return Skeleton(
         type(model).__name__,
         {
-            name.rpartition(".")[0]: _why_not_packed(modules, found, shared)
+            name.rpartition(".")[0]: _why_not_packed(reasons, found, shared)
             for name, found in loaded.items()
         },
         tensors,
@@ -113,10 +113,10 @@ def _stand_ins(tied: Mapping[str, str], loaded: set[str]) -> set[str]:
     return filled
 
 
-def _why_not_packed(modules: Mapping[str, Any], tensor: str, shared: Collection[str]) -> str:
+def _why_not_packed(reasons: Mapping[str, str], tensor: str, shared: Collection[str]) -> str:
     if tensor in shared:
         return "its weight is that of another module, too; keep this layer in 16 bit"
-    return why_not_packed(modules[tensor.rpartition(".")[0]])
+    return reasons[tensor.rpartition(".")[0]]
 
 
 @contextlib.contextmanager

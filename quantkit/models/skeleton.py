@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.models.weight_readers import readers
+
 #: Modules of a model; the largest published ones have 10,000. A hostile config asks for more.
 MAX_MODULES = 100_000
 
@@ -109,10 +111,19 @@ def skeleton_of(model: Any, names: Collection[str] = ()) -> Skeleton:
     del names
     return Skeleton(
         type(model).__name__,
-        {name: why_not_packed(module) for name, module in model.named_modules()},
+        why_none_packed(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
         tuple(inspect.signature(model.forward).parameters),
     )
+
+
+def why_none_packed(model: Any) -> dict[str, str]:
+    """Return of every module of a model why no packed layer can replace it; empty when one can."""
+    reasons = {name: why_not_packed(module) for name, module in model.named_modules()}
+    for path, reader in readers(model).items():
+        if not reasons.get(path, "no module"):
+            reasons[path] = f"{reader} reads this weight itself; keep this layer in 16 bit"
+    return reasons
 
 
 def why_not_packed(module: Any) -> str:
@@ -126,8 +137,6 @@ def why_not_packed(module: Any) -> str:
             f"Conv2d with padding_mode {module.padding_mode!r} and groups {module.groups}, wanted "
             "'zeros' and 1; keep this layer in 16 bit"
         )
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "MultiheadAttention reads this weight itself; keep this layer in 16 bit"
     if isinstance(module, nn.Linear):
         return ""
     return f"the model has a {type(module).__name__} here, wanted Linear or Conv2d"

@@ -1,5 +1,6 @@
 """LoRA on packed layers, through peft and diffusers: the side branch is added, and nothing else."""
 
+import copy
 import shutil
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.inference import feed_forward
+from quantkit.inference.codes import Codes
+from quantkit.inference.dequantizing import as_dense
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import PackedLayer
 from quantkit.numerics.formats import INT4
@@ -211,11 +214,81 @@ def test_weights_decomposed_by_dora_are_those_of_the_codes(name):
     assert (adapted(x) - wanted).norm() < 0.1 * wanted.norm()
 
 
-def test_dora_of_a_convolution_is_refused():
-    model = nn.ModuleDict({"it": packed_module(nn.Conv2d(32, 8, 3), SCHEMES["token"], name="a.c")})
-    config = peft.LoraConfig(r=2, target_modules=["it"], use_dora=True)
-    with pytest.raises(InputError, match=r"^DoRA: a\.c: a packed Conv2d"):
-        peft.inject_adapter_in_model(config, model)
+class Both(nn.Module):
+    """A Linear and a convolution, packed."""
+
+    def __init__(self, scheme):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = packed_module(nn.Linear(64, 64), scheme, name="linear")
+        self.conv = packed_module(nn.Conv2d(32, 32, 3, padding=1), scheme, name="conv")
+
+    def forward(self, x, picture):
+        return torch.cat([self.linear(x).flatten(), self.conv(picture).flatten()])
+
+
+BOTH, LINEAR = ["linear", "conv"], ["linear"]
+RANDOM = {"r": RANK, "init_weights": False}
+#: Of peft, what takes some layer's weight into its own hands, or adds to its product.
+TUNERS = {
+    "dora": (peft.LoraConfig, {"r": RANK, "init_lora_weights": False, "use_dora": True}, BOTH),
+    "loha": (peft.LoHaConfig, RANDOM, BOTH),
+    "lokr": (peft.LoKrConfig, RANDOM, BOTH),
+    "oft": (peft.OFTConfig, {"r": 0, "oft_block_size": 8, "init_weights": False}, BOTH),
+    "boft": (peft.BOFTConfig, {"boft_block_size": 8, "init_weights": False}, BOTH),
+    "ia3": (peft.IA3Config, {"feedforward_modules": ["conv"], "init_ia3_weights": False}, BOTH),
+    "hra": (peft.HRAConfig, RANDOM, BOTH),
+    "shira": (peft.ShiraConfig, RANDOM, LINEAR),
+    "miss": (peft.MissConfig, RANDOM, LINEAR),
+    "randlora": (peft.RandLoraConfig, RANDOM, LINEAR),
+    "road": (peft.RoadConfig, {"group_size": 8, "init_weights": False}, LINEAR),
+    "c3a": (peft.C3AConfig, {"block_size": 8, "init_weights": False}, LINEAR),
+}
+
+
+def adapted(model, tuner):
+    config, options, names = TUNERS[tuner]
+    torch.manual_seed(1)
+    return peft.inject_adapter_in_model(config(target_modules=names, **options), model).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["token-smooth", "token-sparse", "int4-none"])
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_a_tuner_does_to_packed_layers_what_it_does_to_dense_ones(tuner, scheme):
+    packed: Any = Both(SCHEMES[scheme])
+    dense = copy.deepcopy(packed)
+    dense.linear, dense.conv = as_dense(packed.linear), as_dense(packed.conv)
+    x, picture = torch.randn(3, 64), torch.randn(1, 32, 6, 6)
+    unadapted = dense(x, picture)
+    packed, dense = adapted(packed, tuner), adapted(dense, tuner)
+    there = dict(dense.named_parameters())
+    for name, parameter in packed.named_parameters():
+        if type(parameter) is not Codes:
+            parameter.copy_(there[name])
+    before, wanted = packed(x, picture), dense(x, picture)
+    # Inputs of the packed products are rounded to 8 bits; codes for weights would be far off.
+    assert (before - wanted).norm() < 0.06 * wanted.norm()
+    assert not torch.allclose(wanted, unadapted, rtol=1e-3)
+    for layer in (packed.linear, packed.conv):
+        if hasattr(layer, "base_layer"):
+            with pytest.raises(InputError, match=r"^(linear|conv)\.weight: is packed"):
+                layer.merge()
+    assert torch.equal(packed(x, picture), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"init_lora_weights": "pissa"}, r"^linear\.weight: is packed"),
+        ({"modules_to_save": ["conv"]}, "^requires_grad: .*modules_to_save"),
+    ],
+    ids=["pissa", "modules_to_save"],
+)
+def test_what_changes_the_weights_that_it_adapts_is_refused(options, line):
+    config = peft.LoraConfig(r=2, target_modules=["linear"], **options)
+    with pytest.raises(InputError, match=line):
+        peft.inject_adapter_in_model(config, Both(SCHEMES["token"]))
 
 
 @pytest.mark.parametrize("order", ["fused-first", "adapted-first"])

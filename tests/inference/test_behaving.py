@@ -20,6 +20,7 @@ from quantkit.errors import InputError
 from quantkit.inference.codes import Codes
 from quantkit.inference.layers import iterate_packed
 from quantkit.inference.packed_layer import CODES, PackedLayer
+from tests.inference.test_inference import SCHEMES
 from tests.support.answers import answer, step
 from tests.support.loading import (
     DTYPES,
@@ -30,6 +31,7 @@ from tests.support.loading import (
     unet_class,
     weight_files,
 )
+from tests.support.packed import packed_module
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -82,11 +84,25 @@ def test_sequential_offload_leaves_no_codes_on_the_device(unet):
     assert left < whole / 50
     for t, right in zip((100, 900), wanted, strict=True):
         assert torch.equal(step(unet, t), right)
-        assert all(layer.weight.is_meta for _, _, layer in iterate_packed(unet))
+        assert all(layer.codes.is_meta for _, _, layer in iterate_packed(unet))
     accelerate.hooks.remove_hook_from_module(unet, recurse=True)
     for name, tensor in unet.state_dict().items():
         assert tensor.dtype == state[name].dtype
-    assert all(type(layer.weight) is Codes for _, _, layer in iterate_packed(unet))
+    assert all(type(layer.codes) is Codes for _, _, layer in iterate_packed(unet))
+
+
+@pytest.mark.parametrize("module", [accelerate.hooks, accelerate.utils.modeling])
+def test_accelerate_moves_codes_by_the_name_of_the_weight(module):
+    layer = packed_module(nn.Linear(64, 8), SCHEMES["int4-none"])
+    codes, model = layer.codes.detach().clone(), nn.ModuleDict({"a": layer})
+    move = module.set_module_tensor_to_device
+    move(model, "a.weight", "meta")
+    assert layer.codes.is_meta
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (8, 64)
+    move(model, "a.weight", "cpu", codes)
+    assert torch.equal(layer.codes, codes)
+    assert type(layer.codes) is Codes
 
 
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
@@ -131,7 +147,7 @@ def test_a_state_dict_loads_into_another_packed_model(packed_dir, unet):
     other = copy.deepcopy(unet)
     with torch.no_grad():
         for _, _, layer in iterate_packed(other):
-            layer.weight.view(torch.uint8).zero_()
+            layer.codes.view(torch.uint8).zero_()
     other.load_state_dict(unet.state_dict())
     assert_bit_exact(other, packed_dir / "unet")
     assert torch.equal(step(other), step(unet))

@@ -1,6 +1,7 @@
 """The dtypes that a packed pipeline computes in."""
 
 import shutil
+from typing import Any
 
 import diffusers
 import pytest
@@ -10,10 +11,18 @@ from torch import nn
 import quantkit
 from quantkit.checkpoint.reader import open_packed
 from quantkit.device.backends import Backend, use
+from quantkit.inference.dtypes import _cast
+from quantkit.inference.layers import iterate_packed
 from quantkit.inference.loading import stored_dtypes
 from quantkit.pipelines import compute_dtype
 from quantkit.pipelines.running import choose_dtype
+from quantkit.recipe.load import parse_recipe
+from quantkit.workflow.pack import pack
+from tests.inference.test_inference import SCHEMES
+from tests.support.denoiser_classes import ROWS
 from tests.support.loading import assert_bit_exact, draw, plain
+from tests.support.packed import packed_module
+from tests.support.tiny_denoisers import answer, tiny_model
 
 
 def compute_dtypes(pipe):
@@ -74,21 +83,48 @@ def test_unpacked_pipelines_are_left_alone(pipeline_dir):
     assert pipe.unet.dtype == torch.float32
 
 
+class Kept(nn.Module):
+    _keep_in_fp32_modules = ("wo",)
+
+    def __init__(self):
+        super().__init__()
+        self.wi, self.wo = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+
 def test_parts_kept_in_float32_stay_so():
-    from quantkit.inference.dtypes import _cast
-
-    class Kept(nn.Module):
-        _keep_in_fp32_modules = ("wo",)
-
-        def __init__(self):
-            super().__init__()
-            self.wi, self.wo = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-
     model = Kept()
     _cast(model, torch.float16)
     assert (model.wi.weight.dtype, model.wo.weight.dtype) == (torch.float16, torch.float32)
     assert model.count.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["Kandinsky5Transformer3DModel", "WanTransformer3DModel"])
+def test_packed_layers_that_a_class_keeps_in_float32_dequantize_to_it(name, dtype, tmp_path):
+    (row,) = [row for row in ROWS if row.class_name == name]
+    tiny_model(row).save_pretrained(tmp_path / "model")
+    text = "{name: t, weight: {format: int8}, data_free: true, kept: {format: int8}}"
+    pack(tmp_path / "model", output=tmp_path / "packed", recipe=parse_recipe(text, where="test"))
+    cls: Any = getattr(diffusers, name)
+    dense = cls.from_pretrained(tmp_path / "model", torch_dtype=dtype)
+    model = cls.from_pretrained(tmp_path / "packed", torch_dtype=dtype).eval()
+    layers = [path for _, path, _ in iterate_packed(model)]
+    read = {path: model.get_submodule(path).weight.dtype for path in layers}
+    before = answer(model)
+    model.dequantize()
+    wanted = {path: dense.get_submodule(path).weight.dtype for path in layers}
+    assert torch.float32 in wanted.values()
+    assert read == wanted == {path: model.get_submodule(path).weight.dtype for path in layers}
+    assert (answer(model) - before).norm() < 0.05 * before.norm()
+
+
+def test_packed_layers_of_a_component_follow_its_cast():
+    model = Kept()
+    for name in ("wi", "wo"):
+        model.set_submodule(name, packed_module(nn.Linear(32, 32), SCHEMES["token"], name=name))
+    _cast(model, torch.float16)
+    assert (model.wi.weight.dtype, model.wo.weight.dtype) == (torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize(

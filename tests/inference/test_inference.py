@@ -160,8 +160,8 @@ def test_int4_gives_the_bits_of_the_int8_layer_that_it_is(make, pattern):
     dense = make()
     layer = packed_module(dense, Scheme(INT4, PerChannel(), pattern, STATIC))
     twin = pack_module("twin", Scheme(INT8, PerChannel(), pattern, STATIC), dense, None)
-    codes = integer_codes(layer.weight.flatten(1), layer.weight_group)
-    twin.fill("weight", codes.reshape(twin.weight.shape))
+    codes = integer_codes(layer.codes.flatten(1), layer.weight_group)
+    twin.fill("weight", codes.reshape(twin.codes.shape))
     twin.weight_scale, twin.input_scale = layer.weight_scale, layer.input_scale
     twin.weight_meta = layer.weight_meta
     x = torch.randn(3, 64, 9, 7) if dense.weight.ndim == 4 else torch.randn(3, 64)

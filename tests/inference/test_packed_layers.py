@@ -29,9 +29,9 @@ def test_bias_and_compute_dtype_follow_the_model(bias):
 def test_codes_leave_the_meta_device_as_codes():
     layer = pack_module("l", SCHEMES["token"], nn.Linear(32, 8, device="meta"), None)
     layer.to_empty(device="cpu")
-    assert type(layer.weight) is Codes
-    assert layer.weight.dtype == torch.float8_e4m3fn
-    assert layer.weight.device.type == layer.weight_scale.device.type == "cpu"
+    assert type(layer.codes) is Codes
+    assert layer.codes.dtype == torch.float8_e4m3fn
+    assert layer.codes.device.type == layer.weight_scale.device.type == "cpu"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())

@@ -70,8 +70,8 @@ def test_joined_rows_give_the_same_bits(scheme, bias):
         assert torch.equal(attention.to_qkv(x), apart)
         # The layers read their rows of the joined ones, and nothing is there twice.
         assert torch.equal(torch.cat([part(x) for part in parts], dim=-1), apart)
-    store = attention.to_qkv.weight.untyped_storage().data_ptr()
-    assert {part.weight.untyped_storage().data_ptr() for part in parts} == {store}
+    store = attention.to_qkv.codes.untyped_storage().data_ptr()
+    assert {part.codes.untyped_storage().data_ptr() for part in parts} == {store}
     assert attention.fused_projections
     assert attention.to_qkv.name == "a.to_qkv"
 

@@ -14,7 +14,6 @@ from quantkit.models.families import FAMILIES, GENERAL
 from quantkit.models.family import CONDITION, FEW, FIRST, LAST, MODULATION, TEXT, UNKNOWN
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.layers import list_layers
-from quantkit.models.skeleton import why_not_packed
 from quantkit.models.source import open_model
 from quantkit.recipe.load import parse_recipe
 from tests.support.denoiser_classes import ROWS
@@ -164,11 +163,6 @@ def test_a_class_that_diffusers_lacks_is_one_line(tmp_path):
     with pytest.raises(ModelError, match=wanted) as caught:
         list_layers(component)
     assert "\n" not in str(caught.value)
-
-
-def test_weights_that_a_module_reads_itself_are_no_layers():
-    attention = torch.nn.MultiheadAttention(32, 2)
-    assert "reads this weight itself" in why_not_packed(attention.out_proj)
 
 
 def test_what_a_recipe_calls_no_layer_is_copied(tmp_path):

@@ -71,7 +71,7 @@ def packed_module(dense, scheme, *, buckets=None, name="layer"):
     """Return the packed layer of a Linear or Conv2d, filled."""
     layer = pack_module(name, scheme, dense, buckets)
     for part, value in packed_tensors(dense.weight, scheme).items():
-        assert getattr(layer, part).numel() == value.numel()
+        assert layer.part(part).numel() == value.numel()
         layer.fill(part, value)
     return layer
 
