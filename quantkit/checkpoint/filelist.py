@@ -95,20 +95,21 @@ def is_read(folder: Path, file: Path) -> bool:
     return file.suffix in _READ_BESIDE
 
 
-def find_file_list(folder: Path) -> FileList | None:
+def find_file_list(folder: Path) -> FileList:
     """Return the list of a packed directory, or what its pipeline's says of a component.
 
-    Returns:
-        None: there is no list, as in what quantkit 0.1 packed.
-
     Raises:
-        CheckpointError: a damaged list, or one of another version.
+        CheckpointError: no list, a damaged one, or one of another version.
     """
     if (folder / FILE_LIST).is_file():
         return FileList(folder, _read(folder / FILE_LIST))
     whole = folder.parent / FILE_LIST
     if not (folder.parent / "model_index.json").is_file() or not whole.is_file():
-        return None
+        # Without it, another config or VAE would load as readily as the one that was packed.
+        raise CheckpointError(
+            f"{folder}: no {FILE_LIST}, which says what the files must be; download it too, or "
+            f"pack the model again: 'quantkit pack MODEL -o {folder} --force'"
+        )
     prefix = f"{folder.name}/"
     mine = {n.removeprefix(prefix): r for n, r in _read(whole).items() if n.startswith(prefix)}
     return FileList(folder, mine)
@@ -188,15 +189,14 @@ def _header_digest(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, FileRecord]:
-    cure = "download it again, or delete it to go without"
-    values = read_json(path, error=CheckpointError, cure=cure)
+    values = read_json(path, error=CheckpointError, cure=_CURE)
     if values.get("schema") != SCHEMA or values.get("schema_version") != VERSION:
         found = f"{values.get('schema')!r:.40} {values.get('schema_version')!r:.20}"
-        raise CheckpointError(f"{path}: found {found}, wanted {SCHEMA!r} {VERSION}; {cure}")
+        raise CheckpointError(f"{path}: found {found}, wanted {SCHEMA!r} {VERSION}; {_CURE}")
     try:
         return {_name(name): _record(entry) for name, entry in values["files"].items()}
     except DAMAGE as error:
-        raise CheckpointError(f"{path}: damaged ({short(error)}); {cure}") from error
+        raise CheckpointError(f"{path}: damaged ({short(error)}); {_CURE}") from error
 
 
 def _name(name: str) -> str:

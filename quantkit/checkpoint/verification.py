@@ -81,7 +81,7 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
         stop_at_first: end at the first breach.
 
     Raises:
-        CheckpointError: a file that cannot be read at all, or nothing is packed.
+        CheckpointError: a file that cannot be read at all, no list of files, or nothing is packed.
     """
     if not _is_text(path):
         raise CheckpointError(f"{path}: its name is not UTF-8, so no loader opens it; rename it")
@@ -91,10 +91,10 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
             f"{path}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
         )
     try:
-        lists, copied = file_lists(packed), _copied(packed)
+        listed, copied = find_file_list(path), _copied(packed)
         # Importing torch takes longer than the core's part of the work.
         with one_torch_thread() if checker.why_unavailable() else nullcontext():
-            found = _breaches(packed, lists, copied, progress)
+            found = _breaches(packed, listed, copied, progress)
             breaches = tuple(islice(found, 1 if stop_at_first else None))
     except OSError as error:
         where = error.filename or path
@@ -105,24 +105,11 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
         sum(len(component.config.layers) for component in packed.components),
         len(tensors),
         sum(info.nbytes for info in tensors),
-        sum(len(listed.files) for listed in lists),
+        len(listed.files),
         sum(file.suffix == ".safetensors" for file in copied),
-        tuple(_unchecked(packed, lists, copied)),
+        tuple(_unchecked(packed, listed, copied)),
         breaches,
     )
-
-
-def file_lists(packed: Packed) -> list[FileList]:
-    """Return the list of a directory; of a pipeline that has none, those of its components.
-
-    Raises:
-        CheckpointError: a damaged list.
-    """
-    whole = find_file_list(packed.path)
-    if whole is not None:
-        return [whole]
-    lists = (find_file_list(component.path) for component in packed.components)
-    return [listed for listed in lists if listed is not None]
 
 
 def contents_of(component: PackedComponent) -> Contents:
@@ -148,7 +135,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _breaches(
-    packed: Packed, lists: Sequence[FileList], copied: Sequence[Path], progress: Progress
+    packed: Packed, listed: FileList, copied: Sequence[Path], progress: Progress
 ) -> Iterator[str]:
     sound = []
     for component in packed.components:
@@ -158,8 +145,7 @@ def _breaches(
             # Else shapes are not to be trusted, and data is not looked at.
             sound.append(component)
     changed: set[Path] = set()
-    for listed in lists:
-        yield from _list_breaches(listed, changed, progress)
+    yield from _list_breaches(listed, changed, progress)
     if (packed.path / "model_index.json").is_file():
         yield from broken_pipeline(packed.path, {c.name: c.class_name for c in packed.components})
     for component in sound:
@@ -233,17 +219,13 @@ def _copied(packed: Packed) -> list[Path]:
     return copied_weights(packed.path, shards)
 
 
-def _unchecked(packed: Packed, lists: Sequence[FileList], copied: Sequence[Path]) -> Iterator[str]:
-    listed = {known.folder / name for known in lists for name in known.files}
-    listed |= {header.path for c in packed.components for header in c.headers}
+def _unchecked(packed: Packed, listed: FileList, copied: Sequence[Path]) -> Iterator[str]:
     others = [
         str(file)
         for file in list_files(packed.path)
-        if packed.path / file not in listed and file.name not in MADE
+        if file.as_posix() not in listed.files and file.name not in MADE
     ]
-    if others and not lists:
-        yield f"no {FILE_LIST}, so no digest of {some(others)}"
-    elif others:
+    if others:
         yield f"not in {FILE_LIST}: {some(others)}"
     closed = [str(f.relative_to(packed.path)) for f in copied if f.suffix != ".safetensors"]
     if closed:

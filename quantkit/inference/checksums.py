@@ -14,8 +14,8 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.contents import tensor_claims
 from quantkit.checkpoint.filelist import FILE_LIST, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed
-from quantkit.checkpoint.verification import file_lists
 from quantkit.errors import CheckpointError
+from quantkit.models.hub import fetch_beside
 from quantkit.storage.digest import Claim, Hashing
 
 #: "0" leaves checksums out of ``from_pretrained``; ``load_pipeline`` has an argument instead.
@@ -51,22 +51,24 @@ def hash_component(component: PackedComponent, besides: Collection[str] = ()) ->
         nothing to do where checksums are not wanted.
 
     Raises:
-        CheckpointError: a file of the list is missing or of another size, or one too many.
+        CheckpointError: no list; a file of it is missing or of another size, or one too many.
     """
     if not are_wanted():
         return Hashing(())
+    # What diffusers and transformers download for themselves lacks it.
+    fetch_beside(component.path.parent, FILE_LIST)
     listed = find_file_list(component.path)
     claims = (claim for name, claim in tensor_claims(component).items() if name not in besides)
-    return Hashing([*([] if listed is None else _listed(listed)), *claims])
+    return Hashing([*_listed(listed), *claims])
 
 
 def hash_directory(packed: Packed) -> Hashing:
     """Start to hash all files that the list names; the tensors of packed ones are not among them.
 
     Raises:
-        CheckpointError: a file of the list is missing or of another size, or one too many.
+        CheckpointError: no list; a file of it is missing or of another size, or one too many.
     """
-    return Hashing([claim for listed in file_lists(packed) for claim in _listed(listed)])
+    return Hashing(_listed(find_file_list(packed.path)))
 
 
 def _listed(listed: FileList) -> list[Claim]:

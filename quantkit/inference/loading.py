@@ -19,6 +19,7 @@ from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.pipelines.replay import replay as replay_steps
 from quantkit.storage.digest import Hashing
+from quantkit.storage.jsonfile import short
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
 
@@ -128,19 +129,20 @@ def _open(folder: Path) -> Packed:
 
 
 def _download(repository: str) -> Path:
-    """Fetch all files that the repository's list names; without a list, what diffusers wants."""
-    import diffusers
+    """Fetch all files that the repository's list names."""
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         root = Path(hf_hub_download(repository, FILE_LIST)).parent
-    except EntryNotFoundError:
-        return Path(diffusers.DiffusionPipeline.download(repository))
-    listed = find_file_list(root)
-    assert listed is not None, "it was just fetched"
-    wanted = [FILE_LIST, *listed.files]
-    return Path(snapshot_download(repository, revision=root.name, allow_patterns=wanted))
+        wanted = [FILE_LIST, *find_file_list(root).files]
+        return Path(snapshot_download(repository, revision=root.name, allow_patterns=wanted))
+    except (OSError, HFValidationError) as error:
+        raise ModelError(
+            f"{repository}: no directory, and no {FILE_LIST} of it comes from the hub "
+            f"({type(error).__name__}: {short(error)}); check the name and your access, or run "
+            f"'quantkit pack {repository} -o DIR'"
+        ) from error
 
 
 def _dtype_key() -> str:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +48,29 @@ def fetch_config(repository: str) -> Path:
         ModelError: as ``download``.
     """
     return _fetch(repository, partial(_patterns_of_config, repository))
+
+
+def fetch_beside(folder: Path, name: str) -> None:
+    """Fetch a file that a snapshot in the hub's cache lacks; nothing happens where it cannot be.
+
+    Args:
+        folder: any; a snapshot is ``models--OWNER--NAME/snapshots/REVISION``.
+        name: of the file.
+    """
+    repository = folder.parent.parent.name
+    is_snapshot = repository.startswith("models--") and folder.parent.name == "snapshots"
+    if not is_snapshot or (folder / name).is_file():
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(OSError, HFValidationError):
+        hf_hub_download(
+            repository.removeprefix("models--").replace("--", "/"),
+            name,
+            revision=folder.name,
+            cache_dir=folder.parents[2],
+        )
 
 
 def _fetch(repository: str, patterns: Callable[[Path, Sequence[str]], list[str]]) -> Path:

@@ -335,16 +335,46 @@ def test_pickles_are_hashed_and_not_opened(pipeline_dir, tmp_path):
         verify(output, progress=silent)
 
 
-def test_directories_without_a_list_load_and_say_so(copy):
+def test_a_directory_without_a_list_is_refused_by_all_that_read_it(copy, monkeypatch):
+    from diffusers import UNet2DConditionModel
+
     (copy / FILE_LIST).unlink()
-    result = verify(copy, progress=silent)
-    assert result.files == 0
-    (line,) = result.unchecked
-    assert line.startswith("no quantkit.files.json, so no digest of model_index.json, ")
-    quantkit.load_pipeline(copy)
-    flip(UNET)(copy)
-    with pytest.raises(CheckpointError, match="damaged: SHA-256"):
-        quantkit.load_pipeline(copy)
+    of_json("unet/config.json", lambda c: c.update(norm_eps=0.5))(copy)
+    for read in (
+        lambda: verify(copy, progress=silent),
+        lambda: verify(copy / "unet", progress=silent),
+        lambda: quantkit.load_pipeline(copy),
+        lambda: UNet2DConditionModel.from_pretrained(copy, subfolder="unet"),
+    ):
+        with pytest.raises(CheckpointError, match=r"no quantkit\.files\.json, .* 'quantkit pack"):
+            read()
+    monkeypatch.setenv("QUANTKIT_CHECKSUMS", "0")
+    UNet2DConditionModel.from_pretrained(copy, subfolder="unet")
+
+
+def test_a_snapshot_of_the_hub_gets_the_list_that_diffusers_left_there(
+    whole, tmp_path, monkeypatch
+):
+    import huggingface_hub
+    from diffusers import UNet2DConditionModel
+
+    snapshot = tmp_path / "models--some--one" / "snapshots" / "abc"
+    shutil.copytree(whole, snapshot)
+    (snapshot / FILE_LIST).unlink()
+
+    def missing(*args, **options):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    with pytest.raises(CheckpointError, match=r"no quantkit\.files\.json"):
+        UNet2DConditionModel.from_pretrained(snapshot, subfolder="unet")
+
+    def fetch(repository, name, *, revision, cache_dir):
+        assert (repository, revision, cache_dir) == ("some/one", "abc", tmp_path)
+        shutil.copy(whole / name, snapshot / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    UNet2DConditionModel.from_pretrained(snapshot, subfolder="unet")
 
 
 def test_a_component_of_a_pipeline_is_checked_by_its_list(copy):

@@ -12,7 +12,7 @@ from quantkit.checkpoint.spec import FORMAT_VERSION
 from quantkit.errors import CheckpointError, InputError, ModelError
 from quantkit.storage.tensorfile import read_header
 from tests.support.loading import unet_class
-from tests.support.packed import digest
+from tests.support.packed import digest, relist
 
 
 def edit_config(folder, change):
@@ -20,6 +20,7 @@ def edit_config(folder, change):
     config = json.loads(path.read_text())
     change(config["quantization_config"])
     path.write_text(json.dumps(config))
+    relist(folder / "unet")
 
 
 def edit_tensors(folder, change):
@@ -31,6 +32,7 @@ def edit_tensors(folder, change):
     record = json.loads(metadata["quantkit"])
     record["tensors"] = {name: digest(tensor) for name, tensor in tensors.items()}
     save_file(tensors, path, metadata=metadata | {"quantkit": json.dumps(record)})
+    relist(folder / "unet")
 
 
 def first(tensors, part):

@@ -171,10 +171,12 @@ def test_what_pack_writes_loads_and_saves(pipeline_dir, tmp_path):
     quantkit.load_pipeline(tmp_path / "copy", checksums=True)
 
 
-def test_the_pipeline_loads_from_the_hub_cache(packed_dir, monkeypatch):
-    import diffusers
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch):
+    import huggingface_hub
 
-    monkeypatch.setattr(
-        diffusers.DiffusionPipeline, "download", classmethod(lambda _, name: str(packed_dir))
-    )
-    assert packed_layers(quantkit.load_pipeline("someone/packed"))
+    def missing(*args):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no\nnetwork")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    with pytest.raises(ModelError, match=r"^some/one: no directory.*no network.*check the name"):
+        quantkit.load_pipeline("some/one")

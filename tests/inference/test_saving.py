@@ -17,6 +17,7 @@ from tests.support.loading import (
     unet_class,
     weight_files,
 )
+from tests.support.packed import relist
 
 
 def quantization(folder):
@@ -62,6 +63,7 @@ def test_variants_load_and_save_under_their_names(broken, tmp_path):
     (unet / "diffusion_pytorch_model.safetensors").rename(
         unet / "diffusion_pytorch_model.fp16.safetensors"
     )
+    relist(unet)
     pipe = quantkit.load_pipeline(broken)
     with pytest.raises(InputError, match="pass variant='fp16'"):
         pipe.unet.save_pretrained(tmp_path / "copy")

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import make_config, needed_version
 from quantkit.inference.modules import pack_module
@@ -103,6 +104,19 @@ def pack_component(folder, schemes, *, shards=1, recipe=None):
     source.unlink()
     version = needed_version(schemes.values())
     _write_shards(folder, tensors, records, shards, (version, recipe or {}))
+    relist(folder)
+
+
+def relist(folder):
+    """Make the list of files of a component's pipeline, or of a folder alone, fit what is there."""
+    root = folder.parent if (folder.parent / "model_index.json").is_file() else folder
+    files = [file for file in root.rglob("*.safetensors") if _is_packed(file)]
+    write_file_list(root, {}, [file.relative_to(root) for file in files])
+
+
+def _is_packed(file):
+    with safe_open(file, framework="pt") as opened:
+        return METADATA_KEY in (opened.metadata() or {})
 
 
 def _write_shards(folder, tensors, records, shards, about):
