@@ -366,7 +366,10 @@ def _load_component(component: QuantizedComponent, model: Model, dtype: torch.dt
     kind = getattr(library, component.class_name)
     if not component.is_gguf:
         return kind.from_pretrained(
-            str(component.path), torch_dtype=dtype, variant=component.variant
+            str(component.path),
+            torch_dtype=dtype,
+            variant=component.variant,
+            use_safetensors=True,
         )
     return kind.from_single_file(
         str(component.path),

@@ -23,12 +23,12 @@ from quantkit.calibration.statistics import Calibration, CalibrationProvenance
 from quantkit.errors import ArtefactError, ModelError, PromptError
 from quantkit.models.attention import AttentionCall, Heads
 from quantkit.models.source import Component, Model
+from quantkit.models.source_tensors import source_tensors
 from quantkit.numerics.attention_basis import Basis, basis_of, ranks_of, turned
 from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries, run_batch
 from quantkit.progress import Progress
 from quantkit.recipe.calibration import CalibrationRecipe
-from quantkit.storage.tensorfile import read_header
 
 #: Errors on fewer prompts say too little of others.
 LEAST_PROMPTS = 32
@@ -68,7 +68,7 @@ def plan_rotation(component: Component, calibration: Calibration) -> Rotation:
             "again with this quantkit",
             fields=("calibration",),
         )
-    names = {name for shard in component.shards for name in read_header(shard).tensors}
+    names = set(source_tensors(component))
     left = {name: reason for name, s in table.items() if (reason := _why_left(name, s, names))}
     bases = {name: _basis(s) for name, s in table.items() if name not in left}
     if not bases:

@@ -7,6 +7,8 @@ from typing import Any
 from quantkit.checkpoint.contents import broken_numbers
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.errors import CheckpointError
+from quantkit.models.pickles import only_pickles
+from quantkit.models.sizes import oversized, tensors_below
 from quantkit.storage.copying import is_weight, list_files
 from quantkit.storage.jsonfile import DAMAGE, read_json
 from quantkit.storage.tensorfile import Header, read_header
@@ -34,16 +36,15 @@ def broken_pipeline(path: Path, packed: Mapping[str, str]) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    if not isinstance(index.get("_class_name"), str):
-        yield f"{file}: _class_name names no pipeline; {_CURE}"
+    yield from (f"{file}: {why}; {_CURE}" for why in _broken_index_entries(path, index))
     named = dict(_components(index))
     for name, class_name in packed.items():
-        if named.get(name) != class_name:
-            found = f"names {named[name]}" if name in named else "does not name it"
+        if name not in named or named[name][1] != class_name:
+            found = f"names {named[name][1]}" if name in named else "does not name it"
             yield f"{path / name}: packed {class_name}, but {file.name} {found}; {_CURE}"
-    for name, class_name in named.items():
+    for name, (library, class_name) in named.items():
         if name not in packed:
-            yield from _broken_component(path / name, class_name)
+            yield from _broken_component(path / name, library, class_name)
 
 
 def copied_weights(path: Path, packed: set[Path]) -> list[Path]:
@@ -85,15 +86,67 @@ def broken_index(path: Path) -> Iterator[str]:
             yield f"{path}: {tensor!r:.80} is not in {name}; {_CURE}"
 
 
-def _components(index: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and class of the components; an optional one that is absent has neither."""
+def _broken_index_entries(path: Path, index: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the types of model_index.json's entries, as diffusers reads them."""
+    if not _is_name(index.get("_class_name")):
+        yield "_class_name names no pipeline"
+    version = index.get("_diffusers_version", "0")
+    if not _is_version(version):
+        yield f"_diffusers_version {version!r:.80} is no version"
+    for name, entry in index.items():
+        # Lists of numbers are options of the pipeline.
+        named = isinstance(entry, list) and any(isinstance(value, str) for value in entry)
+        if named or (_is_name(name) and (path / name).is_dir()):
+            yield from _broken_entry(name, entry)
+
+
+def _broken_entry(name: str, entry: object) -> Iterator[str]:
+    """Yield what is wrong with the entry of a component."""
+    match entry:
+        case [str(), str(class_name)] if _is_name(class_name):
+            if not _is_name(name):
+                yield f"component {name!r:.80} is no plain name of a folder"
+        case [None, None]:
+            pass
+        case _:
+            yield f"{name:.80} is {entry!r:.80}, expected a library and a class"
+
+
+def _is_version(value: object) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return isinstance(value, str) and bool(Version(value))
+    except InvalidVersion:
+        return False
+
+
+def _is_name(value: object) -> bool:
+    """Tell whether a value is what Python calls a class, or a plain name of a folder."""
+    return isinstance(value, str) and value.isidentifier() and value.isascii()
+
+
+def _components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield name, library and class of components; an optional one that is absent has neither."""
     for name, entry in index.items():
         match entry:
-            case [str(), str(class_name)]:
-                yield name, class_name
+            case [str(library), str(class_name)]:
+                yield name, (library, class_name)
 
 
-def _broken_component(folder: Path, class_name: str) -> Iterator[str]:
+def _broken_model(
+    folder: Path, library: str, class_name: str, config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a line for what is wrong with the weights of a component that was not packed."""
+    if why := only_pickles(folder, library, class_name):
+        yield why
+    elif not any(folder.glob("*.safetensors")):
+        yield f"{folder}: no weights; {_CURE}"
+    elif problem := oversized(config, tensors_below(folder)):
+        yield f"{folder / 'config.json'}: {problem}; {_CURE}"
+
+
+def _broken_component(folder: Path, library: str, class_name: str) -> Iterator[str]:
     if not folder.is_dir():
         yield f"{folder}: missing, though model_index.json names it ({class_name}); {_CURE}"
         return
@@ -107,8 +160,8 @@ def _broken_component(folder: Path, class_name: str) -> Iterator[str]:
         except CheckpointError as error:
             yield str(error)
             continue
-        if name == "config.json" and not any(is_weight(file) for file in folder.iterdir()):
-            yield f"{folder}: no weights; {_CURE}"
+        if name == "config.json":
+            yield from _broken_model(folder, library, class_name, config)
         # transformers' configs have no such key.
         said = config.get("_class_name", class_name)
         if said != class_name and name in {"config.json", "scheduler_config.json"}:

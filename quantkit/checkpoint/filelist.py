@@ -108,7 +108,7 @@ def find_file_list(folder: Path) -> FileList:
         # Without it, another config or VAE would load as readily as the one that was packed.
         raise CheckpointError(
             f"{folder}: no {FILE_LIST}, which says what the files must be; download it too, or "
-            f"pack the model again: 'quantkit pack MODEL -o {folder} --force'"
+            "pack the model again: 'quantkit pack MODEL -o NEW'"
         )
     prefix = f"{folder.name}/"
     mine = {n.removeprefix(prefix): r for n, r in _read(whole).items() if n.startswith(prefix)}

@@ -8,6 +8,7 @@ import torch
 from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import Packed
+from quantkit.checkpoint.verification import contents_of
 from quantkit.device.archs import OneLaunch
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, why_on_request
@@ -60,7 +61,8 @@ def attention_choices(packed: Packed, device: torch.device) -> tuple[AttentionCh
 def _of_component(
     component: PackedComponent, settings: PackedAttention, device: torch.device
 ) -> Iterator[AttentionChoice]:
-    skeleton = read_skeleton(component.path / "config.json")
+    names = contents_of(component).tensors
+    skeleton = read_skeleton(component.path / "config.json", component.class_name, names)
     for module, kept in skeleton.attention.items():
         reason = "excluded" if matches(module, settings.exclude) else kept
         launch = _launch_of(module, component, settings, skeleton)

@@ -163,8 +163,9 @@ def _component(place: Place, config: Path) -> tuple[str, str]:
 def _described(folder: Path, class_name: str, place: Place, there: Collection[str]) -> Described:
     """Return the model of a component, its tensors in the names of published files."""
     # In the file's own names, where these are the library's.
-    asked = () if place.layout else {_published(class_name, name) for name in there}
-    found = describe(folder, class_name, asked if class_name else ())
+    own = class_name and not place.layout
+    asked = {_published(class_name, name) for name in there} if own else ()
+    found = describe(folder, len(there), class_name=class_name, names=asked)
     shapes = {_published(class_name, name): shape for name, shape in found.shapes.items()}
     return Described(folder, found.class_name, shapes)
 

@@ -11,7 +11,7 @@ from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.exported import Export, together
 from quantkit.interchange.tensor_export import FilePlan, compare_tensors, write_tensors
 from quantkit.progress import Progress
-from quantkit.storage.copying import copy_files, is_weight, list_files
+from quantkit.storage.copying import copy_files, is_pickle, is_weight, list_files
 from quantkit.storage.files import staged_directory
 
 #: What the marker calls the output.
@@ -88,6 +88,7 @@ def _others(plan: DirectoryPlan) -> list[Path]:
         file
         for file in list_files(plan.model)
         if file.name not in MADE
+        and not is_pickle(file)
         and not (is_weight(file) and file.parent in {Path(), *folders})
         and not (file.name == "config.json" and file.parent in folders)
     ]

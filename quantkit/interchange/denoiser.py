@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
@@ -18,11 +17,11 @@ from quantkit.interchange.layer_codes import LayerCodes, read_codes
 from quantkit.models.families import find_family
 from quantkit.models.layers import SOURCE_DTYPES
 from quantkit.models.source import Component
+from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.ggml_blocks import put_together
 from quantkit.numerics.scheme import Scheme
 from quantkit.recipe.fields import matches
-from quantkit.storage.tensorfile import read_header
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +75,7 @@ class Denoiser:
         if name in self.schemes:
             assert self._packed is not None
             return self._packed.dequantized(name.removesuffix(".weight"))
-        with safe_open(self._places[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor = read_tensor(self._places[name], name)
         if not all_finite(tensor):
             raise NonFiniteError(f"{self._places[name]}: {name}: NaN or infinity")
         return tensor
@@ -124,14 +122,13 @@ def dense_denoiser(component: Component) -> Denoiser:
         ModelError: a damaged file, a tensor of a dtype that is no number of a model.
     """
     shapes, places, dtypes = {}, {}, {}
-    for shard in component.shards:
-        for name, info in read_header(shard).tensors.items():
-            if info.dtype not in SOURCE_DTYPES:
-                raise ModelError(
-                    f"{shard}: {name}: found {info.dtype}, wanted one of "
-                    f"{', '.join(SOURCE_DTYPES)}; start from the 16-bit model"
-                )
-            shapes[name], places[name], dtypes[name] = info.shape, shard, info.dtype
+    for name, (shard, info) in source_tensors(component).items():
+        if info.dtype not in SOURCE_DTYPES:
+            raise ModelError(
+                f"{shard}: {name}: found {info.dtype}, wanted one of "
+                f"{', '.join(SOURCE_DTYPES)}; start from the 16-bit model"
+            )
+        shapes[name], places[name], dtypes[name] = info.shape, shard, info.dtype
     return Denoiser(component.path, component.class_name, shapes, places, {}, dtypes)
 
 

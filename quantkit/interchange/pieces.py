@@ -1,6 +1,6 @@
 """Which numbers of a single file are those of which tensor of a model."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -57,22 +57,26 @@ class Piece:
         return self.tensor.quantized
 
 
-def describe(folder: Path, class_name: str = "", names: Iterable[str] = ()) -> Described:
+def describe(
+    folder: Path, tensors: int, *, class_name: str = "", names: Collection[str] = ()
+) -> Described:
     """Return the model of a directory.
 
     Args:
         folder: with its config.json.
+        tensors: how many the file has, than which no model is larger.
         class_name: of a model of transformers; "": the config says the class in diffusers.
         names: tensors of the files of a model of transformers, in whose names it is told.
 
     Raises:
         ModelError: packed, or no model can be built from it.
     """
-    told = read_json(folder / "config.json")
+    config = folder / "config.json"
+    told = read_json(config)
     if CONFIG_KEY in told:
         raise ModelError(f"{folder}: packed; give the directory of the 16-bit pipeline as config")
     try:
-        shapes = read_skeleton(folder / "config.json", class_name, names).tensors
+        shapes = read_skeleton(config, class_name, names, tensors=tensors).tensors
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     return Described(folder, class_name or f"{told.get('_class_name')!s:.80}", shapes)

@@ -61,7 +61,7 @@ def fit(file: StoredFile, config: Path, encoders: Encoders = "file") -> SingleFi
             tensors missing, left over or of another shape; no diffusers directory.
     """
     component = _component_of(config)
-    described = describe(config / component)
+    described = describe(config / component, len(file.tensors))
     naming = _naming_of(file, described)
     others = _others(file, naming, described)
     _check_remarks(file, config)

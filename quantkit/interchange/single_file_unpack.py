@@ -16,7 +16,7 @@ from quantkit.interchange.pieces import Piece
 from quantkit.interchange.single_file_model import SingleFileModel
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
-from quantkit.storage.copying import copy_file, is_weight, list_files
+from quantkit.storage.copying import copy_file, is_pickle, is_weight, list_files
 from quantkit.storage.system import open_new, write_at
 
 
@@ -42,7 +42,7 @@ def unpack(
     replaced = {part.component for part in model.parts}
     for file in list_files(model.config):
         inside = file.parts[0] in replaced or not model.denoiser.component
-        if is_weight(file) and (inside or file.parent == Path()):
+        if is_pickle(file) or (is_weight(file) and (inside or file.parent == Path())):
             continue
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         take(model.config / file, folder / file)

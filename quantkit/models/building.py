@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.models.encoder_skeleton import build_encoder
+from quantkit.models.sizes import oversized
 from quantkit.models.skeleton import Skeleton, on_meta, skeleton_of
 from quantkit.models.skeleton_cache import recall, remember
 from quantkit.storage.jsonfile import parse_json, read_json, short
@@ -30,13 +31,16 @@ _PATIENCE = 120
 _RARELY_NEEDED = ("pandas", "peft", "scipy", "sklearn", "torchvision", "transformers")
 
 
-def read_skeleton(config: Path, class_name: str = "", names: Iterable[str] = ()) -> Skeleton:
+def read_skeleton(
+    config: Path, class_name: str, names: Collection[str], *, tensors: int | None = None
+) -> Skeleton:
     """Return the skeleton of the model that a config.json describes.
 
     Args:
         config: of a diffusers model, which says its class, or of a transformers model.
         class_name: of a transformers model.
-        names: tensors of its files, in whose names it is told.
+        names: tensors of its files, in which a transformers model is told.
+        tensors: of the files, than which no model is larger; None: as many as there are names.
 
     Raises:
         CheckpointError: unreadable, or no model can be built from it.
@@ -44,7 +48,10 @@ def read_skeleton(config: Path, class_name: str = "", names: Iterable[str] = ())
     values = read_json(config, error=CheckpointError, cure="download it again")
     values.pop("quantization_config", None)
     of_diffusers = "_class_name" in values
-    asked = [values] if of_diffusers else [values, class_name, sorted(names)]
+    count = len(names) if tensors is None else tensors
+    if problem := oversized(values, count):
+        raise CheckpointError(f"{config}: {problem}; download it again")
+    asked = [values, count] + ([] if of_diffusers else [class_name, sorted(names)])
     text = json.dumps(asked)
     try:
         if ("diffusers" if of_diffusers else "transformers") in sys.modules:
@@ -57,17 +64,17 @@ def read_skeleton(config: Path, class_name: str = "", names: Iterable[str] = ())
 @lru_cache(maxsize=8)
 def _build(text: str) -> Skeleton:
     """Return the skeleton of a config; ValueError when there is no such model."""
-    config, *asked = json.loads(text)
+    config, tensors, *asked = json.loads(text)
     if not asked:
-        return _build_denoiser(config)
+        return _build_denoiser(config, tensors)
     try:
-        return build_encoder(config, *asked)
+        return build_encoder(config, *asked, tensors=tensors)
     except Exception as error:
         # As below.
         raise ValueError(f"{asked[0]} cannot be built from it ({short(error)})") from error
 
 
-def _build_denoiser(config: Mapping[str, Any]) -> Skeleton:
+def _build_denoiser(config: Mapping[str, Any], tensors: int) -> Skeleton:
     import diffusers
     from diffusers.utils import logging
 
@@ -82,7 +89,7 @@ def _build_denoiser(config: Mapping[str, Any]) -> Skeleton:
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it warns of keys that it does not know
     try:
-        with on_meta():
+        with on_meta(tensors):
             model = cls.from_config(config)
             return replace(skeleton_of(model), attention=_attention_of(model))
     except Exception as error:
@@ -114,7 +121,7 @@ def _built_by_child(text: str) -> Skeleton:
 
 def _found_out(text: str) -> str:
     """Return the skeleton as JSON; ValueError when there is no such model."""
-    if len(json.loads(text)) == 1:
+    if len(json.loads(text)) == 2:
         with contextlib.suppress(ValueError):
             return _said_by_child(text, _RARELY_NEEDED)
     return _said_by_child(text)

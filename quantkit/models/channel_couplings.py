@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.storage.tensorfile import read_header
+from quantkit.models.source_tensors import source_tensors
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def find_couplings(
         layers: all of it, by module path.
         heads: of each attention module.
     """
-    names = sorted({name for shard in component.shards for name in read_header(shard).tensors})
+    names = sorted(source_tensors(component))
     found: list[Coupling] = []
     for path in layers:
         for rule in RULES:

@@ -12,13 +12,16 @@ from typing import Any
 from quantkit.models.skeleton import Skeleton, on_meta, why_none_packed
 
 
-def build_encoder(config: Mapping[str, Any], class_name: str, names: Collection[str]) -> Skeleton:
+def build_encoder(
+    config: Mapping[str, Any], class_name: str, names: Collection[str], *, tensors: int
+) -> Skeleton:
     """Return the skeleton of a transformers model that a config describes.
 
     Args:
         config: config.json, its quantization_config left out.
         class_name: as model_index.json has it.
         names: tensors of the files.
+        tensors: how many they are.
 
     Raises:
         ValueError: there is no such model.
@@ -32,7 +35,7 @@ def build_encoder(config: Mapping[str, Any], class_name: str, names: Collection[
             "transformers, or download it again"
         )
     cls: Any = found
-    with _quiet(), on_meta(), _untied():
+    with _quiet(), on_meta(tensors), _untied():
         model = cls(cls.config_class.from_dict(_without_dtype(config)))
         return encoder_skeleton(model, names)
 

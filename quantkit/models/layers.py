@@ -9,8 +9,9 @@ from typing import Literal
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.building import read_skeleton
 from quantkit.models.source import Component
+from quantkit.models.source_tensors import source_tensors
 from quantkit.recipe.fields import matches
-from quantkit.storage.tensorfile import TensorInfo, read_header
+from quantkit.storage.tensorfile import TensorInfo
 
 #: Dtypes that weights are packed from.
 SOURCE_DTYPES = ("F16", "BF16", "F32")
@@ -71,16 +72,9 @@ def list_layers(component: Component) -> tuple[Layer, ...]:
         ModelError: a damaged file, a tensor in two files, a weight of a dtype that is not packed;
             of the general family, a class that the installed diffusers lacks or cannot build.
     """
-    tensors: dict[str, tuple[Path, TensorInfo]] = {}
-    for shard in component.shards:
-        for info in read_header(shard).tensors.values():
-            _refuse_name(shard, info.name)
-            if info.name in tensors:
-                raise ModelError(
-                    f"{shard}: {info.name} is in {tensors[info.name][0].name} too; "
-                    "download the component again"
-                )
-            tensors[info.name] = shard, info
+    tensors = source_tensors(component)
+    for name, (shard, _) in tensors.items():
+        _refuse_name(shard, name)
     others = _other_modules(component, tensors)
     return tuple(
         _layer(name.removesuffix(".weight"), shard, info, bias=_bias_of(name) in tensors)

@@ -32,6 +32,15 @@ def read_transformers_classes(path: Path) -> dict[str, str]:
     return {name: kind for name, (library, kind) in entries.items() if library == "transformers"}
 
 
+def read_components(path: Path) -> dict[str, tuple[str, str]]:
+    """Return library and class of each component that a pipeline's model_index.json names.
+
+    Raises:
+        ModelError: as ``read_pipeline_index``.
+    """
+    return {name: (str(library), kind) for name, (library, kind) in _read_entries(path).items()}
+
+
 def denoiser_names(classes: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of a pipeline's denoisers, of the classes of its components by name."""
     return tuple(n for n, kind in classes.items() if _DENOISERS.fullmatch(n) and is_denoiser(kind))

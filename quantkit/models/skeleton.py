@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.models.sizes import at_most, most_modules
 from quantkit.models.weight_readers import readers
-
-#: Modules of a model; the largest published ones have 10,000. A hostile config asks for more.
-MAX_MODULES = 100_000
 
 _WHY = "config.json, weights and model class do not belong together"
 
@@ -143,23 +141,13 @@ def why_not_packed(module: Any) -> str:
 
 
 @contextlib.contextmanager
-def on_meta() -> Iterator[None]:
-    """Build as the loader does, parameters without memory, and no more modules than a model has."""
+def on_meta(tensors: int) -> Iterator[None]:
+    """Build as the loader does, parameters without memory, and no more than files have tensors.
+
+    Args:
+        tensors: of the files.
+    """
     from accelerate import init_empty_weights
-    from torch.nn.modules.module import register_module_module_registration_hook
 
-    count = 0
-
-    def hook(parent: object, name: str, child: object) -> None:
-        del parent, name, child
-        nonlocal count
-        count += 1
-        if count > MAX_MODULES:
-            raise ValueError(f"more than {MAX_MODULES:,} modules")
-
-    handle = register_module_module_registration_hook(hook)
-    try:
-        with init_empty_weights():
-            yield
-    finally:
-        handle.remove()
+    with at_most(most_modules(tensors)), init_empty_weights():
+        yield

@@ -12,8 +12,10 @@ from quantkit.errors import ModelError
 from quantkit.models.families import find_family
 from quantkit.models.family import Family
 from quantkit.models.location import refuse_nowhere
+from quantkit.models.pickles import refuse_only_pickles
 from quantkit.models.pipeline_index import (
     denoiser_names,
+    read_components,
     read_pipeline_index,
     read_transformers_classes,
 )
@@ -160,6 +162,8 @@ def _open_pipeline(path: Path, wish: _Wish) -> tuple[Component, ...]:
         raise ModelError(
             f"{path}: model_index.json names no unet or transformer (found {found:.200})"
         )
+    for name, (library, class_name) in read_components(path).items():
+        refuse_only_pickles(path / name, library, class_name)
     return tuple(_open_component(path / name, name, wish) for name in names)
 
 
@@ -180,6 +184,7 @@ def open_encoders(model: Model) -> tuple[Component, ...]:
 
 def _open_encoder(path: Path, name: str, class_name: str, variant: str | None) -> Component:
     _read_config(path)
+    refuse_only_pickles(path, "transformers", class_name)
     # Not every encoder has the variant that the denoiser has.
     found = find_weights(path, ENCODER_WEIGHTS, variant)
     family = find_encoder(class_name)
@@ -213,6 +218,7 @@ def _open_component(path: Path, name: str, wish: _Wish) -> Component:
         family = find_family(class_name, wish.family)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+    refuse_only_pickles(path, "diffusers", class_name)
     found = find_weights(path, WEIGHTS, wish.variant)
     if wish.variant not in (None, found.variant):
         there = ", ".join(sorted(_variants(path, WEIGHTS))) or "no variant"
@@ -279,11 +285,6 @@ def find_weights(path: Path, stem: str, wanted: str | None) -> Weights:
         )
     for variant, file in variants.items():
         return _weights_of(file, variant, has_plain=False)
-    if list(path.glob("*.bin")):
-        raise ModelError(
-            f"{path}: only pickled weights (.bin), wanted safetensors; load it in its "
-            "library and save_pretrained it"
-        )
     raise ModelError(f"{path}: no weights: {stem}.safetensors is missing; download it again")
 
 

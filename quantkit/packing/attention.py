@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quantkit.checkpoint.attention import CHILD, HeadShape, PackedAttention
 from quantkit.errors import RecipeError
 from quantkit.models.building import read_skeleton
+from quantkit.models.source_tensors import source_tensors
 from quantkit.numerics.attention_formats import NONE
 from quantkit.packing.attention_formats import choose_attention_formats
 from quantkit.recipe.fields import matches
@@ -107,7 +108,8 @@ def _formats(
 
 def _known(component: Component, exclude: Sequence[str]) -> list[str]:
     """Return the attention modules whose processors are known, but for excluded ones."""
-    modules = read_skeleton(component.path / "config.json").attention
+    config, names = component.path / "config.json", source_tensors(component)
+    modules = read_skeleton(config, component.class_name, names).attention
     return [name for name, why in modules.items() if not why and not matches(name, exclude)]
 
 

@@ -1,17 +1,17 @@
-"""What pack adds to the files it has written: the judge's word, and the list of all files."""
+"""What pack asks of a model beside its own work: the judge's word, and the list of all files."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from quantkit.checkpoint.directory import broken_pipeline, broken_weights
 from quantkit.checkpoint.filelist import write_file_list
-from quantkit.checkpoint.reader import Packed
 from quantkit.errors import ModelError
 from quantkit.models.building import read_skeleton
 from quantkit.models.skeleton import Contents, misfits
 from quantkit.packing.plan import ComponentPlan
+from quantkit.progress import Progress, tracked
 from quantkit.storage.digest import sha256_of_file
 
 
@@ -35,31 +35,50 @@ def checked_for_loading(plans: Sequence[ComponentPlan]) -> Iterator[None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def refuse_broken_copies(model: Path, copied: Iterable[Path], *, progress: Progress) -> None:
+    """Look at the weights that will be copied, before the long work: they must be numbers.
+
+    Args:
+        model: the source.
+        copied: files, relative to it.
+        progress: told of files done.
+
+    Raises:
+        ModelError: NaN or infinity in a safetensors file, or one that is damaged.
+    """
+    files = [model / file for file in copied if file.suffix == ".safetensors"]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda file: list(broken_weights(file)), files)
+        for _ in tracked(progress, "look at what is copied", files):
+            for breach in next(found):
+                raise ModelError(breach)
+
+
 def list_written(folder: Path, copied: Collection[Path], packed: Collection[Path]) -> None:
-    """Write the list of all files, and refuse copied weights that are no numbers.
+    """Write the list of all files.
 
     Args:
         folder: what pack has written.
         copied: files that were copied, relative to the folder.
         packed: packed weight files, relative to the folder.
-
-    Raises:
-        ModelError: NaN or infinity in a copied safetensors file, or one that is damaged.
     """
     with ThreadPoolExecutor(2) as pool:
-        digests = dict(pool.map(lambda file: (file, _digest(folder / file)), copied))
+        digests = dict(pool.map(lambda file: (file, sha256_of_file(folder / file)), copied))
     write_file_list(folder, digests, packed)
 
 
-def refuse_broken(packed: Packed) -> None:
-    """Refuse a pipeline whose other components are not there.
+def refuse_broken(model: Path, classes: Mapping[str, str]) -> None:
+    """Refuse a pipeline whose components are not there.
+
+    Args:
+        model: the source.
+        classes: of the components that are packed, by name.
 
     Raises:
         ModelError: the first disagreement of model_index.json and the folders.
     """
-    if (packed.path / "model_index.json").is_file():
-        classes = {component.name: component.class_name for component in packed.components}
-        for breach in broken_pipeline(packed.path, classes):
+    if (model / "model_index.json").is_file():
+        for breach in broken_pipeline(model, classes):
             raise ModelError(breach)
 
 
@@ -71,10 +90,3 @@ def _judge(plan: ComponentPlan) -> None:
     skeleton = read_skeleton(path / "config.json", plan.component.class_name, tensors)
     for misfit in misfits(Contents(path, packed, tensors, cure), skeleton):
         raise ModelError(misfit)
-
-
-def _digest(path: Path) -> str:
-    if path.suffix == ".safetensors":
-        for breach in broken_weights(path):
-            raise ModelError(breach)
-    return sha256_of_file(path)

@@ -10,12 +10,17 @@ from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.treated import encoders_of
 from quantkit.packing.config_files import write_config, write_index
-from quantkit.packing.final_checks import checked_for_loading, list_written, refuse_broken
+from quantkit.packing.final_checks import (
+    checked_for_loading,
+    list_written,
+    refuse_broken,
+    refuse_broken_copies,
+)
 from quantkit.packing.masks import masks_beforehand
 from quantkit.packing.plan import ComponentPlan, plan_component
 from quantkit.packing.summary import ComponentSummary, LayerSummary, PackSummary
 from quantkit.packing.writer import write_shards
-from quantkit.storage.copying import copy_files, is_weight, list_files
+from quantkit.storage.copying import copy_files, is_pickle, is_weight, list_files
 from quantkit.storage.files import staged_directory
 from quantkit.storage.places import check_directory, refuse_overlap
 
@@ -113,10 +118,11 @@ def moments_for(
 def complete_plan(model: Model, components: tuple[ComponentPlan, ...]) -> PackPlan:
     """Return the plan of a model whose components are planned: what else is copied, or left out."""
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
-    planned = {plan.component.name for plan in components}
+    planned = {plan.component.name: plan.component.class_name for plan in components}
+    refuse_broken(model.path, planned)
     others = (file for file in list_files(model.path) if file.name not in MADE)
-    root = [file for file in others if not planned & {"", file.parts[0]}]
-    dropped = [file for file in root if is_weight(file) and file.parent == Path()]
+    root = [file for file in others if planned.keys().isdisjoint({"", file.parts[0]})]
+    dropped = [f for f in root if is_pickle(f) or (is_weight(f) and f.parent == Path())]
     copied = [file for file in root if file not in set(dropped)]
     for plan in components:
         folder = Path(plan.component.name)
@@ -165,6 +171,7 @@ def pack(
 
         components = tuple(with_joint_scales(component, joined) for component in plan.components)
         plan = replace(plan, components=components)
+    refuse_broken_copies(model.path, plan.copied, progress=progress)
     with (
         staged_directory(output, kind=KIND, force=force) as stage,
         checked_for_loading(plan.components),
@@ -174,7 +181,7 @@ def pack(
             _write_component(component, stage, threads, progress)
         list_written(stage, plan.copied, plan.packed)
         # The reader's own check, before the directory gets its name.
-        refuse_broken(open_packed(stage))
+        open_packed(stage)
     return summarize(plan, output)
 
 

@@ -22,10 +22,11 @@ from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor
 from quantkit.device.host import checker
 from quantkit.device.host.hashing import run_together
 from quantkit.errors import ArtefactError, NonFiniteError
+from quantkit.models.source_tensors import read_source
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.packing.encode import encode_weight, needs_torch
 from quantkit.storage.system import open_new, open_to_read, write_at
-from quantkit.storage.tensorfile import ITEM_BYTES, Header, TensorInfo, read_header
+from quantkit.storage.tensorfile import ITEM_BYTES, Header, TensorInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,7 +133,7 @@ def plan_shards(
     """
     plans = []
     for index, path in enumerate(component.shards):
-        header = read_header(path)
+        header = read_source(path)
         mine = {name: layer for name, layer in layers.items() if f"{name}.weight" in header.tensors}
         own = {} if index else added
         plans.append(ShardPlan(component.name_of(path), header, recipe, mine, own))

@@ -10,18 +10,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit import resources
-from quantkit.errors import ModelError, PromptError
+from quantkit.errors import ModelError, PromptError, QuantkitError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
 from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files, split_lines
-from quantkit.storage.jsonfile import DAMAGE, read_json, short
+from quantkit.storage.jsonfile import read_json, short
 from quantkit.storage.limits import MAX_COUNT
 
 #: A million prompts of a few words; the largest lists of prompts have less.
@@ -117,12 +116,27 @@ def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None 
     """
     refuse_component(model)
     dtype = dtype or choose_dtype(model, device)
-    try:
+    with loading_by_diffusers(model.path, cure="download it again"):
         return load_directory(model.path, device, dtype, variant=model.components[0].variant)
-    except (*DAMAGE, OSError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(
-            f"{model.path}: diffusers cannot load it: {short(error)}; download it again"
-        ) from error
+
+
+@contextmanager
+def loading_by_diffusers(path: Path, *, cure: str) -> Iterator[None]:
+    """Say in one line what diffusers, transformers or tokenizers raise in the body.
+
+    Args:
+        path: what is loaded.
+        cure: what the user should do.
+
+    Raises:
+        ModelError: whatever it was: tokenizers raise bare exceptions.
+    """
+    try:
+        yield
+    except (QuantkitError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{path}: diffusers cannot load it: {short(error)}; {cure}") from error
 
 
 def load_directory(
@@ -151,7 +165,9 @@ def load_directory(
     if "safety_checker" in read_json(path / "model_index.json"):
         extra |= {"safety_checker": None, "requires_safety_checker": False}
     refuse_odd_files(path)
-    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=dtype, variant=variant, **extra)
+    pipe = DiffusionPipeline.from_pretrained(
+        str(path), torch_dtype=dtype, variant=variant, use_safetensors=True, **extra
+    )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 

@@ -7,16 +7,15 @@ mask left it.
 
 from collections.abc import Iterator, Mapping
 
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component
+from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.packing import from_rows
 from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 from quantkit.sparsity.sparsegpt import Settled, Surgeon, naming, read_rows, settle_layer
-from quantkit.storage.tensorfile import read_header
 
 
 class UpdatedTensors(Mapping[str, Tensor]):
@@ -32,9 +31,7 @@ class UpdatedTensors(Mapping[str, Tensor]):
         self._masks = masks.of(component)
         self._surgeon = surgeon
         self._layers = {x.name: x for x in list_layers(component) if x.name in self._masks}
-        self._shards = {
-            name: shard for shard in component.shards for name in read_header(shard).tensors
-        }
+        self._shards = {name: shard for name, (shard, _) in source_tensors(component).items()}
         #: the last layer, whose bias stands beside its weight in the file
         self._last: tuple[str, Settled] | None = None
 
@@ -64,8 +61,7 @@ class UpdatedTensors(Mapping[str, Tensor]):
         if part == "weight":
             return from_rows(settled.rows, layer.shape).cpu()
         assert settled.bias_change is not None
-        with safe_open(self._shards[name], framework="pt") as file:
-            bias: Tensor = file.get_tensor(name)
+        bias = read_tensor(self._shards[name], name)
         return bias.float() + settled.bias_change.cpu()
 
     def _settled(self, layer: Layer, mask: LayerMask) -> Settled:

@@ -4,17 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibration.statistics import Calibration, save_calibration
 from quantkit.errors import ModelError, NonFiniteError, OutputError
 from quantkit.models.source import Component, Model, open_model
+from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.recovery.distill.recover import Recovered
 from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
 from quantkit.sparsity.channel_permutation import Moves, Permutation, moves_of, permute_calibration
 from quantkit.storage.places import check_file, refuse_overlap
-from quantkit.storage.tensorfile import read_header
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,7 @@ class PermutedTensors(Mapping[str, Tensor]):
     def __init__(self, component: Component, moves: Moves) -> None:
         """Find the tensors; none is read yet."""
         self._moves = moves
-        self._shards = {
-            name: shard for shard in component.shards for name in read_header(shard).tensors
-        }
+        self._shards = {name: shard for name, (shard, _) in source_tensors(component).items()}
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names."""
@@ -125,8 +122,7 @@ class PermutedTensors(Mapping[str, Tensor]):
             NonFiniteError: NaN or Inf in it.
         """
         axis, places = self._moves[name]
-        with safe_open(self._shards[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor = read_tensor(self._shards[name], name)
         if not bool(tensor.isfinite().all()):
             raise NonFiniteError(
                 f"{self._shards[name]}: {name}: NaN or Inf; repair or download the model"

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -13,10 +12,11 @@ from quantkit.checkpoint.rotated import write_rotated_modules
 from quantkit.errors import ModelError, NonFiniteError, OutputError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model, open_model
+from quantkit.models.source_tensors import read_source, read_tensor, read_tensors
 from quantkit.numerics.packing import from_rows
 from quantkit.recovery.distill.recover import Recovered
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
-from quantkit.storage.copying import copy_files, is_weight, list_files
+from quantkit.storage.copying import copy_files, is_pickle, is_weight, list_files
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.files import staged_directory
 from quantkit.storage.places import check_directory, check_file, refuse_overlap
@@ -115,18 +115,14 @@ def _copied(model: Model, component: Component) -> list[Path]:
         for file in list_files(model.path)
         if not is_weight(file)
         or model.path / file == component.index
-        or (len(file.parts) > 1 and file.parts[0] != component.name)
+        or (len(file.parts) > 1 and file.parts[0] != component.name and not is_pickle(file))
     ]
 
 
 def _write_shard(source: Path, target: Path, recovered: Recovered) -> None:
-    tensors: dict[str, Tensor] = {}
-    with safe_open(source, framework="pt") as file:
-        metadata = file.metadata()
-        for name in file.keys():  # noqa: SIM118  not a dict
-            tensors[name] = _trained(file.get_tensor(name), name, recovered)
+    tensors = {n: _trained(t, n, recovered) for n, t in read_tensors(source).items()}
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target, metadata=metadata)
+    save_file(tensors, target, metadata=read_source(source).metadata or None)
 
 
 def _trained(before: Tensor, name: str, recovered: Recovered) -> Tensor:
@@ -154,7 +150,6 @@ def _check_zeros(component: Component, masks: dict[str, LayerMask]) -> None:
     for layer in list_layers(component):
         if layer.name not in masks:
             continue
-        with safe_open(layer.shard, framework="pt") as file:
-            weight = file.get_tensor(layer.weight.name)
+        weight = read_tensor(layer.shard, layer.weight.name)
         keep = from_rows(masks[layer.name].dense(layer.n, layer.k), layer.shape)
         assert not torch.any(weight[~keep]), f"{layer.name}: a weight outside its mask"

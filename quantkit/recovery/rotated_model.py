@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibration.attention_statistics import AttentionStatistics
@@ -13,12 +12,12 @@ from quantkit.calibration.statistics import Calibration, find_component, save_ca
 from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model, open_model
+from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.attention_basis import turned
 from quantkit.recovery.distill.recover import Recovered
 from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.places import check_file
-from quantkit.storage.tensorfile import read_header
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ class RotatedTensors(Mapping[str, Tensor]):
         bases = rotation.weights()
         self._found = {
             name: (shard, bases[name.rpartition(".")[0]])
-            for shard in component.shards
-            for name in read_header(shard).tensors
+            for name, (shard, _) in source_tensors(component).items()
             if name.rpartition(".")[0] in bases
         }
 
@@ -137,8 +135,7 @@ class RotatedTensors(Mapping[str, Tensor]):
             NonFiniteError: NaN or Inf in it, before or after.
         """
         shard, basis = self._found[name]
-        with safe_open(shard, framework="pt") as file:
-            before: Tensor = file.get_tensor(name)
+        before = read_tensor(shard, name)
         after = turned(before, basis).to(before.dtype)
         if not bool(before.isfinite().all() and after.isfinite().all()):
             raise NonFiniteError(

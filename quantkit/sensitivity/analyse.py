@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
+from quantkit.models.source_tensors import source_tensors
 from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
 from quantkit.progress import Progress, tracked
 from quantkit.recipe.goals import BudgetRecipe
@@ -42,7 +43,6 @@ from quantkit.sensitivity.simulate import final_latents, relative_error, treated
 from quantkit.sensitivity.treated_attention import AttentionErrors, rounding
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, BY_NAME, SIXTEEN_BIT
 from quantkit.storage.digest import sha256_of
-from quantkit.storage.tensorfile import read_header
 
 
 def measure_sensitivity(
@@ -257,11 +257,7 @@ def _attention_layer(
 
 def _fixed_bytes(subject: MeasuredModel) -> int:
     """Return the bytes of all tensors but the weights that can be packed."""
-    total = sum(
-        info.nbytes
-        for shard in subject.component.shards
-        for info in read_header(shard).tensors.values()
-    )
+    total = sum(info.nbytes for _, info in source_tensors(subject.component).values())
     return total - sum(layer.weight.nbytes for layer in subject.layers.values())
 
 

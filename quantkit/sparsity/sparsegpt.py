@@ -15,6 +15,7 @@ from quantkit.calibration.moments import Moments
 from quantkit.errors import NonFiniteError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
+from quantkit.models.source_tensors import read_tensor
 from quantkit.numerics.masks import Pattern
 from quantkit.numerics.obs import factorize, refit_rows, settle_rows
 from quantkit.numerics.packing import to_rows
@@ -157,10 +158,4 @@ def _place(scratch: Path, component: Component, layer: Layer) -> Path:
 
 def read_rows(layer: Layer) -> Tensor:
     """Return a whole weight as float32 rows (N, K)."""
-    return to_rows(_read(layer.shard, layer.weight.name)).float().contiguous()
-
-
-def _read(shard: Path, name: str) -> Tensor:
-    with safe_open(shard, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
+    return to_rows(read_tensor(layer.shard, layer.weight.name)).float().contiguous()

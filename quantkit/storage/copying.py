@@ -14,9 +14,11 @@ from quantkit.storage.marker import MARKER
 #: Weights in any format, and what indexes them. Beside packed weights they would be a second,
 #: unpacked truth that a loader may choose.
 WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf",
+    ".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pkl", ".msgpack", ".h5", ".onnx", ".gguf",
     ".safetensors.index.json", ".bin.index.json",
 )  # fmt: skip
+#: Pickles, which may run code when they are opened, and what indexes them: no copy has any.
+_PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl", ".bin.index.json")
 
 #: Kernels and file systems without copy_file_range, or a pair of them that it does not join.
 _NO_RANGE_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
@@ -86,6 +88,11 @@ def _is_copied(path: Path, places: tuple[Path, ...]) -> bool:
 def is_weight(path: Path) -> bool:
     """Tell whether the name is that of a weight file or of an index of weights."""
     return path.name.endswith(WEIGHT_SUFFIXES) or ".safetensors.index." in path.name
+
+
+def is_pickle(path: Path) -> bool:
+    """Tell whether the name is that of a pickle, or of an index of pickles."""
+    return path.name.endswith(_PICKLE_SUFFIXES)
 
 
 def copy_files(source: Path, target: Path, files: Collection[Path]) -> None:

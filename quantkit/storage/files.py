@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.errors import OutputError
+from quantkit.errors import OutputError, QuantkitError
 from quantkit.storage.marker import MARKER, marker_text, refuse_foreign
 from quantkit.storage.places import already_there, refuse_directory, refuse_file, translated
 from quantkit.storage.renaming import rename_new, rename_over
@@ -43,7 +43,8 @@ def staged_directory(
     with translated(output), stage_beside(output) as stage:
         made = stage / "made"
         made.mkdir()
-        yield made
+        with _told_as(output, made):
+            yield made
         (made / MARKER).write_text(marker_text(made, kind, later), encoding="utf-8")
         _sync_all(made)
         _publish(made, output, stage, kind if force else None)
@@ -89,6 +90,16 @@ def rewritten_file(output: Path) -> Iterator[Path]:
     """
     with _made_file(output, Path.replace) as made:
         yield made
+
+
+@contextmanager
+def _told_as(output: Path, made: Path) -> Iterator[None]:
+    """Name the output in errors of the body: nobody finds the stage, which is gone by then."""
+    try:
+        yield
+    except QuantkitError as error:
+        error.args = (str(error).replace(str(made), str(output)),)
+        raise
 
 
 @contextmanager
@@ -149,7 +160,8 @@ def _made_file(output: Path, publish: Callable[[Path, Path], object]) -> Iterato
     """Yield a path in a stage; what the body wrote there is published as ``output``."""
     with translated(output), stage_beside(output) as stage:
         made = stage / output.name
-        yield made
+        with _told_as(output, made):
+            yield made
         # safetensors writes 0600; a file should be as readable as one made by open().
         made.chmod(0o666 & ~_mask())
         sync(made)

@@ -8,7 +8,7 @@ import torch
 
 import quantkit
 from quantkit.device.backends import Backend, use
-from quantkit.errors import InputError
+from quantkit.errors import InputError, ModelError
 from quantkit.inference.deviation import watch
 from quantkit.inference.layers import iterate_packed, packed_layers
 from quantkit.numerics.scheme import Activation

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from quantkit.models import skeleton
 from quantkit.models.skeleton import Contents, Skeleton, misfits, some, why_not_packed
 
 
@@ -54,14 +53,3 @@ def test_some_names_stand_for_many(count, tail):
     text = some(f"{i:02d}" for i in reversed(range(count)))
     assert text.endswith(tail)
     assert text.count(",") == min(count, 8) - 1
-
-
-def test_a_model_has_no_more_modules_than_the_limit(monkeypatch):
-    monkeypatch.setattr(skeleton, "MAX_MODULES", 2)
-    with skeleton.on_meta():
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert model[0].weight.is_meta
-    with pytest.raises(ValueError, match="more than 2 modules"), skeleton.on_meta():
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    # The limit went with the hook.
-    nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
