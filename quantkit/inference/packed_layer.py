@@ -140,7 +140,7 @@ class PackedLayer(nn.Module):
     @property
     def row_codes(self) -> Tensor:
         """The weight's 8-bit codes as uint8 rows, (N, K) or (N, K / 2)."""
-        codes: Tensor = self.codes
+        codes: Tensor = self._weight("weight")
         codes = codes if codes.ndim == 2 else codes.flatten(1)
         factors = self._weight("weight_group")
         if factors is not None:

@@ -81,7 +81,7 @@ def device_of(device_map: object) -> torch.device | None:
 def replace_layers(
     model: nn.Module,
     layers: Iterable[tuple[str, str, Scheme]],
-    is_wide: Callable[[str], object],
+    is_wide: Callable[[str], object] = lambda _: False,
 ) -> dict[str, PackedLayer]:
     """Put empty packed layers in place, which the model was checked to have.
 
