@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import BFLQuantizationConfig
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import open_packed
 from quantkit.errors import CheckpointError, InputError, ModelError, OutputError, RecipeError
@@ -314,3 +315,23 @@ def test_arguments_that_mean_nothing_are_refused(packed, saved, tmp_path):
 def test_a_layout_that_is_not_known_is_refused(transformer_dir, tmp_path):
     with pytest.raises(ModelError, match="original layout is not known"):
         export(transformer_dir, to="single-file", output=tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("how", [None, "fp8"], ids=["dense", "packed"])
+def test_joined_rows_of_several_dtypes_lose_nothing(how, tmp_path):
+    """K has numbers that float16 has not; it stays as it is, whatever Q and V are."""
+    tiny_denoiser("sd3").to(torch.float16).save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "diffusion_pytorch_model.safetensors"
+    tensors, attention = load_file(file), "transformer_blocks.0.attn"
+    tensors[f"{attention}.to_k.weight"] = tensors[f"{attention}.to_k.weight"].float() * 1e-6
+    save_file(tensors, file)
+    source = tmp_path / "m"
+    if how is not None:
+        pack(source, output=tmp_path / "p", recipe=recipe(keep=[f"{attention}.to_k"]))
+        source = tmp_path / "p"
+    export(source, to="single-file", output=tmp_path / "one.safetensors")
+    found = load_file(tmp_path / "one.safetensors")["joint_blocks.0.x_block.attn.qkv.weight"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found[64:128], tensors[f"{attention}.to_k.weight"])
+    if how is None:
+        assert torch.equal(found[:64], tensors[f"{attention}.to_q.weight"].float())
