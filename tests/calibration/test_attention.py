@@ -271,7 +271,9 @@ def test_calls_with_a_mask_and_unknown_processors_are_left_out(unet):
     }
 
 
-@pytest.mark.parametrize(("projection", "value"), [("to_q", torch.nan), ("to_v", torch.inf)])
+@pytest.mark.parametrize(
+    ("projection", "value"), [("to_q", torch.nan), ("to_v", torch.inf), ("to_k", -torch.inf)]
+)
 def test_nan_and_inf_are_refused_where_they_come_up(unet, projection, value):
     block = "mid_block.attentions.0.transformer_blocks.0"
     weight = unet.get_submodule(f"{block}.attn2.{projection}").weight

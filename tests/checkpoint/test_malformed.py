@@ -182,13 +182,14 @@ def test_truncated_source(refused, source, tmp_path):
     refused("pack", source, "-o", tmp_path / "o", match=f"{WEIGHTS}: truncated")
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["a.conv.weight", "a.norm.weight"])
-def test_nan_in_a_tensor(refused, tmp_path, name):
+def test_no_number_in_a_tensor(refused, tmp_path, name, value):
     values = tensors()
-    values[name].view(-1)[40 % values[name].numel()] = torch.nan
+    values[name].view(-1)[40 % values[name].numel()] = value
     folder = component(tmp_path / "source", values)
     index = r"\[0, 4, 1, 1\]" if name == "a.conv.weight" else r"\[8\]"
-    match = rf"{WEIGHTS}: {re.escape(name)}{index}: found nan, wanted a finite number"
+    match = rf"{WEIGHTS}: {re.escape(name)}{index}: found {value}, wanted a finite number"
     refused("pack", folder, "-o", tmp_path / "o", match=match)
 
 

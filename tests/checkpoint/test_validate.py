@@ -197,6 +197,7 @@ CHEAP = {
     "scale-negative": (swap("fc.weight_scale", torch.neg), "wanted finite and positive"),
     "scale-nan": (swap("fc.weight_scale", lambda t: t * torch.nan), "found nan, wanted finite"),
     "scale-infinite": (swap("fc.weight_scale", lambda t: t / 0), "found inf, wanted finite"),
+    "scale-minus-infinite": (swap("fc.weight_scale", lambda t: -t / 0), "found -inf, wanted fin"),
 }  # fmt: skip
 
 

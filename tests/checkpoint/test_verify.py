@@ -108,6 +108,7 @@ DAMAGE = {
 CONSISTENT = {
     "nan-bias": (put_nan(UNET, "conv_in.bias"), r"conv_in\.bias\[31\]: found nan"),
     "inf-bias": (put_nan(UNET, f"{FIRST}.conv1.bias", torch.inf), r"conv1\.bias\[31\]: found inf"),
+    "minus-inf-bias": (put_nan(UNET, "conv_in.bias", -torch.inf), r"bias\[31\]: found -inf"),
     "nan-norm": (put_nan(UNET, f"{FIRST}.norm1.weight"), r"norm1\.weight\[31\]: found nan"),
     "nan-vae": (put_nan(VAE, "encoder.conv_in.bias"), r"vae.*conv_in\.bias\[\d+\]: found nan"),
     "missing-key": (remove(UNET, "conv_in.bias"), r"unet: lacks conv_in\.bias"),

@@ -53,15 +53,19 @@ class Bytes(Sink):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("place", [(0, 0), (0, 39), (1, 3), (2, 39)], ids=str)
-def test_a_copied_nan_is_named_whatever_chunk_it_lies_in(opened, monkeypatch, dtype, place):
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [((0, 0), torch.nan), ((0, 39), torch.inf), ((1, 3), -torch.inf), ((2, 39), torch.nan)],
+    ids=str,
+)
+def test_no_number_is_copied_whatever_chunk_it_lies_in(opened, monkeypatch, dtype, place, value):
     monkeypatch.setattr(writer, "COPY_BYTES", 64)
     values = torch.randn(3, 40).to(dtype)
     sink = Bytes()
     writer._copy(opened(values), sink)
     assert sink.data == values.numpy().tobytes()
-    values[place] = torch.nan
-    with pytest.raises(NonFiniteError, match=rf"w\[{place[0]}, {place[1]}\]: found nan"):
+    values[place] = value
+    with pytest.raises(NonFiniteError, match=rf"w\[{place[0]}, {place[1]}\]: found {value}"):
         writer._copy(opened(values), Bytes())
 
 

@@ -11,9 +11,11 @@ from diffusers import GGUFQuantizationConfig
 from safetensors.torch import load_file
 
 import quantkit
+from quantkit.checkpoint.reader import open_packed
 from quantkit.errors import InputError, ModelError, NonFiniteError
 from quantkit.inference.layers import packed_layers
 from quantkit.interchange import gguf_file
+from quantkit.interchange.denoiser import packed_denoiser
 from quantkit.interchange.gguf_file import READABLE
 from quantkit.models.source import SingleFile
 from quantkit.workflow.inputs import as_model
@@ -122,6 +124,24 @@ def test_a_pipeline_keeps_its_blocks_bit_for_bit(fixture, kind, request, tmp_pat
     x = torch.randn(3, module.k, generator=torch.Generator().manual_seed(1))
     # diffusers multiplies d and codes in float16.
     torch.testing.assert_close(module(x), reference.get_submodule(layer)(x), atol=3e-3, rtol=0)
+
+
+def test_quantized_convolutions_are_packed_from_their_numbers(saved, tmp_path):
+    """ComfyUI-GGUF's blocks run over C, kh and kw: they are none of a packed layer's."""
+    path = tmp_path / "m.gguf"
+    quantkit.export(saved("sd15"), to="gguf:Q8_0", output=path, convolutions=True)
+    source = SingleFile(path, saved("sd15"))
+    quantkit.pack(source, output=tmp_path / "packed", recipe="gguf")
+    packed = packed_denoiser(open_packed(tmp_path / "packed").components[0])
+    numbers = unpacked(source)[1]
+    name = "down_blocks.0.resnets.0.conv1.weight"
+    original = "model.diffusion_model.input_blocks.1.0.in_layers.2.weight"
+    stored = next(t for t in gguf.GGUFReader(path).tensors if t.name == original)
+    wanted = gguf.dequantize(stored.data, stored.tensor_type).reshape(packed.shapes[name])
+    assert np.array_equal(packed.read(name).float().numpy(), wanted.astype("f2").astype("f4"))
+    assert numbers.keys() == packed.shapes.keys()
+    for key, value in numbers.items():
+        assert torch.equal(packed.read(key).to(value.dtype), value), key
 
 
 def test_other_recipes_pack_from_the_dequantized_weights(transformer_pipeline_dir, tmp_path):

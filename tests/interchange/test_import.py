@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import product
 
 import diffusers
 import pytest
@@ -343,17 +344,23 @@ def test_a_scale_without_a_marker_beside_marked_ones_is_refused(config, tmp_path
     refused(write(tmp_path / "m.safetensors", state), config("sd3"), "a scale without a marker")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), -1.0])
 def test_scales_that_are_no_scales_are_refused(bad, config, tmp_path):
     state = _changed(weight=CODES, weight_scale=torch.tensor(bad))(in_16_bit("sd3"))
     path = write(tmp_path / "m.safetensors", state)
     refused(path, config("sd3"), "weight_scale'?: a scale that is", NonFiniteError)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
-def test_numbers_that_are_none_are_refused(dtype, config, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (E4M3, torch.nan),
+        *product((torch.bfloat16, torch.float16, E5M2), (torch.nan, torch.inf, -torch.inf)),
+    ],
+)
+def test_numbers_that_are_none_are_refused(dtype, value, config, tmp_path):
     weight = torch.zeros(256, 64)
-    weight[200, 3] = float("nan")
+    weight[200, 3] = value
     path = write(tmp_path / "m.safetensors", _changed(weight=weight.to(dtype))(in_16_bit("sd3")))
     refused(path, config("sd3"), f"{LAYER}.weight: NaN or infinity", NonFiniteError)
 

@@ -408,13 +408,15 @@ def test_a_dry_run_says_what_it_would_gain_and_writes_nothing(unet, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("end", ["ff.net.2.weight", "ff.net.0.proj.bias"])
-def test_nan_is_refused_and_named(tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "value"), [("ff.net.2.weight", -torch.inf), ("ff.net.0.proj.bias", torch.nan)]
+)
+def test_no_number_is_refused_and_named(tmp_path, end, value):
     path = tiny_pipeline(tmp_path / "model")
     file = path / "unet" / WEIGHTS
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith(end))
-    tensors[name].flatten()[5] = float("nan")
+    tensors[name].flatten()[5] = value
     save_file(tensors, file)
     with pytest.raises(NonFiniteError, match=end):
         invoke(path, "-o", tmp_path / "out")

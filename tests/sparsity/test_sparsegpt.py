@@ -247,15 +247,16 @@ def test_moments_of_other_shapes_are_refused(model, tmp_path, k, held):
         hessians.read(component, layer)
 
 
-def test_nan_in_a_weight_is_named(known, tmp_path):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_no_number_in_a_weight_is_named(value, known, tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     weight = torch.zeros(24, 64).half()
-    weight[3, 5] = float("nan")
+    weight[3, 5] = value
     save_file({"fc.weight": weight}, tmp_path / WEIGHTS)
     broken = open_model(str(tmp_path))
     hessians = create_hessians(tmp_path / "h", index_of(broken))
     hessians.write("", "fc", moments_of(inputs_of(64, 0)))
-    with pytest.raises(NonFiniteError, match=r"fc\.weight: nan at \[3, 5\]"):
+    with pytest.raises(NonFiniteError, match=rf"fc\.weight: {value} at \[3, 5\]"):
         choose_masks(broken, recipe_with(), None, surgeon=Surgeon(hessians, CPU), progress=silent)
 
 

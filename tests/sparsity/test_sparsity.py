@@ -243,7 +243,7 @@ def test_calibration_without_the_layer_is_refused(model, calibration):
         choose_masks(model, MAGNITUDE, calibration, progress=silent)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("block", [choose.BLOCK, 1], ids=["whole", "row by row"])
 def test_weight_that_is_not_finite_is_named_with_its_place(tmp_path, monkeypatch, value, block):
     monkeypatch.setattr(choose, "BLOCK", block)
