@@ -9,8 +9,9 @@ from torch import Tensor
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
+from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.packing import from_rows, to_rows
-from quantkit.numerics.scales import WEIGHT_SCALES, cast, power_of_two, quantize
+from quantkit.numerics.scales import cast, power_of_two, quantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def nearest_codes(
         rule: of ``WEIGHT_SCALES``.
     """
     rows = to_rows(values)
-    scale = WEIGHT_SCALES[rule](rows, fmt, granularity)
+    scale = choose_scale(rows, fmt, granularity, rule)
     codes = from_rows(quantize(rows, scale, fmt, granularity), tuple(values.shape))
     return LayerCodes(fmt, codes.contiguous(), scale.expand(len(rows)).contiguous())
 

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.scales import MSE_GRID, cast
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.least_error import columns_first
+from quantkit.numerics.scale_rules import MSE_GRID
+from quantkit.numerics.squared_error import squared_error
 
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -31,13 +34,14 @@ def choose_block_scales(
     start = largest.abs() / fmt.max if fmt.symmetric else largest / fmt.min
     if observer == "amax":
         return _as_float16(start)
-    costs = None if power is None else power.reshape(-1, fmt.block)
+    columns = columns_first(rows, PerGroup(fmt.block))
+    costs = None if power is None else power.double().reshape(-1, 1, fmt.block).permute(2, 1, 0)
     best = _as_float16(start)
-    least = _error(groups, best, fmt, costs)
+    least = squared_error(columns, best, fmt, costs=costs)
     for sign in (1,) if fmt.symmetric else (1, -1):
         for fraction in MSE_GRID:
             tried = _as_float16(start * (sign * fraction))
-            error = _error(groups, tried, fmt, costs)
+            error = squared_error(columns, tried, fmt, costs=costs)
             better = error < least
             best, least = torch.where(better, tried, best), torch.where(better, error, least)
     return best
@@ -46,9 +50,3 @@ def choose_block_scales(
 def _as_float16(scale: Tensor) -> Tensor:
     rounded = scale.clamp(-_LARGEST, _LARGEST).half().float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
-
-
-def _error(groups: Tensor, scale: Tensor, fmt: NumberFormat, costs: Tensor | None) -> Tensor:
-    wide = scale.unsqueeze(-1)
-    error = (cast(groups / wide, fmt).float() * wide - groups).square()
-    return (error if costs is None else error * costs).sum(dim=-1)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from quantkit.numerics.formats import INT4
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.least_error import columns_first
+from quantkit.numerics.squared_error import squared_error
 
 #: Columns that share a factor: 32 codes, or the 16 kept ones of 2:4.
 GROUP = INT4.subscale_group
@@ -16,8 +19,8 @@ GROUP = INT4.subscale_group
 MAX_FACTOR = 15
 
 _LOWEST, _HIGHEST = int(INT4.min), int(INT4.max)
-#: Factors that a search tries for a group, from the least that clips nothing downwards.
-_TRIED = 6
+#: Sizes of factors that a search tries for a group, from the least that clips nothing downwards.
+TRIED_FACTORS = 6
 
 
 def pack_nibbles(codes: Tensor, group: int = GROUP) -> Tensor:
@@ -87,21 +90,19 @@ def mse_factors(rows: Tensor, power: Tensor | None = None) -> tuple[Tensor, Tens
         power: (K,) what an error of each column costs; None: all the same.
     """
     scale, start = amax_factors(rows)
-    groups = rows.reshape(len(rows), -1, GROUP) / scale.reshape(-1, 1, 1)
-    costs = None if power is None else power.reshape(-1, GROUP)
-    best, least = start, _error(groups, start, costs)
-    sizes = start.abs()
+    columns = columns_first(rows, PerGroup(GROUP))
+    costs = None if power is None else power.double().reshape(-1, 1, GROUP).permute(2, 1, 0)
+    wide = scale.unsqueeze(1)
+
+    def error_of(factors: Tensor) -> Tensor:
+        value = wide.double() * factors
+        return squared_error(columns, wide * factors, INT4, value=value, costs=costs)
+
+    best, least = start, error_of(start)
     for sign in (1, -1):
-        for step in range(_TRIED):
-            tried = (sign * (sizes - step).clamp(min=1)).to(torch.int8)
-            error = _error(groups, tried, costs)
+        for step in range(TRIED_FACTORS):
+            tried = (sign * (start.abs() - step).clamp(min=1)).to(torch.int8)
+            error = error_of(tried)
             better = error < least
             best, least = torch.where(better, tried, best), torch.where(better, error, least)
     return scale, best
-
-
-def _error(groups: Tensor, factors: Tensor, costs: Tensor | None) -> Tensor:
-    """Return (R, G): the squared error of rounding to codes times factors."""
-    wide = factors.float().unsqueeze(-1)
-    error = (groups / wide).round_().clamp_(_LOWEST, _HIGHEST).mul_(wide).sub_(groups).square_()
-    return (error if costs is None else error.mul_(costs)).sum(dim=-1)

@@ -9,10 +9,6 @@ from torch import Tensor
 from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerChannel, PerGroup, PerTensor, scale_shape
 
-#: Candidates of the MSE search, as fractions of the amax scale. Clipping deeper than half of amax
-#: never won on Gaussian or Laplacian rows, and a code per octave has at most 8 steps to gain.
-MSE_GRID = tuple(1.0 - 0.02 * i for i in range(26))
-
 
 def cast(values: Tensor, fmt: NumberFormat) -> Tensor:
     """Round to the nearest code, ties to even; saturate.
@@ -80,7 +76,8 @@ def amax_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Ten
 
     Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning, arXiv:2209.05433.
     """
-    return scale_of_amax(_grouped(rows, granularity).abs().amax(dim=-1), fmt)
+    shape = scale_shape(granularity, *rows.shape)
+    return scale_of_amax(rows.reshape(*shape, -1).abs().amax(dim=-1), fmt)
 
 
 def scale_of_amax(amax: Tensor, fmt: NumberFormat) -> Tensor:
@@ -89,75 +86,7 @@ def scale_of_amax(amax: Tensor, fmt: NumberFormat) -> Tensor:
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def mse_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
-    """Return the scale of least squared error among ``MSE_GRID`` fractions of the amax scale.
-
-    Args:
-        rows: (N, K) float32, finite.
-
-    Returns:
-        float32 scale; [], [N] or [N, K / G]; the amax scale on ties.
-    """
-    return _of_least_error(rows, fmt, granularity, "mse")
-
-
-def power_of_two_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
-    """Return the least power of two that clips nothing; as ``amax_scale`` otherwise."""
-    return power_of_two(amax_scale(rows, fmt, granularity))
-
-
-def mse_power_of_two_scale(rows: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
-    """Return that of least squared error: the least power of two that clips nothing, or half."""
-    return _of_least_error(rows, fmt, granularity, "mse_pow2")
-
-
 def power_of_two(scale: Tensor) -> Tensor:
     """Return the least powers of two, float32, that are not below positive scales."""
     mantissa, exponent = torch.frexp(scale.float())
     return torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-
-
-def candidates(base: Tensor, rule: str) -> list[Tensor]:
-    """Return the scales that a rule of ``WEIGHT_SCALES`` tries, the first of equals wins.
-
-    Args:
-        base: the amax scale.
-        rule: its name.
-    """
-    if rule == "amax":
-        return [base]
-    if rule == "mse":
-        return [base * fraction for fraction in MSE_GRID]
-    whole = power_of_two(base)
-    return [whole] if rule == "amax_pow2" else [whole, whole / 2]
-
-
-def _of_least_error(rows: Tensor, fmt: NumberFormat, granularity: Granularity, rule: str) -> Tensor:
-    groups = _grouped(rows, granularity)
-    base = scale_of_amax(groups.abs().amax(dim=-1), fmt)
-    best, best_error = base, torch.full_like(base, torch.inf)
-    for scale in candidates(base, rule):
-        error = _squared_error(groups, scale, fmt)
-        better = error < best_error
-        best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
-    return best
-
-
-def _squared_error(groups: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
-    wide = scale.unsqueeze(-1)
-    return (cast(groups / wide, fmt).float() * wide - groups).square().sum(dim=-1)
-
-
-def _grouped(rows: Tensor, granularity: Granularity) -> Tensor:
-    """Return rows with the elements that share a scale on the last axis."""
-    shape = scale_shape(granularity, *rows.shape)
-    return rows.reshape(*shape, -1)
-
-
-#: How scales of weights are chosen; those of ``_pow2`` are powers of two.
-WEIGHT_SCALES = {
-    "amax": amax_scale,
-    "mse": mse_scale,
-    "amax_pow2": power_of_two_scale,
-    "mse_pow2": mse_power_of_two_scale,
-}

@@ -7,8 +7,9 @@ from torch import Tensor
 from quantkit.numerics.block_scales import choose_block_scales
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
+from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.nibbles import amax_factors, mse_factors
-from quantkit.numerics.scales import WEIGHT_SCALES, cast, expand_scale
+from quantkit.numerics.scales import cast, expand_scale
 from quantkit.numerics.scheme import Scheme
 
 
@@ -50,7 +51,7 @@ class WeightGrid:
             return cls(fmt, granularity, choose_block_scales(rows, fmt, observer, power))
         if not fmt.subscale_group:
             if scale is None:
-                scale = WEIGHT_SCALES[observer](rows, fmt, granularity)
+                scale = choose_scale(rows, fmt, granularity, observer)
             return cls(fmt, granularity, scale)
         if observer == "amax":
             return cls(fmt, granularity, *amax_factors(rows))

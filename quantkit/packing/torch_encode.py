@@ -23,9 +23,10 @@ from quantkit.models.source import StoredBlocks
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.ggml_blocks import block_bytes, take_apart
 from quantkit.numerics.granularity import PerTensor
+from quantkit.numerics.least_error import candidates, choose_tensor_scale
 from quantkit.numerics.nibbles import pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four
-from quantkit.numerics.scales import candidates, cast, scale_of_amax
+from quantkit.numerics.scales import scale_of_amax
 from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.weight_plan import Encoded, WeightPlan
 from quantkit.sparsity.sparsegpt import naming
@@ -191,27 +192,16 @@ class Encoder:
             return self._plan.scale
         fmt = self._plan.scheme.weight
         amax = reduce(torch.maximum, (block.rows.abs().amax() for block in self._blocks()))
-        # A subnormal base times a fraction can round to zero, which nothing is divided by.
-        base = scale_of_amax(amax, fmt)
-        tried = [scale for scale in candidates(base, self._plan.observer) if scale > 0]
+        tried = candidates(scale_of_amax(amax, fmt), self._plan.observer)
         if len(tried) == 1:
             return tried[0]
-        errors = torch.zeros(len(tried), dtype=torch.float64)
-        for block in self._blocks():
-            errors += torch.stack([_squared_error(block.rows, scale, fmt) for scale in tried])
-        # argmin takes the first of equals, which is nearest to the amax scale.
-        return tried[int(errors.argmin())]
+        return choose_tensor_scale(tried, (block.rows for block in self._blocks()), fmt)
 
 
 def _quantize_(rows: Tensor, steps: Tensor, fmt: NumberFormat) -> Tensor:
     """Return the codes of ``WeightGrid.codes``, using ``rows`` up: no fresh memory."""
     rows.div_(steps).clamp_(fmt.min, fmt.max)
     return (rows.round_() if fmt.is_integer else rows).to(fmt.torch_dtype)
-
-
-def _squared_error(rows: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
-    error = cast(rows / scale, fmt).float() * scale - rows
-    return error.square().sum(dtype=torch.float64)
 
 
 def _append(sink: Sink, tensor: Tensor) -> None:

@@ -34,7 +34,7 @@ class WeightRecipe(Strict):
 
     @property
     def scale_rule(self) -> str:
-        """What chooses scales: a rule of ``numerics.scales.WEIGHT_SCALES``."""
+        """What chooses scales: a rule of ``WEIGHT_SCALES``."""
         return self.observer if self.scale == "any" else f"{self.observer}_{self.scale}"
 
     @model_validator(mode="after")

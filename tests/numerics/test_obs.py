@@ -9,6 +9,7 @@ import torch
 
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
+from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import MASKS, Pattern, choose_mask
 from quantkit.numerics.obs import (
     Grid,
@@ -19,7 +20,7 @@ from quantkit.numerics.obs import (
     refit_rows,
     settle_rows,
 )
-from quantkit.numerics.scales import amax_scale, dequantize, mse_scale, quantize
+from quantkit.numerics.scales import amax_scale, dequantize, quantize
 
 TWO_OF_FOUR = Pattern(2, 4)
 NO_DAMPING = 1e-9
@@ -257,8 +258,8 @@ def test_an_order_that_takes_groups_apart_is_our_own_mistake():
 )
 def test_gptq_lands_on_the_grid_and_beats_the_nearest_code(fmt, granularity):
     moment, rows = correlated(96), weights(32, 96)
-    for choose in (amax_scale, mse_scale):
-        scale = choose(rows, fmt, granularity)
+    for rule in ("amax", "mse"):
+        scale = choose_scale(rows, fmt, granularity, rule)
         wide = dequantize(torch.ones_like(rows).to(fmt.torch_dtype), scale, granularity)
         factor = factorize(moment, damping=1e-4, order=falling_power(moment))
         values, mask = settle_rows(rows, factor, grid=Grid(fmt, wide))

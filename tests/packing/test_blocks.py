@@ -24,9 +24,10 @@ from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel, PerGroup
+from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import pack_two_of_four, to_rows, unpack_positions
-from quantkit.numerics.scales import WEIGHT_SCALES, amax_scale, dequantize, quantize
+from quantkit.numerics.scales import amax_scale, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.encode import encode_weight
 from quantkit.packing.gptq import Rounding
@@ -171,7 +172,7 @@ def test_smoothed_rows_have_their_own_codes_and_scales(packed, dense, case, own_
         rows = rows / per_column(factor, rows.shape[1] // len(factor))
         mask = own_masks.layers[""][name].dense(*rows.shape)
         rows = rows * mask if masked else rows
-        scale = WEIGHT_SCALES[observer](rows, E4M3FN, granularity)
+        scale = choose_scale(rows, E4M3FN, granularity, observer)
         assert torch.equal(found["weight_scale"], scale)
         codes = quantize(rows, scale, E4M3FN, granularity).view(torch.uint8)
         codes = pack_two_of_four(codes, mask)[0] if masked else codes

@@ -17,9 +17,11 @@ from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.ggml_blocks import take_apart
+from quantkit.numerics.granularity import parse_granularity
+from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packing import to_rows
-from quantkit.numerics.scales import MSE_GRID, mse_scale
+from quantkit.numerics.scale_rules import MSE_GRID
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
@@ -165,10 +167,8 @@ def test_zeros_and_tiny_weights_have_finite_positive_scales(tmp_path, granularit
 def test_mse_scales_are_those_of_numerics(source, tmp_path, granularity):
     run(source, tmp_path / "packed", {"weight": {"observer": "mse", "granularity": granularity}})
     found = load_file(tmp_path / "packed" / WEIGHTS)
-    from quantkit.numerics.granularity import parse_granularity
-
     rows = to_rows(small_tensors()["a.conv.weight"].float()).contiguous()
-    wanted = mse_scale(rows, FORMATS["e4m3fn"], parse_granularity(granularity))
+    wanted = choose_scale(rows, FORMATS["e4m3fn"], parse_granularity(granularity), "mse")
     assert torch.equal(found["a.conv.weight_scale"], wanted)
 
 

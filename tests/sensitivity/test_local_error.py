@@ -10,8 +10,9 @@ from quantkit.calibration.moments import Moments
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import dense_reason
 from quantkit.numerics.granularity import PerChannel
+from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR
-from quantkit.numerics.scales import WEIGHT_SCALES, dequantize, quantize
+from quantkit.numerics.scales import dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity.local_error import StoredInputs, local_errors, read_weight
@@ -177,5 +178,5 @@ def test_a_weight_after_surgery_has_its_mask_and_lands_on_the_grid(tmp_path):
     packed = operated.packed(treatment, settings)
     assert not packed[~operated.mask].any()
     fmt, channel = treatment.format, PerChannel()
-    scale = WEIGHT_SCALES[settings.weight.observer](operated.rows, fmt, channel)
+    scale = choose_scale(operated.rows, fmt, channel, settings.weight.observer)
     assert torch.equal(dequantize(quantize(packed, scale, fmt, channel), scale, channel), packed)
