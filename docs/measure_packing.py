@@ -36,6 +36,18 @@ weight: {format: int4, granularity: channel, observer: amax}
 activation: {mode: token}
 data_free: true
 """,
+    "int4, mse": """
+name: int4-searched
+weight: {format: int4, granularity: channel, observer: mse}
+activation: {mode: token}
+data_free: true
+""",
+    "int8, mse": """
+name: int8-searched
+weight: {format: int8, granularity: channel, observer: mse}
+activation: {mode: token}
+data_free: true
+""",
 }
 
 

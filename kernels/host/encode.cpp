@@ -4,6 +4,9 @@
 //   scale_g = amax_g / max(format)      1 where that is 0
 //   code = round(clamp(w / scale_g))    ties to even; a true division: reciprocals differ
 //
+// Of several scales the first whose squared error is least: float64 terms, added in the order of
+// quantkit/numerics/squared_error.py. A smoothed weight is w / column.
+//
 // The bytes are those of quantkit/packing/torch_encode.py, which is the oracle of the tests and the
 // path without a compiler. Vectors are the compiler's, for AVX2, AVX-512 and NEON from one source;
 // loops alone are left scalar by GCC 12, five times slower. A row at a time stays in the cache.
@@ -11,8 +14,10 @@
 // Layout of a row on its way: blocks of 32 columns, plane j of a block holds columns 4 l + j in
 // lane l. So the four of a 2:4 group are one lane of four vectors, and four codes become a word by
 // shifts. A weight of a convolution (C, taps) is read channels last (taps, C).
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -27,11 +32,13 @@ enum Format : int32_t { kE4m3, kE5m2, kInt8, kInt4 };
 
 constexpr int64_t kDone = -1;
 constexpr int64_t kNoMemory = -2;
+constexpr int64_t kOverflow = -3;
 
 constexpr int64_t kLanes = 8, kPlanes = 4, kBlock = kLanes * kPlanes;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef uint16_t Pairs __attribute__((vector_size(2 * kLanes)));
 typedef uint32_t Quad __attribute__((vector_size(2 * kLanes)));
 typedef uint64_t Twins __attribute__((vector_size(2 * kLanes)));
@@ -41,6 +48,8 @@ static_assert(sizeof(Floats) == sizeof(Words), "a lane of one is a lane of the o
 // shares it (quantkit/numerics/nibbles.py).
 constexpr float kLowestNibble = -8.0f;
 constexpr float kMaxFactor = 15.0f;
+// Sizes of factors that a search tries.
+constexpr float kTriedFactors = 6.0f;
 
 constexpr uint32_t kMagnitude = 0x7fffffffu;
 
@@ -164,28 +173,84 @@ Words float_codes(Floats value, float max) {
   return code | (all >> 24 & 0x80u);
 }
 
-Words integer_codes(Floats value, float min, float max) {
-  value = value < min ? Floats{} + min : value;
-  value = value > max ? Floats{} + max : value;
-  return bits<Words>(value + kRoundToInteger) & 0xffu;
+// The magnitudes that float8 codes stand for.
+template <int kMantissa, int kBias>
+Floats float_sizes(Floats value, float max) {
+  constexpr int kDropped = 23 - kMantissa;
+  constexpr uint32_t kSmallestNormal = uint32_t(128 - kBias) << 23;
+  constexpr uint32_t kSubnormal = uint32_t(127 + 23 + 1 - kBias - kMantissa) << 23;
+  const Ints size = bits<Ints>(bits<Words>(value) & kMagnitude), end = Ints{} + bits<int32_t>(max);
+  const Words magnitude = bits<Words>(size < end ? size : end);
+  const float unit = bits<float>(kSubnormal);
+  const Words subnormal = bits<Words>((bits<Floats>(magnitude) + unit) - unit);
+  const Words half = ((magnitude >> kDropped) & 1u) + ((1u << (kDropped - 1)) - 1);
+  const Words normal = (magnitude + half) >> kDropped << kDropped;
+  return bits<Floats>(bits<Ints>(magnitude) < int32_t(kSmallestNormal) ? subnormal : normal);
 }
+
+Floats clamped(Floats value, float min, float max) {
+  value = value < min ? Floats{} + min : value;
+  return value > max ? Floats{} + max : value;
+}
+
+Words integer_codes(Floats value, float min, float max) {
+  return bits<Words>(clamped(value, min, max) + kRoundToInteger) & 0xffu;
+}
+
+// Sizes of symmetric formats are what codes of |value| stand for; of int4 they have the sign.
+Floats integer_sizes(Floats value, float min, float max) {
+  return (clamped(value, min, max) + kRoundToInteger) - kRoundToInteger;
+}
+
+Floats magnitude(Floats value) { return bits<Floats>(bits<Words>(value) & kMagnitude); }
 
 struct E4m3 {
   static constexpr float kMax = 448.0f;
   static Words codes(Floats value) { return float_codes<3, 7>(value, kMax); }
+  static Floats values(Floats size) { return float_sizes<3, 7>(size, kMax); }
+  static Floats sized(Floats weight) { return magnitude(weight); }
 };
 struct E5m2 {
   static constexpr float kMax = 57344.0f;
   static Words codes(Floats value) { return float_codes<2, 15>(value, kMax); }
+  static Floats values(Floats size) { return float_sizes<2, 15>(size, kMax); }
+  static Floats sized(Floats weight) { return magnitude(weight); }
 };
 struct Int8 {
   static constexpr float kMax = 127.0f;
   static Words codes(Floats value) { return integer_codes(value, -kMax, kMax); }
+  static Floats values(Floats size) { return integer_sizes(size, 0.0f, kMax); }
+  static Floats sized(Floats weight) { return magnitude(weight); }
 };
 struct Int4 {
   static constexpr float kMax = 7.0f;
   static Words codes(Floats value) { return integer_codes(value, kLowestNibble, kMax); }
+  static Floats values(Floats value) { return integer_sizes(value, kLowestNibble, kMax); }
+  static Floats sized(Floats weight) { return weight; }
 };
+
+// The squared error of a block whose codes stand for multiples of a unit. Columns of a lane are
+// added first, then lanes: halves each time, as squared_error.py does.
+template <class Format>
+double block_error(const float* block, float step, double unit) {
+  Doubles error[kPlanes];
+  for (int64_t j = 0; j < kPlanes; ++j) {
+    const Floats weight = Format::sized(load<Floats>(block + j * kLanes));
+    const Doubles held = __builtin_convertvector(Format::values(weight / step), Doubles) * unit;
+    const Doubles lost = held - __builtin_convertvector(weight, Doubles);
+    error[j] = lost * lost;
+  }
+  Doubles sum = (error[0] + error[2]) + (error[1] + error[3]);
+  sum += __builtin_shufflevector(sum, sum, 4, 5, 6, 7, 0, 1, 2, 3);
+  sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5);
+  return sum[0] + sum[1];
+}
+
+float power_of_two(float scale) {
+  int exponent;
+  const float mantissa = std::frexp(scale, &exponent);
+  return std::ldexp(1.0f, exponent - (mantissa == 0.5f));
+}
 
 // A block of columns after the cast: code j of lane l is that of column 4 l + j.
 struct Codes {
@@ -277,14 +342,20 @@ void move(const uint16_t* from, int64_t channels, int64_t taps, uint16_t* to) {
 struct Job {
   const void* source;       // rows * channels * taps numbers, (rows, channels, taps)
   const float* importance;  // (K,) of the columns, channels last; null: all count the same
+  const float* columns;     // (K,) that columns are divided by, channels last; null: by nothing
+  const float* fractions;   // (tries,) of the scale that clips nothing; the best of them is taken
   float* scale;             // (rows, K / group), or one that is given where group is 0
   int8_t* factors;          // int4: (rows, K / 32)
   uint8_t* codes;           // (rows, K), half of it where sparse, half of it in int4
   uint8_t* meta;            // sparse: (rows, K / 8)
-  float* amax;              // where codes is null: the largest magnitude that is kept
+  float* amax;              // where codes is null: the largest magnitude that is kept, raised
+  float* column_amax;       // or (K,) the largest magnitude of each column, raised
+  double* errors;           // or (rows, tries), the squared errors of fractions of *scale
   int64_t rows, channels, taps;
   int64_t group;  // columns that share a scale, K or a multiple of 32; 0: all of the weight
+  int64_t tries;
   int32_t dtype, format, sparse;
+  int32_t pow2;  // fractions of the least power of two that is not below the scale
 };
 
 // One row on its way, in buffers that are used again.
@@ -297,10 +368,15 @@ class RowEncoder {
         row_(blocks_ * kBlock),
         nibbles_(job.sparse ? blocks_ * kLanes : 0),
         importance_(job.importance ? blocks_ * kBlock : 0),
+        columns_(job.columns ? blocks_ * kBlock : 0, 1.0f),
+        divided_(job.columns ? blocks_ * kBlock : 0),
+        column_amax_(job.column_amax ? blocks_ * kBlock : 0),
+        sums_(blocks_),
         moved_(blocks_ * kBlock),
         codes_(blocks_ * kBlock),
         meta_(job.sparse ? blocks_ * kBlock / 8 : 0) {
     for (int64_t i = 0; job.importance && i < k_; ++i) importance_[place(i)] = job.importance[i];
+    for (int64_t i = 0; job.columns && i < k_; ++i) columns_[place(i)] = job.columns[i];
   }
 
   template <class Source>
@@ -311,13 +387,20 @@ class RowEncoder {
     for (int64_t r = 0; r < job_.rows; ++r) {
       const uint32_t amax = read<Source>(stored + r * k_);
       if (amax >= Source::kBroken) return r * k_ + first_broken<Source>(stored + r * k_);
+      if (job_.column_amax) {
+        note_columns();
+        continue;
+      }
+      if (job_.columns && !divide()) return kOverflow;
       if (job_.sparse) choose();
+      if (job_.columns) take_divided();
       // By magnitude alone, the largest is always kept.
-      kept_ = job_.importance ? amax_bits(0, k_) : amax;
+      kept_ = job_.importance || job_.columns ? amax_bits(0, k_) : amax;
       largest = kept_ > largest ? kept_ : largest;
-      if (job_.codes) write(r);
+      write(r);
     }
-    if (!job_.codes) *job_.amax = bits<float>(largest);
+    if (job_.amax && bits<float>(largest) > *job_.amax) *job_.amax = bits<float>(largest);
+    raise_columns();
     return kDone;
   }
 
@@ -368,6 +451,37 @@ class RowEncoder {
     return 0;
   }
 
+  void note_columns() {
+    for (int64_t i = 0; i < blocks_ * kBlock; i += kLanes)
+      store(&column_amax_[i], larger(load<Ints>(&column_amax_[i]), load<Words>(&row_[i])));
+  }
+
+  void raise_columns() {
+    for (int64_t i = 0; job_.column_amax && i < k_; ++i) {
+      const float amax = bits<float>(column_amax_[place(i)]);
+      if (amax > job_.column_amax[i]) job_.column_amax[i] = amax;
+    }
+  }
+
+  // Tell whether all quotients are finite, those of columns that are not kept among them.
+  bool divide() {
+    Ints largest{};
+    for (int64_t i = 0; i < blocks_ * kBlock; i += kLanes) {
+      const Floats divided = load<Floats>(&row_[i]) / load<Floats>(&columns_[i]);
+      largest = larger(largest, bits<Words>(divided));
+      store(&divided_[i], divided);
+    }
+    return uint32_t(reduce(largest)) < Float::kBroken;
+  }
+
+  // Zeros stay as they are: of columns that are not kept, and those that have a sign.
+  void take_divided() {
+    for (int64_t i = 0; i < blocks_ * kBlock; i += kLanes) {
+      const Words kept = load<Words>(&row_[i]);
+      store(&row_[i], (kept & kMagnitude) == 0 ? kept : load<Words>(&divided_[i]));
+    }
+  }
+
   // Keep two of every four columns by |w| times the column's importance; zero the others.
   void choose() {
     for (int64_t b = 0; b < blocks_; ++b) {
@@ -393,17 +507,56 @@ class RowEncoder {
   void write(int64_t r) {
     switch (job_.format) {
       case kE4m3:
-        write_scaled<E4m3>(r);
+        write_some<E4m3>(r);
         break;
       case kE5m2:
-        write_scaled<E5m2>(r);
+        write_some<E5m2>(r);
         break;
       case kInt8:
-        write_scaled<Int8>(r);
+        write_some<Int8>(r);
         break;
       default:
-        write_factored(r);
+        if (job_.codes) write_factored(r);
     }
+  }
+
+  template <class Format>
+  void write_some(int64_t r) {
+    if (job_.codes) write_scaled<Format>(r);
+    for (int64_t t = 0; job_.errors && t < job_.tries; ++t)
+      job_.errors[r * job_.tries + t] =
+          squared_error<Format>(0, k_, *job_.scale * job_.fractions[t], kNoLimit);
+  }
+
+  // The squared error of columns of whole blocks. More than a limit may be any larger number:
+  // sums of what is not negative only grow, but for their rounding.
+  template <class Format>
+  double squared_error(int64_t first, int64_t count, float scale, double limit) {
+    constexpr double kRounding = 1.0 + 1e-9;
+    const int64_t blocks = (count + kBlock - 1) / kBlock;
+    double so_far = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      sums_[b] = block_error<Format>(&row_[first + b * kBlock], scale, double(scale));
+      so_far += sums_[b];
+      if (so_far > limit * kRounding) return so_far;
+    }
+    for (int64_t n = blocks; n > 1; n = (n + 1) / 2)
+      for (int64_t i = 0; i < n / 2; ++i) sums_[i] += sums_[(n + 1) / 2 + i];
+    return sums_[0];
+  }
+
+  template <class Format>
+  float best_scale(int64_t first, int64_t count, float base) {
+    base = job_.pow2 ? power_of_two(base) : base;
+    if (job_.tries == 1) return base * job_.fractions[0];
+    float best = base;
+    double least = kNoLimit;
+    for (int64_t t = 0; t < job_.tries; ++t) {
+      const float scale = base * job_.fractions[t];
+      const double error = squared_error<Format>(first, count, scale, least);
+      if (error < least) best = scale, least = error;
+    }
+    return best;
   }
 
   template <class Format>
@@ -414,7 +567,7 @@ class RowEncoder {
       if (job_.group) {
         const uint32_t amax = groups == 1 ? kept_ : amax_bits(g * group, group);
         scale = bits<float>(amax) / Format::kMax;
-        scale = scale > 0 ? scale : 1.0f;
+        scale = best_scale<Format>(g * group, group, scale > 0 ? scale : 1.0f);
         job_.scale[r * groups + g] = scale;
       }
       const int64_t stop = (g + 1) * group;
@@ -433,11 +586,28 @@ class RowEncoder {
       const float wanted = largest_of(block) / kLowestNibble;
       float size = __builtin_ceilf(__builtin_fabsf(wanted) / scale);
       size = size < 1.0f ? 1.0f : size > kMaxFactor ? kMaxFactor : size;
-      const float factor = wanted < 0 ? -size : size;
+      const float start = wanted < 0 ? -size : size;
+      const float factor = job_.tries > 1 ? best_factor(block, scale, start) : start;
       job_.factors[r * blocks_ + b] = int8_t(factor);
       put_nibbles(b, encode<Int4>(block, scale * factor));
     }
     copy_out(r, job_.sparse ? k_ / 4 : k_ / 2);
+  }
+
+  // Factors that were tried before cannot be better.
+  static float best_factor(const float* block, float scale, float start) {
+    const float size = __builtin_fabsf(start);
+    float best = start;
+    double least = block_error<Int4>(block, scale * start, double(scale) * double(start));
+    for (const float sign : {1.0f, -1.0f})
+      for (float step = 0; step < kTriedFactors && size - step >= 1.0f; ++step) {
+        const float factor = sign * (size - step);
+        if (factor == start) continue;
+        const double error =
+            block_error<Int4>(block, scale * factor, double(scale) * double(factor));
+        if (error < least) best = factor, least = error;
+      }
+    return best;
   }
 
   // The value of largest size in a block, with its sign; of equals that of the lowest column.
@@ -495,11 +665,15 @@ class RowEncoder {
     if (job_.sparse) std::memcpy(job_.meta + r * (k_ / 8), meta_.data(), k_ / 8);
   }
 
+  static constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
   const Job& job_;
   const int64_t k_, blocks_;
   std::vector<float> row_;
   std::vector<uint32_t> nibbles_;
-  std::vector<float> importance_;
+  std::vector<float> importance_, columns_, divided_;
+  std::vector<int32_t> column_amax_;
+  std::vector<double> sums_;     // of blocks
   std::vector<uint32_t> moved_;  // wide enough for every kind of number
   std::vector<uint8_t> codes_, meta_;
   uint32_t kept_ = 0;  // bits of the row's largest magnitude that is kept
@@ -507,8 +681,9 @@ class RowEncoder {
 
 }  // namespace
 
-/// Encode rows. -1: done; -2: no memory; else the index, as stored, of the first number that is
-/// NaN or infinite. Thread-safe: everything that is written belongs to the job.
+/// Encode rows. -1: done; -2: no memory; -3: a quotient is infinite; else the index, as stored, of
+/// the first number that is NaN or infinite. Thread-safe: everything that is written belongs to the
+/// job.
 extern "C" __attribute__((visibility("default"))) int64_t qk_encode_rows(const Job* job) {
   try {
     RowEncoder encoder(*job);

@@ -46,7 +46,7 @@ def add_in_order(terms: Tensor) -> Tensor:
     short = -len(terms) % (_LANES * _PLANES)
     if short:
         terms = torch.cat((terms, terms.new_zeros(short, *terms.shape[1:])))
-    sums = terms.unflatten(0, (-1, _LANES, _PLANES))
+    sums = terms.reshape(-1, _LANES, _PLANES, *terms.shape[1:])
     for dim in (2, 1, 0):
         while (size := sums.shape[dim]) > 1:
             half = (size + 1) // 2

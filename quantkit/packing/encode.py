@@ -50,9 +50,6 @@ def encode_weight(
         if plan.blocks is not None:
             return copy_blocks(plan, plan.blocks, source, sinks)
         return Encoder(plan, source).run(sinks)
-    if plan.input_scale is not None:
-        scale = plan.input_scale(None)
-        sinks["input_scale"].append(scale.contiguous().reshape(-1).numpy().data)
     return Encoded((yield from native.encode(plan, source, sinks)), None)
 
 

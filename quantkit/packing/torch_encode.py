@@ -18,7 +18,7 @@ from quantkit.calibration.statistics import per_column
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.metadata import LayerRecord
 from quantkit.checkpoint.weight_reader import BLOCK_ELEMENTS, Digest, SourceTensor
-from quantkit.errors import NonFiniteError, ShapeError
+from quantkit.errors import ShapeError
 from quantkit.models.source import StoredBlocks
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.ggml_blocks import block_bytes, take_apart
@@ -28,6 +28,7 @@ from quantkit.numerics.nibbles import pack_nibbles
 from quantkit.numerics.packing import pack_two_of_four
 from quantkit.numerics.scales import scale_of_amax
 from quantkit.numerics.weight_grid import WeightGrid
+from quantkit.packing.native import overflow
 from quantkit.packing.weight_plan import Encoded, WeightPlan
 from quantkit.sparsity.sparsegpt import naming
 
@@ -155,9 +156,7 @@ class Encoder:
             if self._columns is not None:
                 rows.div_(self._columns)
                 if not bool(torch.isfinite(rows).all()):
-                    raise NonFiniteError(
-                        f"{self._plan.layer}: smoothing overflows the weight; lower smooth"
-                    )
+                    raise overflow(self._plan.layer)
             if mask is not None and self._rounding is not None:
                 with naming(self._plan.layer):
                     rows = self._rounding.update(rows, mask)

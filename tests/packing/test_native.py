@@ -1,6 +1,7 @@
 """The compiled core against PyTorch: the same bytes, for everything that it takes."""
 
 from collections import defaultdict
+from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from math import prod
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantkit.checkpoint import weight_reader
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.device import compilers
 from quantkit.device.host import encoder
@@ -17,6 +19,8 @@ from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
+from quantkit.numerics.packing import to_rows
+from quantkit.numerics.scale_rules import WEIGHT_SCALES
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing import native
 from quantkit.packing.encode import encode_weight
@@ -130,6 +134,59 @@ def test_bytes_are_those_of_torch(tmp_path, monkeypatch, case, chunk):
             compare(plan, source, patch)
 
 
+def smoothing(shape):
+    """Return factors of channels, and note the amax of columns that they were asked with."""
+    asked = []
+    factor = torch.logspace(-2, 2, shape[1])[torch.randperm(shape[1])]
+    return lambda amax: asked.append(amax.clone()) or factor, asked
+
+
+#: The rules that try several scales, or powers of two, which int4 has none of.
+SEARCHED = [
+    (case, rule)
+    for case, rule in product(CASES, WEIGHT_SCALES)
+    if rule == "mse" or (rule != "amax" and case[0] != "int4" and case[3] in SHAPES[1:6:2])
+]
+
+
+@pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize(("case", "rule"), SEARCHED)
+def test_searched_and_smoothed_bytes_are_those_of_torch(tmp_path, monkeypatch, case, rule, smooth):
+    fmt, granularity, method, shape = case
+    monkeypatch.setattr(native, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(weight_reader, "BLOCK_ELEMENTS", 500)
+    moment = torch.rand(prod(shape[1:]), generator=torch.Generator().manual_seed(2))
+    plan = replace(plan_of(fmt, granularity, method, moment), observer=rule)
+    # Products of random numbers, and few values, of which many are equally far off.
+    generator = torch.Generator().manual_seed(3)
+    for weight in (
+        torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator),
+        torch.randint(-3, 4, shape, generator=generator).float(),
+        numbers(shape, torch.bfloat16),
+    ):
+        if smooth:
+            factor, asked = smoothing(shape)
+            plan = replace(plan, smooth=factor, input_scale=lambda factor: factor.amax())
+        source = source_of(tmp_path, weight)
+        with monkeypatch.context() as patch:
+            compare(plan, source, patch)
+        if smooth:
+            columns = to_rows(weight.float()).abs().amax(dim=0)
+            assert all(torch.equal(amax, columns) for amax in asked)
+            assert len(asked) == 2
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_smoothing_that_overflows_is_refused_by_both(tmp_path, either_core, sparse):
+    weight = torch.ones(3, 64)
+    # Of the sparse one, what overflows is not even kept.
+    weight[2, :2], weight[2, 2:4] = 1e30, 2e30
+    plan = plan_of("int8", method="magnitude" if sparse else "")
+    plan = replace(plan, smooth=lambda amax: torch.tensor([1e-10] * 2 + [1.0] * 62))
+    with pytest.raises(NonFiniteError, match="fc: smoothing overflows the weight; lower smooth"):
+        packed(plan, source_of(tmp_path, weight))
+
+
 @pytest.mark.parametrize("fmt", encoder.FORMATS)
 @pytest.mark.parametrize("method", ["", "magnitude"], ids=["dense", "sparse"])
 def test_every_half_precision_number(tmp_path, monkeypatch, fmt, method):
@@ -185,7 +242,7 @@ def test_what_the_core_does_not_take_is_left_to_torch(tmp_path, monkeypatch):
     assert not native.takes(plan_of("e4m3fn", "group:16"), source.info)
     infinite = torch.full((48,), float("inf"))
     assert not native.takes(plan_of("e4m3fn", method="wanda", moment=infinite), source.info)
-    searched = WeightPlan("fc", plan_of("e4m3fn").scheme, "mse")
-    assert not native.takes(searched, source.info)
+    for more in ({"mean": torch.zeros(48)}, {"shift": torch.zeros(48)}):
+        assert not native.takes(replace(plan_of("e4m3fn"), **more), source.info)
     monkeypatch.setattr(encoder, "why_unavailable", lambda: "no compiler")
     assert not native.takes(plan_of("e4m3fn"), source.info)

@@ -14,12 +14,15 @@ why_unavailable = core.why_unavailable
 SOURCES = ("F16", "BF16", "F32")
 #: Formats that it encodes, in its order.
 FORMATS = ("e4m3fn", "e5m2", "int8", "int4")
-#: What it returns when nothing is wrong, and when there is no memory.
-DONE, _NO_MEMORY = -1, -2
+#: What it returns when nothing is wrong, when there is no memory, and when smoothing overflows.
+DONE, _NO_MEMORY, OVERFLOW = -1, -2, -3
 
-_ADDRESSES = ("source", "importance", "scale", "factors", "codes", "meta", "amax")
-_SIZES = ("rows", "channels", "taps", "group")
-_CHOICES = ("dtype", "format", "sparse")
+_ADDRESSES = (
+    "source", "importance", "columns", "fractions",
+    "scale", "factors", "codes", "meta", "amax", "column_amax", "errors",
+)  # fmt: skip
+_SIZES = ("rows", "channels", "taps", "group", "tries")
+_CHOICES = ("dtype", "format", "sparse", "pow2")
 
 
 class Job(ctypes.Structure):
@@ -39,7 +42,7 @@ def encode_rows(job: Job) -> int:
         job: its addresses are of memory of the sizes that encode.cpp says.
 
     Returns:
-        DONE, or the index, as stored, of the first number that is NaN or infinite.
+        DONE, OVERFLOW, or the index, as stored, of the first number that is NaN or infinite.
 
     Raises:
         KernelError: the compiler failed.
