@@ -230,7 +230,7 @@ class Both(nn.Module):
 BOTH, LINEAR = ["linear", "conv"], ["linear"]
 RANDOM = {"r": RANK, "init_weights": False}
 #: Of peft, what takes some layer's weight into its own hands, or adds to its product.
-TUNERS = {
+TUNERS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "dora": (peft.LoraConfig, {"r": RANK, "init_lora_weights": False, "use_dora": True}, BOTH),
     "loha": (peft.LoHaConfig, RANDOM, BOTH),
     "lokr": (peft.LoKrConfig, RANDOM, BOTH),

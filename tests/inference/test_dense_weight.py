@@ -26,7 +26,7 @@ def make(scheme, kind="linear"):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_readers_get_the_dequantized_weight(scheme, kind):
     layer = make(scheme, kind)
-    dense = as_dense(layer).weight.data
+    dense: Any = as_dense(layer).weight.data
     weight = layer.weight
     assert (weight.shape, weight.dtype, weight.device) == (dense.shape, dense.dtype, dense.device)
     assert isinstance(weight, nn.Parameter)

@@ -1,5 +1,7 @@
 """Layers whose weights a module hands to functions of torch, which stay in 16 bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,15 @@ from tests.support.tiny_denoisers import answer, tiny_model
 class Reading(nn.Module):
     """One layer for each way to use it; some only through a method, a closure or a processor."""
 
+    read: nn.Linear
+    inner: nn.Linear
+    helped: nn.Linear
+    called: nn.Linear
+    asked: nn.Linear
+    both: nn.Linear
+    passed: nn.Linear
+    listed: Any
+
     def __init__(self):
         super().__init__()
         names = ("read", "inner", "helped", "called", "asked", "both", "passed", "processed")
@@ -30,7 +41,7 @@ class Reading(nn.Module):
     @torch.no_grad()
     def forward(self, x):
         x = functional.linear(x, self.read.weight, self.read.bias) * self.weight
-        x = sum(functional.linear(part, self.inner.weight) for part in (x, x))
+        x = torch.stack([functional.linear(part, self.inner.weight) for part in (x, x)])
         x = self.called(x.to(self.asked.weight.dtype)) + self.asked(x)
         x = self.both(x) + functional.linear(x, self.both.weight)
         x = functional.linear(x, self.listed[1].weight) + self.listed[0](x)
