@@ -10,8 +10,9 @@ from quantkit.errors import CheckpointError
 from quantkit.models.pickles import only_pickles
 from quantkit.models.sizes import oversized, tensors_below
 from quantkit.storage.copying import is_weight, list_files
-from quantkit.storage.jsonfile import DAMAGE, read_json
-from quantkit.storage.tensorfile import Header, read_header
+from quantkit.storage.jsonfile import read_json
+from quantkit.storage.shard_index import read_shard_index
+from quantkit.storage.tensorfile import read_header
 
 #: What each kind of component has: a model, a scheduler, a tokenizer, a feature extractor.
 _CONFIGS = (
@@ -71,18 +72,14 @@ def broken_weights(path: Path) -> Iterator[str]:
 
 def broken_index(path: Path) -> Iterator[str]:
     """Yield a line for every tensor that an index of copied safetensors places wrongly."""
-    headers: dict[str, Header] = {}
     try:
-        table = read_json(path, error=CheckpointError).get("weight_map")
-        for name in sorted({str(name) for name in dict(table or {}).values()}):
-            headers[name] = read_header(path.parent / name, error=CheckpointError)
-    except (CheckpointError, *DAMAGE) as error:
-        yield (
-            str(error) if isinstance(error, CheckpointError) else f"{path}: no weight_map; {_CURE}"
-        )
+        index = read_shard_index(path, error=CheckpointError, cure=_CURE)
+        headers = {p.name: read_header(p, error=CheckpointError) for p in index.shards}
+    except CheckpointError as error:
+        yield str(error)
         return
-    for tensor, name in dict(table or {}).items():
-        if tensor not in headers[str(name)].tensors:
+    for tensor, name in index.weight_map.items():
+        if tensor not in headers[name].tensors:
             yield f"{path}: {tensor!r:.80} is not in {name}; {_CURE}"
 
 

@@ -14,7 +14,8 @@ from quantkit.errors import CheckpointError
 from quantkit.models.location import refuse_no_directory
 from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS
-from quantkit.storage.jsonfile import DAMAGE, read_json, short
+from quantkit.storage.jsonfile import read_json
+from quantkit.storage.shard_index import read_shard_index
 from quantkit.storage.tensorfile import read_header
 
 #: For the messages about a JSON file that cannot be read.
@@ -140,13 +141,11 @@ def _read_index(path: Path) -> Index | None:
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise CheckpointError(f"{path}: found {len(files)} indexes ({names}), wanted one")
-    values = read_json(files[0], error=CheckpointError, cure=_CURE)
-    try:
-        total = values["metadata"]["total_size"]
-        weight_map = {str(name): str(file) for name, file in values["weight_map"].items()}
-    except DAMAGE as error:
-        raise CheckpointError(f"{files[0]}: damaged index ({short(error)}); pack again") from error
-    return Index(files[0], total, weight_map)
+    found = read_shard_index(files[0], error=CheckpointError, cure=_CURE)
+    total = found.metadata.get("total_size")
+    if type(total) is not int:
+        raise CheckpointError(f"{files[0]}: total_size {total!r:.80}, expected bytes; {_CURE}")
+    return Index(files[0], total, found.weight_map)
 
 
 def _indexed_files(index: Index) -> tuple[Path, ...]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from quantkit.models.pipeline_index import (
 from quantkit.models.quantizers import CONFIG_KEY, name_quantizer
 from quantkit.models.text_encoders import find_encoder, is_encoder
 from quantkit.storage.jsonfile import read_json
+from quantkit.storage.shard_index import read_shard_index
 
 #: diffusers' name of a model's weights, before the variant and the extension
 WEIGHTS = "diffusion_pytorch_model"
@@ -302,17 +302,8 @@ def _variants(path: Path, stem: str) -> dict[str, Path]:
 
 
 def _shards_of(index: Path) -> tuple[Path, ...]:
-    table = read_json(index).get("weight_map")
-    if not isinstance(table, dict) or not table:
-        raise ModelError(f"{index}: no weight_map; download it again")
-    if odd := [value for value in table.values() if not isinstance(value, str)]:
-        raise ModelError(
-            f"{index}: weight_map names the file {reprlib.repr(odd[0])}; download it again"
-        )
-    names = sorted(set(table.values()))
-    for name in names:
-        if Path(name).name != name or not name.isprintable():
-            raise ModelError(f"{index}: shard {name!r:.80} is no file of the directory")
-        if not os.path.isfile(index.parent / name):  # noqa: PTH113
-            raise ModelError(f"{index.parent / name}: missing shard; download it again")
-    return tuple(index.parent / name for name in names)
+    shards = read_shard_index(index).shards
+    for shard in shards:
+        if not os.path.isfile(shard):  # noqa: PTH113
+            raise ModelError(f"{shard}: missing shard; download it again")
+    return shards

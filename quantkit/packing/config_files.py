@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.checkpoint.spec import PackedConfig
 from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.packing.writer import ShardPlan
+from quantkit.storage.shard_index import read_shard_index
 
 
 def write_index(index: Path, plans: Sequence[ShardPlan], target: Path) -> None:
@@ -18,10 +19,11 @@ def write_index(index: Path, plans: Sequence[ShardPlan], target: Path) -> None:
         plans: the shards.
         target: the file to make.
     """
+    metadata = read_shard_index(index).metadata
     table = json.loads(index.read_text(encoding="utf-8"))
     specs = {spec.name: plan for plan in plans for spec in plan.specs}
     size = sum(slot.stop - slot.start for plan in plans for slot in plan.slots.values())
-    table["metadata"] = {**(table.get("metadata") or {}), "total_size": size}
+    table["metadata"] = {**metadata, "total_size": size}
     table["weight_map"] = {name: plan.name for name, plan in specs.items()}
     target.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -60,7 +60,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(
-    path: Path, *, error: type[InputError] = ModelError, cure: str = "download it again"
+    path: Path,
+    *,
+    error: type[InputError] = ModelError,
+    cure: str = "download it again",
+    limit: int = MAX_BYTES,
 ) -> dict[str, Any]:
     """Return the JSON object in a file.
 
@@ -68,11 +72,12 @@ def read_json(
         path: the file.
         error: what to raise.
         cure: what the user should do, for the messages.
+        limit: the most bytes that it may have.
 
     Raises:
         InputError: of class ``error``: missing, not a file, not JSON, beyond a limit, no object.
     """
-    data = read_file(path, MAX_BYTES, error=error)
+    data = read_file(path, limit, error=error)
     try:
         value = parse_json(data)
     except ValueError as reason:

@@ -405,7 +405,11 @@ def test_shards_come_from_the_index(tmp_path):
     with pytest.raises(ModelError, match=r"00002-of-00002.safetensors: missing shard"):
         open_model(str(path))
     index.write_text(json.dumps({"weight_map": {"a.weight": "../a.safetensors"}}))
-    with pytest.raises(ModelError, match="no file of the directory"):
+    with pytest.raises(ModelError, match=r"names the file '\.\./a\.safetensors', expected"):
+        open_model(str(path))
+    table = {"b.weight": names[1], "a.weight": names[0]}
+    index.write_text(json.dumps({"metadata": "x", "weight_map": table}))
+    with pytest.raises(ModelError, match="metadata is 'x', expected an object"):
         open_model(str(path))
 
 
