@@ -14,7 +14,7 @@ from quantkit.checkpoint.attention_formats import (
     parse_format,
     parse_formats,
 )
-from quantkit.checkpoint.schemes import check_keys
+from quantkit.checkpoint.schemes import check_keys, parse_modules
 from quantkit.errors import CheckpointError
 from quantkit.numerics.attention_formats import AttentionFormat, attention_format
 from quantkit.numerics.attention_limits import COLUMNS
@@ -174,11 +174,10 @@ def _parse_ranks(value: object, static: Mapping[str, HeadShape], where: str) -> 
         if not isinstance(item, Mapping):
             raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
         check_keys(item, _RANK_KEYS, where)
-        rank, modules = item["rank"], item["modules"]
+        rank = item["rank"]
         if type(rank) is not int or not is_rank(rank):
             raise CheckpointError(f"{where}: {rank!r:.40} columns, wanted a multiple of {COLUMNS}")
-        if not _are_names(modules) or not modules or ranks.keys() & set(modules):
-            raise CheckpointError(f"{where}: modules {modules!r:.80}, wanted paths, each once")
+        modules = parse_modules(item["modules"], where, ranks)
         ranks |= dict.fromkeys(modules, rank)
         for name in static.keys() & set(modules):
             if rank >= static[name].head_size:
@@ -190,13 +189,7 @@ def _parse_ranks(value: object, static: Mapping[str, HeadShape], where: str) -> 
 
 def _parse_names(value: object, ranks: Mapping[str, int], where: str) -> tuple[str, ...]:
     """Return the modules that multiply two of four columns, which have no rank."""
-    where = f"{where}: {_TWO_OF_FOUR}"
-    if not _are_names(value) or not value:
-        raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of modules")
-    assert isinstance(value, list)
-    if len(set(value)) < len(value) or ranks.keys() & set(value):
-        raise CheckpointError(f"{where}: {value!r:.80}, wanted each once, and none with a rank")
-    return tuple(value)
+    return parse_modules(value, f"{where}: {_TWO_OF_FOUR} of those without a rank", ranks)
 
 
 def _parse_static(value: object, where: str) -> dict[str, HeadShape]:
@@ -207,13 +200,12 @@ def _parse_static(value: object, where: str) -> dict[str, HeadShape]:
         if not isinstance(item, Mapping):
             raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
         check_keys(item, _STATIC_KEYS, where)
-        heads, head_size, modules = (item[key] for key in _STATIC_KEYS)
+        heads, head_size = item["heads"], item["head_size"]
         if any(type(size) is not int or size < 1 for size in (heads, head_size)):
             raise CheckpointError(
                 f"{where}: {heads!r:.40} heads of {head_size!r:.40}, wanted 1 or more"
             )
-        if not _are_names(modules) or not modules or static.keys() & set(modules):
-            raise CheckpointError(f"{where}: modules {modules!r:.80}, wanted paths, each once")
+        modules = parse_modules(item["modules"], where, static)
         static |= dict.fromkeys(modules, HeadShape(heads, head_size))
     return static
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from quantkit.checkpoint.schemes import check_keys
+from quantkit.checkpoint.schemes import check_keys, parse_modules
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.numerics.attention_formats import NONE, AttentionFormat, attention_format
 
@@ -60,9 +60,6 @@ def parse_formats(value: object, where: str) -> dict[str, AttentionFormat]:
         if not isinstance(item, Mapping):
             raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
         check_keys(item, _KEYS, where, optional=(_PV,))
-        modules = item["modules"]
-        named = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
-        if not named or not modules or formats.keys() & set(modules):
-            raise CheckpointError(f"{where}: modules {modules!r:.80}, wanted paths, each once")
+        modules = parse_modules(item["modules"], where, formats)
         formats |= dict.fromkeys(modules, parse_format(item, where))
     return formats

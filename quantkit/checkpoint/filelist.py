@@ -200,9 +200,14 @@ def _read(path: Path) -> dict[str, FileRecord]:
 
 
 def _name(name: str) -> str:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+    path = PurePosixPath(name)
+    if not path.parts or name.startswith("/") or ".." in path.parts or "\0" in name:
         raise ValueError(f"{name!r:.80} is no path inside the directory")
+    if path.as_posix() != name:
+        # Else one file could stand there twice.
+        raise ValueError(f"{name!r:.80} is not as short as it can be")
+    if path.name in MADE:
+        raise ValueError(f"{name!r:.80} is no part of the model")
     return name
 
 

@@ -1,12 +1,12 @@
 """A treatment as JSON, and back: one entry of ``schemes`` in the quantization_config."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
 
 from quantkit.errors import CheckpointError, InputError
 from quantkit.numerics.formats import find_format
-from quantkit.numerics.granularity import PerGroup, parse_granularity
+from quantkit.numerics.granularity import PerChannel, PerGroup, parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.jsonfile import DAMAGE, short
@@ -87,12 +87,16 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
 
 
 def check_blocks(scheme: Scheme) -> None:
-    """Refuse a format of weights alone beside anything else that a scheme may ask for.
+    """Refuse a format in blocks beside scales of another granularity, or what only others have.
 
     Raises:
         CheckpointError: naming what it has.
     """
     fmt = scheme.weight
+    if fmt.subscale_group and scheme.granularity != PerChannel():
+        raise CheckpointError(
+            f"granularity {scheme.granularity} of weight {fmt.name}, wanted channel"
+        )
     if not fmt.block:
         return
     if scheme.granularity != PerGroup(fmt.block):
@@ -156,13 +160,26 @@ def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tup
 
 
 def _parse_layers(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+    if not isinstance(value, list) or not all(isinstance(n, str) and n for n in value):
         raise CheckpointError(
             f"{where}: layers is not a list of module paths; pack the model again"
         )
     if not value:
         raise CheckpointError(f"{where}: no layers, wanted at least one; pack the model again")
     return tuple(value)
+
+
+def parse_modules(value: object, where: str, taken: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the paths of modules, at least one.
+
+    Raises:
+        CheckpointError: no list of paths, or one that comes twice, here or among those ``taken``.
+    """
+    modules = value if isinstance(value, list) else []
+    named = modules and all(isinstance(name, str) and name for name in modules)
+    if not named or len({*modules, *taken}) < len(modules) + len(set(taken)):
+        raise CheckpointError(f"{where}: modules {value!r:.80}, wanted paths, each once")
+    return tuple(modules)
 
 
 def _text(value: object) -> str:

@@ -359,10 +359,10 @@ BROKEN = {
     "no modules": ({"rank": [{"rank": 16, "modules": []}]}, "wanted paths"),
     "twice": ({"rank": [{"rank": r, "modules": ["a"]} for r in (16, 32)]}, "each once"),
     "all": ({"static": STATIC, "rank": [{"rank": 32, "modules": ["a"]}]}, "32 of 32 columns"),
-    "2:4 no list": ({"two_of_four": "a"}, "'a', wanted a list of modules"),
-    "2:4 twice": ({"two_of_four": ["a", "a"]}, "wanted each once"),
+    "2:4 no list": ({"two_of_four": "a"}, "'a', wanted paths, each once"),
+    "2:4 twice": ({"two_of_four": ["a", "a"]}, "wanted paths, each once"),
     "2:4 and rank": (
-        {"two_of_four": ["a"], "rank": [{"rank": 16, "modules": ["a"]}]}, "none with a rank"
+        {"two_of_four": ["a"], "rank": [{"rank": 16, "modules": ["a"]}]}, "without a rank"
     ),
 }  # fmt: skip
 
