@@ -151,7 +151,21 @@ def any_object(scene: Scene) -> Path:
     return scene.rng.choice([p for p in files(scene) if p.suffix == ".co"])
 
 
-KERNELS = (*MEASURED, Kind("object", on(any_object, binary.any_bytes), 6))
+def _tile(scene: Scene) -> None:
+    """Let a kernel have a tile that there is not, or a block of no threads."""
+    path = scene.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    kernel = scene.rng.choice([k for k in manifest["kernels"] if "tile" in k["choices"]])
+    if scene.rng.random() < 0.3:
+        kernel["block"] = scene.rng.choice((0, -32, 31, 2**40, 10**30))
+    else:
+        kernel["choices"]["tile"] = scene.rng.choice(
+            ("tx", "t99", "t-1", "t", "", "1", "no", "t1e9")
+        )
+    binary.replace(path, json.dumps(manifest).encode())
+
+
+KERNELS = (*MEASURED, Kind("tile", _tile, 3), Kind("object", on(any_object, binary.any_bytes), 6))
 
 
 # Text

@@ -53,7 +53,7 @@ def _scene(case: Case, family: Family, kind: Kind, subjects: Path, scratch: Path
     subject = subjects / family.name / rng.choice(names)
     folder = scratch / "case"
     shutil.copytree(subject, folder, copy_function=os.link)
-    return Scene(folder, subject, rng, [f"subject {family.name}/{subject.name}"])
+    return Scene(folder, subject, rng, done=[f"subject {family.name}/{subject.name}"])
 
 
 def _commands(family: Family, scene: Scene, place: Place) -> tuple[list[Ran], Verdict, str]:
@@ -61,7 +61,7 @@ def _commands(family: Family, scene: Scene, place: Place) -> tuple[list[Ran], Ve
     runs: list[Ran] = []
     stands: tuple[Verdict, str] | None = None
     for arguments in family.commands(scene, place):
-        runs.append(run(arguments))
+        runs.append(run(arguments, closed=scene.closed))
         verdict, note = judge(runs[-1])
         if verdict.failed:
             return runs, verdict, f"{arguments[0]}: {note}"
@@ -107,7 +107,7 @@ def measure_whole(subjects: Path, scratch: Path) -> None:
             name = f"{family.name}/{subject.name}"
             if family.name == "packed":
                 whole[name] = fingerprint(subject)
-            elif family.name in {"calibration", "masks", "hessians"}:
+            elif family.name in {"calibration", "masks", "hessians", "streams"}:
                 place = Place(subjects / "fixed", scratch / name)
                 scene = Scene(subject, subject, Case(name, 0).rng)
                 for arguments in family.commands(scene, place):

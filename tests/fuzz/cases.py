@@ -39,6 +39,10 @@ class Scene:
     #: the undamaged one
     subject: Path
     rng: Random
+    #: the bytes of what was in the way of an output
+    found: bytes | None = None
+    #: the streams that are closed when a command begins
+    closed: tuple[int, ...] = ()
     #: what was done, for whoever repeats the case
     done: list[str] = field(default_factory=list)
 

@@ -60,6 +60,33 @@ def bucket_edge(scene: Scene) -> None:
     _config_value(scene, "unet", change)
 
 
+#: Of modules, of their sizes, and of both.
+_SIZES = (257, 3000, 20_000, 10**6, 10**8, 10**9, 2**31, 2**63)
+
+
+def sizes(scene: Scene) -> None:
+    """Let a whole number of a config, or a list of them, ask for a huge structure."""
+    path = scene.rng.choice([p for p in files(scene) if p.name.endswith("config.json")])
+    config = json.loads(path.read_text())
+    places = [(c, k) for c, k in text.nodes(config) if _is_size(c[k]) or c[k] is None]
+    # Those that decide how many modules there are, more often than the others.
+    many = [(c, k) for c, k in places if any(w in str(k) for w in ("layers", "channels", "hidden"))]
+    if not places:
+        return
+    container, key = scene.rng.choice(many if many and scene.rng.random() < 0.6 else places)
+    size = scene.rng.choice(_SIZES)
+    count = scene.rng.choice((1, 2, 4, 100_000))
+    container[key] = size if scene.rng.random() < 0.7 else [size] * count
+    scene.say(f"{path.parent.name}: {key!r} is {str(container[key])[:40]}")
+    binary.replace(path, json.dumps(config, indent=2).encode())
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(type(item) is int for item in value)
+    return type(value) is int
+
+
 def any_number(scene: Scene) -> None:
     """Change one number of any config to another as plausible."""
     path = scene.rng.choice([p for p in files(scene) if p.name.endswith("config.json")])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import artefacts, packed, recipes, sources, text
+from . import artefacts, gguf, outputs, packed, recipes, sources, text
 from .cases import Kind, Scene, Verdict
 from .judging import judge
 from .running import run, told
@@ -146,6 +146,56 @@ def _shapes(scene: Scene, place: Place) -> list[Arguments]:
     return [["read-shapes", str(scene.folder / f"shapes.{s}")] for s in ("json", "csv")]
 
 
+def _import(scene: Scene, place: Place) -> list[Arguments]:
+    config = ["--config", str(place.fixed / "denoiser")]
+    return [["import", str(scene.folder / "file.gguf"), *config, "-o", str(place.output), "-q"]]
+
+
+def finite(scene: Scene, place: Place, whole: dict[str, str], refused: bool) -> tuple[Verdict, str]:
+    """Look through what was imported: every number is one."""
+    from safetensors.torch import load_file
+
+    del scene, whole
+    if refused:
+        return Verdict.REFUSED, ""
+    for path in place.output.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            if not tensor.isfinite().all():
+                return Verdict.ACCEPTED, f"imported, and {name} is not finite"
+    return Verdict.OK, ""
+
+
+def _forced(scene: Scene, place: Place) -> list[Arguments]:
+    fixed, out = place.fixed, ["-o", str(scene.folder / outputs.NAME), "--force", "-q"]
+    model = str(fixed / "pipeline" / "unet")
+    commands = (
+        ["sparsify", model, "-r", str(fixed / "few-masked.yaml")],
+        ["calibrate", "optimize", str(fixed / "sensitivity.json"), "--bytes", "0.99",
+         "-r", str(fixed / "token.yaml")],
+        ["export", model, "--to", "fp8r"],
+        ["export", str(fixed / "denoiser"), "--to", "gguf:Q4_0"],
+    )  # fmt: skip
+    return [[*scene.rng.choice(commands), *out]]
+
+
+def kept(scene: Scene, place: Place, whole: dict[str, str], refused: bool) -> tuple[Verdict, str]:
+    """Look whether a file that was not replaced is as it was, and nothing is left beside it."""
+    del place, whole
+    if left := [p.name for p in scene.folder.iterdir() if "quantkit-" in p.name]:
+        return Verdict.ACCEPTED, f"left behind: {left}"
+    path = scene.folder / outputs.NAME
+    if refused and path.is_file() and scene.found is not None:
+        same = path.read_bytes() == scene.found
+        return (Verdict.REFUSED, "") if same else (Verdict.ACCEPTED, "refused, and replaced")
+    return (Verdict.REFUSED if refused else Verdict.OK), ""
+
+
+def _streamed(scene: Scene, place: Place) -> list[Arguments]:
+    packed = str(scene.folder)
+    more = scene.rng.choice((["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--all"]))
+    return [*_pack("token")(scene, place), [*more, packed, *["-q"] * (more[0] == "verify")]]
+
+
 def _argument(scene: Scene, place: Place) -> list[Arguments]:
     said = scene.rng.choice([t for t in text.HOSTILE if "\0" not in t])
     model, out = str(place.fixed / "pipeline" / "unet"), str(place.output)
@@ -195,5 +245,8 @@ FAMILIES = (
     ),
     Family("prompts", artefacts.TEXT, _prompts),
     Family("recipe", recipes.KINDS, _pack_with),
+    Family("gguf", gguf.KINDS, _import, finite),
+    Family("force", outputs.FORCE, _forced, kept),
+    Family("streams", outputs.STREAMS, _streamed, same_bytes),
     Family("argument", (Kind("hostile", lambda scene: None, 16),), _argument),
 )

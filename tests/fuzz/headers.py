@@ -250,8 +250,27 @@ def other_length(scene: Scene, path: Path) -> None:
     replace(path, told.to_bytes(8, "little") + data[8:])
 
 
+def many(scene: Scene, path: Path) -> None:
+    """Write a header of a million entries: keys of metadata, axes, empty tensors."""
+    table, data = load_header(path)
+    stop = len(data)
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [stop, stop]}
+    match scene.rng.randrange(4):
+        case 0:
+            table.setdefault("__metadata__", {}).update((f"k{i}", "") for i in range(400_000))
+        case 1:
+            table["zz"] = {**entry, "shape": [2**62] * 400_000}
+        case 2:
+            table["zz"] = {**entry, "shape": [0] + [1] * 400_000}
+        case 3:
+            table.update((f"zz{i}", entry) for i in range(20_000))
+    scene.say(f"{path.name}: header of many entries")
+    text = json.dumps(table).encode()
+    replace(path, len(text).to_bytes(8, "little") + text + data)
+
+
 #: name -> what happens to the file
-FORMS = {"spaced": spaced, "other text": other_text, "other length": other_length}
+FORMS = {"spaced": spaced, "other text": other_text, "other length": other_length, "many": many}
 
 
 def change_table(scene: Scene, path: Path, name: str) -> None:

@@ -1,6 +1,7 @@
 """What a worker may take, and what it took."""
 
 import ctypes
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,13 @@ def reset_peak() -> int:
 def peak() -> int:
     """Return the most that was touched since ``reset_peak``, in bytes."""
     return _status("VmHWM")
+
+
+def processor_time(process: int) -> float:
+    """Return the seconds that a process has run, on all its threads."""
+    # The second field, in parentheses, may hold blanks.
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(key: str) -> int:

@@ -44,6 +44,8 @@ _OWN = (
         4,
         subjects=("sparse",),
     ),
+    Kind("json/list", on(named("quantkit.files.json"), text.any_json), 4),
+    Kind("json/sizes", contents.sizes, 6),
     Kind("json/copied", on(copied_config, text.any_json), 6),
     *(Kind(f"place/{name}", in_place(name), 2) for name in places.PLACES),
     Kind("meaning/norm eps", contents.norm_eps, refuse=True),
@@ -99,13 +101,16 @@ KINDS = (
         Kind(
             f"{how.__name__}/{kind.name}",
             how(kind.damage),
-            resealed=True,
-            # Digests cannot say it any more, and diffusers takes its time; code is not to run.
-            load=kind.name.startswith("code"),
+            # A model without the list is no model; of a list redone digests say nothing.
+            refuse=how is contents.unlisted,
+            resealed=how is contents.forged,
+            # Diffusers takes its time to say what digests cannot. Code is not to run, though, and
+            # structures are not to grow.
+            load=how is contents.unlisted or kind.name.startswith(("code", "json/sizes")),
             subjects=kind.subjects,
         )
         for how in (contents.forged, contents.unlisted)
         for kind in _OWN
-        if kind.name.split("/")[0] in _FORGED and kind.name != "name/folder"
+        if kind.name.split("/")[0] in _FORGED and kind.name not in {"name/folder", "json/list"}
     ),
 )

@@ -13,8 +13,11 @@ from . import limits
 from .attempt import attempt
 from .cases import Case, Outcome, Verdict
 
-#: Seconds that a case may take.
-PATIENCE = 10.0
+#: Seconds of the processor that a case may take, and by the clock, of one that sleeps: on a machine
+#: that others use, too, the clock says nothing of what runs.
+PATIENCE, WALL = 10.0, 60.0
+#: Seconds between two looks at what runs.
+_LOOK = 0.5
 #: Cases after which a worker is replaced, so that nothing gathers in it.
 SHIFT = 200
 
@@ -25,11 +28,20 @@ class _Worker:
     pipe: Connection
     case: Case | None = None
     deadline: float = 0.0
+    #: seconds of the processor when the case began
+    before: float = 0.0
     done: int = 0
 
     def give(self, case: Case) -> None:
-        self.case, self.deadline = case, time.monotonic() + PATIENCE
+        self.case, self.deadline = case, time.monotonic() + WALL
+        self.before = limits.processor_time(self.process)
         self.pipe.send(case)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its case takes longer than it may."""
+        spent = limits.processor_time(self.process) - self.before
+        return spent > PATIENCE or time.monotonic() > self.deadline
 
     def end(self) -> int:
         """End it; return its exit status as ``waitpid`` tells it."""
@@ -62,8 +74,7 @@ def run_cases(cases: Sequence[Case], subjects: Path, scratch: Path, jobs: int) -
 def _ended(workers: list[_Worker], subjects: Path, scratch: Path) -> Iterator[Outcome]:
     """Wait for the next to end; yield what came out of those that did."""
     busy = [worker for worker in workers if worker.case is not None]
-    patience = max(min((w.deadline for w in busy), default=0) - time.monotonic(), 0)
-    ready = wait([worker.pipe for worker in busy], patience) if busy else []
+    ready = wait([worker.pipe for worker in busy], _LOOK) if busy else []
     for worker in busy:
         case = worker.case
         assert case is not None
@@ -76,10 +87,10 @@ def _ended(workers: list[_Worker], subjects: Path, scratch: Path) -> Iterator[Ou
                 outcome = Outcome(case, Verdict.CRASH, f"the process died, exit status {status}")
                 workers[workers.index(worker)] = _start(subjects, scratch)
             yield outcome
-        elif time.monotonic() > worker.deadline:
+        elif worker.hangs:
             worker.end()
             workers[workers.index(worker)] = _start(subjects, scratch)
-            yield Outcome(case, Verdict.HANG, f"no end after {PATIENCE:g} s")
+            yield Outcome(case, Verdict.HANG, f"no end after {PATIENCE:g} s of the processor")
 
 
 def _start(subjects: Path, scratch: Path) -> _Worker:

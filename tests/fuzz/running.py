@@ -14,6 +14,8 @@ import click
 
 from quantkit import cli
 
+_STREAMS = ((0, "stdin"), (1, "stdout"), (2, "stderr"))
+
 
 @cli.quantkit.command("read-baseline", hidden=True)
 @click.argument("path", type=click.Path(path_type=Path))
@@ -48,10 +50,10 @@ class Ran:
     raised: type[BaseException] | None = None
 
 
-def run(arguments: Sequence[str]) -> Ran:
-    """Run ``quantkit`` with these arguments as a user would."""
+def run(arguments: Sequence[str], *, closed: Sequence[int] = ()) -> Ran:
+    """Run ``quantkit`` with these arguments as a user would, some of its streams closed."""
     escaped, raised = "", None
-    with _captured() as read:
+    with _captured() as read, _without(closed):
         try:
             cli.main(list(arguments))
             code = 0
@@ -61,6 +63,22 @@ def run(arguments: Sequence[str]) -> Ran:
             code, escaped, raised = 1, told(error), type(error)
         out, err = read()
     return Ran(tuple(arguments), code, out, err, escaped, raised)
+
+
+@contextmanager
+def _without(closed: Sequence[int]) -> Iterator[None]:
+    """Close streams, as a shell does, and open them again."""
+    before = [(n, os.dup(n), name, getattr(sys, name)) for n, name in _STREAMS if n in closed]
+    for number, _, name, _ in before:
+        os.close(number)
+        setattr(sys, name, None)
+    try:
+        yield
+    finally:
+        for number, descriptor, name, stream in before:
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+            setattr(sys, name, stream)
 
 
 def told(error: BaseException) -> str:

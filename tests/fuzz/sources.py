@@ -37,6 +37,16 @@ def not_finite(scene: Scene) -> None:
     headers.store_header(path, *contents.not_finite(scene, path, name))
 
 
+def many_names(scene: Scene) -> None:
+    """Let an index name half a million tensors."""
+    path = next(scene.folder.glob("unet/*.index.json"))
+    index = json.loads(path.read_text())
+    file = next(iter(index["weight_map"].values()))
+    names = {f"stray{i}.weight": file for i in range(500_000)}
+    index["weight_map"] = names if scene.rng.random() < 0.5 else index["weight_map"] | names
+    binary.replace(path, json.dumps(index).encode())
+
+
 def link_out(scene: Scene) -> None:
     """Link a file or a folder of the model to something outside it."""
     other = scene.outside / "private"
@@ -83,6 +93,9 @@ KINDS = (
     *(Kind(f"header/{name}", table(weights, name)) for name in headers.MEANINGS),
     *(Kind(f"header/{name}", on(weights, form)) for name, form in headers.FORMS.items()),
     Kind("json", on(config, text.any_json), 8),
+    Kind("sizes", contents.sizes, 12),
+    Kind("many names", many_names, subjects=("sharded",)),
+    Kind("pickle", trees.pickled, 3, subjects=("pipeline", "sharded")),
     *(Kind(f"place/{name}", in_place(name)) for name in places.PLACES),
     Kind("stray weight", stray_weight, 2),
     Kind("nan", not_finite, 2, refuse=True),

@@ -81,6 +81,9 @@ def make_subjects(root: Path) -> None:
     _pack(root, fixed, whole)
     _write_artefacts(root, pipeline, few, fixed)
     _write_measured(root)
+    _write_gguf(root, fixed)
+    shutil.copytree(root / "packed" / "token", root / "streams" / "token")
+    _write_outputs(root, fixed)
     (root / "argument" / "none").mkdir(parents=True)
     (root / "argument" / "none" / "file").write_text("")
     for name, text in RECIPES.items():
@@ -152,6 +155,9 @@ def _write_artefacts(root: Path, pipeline: Path, few: Path, fixed: Path) -> None
     found = root / "sensitivity" / "few" / "file.json"
     measure = ("-c", calibration, "-o", found, "--measure", 0)
     _run("calibrate", "sensitivity", pipeline, "-r", few, *measure)
+    shutil.copy(found, fixed / "sensitivity.json")
+    written = ("--bytes", 0.99, "-o", fixed / "written.yaml")
+    _run("calibrate", "optimize", found, "-r", fixed / "token.yaml", *written)
     # Beside the pipeline for those that damage something else.
     shutil.copy(calibration, fixed / "calibration")
 
@@ -182,6 +188,30 @@ def _write_measured(root: Path) -> None:
     (root / "shapes" / "made" / "shapes.csv").write_text("m,n,k\n16,32,64\n8,8,32\n")
 
 
+def _write_gguf(root: Path, fixed: Path) -> None:
+    """Write a denoiser of another family, and files of it in blocks of both sizes."""
+    from tests.support.denoisers import tiny_denoiser
+
+    model = fixed / "denoiser"
+    tiny_denoiser("sd3").save_pretrained(model)
+    for kind in ("Q4_0", "Q8_0"):
+        (root / "gguf" / kind).mkdir(parents=True)
+        _run("export", model, "--to", f"gguf:{kind}", "-o", root / "gguf" / kind / "file.gguf")
+
+
+def _write_outputs(root: Path, fixed: Path) -> None:
+    """Lay outputs of quantkit's in the way of others."""
+    outputs = {
+        "recipe": fixed / "written.yaml",
+        "masks": root / "masks" / "few" / "file",
+        "measured": fixed / "sensitivity.json",
+        "gguf": root / "gguf" / "Q4_0" / "file.gguf",
+    }
+    for name, path in outputs.items():
+        (root / "force" / name).mkdir(parents=True)
+        shutil.copy(path, root / "force" / name / "file")
+
+
 def _write_kernel(folder: Path) -> None:
     """Compile one kernel, where there is a compiler."""
     from quantkit.device.aot.build import build
@@ -190,7 +220,9 @@ def _write_kernel(folder: Path) -> None:
     from quantkit.errors import CompilerMissingError
     from quantkit.progress import silent
 
-    variants = tuple(all_variants(OPS["quantize_fp8_token"]))[:1]
+    # One with a tile, and one without.
+    names = ("quantize_fp8_token", "gemm_fp8")
+    variants = tuple(next(iter(all_variants(OPS[name]))) for name in names)
     try:
         build("gfx1100", folder, variants, compiler=None, force=False, progress=silent)
     except CompilerMissingError:

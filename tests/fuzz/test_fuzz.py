@@ -104,7 +104,7 @@ from pathlib import Path
 import quantkit.checkpoint.reader
 from tests.fuzz import attempt, cases, families, pool, running
 
-pool.PATIENCE = {2 if fault == "hang" else 20}
+pool.PATIENCE = pool.WALL = {2 if fault == "hang" else 20}
 
 @running.cli.quantkit.command("fault")
 def fault():
