@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.interchange.layout_names import original_tensors
-from quantkit.interchange.part_layouts import PLACES, Place, is_ignored, is_unused
+from quantkit.interchange.part_layouts import PLACES, Place, is_ignored, unused_pattern
 from quantkit.interchange.pieces import (
     Described,
     Naming,
@@ -191,10 +191,10 @@ def _naming(
 
 
 def _check_names(naming: Naming, place: Place, described: Described, inside: set[str]) -> None:
+    unused = unused_pattern(place, described.shapes)
     more = {
         name for name in inside - naming.names
-        if not is_ignored(name)
-        and not is_unused(place, name.removeprefix(place.prefix), described.shapes)
+        if not is_ignored(name) and not unused.fullmatch(name.removeprefix(place.prefix))
     }  # fmt: skip
     for what, names in (("lacks", naming.names - inside), ("has besides", more)):
         if names:

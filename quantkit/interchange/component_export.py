@@ -41,6 +41,11 @@ class DirectoryPlan:
     model: Path
     components: tuple[ComponentFile, ...]
 
+    @property
+    def formats(self) -> tuple[Mapping[str, str], ...]:
+        """Of each component, the formats of the weights that are quantized in its file."""
+        return tuple(component.plan.formats for component in self.components)
+
     def summary(self, output: Path, errors: Sequence[Mapping[str, float]] | None = None) -> Export:
         """Return what the directory holds; errors by component."""
         found = errors or [{} for _ in self.components]

@@ -51,6 +51,12 @@ class GgufPlan:
         found = Counter(tensor.type for tensor in self.tensors if tensor.in_blocks)
         return max(found, key=lambda kind: (found[kind], kind), default=self.type)
 
+    @property
+    def formats(self) -> tuple[Mapping[str, str], ...]:
+        """Of the one component, the formats of the weights that are in blocks in the file."""
+        blocks = [tensor for tensor in self.tensors if tensor.in_blocks]
+        return ({part: t.type.lower() for t in blocks for part in t.original.parts},)
+
     def summary(self, output: Path, errors: Mapping[str, float] | None = None) -> Export:
         """Return what the file holds."""
         return Export(

@@ -139,13 +139,15 @@ def is_ignored(name: str) -> bool:
     return _IGNORED.fullmatch(name) is not None
 
 
-def is_unused(place: Place, name: str, tensors: Collection[str]) -> bool:
-    """Tell that a checkpoint has a tensor which the model there lacks, as all such files do.
+def unused_pattern(place: Place, tensors: Collection[str]) -> re.Pattern[str]:
+    """Return what a checkpoint may have that the model there lacks, as all such files do.
 
     Args:
         place: of the part.
-        name: without the prefix.
         tensors: of the model.
+
+    Returns:
+        for names without the prefix.
     """
     layers = {found[1] for t in tensors if (found := re.search(r"\.layers\.(\d+)\.", t))}
-    return re.fullmatch(place.unused.replace("{layers}", str(len(layers))), name) is not None
+    return re.compile(place.unused.replace("{layers}", str(len(layers))))

@@ -61,6 +61,16 @@ class FilePlan:
     #: what the file says otherwise than the model, a line each
     notes: tuple[str, ...] = ()
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """The formats of the model's weights that are quantized in the file."""
+        return {
+            part: entry.fmt.name
+            for entry in self.entries
+            if entry.fmt is not None
+            for part in entry.original.parts
+        }
+
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the tensors of the file."""
         named = [pair for entry in self.entries for pair in self._outline(entry).items()]
@@ -121,6 +131,11 @@ class OneFile:
     plan: FilePlan
     #: what errors are measured against; None: the source of the plan
     reference: Denoiser | None = None
+
+    @property
+    def formats(self) -> tuple[Mapping[str, str], ...]:
+        """Of the one component."""
+        return (self.plan.formats,)
 
     def summary(self, output: Path, errors: Mapping[str, float] | None = None) -> Export:
         """Return what the file holds."""

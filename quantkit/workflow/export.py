@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.errors import InputError, ModelError, RecipeError
+from quantkit.errors import InputError, ModelError
 from quantkit.interchange.comfyui_export import COMFYUI, COMFYUI_INT8, plan_comfyui
 from quantkit.interchange.component_export import KIND, ComponentFile, DirectoryPlan
 from quantkit.interchange.compressed_tensors_export import (
@@ -24,7 +24,9 @@ from quantkit.interchange.tensor_export import OneFile
 from quantkit.models import source as models
 from quantkit.models.pipeline_index import scheduler_config
 from quantkit.progress import Progress, silent
+from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_file, refuse_overlap
+from quantkit.workflow.export_check import for_target, refuse_other_formats
 from quantkit.workflow.export_source import (
     Part,
     Quantizing,
@@ -51,6 +53,11 @@ __all__ = ["Export", "export"]
 
 class Plan(Protocol):
     """Everything about an output but its data."""
+
+    @property
+    def formats(self) -> tuple[Mapping[str, str], ...]:
+        """Of each component, the formats of the weights that are quantized in the output."""
+        ...
 
     def summary(self, output: Path) -> Export:
         """Return what the output holds."""
@@ -215,14 +222,22 @@ def export(
         source = _source(model, how, exporter, progress)
         if exporter.directory:
             refuse_rest(source)
+        asked = None if how is None else as_recipe(exporter.recipe if recipe is None else recipe)
         wish = Wish(source, variant, convolutions, requantize)
-        plan = exporter.plan(wish)
+        plan = _planned(exporter, wish, asked)
         if dry_run:
             return plan.summary(place)
         if how is not None:
             quantized = quantized_source(model, how, place, progress)
-            plan = exporter.plan(replace(wish, source=stack.enter_context(quantized)))
+            plan = _planned(exporter, replace(wish, source=stack.enter_context(quantized)), asked)
         return plan.write(place, force=force, progress=progress)
+
+
+def _planned(exporter: Exporter, wish: Wish, asked: Recipe | None) -> Plan:
+    """Return the plan of an output that holds what was asked for."""
+    plan = exporter.plan(wish)
+    refuse_other_formats(wish.source, plan.formats, asked, requantize=wish.requantize)
+    return plan
 
 
 def _find(to: str) -> tuple[Exporter, str]:
@@ -257,15 +272,7 @@ def _quantizing(
                 raise InputError(f"{name} {value!s:.200}: {why}; drop it", fields=(name,))
         return None
     recipe = as_recipe(exporter.recipe if given["recipe"] is None else given["recipe"])
-    if exporter.encoders:
-        if recipe.text_encoders is None:
-            recipe = recipe.with_text_encoders("fp8")
-    elif recipe.text_encoders is not None:
-        raise RecipeError(
-            f"recipe {recipe.name}: text_encoders: {to} holds one kind of component; drop it, and "
-            "export text encoders to compressed-tensors",
-            fields=("recipe",),
-        )
+    recipe = for_target(recipe, to, encoders=exporter.encoders)
     if not exporter.convolutions:
         recipe = recipe.model_copy(update={"convolutions": False})
     return Quantizing(recipe, as_calibration(given["calibration"]), as_hessians(given["hessians"]))

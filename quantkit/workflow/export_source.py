@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quantkit.calibration.hessian import Hessians
 from quantkit.calibration.statistics import Calibration
-from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed, read_packed
 from quantkit.errors import CheckpointError, InputError
 from quantkit.interchange.denoiser import (
@@ -40,6 +39,11 @@ class Part:
     source: Denoiser
     #: the 16-bit model that the source was packed from; None: the source is what the user has
     reference: Denoiser | None = None
+
+    @property
+    def is_encoder(self) -> bool:
+        """True for a model of transformers."""
+        return _is_encoder(self.source.path)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
         InputError: none of it is what is exported.
     """
     found = open_packed(path).components
-    components = [c for c in found if _is_encoder(c) == encoders]
+    components = [c for c in found if _is_encoder(c.path) == encoders]
     if not components:
         what, other = ("text encoder", "denoiser") if encoders else ("denoiser", "text encoder")
         raise InputError(
@@ -192,6 +196,6 @@ def _stand_ins(recipe: Recipe, layers: Mapping[str, Scheme]) -> Iterator[tuple[s
             yield f"{layer}.{part}", torch.tensor(1.0 if scale == "pow2" else 1 / 3)
 
 
-def _is_encoder(component: PackedComponent) -> bool:
+def _is_encoder(path: Path) -> bool:
     """Tell whether a component is one of transformers, whose configs have no ``_class_name``."""
-    return "_class_name" not in read_json(component.path / "config.json")
+    return "_class_name" not in read_json(path / "config.json")
