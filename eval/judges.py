@@ -202,7 +202,9 @@ def _load_pickscore(source: str | None, device: torch.device) -> Measure:
     from transformers import CLIPModel, CLIPProcessor
 
     local = source is not None and Path(source).is_dir()
-    model: Any = CLIPModel.from_pretrained(source or PICKSCORE, dtype=torch.float32)
+    model: Any = CLIPModel.from_pretrained(
+        source or PICKSCORE, dtype=torch.float32, use_safetensors=True
+    )
     processor: Any = CLIPProcessor.from_pretrained(source if local else PICKSCORE_PROCESSOR)
     model = model.to(device).eval()
 

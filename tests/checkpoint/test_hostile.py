@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.packing.final_checks import list_written
 from quantkit.progress import silent
 from tests.support.packed import relist
 from tests.support.packed_folders import UNET, VAE, cut, of_json, packed_to, put_nan
@@ -158,14 +159,10 @@ def test_copied_weights_are_looked_at_before_the_long_work(pipeline_dir, tmp_pat
 
 
 def test_a_broken_stage_is_told_as_the_output(pipeline_dir, tmp_path, monkeypatch):
-    from quantkit.packing import pack as packing
-
-    real = packing.list_written
-
     def damaged(stage, *rest):
-        real(stage, *rest)
+        list_written(stage, *rest)
         cut(UNET)(stage)
 
-    monkeypatch.setattr(packing, "list_written", damaged)
+    monkeypatch.setattr("quantkit.packing.pack.list_written", damaged)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}/packed/unet/diff.*: truncated"):
         packed_to(pipeline_dir, tmp_path / "packed")
