@@ -1,8 +1,9 @@
 """Run the host kernels under AddressSanitizer and UndefinedBehaviorSanitizer: ``make sanitize``.
 
-Every operation, tile and layout, at the shapes of the conformance tests, with the bytes around each
-operand forbidden. What is computed is not judged here. The interpreter is no sanitized program, so
-the library is loaded before it; kernels are compiled with $CXX into a cache of their own.
+The tests of the compiled core, then every operation, tile and layout at the shapes of the
+conformance tests, with the bytes around each operand forbidden. What is computed is not judged
+here. The interpreter is no sanitized program, so the library is loaded before it; kernels are
+compiled with $CXX into a cache of their own.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1"
 CHILD = "QUANTKIT_SANITIZED"
+CORE = ("tests/packing/test_native.py", "tests/checkpoint/test_code_rules.py")
 _ATTENTION = ((1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64))
 _NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
 _ROWS = ((1, 1, 1), (7, 2, 17), (9, 2, 1025), (33, 3, 96), (5, 1, 2560))
@@ -29,37 +31,58 @@ SAMPLED = {
 
 def main():
     if os.environ.get(CHILD) == "1":
+        prepare()
+        run_core()
         run_all()
         return 0
     compiler = os.environ.get("CXX", "g++")
-    command = [*shlex.split(compiler), "-print-file-name=libasan.so"]
-    library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert Path(library).is_absolute(), f"{compiler} has no libasan; install g++"
+    # ASan looks for what throws when it is loaded, and PyTorch throws.
+    libraries = [library_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
     with tempfile.TemporaryDirectory(prefix="quantkit-") as cache:
         environment = {
             **os.environ,
             CHILD: "1",
             "CXX": f"{compiler} {SANITIZERS}",
-            "LD_PRELOAD": library,
+            "LD_PRELOAD": " ".join(libraries),
             # Kernels are threads of their own stacks, and Python keeps its memory to the end.
             "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+            # Around small objects of Python's, too.
+            "PYTHONMALLOC": "malloc",
             "XDG_CACHE_HOME": cache,
         }
         command = [sys.executable, "-m", "tests.device.sanitize"]
         return subprocess.run(command, env=environment, check=False).returncode
 
 
-def run_all():
-    from quantkit.device.archs import HOST_LAYOUTS
+def library_of(compiler, name):
+    command = [*shlex.split(compiler), f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(path).is_absolute(), f"{compiler} has no {name}; install g++"
+    return path
+
+
+def prepare():
     from quantkit.device.host import compiling
-    from quantkit.device.host import library as host
-    from quantkit.device.ops.table import OPS
-    from tests.support.kernel_cases import covering_variants
 
     # The compiler is no sanitized program either.
     del os.environ["LD_PRELOAD"]
     # Checks are put in before anything is optimised, and compiling is nearly all of the time.
     compiling._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compiling._FLAGS)
+
+
+def run_core():
+    """Run the tests of the core of packing and verifying."""
+    import pytest
+
+    assert pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", *CORE]) == 0
+
+
+def run_all():
+    from quantkit.device.archs import HOST_LAYOUTS
+    from quantkit.device.host import library as host
+    from quantkit.device.ops.table import OPS
+    from tests.support.kernel_cases import covering_variants
+
     launches = 0
     for layout in HOST_LAYOUTS:
         # Gates, pictures and quantizing know no fragments: one layout is enough.
