@@ -116,7 +116,7 @@ def test_it_is_refused_whatever_became_of_the_model(folders, how):
         model = copy.deepcopy(model)
     elif how == "pickle":
         model = pickle.loads(pickle.dumps(model))
-    elif how == "dequantized":
+    elif how in {"dequantized", "replaced"}:
         model = model.dequantize()
     elif how == "moved":
         model = model.to(torch.bfloat16)
