@@ -120,14 +120,19 @@ def _has_header(path: Path) -> bool:
     return int.from_bytes(data[:8], "little") <= len(data)
 
 
-def relist(folder: Path) -> None:
-    """Write the list of files as quantkit would for what is there now."""
+def relist(folder: Path, subject: Path) -> None:
+    """Write the list of files as quantkit would for what is there now.
+
+    Args:
+        folder: the damaged copy, whose list may be damaged, too.
+        subject: the undamaged one.
+    """
     from quantkit.checkpoint.filelist import FILE_LIST, write_file_list
 
     path = folder / FILE_LIST
     if not path.is_file():
         return
-    rows = json.loads(path.read_text())["files"]
+    rows = json.loads((subject / FILE_LIST).read_text())["files"]
     packed = [Path(name) for name in rows if "header_sha256" in rows[name]]
     packed = [name for name in packed if _has_header(folder / name)]
     path.unlink()
@@ -139,7 +144,7 @@ def forged(damage: Damage) -> Damage:
 
     def both(scene: Scene) -> None:
         damage(scene)
-        relist(scene.folder)
+        relist(scene.folder, scene.subject)
         scene.say("the list of files was redone")
 
     return both
