@@ -21,8 +21,11 @@ FILE_LIST = "quantkit.files.json"
 SCHEMA = "quantkit.files"
 VERSION = 1
 
+#: For people who find the files: which programs read them. Nothing reads it back.
+NOTE = "README.quantkit.md"
+
 #: What quantkit adds to a directory: no part of the model, and never copied with it.
-MADE = (FILE_LIST, MARKER)
+MADE = (FILE_LIST, MARKER, NOTE)
 
 #: What the loaders of a component read besides its weights: configs, vocabularies, code, templates.
 _READ_BESIDE = (".json", ".txt", ".model", ".py", ".jinja")

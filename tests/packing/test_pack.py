@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint import weight_reader as rows_module
-from quantkit.checkpoint.filelist import FILE_LIST
+from quantkit.checkpoint.filelist import MADE, NOTE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
@@ -24,7 +24,6 @@ from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.storage.copying import copy_file
 from quantkit.storage.digest import sha256_of
-from quantkit.storage.marker import MARKER
 from quantkit.storage.tensorfile import read_header
 from tests.support.headers import write_header
 from tests.support.packing import WEIGHTS, bits, calibration_of, component, run, small_tensors
@@ -86,7 +85,9 @@ def test_links_are_resolved_and_other_weights_left_out(tmp_path):
     (source / "diffusion_pytorch_model.fp16.safetensors").write_text("other")
     summary = run(source, tmp_path / "packed")
     names = {path.name for path in (tmp_path / "packed").iterdir()}
-    assert names == {"config.json", WEIGHTS, "README.md", FILE_LIST, MARKER}
+    assert names == {"config.json", WEIGHTS, "README.md", *MADE}
+    note = (tmp_path / "packed" / NOTE).read_text()
+    assert "quantkit export THIS --to comfyui" in note
     assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
     assert (tmp_path / "packed" / "README.md").read_text() == "hello"
     assert [str(file) for file in summary.left_out] == [
