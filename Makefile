@@ -7,16 +7,20 @@ FAST := project/test_architecture.py storage/test_files.py storage/test_inputfil
 	recipe/test_recipe.py models calibration/test_rescaling.py calibration/test_shifting.py sparsity/test_sparsity.py \
 	sparsity/test_channel_permutation.py checkpoint/test_layout.py checkpoint/test_spec.py checkpoint/test_validate.py \
 	checkpoint/test_malformed.py inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
+# Of the oldest versions that pyproject.toml allows: their Python, their environment, and what runs there.
+OLDEST_PYTHON ?= python3.10
+OLDEST := .venv-oldest
 KERNELS := $(wildcard $(foreach end,hip h cpp,kernels/*.$(end) kernels/*/*.$(end)))
 # A process a core and a thread each: threads of several processes get in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup -p no:cacheprovider
+RUN := -m pytest -n logical --maxprocesses 4 --dist loadgroup -p no:cacheprovider
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(RUN)
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
 SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test fast nightly sanitize fuzz mutants check format docs clean
+.PHONY: help demo test fast nightly oldest sanitize fuzz mutants check format docs clean
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -32,6 +36,11 @@ fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
 
 nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the seed
 	$(PYTEST) -m hypothesis --hypothesis-profile drawn --hypothesis-seed $(shell date +%Y%m%d%H%M) tests
+
+oldest: $(INSTALLED) ## tests of files, numbers and compiling on the oldest versions allowed
+	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[dev]'
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu" $(FAST:%=tests/%) tests/inference tests/pipelines
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
 	$(BIN)/python -m tests.device.sanitize
@@ -54,7 +63,7 @@ docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean: ## remove what was built and installed
-	rm -rf $(VENV) build dist *.egg-info demo-output
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info demo-output
 
 # An index of PyTorch's wheels for ROCm, or for CPUs alone: `make demo TORCH=...`. pip then keeps what it finds installed.
 TORCH ?=

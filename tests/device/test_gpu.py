@@ -1,9 +1,6 @@
 """The kernels on the GPU of this machine: every operation, and how calls meet torch's streams."""
 
-import statistics
-import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.cache import read_whole
 from quantkit.device.choosing import choose
 from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_kernel
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import read_object
 from quantkit.device.gpu.selftest import state_of
@@ -57,9 +53,6 @@ GEGLU = of_family("geglu")
 CONVS = of_family("conv")
 CONV_VARIANTS = [v for op in CONVS for v in covering_variants(op, pairs=False)]
 GEGLU_VARIANTS = [v for op in GEGLU for v in covering_variants(op, pairs=False)]
-#: Host microseconds that a launch may take beside the driver's own call.
-LAUNCH_LIMIT = 4.0
-
 
 @pytest.fixture(scope="module")
 def device():
@@ -498,42 +491,6 @@ def test_a_packed_unet_compiles_without_a_graph_break(pipeline_dir, tmp_path, mo
     for output in (found, replayed):
         error = (output - wanted).float().square().mean() / wanted.float().square().mean()
         assert float(error) < 1e-3
-
-
-# -------------------------------------------------------------------------------------- overhead
-
-
-@pytest.mark.parametrize("op", GEMMS, ids=lambda op: op.name)
-def test_a_launch_takes_the_host_four_microseconds_at_most(device, op):
-    given = operands(16, 64, 64, sparse=op.sparse)
-    tensors = [a for a in given if isinstance(a, torch.Tensor)]
-    sizes, words = {"m": 16, "n": 64, "k": 64}, (*formats_of(op), "token", "channel", "f16")
-    kernel = choose_kernel(device, op, words, sizes)
-    call = Call(device, kernel, sizes, [((16, 64), torch.float16)])
-    y = torch.empty(16, 64, dtype=torch.float16, device="cuda")
-
-    def batch(function):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(200):  # fewer than the driver queues, so that it never waits
-            function()
-        return (time.perf_counter() - start) / 200 * 1e6
-
-    call.launch(*tensors, y)
-    arguments = call.launch._free[-1].arguments
-    figures = {
-        "the driver alone": lambda: call.launch._entry(*arguments),
-        "launch, with tensor arguments": lambda: call.launch(*tensors, y),
-        "with its output allocated": lambda: call(*tensors),
-        "execute, found by signature": lambda: multiply(given),
-    }
-    least = {}
-    for name, function in figures.items():
-        times = [batch(function) for _ in range(25)]
-        least[name] = min(times)  # what it takes where no one else is served meanwhile
-        sys.stdout.write(f"\n{op.name}: {name}: {statistics.median(times):.2f} us, ")
-        sys.stdout.write(f"at least {least[name]:.2f}")
-    assert least["launch, with tensor arguments"] - least["the driver alone"] <= LAUNCH_LIMIT
 
 
 # --------------------------------------------------------------------------------------- objects
