@@ -151,7 +151,11 @@ def first_tensor(output: Any) -> Tensor:
 def _makers(model: nn.Module) -> Mapping[str, Maker]:
     """Return what makes the inputs, by parameter; refuse a class that needs others."""
     parameters = inspect.signature(model.forward).parameters
-    needed = {name for name, p in parameters.items() if p.default is p.empty}
+    needed = {
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     known = {**_GIVEN, **{name: m for name, m in _REQUIRED.items() if name in needed}}
     if _OF_TOKENS & set(parameters):
         known["hidden_states"] = _token_latents

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
 from quantkit.bench import compiling, judging, timing
@@ -363,6 +364,18 @@ def test_classes_without_inputs_name_what_is_missing(class_name):
     with pytest.raises(ModelError, match=UNKNOWN[class_name]) as refused:
         make_inputs(model, 1, 8, CPU)
     assert "\n" not in str(refused.value)
+
+
+class _OpenEnded(torch.nn.Module):
+    config = FrozenDict(in_channels=4)
+    dtype = torch.float32
+
+    def forward(self, hidden_states, timestep, *args, **kwargs):
+        """Of diffusers' classes HiDream's ended so until 0.40."""
+
+
+def test_arguments_without_a_name_need_no_inputs():
+    assert set(make_inputs(_OpenEnded(), 1, 8, CPU)) == {"hidden_states", "timestep"}
 
 
 def test_inputs_that_a_config_does_not_take_are_one_line(tmp_path):

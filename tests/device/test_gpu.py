@@ -54,6 +54,7 @@ CONVS = of_family("conv")
 CONV_VARIANTS = [v for op in CONVS for v in covering_variants(op, pairs=False)]
 GEGLU_VARIANTS = [v for op in GEGLU for v in covering_variants(op, pairs=False)]
 
+
 @pytest.fixture(scope="module")
 def device():
     """The GPU; skipped without one, and failed when it is one of ours and broken."""
