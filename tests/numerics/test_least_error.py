@@ -28,7 +28,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def close(least):
     """Sums of 768 float64 terms, added in another order."""
-    return close(least, rel=1e-12, abs=0)
+    return pytest.approx(least, rel=1e-12, abs=0)
 
 
 @every_kind
@@ -43,7 +43,7 @@ def test_scales_are_the_best_of_what_the_rule_tries(kind, fmt, rule):
         assert (found.dtype, found.shape) == (torch.float32, shape)
         for group, scale in zip(groups, found.flatten().numpy(), strict=True):
             assert scale in tried_scales(group, fmt, rule)
-            assert loss_of(group, scale, fmt) == pytest.approx(least_loss(group, fmt, rule))
+            assert loss_of(group, scale, fmt) == close(least_loss(group, fmt, rule))
 
 
 def test_every_rule_is_tried_by_brute_force():
