@@ -48,6 +48,11 @@ class HeadScales(nn.Module):
         setattr(self, part, value)
         self.keep(None)
 
+    def part(self, name: str) -> Tensor:
+        """Return a tensor of FORMAT.md, as ``PackedLayer.part``."""
+        found: Tensor = getattr(self, name)
+        return found
+
     def keep(self, folds: Folds | None) -> None:
         """Keep what follows from the scales and the module's layers."""
         for name, tensor in zip(_FOLDS, folds or (None,) * len(_FOLDS), strict=True):

@@ -54,7 +54,8 @@ def refuse_broken_copies(model: Path, copied: Iterable[Path], *, progress: Progr
     Raises:
         ModelError: NaN or infinity in a safetensors file, or one that is damaged.
     """
-    files = [model / file for file in copied if file.suffix == ".safetensors"]
+    if not (files := [model / file for file in copied if file.suffix == ".safetensors"]):
+        return
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda file: list(broken_weights(file)), files)
         for _ in tracked(progress, "look at what is copied", files):

@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.device import log
 from quantkit.device.backends import fast_sums
 from quantkit.errors import KernelError, ShapeError
-from quantkit.inference import activation_codes, feed_forward
+from quantkit.inference import activation_codes, feed_forward, one_pass
 from quantkit.inference.feed_forward import (
     ActivatedFeedForward,
     GatedFeedForward,
@@ -147,7 +147,7 @@ def test_a_cpu_has_no_kernel_for_it():
     install(model)
     _, called = operators(lambda: model(torch.randn(3, 32)))
     assert "geglu_fp8" not in called
-    assert not feed_forward.has_kernel("geglu_fp8", "cpu", 32)
+    assert not one_pass.has_kernel("geglu_fp8", "cpu", 32)
 
 
 @torch.no_grad()

@@ -231,7 +231,12 @@ def test_what_cannot_be_converted_is_refused_unless_configs_is_asked_for(breach,
 def test_the_options_values(files, tmp_path):
     config, path, *_ = files("sd15")
     with pytest.raises(ModelError, match="encoders 'base': expected file or config"):
-        quantkit.import_file(path, config=config, output=tmp_path / "o", encoders="base")
+        quantkit.import_file(
+            path,
+            config=config,
+            output=tmp_path / "o",
+            encoders="base",  # type: ignore[arg-type]  # what a user may pass
+        )
     arguments = ["import", path, "--config", config, "-o", tmp_path / "o", "-n", "--json"]
     done = CliRunner().invoke(command, [*map(str, arguments), "--encoders", "config"])
     assert json.loads(done.stdout)["others"] == []

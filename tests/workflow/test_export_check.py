@@ -145,7 +145,7 @@ def test_no_target_changes_what_a_packed_model_has(target, change, packed, tmp_p
     requantize = name in CONVERTED
     export(model, to=target, output=tmp_path / "o", requantize=requantize, dry_run=True)
     changed, match = CHANGES[change]
-    plan = lambda wish: Told(row.plan(wish), changed(wish.part.source))  # noqa: E731
+    plan: Any = lambda wish: Told(row.plan(wish), changed(wish.part.source))  # noqa: E731
     monkeypatch.setitem(EXPORTERS, name, replace(row, plan=plan))
     with pytest.raises(CheckpointError, match=match):
         export(model, to=target, output=tmp_path / "o", requantize=requantize)
