@@ -17,6 +17,7 @@ from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import ModelError, QuantkitError
 from quantkit.interchange.gguf_file import read_gguf
 from quantkit.models.layers import Layer, list_layers
+from quantkit.models.pickles import refuse_only_pickles
 from quantkit.models.pipeline_index import read_pipeline_index
 from quantkit.models.quantizers import (
     CONFIG_KEY,
@@ -304,8 +305,9 @@ def _open_component(path: Path, name: str, class_name: str | None) -> Iterator[Q
         return
     quantizer = find_quantizer(entry, file)
     stem = WEIGHTS if "_class_name" in config else ENCODER_WEIGHTS
-    weights = find_weights(path, stem, None)
     kind = class_name or _class_of(config)
+    refuse_only_pickles(path, "diffusers" if stem == WEIGHTS else "transformers", kind)
+    weights = find_weights(path, stem, None)
     yield QuantizedComponent(
         name, path, kind, quantizer, entry, weights.shards, weights.variant, stem
     )

@@ -319,7 +319,7 @@ def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -
             # Second moments that are there are gone on with.
             if name != "hessians/" or not (output / name).exists():
                 check_directory(output / name, kind=kinds[name], force=force)
-        else:
+        elif name != LOG:  # which is added to
             check_file(output / name, force=force)
 
 

@@ -75,7 +75,8 @@ class RunRecord:
     def write(self, output: Path) -> None:
         """Write the record into the folder of a run."""
         with rewritten_file(output / RECORD) as made:
-            made.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
+            record = {"schema": "quantkit.run", **vars(self)}
+            made.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     @property
     def last_seconds(self) -> float | None:
