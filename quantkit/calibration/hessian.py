@@ -18,7 +18,7 @@ from quantkit.calibration.statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component
-from quantkit.storage.artefact import read_artefact, write_artefact
+from quantkit.storage.artefact import read_about, read_artefact, write_artefact
 from quantkit.storage.files import staged_directory
 from quantkit.storage.jsonfile import as_type, parsing, read_json
 
@@ -138,6 +138,28 @@ class Hessians:
         with parsing(file, cure="delete it and run again"):
             rows = check_moments(tensors, about["rows"])
         return Moments(tensors["second"], tensors["mean"], rows, held)
+
+    def is_unseen(self, component: Component, layer: Layer) -> bool:
+        """Return whether the run listened to a layer that no prompt called; its header tells.
+
+        Raises:
+            ArtefactError: damaged.
+        """
+        stored = find_component(component.name, tuple(self.index.digests), "hessians")
+        return layer.name in self.index.digests[stored] and self._is_empty(stored, layer.name)
+
+    @property
+    def unseen(self) -> dict[str, tuple[str, ...]]:
+        """The layers that no prompt called, by component."""
+        found = {
+            component: tuple(layer for layer in layers if self._is_empty(component, layer))
+            for component, layers in self.index.digests.items()
+        }
+        return {component: layers for component, layers in found.items() if layers}
+
+    def _is_empty(self, component: str, layer: str) -> bool:
+        rows = read_about(self.file_of(component, layer), _KIND).get("rows")
+        return type(rows) is int and rows == 0
 
     def has(self, component: Component) -> bool:
         """Return whether there are moments of the component."""

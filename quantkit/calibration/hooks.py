@@ -167,12 +167,12 @@ class Collector:
         return {name: statistics_of(sums) for name, sums in self.taken().items()}
 
     def refuse_empty(self) -> None:
-        """Refuse what has no statistics.
+        """Refuse timestep buckets without statistics; a denoiser may be called at none.
 
         Raises:
             ModelError: a bucket saw no call of the denoiser.
         """
-        if 0 in self.calls:
+        if 0 in self.calls and any(self.calls):
             raise ModelError(
                 f"{self.name}: no call fell into timestep bucket {self.calls.index(0)} (calls "
                 f"{self.calls}, edges {self.edges}); calibrate with buckets 1"

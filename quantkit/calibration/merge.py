@@ -69,13 +69,13 @@ def join_parts(parts: Sequence[Part]) -> Part:
 
 
 def _merge_layers(tables: Sequence[LayersByComponent]) -> LayersByComponent:
-    return {
-        component: {
-            layer: reduce(merge_layer, (table[component][layer] for table in tables))
-            for layer in layers
-        }
-        for component, layers in tables[0].items()
-    }
+    """Return what any part saw: one may have called no layer of a kind."""
+    merged: LayersByComponent = {component: {} for component in tables[0]}
+    for component, found in merged.items():
+        for layer in dict.fromkeys(name for table in tables for name in table[component]):
+            seen = (table[component][layer] for table in tables if layer in table[component])
+            found[layer] = reduce(merge_layer, seen)
+    return merged
 
 
 def _merge_attention(tables: Sequence[AttentionByComponent]) -> AttentionByComponent:
@@ -146,8 +146,8 @@ def _refuse_others(name: str, first: Calibration, other: str, part: Calibration)
                 f"{other}: {what} {found}, wanted {wanted} as in {name}; merge calibrations of "
                 "one model with the same settings"
             )
-    for component, layers in first.layers.items():
-        if missing := set(layers) ^ set(part.layers[component]):
+    for component, layers in first.metadata.digests.items():
+        if missing := set(layers) ^ set(part.metadata.digests[component]):
             layer = min(missing)
             here, there = (name, other) if layer in layers else (other, name)
             raise ArtefactError(

@@ -135,7 +135,7 @@ class MomentSum:
             NonFiniteError: NaN or Inf was read.
         """
         order = kernel_order(self._module).to(self._second.device)
-        total = max(self._weight, torch.finfo(torch.float64).tiny)
+        total = self._weight or 1.0
         mirror(self._second)
         second = (self._second / total)[order][:, order].cpu()
         mean = (self.mean / total)[order].float().cpu()

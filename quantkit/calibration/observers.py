@@ -145,8 +145,8 @@ def static_scale(
         shift: (C,) or (buckets, C) that the input is lessened by, before ``smooth``; or None.
 
     Returns:
-        float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen; powers of two where
-        the recipe says so.
+        float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen, the largest of the
+        others where nothing was; powers of two where the recipe says so.
 
     Raises:
         RecipeError: buckets that the calibration cannot be pooled into.
@@ -160,6 +160,8 @@ def static_scale(
         clip = OBSERVERS[activation.observer](pooled, fmt, activation.percentile)
     else:
         clip = clip_after(pooled, activation, fmt, smooth)
+    # A layer may be called at some timesteps only; another prompt may call it at others.
+    clip = torch.where(pooled.count > 0, clip, clip.max())
     scale = scale_of_amax(clip, fmt)
     if activation.scale == "pow2":
         # Upwards: a float loses little to a large scale, and much to clipping.

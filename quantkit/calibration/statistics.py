@@ -202,6 +202,14 @@ class Calibration:
         key = find_component(component.name, tuple(self.layers), "calibration")
         return self.attention.get(key, {})
 
+    def unseen_of(self, component: Component) -> frozenset[str]:
+        """Return the layers that were listened to, and that no prompt called.
+
+        Raises:
+            ArtefactError: the calibration has no such component.
+        """
+        return frozenset(self.digests_of(component)) - frozenset(self.of(component))
+
     def digests_of(self, component: Component) -> Mapping[str, str]:
         """Return the SHA-256 of the source weights the statistics belong to."""
         table = self.metadata.digests
@@ -252,6 +260,8 @@ def load_calibration(path: Path) -> Calibration:
         edges = edges_of(about["edges"])
         layers, attention = _tables_of(tensors, len(edges) + 1)
         about_run = as_type(CalibrationProvenance, about["provenance"])
+        # One that no prompt called has no layers with statistics.
+        layers = {name: {} for name in about_run.digests} | layers
         if set(about_run.digests) != set(layers) or set(about_run.calls) != set(layers):
             raise ValueError("components of the statistics and of what is said about them differ")
         if not set(attention) <= set(layers):

@@ -114,6 +114,8 @@ def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_
 def _print(
     found: "Calibrated | CalibrationPlan", plan: "CalibrationPlan", title: str, *, as_json: bool
 ) -> None:
+    from quantkit.workflow.calibrate import Calibrated, tell_unseen
+
     if as_json:
         print_json(found.to_json())
         return
@@ -122,4 +124,6 @@ def _print(
         for name, layers in plan.layers.items()
     ]
     print_table("Observed", ("component", "layers", "prompts", "steps", "buckets"), rows)
+    if isinstance(found, Calibrated) and found.unseen:
+        echo(tell_unseen(found.unseen).strip())
     echo(title)

@@ -121,6 +121,9 @@ def hessian(
 def _print(
     found: "MomentPlan | TakenMoments", plan: "MomentPlan", where: str, *, as_json: bool
 ) -> None:
+    from quantkit.workflow.calibrate import tell_unseen
+    from quantkit.workflow.hessians import TakenMoments
+
     if as_json:
         print_json(found.to_json())
         return
@@ -129,4 +132,6 @@ def _print(
         for name, moments in plan.components.items()
     ]
     print_table("Second moments", ("component", "layers", "bytes", "runs of the prompts"), rows)
+    if isinstance(found, TakenMoments) and found.hessians.unseen:
+        echo(tell_unseen(found.hessians.unseen).strip())
     echo(f"Second moments, {plan.weighting} weighting ({where})")

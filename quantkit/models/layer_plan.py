@@ -20,6 +20,9 @@ from quantkit.recipe.schema import LayerSettings, Recipe
 #: 16x16x16, V_SWMMAC 16x16x32).
 DENSE_K, SPARSE_K = 16, 32
 
+#: Why a layer that calibration listened to stays in 16 bit, and gets no mask.
+UNSEEN = "no prompt of the calibration calls it"
+
 
 @dataclass(frozen=True)
 class LayerPlan:

@@ -37,6 +37,8 @@ class Inputs:
     table: Mapping[str, LayerStatistics] | None
     #: SHA-256 of the weights that the statistics belong to
     digests: Mapping[str, str]
+    #: layers that calibration listened to, and no prompt called
+    unseen: frozenset[str]
     #: None: masks are chosen while packing
     masks: Mapping[str, LayerMask] | None
     #: channels of the first half, of layers whose input halves the recipe brings to one range
@@ -66,6 +68,7 @@ class Inputs:
             () if calibration is None else calibration.edges,
             None if calibration is None else calibration.of(component),
             {} if calibration is None else calibration.digests_of(component),
+            frozenset() if calibration is None else calibration.unseen_of(component),
             None if masks is None else masks.of(component),
             concat_boundaries(component.family, layers) if recipe.split_concat else {},
             hessians,

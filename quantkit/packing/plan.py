@@ -20,6 +20,7 @@ from quantkit.packing.doubtful import judge_doubtful
 from quantkit.packing.fallback import choose_formats, fell_back
 from quantkit.packing.inputs import Inputs
 from quantkit.packing.masks import refuse_bare_masks
+from quantkit.packing.unseen import keep_unseen
 from quantkit.packing.weight_plan import WeightPlan
 from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
 from quantkit.storage.copying import is_weight, list_files
@@ -95,7 +96,8 @@ def plan_component(
         masked=inputs.masked(layers),
         edges=inputs.edges,
     )
-    agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in planned)
+    seen_enough = keep_unseen(planned, inputs)
+    agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in seen_enough)
     tried = _smoothing(component, agreed, inputs, progress)
     step = f"formats of {component.name or component.class_name}"
     chosen = choose_formats(agreed, tried, inputs, step=step, progress=progress)

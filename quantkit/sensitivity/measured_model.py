@@ -54,6 +54,8 @@ class MeasuredModel:
     ) -> "MeasuredModel":
         """Return the model, its weights checked against the calibration's.
 
+        Layers that no prompt called are left out: what they lose, nobody has seen.
+
         Raises:
             ArtefactError: the calibration is of other weights, or lacks a layer.
             ModelError: more than one denoiser.
@@ -70,7 +72,13 @@ class MeasuredModel:
         component = model.components[0]
         # No input of what the family keeps is quantized, so there is nothing to choose.
         compared = recipe.model_copy(update={"kept": None})
-        layers = {layer.name: layer for layer in observed_layers(component, compared)}
+        unseen = calibration.unseen_of(component)
+        layers = {
+            layer.name: layer
+            for layer in observed_layers(component, compared)
+            if layer.name not in unseen
+            and (surgeon is None or not surgeon.hessians.is_unseen(component, layer))
+        }
         stored = calibration.of(component)
         for name in layers:
             if name not in stored:

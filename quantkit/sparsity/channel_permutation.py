@@ -76,7 +76,7 @@ def choose_permutations(
     recipe = recipe.model_copy(update={"sparsity": rule})
     pattern = parse_pattern(rule.pattern)
     inputs = LayerInputs.of(component, calibration, None, update=False)
-    useful = _useful_couplings(component, recipe, pattern)
+    useful = _useful_couplings(component, recipe, pattern, inputs)
     what = f"permutations of {component.name or component.class_name}"
     found = []
     for coupling, consumers in tracked(progress, what, useful):
@@ -102,14 +102,14 @@ def attention_heads(component: Component) -> dict[str, int]:
 
 
 def _useful_couplings(
-    component: Component, recipe: Recipe, pattern: Pattern
+    component: Component, recipe: Recipe, pattern: Pattern, inputs: LayerInputs
 ) -> list[tuple[Coupling, list[Layer]]]:
     """Return the couplings that can move, each with its consumers that are to be sparse."""
     layers = {layer.name: layer for layer in list_layers(component)}
     sparse = {
         layer.name
         for layer in wanted_layers(component, recipe)
-        if dense_reason(layer, pattern) is None
+        if dense_reason(layer, pattern) is None and not inputs.is_unseen(layer)
     }
     useful = []
     for coupling in find_couplings(component, layers, attention_heads(component)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, RecipeError
-from quantkit.models.layer_plan import dense_reason, kept_reason
+from quantkit.models.layer_plan import UNSEEN, dense_reason, kept_reason
 from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
 from quantkit.numerics.masks import MASKS, SPARSEGPT, Pattern, choose_mask, parse_pattern
@@ -120,6 +120,12 @@ class LayerInputs:
             update=update,
         )
 
+    def is_unseen(self, layer: Layer) -> bool:
+        """Return whether calibration listened to a layer that no prompt called."""
+        if self.surgeon is not None:
+            return self.surgeon.hessians.is_unseen(self.component, layer)
+        return layer.name in self.digests and layer.name not in self.statistics
+
     def second_moment(self, layer: Layer, digest: str) -> Tensor | None:
         """Return E[x^2] of each column of the layer's rows, (K,), or None without a calibration."""
         if not self.calibrated:
@@ -153,6 +159,8 @@ def _decide(
     refusal = dense_reason(layer, pattern)
     if refusal:
         return Decision(component.name, layer.name, None, chosen=False, reason=refusal), None
+    if inputs.is_unseen(layer):
+        return Decision(component.name, layer.name, None, chosen=False, reason=UNSEEN), None
     digest = sha256_of(layer.shard, layer.weight)
     if inputs.surgeon is None:
         moment = inputs.second_moment(layer, digest)

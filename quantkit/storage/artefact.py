@@ -49,6 +49,20 @@ def write_artefact(
         save_file(plain, stage, metadata={kind: json.dumps(entry)})
 
 
+def read_about(path: Path, kind: str, *, newest: int = FIRST_VERSION) -> dict[str, Any]:
+    """Return what is said about the tensors, which are not read: no checksum is looked at.
+
+    Args:
+        path: the file.
+        kind: the metadata key.
+        newest: the last version that the caller understands, as it does all before it.
+
+    Raises:
+        ArtefactError: missing, damaged, of another kind, or of a newer version.
+    """
+    return _about(path, kind, newest)[1]
+
+
 def read_artefact(
     path: Path, kind: str, *, newest: int = FIRST_VERSION
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -62,6 +76,16 @@ def read_artefact(
     Raises:
         ArtefactError: missing, damaged, of another kind, or of a newer version.
     """
+    entry, about = _about(path, kind, newest)
+    with parsing(path, cure="write it again"):
+        tensors = _load(path)
+        if _digest(tensors, entry["about"]) != entry["sha256"]:
+            raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
+        return tensors, about
+
+
+def _about(path: Path, kind: str, newest: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a header's entry, and what is said in it about the tensors."""
     metadata = read_header(path, error=ArtefactError).metadata
     if kind not in metadata:
         raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")
@@ -73,13 +97,10 @@ def read_artefact(
                 f"{path}: format_version {version!r:.40}, wanted {_range(newest)}; update quantkit "
                 "or write the file again"
             )
-        tensors, text = _load(path), entry["about"]
-        if _digest(tensors, text) != entry["sha256"]:
-            raise ArtefactError(f"{path}: damaged: its checksum does not agree; write it again")
-        about = parse_json(text)
+        about = parse_json(entry["about"])
         if not isinstance(about, dict):
             raise ValueError(f"about is {type(about).__name__}, wanted an object")  # noqa: TRY004
-        return tensors, about
+        return entry, about
 
 
 def _load(path: Path) -> dict[str, Tensor]:

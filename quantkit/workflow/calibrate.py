@@ -1,6 +1,6 @@
 """Calibrating: statistics of what a pipeline's layers read, from prompts or from several runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,16 @@ class Calibrated:
         names = {component: tuple(layers) for component, layers in observed.items()}
         return CalibrationPlan(about.prompts, about.steps, len(self.calibration.edges) + 1, names)
 
+    @property
+    def unseen(self) -> dict[str, tuple[str, ...]]:
+        """The layers that no prompt called, by component; static scales are chosen for none."""
+        observed, known = self.calibration.layers, self.calibration.metadata.digests
+        found = {
+            component: tuple(layer for layer in layers if layer not in observed[component])
+            for component, layers in known.items()
+        }
+        return {component: layers for component, layers in found.items() if layers}
+
     def __repr__(self) -> str:
         """Return what it was taken from, in two lines."""
         about = self.calibration.metadata
@@ -48,7 +58,8 @@ class Calibrated:
         layers = ", ".join(f"{name} {count}" for name, count in counts.items())
         return (
             f"Calibration: layers {layers}; {about.prompts} prompts, {about.steps} steps, "
-            f"{len(self.calibration.edges) + 1} buckets\nwritten: {self.output or 'nothing'}"
+            f"{len(self.calibration.edges) + 1} buckets\n"
+            f"{tell_unseen(self.unseen)}written: {self.output or 'nothing'}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +78,20 @@ class Calibrated:
                 }
                 for name, layers in self.calibration.layers.items()
             },
+            "unseen": {name: list(layers) for name, layers in self.unseen.items()},
         }
+
+
+def tell_unseen(unseen: Mapping[str, Sequence[str]]) -> str:
+    """Return which layers no prompt called, as a line; empty where there is none."""
+    names = [f"{component}.{layer}" for component, layers in unseen.items() for layer in layers]
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"never called by these prompts: {len(names)} layers, {', '.join(names[:3])}{more}; pack "
+        "leaves those in 16 bit that need statistics\n"
+    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_room, refuse_overlap
+from quantkit.workflow.calibrate import tell_unseen
 from quantkit.workflow.inputs import (
     ModelLike,
     PromptsLike,
@@ -77,11 +78,12 @@ class TakenMoments:
 
     def __repr__(self) -> str:
         """Return what was taken and where it was written."""
-        return f"{self.plan}\nwritten: {self.output}"
+        return f"{self.plan}\n{tell_unseen(self.hessians.unseen)}written: {self.output}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return self.plan.to_json() | {"written": str(self.output)}
+        unseen = {name: list(layers) for name, layers in self.hessians.unseen.items()}
+        return self.plan.to_json() | {"written": str(self.output), "unseen": unseen}
 
 
 def calibrate_hessians(

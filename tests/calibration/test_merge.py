@@ -104,8 +104,14 @@ def with_digest(part, layer, digest):
 
 
 def with_layers(part, names):
-    table = part.layers["unet"]
-    return replace(part, layers={"unet": {name: table.get(name, table[FIRST]) for name in names}})
+    """Return the part as of a run that listened to these layers, and saw all of them."""
+    table, digests = part.layers["unet"], part.metadata.digests["unet"]
+    known = {"unet": {name: digests.get(name, digests[FIRST]) for name in names}}
+    return replace(
+        part,
+        layers={"unet": {name: table.get(name, table[FIRST]) for name in names}},
+        metadata=replace(part.metadata, digests=known),
+    )
 
 
 FIRST = "mid_block.attentions.0.proj_in"

@@ -42,6 +42,40 @@ def tiny_pipeline(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
+def tiny_gated_pipeline(path: Path) -> Path:
+    """Write a StableDiffusionPipeline with GLIGEN's fusers, which only boxes call, to ``path``."""
+    pipe = picture_pipeline("StableDiffusionPipeline", attention_type="gated")
+    pipe.to(torch.float16).save_pretrained(path)
+    return path
+
+
+def picture_pipeline(cls: str, **changed: Any) -> Any:
+    """Return a pipeline of SD 1.5's parts in float32, with a UNet of one block each way."""
+    import diffusers
+
+    narrow = {
+        "block_out_channels": [32],
+        "down_block_types": ["CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D"],
+        "cross_attention_dim": 32,
+        "attention_head_dim": 2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe: Any = getattr(diffusers, cls)(
+            vae=_vae(),
+            text_encoder=_text_encoder(),
+            tokenizer=_tokenizer(),
+            unet=_narrow_unet("sd15", **narrow | changed),
+            scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def tiny_sd15_pipeline(path: Path, *, seed: int = 0) -> Path:
     """Write a StableDiffusionPipeline of SD 1.5's blocks and scheduler in fp16 to ``path``."""
     import diffusers

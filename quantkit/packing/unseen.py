@@ -1,0 +1,70 @@
+"""Layers that calibration listened to and no prompt called: GLIGEN's fusers without boxes, say.
+
+Nothing is known of what they read. They are packed where that decides nothing, else kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quantkit.models.layer_plan import UNSEEN
+from quantkit.numerics.scheme import Activation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from quantkit.models.layer_plan import LayerPlan
+    from quantkit.models.layers import Layer
+    from quantkit.packing.inputs import Inputs
+    from quantkit.recipe.schema import Recipe
+
+
+def keep_unseen(treatments: Sequence[LayerPlan], inputs: Inputs) -> tuple[LayerPlan, ...]:
+    """Return the plans, of which layers stay in 16 bit that need inputs which nobody saw.
+
+    Args:
+        treatments: of the component.
+        inputs: with or without statistics and second moments.
+
+    Raises:
+        ArtefactError: a damaged file of second moments.
+    """
+    return tuple(
+        replace(t, scheme=None, reason=UNSEEN) if _lacks_inputs(t, inputs) else t
+        for t in treatments
+    )
+
+
+def _lacks_inputs(treatment: LayerPlan, inputs: Inputs) -> bool:
+    if treatment.scheme is None:
+        return False
+    layer, moments = treatment.layer, inputs.hessians
+    if layer.name in inputs.unseen and _reads_statistics(treatment, inputs):
+        return True
+    rounds = treatment.weight.rounding == "gptq" and moments is not None
+    return rounds and _has_no_rows(layer, inputs)
+
+
+def _reads_statistics(treatment: LayerPlan, inputs: Inputs) -> bool:
+    scheme, recipe = treatment.scheme, inputs.recipe
+    assert scheme is not None
+    chooses_mask = scheme.sparsity is not None and inputs.masks is None
+    corrected = recipe.bias_correction and treatment.layer.bias
+    if chooses_mask or corrected or scheme.activation is Activation.STATIC:
+        return True
+    if scheme.shift or scheme.smooth:
+        return True
+    return scheme.activation is not Activation.NONE and _is_risky(treatment, recipe)
+
+
+def _is_risky(treatment: LayerPlan, recipe: Recipe) -> bool:
+    """Return whether inputs become integers, or may: of those no recipe is data-free unasked."""
+    assert treatment.scheme is not None
+    integer = treatment.scheme.weight.is_integer
+    return integer and not (recipe.data_free and treatment.weight.fallback is None)
+
+
+def _has_no_rows(layer: Layer, inputs: Inputs) -> bool:
+    assert inputs.hessians is not None
+    return inputs.hessians.is_unseen(inputs.component, layer)
