@@ -21,6 +21,7 @@ from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.loading import load_pipeline
 from quantkit.models.source import Model, open_encoders, open_model
 from quantkit.models.text_encoders import TEXT_ENCODERS
+from quantkit.pipelines.calling import fewest_steps
 from quantkit.pipelines.running import choose_dtype, quiet_libraries
 from quantkit.pipelines.running import load_pipeline as load_original
 from quantkit.progress import Progress, silent
@@ -29,7 +30,7 @@ from quantkit.sensitivity.result import Sensitivity
 from .backbones import Backbones
 from .comparison import compare
 from .gates import Compression, Limits, find_compression, judge
-from .generation import GenerationSettings, Viewer, generate, unseen
+from .generation import GenerationSettings, Viewer, generate, rehearse_pictures, unseen
 from .images import Pairs
 from .layers import Place, layer_rows
 from .next_step import Treated, find_next_steps
@@ -222,6 +223,7 @@ def measure_baseline(
     """
     dtype = dtype or choose_dtype(model, device)
     pipe = load_original(model, device, dtype)
+    rehearse_pictures(pipe, settings)
     trajectory = Trajectory(settings.steps)
     pictures = generate(
         pipe, settings, label="original", progress=progress, listener=trajectory.listen,
@@ -380,7 +382,8 @@ def _first(settings: GenerationSettings, count: int) -> GenerationSettings:
 def _watch(
     pipe: Any, dense: Any, settings: GenerationSettings, progress: Progress
 ) -> dict[Place, LayerDeviation]:
-    few = replace(_first(settings, WATCHED_PROMPTS), steps=min(WATCHED_STEPS, settings.steps))
+    few = _first(settings, WATCHED_PROMPTS)
+    few = replace(few, steps=fewest_steps(pipe, few.call, WATCHED_STEPS).steps)
     with watch(pipe, dense=dense) as deviations:
         generate(pipe, few, label="kernels against reference", progress=progress)
     return deviations.layers

@@ -3,14 +3,15 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from quantkit.errors import InputError, PromptError
+from quantkit.errors import InputError, ModelError, PromptError
+from quantkit.pipelines.calling import Call, rehearse
 from quantkit.pipelines.replay import replayed
 from quantkit.pipelines.running import read_prompts
 from quantkit.progress import Progress, silent
@@ -43,6 +44,11 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         assert len(self.prompts) == len(self.seeds)
+
+    @property
+    def call(self) -> Call:
+        """One call of a pipeline with all of the prompts."""
+        return Call(self.prompts, self.seeds, self.steps, self.guidance, "np")
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,19 @@ def unheard(step: StepLatents) -> None:
 def unseen(start: int, pictures: Sequence[Pixels]) -> None:
     """Look at nothing."""
     del start, pictures
+
+
+def rehearse_pictures(pipe: Any, settings: GenerationSettings) -> None:
+    """Try what ``generate`` is about to do, up to the denoiser's first answer.
+
+    Raises:
+        ModelError: the pipeline cannot be run so, or makes no pictures.
+    """
+    if "num_frames" in inspect.signature(pipe.__call__).parameters:
+        raise ModelError(
+            f"{type(pipe).__name__} makes videos, and eval compares pictures; look at a few of both"
+        )
+    rehearse(pipe, settings.call)
 
 
 def generate(
@@ -205,15 +224,8 @@ class _Batch:
     def _arguments(self, pipe: Any) -> dict[str, Any]:
         settings = self.settings
         seeds = settings.seeds[self.start : self.start + settings.batch]
-        arguments: dict[str, Any] = {
-            "prompt": list(self.prompts),
-            "num_inference_steps": settings.steps,
-            # one generator per prompt, on the CPU: neither batch size nor device changes the noise
-            "generator": [torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-            "output_type": "np",
-        }
-        if settings.guidance is not None:
-            arguments["guidance_scale"] = settings.guidance
+        call = replace(settings.call, prompts=self.prompts, seeds=seeds)
+        arguments = call.arguments(pipe)
         known = inspect.signature(pipe.__call__).parameters
         if "callback_on_step_end" in known:
             arguments["callback_on_step_end"] = self._on_step_end

@@ -28,12 +28,13 @@ from quantkit.models.quantizers import (
     settings_of,
 )
 from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS, Model, find_weights
+from quantkit.pipelines.calling import fewest_steps
 from quantkit.pipelines.running import choose_dtype, load_directory, quiet_libraries
 from quantkit.progress import Progress
 from quantkit.storage.jsonfile import read_json, short
 from quantkit.storage.tensorfile import TensorInfo, read_header
 
-from .generation import GenerationSettings, generate
+from .generation import GenerationSettings, generate, rehearse_pictures
 from .result import LayerRow, Packing, QuantizedBy
 
 #: Few, but more than the one that some schedulers refuse.
@@ -194,13 +195,10 @@ def rehearse(
         NonFiniteError: the picture holds NaN or Inf.
     """
     pipe = load_quantized(pipeline, model, device, dtype or choose_dtype(model, device))
-    few = replace(
-        settings,
-        prompts=settings.prompts[:1],
-        seeds=settings.seeds[:1],
-        steps=min(settings.steps, REHEARSED_STEPS),
-    )
+    few = replace(settings, prompts=settings.prompts[:1], seeds=settings.seeds[:1])
     with computing(pipeline):
+        rehearse_pictures(pipe, settings)
+        few = replace(few, steps=fewest_steps(pipe, few.call, REHEARSED_STEPS).steps)
         generate(pipe, few, label=f"trial of {pipeline.path.name}", progress=progress)
 
 

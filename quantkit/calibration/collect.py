@@ -239,6 +239,7 @@ def _collect(
                     run.layers,
                     run.recipe,
                     device,
+                    prompts=run.prompts,
                     batches=len(todo),
                     progress=progress,
                     stack=stack,

@@ -26,6 +26,7 @@ from quantkit.pipelines.running import (
     load_pipeline,
     quiet_libraries,
     refuse_component,
+    rehearse_prompts,
     run_prompts,
 )
 from quantkit.progress import Progress
@@ -89,6 +90,7 @@ def collect_hessians(
     if groups:
         with quiet_libraries():
             pipe = load_pipeline(model, place)
+            rehearse_prompts(pipe, chosen, recipe.calibration)
             denoisers = tuple(component.name for component in model.components)
             run = _MomentRun(pipe, denoisers, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):

@@ -7,11 +7,11 @@ import torch
 
 from quantkit.calibration.hooks import Collector
 from quantkit.calibration.resume import PartialSums
-from quantkit.errors import QuantkitError
+from quantkit.errors import ModelError, QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Model
 from quantkit.pipelines.batches import Batch
-from quantkit.pipelines.running import choose_device, load_pipeline, run_batch
+from quantkit.pipelines.running import choose_device, load_pipeline, rehearse_prompts, run_batch
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 
@@ -26,6 +26,7 @@ class ObservedPipeline:
         recipe: Recipe,
         device: str,
         *,
+        prompts: Sequence[str],
         batches: int,
         progress: Progress,
         stack: ExitStack,
@@ -38,16 +39,18 @@ class ObservedPipeline:
             recipe: its calibration section says how it is run, that of attention whether errors of
                 formats are measured.
             device: auto, cpu or cuda[:N].
+            prompts: that will be run: the longest is tried before anything is observed.
             batches: that will be run, for the progress.
             progress: told of denoiser calls.
             stack: ends the listening.
 
         Raises:
-            ModelError: diffusers cannot load it, or builds other layers.
+            ModelError: diffusers cannot load it, or builds other layers; or it cannot be run so.
         """
         self._settings = settings = recipe.calibration
         errors_from = None if recipe.attention is None else recipe.attention.errors_from
         self._pipe = load_pipeline(model, choose_device(device))
+        rehearse_prompts(self._pipe, prompts, settings)
         self._collectors = [
             Collector(
                 name,
@@ -105,15 +108,19 @@ class ObservedPipeline:
         """Return the sums of all batches so far.
 
         Raises:
-            ModelError: a bucket saw no call of the denoiser.
+            ModelError: a bucket saw no call of the denoiser, or no denoiser was called.
         """
         for collector in self._collectors:
             collector.refuse_empty()
+        edges = next((c.edges for c in self._collectors if c.edges is not None), None)
+        if edges is None:
+            names = ", ".join(collector.name for collector in self._collectors)
+            raise ModelError(f"{names}: the pipeline called none of it; calibrate another pipeline")
         return PartialSums(
             {collector.name: collector.taken() for collector in self._collectors},
             {collector.name: collector.taken_attention() for collector in self._collectors},
             # Denoisers of one pipeline share its scheduler, so the first one's edges are all's.
-            self._collectors[0].edges or (),
+            edges,
             {collector.name: list(collector.calls) for collector in self._collectors},
             self._batches,
         )

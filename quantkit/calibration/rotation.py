@@ -26,7 +26,13 @@ from quantkit.models.source import Component, Model
 from quantkit.models.source_tensors import source_tensors
 from quantkit.numerics.attention_basis import Basis, basis_of, ranks_of, turned
 from quantkit.pipelines.batches import split_batches
-from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries, run_batch
+from quantkit.pipelines.running import (
+    choose_device,
+    load_pipeline,
+    quiet_libraries,
+    rehearse_prompts,
+    run_batch,
+)
 from quantkit.progress import Progress
 from quantkit.recipe.calibration import CalibrationRecipe
 
@@ -172,6 +178,7 @@ def measure_rotation(
     (component,) = model.components
     with quiet_libraries(), ExitStack() as stack:
         pipe = load_pipeline(model, choose_device(device))
+        rehearse_prompts(pipe, prompts, settings)
         denoiser = getattr(pipe, component.name)
         turn(denoiser, rotation)
         measured = any(s.format_errors() for s in calibration.attention_of(component).values())

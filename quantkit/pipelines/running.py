@@ -17,6 +17,7 @@ from quantkit.errors import ModelError, PromptError, QuantkitError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Model
 from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
+from quantkit.pipelines.calling import Call, rehearse
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files, split_lines
@@ -178,15 +179,9 @@ def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     Raises:
         ModelError: the pipeline does not take these settings.
     """
-    guidance = {} if settings.guidance is None else {"guidance_scale": settings.guidance}
+    call = Call(batch.prompts, tuple(batch.seeds), settings.steps, settings.guidance)
     try:
-        output = pipe(
-            prompt=list(batch.prompts),
-            num_inference_steps=settings.steps,
-            generator=[torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds],
-            output_type="latent",
-            **guidance,
-        )
+        output = pipe(**call.arguments(pipe))
     except ValueError as error:
         # A scheduler that was trained on fewer steps, say.
         raise ModelError(
@@ -195,6 +190,16 @@ def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     # Videos have frames.
     latents: Tensor = output.images if "images" in output else output.frames
     return latents
+
+
+def rehearse_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> None:
+    """Try what ``run_prompts`` is about to do, up to the denoiser's first answer.
+
+    Raises:
+        ModelError: the pipeline cannot be run so.
+    """
+    seeds = tuple(range(settings.seed, settings.seed + len(prompts)))
+    rehearse(pipe, Call(tuple(prompts), seeds, settings.steps, settings.guidance))
 
 
 def run_prompts(

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.source_tensors import source_tensors
-from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
+from quantkit.pipelines.running import (
+    choose_device,
+    load_pipeline,
+    quiet_libraries,
+    rehearse_prompts,
+)
 from quantkit.progress import Progress, tracked
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe
@@ -123,6 +128,7 @@ class Probing:
     ) -> "Probing":
         """Load the pipeline and run it as it is, while errors of attention modules are taken."""
         pipe = load_pipeline(subject.model, device)
+        rehearse_prompts(pipe, prompts, subject.recipe.calibration)
         denoiser = getattr(pipe, subject.component.name)
         with errors.listening(denoiser):
             latents = final_latents(pipe, prompts, subject.recipe.calibration)

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.eval.backbones import Backbones
-from quantkit.eval.generation import GenerationSettings, generate
+from quantkit.eval.generation import GenerationSettings, generate, rehearse_pictures
 from quantkit.eval.metrics import measure_ssim
 from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import Progress, silent
@@ -65,6 +65,7 @@ def search_ssim(
     trials: list[Trial] = []
     with quiet_libraries():
         pipe = load_pipeline(subject.model, device)
+        rehearse_pictures(pipe, settings)
         wanted = generate(pipe, settings, label="original", progress=progress).pictures
         passed, failed = -1, len(errors)
         best: Trial | None = None

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from quantkit.errors import QuantkitError
+from quantkit.pipelines.calling import Call, rehearse
 from quantkit.pipelines.replay import replayed
 from quantkit.recovery.denoiser_calls import Chunk, Template, recording
 from quantkit.recovery.distill.distributed import Ranks
@@ -39,6 +41,7 @@ class Teacher:
         #: trajectories that this process made so far
         self.made = 0
         self._batches = 0
+        rehearse(pipe, self._call(prompts, range(settings.seed, settings.seed + len(prompts))))
 
     def go_to(self, batch: int, count: int) -> None:
         """Sample the batch of this number next, as after ``batch`` batches of ``count``."""
@@ -57,18 +60,12 @@ class Teacher:
         """
         first = (self._batches * self._ranks.world + self._ranks.rank) * count
         indices = range(first, first + count)
-        guidance = self._settings.guidance
+        prompts = [self._prompts[i % len(self._prompts)] for i in indices]
+        call = self._call(prompts, [self._settings.seed + i for i in indices])
+        call = replace(call, steps=steps or call.steps)
         try:
             with self.awake(), recording(self._denoiser) as record, torch.no_grad():
-                self.pipe(
-                    prompt=[self._prompts[i % len(self._prompts)] for i in indices],
-                    num_inference_steps=steps or self._settings.sampling_steps,
-                    generator=[
-                        Generator("cpu").manual_seed(self._settings.seed + i) for i in indices
-                    ],
-                    output_type="latent",
-                    **({} if guidance is None else {"guidance_scale": guidance}),
-                )
+                self.pipe(**call.arguments(self.pipe))
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 f"out of GPU memory while denoising {count} prompts; take a smaller "
@@ -78,6 +75,10 @@ class Teacher:
         self._batches += 1
         self.made += count
         return record.chunk()
+
+    def _call(self, prompts: Sequence[str], seeds: Sequence[int]) -> Call:
+        settings = self._settings
+        return Call(tuple(prompts), tuple(seeds), settings.sampling_steps, settings.guidance)
 
     def rest(self) -> None:
         """Leave the device to the student, where the pipeline is offloaded."""

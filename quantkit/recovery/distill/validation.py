@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from skimage.metrics import structural_similarity
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
+from quantkit.pipelines.calling import Call
 from quantkit.recovery.distill.early_stopping import ValidationScore
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher
@@ -102,15 +103,15 @@ class PictureWatcher:
 
     def _denoise(self, start: int) -> Pictures:
         prompts = list(self._prompts[start : start + self._settings.sampling_batch])
-        guidance = self._settings.guidance
         first = self._settings.seed + SEED_OFFSET + start
-        images: Any = self._teacher.pipe(
-            prompt=prompts,
-            num_inference_steps=self._settings.sampling_steps,
-            generator=[Generator("cpu").manual_seed(first + i) for i in range(len(prompts))],
-            output_type="np" if self._has_vae else "latent",
-            **({} if guidance is None else {"guidance_scale": guidance}),
-        ).images
+        call = Call(
+            tuple(prompts),
+            tuple(range(first, first + len(prompts))),
+            self._settings.sampling_steps,
+            self._settings.guidance,
+            "np" if self._has_vae else "latent",
+        )
+        images: Any = self._teacher.pipe(**call.arguments(self._teacher.pipe)).images
         values = images.float().cpu().numpy() if isinstance(images, Tensor) else images
         return np.asarray(values, dtype=np.float32)
 
