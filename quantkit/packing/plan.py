@@ -96,8 +96,7 @@ def plan_component(
         masked=inputs.masked(layers),
         edges=inputs.edges,
     )
-    seen_enough = keep_unseen(planned, inputs)
-    agreed = tuple(_with_agreed_buckets(treatment, inputs) for treatment in seen_enough)
+    agreed = tuple(_with_agreed_buckets(t, inputs) for t in keep_unseen(planned, inputs))
     tried = _smoothing(component, agreed, inputs, progress)
     step = f"formats of {component.name or component.class_name}"
     chosen = choose_formats(agreed, tried, inputs, step=step, progress=progress)
@@ -143,10 +142,9 @@ def assemble_plan(
     told: Mapping[str, Any],
 ) -> ComponentPlan:
     """Return the plan of a component, its layers decided; ``told`` is the header's JSON."""
-    mine = {shard.name for shard in component.shards} | {"config.json"}
+    mine = {shard.name for shard in component.shards} | {"config.json", *MADE}
     if component.index is not None:
         mine.add(component.index.name)
-    mine |= set(MADE)
     model = component.path.parent if component.name else component.path
     found = list_files(component.path, within=model)
     others = [file for file in found if str(file) not in mine]

@@ -20,7 +20,7 @@ from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.workflow.calibrate import merge_calibrations
 from quantkit.workflow.hessians import calibrate_hessians
-from quantkit.workflow.pack import plan_pack
+from quantkit.workflow.pack import PackSummary, plan_pack
 from quantkit.workflow.permute import permute
 from tests.support.observed import statistics_of
 from tests.support.pipelines import tiny_gated_pipeline
@@ -59,6 +59,7 @@ def test_unseen_layers_are_kept_where_statistics_would_decide(model, calibrated,
     packed = plan_pack(
         model, recipe=recipe, calibration=calibrated.output, output=model.parent / "packed"
     )
+    assert isinstance(packed, PackSummary)
     kept = packed.kept().get(UNSEEN, [])
     # FP8 whose inputs are scaled per token needs to know nothing.
     assert set(kept) == (set() if recipe == "fp8" else set(calibrated.unseen["unet"]))
@@ -119,6 +120,7 @@ def test_moments_of_unseen_layers_are_no_moments(model, tmp_path):
     packed = plan_pack(
         model, recipe=rounded(load_recipe("fp8")), hessians=taken.output, output=tmp_path / "packed"
     )
+    assert isinstance(packed, PackSummary)
     assert packed.kept()[UNSEEN] == list(unseen)
     surgeon = Surgeon(taken.hessians, torch.device("cpu"))
     opened = open_model(str(model))
