@@ -90,8 +90,9 @@ def collect_hessians(
     if groups:
         with quiet_libraries():
             pipe = load_pipeline(model, place)
-            rehearse_prompts(pipe, chosen, recipe.calibration)
             denoisers = tuple(component.name for component in model.components)
+            if any(name in denoisers for name, _ in groups):
+                rehearse_prompts(pipe, chosen, recipe.calibration)
             run = _MomentRun(pipe, denoisers, chosen, recipe.calibration, hessians)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"

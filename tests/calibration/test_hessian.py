@@ -422,7 +422,7 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
     assert planned["written"] is None
     assert not output.exists()
     done = json.loads(CliRunner().invoke(command, base, catch_exceptions=False).output)
-    assert done == planned | {"written": str(output)}
+    assert done == planned | {"written": str(output), "unseen": {}}
     entry = done["components"]["unet"]
     assert entry["bytes"] == sum(
         moment_bytes(layer)
