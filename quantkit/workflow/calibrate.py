@@ -83,7 +83,14 @@ class Calibrated:
 
 
 def tell_unseen(unseen: Mapping[str, Sequence[str]]) -> str:
-    """Return which layers no prompt called, as a line; empty where there is none."""
+    """Return which layers no prompt called, as a line; empty where there is none.
+
+    Args:
+        unseen: names of layers, by component.
+
+    Returns:
+        the first three of them and their number.
+    """
     names = [f"{component}.{layer}" for component, layers in unseen.items() for layer in layers]
     if not names:
         return ""
