@@ -216,6 +216,25 @@ class Calibration:
         return table[find_component(component.name, tuple(table), "calibration")]
 
 
+def tell_unseen(unseen: Mapping[str, Sequence[str]]) -> str:
+    """Return which layers no prompt called, as a line; empty where there is none.
+
+    Args:
+        unseen: names of layers, by component.
+
+    Returns:
+        the first three of them and their number.
+    """
+    names = [f"{component}.{layer}" for component, layers in unseen.items() for layer in layers]
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"never called by these prompts: {len(names)} layers, {', '.join(names[:3])}{more}; pack "
+        "leaves those in 16 bit that need statistics\n"
+    )
+
+
 def find_component(name: str, stored: tuple[str, ...], what: str) -> str:
     """Return the key of an artefact that a component's name means.
 

@@ -114,7 +114,8 @@ def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_
 def _print(
     found: "Calibrated | CalibrationPlan", plan: "CalibrationPlan", title: str, *, as_json: bool
 ) -> None:
-    from quantkit.workflow.calibrate import Calibrated, tell_unseen
+    from quantkit.calibration.statistics import tell_unseen
+    from quantkit.workflow.calibrate import Calibrated
 
     if as_json:
         print_json(found.to_json())

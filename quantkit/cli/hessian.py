@@ -121,7 +121,7 @@ def hessian(
 def _print(
     found: "MomentPlan | TakenMoments", plan: "MomentPlan", where: str, *, as_json: bool
 ) -> None:
-    from quantkit.workflow.calibrate import tell_unseen
+    from quantkit.calibration.statistics import tell_unseen
     from quantkit.workflow.hessians import TakenMoments
 
     if as_json:

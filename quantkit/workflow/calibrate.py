@@ -1,6 +1,6 @@
 """Calibrating: statistics of what a pipeline's layers read, from prompts or from several runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,12 @@ from typing import Any
 
 from quantkit.calibration import collect
 from quantkit.calibration.merge import merge
-from quantkit.calibration.statistics import Calibration, load_calibration, save_calibration
+from quantkit.calibration.statistics import (
+    Calibration,
+    load_calibration,
+    save_calibration,
+    tell_unseen,
+)
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import Processes, joined
 from quantkit.pipelines.running import choose_device, refuse_component
@@ -80,25 +85,6 @@ class Calibrated:
             },
             "unseen": {name: list(layers) for name, layers in self.unseen.items()},
         }
-
-
-def tell_unseen(unseen: Mapping[str, Sequence[str]]) -> str:
-    """Return which layers no prompt called, as a line; empty where there is none.
-
-    Args:
-        unseen: names of layers, by component.
-
-    Returns:
-        the first three of them and their number.
-    """
-    names = [f"{component}.{layer}" for component, layers in unseen.items() for layer in layers]
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"never called by these prompts: {len(names)} layers, {', '.join(names[:3])}{more}; pack "
-        "leaves those in 16 bit that need statistics\n"
-    )
 
 
 @dataclass(frozen=True)

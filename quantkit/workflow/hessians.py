@@ -8,12 +8,12 @@ from quantkit.calibration.collect_hessians import collect_hessians, moment_layer
 from quantkit.calibration.held_out_rows import held_bytes, held_count
 from quantkit.calibration.hessian import KIND, Hessians
 from quantkit.calibration.moments import group_layers, moment_bytes
+from quantkit.calibration.statistics import tell_unseen
 from quantkit.models.recipe_check import refuse_unmatched_encoders
 from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_room, refuse_overlap
-from quantkit.workflow.calibrate import tell_unseen
 from quantkit.workflow.inputs import (
     ModelLike,
     PromptsLike,
