@@ -114,7 +114,6 @@ def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_
 def _print(
     found: "Calibrated | CalibrationPlan", plan: "CalibrationPlan", title: str, *, as_json: bool
 ) -> None:
-    from quantkit.calibration.statistics import tell_unseen
     from quantkit.workflow.calibrate import Calibrated
 
     if as_json:
@@ -125,6 +124,6 @@ def _print(
         for name, layers in plan.layers.items()
     ]
     print_table("Observed", ("component", "layers", "prompts", "steps", "buckets"), rows)
-    if isinstance(found, Calibrated) and found.unseen:
-        echo(tell_unseen(found.unseen).strip())
+    if isinstance(found, Calibrated) and found.unseen_told:
+        echo(found.unseen_told)
     echo(title)

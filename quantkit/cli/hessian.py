@@ -121,7 +121,6 @@ def hessian(
 def _print(
     found: "MomentPlan | TakenMoments", plan: "MomentPlan", where: str, *, as_json: bool
 ) -> None:
-    from quantkit.calibration.statistics import tell_unseen
     from quantkit.workflow.hessians import TakenMoments
 
     if as_json:
@@ -132,6 +131,6 @@ def _print(
         for name, moments in plan.components.items()
     ]
     print_table("Second moments", ("component", "layers", "bytes", "runs of the prompts"), rows)
-    if isinstance(found, TakenMoments) and found.hessians.unseen:
-        echo(tell_unseen(found.hessians.unseen).strip())
+    if isinstance(found, TakenMoments) and found.unseen_told:
+        echo(found.unseen_told)
     echo(f"Second moments, {plan.weighting} weighting ({where})")

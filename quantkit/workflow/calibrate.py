@@ -56,6 +56,11 @@ class Calibrated:
         }
         return {component: layers for component, layers in found.items() if layers}
 
+    @property
+    def unseen_told(self) -> str:
+        """What no prompt called, in a line; empty where there is none."""
+        return tell_unseen(self.unseen).strip()
+
     def __repr__(self) -> str:
         """Return what it was taken from, in two lines."""
         about = self.calibration.metadata

@@ -76,6 +76,11 @@ class TakenMoments:
         """The directory."""
         return self.hessians.path
 
+    @property
+    def unseen_told(self) -> str:
+        """What no prompt called, in a line; empty where there is none."""
+        return tell_unseen(self.hessians.unseen).strip()
+
     def __repr__(self) -> str:
         """Return what was taken and where it was written."""
         return f"{self.plan}\n{tell_unseen(self.hessians.unseen)}written: {self.output}"
