@@ -70,7 +70,9 @@ def test_no_number_is_copied_whatever_chunk_it_lies_in(opened, monkeypatch, dtyp
 
 
 def test_the_index_has_its_keys_in_order(tmp_path):
-    (tmp_path / "old.json").write_text('{"weight_map": {"z": "old.safetensors"}, "metadata": {"b": 1}}')
+    (tmp_path / "old.json").write_text(
+        '{"weight_map": {"z": "old.safetensors"}, "metadata": {"b": 1}}'
+    )
 
     def plan(file, *names):
         slots = {name: SimpleNamespace(start=10, stop=14) for name in names}
