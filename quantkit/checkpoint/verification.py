@@ -120,7 +120,7 @@ def contents_of(component: PackedComponent) -> Contents:
             tensors.pop(f"{layer}.{part}", None)
         tensors[f"{layer}.weight"] = component.records[layer].shape
     for spec in attention_tensors(component.config.attention):
-        tensors.pop(spec.name)
+        tensors.pop(spec.name, None)
     packed = {layer: bool(scheme.buckets) for layer, scheme in component.config.layers.items()}
     return Contents(component.path, packed, tensors)
 

@@ -236,7 +236,7 @@ def export(
 def _planned(exporter: Exporter, wish: Wish, asked: Recipe | None) -> Plan:
     """Return the plan of an output that holds what was asked for."""
     plan = exporter.plan(wish)
-    refuse_other_formats(wish.source, plan.formats, asked, requantize=wish.requantize)
+    refuse_other_formats(wish.source, plan.formats, recipe=asked, requantize=wish.requantize)
     return plan
 
 

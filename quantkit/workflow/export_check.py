@@ -13,6 +13,14 @@ from quantkit.workflow.export_source import Part, Source
 def for_target(recipe: Recipe, to: str, *, encoders: bool) -> Recipe:
     """Return the recipe of a 16-bit model for a target that holds text encoders, or denoisers.
 
+    Args:
+        recipe: as it was given.
+        to: the target's name, for messages.
+        encoders: whether the target holds text encoders; else it holds denoisers.
+
+    Returns:
+        the recipe, of a target for text encoders with a treatment of them.
+
     Raises:
         RecipeError: it says nothing of text encoders, nor are there any in its format; or it says
             something, and the target holds none.
@@ -43,7 +51,7 @@ def _encoders_like(recipe: Recipe) -> str:
 
 
 def refuse_other_formats(
-    source: Source, outputs: Sequence[Mapping[str, str]], recipe: Recipe | None, *, requantize: bool
+    source: Source, outputs: Sequence[Mapping[str, str]], *, recipe: Recipe | None, requantize: bool
 ) -> None:
     """Refuse an output in which a layer has another format than its source, or its recipe.
 

@@ -86,7 +86,7 @@ ENTRIES = {
     "shift: true": (scheme(shift=False), "shift False, wanted true"),
     "shift: of an input": (scheme(shift=True, activation="none"), "shift with activation 'none'"),
     "terms: 2": (scheme(terms=3), "terms 3, wanted 2"),
-    "terms: of an input": (scheme(terms=2, activation="none", buckets=None), "terms with activation"),
+    "terms: of an input": (scheme(terms=2, activation="none", buckets=None), "terms with act"),
     "shift: since 2": (
         lambda c: (scheme(shift=True)(c), c.update(format_version=1), c.pop("attention"),
                    c.pop("rotated")),

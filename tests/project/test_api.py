@@ -83,7 +83,7 @@ INNER = {
     "settings_of", "require_packed", "refuse_unknown", "moments_of", "baseline_of", "limits_of",
     "files_of", "usual_threads", "refuse_search", "build", "adapt", "search_ssim",
     "predicted_errors", "is_packed", "packed_source", "dense_source", "planned_source",
-    "quantized_source", "refuse_rest", "logged", "watched",
+    "quantized_source", "refuse_other_formats", "refuse_rest", "logged", "watched",
 }  # fmt: skip
 
 
