@@ -244,6 +244,20 @@ def test_cxx_may_hold_options(monkeypatch):
     assert compilers.host_compiler().command == (found.command[0], "-DNOTHING")
 
 
+def test_a_library_that_does_not_load_names_its_compiler(fresh_host, monkeypatch):
+    need(compilers.host_compiler)
+    compilers.host_compiler.cache_clear()
+    monkeypatch.setenv("CXX", "gcc")
+
+    def command(output):
+        source = output.parent / "throws.cpp"
+        source.write_text("void f() { throw 1; }")
+        return [*compiling.base_command(), "-shared", "-o", str(output), str(source)]
+
+    with pytest.raises(KernelError, match=r"what 'gcc' built does not load.*set CXX to a C\+\+"):
+        compiling.open_library("throws.so", command)
+
+
 @pytest.mark.parametrize(
     ("version", "text"),
     [

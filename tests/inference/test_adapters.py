@@ -1,6 +1,7 @@
 """LoRA on packed layers, through peft and diffusers: the side branch is added, and nothing else."""
 
 import copy
+import os
 import shutil
 from typing import Any
 
@@ -252,7 +253,17 @@ def adapted(model, tuner):
     return peft.inject_adapter_in_model(config(target_modules=names, **options), model).eval()
 
 
+@pytest.fixture
+def _environment():
+    """What the test began with: peft's BOFT leaves CC and CXX set where it cannot compile."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @torch.no_grad()
+@pytest.mark.usefixtures("_environment")
 @pytest.mark.parametrize("scheme", ["token-smooth", "token-sparse", "int4-none"])
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_tuner_does_to_packed_layers_what_it_does_to_dense_ones(tuner, scheme):

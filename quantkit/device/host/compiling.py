@@ -56,14 +56,26 @@ def built(name: str, command: Callable[[Path], list[str]]) -> Path:
 
 
 def open_library(name: str, command: Callable[[Path], list[str]]) -> ctypes.CDLL:
-    """Return a shared library of the cache, opened; arguments and errors as of ``built``."""
+    """Return a shared library of the cache, opened; arguments as of ``built``.
+
+    Raises:
+        CompilerMissingError: no C++ compiler.
+        KernelError: the compiler failed, or what it made does not load.
+    """
     path = built(name, command)
     try:
         return ctypes.CDLL(str(path))
     except OSError:
         # Copied from another machine: build it again rather than fail for ever.
         path.unlink(missing_ok=True)
+    try:
         return ctypes.CDLL(str(built(name, command)))
+    except OSError as error:
+        # A compiler for C links no C++ library; peft's BOFT sets CXX=gcc and may leave it so.
+        compiler = " ".join(host_compiler().command)
+        raise KernelError(
+            f"{name}: what {compiler!r} built does not load: {error}; set CXX to a C++ compiler"
+        ) from error
 
 
 @lru_cache(maxsize=1)
