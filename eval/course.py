@@ -68,6 +68,8 @@ class CoursePage:
         self._teacher: tuple[Side, ...] = ()
         self._prompts: tuple[str, ...] = ()
         self._written: float | None = None
+        #: whose weights the recovery wrote; None: those of the last look
+        self._chosen: int | None = None
 
     def show(self, look: Look) -> None:
         """Take the pictures of a look."""
@@ -88,6 +90,15 @@ class CoursePage:
         self._points.append(point)
         if self._written is None or monotonic() - self._written >= _EVERY:
             self.write()
+
+    def name_written(self, step: int) -> None:
+        """Take the step whose weights are written: with patience not the last."""
+        self._chosen = step
+
+    @property
+    def _result(self) -> _Seen:
+        """The look at the weights that are written."""
+        return next((seen for seen in self._seen if seen.step == self._chosen), self._seen[-1])
 
     def write(self, *, ended: str = "", done: bool = False) -> None:
         """Write the page as it stands, in one step.
@@ -125,7 +136,7 @@ class CoursePage:
             "plots": self._plots(),
             "looks": len(self._seen),
             "pairs": self._pairs(),
-            "sort_keys": sort_keys(self._seen[-1].comparison) if self._seen else (),
+            "sort_keys": sort_keys(self._result.comparison) if self._seen else (),
             "store": Store(),
             "gain": GAIN,
             "reload": RELOAD_SECONDS,
@@ -137,7 +148,7 @@ class CoursePage:
         words = "Recovered" if done else f"Not finished ({ended})" if ended else "Recovering"
         if not self._seen:
             return f"{words}: no pictures were looked at."
-        first, last = self._seen[0], self._seen[-1]
+        first, last = self._seen[0], self._result
         if first is last:
             return f"{words}: {first.title} {show(first.value)} at step {first.step:,}."
         return (
@@ -149,7 +160,7 @@ class CoursePage:
         tiles = []
         if self._seen:
             best = max(self._seen, key=lambda seen: seen.value)
-            values = self._seen[0].value, self._seen[-1].value
+            values = self._seen[0].value, self._result.value
             change = " -> ".join(show(value) for value in values)
             notes = (f"best {show(best.value)}, at step {best.step:,}",)
             tiles.append(Tile(self._seen[0].title, change, notes))
@@ -181,10 +192,10 @@ class CoursePage:
         return plots
 
     def _pairs(self) -> list[Pair]:
-        """Return a row for every prompt, the worst of the last look first."""
+        """Return a row for every prompt, the worst of the written look first."""
         if not self._seen:
             return []
-        last = self._seen[-1].comparison
+        last = self._result.comparison
         return [
             Pair(index, last.names[index], None, self._prompts[index], self._sides(index))
             for index in last.worst_first()

@@ -90,6 +90,8 @@ class Job:
             recovered.points,
             recovered.trajectories,
             recovered.aside,
+            recovered.first_look,
+            recovered.written_look,
         )
 
 
@@ -125,6 +127,8 @@ def _distill(job: Job) -> Recovery | None:
         recovered = distilling.recover(
             task, settings, progress=job.progress, watch=watch, show=page.show, keeping=job.keeping
         )
+        if recovered.written_look is not None:
+            page.name_written(recovered.written_look.step)
         return _finished(job, "distill", recovered) if recovered.writes else None
 
 

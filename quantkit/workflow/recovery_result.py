@@ -1,10 +1,10 @@
 """What a recovery says of itself."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.early_stopping import ScoredStep, TrainingProgress
 from quantkit.workflow.sparsify import Sparsified
 
 
@@ -24,6 +24,9 @@ class Recovery:
     trajectories: int
     #: seconds of looks, saving and refilling, which the points leave out
     seconds_aside: float
+    #: the pictures before the first step, and those of the weights that were written
+    first_look: ScoredStep | None = None
+    written_look: ScoredStep | None = None
     #: the masks, where the recovery chose them itself
     chosen: Sparsified | None = None
 
@@ -34,15 +37,27 @@ class Recovery:
             chosen = "" if self.chosen is None else f"{self.chosen.summary}\n"
             return f"{chosen}updated {self.tensors} tensors{masks}"
         first, last = self.points[0], self.points[-1]
-        looks = [point.look for point in self.points if point.look]
-        seen = ""
-        if looks:
-            seen = f"; {looks[0].metric} {looks[0].value:.4f} -> {looks[-1].value:.4f}"
         return (
             f"recovered in {last.step} steps, {round(last.seconds, 1):g} s and "
             f"{round(self.seconds_aside, 1):g} s aside: loss {first.loss:.5f} -> "
-            f"{last.loss:.5f}{seen}{masks}"
+            f"{last.loss:.5f}{self._seen}{masks}"
         )
+
+    @property
+    def _seen(self) -> str:
+        first, written = self.first_look, self.written_look
+        if first is None or written is None:
+            return ""
+        early = "" if written.step == self.points[-1].step else f" at step {written.step}, written"
+        score = written.score
+        return f"; {score.metric} {first.score.value:.4f} -> {score.value:.4f}{early}"
+
+    @property
+    def _looks(self) -> list[ScoredStep]:
+        """All looks, by step; the one written may be in the middle."""
+        looks = {p.step: ScoredStep(p.step, p.look) for p in self.points if p.look}
+        ends = [look for look in (self.first_look, self.written_look) if look]
+        return sorted((looks | {e.step: e for e in ends}).values(), key=lambda look: look.step)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -52,7 +67,6 @@ class Recovery:
             chosen = {} if self.chosen is None else {"layers": self.chosen.to_json()["layers"]}
             return {**written, "tensors": self.tensors, **chosen}
         first, last = self.points[0], self.points[-1]
-        looks = [point.look for point in self.points if point.look]
         return {
             **written,
             "steps": last.step,
@@ -61,7 +75,8 @@ class Recovery:
             "trajectories": self.trajectories,
             "first_loss": first.loss,
             "last_loss": last.loss,
-            "looks": [{"metric": look.metric, "value": look.value} for look in looks],
+            "looks": [{"step": look.step, **asdict(look.score)} for look in self._looks],
+            "written_step": self.written_look.step if self.written_look else last.step,
         }
 
 

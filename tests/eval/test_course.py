@@ -57,6 +57,18 @@ def test_every_look_is_a_column_and_every_prompt_a_row(page, tmp_path):
     assert sorted(map(float, first)) == list(map(float, first))
 
 
+def test_the_page_states_the_look_whose_weights_are_written(page, tmp_path):
+    looks = [look(0, 0.5), look(50, 0.05), look(100, 0.2)]
+    with page.open():
+        for seen in looks:
+            page.show(seen)
+        page.name_written(50)
+    values = [seen.score.value for seen in looks]
+    assert f"Recovered: SSIM {values[0]:.4g} at step 0, {values[1]:.4g} at step 50." in text_of(
+        tmp_path
+    )
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_student_that_broke_is_shown(page, tmp_path, value):
     broken = look(5, 0.1)

@@ -27,15 +27,21 @@ from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
 from quantkit.recovery.distill import training
 from quantkit.recovery.distill.distributed import Ranks
-from quantkit.recovery.distill.early_stopping import EarlyStopping, ValidationScore
+from quantkit.recovery.distill.early_stopping import (
+    EarlyStopping,
+    ScoredStep,
+    TrainingProgress,
+    ValidationScore,
+)
 from quantkit.recovery.distill.optimizer import Offloaded, Resident
-from quantkit.recovery.distill.recover import Keeping, RecoveryTask, recover
+from quantkit.recovery.distill.recover import Keeping, Look, RecoveryTask, ignore, recover
 from quantkit.recovery.distill.resume import refuse_others, refuse_unfinished
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 from quantkit.recovery.distill.validation import compare_latents, compare_pictures, hold_out
 from quantkit.recovery.fake_quant import install, plan_quants
 from quantkit.sparsity.maskfile import save_masks
+from quantkit.workflow.recovery_result import Recovery
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,9 +68,9 @@ def _points_are_many(monkeypatch):
     monkeypatch.setattr(training, "READ_EVERY", 2)
 
 
-def run(model, masks, settings, *, quantize=None, keeping=None, watch=lambda _: None):
+def run(model, masks, settings, *, quantize=None, keeping=None, watch=ignore, show=ignore):
     task = RecoveryTask(model, masks, quantize, PROMPTS, "cpu")
-    return recover(task, settings, progress=silent, keeping=keeping, watch=watch)
+    return recover(task, settings, progress=silent, keeping=keeping, watch=watch, show=show)
 
 
 def test_loss_of_dense_fp8_is_what_packing_costs(model):
@@ -199,12 +205,13 @@ def test_patience_ends_the_run_with_the_best_weights():
     patience = EarlyStopping(2)
     for step, value in enumerate((0.1, 0.5, 0.4, 0.3)):
         assert not patience.over
-        patience.see(ValidationScore("SSIM", value), {"w": torch.tensor(step)})
+        patience.see(step, ValidationScore("SSIM", value), {"w": torch.tensor(step)})
     assert patience.over
     assert patience.best == {"w": torch.tensor(1)}
+    assert patience.best_step == ScoredStep(1, ValidationScore("SSIM", 0.5))
     endless = EarlyStopping(None)
     for _ in range(9):
-        endless.see(ValidationScore("SSIM", 0.0), {})
+        endless.see(0, ValidationScore("SSIM", 0.0), {})
     assert not endless.over
     assert endless.best is None
 
@@ -214,6 +221,22 @@ def test_run_stops_when_pictures_get_no_better(model, masks):
     result = run(model, masks, still)
     assert result.points[-1].step == 6
     assert result.points[-1].fraction == 1
+    # Nothing moves, so the first of three equal looks is the best, and its weights are written.
+    assert (result.first_look.step, result.written_look.step) == (0, 2)
+    assert result.first_look.score == result.written_look.score
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (5, [0, 2]), (None, [])])
+def test_scores_are_of_the_first_and_of_the_written_weights(model, every, steps):
+    short = replace(SHORT, steps=2, watch_every=every, watched=1)
+    seen: list[Look] = []
+    result = run(model, None, short, quantize=FP8, show=seen.append)
+    assert [look.step for look in seen] == steps
+    if not steps:
+        assert result.first_look is result.written_look is None
+        return
+    assert result.first_look == ScoredStep(0, seen[0].score)
+    assert result.written_look == ScoredStep(2, seen[-1].score)
 
 
 def test_prompts_are_held_out_where_there_are_many():
@@ -370,6 +393,22 @@ def test_two_processes_end_with_the_same_weights(two_ranks, model):
     assert float(loss) != alone.points[-1].loss
 
 
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [(20, "; SSIM 0.9238 -> 0.9056"), (10, "; SSIM 0.9238 -> 0.9300 at step 10, written")],
+)
+def test_the_line_states_the_first_look_and_the_written_one(step, line):
+    scores = {10: ValidationScore("SSIM", 0.93), 20: ValidationScore("SSIM", 0.9056)}
+    points = tuple(TrainingProgress(s, 0.1, 1.0, s / 20, score) for s, score in scores.items())
+    first = ScoredStep(0, ValidationScore("SSIM", 0.9238))
+    result = Recovery(
+        "distill", Path("out"), None, 1, points, 1, 0.0, first, ScoredStep(step, scores[step])
+    )
+    assert repr(result).endswith(f"loss 0.10000 -> 0.10000{line}")
+    assert [look["step"] for look in result.to_json()["looks"]] == [0, 10, 20]
+    assert result.to_json()["written_step"] == step
+
+
 def command(*arguments):
     return CliRunner().invoke(recover_command, [str(a) for a in arguments])
 
@@ -384,12 +423,16 @@ def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
     report = json.loads(result.stdout)
     assert report["steps"] == 2
     assert report["masks"] is None
-    assert [look["metric"] for look in report["looks"]] == ["SSIM", "SSIM"]
+    assert [(look["step"], look["metric"]) for look in report["looks"]] == [
+        (0, "SSIM"), (1, "SSIM"), (2, "SSIM"),
+    ]  # fmt: skip
+    assert report["written_step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.recovery.html"]
     page = (tmp_path / "out.recovery.html").read_text(encoding="utf-8")
     # before the first step, and after each of the two
     assert set(re.findall('data-side="(step [^"]*)"', page)) == {"step 0", "step 1", "step 2"}
-    assert f"{report['looks'][-1]['value']:.4g} at step 2." in page
+    first, last = (f"{report['looks'][i]['value']:.4g}" for i in (0, -1))
+    assert f"SSIM {first} at step 0, {last} at step 2." in page
     load_pipeline(open_model(str(tmp_path / "out")), choose_device("cpu"))
 
 

@@ -20,6 +20,14 @@ class ValidationScore:
 
 
 @dataclass(frozen=True)
+class ScoredStep:
+    """How near the pictures of one step's weights are."""
+
+    step: int
+    score: ValidationScore
+
+
+@dataclass(frozen=True)
 class TrainingProgress:
     """How far a training is."""
 
@@ -64,7 +72,7 @@ class EarlyStopping:
     def __init__(self, limit: int | None) -> None:
         """End after ``limit`` looks in vain; None: never."""
         self._limit = limit
-        self._value = -math.inf
+        self._best = ScoredStep(0, ValidationScore("", -math.inf))
         self._vain = 0
         self._kept: dict[str, Tensor] | None = None
 
@@ -78,12 +86,17 @@ class EarlyStopping:
         """The weights of the best look, once it is over; on the CPU."""
         return self._kept if self.over else None
 
-    def see(self, look: ValidationScore, average: dict[str, Tensor]) -> None:
-        """Count a look."""
+    @property
+    def best_step(self) -> ScoredStep | None:
+        """The best look, once it is over."""
+        return self._best if self.over else None
+
+    def see(self, step: int, look: ValidationScore, average: dict[str, Tensor]) -> None:
+        """Count the look at a step's weights."""
         if self._limit is None:
             return
-        if look.value > self._value:
-            self._value, self._vain = look.value, 0
+        if look.value > self._best.score.value:
+            self._best, self._vain = ScoredStep(step, look), 0
             self._kept = {n: v.detach().to("cpu", copy=True) for n, v in average.items()}
         else:
             self._vain += 1

@@ -18,7 +18,11 @@ from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libra
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill.distributed import Ranks, joined, own_device
-from quantkit.recovery.distill.early_stopping import TrainingProgress, ValidationScore
+from quantkit.recovery.distill.early_stopping import (
+    ScoredStep,
+    TrainingProgress,
+    ValidationScore,
+)
 from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
 from quantkit.recovery.distill.resume import Checkpoint, identify
 from quantkit.recovery.distill.settings import DistillSettings
@@ -73,6 +77,10 @@ class Recovered:
     aside: float
     #: whether this process is the one of several that writes
     writes: bool = True
+    #: the pictures before the first step; None: not looked at
+    first_look: ScoredStep | None = None
+    #: the pictures of ``weights``; None: not looked at
+    written_look: ScoredStep | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +94,9 @@ class Look:
     score: ValidationScore
 
 
-def ignore(point: TrainingProgress) -> None:
+def ignore(news: TrainingProgress | Look) -> None:
     """Watch nothing."""
-    del point
+    del news
 
 
 @quiet_libraries()
@@ -98,7 +106,7 @@ def recover(
     *,
     progress: Progress,
     watch: Callable[[TrainingProgress], None] = ignore,
-    show: Callable[[Look], None] | None = None,
+    show: Callable[[Look], None] = ignore,
     keeping: Keeping | None = None,
 ) -> Recovered:
     """Train the denoiser of a pipeline on the dense one's own trajectories.
@@ -114,7 +122,7 @@ def recover(
         progress: told of percents of the training.
         watch: told of the loss.
         show: told the pictures of every look, and of two more: before the first step and after the
-            last. None: those two are not made.
+            last.
         keeping: None keeps nothing on disk.
 
     Raises:
@@ -144,7 +152,7 @@ class _Audience:
 
     progress: Progress
     watch: Callable[[TrainingProgress], None]
-    show: Callable[[Look], None] | None
+    show: Callable[[Look], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,9 +192,11 @@ class _Recruit:
                 audience.watch(point)
 
             progress("recovering", 0, 100)
-            gallery.look(watcher, stepper.average)
+            start = gallery.look(watcher, stepper.average)
+            # One that goes on holds the look of its first step.
+            trainer.first_look = trainer.first_look or start
             best = trainer.run(report if ranks.writes else ignore, watcher, saver)
-            gallery.look(watcher, best)
+            written = trainer.written_look or gallery.look(watcher, best)
             progress("recovering", 100, 100)
             weights = {name: value.cpu() for name, value in best.items()}
         return Recovered(
@@ -196,6 +206,8 @@ class _Recruit:
             teacher.made * ranks.world,
             trainer.clock.paused_for,
             ranks.writes,
+            trainer.first_look,
+            written,
         )
 
     def _student(self, denoiser: Any, ranks: Ranks) -> tuple[nn.Module, Stepper]:
@@ -241,25 +253,24 @@ class _Recruit:
 class _Gallery:
     """Shows what a watcher sees, with the step; and makes it look at the beginning and the end."""
 
-    def __init__(self, prompts: Sequence[str], show: Callable[[Look], None] | None) -> None:
+    def __init__(self, prompts: Sequence[str], show: Callable[[Look], None]) -> None:
         self.trainer: Trainer | None = None
         self._prompts, self._show = tuple(prompts), show
-        self._seen = -1
 
     def see(self, found: Pictures, wanted: Pictures, score: ValidationScore) -> None:
         """Take the pictures of a look."""
         assert self.trainer is not None, "set before anybody looks"
-        self._seen = self.trainer.step
-        if self._show is not None:
-            self._show(Look(self._seen, self._prompts, found, wanted, score))
+        self._show(Look(self.trainer.step, self._prompts, found, wanted, score))
 
-    def look(self, watcher: PictureWatcher | None, weights: Mapping[str, Tensor]) -> None:
-        """Look once more, where nobody looked at this step; the training's clock stands still."""
-        trainer = self.trainer
-        if watcher is None or self._show is None or trainer is None or trainer.step == self._seen:
-            return
-        with trainer.clock.paused():
-            watcher.look(weights)
+    def look(
+        self, watcher: PictureWatcher | None, weights: Mapping[str, Tensor]
+    ) -> ScoredStep | None:
+        """Look at this step's pictures; the training's clock stands still."""
+        assert self.trainer is not None, "set before anybody looks"
+        if watcher is None:
+            return None
+        with self.trainer.clock.paused():
+            return ScoredStep(self.trainer.step, watcher.look(weights))
 
 
 def _quants(

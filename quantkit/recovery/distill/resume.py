@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.models.source import Component
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.distill.early_stopping import Clock, TrainingProgress
+from quantkit.recovery.distill.early_stopping import Clock, ScoredStep, TrainingProgress
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.training import Trainer
 from quantkit.sparsity.maskfile import MaskSet
@@ -91,6 +91,7 @@ class Checkpoint:
             "chunks": trainer.chunks,
             "oldest": trainer.oldest,
             "points": [asdict(point) for point in trainer.points],
+            "first_look": trainer.first_look and asdict(trainer.first_look),
         }
         write_artefact(self._path, _KIND, trainer.stepper.state(), about, force=True)
         self._saved = time.monotonic()
@@ -108,6 +109,8 @@ class Checkpoint:
             trainer.clock = Clock(float(about["seconds"]))
             trainer.chunks, trainer.oldest = int(about["chunks"]), int(about["oldest"])
             trainer.points = [as_type(TrainingProgress, values) for values in about["points"]]
+            first = about["first_look"]
+            trainer.first_look = None if first is None else as_type(ScoredStep, first)
             trainer.stepper.restore(state, trainer.step)
 
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from quantkit.recovery.distill.distributed import Ranks
 from quantkit.recovery.distill.early_stopping import (
     Clock,
     EarlyStopping,
+    ScoredStep,
     TrainingProgress,
     ValidationScore,
 )
@@ -83,6 +84,8 @@ class Trainer:
         self.step = 0
         #: the loss on the way
         self.points: list[TrainingProgress] = []
+        #: the pictures before the first step; None: not looked at
+        self.first_look: ScoredStep | None = None
         #: trajectory batches that the store was given, and the first of those that it holds
         self.chunks = self.oldest = 0
         self._student = student
@@ -123,6 +126,16 @@ class Trainer:
                 fields=("batch", "checkpointing", "offload"),
             ) from error
         return self._patience.best or self.stepper.average
+
+    @property
+    def written_look(self) -> ScoredStep | None:
+        """The look at the weights that ``run`` returned; None: there was none."""
+        if self._patience.over:
+            return self._patience.best_step
+        last = self.points[-1]
+        if last.look is None or last.step != self.step:
+            return None
+        return ScoredStep(last.step, last.look)
 
     def _run(
         self,
@@ -271,7 +284,7 @@ class Trainer:
         if watcher is not None:
             with self.clock.paused():
                 look = watcher.look(self.stepper.average)
-                self._patience.see(look, self.stepper.average)
+                self._patience.see(self.step, look, self.stepper.average)
         fraction = min(1.0, self._fraction())
         self.points.append(TrainingProgress(self.step, loss, seconds, fraction, look))
 
