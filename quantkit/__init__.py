@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from quantkit.workflow.optimize import Pictures as Pictures
     from quantkit.workflow.optimize import optimize as optimize
     from quantkit.workflow.pack import pack as pack
-    from quantkit.workflow.permute import permute as permute
     from quantkit.workflow.recover import recover as recover
     from quantkit.workflow.rotate import rotate as rotate
     from quantkit.workflow.run import run as run
@@ -65,7 +64,6 @@ _HOMES = {
     "open_model": "models.source",
     "optimize": "workflow.optimize",
     "pack": "workflow.pack",
-    "permute": "workflow.permute",
     "recover": "workflow.recover",
     "replay": "pipelines.replay",
     "rotate": "workflow.rotate",
@@ -99,7 +97,6 @@ __all__ = [
     "open_model",
     "optimize",
     "pack",
-    "permute",
     "recover",
     "replay",
     "rotate",

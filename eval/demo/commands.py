@@ -86,11 +86,11 @@ class DemoPlan:
 
 _ONE_SHOT = (
     "One-shot 4:2 drops half of the weights of every layer and trains nothing afterwards, so the "
-    "pictures change; 'quantkit sparsify --recover distill' brings them back."
+    "pictures change; 'quantkit recover --masks' brings them back."
 )
 _REFITTED = (
     "Without training, kept weights and biases make up for much of what one-shot 4:2 drops; "
-    "'quantkit sparsify --recover distill' makes up for the rest."
+    "'quantkit recover --masks' makes up for the rest."
 )
 
 _STATIC = DemoRow(

@@ -29,7 +29,6 @@ from quantkit.cli import (
     kernels,
     optimize,
     pack,
-    permute,
     recipes,
     recover,
     rotate,
@@ -72,7 +71,6 @@ calibrate.calibrate.add_command(optimize.optimize)
 calibrate.calibrate.add_command(hessian.hessian)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
-quantkit.add_command(permute.permute)
 quantkit.add_command(rotate.rotate)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)

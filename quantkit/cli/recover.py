@@ -24,17 +24,16 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, traini
 @options.output
 @click.option(
     "--method",
-    type=click.Choice(["distill", "obs", "reconstruct"]),
+    type=click.Choice(["distill", "obs"]),
     default="distill",
     show_default=True,
-    help="distill trains the denoiser on the dense one's own trajectories. reconstruct fits "
-    "masked layers to them block by block, in a minute or a few on a CPU; with --hessians it "
-    "starts from the result of obs. obs does not train: from --hessians it updates kept "
-    "weights and biases so that they make up for the dropped weights.",
+    help="distill trains the denoiser on the dense one's own trajectories. obs does not train: "
+    "from --hessians it updates kept weights and biases so that they make up for the dropped "
+    "weights.",
 )
 @masks_output
 @options.prompts
-@recovery_options()
+@recovery_options
 @options.device
 @options.force
 @options.dry_run

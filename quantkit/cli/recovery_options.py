@@ -1,4 +1,4 @@
-"""The settings of a recovery as options: of ``recover``, and of older spellings of it."""
+"""The settings of a recovery as options of ``recover``."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -29,31 +29,27 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--steps": {
         "type": options.STEPS,
-        "help": "number of training steps; with reconstruct, gradient steps per block.",
+        "help": "number of training steps.",
     },
     "--batch": {
         "type": options.COUNT,
-        "help": "denoiser calls per step; default: 256, on a CPU 16. With reconstruct, calls in "
-        "total; default: 256, or what the time allows.",
+        "help": "denoiser calls per step; default: 256, on a CPU 16.",
     },
     "--rate": {
         "type": _POSITIVE,
-        "help": "highest learning rate; default: 3e-4, with reconstruct 1e-3.",
+        "help": "highest learning rate; default: 3e-4.",
     },
     "--sampling-steps": {
         "type": options.STEPS,
-        "help": "denoising steps of a trajectory; default: the recipe's, with reconstruct 3, 4 and "
-        "7 in turn.",
+        "help": "denoising steps of a trajectory; default: the recipe's.",
     },
     "--sampling-batch": {
         "type": options.COUNT,
-        "help": "prompts denoised at a time; default: 256, on a CPU 16; with reconstruct 16, on a "
-        "CPU 4.",
+        "help": "prompts denoised at a time; default: 256, on a CPU 16.",
     },
     "--trajectories": {
         "type": options.COUNT,
-        "help": "number of trajectories stored at a time; default: 4096, on a CPU 64; with "
-        "reconstruct 64.",
+        "help": "number of trajectories stored at a time; default: 4096, on a CPU 64.",
     },
     "--guidance": {"type": options.NUMBER, "help": "guidance scale; default: the recipe's."},
     "--watch-every": {
@@ -103,24 +99,14 @@ masks_output = click.option(
 )
 
 
-def recovery_options(
-    *, hidden: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds the settings of a training to a command.
-
-    Args:
-        hidden: help leaves them out.
-    """
-
-    def add(command: Command) -> Command:
-        for name, about in reversed(_OPTIONS.items()):
-            renamed = (_RENAMED[name],) if name in _RENAMED else ()
-            text = about["help"]
-            shown = {**about, "help": text[0].upper() + text[1:], "hidden": hidden}
-            command = click.option(name, *renamed, **shown)(command)
-        return command
-
-    return add
+def recovery_options(command: Command) -> Command:
+    """Add the settings of a training to a command."""
+    for name, about in reversed(_OPTIONS.items()):
+        renamed = (_RENAMED[name],) if name in _RENAMED else ()
+        text = about["help"]
+        shown = {**about, "help": text[0].upper() + text[1:]}
+        command = click.option(name, *renamed, **shown)(command)
+    return command
 
 
 def training_of(given: dict[str, Any]) -> "Training":

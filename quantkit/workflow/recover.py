@@ -11,8 +11,10 @@ from quantkit.numerics.masks import parse_pattern
 from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.fake_quant import plan_quants
-from quantkit.sparsity.choose import wanted_layers
+from quantkit.recovery.recovered_model import refuse_outputs
+from quantkit.sparsity.choose import choose_masks, wanted_layers
 from quantkit.sparsity.maskfile import MaskSet
+from quantkit.storage.files import scratch_directory
 from quantkit.workflow.inputs import (
     HessiansLike,
     MasksLike,
@@ -26,7 +28,7 @@ from quantkit.workflow.inputs import (
 )
 from quantkit.workflow.recovery_job import RUN, Job
 from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
-from quantkit.workflow.sparsify_and_recover import sparsify_and_recover
+from quantkit.workflow.sparsify import Sparsified
 from quantkit.workflow.training import Training, as_packed, refuse_foreign
 
 __all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "plan_recovery", "recover", "unheard"]
@@ -52,27 +54,26 @@ def recover(
     """Make up for what masks, or packing with the recipe, cost the pictures of a pipeline.
 
     distill trains the denoiser on what the dense one answers along its own trajectories, masked,
-    computing as packed, or both. reconstruct fits masked layers block by block, for a CPU too. obs
-    trains nothing: kept weights and biases make up for the dropped ones. No data set is needed.
+    computing as packed, or both. obs trains nothing: kept weights and biases make up for the
+    dropped ones. No data set is needed.
 
     Args:
         model: the dense pipeline: its directory, a hub id, or opened.
         output: the directory to make: an ordinary 16-bit pipeline.
-        method: distill, obs or reconstruct.
+        method: distill or obs.
         recipe: what the result will be packed with; its calibration section says how pictures are
             sampled.
         masks: which weights are kept; None: with obs what the recipe's sparsity section chooses,
             each layer computed once for its mask and its weights; with distill all.
-        hessians: second moments of the model: obs computes with them, reconstruct starts from where
-            obs ends.
+        hessians: second moments of the model, which obs computes with.
         prompts: texts, or a file with one a line; None: the bundled set.
         training: how long, how fast and on what.
         masks_output: where the masks for the output go; None: ``OUTPUT.masks.safetensors``.
         device: auto, cpu or cuda[:N].
         force: replace existing outputs, and a saved training.
         commands: what a reader types to make it again.
-        progress: told of percents of the training, or of blocks.
-        tell: told a line about every loss, look or block.
+        progress: told of percents of the training, or of layers.
+        tell: told a line about every loss or look.
 
     Returns:
         how it went; None in all but the first of several processes.
@@ -87,18 +88,11 @@ def recover(
     mask_set = as_masks(masks)
     refuse_foreign(method, training)
     _refuse_moments(method, hessians, prompts)
-    if method == "obs" and mask_set is None and chosen.sparsity is not None:
-        found, recovery = sparsify_and_recover(
-            source, output=output, method=method, recipe=chosen, hessians=hessians,
-            masks_output=masks_output, device=device, force=force, commands=commands,
-            progress=progress, tell=tell,
-        )  # fmt: skip
-        return None if recovery is None else replace(recovery, chosen=found)
     job = Job(
         source,
         chosen,
         mask_set,
-        surgeon_of(hessians, device),
+        None,
         prompts,
         training,
         Path(output),
@@ -109,7 +103,22 @@ def recover(
         tell,
         tuple(commands),
     )
-    return RUN[method](job)
+    if method == "obs" and mask_set is None and chosen.sparsity is not None:
+        return _choose_and_update(job, hessians)
+    return RUN[method](replace(job, surgeon=surgeon_of(hessians, device)))
+
+
+def _choose_and_update(job: Job, hessians: HessiansLike | None) -> Recovery | None:
+    """Choose masks and update the weights: what settles a mask is kept, not computed again."""
+    job.recipe.refuse_budget()
+    refuse_outputs(job.model, job.output, job.masks_path, force=job.force)
+    with scratch_directory(job.output) as scratch:
+        surgeon = surgeon_of(hessians, job.device, scratch)
+        masks = choose_masks(
+            job.model, job.recipe, None, surgeon=surgeon, update=True, progress=job.progress
+        )
+        recovery = RUN["obs"](replace(job, masks=masks, surgeon=surgeon))
+    return recovery and replace(recovery, chosen=Sparsified(masks, job.output))
 
 
 def plan_recovery(
@@ -124,7 +133,7 @@ def plan_recovery(
 
     Args:
         model: the dense pipeline: its directory, a hub id, or opened.
-        method: distill, obs or reconstruct.
+        method: distill or obs.
         recipe: what the result will be packed with.
         masks: which weights are kept; None: all.
         training: of which ``quantize`` counts.

@@ -1,10 +1,8 @@
 """The methods of a recovery, on what was opened for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from quantkit.errors import ArtefactError
 from quantkit.eval.course import CourseFacts, CoursePage
@@ -16,8 +14,6 @@ from quantkit.recovery.distill import recover as distilling
 from quantkit.recovery.distill.early_stopping import TrainingProgress
 from quantkit.recovery.distill.resume import refuse_unfinished
 from quantkit.recovery.obs_update import UpdatedTensors
-from quantkit.recovery.reconstruct import reconstruct as reconstructing
-from quantkit.recovery.reconstruct.block_file import ReconstructedBlock
 from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.sparsity.sparsegpt import Surgeon
@@ -49,9 +45,12 @@ class Job:
 
     @property
     def where(self) -> Path | None:
-        """Where the masks go: beside the pipeline by default; None: there are none."""
-        if self.masks is None:
-            return None
+        """Where the masks go; None: there are none."""
+        return None if self.masks is None else self.masks_path
+
+    @property
+    def masks_path(self) -> Path:
+        """Where masks go: next to the pipeline by default."""
         return self.masks_output or self.output.with_name(f"{self.output.name}.masks.safetensors")
 
     @property
@@ -95,23 +94,12 @@ class Job:
         )
 
 
-def _needed(job: Job, method: str) -> MaskSet:
-    if job.masks is None:
-        rule = ", or a recipe with a sparsity section" if method == "obs" else ""
-        raise ArtefactError(
-            f"masks: missing, and method {method} needs them; give those of 'quantkit "
-            f"sparsify'{rule}",
-            fields=("masks",),
-        )
-    return job.masks
-
-
 def _distill(job: Job) -> Recovery | None:
     job.refuse()
     refuse_unfinished(job.file, resume=job.training.resume, force=job.force)
     refuse_file(job.page, force=job.force or job.training.resume)
     on_cpu = choose_device(job.device).type == "cpu"
-    settings = settings_of(job.training, job.recipe.calibration, method="distill", on_cpu=on_cpu)
+    settings = settings_of(job.training, job.recipe.calibration, on_cpu=on_cpu)
     quantize = job.recipe if as_packed(job.training, masked=job.masks is not None) else None
     task = distilling.RecoveryTask(
         job.model, job.masks, quantize, as_prompts(job.prompts), job.device
@@ -132,30 +120,17 @@ def _distill(job: Job) -> Recovery | None:
         return _finished(job, "distill", recovered) if recovered.writes else None
 
 
-def _reconstruct(job: Job) -> Recovery | None:
-    masks = _needed(job, "reconstruct")
-    job.refuse()
-    refuse_unfinished(job.file, resume=job.training.resume, force=job.force)
-    on_cpu = choose_device(job.device).type == "cpu"
-    steps = job.training.sampling_steps
-    recovered = reconstructing.reconstruct(
-        distilling.RecoveryTask(job.model, masks, None, as_prompts(job.prompts), job.device),
-        settings_of(job.training, job.recipe.calibration, method="reconstruct", on_cpu=on_cpu),
-        progress=job.progress,
-        schedules=reconstructing.SCHEDULES if steps is None else (steps,),
-        start=_start(job, masks),
-        watch=_blocks_to(job.tell),
-        keeping=job.keeping,
-    )
-    return _finished(job, "reconstruct", recovered)
-
-
 def _obs(job: Job) -> Recovery | None:
-    masks = _needed(job, "obs")
+    if job.masks is None:
+        raise ArtefactError(
+            "masks: missing, and method obs needs them; give those of 'quantkit sparsify', or a "
+            "recipe with a sparsity section",
+            fields=("masks",),
+        )
     job.refuse()
     component = distilling.only_denoiser(job.model)
     assert job.surgeon is not None, "refused before"
-    updated = UpdatedTensors(component, masks, job.surgeon)
+    updated = UpdatedTensors(component, job.masks, job.surgeon)
     recovered = distilling.Recovered(component, updated, (), trajectories=0, aside=0.0)
     return job.write("obs", recovered)
 
@@ -171,15 +146,7 @@ def _finished(job: Job, method: str, recovered: distilling.Recovered) -> Recover
 RUN: dict[str, Callable[[Job], Recovery | None]] = {
     "distill": _distill,
     "obs": _obs,
-    "reconstruct": _reconstruct,
 }
-
-
-def _start(job: Job, masks: MaskSet) -> Mapping[str, Tensor] | None:
-    """Return the second moments' update, which is where to start; None: the masked weights are."""
-    if job.surgeon is None:
-        return None
-    return UpdatedTensors(distilling.only_denoiser(job.model), masks, job.surgeon)
 
 
 def _points_to(tell: Tell) -> Callable[[TrainingProgress], None]:
@@ -193,17 +160,5 @@ def _points_to(tell: Tell) -> Callable[[TrainingProgress], None]:
         due = max(due, point.fraction + 0.05)
         seen = "" if point.look is None else f", {point.look.metric} {point.look.value:.4f}"
         tell(f"step {point.step}: loss {point.loss:.5f}{seen}, {point.seconds:.0f} s")
-
-    return show
-
-
-def _blocks_to(tell: Tell) -> Callable[[ReconstructedBlock], None]:
-    """Return a watcher that tells what every block misses of its teacher's answers."""
-
-    def show(block: ReconstructedBlock) -> None:
-        tell(
-            f"{block.block}: misses {block.before:.4f} -> {block.after:.4f} of the power, "
-            f"{block.steps} steps"
-        )
 
     return show

@@ -13,10 +13,11 @@ from quantkit.calibration.rotation import (
     plan_rotation,
 )
 from quantkit.calibration.statistics import Calibration
+from quantkit.errors import ModelError
+from quantkit.models.source import Component, Model
 from quantkit.pipelines.running import choose_device, refuse_component
 from quantkit.progress import Progress, silent
 from quantkit.recipe.calibration import CalibrationRecipe
-from quantkit.recovery.permuted_model import only_component
 from quantkit.recovery.rotated_model import RotatedOutputs, refuse_other_weights, write_rotated
 from quantkit.workflow.inputs import (
     CalibrationLike,
@@ -96,7 +97,7 @@ def rotate(
     source, found = as_model(model), as_calibration(calibration)
     assert found is not None
     refuse_component(source)
-    component = only_component(source)
+    component = _only_component(source)
     target = Path(output)
     beside = target.with_name(f"{target.name}.calibration.safetensors")
     outputs = RotatedOutputs(target, beside)
@@ -111,3 +112,12 @@ def rotate(
     fitting = write_rotated(source, rotation, found, measured, outputs, force=force)
     errors = {name: errors_of_module(s.errors() or {}) for name, s in measured.items()}
     return Rotated(rotation, errors, fitting, outputs)
+
+
+def _only_component(model: Model) -> Component:
+    if len(model.components) != 1:
+        names = ", ".join(component.name for component in model.components)
+        raise ModelError(
+            f"{model.path}: found the denoisers {names}; pass the directory of one of them"
+        )
+    return model.components[0]

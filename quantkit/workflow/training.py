@@ -15,18 +15,17 @@ class Training:
     quantize: bool | None = None
     #: how long to train, trajectories included; None: 2, or no limit where steps are set
     minutes: float | None = None
-    #: training steps; of reconstruct, the gradient steps of a block
+    #: training steps
     steps: int | None = None
-    #: calls of the denoiser a step: 256, on a CPU 16. Of reconstruct, calls in all: 256, or what
-    #: the time allows
+    #: calls of the denoiser a step: 256, on a CPU 16
     batch: int | None = None
-    #: the highest learning rate: 3e-4, of reconstruct 1e-3
+    #: the highest learning rate: 3e-4
     rate: float | None = None
-    #: denoising steps of a trajectory: the recipe's, of reconstruct 3, 4 and 7 in turn
+    #: denoising steps of a trajectory: the recipe's
     sampling_steps: int | None = None
-    #: prompts denoised at a time: 256, on a CPU 16; of reconstruct 16 and 4
+    #: prompts denoised at a time: 256, on a CPU 16
     sampling_batch: int | None = None
-    #: how many are kept at a time: 4096, on a CPU 64; of reconstruct 64
+    #: how many are kept at a time: 4096, on a CPU 64
     trajectories: int | None = None
     #: guidance scale: the recipe's
     guidance: float | None = None
@@ -54,25 +53,10 @@ class Training:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
 
-METHODS = ("distill", "obs", "reconstruct")
+METHODS = ("distill", "obs")
 
-_DEFAULTS = {
-    ("distill", False): DistillSettings(),
-    # What a CPU takes in minutes rather than days.
-    ("distill", True): DistillSettings(batch=16, sampling_batch=16, trajectories=64),
-    ("reconstruct", False): DistillSettings(rate=1e-3, sampling_batch=16, trajectories=64),
-    # Few prompts at a time, so that sampling can stop when its share of a minute is over.
-    ("reconstruct", True): DistillSettings(rate=1e-3, sampling_batch=4, trajectories=64),
-}
-
-#: method -> what means nothing to it
-_FOREIGN = {
-    "distill": frozenset[str](),
-    "obs": frozenset(field.name for field in fields(Training)),
-    "reconstruct": frozenset({
-        "quantize", "watch_every", "patience", "checkpointing", "offload", "graphs",
-    }),
-}  # fmt: skip
+#: What a CPU takes in minutes rather than days.
+_ON_CPU = DistillSettings(batch=16, sampling_batch=16, trajectories=64)
 
 #: Settings that have one name, and no other meaning, for users and for the training.
 _SAME = ("steps", "batch", "rate", "sampling_batch", "trajectories", "patience", "checkpointing",
@@ -89,7 +73,7 @@ def refuse_foreign(method: str, training: Training) -> None:
         raise RecipeError(
             f"method {method!r}: unknown, wanted one of {', '.join(METHODS)}", fields=("method",)
         )
-    for name in sorted(set(training.changed) & _FOREIGN[method]):
+    for name in sorted(training.changed if method == "obs" else ()):
         raise RecipeError(
             f"{name}: method {method} does not use it; drop it",
             fields=(name,),
@@ -101,21 +85,18 @@ def as_packed(training: Training, *, masked: bool) -> bool:
     return not masked if training.quantize is None else training.quantize
 
 
-def settings_of(
-    training: Training, run: CalibrationRecipe, *, method: str, on_cpu: bool
-) -> DistillSettings:
+def settings_of(training: Training, run: CalibrationRecipe, *, on_cpu: bool) -> DistillSettings:
     """Return the settings that the user and the recipe ask for.
 
     Args:
         training: what the user set.
         run: the recipe's calibration section: how pictures are sampled.
-        method: distill or reconstruct.
         on_cpu: where it runs.
 
     Raises:
         RecipeError: a value out of range, or settings that do not go together.
     """
-    base = _DEFAULTS[method, on_cpu]
+    base = _ON_CPU if on_cpu else DistillSettings()
     same = {name: getattr(training, name) for name in _SAME if name in training.changed}
     watch = training.watch_every
     return replace(

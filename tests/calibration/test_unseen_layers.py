@@ -21,7 +21,6 @@ from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.workflow.calibrate import merge_calibrations
 from quantkit.workflow.hessians import calibrate_hessians
 from quantkit.workflow.pack import PackSummary, plan_pack
-from quantkit.workflow.permute import permute
 from tests.support.observed import statistics_of
 from tests.support.pipelines import tiny_gated_pipeline
 
@@ -132,16 +131,11 @@ def test_moments_of_unseen_layers_are_no_moments(model, tmp_path):
     assert sum(decision.chosen for decision in masks.decisions) > 10
 
 
-def test_masks_permutations_and_sensitivity_leave_unseen_layers_out(model, calibrated, tmp_path):
+def test_masks_and_sensitivity_leave_unseen_layers_out(model, calibrated):
     opened, unseen = open_model(str(model)), set(calibrated.unseen["unet"])
     recipe = load_recipe("fp8-sparse")
     masks = choose_masks(opened, recipe, calibrated.calibration, progress=silent)
     assert {d.layer for d in masks.decisions if d.reason == UNSEEN} == unseen
-    permuted = permute(
-        model, recipe="fp8-sparse", calibration=calibrated.output, output=tmp_path / "permuted",
-        dry_run=True,
-    )  # fmt: skip
-    assert permuted.permutations
     subject = MeasuredModel.of(opened, load_recipe("fp8"), calibrated.calibration)
     assert not unseen & set(subject.layers)
 

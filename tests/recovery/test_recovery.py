@@ -1,7 +1,6 @@
 """Recovery: the student learns, its zeros stay, all else stays as it was, and pack takes it."""
 
 import filecmp
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, safe_open, save_file
 
-from quantkit.cli.sparsify import sparsify as sparsify_command
+from quantkit.cli.recover import recover as recover_command
 from quantkit.cli.verify import verify as verify_command
 from quantkit.errors import (
     ArtefactError,
@@ -30,13 +29,12 @@ from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
 from quantkit.recovery.denoiser_calls import recording
-from quantkit.recovery.distill import recover as recover_module
 from quantkit.recovery.distill.recover import RecoveryTask, recover
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 from quantkit.recovery.recovered_model import write_recovered
 from quantkit.sparsity.choose import choose_masks
-from quantkit.sparsity.maskfile import load_masks
+from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.storage.marker import MARKER
 from quantkit.workflow.training import Training, settings_of
 from tests.support.pipelines import tiny_flux_pipeline
@@ -324,53 +322,12 @@ def test_other_weights_of_the_denoiser_are_left_out(pipeline_dir, masks, recover
     )
 
 
-def command(*arguments):
-    return CliRunner().invoke(sparsify_command, [str(a) for a in arguments])
-
-
-def test_command_writes_a_pipeline_and_masks_beside_it(pipeline_dir, tmp_path):
-    result = command(
-        pipeline_dir, "-o", tmp_path / "out", "--recover", "distill", "--steps", 2, "--batch", 2,
-        "--sampling-steps", 2, "--sampling-batch", 1, "--trajectories", 1, "--device", "cpu",
-        "-q", "--json",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)["recovery"]
-    assert report["steps"] == 2
-    assert report["masks"] == str(tmp_path / "out.masks.safetensors")
-    assert len(load_masks(tmp_path / "out.masks.safetensors").layers["unet"]) == 71
-    load_pipeline(open_model(str(tmp_path / "out")), choose_device("cpu"))
-
-
-def test_dry_run_trains_and_writes_nothing(pipeline_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(recover_module, "recover", None)
-    result = command(pipeline_dir, "-o", tmp_path / "out", "--recover", "distill", "-n")
-    assert result.exit_code == 0, result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_masks_end_the_command_before_the_work(pipeline_dir, tmp_path):
+def test_existing_masks_end_the_command_before_the_work(pipeline_dir, masks, tmp_path):
+    save_masks(masks, tmp_path / "masks", force=False)
     (tmp_path / "out.masks.safetensors").touch()
-    result = command(pipeline_dir, "-o", tmp_path / "out", "--recover", "distill")
+    given = (pipeline_dir, "-o", tmp_path / "out", "--masks", tmp_path / "masks")
+    result = CliRunner().invoke(recover_command, [str(a) for a in given])
     assert isinstance(result.exception, OutputError)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--minutes", 1),
-        ("--checkpointing",),
-        ("--no-graphs",),
-        ("--no-quantize",),
-        ("--quantize",),
-        ("--device", "cpu"),
-    ],
-)
-def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
-    result = command(pipeline_dir, "-o", tmp_path / "out", *option)
-    assert isinstance(result.exception, RecipeError)
-    name = option[0].removeprefix("--").removeprefix("no-")
-    assert str(result.exception).startswith(f"{name}: a setting of recovery")
 
 
 @pytest.mark.parametrize(
@@ -383,5 +340,5 @@ def test_option_of_a_recovery_alone_is_refused(pipeline_dir, tmp_path, option):
     ],
 )
 def test_minutes_and_steps_limit_the_run(given, steps, seconds):
-    settings = settings_of(Training(**given), RECIPE.calibration, method="distill", on_cpu=False)
+    settings = settings_of(Training(**given), RECIPE.calibration, on_cpu=False)
     assert (settings.steps, settings.seconds) == (steps, seconds)

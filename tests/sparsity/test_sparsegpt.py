@@ -391,11 +391,15 @@ def invoke(*arguments):
     return CliRunner().invoke(command, [*map(str, arguments), "-q"], catch_exceptions=False)
 
 
+def recover(*arguments):
+    return CliRunner().invoke(recover_command, [*map(str, arguments), "-q"], catch_exceptions=False)
+
+
 def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, tmp_path):
     model, hessians, inputs = pipeline
     output = tmp_path / "sparse"
-    result = invoke(
-        model.path, "-r", some, "--hessians", hessians.path, "--recover", "obs",
+    result = recover(
+        model.path, "-r", some, "--hessians", hessians.path, "--method", "obs",
         "--device", "cpu", "-o", output, "--json",
     )  # fmt: skip
     said = json.loads(result.stdout)
@@ -404,7 +408,7 @@ def test_recover_obs_writes_an_ordinary_pipeline_and_its_masks(pipeline, some, t
     layers = {layer.name: layer for layer in list_layers(written.components[0])}
     chosen = masks.layers["unet"]
     assert chosen
-    assert said["recovery"]["tensors"] == len(chosen) + sum(layers[n].bias for n in chosen)
+    assert said["tensors"] == len(chosen) + sum(layers[n].bias for n in chosen)
     assert not masks.counts_on_updates
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "some.yaml", "sparse", "sparse.masks.safetensors"
@@ -435,30 +439,25 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
     model, hessians, _ = pipeline
     given = ("-r", some, "--hessians", hessians.path, "--device", "cpu")
     mask_file = tmp_path / "masks"
-    outputs = [tmp_path / name for name in ("at-once", "by-file", "by-recipe")]
-    old = invoke(model.path, *given, "--method", method, "--recover", "obs", "-o", outputs[0])
-    hint = "'quantkit sparsify --recover obs' is 'quantkit recover --method obs' now"
-    assert hint in old.stderr
-    chosen = invoke(model.path, *given, "--method", method, "--update", "-o", mask_file)
-    assert "hint" not in chosen.stderr
-    arguments = [model.path, *given, "--method", "obs", "--masks", mask_file, "-o", outputs[1]]
-    done = CliRunner().invoke(recover_command, list(map(str, arguments)), catch_exceptions=False)
+    outputs = [tmp_path / name for name in ("by-file", "by-recipe")]
+    assert (
+        invoke(model.path, *given, "--method", method, "--update", "-o", mask_file).exit_code == 0
+    )
+    done = recover(model.path, *given, "--method", "obs", "--masks", mask_file, "-o", outputs[0])
     assert done.exit_code == 0
     some.write_text(some.read_text().replace("sparsegpt", method))
-    arguments = [model.path, *given, "--method", "obs", "-o", outputs[2]]
-    planned = CliRunner().invoke(recover_command, [*map(str, arguments), "--dry-run"])
+    by_recipe = (model.path, *given, "--method", "obs", "-o", outputs[1])
+    planned = recover(*by_recipe, "--dry-run")
     # a layer is computed for its mask, and not again for its weights
     monkeypatch.setattr("quantkit.recovery.obs_update.settle_layer", None)
-    alone = [*map(str, arguments), "--json", "--quiet"]
-    found = CliRunner().invoke(recover_command, alone, catch_exceptions=False)
-    layers = json.loads(found.stdout)["layers"]
+    layers = json.loads(recover(*by_recipe, "--json").stdout)["layers"]
     assert (
         planned.stdout == f"{sum(layer['chosen'] for layer in layers)} layers masked, 0 quantized\n"
     )
     weights = [(output / "unet" / WEIGHTS).read_bytes() for output in outputs]
-    assert weights[0] == weights[1] == weights[2]
+    assert weights[0] == weights[1]
     masks = [(tmp_path / f"{o.name}.masks.safetensors").read_bytes() for o in outputs]
-    assert masks[0] == masks[1] == masks[2]
+    assert masks[0] == masks[1]
 
 
 @pytest.mark.parametrize(
@@ -514,8 +513,8 @@ def test_what_was_left_for_another_mask_is_not_taken(model, known, tmp_path):
 def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):
     model, hessians, _ = pipeline
     output = tmp_path / "sparse"
-    invoke(
-        model.path, "-r", some, "--hessians", hessians.path, "--recover", "obs",
+    recover(
+        model.path, "-r", some, "--hessians", hessians.path, "--method", "obs",
         "--device", "cpu", "-o", output, "--masks-output", tmp_path / "m.safetensors",
     )  # fmt: skip
     packed = CliRunner().invoke(
@@ -531,29 +530,25 @@ def test_what_recover_obs_wrote_is_packed(pipeline, some, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (
-            ["--recover", "obs", "--minutes", "1"],
-            RecipeError,
-            "minutes: method obs does not use it",
-        ),
-        (["--recover", "obs"], RecipeError, "with updates needs second moments"),
+        (["--device", "cpu"], RecipeError, "device: where second moments are used"),
+        (["--update"], RecipeError, "with updates needs second moments"),
         (["--hessians", "nowhere"], ArtefactError, "not a directory of hessians"),
     ],
-    ids=["option", "no-moments", "no-directory"],
+    ids=["device", "no-moments", "no-directory"],
 )
 def test_mistakes_on_the_command_line(pipeline, tmp_path, arguments, error, words):
     output = tmp_path / "out"
     with pytest.raises(error, match=words):
-        invoke(pipeline[0].path, "-o", output, "--device", "cpu", *arguments)
+        invoke(pipeline[0].path, "-o", output, *arguments)
     assert not output.exists()
 
 
 def test_recover_obs_refuses_an_output_inside_the_model(pipeline, tmp_path):
     model, hessians, _ = pipeline
     with pytest.raises(OutputError, match="overlaps the input"):
-        invoke(
-            model.path, "--hessians", hessians.path, "--recover", "obs", "--device", "cpu",
-            "-o", model.path / "sparse",
+        recover(
+            model.path, "-r", "fp8-sparsegpt", "--hessians", hessians.path, "--method", "obs",
+            "--device", "cpu", "-o", model.path / "sparse",
         )  # fmt: skip
 
 
@@ -561,7 +556,7 @@ def test_a_dry_run_with_moments_writes_nothing(pipeline, some, tmp_path):
     model, hessians, _ = pipeline
     result = invoke(
         model.path, "-r", some, "--method", "wanda", "--hessians", hessians.path,
-        "--recover", "obs", "--device", "cpu", "-o", tmp_path / "x", "-n", "--json",
+        "--device", "cpu", "-o", tmp_path / "x", "-n", "--json",
     )  # fmt: skip
     assert json.loads(result.stdout)["written"] is None
     assert list(tmp_path.iterdir()) == [some]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,12 +46,11 @@ class Teacher:
         """Sample the batch of this number next, as after ``batch`` batches of ``count``."""
         self._batches, self.made = batch, batch * count
 
-    def sample(self, count: int, steps: int | None = None) -> Chunk:
+    def sample(self, count: int) -> Chunk:
         """Denoise the next ``count`` prompts; a run's counts are all the same.
 
         Args:
             count: how many.
-            steps: denoising steps; None: those of the settings.
 
         Raises:
             ModelError: calls that no batch can be made of.
@@ -62,7 +60,6 @@ class Teacher:
         indices = range(first, first + count)
         prompts = [self._prompts[i % len(self._prompts)] for i in indices]
         call = self._call(prompts, [self._settings.seed + i for i in indices])
-        call = replace(call, steps=steps or call.steps)
         try:
             with self.awake(), recording(self._denoiser) as record, torch.no_grad():
                 self.pipe(**call.arguments(self.pipe))

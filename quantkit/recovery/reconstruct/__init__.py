@@ -1,1 +1,0 @@
-"""Recovery by reconstruction: block after block brought to its teacher's answers."""
