@@ -60,24 +60,26 @@ def imported_layers(path):
                 yield parts[1], node.lineno
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    layer = layer_of(path)
-    if layer not in RANK:
-        assert layer in {"__init__", "__main__"}, f"{layer}: give it a place in LAYERS"
-        return
+def test_every_module_has_a_layer():
+    layers = {layer_of(path) for path in MODULES}
+    assert layers - RANK.keys() <= {"__init__", "__main__"}
+
+
+def test_imports_go_one_way():
     late = [
-        f"line {line}: {layer} imports {other}"
+        f"{path}:{line} imports {other}"
+        for path in MODULES
+        if layer_of(path) in RANK
         for other, line in imported_layers(path)
-        if RANK[other] > RANK[layer]
+        if RANK[other] > RANK[layer_of(path)]
     ]
     assert not late
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_modules_stay_under_300_lines_of_code(path):
+def test_modules_stay_under_300_lines_of_code():
     """Docstrings, comments and blank lines do not count: to explain costs nothing."""
-    assert len(code_lines(path.read_text(encoding="utf-8"))) <= 300
+    texts = {path: path.read_text(encoding="utf-8") for path in MODULES}
+    assert not [p for p, text in texts.items() if text.count("\n") > 300 < len(code_lines(text))]
 
 
 #: Folders of tests that are not named like a package.
@@ -85,14 +87,12 @@ OTHER_FOLDERS = {"project", "fuzz", "mutation", "support", "golden", "standin"}
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_tests_stand_in_the_folder_of_a_package(path):
-    folders = path.relative_to(ROOT / "tests").parts[:-1]
-    if folders:
-        assert len(folders) == 1
-        assert folders[0] in RANK.keys() | OTHER_FOLDERS, f"no package {folders[0]}"
-    else:
-        assert path.name in {"__init__.py", "conftest.py"}
+def test_tests_stand_in_the_folder_of_a_package():
+    paths = [path.relative_to(ROOT / "tests") for path in TESTS]
+    folders = {path.parent for path in paths} - {Path()}
+    assert not {str(folder) for folder in folders} - RANK.keys() - OTHER_FOLDERS
+    alone = {path.name for path in paths if path.parent == Path()}
+    assert alone == {"__init__.py", "conftest.py"}
 
 
 def test_folders_of_tests_are_packages():
@@ -102,9 +102,8 @@ def test_folders_of_tests_are_packages():
     }
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_test_files_stay_under_600_lines(path):
-    assert path.read_text(encoding="utf-8").count("\n") <= 600
+def test_test_files_stay_under_600_lines():
+    assert not [p for p in TESTS if p.read_text(encoding="utf-8").count("\n") > 600]
 
 
 def test_property_tests_are_the_same_in_every_run_and_know_no_clock():
@@ -208,12 +207,11 @@ def imported_at_run_time(tree):
         yield from imported_at_run_time(node)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("quantkit/cli/*.py")), ids=lambda p: p.stem)
-def test_the_command_line_only_parses_and_prints(path):
-    names = imported_at_run_time(ast.parse(path.read_text(encoding="utf-8")))
+def test_the_command_line_only_parses_and_prints():
     deeper = [
-        name
-        for name in names
+        f"{path.name}: {name}"
+        for path in sorted(ROOT.glob("quantkit/cli/*.py"))
+        for name in imported_at_run_time(ast.parse(path.read_text(encoding="utf-8")))
         if not any(f"{name}.".startswith(f"{top}.") for top in FOR_THE_COMMAND_LINE)
     ]
     assert not deeper
