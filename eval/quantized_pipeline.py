@@ -17,7 +17,6 @@ from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import ModelError, QuantkitError
 from quantkit.interchange.gguf_file import read_gguf
 from quantkit.models.layers import Layer, list_layers
-from quantkit.models.pickles import refuse_only_pickles
 from quantkit.models.pipeline_index import read_pipeline_index
 from quantkit.models.quantizers import (
     CONFIG_KEY,
@@ -27,7 +26,7 @@ from quantkit.models.quantizers import (
     require_package,
     settings_of,
 )
-from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS, Model, find_weights
+from quantkit.models.source import Model, find_weights
 from quantkit.pipelines.calling import fewest_steps
 from quantkit.pipelines.running import choose_dtype, load_directory, quiet_libraries
 from quantkit.progress import Progress
@@ -58,8 +57,8 @@ class QuantizedComponent:
     #: its weights
     files: tuple[Path, ...]
     variant: str | None = None
-    #: how the weights of its library are called
-    stem: str = WEIGHTS
+    #: of its class
+    library: str = "diffusers"
 
     @property
     def is_gguf(self) -> bool:
@@ -132,7 +131,7 @@ def refuse_device(pipeline: QuantizedPipeline, device: torch.device) -> None:
         ModelError: the device is a CPU.
     """
     for component in pipeline.components:
-        by_diffusers = component.stem == WEIGHTS
+        by_diffusers = component.library == "diffusers"
         if by_diffusers and component.quantizer.needs_gpu and device.type == "cpu":
             raise ModelError(
                 f"{component.path}: quantized by {component.quantizer.name}, which runs on a GPU "
@@ -258,7 +257,10 @@ def files_before(pipeline: QuantizedPipeline, model: Model) -> tuple[Path, ...]:
     for component in pipeline.components:
         if component.name not in opened:
             folder = model.path / component.name
-            opened[component.name] = find_weights(folder, component.stem, model.variant).shards
+            found_here = find_weights(
+                folder, component.library, component.class_name, model.variant
+            )
+            opened[component.name] = found_here.shards
         found += opened[component.name]
     return tuple(found)
 
@@ -302,12 +304,11 @@ def _open_component(path: Path, name: str, class_name: str | None) -> Iterator[Q
     if entry is None or (isinstance(entry, Mapping) and entry.get("quant_method") == QUANT_METHOD):
         return
     quantizer = find_quantizer(entry, file)
-    stem = WEIGHTS if "_class_name" in config else ENCODER_WEIGHTS
+    library = "diffusers" if "_class_name" in config else "transformers"
     kind = class_name or _class_of(config)
-    refuse_only_pickles(path, "diffusers" if stem == WEIGHTS else "transformers", kind)
-    weights = find_weights(path, stem, None)
+    weights = find_weights(path, library, kind, None)
     yield QuantizedComponent(
-        name, path, kind, quantizer, entry, weights.shards, weights.variant, stem
+        name, path, kind, quantizer, entry, weights.shards, weights.variant, library
     )
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from quantkit.checkpoint.contents import broken_numbers
 from quantkit.checkpoint.metadata import METADATA_KEY
-from quantkit.errors import CheckpointError
-from quantkit.models.pickles import only_pickles
+from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.sizes import oversized, tensors_below
+from quantkit.models.source import weight_files
 from quantkit.storage.copying import is_weight, list_files
 from quantkit.storage.jsonfile import read_json
 from quantkit.storage.shard_index import read_shard_index
@@ -135,12 +135,13 @@ def _broken_model(
     folder: Path, library: str, class_name: str, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield a line for what is wrong with the weights of a component that was not packed."""
-    if why := only_pickles(folder, library, class_name):
-        yield why
-    elif not any(folder.glob("*.safetensors")):
-        yield f"{folder}: no weights; {_CURE}"
-    elif problem := oversized(config, tensors_below(folder)):
-        yield f"{folder / 'config.json'}: {problem}; {_CURE}"
+    try:
+        weight_files(folder, library, class_name)
+    except ModelError as error:
+        yield str(error)
+    else:
+        if problem := oversized(config, tensors_below(folder)):
+            yield f"{folder / 'config.json'}: {problem}; {_CURE}"
 
 
 def _broken_component(folder: Path, library: str, class_name: str) -> Iterator[str]:

@@ -41,6 +41,16 @@ def read_components(path: Path) -> dict[str, tuple[str, str]]:
     return {name: (str(library), kind) for name, (library, kind) in _read_entries(path).items()}
 
 
+def read_models(path: Path) -> dict[str, tuple[str, str]]:
+    """Return library and class of each component of a pipeline that has weights.
+
+    Raises:
+        ModelError: as ``read_pipeline_index``.
+    """
+    components = read_components(path).items()
+    return {name: made for name, made in components if (path / name / "config.json").is_file()}
+
+
 def denoiser_names(classes: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of a pipeline's denoisers, of the classes of its components by name."""
     return tuple(n for n, kind in classes.items() if _DENOISERS.fullmatch(n) and is_denoiser(kind))

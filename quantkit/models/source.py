@@ -14,7 +14,7 @@ from quantkit.models.location import refuse_nowhere
 from quantkit.models.pickles import refuse_only_pickles
 from quantkit.models.pipeline_index import (
     denoiser_names,
-    read_components,
+    read_models,
     read_pipeline_index,
     read_transformers_classes,
 )
@@ -162,8 +162,8 @@ def _open_pipeline(path: Path, wish: _Wish) -> tuple[Component, ...]:
         raise ModelError(
             f"{path}: model_index.json names no unet or transformer (found {found:.200})"
         )
-    for name, (library, class_name) in read_components(path).items():
-        refuse_only_pickles(path / name, library, class_name)
+    for name, (library, class_name) in read_models(path).items():
+        find_weights(path / name, library, class_name, wish.variant)
     return tuple(_open_component(path / name, name, wish) for name in names)
 
 
@@ -184,9 +184,8 @@ def open_encoders(model: Model) -> tuple[Component, ...]:
 
 def _open_encoder(path: Path, name: str, class_name: str, variant: str | None) -> Component:
     _read_config(path)
-    refuse_only_pickles(path, "transformers", class_name)
     # Not every encoder has the variant that the denoiser has.
-    found = find_weights(path, ENCODER_WEIGHTS, variant)
+    found = find_weights(path, "transformers", class_name, variant)
     family = find_encoder(class_name)
     return Component(
         name, path, class_name, family, found.shards, found.index, found.variant, found.has_plain
@@ -218,10 +217,10 @@ def _open_component(path: Path, name: str, wish: _Wish) -> Component:
         family = find_family(class_name, wish.family)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    refuse_only_pickles(path, "diffusers", class_name)
-    found = find_weights(path, WEIGHTS, wish.variant)
+    found = find_weights(path, "diffusers", class_name, wish.variant)
     if wish.variant not in (None, found.variant):
-        there = ", ".join(sorted(_variants(path, WEIGHTS))) or "no variant"
+        variants = weight_files(path, "diffusers", class_name).keys() - {""}
+        there = ", ".join(sorted(variants)) or "no variant"
         raise ModelError(
             f"{path}: no weights of variant {wish.variant}, found {there}; choose one of these, or "
             "none",
@@ -257,51 +256,77 @@ class Weights:
     has_plain: bool
 
 
-def find_weights(path: Path, stem: str, wanted: str | None) -> Weights:
+def find_weights(path: Path, library: str, class_name: str, wanted: str | None) -> Weights:
     """Return the files of the wanted variant; else the plain ones, else those of the only one.
 
     Args:
         path: a component's directory.
-        stem: ``WEIGHTS`` or ``ENCODER_WEIGHTS``.
+        library: of its class, as model_index.json has it.
+        class_name: what loads it.
         wanted: the variant; None: the plain one.
 
     Raises:
-        ModelError: no safetensors file, several variants, a damaged index, a missing shard.
+        ModelError: as ``weight_files``; several variants, a damaged index, a missing shard.
     """
-    plain = next(
-        (f for end in (".index.json", "") if (f := path / f"{stem}.safetensors{end}").is_file()),
-        None,
-    )
-    variants = _variants(path, stem)
-    if wanted is not None and wanted in variants:
-        return _weights_of(variants[wanted], wanted, has_plain=plain is not None)
-    if plain is not None:
-        return _weights_of(plain, None, has_plain=True)
-    if len(variants) > 1:
+    files = weight_files(path, library, class_name)
+    if wanted is not None and wanted in files:
+        variant = wanted
+    elif "" in files:
+        variant = ""
+    elif len(files) == 1:
+        (variant,) = files
+    else:
         raise ModelError(
-            f"{path}: found the variants {', '.join(sorted(variants))}, wanted one; choose it as "
+            f"{path}: found the variants {', '.join(sorted(files))}, wanted one; choose it as "
             "variant",
             fields=("variant",),
         )
-    for variant, file in variants.items():
-        return _weights_of(file, variant, has_plain=False)
-    raise ModelError(f"{path}: no weights: {stem}.safetensors is missing; download it again")
+    file = files[variant]
+    index = file if file.suffix == ".json" else None
+    return Weights(shards_of(file), index, variant or None, "" in files)
 
 
-def _weights_of(file: Path, variant: str | None, *, has_plain: bool) -> Weights:
-    if file.suffix == ".json":
-        return Weights(_shards_of(file), file, variant, has_plain)
-    return Weights((file,), None, variant, has_plain)
+def weight_files(path: Path, library: str, class_name: str) -> dict[str, Path]:
+    """Return what a loader opens for each variant, "" for the plain one: a file, or an index.
 
+    Args:
+        path: a component's directory.
+        library: of its class, as model_index.json has it.
+        class_name: what loads it.
 
-def _variants(path: Path, stem: str) -> dict[str, Path]:
-    """Return the file, or the index, of each variant; an index wins."""
+    Raises:
+        ModelError: no safetensors file, or no config.json.
+    """
+    refuse_only_pickles(path, library, class_name)
+    of_diffusers = "_class_name" in read_json(path / "config.json")
+    stem = WEIGHTS if of_diffusers else ENCODER_WEIGHTS
+    plain = [path / f"{stem}.safetensors"]
     files = [f for f in sorted(path.glob(f"{stem}.*.safetensors")) if "-of-" not in f.name]
-    files += sorted(path.glob(f"{stem}.safetensors.index.*.json"))
-    return {file.name.split(".")[-2]: file for file in files}
+    indexes = [path / f"{stem}.safetensors.index.json"]
+    indexes += sorted(path.glob(f"{stem}.safetensors.index.*.json"))
+    # Where there are both, the last counts: diffusers opens the index, transformers the file.
+    order = [*plain, *files, *indexes] if of_diffusers else [*indexes, *plain, *files]
+    found = {_variant_of(file, stem): file for file in order if file.is_file()}
+    if not found:
+        raise ModelError(f"{path}: no weights: {stem}.safetensors is missing; download it again")
+    return found
 
 
-def _shards_of(index: Path) -> tuple[Path, ...]:
+def _variant_of(file: Path, stem: str) -> str:
+    parts = file.name.removeprefix(stem).removesuffix(".json").split(".")
+    return next((part for part in parts if part not in ("", "safetensors", "index")), "")
+
+
+def shards_of(file: Path) -> tuple[Path, ...]:
+    """Return the files of what a loader opens, in the order of their names.
+
+    Raises:
+        ModelError: a damaged index, or a missing shard.
+    """
+    return _indexed_shards(file) if file.suffix == ".json" else (file,)
+
+
+def _indexed_shards(index: Path) -> tuple[Path, ...]:
     shards = read_shard_index(index).shards
     for shard in shards:
         if not os.path.isfile(shard):  # noqa: PTH113

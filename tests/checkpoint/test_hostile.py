@@ -54,7 +54,7 @@ def test_a_component_of_pickles_alone_is_refused_with_what_cures_it(
         packed_to(source, tmp_path / "packed")
     with pytest.raises(CheckpointError, match=match):
         verify(copy, progress=silent)
-    with pytest.raises(ModelError, match="copy: diffusers cannot load it"):
+    with pytest.raises(CheckpointError, match=match):
         quantkit.load_pipeline(copy)
     monkeypatch.setattr(torch, "load", load)
     exec(str(caught.value).split('python -c "')[1].removesuffix('"'), {})
@@ -101,7 +101,7 @@ UNLOADABLE = {
             block_out_channels=[4] * 900, norm_num_groups=4, layers_per_block=99,
             down_block_types=["DownEncoderBlock2D"] * 900, up_block_types=["UpDecoderBlock2D"] * 9,
         )),
-        None, "which its files have no tensors for",
+        *["vae/config.json: .*which its files have no tensors for"] * 2,
     ),
     "tokenizer": (
         lambda f: (f / "tokenizer" / "tokenizer.json").write_text('{"version": 2}'), None,
