@@ -1,7 +1,7 @@
 """``verify``: every byte of a packed directory, and every rule about it, from files alone."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from quantkit.checkpoint.contents import (
     tensor_claims,
     unpacked_tensors,
 )
+from quantkit.checkpoint.copied import misfits_of_copies, unknown_models
 from quantkit.checkpoint.directory import (
     broken_index,
     broken_pipeline,
@@ -26,7 +27,7 @@ from quantkit.checkpoint.side_by_side import breaches_of
 from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.validate import broken_rules
 from quantkit.device.host import checker
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.building import read_skeleton
 from quantkit.models.skeleton import Contents, misfits, some
 from quantkit.numerics.threads import one_torch_thread
@@ -147,12 +148,22 @@ def _breaches(
     changed: set[Path] = set()
     yield from _list_breaches(listed, changed, progress)
     if (packed.path / "model_index.json").is_file():
-        yield from broken_pipeline(packed.path, {c.name: c.class_name for c in packed.components})
+        yield from _pipeline_breaches(packed, changed)
     for component in sound:
         if component.path / "config.json" not in changed:
             yield from misfits_of(component)
         yield from _data_breaches(component, progress)
     yield from _copied_breaches(packed, copied, progress)
+
+
+def _pipeline_breaches(packed: Packed, changed: Collection[Path]) -> Iterator[str]:
+    classes = {c.name: c.class_name for c in packed.components}
+    broken = list(broken_pipeline(packed.path, classes))
+    yield from broken
+    if not broken:
+        # As below: what is said of changed files is said.
+        damaged = {file.relative_to(packed.path).parts[0] for file in changed}
+        yield from misfits_of_copies(packed.path, classes.keys() | damaged)
 
 
 def misfits_of(component: PackedComponent) -> Iterator[str]:
@@ -230,3 +241,7 @@ def _unchecked(packed: Packed, listed: FileList, copied: Sequence[Path]) -> Iter
     closed = [str(f.relative_to(packed.path)) for f in copied if f.suffix != ".safetensors"]
     if closed:
         yield f"not opened: {some(closed)}"
+    # What is wrong with an index is a breach.
+    with suppress(ModelError):
+        if strange := list(unknown_models(packed.path)):
+            yield f"not compared with a model: {some(strange)}"

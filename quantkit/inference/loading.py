@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.copied import misfits_of_copies
 from quantkit.checkpoint.filelist import FILE_LIST, find_file_list
 from quantkit.checkpoint.reader import Packed, open_packed
-from quantkit.errors import ModelError
+from quantkit.errors import CheckpointError, ModelError
 from quantkit.inference.checksums import checksums as checking
 from quantkit.inference.checksums import hash_directory
 from quantkit.inference.dtypes import check_dtype
@@ -69,6 +70,8 @@ def load_pipeline(
     variant = max(variants) or None
     hashing = hash_directory(packed) if checksums else Hashing(())
     with checking(wanted=checksums), _joined(hashing), _limited(folder):
+        for misfit in misfits_of_copies(folder, {c.name for c in packed.components}):
+            raise CheckpointError(misfit)
         pipe = diffusers.DiffusionPipeline.from_pretrained(
             str(folder), variant=variant, use_safetensors=True, **{_dtype_key(): dtype}
         )

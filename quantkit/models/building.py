@@ -11,14 +11,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
-from quantkit.models.encoder_skeleton import build_encoder
+from quantkit.models.encoder_skeleton import build_encoder, find_class
 from quantkit.models.sizes import oversized
 from quantkit.models.skeleton import Skeleton, on_meta, skeleton_of
 from quantkit.models.skeleton_cache import recall, remember
@@ -30,9 +30,27 @@ _PATIENCE = 120
 #: of the seconds, and few of its models want it.
 _RARELY_NEEDED = ("pandas", "peft", "scipy", "sklearn", "torchvision", "transformers")
 
+#: What a child process said of models that nobody asked for yet.
+_ahead: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model to build, as ``read_skeleton`` is asked for it."""
+
+    config: Path
+    class_name: str
+    names: Collection[str]
+    library: str = ""
+
 
 def read_skeleton(
-    config: Path, class_name: str, names: Collection[str], *, tensors: int | None = None
+    config: Path,
+    class_name: str,
+    names: Collection[str],
+    *,
+    tensors: int | None = None,
+    library: str = "",
 ) -> Skeleton:
     """Return the skeleton of the model that a config.json describes.
 
@@ -41,45 +59,74 @@ def read_skeleton(
         class_name: of a transformers model.
         names: tensors of its files, in which a transformers model is told.
         tensors: of the files, than which no model is larger; None: as many as there are names.
+        library: of the class, as model_index.json has it: it may be a folder of
+            ``diffusers.pipelines``.
 
     Raises:
         CheckpointError: unreadable, or no model can be built from it.
     """
-    values = read_json(config, error=CheckpointError, cure="download it again")
-    values.pop("quantization_config", None)
-    of_diffusers = "_class_name" in values
-    count = len(names) if tensors is None else tensors
-    if problem := oversized(values, count):
-        raise CheckpointError(f"{config}: {problem}; download it again")
-    asked = [values, count] + ([] if of_diffusers else [class_name, sorted(names)])
-    text = json.dumps(asked)
+    text = _text(Asked(config, class_name, names, library), tensors)
     try:
-        if ("diffusers" if of_diffusers else "transformers") in sys.modules:
-            return _build(text)
-        return _built_by_child(text)
+        return _build(text) if _is_built_here(text) else _built_by_child(text)
     except ValueError as error:
         raise CheckpointError(f"{config}: {error}") from error
+
+
+def build_ahead(asked: Iterable[Asked]) -> None:
+    """Build several models by one child process, where none is built here: it imports for all.
+
+    What is wrong with one ``read_skeleton`` tells.
+    """
+    texts = []
+    for one in asked:
+        with contextlib.suppress(CheckpointError):
+            texts.append(_text(one, None))
+    texts = [text for text in texts if not _is_built_here(text) and recall(text) is None]
+    if len(texts) > 1:
+        with contextlib.suppress(ValueError):
+            _ahead.update(zip(texts, _said_by_child(texts), strict=True))
+
+
+def _text(asked: Asked, tensors: int | None) -> str:
+    """Return what decides a skeleton, as JSON."""
+    values = read_json(asked.config, error=CheckpointError, cure="download it again")
+    values.pop("quantization_config", None)
+    count = len(asked.names) if tensors is None else tensors
+    if problem := oversized(values, count):
+        raise CheckpointError(f"{asked.config}: {problem}; download it again")
+    place = "" if asked.library in ("diffusers", "transformers") else asked.library
+    of_diffusers = "_class_name" in values
+    more = [] if of_diffusers else [asked.class_name, sorted(asked.names)]
+    return json.dumps([values, count, place, *more])
+
+
+def _is_of_diffusers(text: str) -> bool:
+    return len(json.loads(text)) == 3
+
+
+def _is_built_here(text: str) -> bool:
+    return ("diffusers" if _is_of_diffusers(text) else "transformers") in sys.modules
 
 
 @lru_cache(maxsize=8)
 def _build(text: str) -> Skeleton:
     """Return the skeleton of a config; ValueError when there is no such model."""
-    config, tensors, *asked = json.loads(text)
+    config, tensors, place, *asked = json.loads(text)
     if not asked:
-        return _build_denoiser(config, tensors)
+        return _build_diffusers_model(config, tensors, place)
     try:
-        return build_encoder(config, *asked, tensors=tensors)
+        return build_encoder(config, *asked, tensors=tensors, place=place)
     except Exception as error:
         # As below.
         raise ValueError(f"{asked[0]} cannot be built from it ({short(error)})") from error
 
 
-def _build_denoiser(config: Mapping[str, Any], tensors: int) -> Skeleton:
+def _build_diffusers_model(config: Mapping[str, Any], tensors: int, place: str) -> Skeleton:
     import diffusers
     from diffusers.utils import logging
 
     name = config.get("_class_name")
-    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    found = find_class(diffusers, name, place) if isinstance(name, str) else None
     if not (inspect.isclass(found) and issubclass(found, diffusers.ModelMixin)):
         raise ValueError(
             f"_class_name {name!r:.80} is no model of diffusers {diffusers.__version__}; upgrade "
@@ -108,8 +155,10 @@ def _attention_of(model: Any) -> dict[str, str]:
 @lru_cache(maxsize=8)
 def _built_by_child(text: str) -> Skeleton:
     known = recall(text)
-    said = _found_out(text) if known is None else known
+    said = (_ahead.pop(text, "") or _found_out(text)) if known is None else known
     answer = parse_json(said)
+    if problem := answer.get("problem"):
+        raise ValueError(problem)
     if known is None:
         remember(text, said)
     tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
@@ -120,22 +169,24 @@ def _built_by_child(text: str) -> Skeleton:
 
 
 def _found_out(text: str) -> str:
-    """Return the skeleton as JSON; ValueError when there is no such model."""
-    if len(json.loads(text)) == 2:
+    """Return the skeleton as JSON, or the problem; ValueError when the process failed."""
+    if _is_of_diffusers(text):
         with contextlib.suppress(ValueError):
-            return _said_by_child(text, _RARELY_NEEDED)
-    return _said_by_child(text)
+            (said,) = _said_by_child([text], _RARELY_NEEDED)
+            if "problem" not in parse_json(said):
+                return said
+    return _said_by_child([text])[0]
 
 
-def _said_by_child(text: str, hidden: Iterable[str] = ()) -> str:
-    """Return what a process says that finds no library of some names."""
+def _said_by_child(texts: Sequence[str], hidden: Iterable[str] = ()) -> list[str]:
+    """Return what a process says of each, which finds no library of some names."""
     command = [sys.executable, "-m", "quantkit.models.building", *hidden]
     # The modules that are imported here, and none that lie where the user happens to be.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
         done = subprocess.run(
             command,
-            input=text,
+            input="\n".join(texts),
             capture_output=True,
             text=True,
             check=True,
@@ -148,21 +199,20 @@ def _said_by_child(text: str, hidden: Iterable[str] = ()) -> str:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
         raise ValueError(f"no model was built ({short(ValueError(lines[-1]))})") from error
-    if problem := parse_json(done.stdout).get("problem"):
-        raise ValueError(problem)
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def _serve(hidden: Iterable[str]) -> None:
-    """Read a config from stdin and print its skeleton, or the problem, as JSON."""
+    """Read configs from stdin, one a line, and print the skeleton, or the problem, of each."""
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # Python's word for what is not there
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            answer = asdict(_build(sys.stdin.read()))
-        except ValueError as error:
-            answer = {"problem": str(error)}
-    print(json.dumps(answer))  # noqa: T201  the answer to the parent process
+    for text in sys.stdin:
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                answer = asdict(_build(text))
+            except ValueError as error:
+                answer = {"problem": str(error)}
+        print(json.dumps(answer))  # noqa: T201  the answer to the parent process
 
 
 if __name__ == "__main__":

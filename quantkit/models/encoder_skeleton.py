@@ -13,7 +13,12 @@ from quantkit.models.skeleton import Skeleton, on_meta, why_none_packed
 
 
 def build_encoder(
-    config: Mapping[str, Any], class_name: str, names: Collection[str], *, tensors: int
+    config: Mapping[str, Any],
+    class_name: str,
+    names: Collection[str],
+    *,
+    tensors: int,
+    place: str = "",
 ) -> Skeleton:
     """Return the skeleton of a transformers model that a config describes.
 
@@ -22,13 +27,14 @@ def build_encoder(
         class_name: as model_index.json has it.
         names: tensors of the files.
         tensors: how many they are.
+        place: the folder of ``diffusers.pipelines`` that has the class; empty for transformers.
 
     Raises:
         ValueError: there is no such model.
     """
     import transformers
 
-    found = getattr(transformers, class_name, None)
+    found = find_class(transformers, class_name, place)
     if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
         raise ValueError(
             f"{class_name!r:.80} is no model of transformers {transformers.__version__}; upgrade "
@@ -38,6 +44,15 @@ def build_encoder(
     with _quiet(), on_meta(tensors), _untied():
         model = cls(cls.config_class.from_dict(_without_dtype(config)))
         return encoder_skeleton(model, names)
+
+
+def find_class(library: Any, name: str, place: str) -> Any:
+    """Return what a library calls so, or a folder of ``diffusers.pipelines``; None without."""
+    if not place:
+        return getattr(library, name, None)
+    from diffusers import pipelines
+
+    return getattr(getattr(pipelines, place, None), name, None)
 
 
 def _without_dtype(value: Any) -> Any:
@@ -57,8 +72,9 @@ def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     reasons = why_none_packed(model)
     loaded = {name: found for name, found in loaded_names(model, names).items() if found in state}
+    there = {*loaded.values(), *converted_names(model, names)}
     tied = dict(model.all_tied_weights_keys)
-    missing = state.keys() - loaded.values() - _stand_ins(tied, set(loaded.values()))
+    missing = state.keys() - there - _stand_ins(tied, there)
     ignored = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     tensors = {name: state[found] for name, found in loaded.items()}
     tensors |= {n: state[n] for n in missing if not any(re.search(i, n) for i in ignored)}
@@ -89,21 +105,31 @@ def loaded_names(model: Any, names: Collection[str]) -> dict[str, str]:
         model: a transformers model, on any device.
         names: tensors of the files. Those that are joined while loading are left out.
     """
+    return {name: found for name, found, parts in _renamed(model, names) if not parts}
+
+
+def converted_names(model: Any, names: Collection[str]) -> set[str]:
+    """Return the tensors of a model that transformers makes of others: joined, or cut in parts."""
+    return {part for _, _, parts in _renamed(model, names) for part in parts}
+
+
+def _renamed(model: Any, names: Collection[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield name, what it is called in the model, and all that it is a part of, or its parts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
+    targets = {pattern: c.target_patterns for c in converters for pattern in c.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
     for name in names:
         renamed, joined = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
             renamed, joined = rename_source_key(name, [], [], prefix, state)
-        if joined is None:
-            found[name] = renamed
-    return found
+        first, *others = targets.get(joined, [""])
+        parts = [renamed, *(renamed.replace(first, other) for other in others)]
+        yield name, renamed, [] if joined is None else parts
 
 
 def _stand_ins(tied: Mapping[str, str], loaded: set[str]) -> set[str]:

@@ -64,7 +64,8 @@ def misfits(contents: Contents, skeleton: Skeleton) -> Iterator[str]:
     # The bias of a packed layer was judged with its layer.
     missing -= {f"{name}.bias" for name in present}
     if missing:
-        yield f"{where}: lacks {some(missing)}; {why}"
+        shapes = {f"{name} {list(skeleton.tensors[name])}" for name in missing}
+        yield f"{where}: lacks {some(shapes)}{_unknown(contents, skeleton)}; {why}"
     judged = {f"{name}.{part}" for name in present for part in ("weight", "bias")}
     for name in sorted(contents.tensors.keys() & skeleton.tensors.keys() - judged):
         found_shape, wanted = contents.tensors[name], skeleton.tensors[name]
@@ -72,6 +73,13 @@ def misfits(contents: Contents, skeleton: Skeleton) -> Iterator[str]:
             yield (
                 f"{where}: {name}: shape {list(found_shape)}, the model has {list(wanted)}; {why}"
             )
+
+
+def _unknown(contents: Contents, skeleton: Skeleton) -> str:
+    """Return a tensor that the model does not know, to stand behind those that a file lacks."""
+    known = skeleton.tensors.keys() | {f"{name}.bias" for name in contents.packed}
+    unknown = sorted(contents.tensors.keys() - known)
+    return f", holds {unknown[0]!r:.80}, which it does not know" if unknown else ""
 
 
 def without_timestep(model: str, arguments: str) -> str:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from quantkit.checkpoint.copied import misfits_of_copies
 from quantkit.checkpoint.directory import broken_pipeline, broken_weights
 from quantkit.checkpoint.filelist import NOTE, write_file_list
 from quantkit.errors import ModelError
@@ -24,8 +25,10 @@ _NOTE = """Packed by quantkit: the weights are codes with scales.
 
 
 @contextmanager
-def checked_for_loading(plans: Sequence[ComponentPlan]) -> Iterator[None]:
+def checked_for_loading(model: Path, plans: Sequence[ComponentPlan]) -> Iterator[None]:
     """Judge, while the body writes, whether a loader would take what the plans make.
+
+    And what is copied beside it.
 
     Building a model takes seconds, most of them for importing diffusers, which another process
     does meanwhile.
@@ -36,6 +39,9 @@ def checked_for_loading(plans: Sequence[ComponentPlan]) -> Iterator[None]:
     pool = ThreadPoolExecutor(1)
     try:
         futures = [pool.submit(_judge, plan) for plan in plans]
+        if (model / "model_index.json").is_file():
+            packed = {plan.component.name for plan in plans}
+            futures.append(pool.submit(_judge_copies, model, packed))
         yield
         for future in futures:
             future.result()
@@ -90,6 +96,11 @@ def refuse_broken(model: Path, classes: Mapping[str, str]) -> None:
     if (model / "model_index.json").is_file():
         for breach in broken_pipeline(model, classes):
             raise ModelError(breach)
+
+
+def _judge_copies(model: Path, packed: Collection[str]) -> None:
+    for misfit in misfits_of_copies(model, packed):
+        raise ModelError(misfit)
 
 
 def _judge(plan: ComponentPlan) -> None:

@@ -174,7 +174,7 @@ def pack(
     refuse_broken_copies(model.path, plan.copied, progress=progress)
     with (
         staged_directory(output, kind=KIND, force=force) as stage,
-        checked_for_loading(plan.components),
+        checked_for_loading(model.path, plan.components),
     ):
         copy_files(model.path, stage, plan.copied)
         for component in plan.components:
