@@ -202,8 +202,9 @@ def _pair_finding(
     gate = Gate(metric, _titled(title, score.backbone if score else ""), better, limit, "", None)
     if score is None:
         return _Finding(gate, None)
-    sign = 1.0 if better is Better.HIGHER else -1.0
-    return _Finding(gate, score.summary, tuple(sign * (value - limit) for value in score.values))
+    higher = better is Better.HIGHER
+    margins = tuple(value - limit if higher else limit - value for value in score.values)
+    return _Finding(gate, score.summary, margins)
 
 
 def _clip_finding(

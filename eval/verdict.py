@@ -140,7 +140,7 @@ def _question(gate: Gate) -> str:
         why = "one prompt has no interval"
     elif gate.interval.holds(gate.limit):
         why = f"the interval {show_interval(gate.interval)} holds the limit"
-    elif gate.count < LEAST_PROMPTS and gate.p_passes is not None and gate.p_passes <= ALPHA:
+    elif gate.p_passes is not None and gate.p_passes <= ALPHA:
         why = f"{gate.count} prompts are too few to pass"
     else:
         why = "the tests decide nothing"
@@ -248,8 +248,7 @@ def _place(found: AbstractSet[Standing], title: str, count: int) -> str:
     if Standing.WORSE in found:
         return f"Packing moves the pictures more than the noise floor ({title})"
     if Standing.UNKNOWN in found:
-        few = "prompts are" if count > 1 else "prompt is"
-        return f"{count} {few} too few for a comparison with the noise floor ({title})"
+        return f"Too few prompts for a comparison with the noise floor ({title})"
     if found == {Standing.BETTER}:
         return f"Packing moves the pictures less than the noise floor ({title})"
     if Standing.OPEN not in found:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from quantkit.eval.backbones import Backbones, ClipBackbone
-from quantkit.eval.comparison import _summarize_loss, compare
+from quantkit.eval.comparison import _summarize_loss, compare, join
 from quantkit.eval.images import Pairs
 from quantkit.eval.statistics import summarize
 
@@ -74,6 +74,18 @@ def test_comparison_measures_what_it_has_backbones_for():
     assert full.scores["ssim"].backbone == ""
     assert full.clip.backbone == "means"
     assert full.worst_first() == (3, 2, 1, 0)
+
+
+@pytest.mark.parametrize("prompts", [("a", "b", "c", "d"), None], ids=["prompts", "no-prompts"])
+def test_joined_comparisons_are_those_of_all_their_pairs(prompts):
+    whole = made_pairs(prompts=prompts)
+
+    def part(*places):
+        columns = (whole.names, whole.original, whole.packed, prompts)
+        return Pairs(*(column and tuple(column[i] for i in places) for column in columns))
+
+    parts = [compare(part(*places), Backbones(small_lpips())) for places in ((0,), (1, 2, 3))]
+    assert join(parts) == compare(whole, Backbones(small_lpips()))
 
 
 def test_clip_loss_is_the_loss_of_the_means():

@@ -140,6 +140,9 @@ def test_bounds_are_the_defaults_or_the_noise_floors():
         (0.85, 0.001, 0.9, Kind.VARIANT),
         (0.85, 0.5, 0.69, Kind.BROKEN),
         (0.99, None, None, Kind.SAME),
+        (0.85, 0.5, MATCH, Kind.VARIANT),
+        (0.99, DISTANCE, 0.2, Kind.SAME),
+        (1.0 - DISSIMILARITY, 0.001, 0.2, Kind.SAME),
     ],
 )
 def test_a_picture_is_broken_only_if_it_changed_and_lost_its_prompt(ssim, distance, match, wanted):

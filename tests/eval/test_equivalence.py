@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quantkit.eval import equivalence
 from quantkit.eval.equivalence import (
     ALPHA,
     MOST_PROMPTS,
     POWER,
+    Equivalence,
     compare_with_zero,
     correct_holm,
     prompts_to_decide,
@@ -20,9 +22,10 @@ from scipy import stats
 from tests.support.comparisons import holm_by_closure
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-3])
 @pytest.mark.parametrize("count", [2, 5, 64])
-def test_one_sided_tests_are_scipys(count):
-    values = np.random.default_rng(count).normal(0.3, 1.0, count)
+def test_one_sided_tests_are_scipys(count, spread):
+    values = np.random.default_rng(count).normal(0.3, spread, count)
     found = compare_with_zero(values.tolist())
     assert found.above == pytest.approx(
         stats.ttest_1samp(values, 0.0, alternative="greater").pvalue
@@ -39,6 +42,7 @@ def test_equivalence_is_the_worse_of_scipys_two_tests():
     )
     assert found.p == pytest.approx(wanted)
     assert found.shown == (wanted <= ALPHA)
+    assert [Equivalence(0.05, p).shown for p in (ALPHA, ALPHA + 1e-9)] == [True, False]
     # What the tests show, the interval at twice the level shows too: both ends inside.
     low, high = stats.t.interval(1 - 2 * ALPHA, 39, loc=values.mean(), scale=stats.sem(values))
     assert found.shown == (low > -0.05 and high < 0.05)
@@ -101,6 +105,31 @@ def test_so_many_prompts_decide_four_times_in_five():
     # 400 draws: a standard error of 0.02
     assert decided / 400 == pytest.approx(POWER, abs=0.06)
     assert prompts_to_decide(sample.tolist(), tests=3) > count
+
+
+def spread_around(mean, count=12):
+    """Return values with a standard deviation of one."""
+    values = np.random.default_rng(5).normal(0.0, 1.0, count)
+    return ((values - values.mean()) / values.std(ddof=1) + mean).tolist()
+
+
+@pytest.mark.parametrize("tests", [1, 3])
+@pytest.mark.parametrize("effect", [0.2, 0.5, -0.7, 1.0, 1.3, -2.0, 2.9, 6.0])
+def test_prompts_to_decide_are_those_of_the_noncentral_t(effect, tests):
+    """The power of a t-test at an effect is a tail of the noncentral t: exact, and no sum."""
+    counts = np.arange(2, 400)
+    limit = stats.t.isf(ALPHA / tests, counts - 1)
+    power = stats.nct.sf(limit, counts - 1, abs(effect) * np.sqrt(counts))
+    wanted = counts[(power >= POWER).argmax()]
+    assert prompts_to_decide(spread_around(effect), tests=tests) == wanted
+
+
+def test_the_most_prompts_may_be_asked_for_and_not_one_more(monkeypatch):
+    needed = prompts_to_decide(spread_around(0.5))
+    monkeypatch.setattr(equivalence, "MOST_PROMPTS", needed)
+    assert prompts_to_decide(spread_around(0.5)) == needed
+    monkeypatch.setattr(equivalence, "MOST_PROMPTS", needed - 1)
+    assert prompts_to_decide(spread_around(0.5)) is None
 
 
 def test_no_number_of_prompts_decides_a_mean_on_the_limit():

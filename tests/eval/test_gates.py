@@ -23,7 +23,7 @@ from quantkit.eval.gates import (
     state_of,
 )
 from quantkit.eval.metrics import METRICS
-from quantkit.eval.statistics import summarize
+from quantkit.eval.statistics import Interval, summarize
 from scipy import stats
 
 from quantkit.numerics.formats import E4M3FN
@@ -210,6 +210,30 @@ def test_prompts_are_asked_for_only_where_the_gate_is_open():
     more = rng.normal(values.mean(), values.std(ddof=1), 2 * gate.prompts_needed)
     assert judged(more, limit=0.95).state is State.PASSED
     assert judged(values, limit=0.5).prompts_needed is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "p", "decided"),
+    [(0.949, "p_passes", State.PASSED), (0.958, "p_fails", State.FAILED)],
+)
+def test_a_p_value_at_the_level_decides(limit, p, decided, monkeypatch):
+    values = [0.953 + 0.002 * n for n in (-2, 3, 1, -1, 0, 2, -3, 1, 2, -1, -2, 1)]
+    level = getattr(judged(values, limit=limit), p)
+    assert 0.0 < level < ALPHA
+    for alpha, state in ((level, decided), (0.999 * level, State.UNDECIDED)):
+        monkeypatch.setattr("quantkit.eval.gates.ALPHA", alpha)
+        assert judged(values, limit=limit).state is state
+
+
+def test_more_prompts_are_asked_for_than_an_open_gate_has():
+    """The tests would decide, and the interval, of a skew that 12 values do not show, does not."""
+    values = [0.96 + 0.001 * n for n in (-2, 3, 1, -1, 0, 2, -3, 1, 2, -1, -2, 1)]
+    wide = replace(summarize(values), interval=Interval(0.94, 0.98, "BCa"))
+    score = Score(METRICS["ssim"], "", tuple(values), wide)
+    found = Comparison(tuple(map(str, range(12))), None, {"ssim": score}, None)
+    gate = judge(found, replace(ONLY, ssim=0.95), QUANTIZED)[0]
+    assert gate.p_passes < ALPHA
+    assert (gate.state, gate.prompts_needed) == (State.UNDECIDED, 13)
 
 
 def test_a_gate_that_was_not_measured_neither_passes_nor_fails():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from quantkit.eval.composition import Kind, PictureKinds, find_bounds, sort_pictures
-from quantkit.eval.equivalence import Equivalence
+from quantkit.eval.equivalence import ALPHA, Equivalence
 from quantkit.eval.gates import Compression, Gate, Limits, judge
 from quantkit.eval.metrics import Better
 from quantkit.eval.noise_floor import Floor, FloorGap, GapTest, measure_gaps
@@ -65,7 +65,7 @@ def test_one_pair_has_no_standing():
 @pytest.mark.parametrize(
     ("shift", "p", "equal", "count", "wanted"),
     [
-        (-0.1, 0.05, True, 8, Standing.WORSE),
+        (-0.1, 2.0 * ALPHA, True, 8, Standing.WORSE),
         (-0.1, 0.051, True, 8, Standing.EQUIVALENT),
         (-0.1, 0.051, False, 8, Standing.OPEN),
         (0.1, 0.05, False, 8, Standing.BETTER),
@@ -131,7 +131,7 @@ def test_one_better_metric_is_not_enough_to_be_closer():
 def test_one_prompt_is_too_few():
     packed = comparison([0.9])
     found = describe_floor(packed, gap(packed, comparison([0.95])), ("ssim",))
-    assert found.startswith("1 prompt is too few for a comparison with the noise floor")
+    assert found.startswith("Too few prompts for a comparison with the noise floor")
 
 
 def test_a_floor_that_overflows_or_moves_nothing_is_said():
@@ -273,6 +273,10 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
     )
     one = judge(comparison([0.98]), ONLY_SSIM, Compression.QUANTIZED)
     assert "one prompt has no interval; about 8 prompts" in judge_gates(one, Compression.QUANTIZED)
+    tested = replace(few[0], p_passes=ALPHA)
+    assert "3 prompts are too few" in judge_gates((tested,), Compression.QUANTIZED)
+    tested = replace(few[0], p_passes=ALPHA + 1e-9)
+    assert "the tests decide nothing" in judge_gates((tested,), Compression.QUANTIZED)
     at = judge(comparison([0.94, 0.96] * 4), ONLY_SSIM, Compression.QUANTIZED)
     assert "more than 10,000 prompts" in judge_gates(at, Compression.QUANTIZED)
 
@@ -313,6 +317,9 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
     assert write_verdict((), Compression.QUANTIZED, packed, (), kinds(packed)).startswith(
         "Quantized weights were not judged. CLIP"
     )
+    broken = (Gate("broken", "broken pictures", Better.LOWER, 50.0, "%", None),)
+    told = write_verdict(broken, Compression.QUANTIZED, packed, (), kinds(packed))
+    assert "the pictures match their prompts worse. The worst picture" in told
 
 
 @pytest.mark.parametrize(

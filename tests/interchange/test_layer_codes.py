@@ -43,6 +43,7 @@ def test_a_channel_of_zeros_does_not_decide_the_scale():
     assert torch.equal(after.values(), before.values())
     nothing = under_one_scale(layer([[0.0], [0.0]], [1.0, 2.0]))
     assert torch.equal(nothing.values(), torch.zeros(2, 1))
+    assert nothing.one_scale == 1.0
 
 
 def test_joined_layers_keep_their_scales():
