@@ -10,6 +10,7 @@ from quantkit.numerics.histogram import (
     bin_index,
     count_bins,
     count_without_waiting,
+    quantiles,
 )
 from tests.support.observed import SAMPLES, sample, statistics_of
 
@@ -69,6 +70,15 @@ def test_percentile_is_torchs_within_a_bin(name, percent):
     assert low / (1 + 1 / 16) - 2.0**-24 <= found <= high * (1 + 1 / 16) + 2.0**-24
     if percent == 100:
         assert found == float(x.abs().amax())
+
+
+def test_percentiles_of_several_inputs_are_those_of_each():
+    counts = torch.stack([count_bins(sample(name)) for name in SAMPLES])
+    amax = torch.stack([sample(name).abs().amax() for name in SAMPLES])
+    together = quantiles(counts, amax, 0.9)
+    alone = [quantiles(counts[i : i + 1], amax[i : i + 1], 0.9) for i in range(len(SAMPLES))]
+    assert len(SAMPLES) > 1
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_percentile_of_zeros_and_of_overflow():
