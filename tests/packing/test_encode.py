@@ -124,6 +124,20 @@ def test_int4_is_two_codes_a_byte_with_integer_factors(tmp_path, sparse):
     verify(tmp_path / "packed", progress=silent)
 
 
+@pytest.mark.parametrize("observer", ["amax", "mse"])
+def test_int4_codes_of_zero_have_the_factor_of_their_weights(tmp_path, observer):
+    # One step is 120 / 15 / 8 = 1: weights of 0.4 become codes of zero.
+    weight = torch.zeros(2, 128)
+    weight[0, 0], weight[1, 0] = 120, -120
+    weight[:, 64:96], weight[:, 96:] = 0.4, -0.4
+    recipe = {"weight": {"format": "int4", "observer": observer}, "data_free": True}
+    run(component(tmp_path / "source", {"fc.weight": weight}), tmp_path / "packed", recipe)
+    found = load_file(tmp_path / "packed" / WEIGHTS)
+    assert found["fc.weight_group"].tolist() == [[-15, 1, -1, 1], [15, 1, -1, 1]]
+    assert (found["fc.weight"][:, 16:] == 0x88).all()
+    verify(tmp_path / "packed", progress=silent)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_sources_of_every_dtype_pack_alike(tmp_path, dtype):
     tensors = small_tensors(dtype)
