@@ -46,6 +46,12 @@ def _refuse_copies(module: "ModuleType") -> None:
     register(module)
 
 
+def _pad_adapters(module: "ModuleType") -> None:
+    from quantkit.inference.narrow_adapters import register
+
+    register(module)
+
+
 #: Modules of diffusers with classes that copy a denoiser's weights.
 _COPIERS = (
     "controlnets.controlnet", "controlnets.controlnet_flux", "controlnets.controlnet_hunyuan",
@@ -61,6 +67,7 @@ _MOVERS = ("accelerate.utils.modeling", "accelerate.hooks")
 ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,
+    "diffusers.loaders.lora_pipeline": _pad_adapters,
     "transformers.quantizers.auto": _register_in_transformers,
     **dict.fromkeys(_MOVERS, _move_codes),
     **{f"diffusers.models.{name}": _refuse_copies for name in _COPIERS},

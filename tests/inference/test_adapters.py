@@ -361,3 +361,31 @@ def test_flux_adapters_do_not_widen_rows_of_codes(scheme, tmp_path):
     assert set(packed) == before
     pipe.unload_lora_weights()
     assert {name for _, name, _ in iterate_packed(pipe.transformer)} == before
+
+
+@pytest.mark.parametrize("width", [16, 48], ids=["narrower-than-codes", "wider-than-codes"])
+@pytest.mark.parametrize("scheme", [
+    SCHEMES["int4-token"], SCHEMES["token-sparse"], SCHEMES["int4-none"],
+    Scheme(INT4, PerChannel(), TWO_OF_FOUR, Activation.TOKEN),
+], ids=["int4", "2:4", "int4-w16", "int4-2:4"])  # fmt: skip
+def test_an_adapter_of_a_narrower_flux_is_padded_to_the_layer(scheme, width, tmp_path):
+    import diffusers
+
+    from tests.support.pipelines import tiny_flux_pipeline
+
+    folder = tiny_flux_pipeline(tmp_path / "flux")
+    wide = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer")
+    config = {**wide.config, "in_channels": 64, "out_channels": 16}
+    wide = diffusers.FluxTransformer2DModel.from_config(config)
+    wide.save_pretrained(folder / "transformer")
+    pack_component(folder / "transformer", {"x_embedder": scheme})
+    pipe = plain(folder)
+    generator = torch.Generator().manual_seed(5)
+    x, down, up = (torch.randn(s, generator=generator) for s in ((3, 64), (RANK, width), (64, 4)))
+    before = pipe.transformer.x_embedder(x)
+    pipe.load_lora_weights({
+        "transformer.x_embedder.lora_A.weight": down, "transformer.x_embedder.lora_B.weight": up,
+    })  # fmt: skip
+    assert near(pipe.transformer.x_embedder(x), before + x[:, :width] @ down.T @ up.T)
+    pipe.unload_lora_weights()
+    assert torch.equal(pipe.transformer.x_embedder(x), before)
