@@ -20,7 +20,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test fast nightly oldest sanitize fuzz mutants check format docs clean
+.PHONY: help demo test fast nightly oldest sanitize fuzz mutants golden check format docs clean
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -50,6 +50,10 @@ fuzz: $(INSTALLED) ## 20,000 damaged files
 
 mutants: $(INSTALLED) ## which small changes do the tests notice?
 	$(BIN)/python -m tests.mutation $(GROUPS) --sample $(SAMPLE) --seed $(SEED)
+
+golden: $(INSTALLED) ## is all that is written and compiled as the tables in tests/golden have it?
+	$(BIN)/python -m tests.golden artefacts --check
+	$(BIN)/python -m tests.golden kernels --check
 
 check: $(INSTALLED) ## linter, formatters, types, spelling
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
