@@ -27,12 +27,13 @@ def differences(expected: Mapping[str, str], found: Mapping[str, str], renew: st
     Returns:
         the lines; empty where all is as it was.
     """
-    names = [name for name in expected | found if expected.get(name) != found.get(name)]
+    every = {*expected, *found}
+    names = [name for name in every if expected.get(name) != found.get(name)]
     if not names:
         return ""
     rows = (
         f"  {name}: expected {expected.get(name, 'no row')}, found {found.get(name, 'none')}"
         for name in sorted(names)
     )
-    head = f"{len(names)} of {len(expected | found)} rows changed:"
+    head = f"{len(names)} of {len(every)} rows changed:"
     return "\n".join((head, *rows, f"if they had to change: {renew}"))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.golden import artefacts, digests, kernels
+from tests.golden.made import DENOISERS
 from tests.golden.table import differences
 from tests.support.kernel_cases import need
 
@@ -55,7 +56,7 @@ def test_the_table_has_a_row_for_each_bundled_recipe():
     packed = {name.split("/", 1)[1] for name in artefacts.read().rows if name.startswith("packed/")}
     missing = [
         f"{model}/{generic}"
-        for model in artefacts.DENOISERS
+        for model in DENOISERS
         for generic in artefacts.generic_names()
         if artefacts.recipe_for(model, generic) and f"{model}/{generic}" not in packed
     ]
