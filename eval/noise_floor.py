@@ -177,7 +177,9 @@ class _WideProducts(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        dtype = args[0].dtype if func in self._FUNCTIONS else None
+        # diffusers' dispatch gives attention's tensors by name.
+        first = next(iter((*args, *kwargs.values())), None)
+        dtype = first.dtype if func in self._FUNCTIONS and first is not None else None
         if dtype not in (torch.float16, torch.bfloat16):
             return func(*args, **kwargs)
 
