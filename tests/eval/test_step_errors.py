@@ -117,7 +117,7 @@ def pixart_dir(transformer_dir, pipeline_dir, tmp_path_factory):
     """A PixArtAlphaPipeline: it knows the older callback only."""
     import diffusers
 
-    from tests.support.pipelines import _t5_encoder, _t5_tokenizer
+    from tests.support.pipelines import t5_encoder, t5_tokenizer
 
     path = tmp_path_factory.mktemp("pixart") / "pipeline"
     transformer = diffusers.PixArtTransformer2DModel.from_pretrained(transformer_dir)
@@ -125,7 +125,7 @@ def pixart_dir(transformer_dir, pipeline_dir, tmp_path_factory):
         {**transformer.config, "caption_channels": 64, "sample_size": 32}
     )
     pipe = diffusers.PixArtAlphaPipeline(
-        tokenizer=_t5_tokenizer(), text_encoder=_t5_encoder(),
+        tokenizer=t5_tokenizer(), text_encoder=t5_encoder(),
         vae=diffusers.AutoencoderKL.from_pretrained(pipeline_dir / "vae"),
         transformer=transformer, scheduler=diffusers.DPMSolverMultistepScheduler(),
     )  # fmt: skip
@@ -278,10 +278,13 @@ def test_wide_products_round_once(dtype):
         linear = torch.nn.functional.linear(x, w)
         product = x @ w.T
         conv = torch.nn.functional.conv2d(images, kernel)
+        # As diffusers' dispatch does for FLUX: every tensor by its name.
+        named = torch.nn.functional.linear(input=x, weight=w)
         untouched = torch.nn.functional.linear(x.double(), w.double())
     exact = x.double() @ w.double().T
     # one rounding of the exact sum, give or take the float32 sum's own error at a tie
     assert torch.equal(linear, product)
+    assert torch.equal(linear, named)
     assert (linear.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
     assert (linear == exact.to(dtype)).float().mean() > 0.9
     assert (conv.dtype, untouched.dtype) == (dtype, torch.float64)

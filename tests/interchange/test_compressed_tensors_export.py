@@ -26,9 +26,9 @@ from quantkit.recipe.load import load_recipe
 from quantkit.storage.tensorfile import read_header
 from quantkit.workflow.export import export
 from quantkit.workflow.pack import pack
-from tests.support.pipelines import _t5_encoder, _text_encoder
+from tests.support.pipelines import t5_encoder, text_encoder
 
-ENCODERS = {"t5": _t5_encoder, "clip": _text_encoder}
+ENCODERS = {"t5": t5_encoder, "clip": text_encoder}
 TREATMENTS = {
     "fp8-token": (E4M3FN, PerChannel(), Activation.TOKEN),
     "fp8-none": (E4M3FN, PerChannel(), Activation.NONE),

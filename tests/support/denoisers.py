@@ -7,11 +7,11 @@ from diffusers.loaders import single_file_model, single_file_utils
 
 from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
-from tests.support.pipelines import _flux_transformer, _narrow_unet, _sd3_transformer
+from tests.support.pipelines import _sd3_transformer, flux_transformer, narrow_unet
 
 
 def tiny_sd15(**changed):
-    return _narrow_unet(
+    return narrow_unet(
         "sd15",
         **changed,
         down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -23,7 +23,7 @@ def tiny_sd15(**changed):
 
 
 def tiny_sd2():
-    return _narrow_unet(
+    return narrow_unet(
         "sd15",
         down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
         up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
@@ -34,7 +34,7 @@ def tiny_sd2():
 
 
 def tiny_sdxl():
-    return _narrow_unet(
+    return narrow_unet(
         "sdxl",
         down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
         up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
@@ -72,7 +72,7 @@ DENOISERS = {
     "sdxl": (tiny_sdxl, "sdxl"),
     "sd3": (_sd3_transformer, "sd3"),
     "sd35": (tiny_sd35, "sd3"),
-    "flux": (_flux_transformer, "flux"),
+    "flux": (flux_transformer, "flux"),
 }
 
 

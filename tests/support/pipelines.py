@@ -63,10 +63,10 @@ def picture_pipeline(cls: str, **changed: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe: Any = getattr(diffusers, cls)(
-            vae=_vae(),
-            text_encoder=_text_encoder(),
-            tokenizer=_tokenizer(),
-            unet=_narrow_unet("sd15", **narrow | changed),
+            vae=vae(),
+            text_encoder=text_encoder(),
+            tokenizer=tokenizer(),
+            unet=narrow_unet("sd15", **narrow | changed),
             scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
             safety_checker=None,
             feature_extractor=None,
@@ -83,7 +83,7 @@ def tiny_sd15_pipeline(path: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = _stable_diffusion(
-            lambda: _narrow_unet(
+            lambda: narrow_unet(
                 "sd15",
                 down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
                 up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
@@ -103,9 +103,9 @@ def _stable_diffusion(unet: Callable[[], torch.nn.Module], scheduler: object) ->
     import diffusers
 
     return diffusers.StableDiffusionPipeline(
-        vae=_vae(),
-        text_encoder=_text_encoder(),
-        tokenizer=_tokenizer(),
+        vae=vae(),
+        text_encoder=text_encoder(),
+        tokenizer=tokenizer(),
         unet=unet(),
         scheduler=scheduler,
         safety_checker=None,
@@ -121,12 +121,12 @@ def tiny_sdxl_pipeline(path: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = diffusers.StableDiffusionXLPipeline(
-            vae=_vae(),
-            text_encoder=_text_encoder(),
-            tokenizer=_tokenizer(),
-            text_encoder_2=_text_encoder(projection=32),
-            tokenizer_2=_tokenizer(),
-            unet=_narrow_unet(
+            vae=vae(),
+            text_encoder=text_encoder(),
+            tokenizer=tokenizer(),
+            text_encoder_2=text_encoder(projection=32),
+            tokenizer_2=tokenizer(),
+            unet=narrow_unet(
                 "sdxl",
                 down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
                 up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
@@ -155,13 +155,13 @@ def tiny_transformer_pipeline(path: Path, *, seed: int = 0) -> Path:
         pipe = diffusers.StableDiffusion3Pipeline(
             transformer=_sd3_transformer(),
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=_vae(shift_factor=0.0),
-            text_encoder=_text_encoder(projection=32),
-            tokenizer=_tokenizer(),
-            text_encoder_2=_text_encoder(projection=32),
-            tokenizer_2=_tokenizer(),
-            text_encoder_3=_t5_encoder(),
-            tokenizer_3=_t5_tokenizer(),
+            vae=vae(shift_factor=0.0),
+            text_encoder=text_encoder(projection=32),
+            tokenizer=tokenizer(),
+            text_encoder_2=text_encoder(projection=32),
+            tokenizer_2=tokenizer(),
+            text_encoder_3=t5_encoder(),
+            tokenizer_3=t5_tokenizer(),
         )
     pipe.to(torch.float16).save_pretrained(path)
     return path
@@ -174,13 +174,13 @@ def tiny_flux_pipeline(path: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = diffusers.FluxPipeline(
-            transformer=_flux_transformer(),
+            transformer=flux_transformer(),
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-            vae=_vae(shift_factor=0.0),
-            text_encoder=_text_encoder(),
-            tokenizer=_tokenizer(),
-            text_encoder_2=_t5_encoder(),
-            tokenizer_2=_t5_tokenizer(),
+            vae=vae(shift_factor=0.0),
+            text_encoder=text_encoder(),
+            tokenizer=tokenizer(),
+            text_encoder_2=t5_encoder(),
+            tokenizer_2=t5_tokenizer(),
         )
     pipe.to(torch.float16).save_pretrained(path)
     return path
@@ -194,7 +194,7 @@ def tiny_wan_pipeline(path: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = diffusers.WanPipeline(
-            tokenizer=_t5_tokenizer(),
+            tokenizer=t5_tokenizer(),
             text_encoder=transformers.UMT5EncoderModel(
                 transformers.UMT5Config(
                     vocab_size=len(_t5_vocabulary()), d_model=32, d_kv=16, d_ff=32, num_layers=1,
@@ -303,7 +303,7 @@ def tiny_unet() -> torch.nn.Module:
     )
 
 
-def _narrow_unet(published: str, **narrow: Any) -> torch.nn.Module:
+def narrow_unet(published: str, **narrow: Any) -> torch.nn.Module:
     """Return a UNet of a published config, 32 channels wide, with one block of each kind."""
     import diffusers
 
@@ -339,12 +339,13 @@ def _sd3_transformer() -> torch.nn.Module:
     )
 
 
-def _flux_transformer() -> torch.nn.Module:
+def flux_transformer(**changed: int) -> torch.nn.Module:
+    """Return FLUX's transformer with one block of each kind."""
     import diffusers
 
     return diffusers.FluxTransformer2DModel(
+        **{"in_channels": 16, **changed},
         patch_size=1,
-        in_channels=16,
         num_layers=1,
         num_single_layers=1,
         attention_head_dim=32,
@@ -356,7 +357,8 @@ def _flux_transformer() -> torch.nn.Module:
     )
 
 
-def _vae(**extra: float) -> torch.nn.Module:
+def vae(**extra: float) -> torch.nn.Module:
+    """Return a VAE that halves once."""
     import diffusers
 
     return diffusers.AutoencoderKL(
@@ -373,7 +375,8 @@ def _vae(**extra: float) -> torch.nn.Module:
     )
 
 
-def _text_encoder(projection: int | None = None) -> torch.nn.Module:
+def text_encoder(projection: int | None = None) -> torch.nn.Module:
+    """Return a CLIP text encoder, with a projection where a size is given."""
     import transformers
 
     size = len(_vocabulary())
@@ -394,7 +397,8 @@ def _text_encoder(projection: int | None = None) -> torch.nn.Module:
     return transformers.CLIPTextModel(config)
 
 
-def _tokenizer() -> object:
+def tokenizer() -> object:
+    """Return CLIP's tokenizer of single characters."""
     import transformers
 
     return transformers.CLIPTokenizer(
@@ -402,7 +406,8 @@ def _tokenizer() -> object:
     )
 
 
-def _t5_encoder() -> torch.nn.Module:
+def t5_encoder() -> torch.nn.Module:
+    """Return a T5 encoder of one layer."""
     import transformers
 
     config = transformers.T5Config(
@@ -417,7 +422,8 @@ def _t5_encoder() -> torch.nn.Module:
     return transformers.T5EncoderModel(config)
 
 
-def _t5_tokenizer() -> object:
+def t5_tokenizer() -> object:
+    """Return T5's tokenizer of single characters."""
     import transformers
 
     return transformers.T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0, model_max_length=64)
