@@ -195,6 +195,16 @@ class Baseline:
 
 
 @quiet_libraries()
+def rehearse_original(model: Model, settings: GenerationSettings, device: torch.device) -> None:
+    """Load the original, try what the evaluation will do, and drop it: before other long work.
+
+    Raises:
+        ModelError: it cannot be loaded, or run so.
+    """
+    rehearse_pictures(load_original(model, device), settings)
+
+
+@quiet_libraries()
 def measure_baseline(
     model: Model,
     settings: GenerationSettings,
@@ -223,7 +233,7 @@ def measure_baseline(
     """
     dtype = dtype or choose_dtype(model, device)
     pipe = load_original(model, device, dtype)
-    rehearse_pictures(pipe, settings)
+    settings = rehearse_pictures(pipe, settings)
     trajectory = Trajectory(settings.steps)
     pictures = generate(
         pipe, settings, label="original", progress=progress, listener=trajectory.listen,

@@ -12,6 +12,7 @@ import torch
 
 from quantkit.errors import InputError, ModelError, PromptError
 from quantkit.pipelines.calling import Call, rehearse
+from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.replay import replayed
 from quantkit.pipelines.running import read_prompts
 from quantkit.progress import Progress, silent
@@ -41,6 +42,8 @@ class GenerationSettings:
     guidance: float | None = None
     #: prompts at a time; changes memory and speed, not the noise
     batch: int = 4
+    #: beside prompts, as ``rehearse_pictures`` found; None: nothing
+    inputs: OwnInputs | None = None
 
     def __post_init__(self) -> None:
         assert len(self.prompts) == len(self.seeds)
@@ -48,7 +51,7 @@ class GenerationSettings:
     @property
     def call(self) -> Call:
         """One call of a pipeline with all of the prompts."""
-        return Call(self.prompts, self.seeds, self.steps, self.guidance, "np")
+        return Call(self.prompts, self.seeds, self.steps, self.guidance, "np", self.inputs)
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,11 @@ def unseen(start: int, pictures: Sequence[Pixels]) -> None:
     del start, pictures
 
 
-def rehearse_pictures(pipe: Any, settings: GenerationSettings) -> None:
+def rehearse_pictures(pipe: Any, settings: GenerationSettings) -> GenerationSettings:
     """Try what ``generate`` is about to do, up to the denoiser's first answer.
+
+    Returns:
+        the settings, with what the pipeline is given beside prompts.
 
     Raises:
         ModelError: the pipeline cannot be run so, or makes no pictures.
@@ -101,7 +107,7 @@ def rehearse_pictures(pipe: Any, settings: GenerationSettings) -> None:
         raise ModelError(
             f"{type(pipe).__name__} makes videos, and eval compares pictures; look at a few of both"
         )
-    rehearse(pipe, settings.call)
+    return replace(settings, inputs=rehearse(pipe, settings.call))
 
 
 def generate(

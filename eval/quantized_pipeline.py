@@ -194,9 +194,9 @@ def rehearse(
         NonFiniteError: the picture holds NaN or Inf.
     """
     pipe = load_quantized(pipeline, model, device, dtype or choose_dtype(model, device))
-    few = replace(settings, prompts=settings.prompts[:1], seeds=settings.seeds[:1])
     with computing(pipeline):
-        rehearse_pictures(pipe, settings)
+        settings = rehearse_pictures(pipe, settings)
+        few = replace(settings, prompts=settings.prompts[:1], seeds=settings.seeds[:1])
         few = replace(few, steps=fewest_steps(pipe, few.call, REHEARSED_STEPS).steps)
         generate(pipe, few, label=f"trial of {pipeline.path.name}", progress=progress)
 

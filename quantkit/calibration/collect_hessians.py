@@ -20,6 +20,7 @@ from quantkit.errors import OutputError, PromptError, QuantkitError
 from quantkit.models.layers import Layer
 from quantkit.models.source import Component, Model
 from quantkit.models.treated import encoders_of
+from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.running import (
     choose_device,
     encode_prompts,
@@ -91,9 +92,9 @@ def collect_hessians(
         with quiet_libraries():
             pipe = load_pipeline(model, place)
             denoisers = tuple(component.name for component in model.components)
-            if any(name in denoisers for name, _ in groups):
-                rehearse_prompts(pipe, chosen, recipe.calibration)
-            run = _MomentRun(pipe, denoisers, chosen, recipe.calibration, hessians)
+            denoises = any(name in denoisers for name, _ in groups)
+            inputs = rehearse_prompts(pipe, chosen, recipe.calibration, denoises=denoises)
+            run = _MomentRun(pipe, denoisers, chosen, recipe.calibration, hessians, inputs)
             for done, (name, group) in enumerate(groups, 1):
                 step = f"hessians of {name}, group {done} of {len(groups)}"
                 run.observe(name, group, step, progress)
@@ -159,6 +160,7 @@ class _MomentRun:
     prompts: Sequence[str]
     settings: CalibrationRecipe
     hessians: Hessians
+    inputs: OwnInputs | None = None
 
     def observe(
         self, component: str, group: Sequence[Layer], step: str, progress: Progress
@@ -181,12 +183,12 @@ class _MomentRun:
             collector = MomentCollector(component, model, group, settings, share=share)
             with collector.attached(scheduler, report):
                 if encodes:
-                    encode_prompts(self.pipe, self.denoisers, fitted, settings)
+                    encode_prompts(self.pipe, self.denoisers, fitted, settings, self.inputs)
                 else:
-                    run_prompts(self.pipe, fitted, settings, collector.begin_batch)
+                    run_prompts(self.pipe, fitted, settings, collector.begin_batch, self.inputs)
                 if held:
                     collector.hold_out(-(-HELD_ROWS // (len(held) * settings.steps)))
-                    run_prompts(self.pipe, held, later, collector.begin_batch)
+                    run_prompts(self.pipe, held, later, collector.begin_batch, self.inputs)
             return collector
 
         def shared_or_not() -> MomentCollector:

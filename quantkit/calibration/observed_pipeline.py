@@ -50,7 +50,7 @@ class ObservedPipeline:
         self._settings = settings = recipe.calibration
         errors_from = None if recipe.attention is None else recipe.attention.errors_from
         self._pipe = load_pipeline(model, choose_device(device))
-        rehearse_prompts(self._pipe, prompts, settings)
+        self._inputs = rehearse_prompts(self._pipe, prompts, settings)
         self._collectors = [
             Collector(
                 name,
@@ -81,7 +81,7 @@ class ObservedPipeline:
         for collector in self._collectors:
             collector.begin_batch(batch.seeds, batch.sizes)
         try:
-            run_batch(self._pipe, batch, self._settings)
+            run_batch(self._pipe, batch, self._settings, self._inputs)
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
                 "out of GPU memory while denoising; take a smaller batch, or the device cpu",

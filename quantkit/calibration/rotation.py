@@ -178,7 +178,7 @@ def measure_rotation(
     (component,) = model.components
     with quiet_libraries(), ExitStack() as stack:
         pipe = load_pipeline(model, choose_device(device))
-        rehearse_prompts(pipe, prompts, settings)
+        inputs = rehearse_prompts(pipe, prompts, settings)
         denoiser = getattr(pipe, component.name)
         turn(denoiser, rotation)
         measured = any(s.format_errors() for s in calibration.attention_of(component).values())
@@ -195,7 +195,7 @@ def measure_rotation(
         stack.enter_context(listening(modules, partial(_add, errors)))
         for part in batches:
             collector.begin_batch(part.seeds, part.sizes)
-            run_batch(pipe, part, settings)
+            run_batch(pipe, part, settings, inputs)
             collector.check()
         collector.refuse_empty()
         sums = collector.taken_attention()

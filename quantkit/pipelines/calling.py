@@ -1,38 +1,35 @@
-"""Calling a pipeline with prompts, and with pictures where it needs them; trials before long work.
-
-What a pipeline takes is read from the signature of its ``__call__``, never from its class.
-"""
+"""Calling a pipeline with prompts, and with inputs made here where it takes some; trials."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.errors import ModelError, QuantkitError
 from quantkit.models.attention import denoisers_of
+from quantkit.pipelines.own_inputs import OwnInputs, parameters_of, taken_by
 from quantkit.storage.jsonfile import DAMAGE, short
+
+_LOG = logging.getLogger(__name__)
 
 #: What pipelines and what they call raise where they are given too little, or cannot run it.
 _REFUSALS = (*DAMAGE, RuntimeError, OSError, ImportError, AssertionError, MemoryError)
-#: Parameters that are a picture, and those that say which part of it is repainted.
-_PICTURES = ("image", "control_image")
-_MASKS = ("mask_image",)
 #: Pixels of a side where neither pipeline nor denoiser says.
 _SIDE = 512
-#: How many prompts a trial with pictures has: a list and one picture differ from two on.
+#: How many prompts a trial with inputs has: a list and one picture differ from two on.
 _TRIED = 2
+#: A picture's latents: (B, C, H, W).
+_PICTURE_DIM = 4
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a pipeline, without what it does with pictures."""
+    """One call of a pipeline."""
 
     prompts: tuple[str, ...]
     #: of each prompt's noise
@@ -42,14 +39,13 @@ class Call:
     guidance: float | None = None
     #: latent or np
     output: str = "latent"
+    #: what ``rehearse`` found; None: prompts alone
+    inputs: OwnInputs | None = None
 
     def arguments(self, pipe: Any) -> dict[str, Any]:
-        """Return what the pipeline is called with, pictures included where it needs them."""
-        given = _CHOSEN.get(type(pipe), _alone)(pipe, len(self.prompts))
-        return self._plain() | given
-
-    def _plain(self) -> dict[str, Any]:
+        """Return what the pipeline is called with."""
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
+        inputs = {} if self.inputs is None else self.inputs.arguments(pipe, len(self.prompts))
         return {
             "prompt": list(self.prompts),
             "num_inference_steps": self.steps,
@@ -57,6 +53,7 @@ class Call:
             "generator": [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds],
             "output_type": self.output,
             **guidance,
+            **inputs,
         }
 
     def first(self, count: int) -> "Call":
@@ -64,40 +61,33 @@ class Call:
         return replace(self, prompts=self.prompts[:count], seeds=self.seeds[:count])
 
 
-#: What is given beside prompts, of so many of them.
-_Giver = Callable[[Any, int], dict[str, Any]]
-
-
-def rehearse(pipe: Any, call: Call) -> None:
+def rehearse(pipe: Any, call: Call, *, denoises: bool = True) -> OwnInputs | None:
     """Try a call up to the denoiser's first answer, on the longest prompt.
-
-    Where a prompt alone does not do, later calls give pictures made here, with strength 1: from
-    noise, so that every timestep is seen.
 
     Args:
         pipe: a diffusers pipeline; nothing listens to it yet.
         call: of all prompts, with the steps and the guidance of the long run.
+        denoises: False leaves the pipeline where the denoiser is asked.
+
+    Returns:
+        what later calls give beside prompts, wherever the pipeline takes it; None: nothing.
 
     Raises:
         ModelError: the pipeline cannot be run so; the text names what it lacks.
     """
     _refuse_uncallable(pipe)
-    longest = max(range(len(call.prompts)), key=lambda i: _tokens(pipe, call.prompts[i]))
-    order = (longest, *(i for i in range(len(call.prompts)) if i != longest))
-    call = replace(call, prompts=tuple(call.prompts[i] for i in order))
-    reasons = []
-    for give in _ways(pipe):
-        _CHOSEN[type(pipe)] = give
-        try:
-            _begin(pipe, call.first(1 if give is _alone else _TRIED))
-        except (QuantkitError, torch.OutOfMemoryError):
-            raise
-        except _REFUSALS as error:
-            reasons.append(error)
-        else:
-            return
-    del _CHOSEN[type(pipe)]
-    raise ModelError(_refusal(pipe, call, reasons[-1])) from reasons[-1]
+    call = _longest_first(pipe, call)
+    trial, reasons = _Trial(pipe, denoises), list[BaseException]()
+    for inputs in _ways(pipe):
+        given = replace(call, inputs=inputs)
+        found = trial.run(given)
+        if isinstance(found, _Begun):
+            if inputs is None:
+                _warn(pipe, reasons)
+            return trial.fitting(given, found)
+        reasons.append(found)
+    error = _telling(reasons)
+    raise ModelError(_refusal(pipe, call, error)) from error
 
 
 def fewest_steps(pipe: Any, call: Call, least: int) -> Call:
@@ -108,36 +98,170 @@ def fewest_steps(pipe: Any, call: Call, least: int) -> Call:
     """
     for steps in range(min(least, call.steps), call.steps):
         few = replace(call, steps=steps)
-        try:
-            _begin(pipe, few)
-        except _REFUSALS:
-            continue
-        return few
+        if isinstance(_Trial(pipe).run(few), _Begun):
+            return few
     rehearse(pipe, call)
     return call
 
 
+def _longest_first(pipe: Any, call: Call) -> Call:
+    """Return the call with the prompt that most is encoded of before all others."""
+    longest = max(range(len(call.prompts)), key=lambda i: _tokens(pipe, call.prompts[i]))
+    order = (longest, *(i for i in range(len(call.prompts)) if i != longest))
+    return replace(call, prompts=tuple(call.prompts[i] for i in order))
+
+
+def _tokens(pipe: Any, prompt: str) -> int:
+    """Return how many tokens a prompt has for the tokenizer that makes most of it."""
+    tokenizers = [
+        part for name, part in getattr(pipe, "components", {}).items() if "tokenizer" in name
+    ]
+    counts = [len(tokenizer.tokenize(prompt)) for tokenizer in tokenizers
+              if hasattr(tokenizer, "tokenize")]  # fmt: skip
+    return max(counts, default=len(prompt))
+
+
+def _ways(pipe: Any) -> tuple[OwnInputs | None, ...]:
+    """Return what to try: one picture for all prompts, one for each, a prompt alone.
+
+    Pipelines that edit pictures, and take prompts alone all the same, are calibrated on pictures.
+    """
+    if not taken_by(pipe):
+        return (None,)
+    side = _side(pipe)
+    return OwnInputs(side, listed=False), OwnInputs(side, listed=True), None
+
+
+def _side(pipe: Any) -> int:
+    """Return how many pixels a side of the pipeline's own pictures has."""
+    latent = getattr(pipe, "default_sample_size", None)
+    latent = latent if type(latent) is int else _sample_size(pipe)
+    return _SIDE if latent is None else latent * getattr(pipe, "vae_scale_factor", 8)
+
+
+def _sample_size(pipe: Any) -> int | None:
+    """Return the side of the latents that a denoiser was made for."""
+    sizes = (getattr(model.config, "sample_size", None) for model in _denoisers(pipe))
+    return next((size for size in sizes if type(size) is int), None)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The denoiser has answered once."""
+
+    #: the larger side of what it read; None: no picture
+    latent: int | None
+
+
+class _BegunError(Exception):
+    """Leaves the pipeline."""
+
+    def __init__(self, begun: _Begun) -> None:
+        self.begun = begun
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Runs calls until the denoiser has answered once, or is asked."""
+
+    pipe: Any
+    #: until it has answered
+    denoises: bool = True
+
+    def run(self, call: Call) -> _Begun | BaseException:
+        """Run a call, or return what it raises.
+
+        A list is tried of two lengths: as many pictures as there are prompts may be as many as
+        there are ControlNets by chance.
+        """
+        inputs = call.inputs
+        counts = (1,) if inputs is None else (_TRIED, 1) if inputs.listed else (_TRIED,)
+        try:
+            begun = [self._begin(call.first(count)) for count in counts]
+        except (QuantkitError, torch.OutOfMemoryError):
+            raise
+        except _REFUSALS as error:
+            return error
+        return begun[0]
+
+    def fitting(self, call: Call, begun: _Begun) -> OwnInputs | None:
+        """Return the inputs with pictures that the denoiser reads at its own size.
+
+        Those of an upscaler are as large as its latents.
+        """
+        inputs, own = call.inputs, _sample_size(self.pipe)
+        if inputs is None or begun.latent is None or own is None or begun.latent <= own:
+            return inputs
+        smaller = replace(inputs, side=inputs.side * own // begun.latent)
+        found = self.run(replace(call, inputs=smaller))
+        return inputs if isinstance(found, BaseException) else smaller
+
+    def _begin(self, call: Call) -> _Begun:
+        with self._leaving():
+            try:
+                self.pipe(**call.arguments(self.pipe))
+            except _BegunError as left:
+                return left.begun
+        return _Begun(None)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *__: Any) -> None:
+            read = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            shape = () if read is None else read.shape
+            raise _BegunError(_Begun(max(shape[-2:]) if len(shape) == _PICTURE_DIM else None))
+
+        models = _denoisers(self.pipe)
+        if self.denoises:
+            handles = [m.register_forward_hook(leave, with_kwargs=True) for m in models]
+        else:
+            handles = [m.register_forward_pre_hook(leave, with_kwargs=True) for m in models]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _denoisers(pipe: Any) -> list[nn.Module]:
+    """Return the models that denoise; a ControlNet answers before them."""
+    found = list(denoisers_of(pipe).values())
+    others = [m for m in found if "controlnet_cond" not in inspect.signature(m.forward).parameters]
+    return others or found
+
+
+def _telling(reasons: list[BaseException]) -> BaseException:
+    """Return the error of the way that gives most: a prompt alone lacks what was given before."""
+    return reasons[max(0, len(reasons) - 2)]
+
+
+def _warn(pipe: Any, reasons: list[BaseException]) -> None:
+    """Say that a pipeline runs on prompts alone that also takes pictures."""
+    if reasons:
+        _LOG.warning(
+            "%s: run on prompts alone, because it cannot be run with %s of quantkit's own: %s",
+            type(pipe).__name__, ", ".join(taken_by(pipe)), short(_telling([*reasons, reasons[0]])),
+        )  # fmt: skip
+
+
 def _refusal(pipe: Any, call: Call, error: BaseException) -> str:
-    given = ", ".join(_picture_names(pipe))
+    given = ", ".join(taken_by(pipe))
     what = f"prompts and {given} of quantkit's own" if given else "a prompt alone"
     return (
         f"{type(pipe).__name__} cannot run {call.steps} steps on {what} ({call.prompts[0]!r:.60}): "
-        f"{short(error)}; try it in diffusers with the same, or give other prompts or steps"
+        f"{short(error)}; try it in diffusers with the same, give other prompts or steps, or pack "
+        "it with a recipe that needs no calibration, as fp8"
     )
 
 
-def _picture_names(pipe: Any) -> list[str]:
-    return [name for name in (*_PICTURES, *_MASKS) if name in _parameters(pipe)]
-
-
 def _refuse_uncallable(pipe: Any) -> None:
-    """Refuse what prompts and pictures cannot run, whatever they show.
+    """Refuse what prompts and quantkit's own inputs cannot run, whatever they show.
 
     Raises:
         ModelError: naming what it needs.
     """
-    known = _parameters(pipe)
-    have = {*_PICTURES, *_MASKS, "prompt"}
+    known = parameters_of(pipe)
+    have = {*taken_by(pipe), "prompt"}
     needs = [
         name
         for name, parameter in known.items()
@@ -151,110 +275,3 @@ def _refuse_uncallable(pipe: Any) -> None:
             f"{type(pipe).__name__} takes {lacks}: quantkit can only run pipelines on prompts and "
             "on pictures of its own; pack it with a recipe that needs no calibration, as fp8"
         )
-
-
-def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(pipe.__call__).parameters
-
-
-def _tokens(pipe: Any, prompt: str) -> int:
-    """Return how many tokens a prompt has for the tokenizer that makes most of it."""
-    tokenizers = [
-        part for name, part in getattr(pipe, "components", {}).items() if "tokenizer" in name
-    ]
-    counts = [len(tokenizer.tokenize(prompt)) for tokenizer in tokenizers
-              if hasattr(tokenizer, "tokenize")]  # fmt: skip
-    return max(counts, default=len(prompt))
-
-
-class _BegunError(Exception):
-    """The denoiser has answered once."""
-
-
-def _begin(pipe: Any, call: Call) -> None:
-    """Run a pipeline until its denoiser has answered."""
-    with _leaving(pipe):
-        try:
-            pipe(**call.arguments(pipe))
-        except _BegunError:
-            return
-
-
-@contextmanager
-def _leaving(pipe: Any) -> Iterator[None]:
-    def leave(*_: Any) -> None:
-        raise _BegunError
-
-    handles = [model.register_forward_hook(leave) for model in _denoisers(pipe)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _denoisers(pipe: Any) -> list[nn.Module]:
-    """Return the models that denoise; a ControlNet answers before them."""
-    return [
-        model
-        for model in denoisers_of(pipe).values()
-        if "controlnet_cond" not in inspect.signature(model.forward).parameters
-    ]
-
-
-def _ways(pipe: Any) -> tuple[_Giver, ...]:
-    """Return what to try: a prompt alone, a picture for each prompt, one picture for all."""
-    return (_alone, _each, _one) if _picture_names(pipe) else (_alone,)
-
-
-def _alone(pipe: Any, count: int) -> dict[str, Any]:
-    del pipe, count
-    return {}
-
-
-def _each(pipe: Any, count: int) -> dict[str, Any]:
-    found = {name: [value] * count for name, value in _pictures(pipe).items()}
-    return found | _strength(pipe)
-
-
-def _one(pipe: Any, count: int) -> dict[str, Any]:
-    del count
-    return _pictures(pipe) | _strength(pipe)
-
-
-def _strength(pipe: Any) -> dict[str, float]:
-    return {"strength": 1.0} if "strength" in _parameters(pipe) else {}
-
-
-def _pictures(pipe: Any) -> dict[str, Image.Image]:
-    side, known = _side(pipe), _parameters(pipe)
-    pictures = {name: draw_picture(side) for name in _PICTURES if name in known}
-    return pictures | {name: draw_mask(side) for name in _MASKS if name in known}
-
-
-def _side(pipe: Any) -> int:
-    """Return how many pixels a side of the pipeline's own pictures has."""
-    sizes = [getattr(pipe, "default_sample_size", None)]
-    sizes += [getattr(model.config, "sample_size", None) for model in _denoisers(pipe)]
-    latent = next((size for size in sizes if type(size) is int), None)
-    return _SIDE if latent is None else latent * getattr(pipe, "vae_scale_factor", 8)
-
-
-def draw_picture(side: int) -> Image.Image:
-    """Return a picture of smooth colours, edges and texture, the same for the same side."""
-    y, x = np.mgrid[0:side, 0:side] / side
-    ball = (x - 0.4) ** 2 + (y - 0.55) ** 2 < 0.06
-    waves = 0.5 + 0.5 * np.sin(40 * x + 25 * y * y)
-    colours = np.stack([0.2 + 0.6 * x, 0.3 + 0.5 * y * waves, np.where(ball, 0.9, 0.35)], axis=-1)
-    return Image.fromarray(np.round(255 * colours).astype(np.uint8))
-
-
-def draw_mask(side: int) -> Image.Image:
-    """Return a mask that has the middle quarter repainted."""
-    mask = np.zeros((side, side), np.uint8)
-    mask[side // 4 : -(-3 * side // 4), side // 4 : -(-3 * side // 4)] = 255
-    return Image.fromarray(mask)
-
-
-#: How pipelines of a class are called, as ``rehearse`` found.
-_CHOSEN: "WeakKeyDictionary[type, _Giver]" = WeakKeyDictionary()

@@ -5,6 +5,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from quantkit.models.source import Model
 from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.calling import Call, rehearse
 from quantkit.pipelines.compute_dtype import usual_dtype
+from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.inputfile import read_text, refuse_odd_files, split_lines
 from quantkit.storage.jsonfile import read_json, short
@@ -173,15 +175,23 @@ def load_directory(
     return pipe.to(device)
 
 
-def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
+def run_batch(
+    pipe: Any, batch: Batch, settings: CalibrationRecipe, inputs: OwnInputs | None = None
+) -> Tensor:
     """Denoise a batch and return its final latents, a prompt along the first axis.
+
+    Args:
+        pipe: a pipeline.
+        batch: its prompts.
+        settings: how.
+        inputs: as ``rehearse_prompts`` found.
 
     Raises:
         ModelError: the pipeline does not take these settings.
     """
-    call = Call(batch.prompts, tuple(batch.seeds), settings.steps, settings.guidance)
+    call = _call(batch.prompts, batch.seeds, settings)
     try:
-        output = pipe(**call.arguments(pipe))
+        output = pipe(**replace(call, inputs=inputs).arguments(pipe))
     except ValueError as error:
         # A scheduler that was trained on fewer steps, say.
         raise ModelError(
@@ -192,14 +202,29 @@ def run_batch(pipe: Any, batch: Batch, settings: CalibrationRecipe) -> Tensor:
     return latents
 
 
-def rehearse_prompts(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> None:
+def rehearse_prompts(
+    pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe, *, denoises: bool = True
+) -> OwnInputs | None:
     """Try what ``run_prompts`` is about to do, up to the denoiser's first answer.
+
+    Args:
+        pipe: a pipeline.
+        prompts: of the run.
+        settings: how.
+        denoises: False tries what ``encode_prompts`` does.
+
+    Returns:
+        what its batches give beside prompts; None: nothing.
 
     Raises:
         ModelError: the pipeline cannot be run so.
     """
-    seeds = tuple(range(settings.seed, settings.seed + len(prompts)))
-    rehearse(pipe, Call(tuple(prompts), seeds, settings.steps, settings.guidance))
+    seeds = range(settings.seed, settings.seed + len(prompts))
+    return rehearse(pipe, _call(prompts, seeds, settings), denoises=denoises)
+
+
+def _call(prompts: Sequence[str], seeds: Sequence[int], settings: CalibrationRecipe) -> Call:
+    return Call(tuple(prompts), tuple(seeds), settings.steps, settings.guidance)
 
 
 def run_prompts(
@@ -207,6 +232,7 @@ def run_prompts(
     prompts: Sequence[str],
     settings: CalibrationRecipe,
     begin: Callable[[Batch], None] = lambda _: None,
+    inputs: OwnInputs | None = None,
 ) -> None:
     """Denoise all prompts, as many batches at once as there is room for; latents are thrown away.
 
@@ -215,12 +241,13 @@ def run_prompts(
         prompts: texts.
         settings: how.
         begin: told of what runs next.
+        inputs: as ``rehearse_prompts`` found.
     """
     growing = GrowingBatches(split_batches(prompts, settings), pipe.device)
     while growing:
         with growing.next() as batch:
             begin(batch)
-            run_batch(pipe, batch, settings)
+            run_batch(pipe, batch, settings, inputs)
 
 
 class _EncodedError(Exception):
@@ -228,7 +255,11 @@ class _EncodedError(Exception):
 
 
 def encode_prompts(
-    pipe: Any, denoisers: Sequence[str], prompts: Sequence[str], settings: CalibrationRecipe
+    pipe: Any,
+    denoisers: Sequence[str],
+    prompts: Sequence[str],
+    settings: CalibrationRecipe,
+    inputs: OwnInputs | None = None,
 ) -> None:
     """Run the pipeline's text encoders on all prompts, in batches, as the pipeline runs them.
 
@@ -237,6 +268,7 @@ def encode_prompts(
         denoisers: names of its components.
         prompts: texts.
         settings: batch and guidance, which decides if empty prompts are encoded, too.
+        inputs: as ``rehearse_prompts`` found.
     """
 
     def leave(*_: Any) -> None:
@@ -246,7 +278,7 @@ def encode_prompts(
     try:
         for batch in split_batches(prompts, settings):
             with suppress(_EncodedError):
-                run_batch(pipe, batch, settings)
+                run_batch(pipe, batch, settings, inputs)
     finally:
         for handle in handles:
             handle.remove()

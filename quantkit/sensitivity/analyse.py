@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layers import Layer
 from quantkit.models.source_tensors import source_tensors
+from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.running import (
     choose_device,
     load_pipeline,
@@ -76,9 +77,12 @@ def measure_sensitivity(
     """
     allowed_names(_budget(subject.recipe).treatments)
     target = choose_device(device)
-    layers = _measure_locally(subject, target, progress)
     settings = subject.recipe.calibration
     chosen = tuple(prompts) if measure else ()
+    with quiet_libraries():
+        # Before the long work: a pipeline that does not run should not be found out after it.
+        rehearsed = Rehearsed.of(subject, chosen, target) if measure else None
+    layers = _measure_locally(subject, target, progress)
     about = SensitivityProvenance(
         model=str(subject.model.path),
         model_digest=_digest([layer.digest for layer in layers]),
@@ -99,50 +103,71 @@ def measure_sensitivity(
         subject.recipe,
         about,
     )
-    if not measure:
+    if rehearsed is None:
         return result
     with quiet_libraries():
         errors = AttentionErrors(subject.attention_scales(target))
-        probe = Probing.start(subject, chosen, target, errors)
+        probe = Probing.start(rehearsed, errors)
         modules = tuple(_attention_layer(subject, name, errors) for name in subject.attention)
         result = replace(result, layers=(*layers, *modules))
         return _measure_gains(result, probe, measure, progress)
 
 
 @dataclass(frozen=True, eq=False)
-class Probing:
-    """A loaded pipeline, and the latents that it ends with as it is."""
+class Rehearsed:
+    """A loaded pipeline that was tried on prompts."""
 
     subject: MeasuredModel
     pipe: Any
     prompts: tuple[str, ...]
+    inputs: OwnInputs | None
+
+    @classmethod
+    def of(
+        cls, subject: MeasuredModel, prompts: Sequence[str], device: torch.device
+    ) -> "Rehearsed":
+        """Load the pipeline, and try it.
+
+        Raises:
+            ModelError: it cannot be loaded, or run so.
+        """
+        pipe = load_pipeline(subject.model, device)
+        inputs = rehearse_prompts(pipe, prompts, subject.recipe.calibration)
+        return cls(subject, pipe, tuple(prompts), inputs)
+
+    @property
+    def denoiser(self) -> nn.Module:
+        """The pipeline's denoiser."""
+        denoiser: nn.Module = getattr(self.pipe, self.subject.component.name)
+        return denoiser
+
+    def latents(self) -> Tensor:
+        """Return the latents that it ends with."""
+        settings = self.subject.recipe.calibration
+        return final_latents(self.pipe, self.prompts, settings, self.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Probing:
+    """A pipeline, and the latents that it ends with as it is."""
+
+    pipeline: Rehearsed
     untouched: Tensor
 
     @classmethod
-    def start(
-        cls,
-        subject: MeasuredModel,
-        prompts: Sequence[str],
-        device: torch.device,
-        errors: AttentionErrors,
-    ) -> "Probing":
-        """Load the pipeline and run it as it is, while errors of attention modules are taken."""
-        pipe = load_pipeline(subject.model, device)
-        rehearse_prompts(pipe, prompts, subject.recipe.calibration)
-        denoiser = getattr(pipe, subject.component.name)
-        with errors.listening(denoiser):
-            latents = final_latents(pipe, prompts, subject.recipe.calibration)
-        return cls(subject, pipe, tuple(prompts), latents)
+    def start(cls, pipeline: Rehearsed, errors: AttentionErrors) -> "Probing":
+        """Run the pipeline as it is, while errors of attention modules are taken."""
+        with errors.listening(pipeline.denoiser):
+            return cls(pipeline, pipeline.latents())
 
     def error(self, treatments: Mapping[str, str]) -> float:
         """Return the NMSE of the final latents with layers under treatments, by name."""
         with self.treated(treatments):
-            found = final_latents(self.pipe, self.prompts, self.subject.recipe.calibration)
-        return relative_error(found, self.untouched)
+            return relative_error(self.pipeline.latents(), self.untouched)
 
     def treated(self, treatments: Mapping[str, str]) -> AbstractContextManager[None]:
         """Return the context in which layers have their treatments."""
-        return treated_pipeline(self.subject, self.pipe, treatments)
+        return treated_pipeline(self.pipeline.subject, self.pipeline.pipe, treatments)
 
 
 @contextmanager

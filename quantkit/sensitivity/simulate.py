@@ -13,6 +13,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.models.timestep import timestep_argument
 from quantkit.numerics.packing import from_rows
 from quantkit.pipelines.batches import split_batches
+from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.running import run_batch
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.sensitivity.treated_layer import InputCast, round_input
@@ -62,13 +63,22 @@ def treated(denoiser: nn.Module, substitutes: Mapping[str, Substitute]) -> Itera
             vars(module).pop("forward", None)
 
 
-def final_latents(pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe) -> Tensor:
+def final_latents(
+    pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe, inputs: OwnInputs | None = None
+) -> Tensor:
     """Return the latents that the pipeline ends with, float32 on the CPU, one row a prompt.
+
+    Args:
+        pipe: a pipeline.
+        prompts: texts.
+        settings: how.
+        inputs: as ``rehearse_prompts`` found.
 
     Raises:
         NonFiniteError: NaN or Inf in them.
     """
-    parts = [run_batch(pipe, batch, settings) for batch in split_batches(prompts, settings)]
+    batches = split_batches(prompts, settings)
+    parts = [run_batch(pipe, batch, settings, inputs) for batch in batches]
     latents = torch.cat([part.detach().float().cpu() for part in parts])
     if not bool(latents.isfinite().all()):
         raise NonFiniteError(

@@ -65,7 +65,7 @@ def search_ssim(
     trials: list[Trial] = []
     with quiet_libraries():
         pipe = load_pipeline(subject.model, device)
-        rehearse_pictures(pipe, settings)
+        settings = rehearse_pictures(pipe, settings)
         wanted = generate(pipe, settings, label="original", progress=progress).pictures
         passed, failed = -1, len(errors)
         best: Trial | None = None

@@ -1,5 +1,8 @@
 """Calls that are tried before long work, and pictures for pipelines that need some."""
 
+from collections import Counter
+from dataclasses import replace
+
 import diffusers
 import numpy as np
 import pytest
@@ -7,16 +10,21 @@ import torch
 
 import quantkit
 from quantkit.errors import ModelError
-from quantkit.pipelines.calling import Call, draw_mask, draw_picture, fewest_steps, rehearse
+from quantkit.pipelines.calling import Call, fewest_steps, rehearse
+from quantkit.pipelines.own_inputs import OwnInputs, draw_mask, draw_picture
+from tests.support.picture_pipelines import (
+    PICTURE_PIPELINES,
+    small_flux_pictures,
+    two_controlnets,
+)
 from tests.support.pipelines import picture_pipeline
 
 TWO = Call(("a cat", "a red dog"), (3, 4), 4, output="np")
 
 
-def rehearsed(cls, **changed):
-    pipe = picture_pipeline(cls, **changed)
-    rehearse(pipe, TWO)
-    return pipe
+def rehearsed(pipe):
+    """Return the call as the trial of it says that the pipeline is to be called."""
+    return replace(TWO, inputs=rehearse(pipe, TWO))
 
 
 @pytest.mark.parametrize(
@@ -29,9 +37,9 @@ def rehearsed(cls, **changed):
     ],
 )
 def test_pipelines_that_need_a_picture_run_on_one(cls, channels):
-    pipe = rehearsed(cls, in_channels=channels)
-    given = TWO.arguments(pipe)
-    assert len(given["image"]) == 2
+    pipe = picture_pipeline(cls, in_channels=channels)
+    given = rehearsed(pipe).arguments(pipe)
+    assert given["image"].size == (16, 16)
     # From noise, so that every timestep is seen.
     assert given.get("strength", 1.0) == 1.0
     timesteps = []
@@ -43,8 +51,107 @@ def test_pipelines_that_need_a_picture_run_on_one(cls, channels):
 
 
 def test_prompts_alone_are_given_to_pipelines_that_take_them():
-    pipe = rehearsed("StableDiffusionPipeline")
+    pipe = picture_pipeline("StableDiffusionPipeline")
+    assert rehearse(pipe, TWO) is None
     assert set(TWO.arguments(pipe)) == {"prompt", "num_inference_steps", "generator", "output_type"}
+
+
+#: What each pipeline of the table is given: one picture, or a list of one for each prompt.
+GIVEN = {
+    "refiner": OwnInputs(16, listed=False),
+    "controlnet": OwnInputs(16, listed=False),
+    # As large as its latents.
+    "upscaler": OwnInputs(8, listed=True),
+    "depth": OwnInputs(16, listed=False),
+    "gligen": OwnInputs(16, listed=False),
+    "fill": OwnInputs(32, listed=False),
+    "kontext": OwnInputs(32, listed=False),
+}
+
+
+@pytest.mark.parametrize("name", PICTURE_PIPELINES)
+def test_pipelines_of_many_kinds_run_on_what_a_trial_found(name):
+    with small_flux_pictures():
+        pipe = PICTURE_PIPELINES[name]()
+        pipe.set_progress_bar_config(disable=True)
+        call = rehearsed(pipe)
+        assert call.inputs == GIVEN[name]
+        pictures = pipe(**call.arguments(pipe)).images
+    assert len(pictures) == 2
+    assert np.isfinite(pictures).all()
+
+
+def test_a_picture_that_may_be_left_out_is_given():
+    """FLUX Kontext also runs on a prompt alone, and edits pictures: their tokens are seen."""
+    with small_flux_pictures():
+        pipe = PICTURE_PIPELINES["kontext"]()
+        pipe.set_progress_bar_config(disable=True)
+        lengths = []
+        pipe.transformer.x_embedder.register_forward_pre_hook(
+            lambda _, args: lengths.append(args[0].shape[1])
+        )
+        call = rehearsed(pipe)
+        pipe(**call.arguments(pipe))
+    # 32 pixels are 16 latents, packed by twos: as many tokens of the picture as of the noise.
+    assert set(lengths) == {2 * 8 * 8}
+
+
+def test_phrases_and_boxes_reach_every_fuser_at_every_step():
+    pipe = PICTURE_PIPELINES["gligen"]()
+    pipe.set_progress_bar_config(disable=True)
+    calls = Counter()
+    for name, module in pipe.unet.named_modules():
+        if name.endswith("fuser.linear"):
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    call = rehearsed(pipe)
+    calls.clear()
+    pipe(**call.arguments(pipe))
+    assert len(calls) == 4
+    assert set(calls.values()) == {TWO.steps}
+
+
+def test_a_list_that_suits_by_chance_is_no_way_to_call_a_pipeline():
+    """Two ControlNets take a list of two pictures, and so do two prompts."""
+    pipe = two_controlnets()
+    with pytest.raises(ModelError, match=r"same length as the number of controlnets.*as fp8"):
+        rehearse(pipe, TWO)
+
+
+def test_pipelines_of_one_class_are_called_each_in_its_own_way():
+    """What a trial finds is of its pipeline, not of its class."""
+    small = picture_pipeline("StableDiffusionImg2ImgPipeline")
+    large = picture_pipeline("StableDiffusionImg2ImgPipeline", sample_size=16)
+    found = rehearse(small, TWO), rehearse(large, TWO)
+    assert found == (OwnInputs(16, listed=False), OwnInputs(32, listed=False))
+    # Nothing stays behind.
+    assert "image" not in TWO.arguments(small)
+
+
+class Either(diffusers.StableDiffusionPipeline):
+    """Takes a picture, but only in a form that nobody here makes."""
+
+    def __call__(self, prompt, num_inference_steps=2, image=None, **more):
+        if image is not None:
+            raise ValueError("image: expected latents")
+        return super().__call__(prompt, num_inference_steps=num_inference_steps, **more)
+
+
+def test_pictures_that_do_not_work_are_left_out_with_a_warning(caplog):
+    pipe = Either(**picture_pipeline("StableDiffusionPipeline").components)
+    pipe.set_progress_bar_config(disable=True)
+    assert rehearse(pipe, TWO) is None
+    (told,) = (r.getMessage() for r in caplog.records if r.name.startswith("quantkit"))
+    assert "run on prompts alone" in told
+    assert "image: expected latents" in told
+
+
+def test_where_only_text_is_encoded_no_denoiser_answers():
+    pipe = picture_pipeline("StableDiffusionImg2ImgPipeline")
+    answers = []
+    pipe.unet.register_forward_hook(lambda *_: answers.append(1))
+    assert rehearse(pipe, TWO, denoises=False) == OwnInputs(16, listed=False)
+    assert not answers
+    assert not pipe.unet._forward_pre_hooks
 
 
 def test_a_trial_ends_at_the_first_answer_and_leaves_no_hook():

@@ -244,7 +244,7 @@ def test_only_what_is_missing_is_run_again(arguments, interrupted, whole, tmp_pa
     monkeypatch.setattr(
         observed_pipeline,
         "run_batch",
-        lambda pipe, batch, s: (seeds.append(batch.seeds), run(pipe, batch, s)),
+        lambda pipe, batch, *how: (seeds.append(batch.seeds), run(pipe, batch, *how)),
     )
     result = invoke(arguments, output, "--resume")
     assert result.exit_code == 0, result.output

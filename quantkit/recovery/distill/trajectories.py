@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class Teacher:
         #: trajectories that this process made so far
         self.made = 0
         self._batches = 0
-        rehearse(pipe, self._call(prompts, range(settings.seed, settings.seed + len(prompts))))
+        seeds = tuple(range(settings.seed, settings.seed + len(prompts)))
+        call = Call(tuple(prompts), seeds, settings.sampling_steps, settings.guidance)
+        self._call = replace(call, inputs=rehearse(pipe, call))
 
     def go_to(self, batch: int, count: int) -> None:
         """Sample the batch of this number next, as after ``batch`` batches of ``count``."""
@@ -59,7 +62,7 @@ class Teacher:
         first = (self._batches * self._ranks.world + self._ranks.rank) * count
         indices = range(first, first + count)
         prompts = [self._prompts[i % len(self._prompts)] for i in indices]
-        call = self._call(prompts, [self._settings.seed + i for i in indices])
+        call = self.call(prompts, [self._settings.seed + i for i in indices])
         try:
             with self.awake(), recording(self._denoiser) as record, torch.no_grad():
                 self.pipe(**call.arguments(self.pipe))
@@ -73,9 +76,9 @@ class Teacher:
         self.made += count
         return record.chunk()
 
-    def _call(self, prompts: Sequence[str], seeds: Sequence[int]) -> Call:
-        settings = self._settings
-        return Call(tuple(prompts), tuple(seeds), settings.sampling_steps, settings.guidance)
+    def call(self, prompts: Sequence[str], seeds: Sequence[int]) -> Call:
+        """Return the call of the pipeline that denoises these prompts to their latents."""
+        return replace(self._call, prompts=tuple(prompts), seeds=tuple(seeds))
 
     def rest(self) -> None:
         """Leave the device to the student, where the pipeline is offloaded."""

@@ -5,6 +5,7 @@ The prompts are the same for both, and so is the noise, of seeds that no trainin
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 
-from quantkit.pipelines.calling import Call
 from quantkit.recovery.distill.early_stopping import ValidationScore
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher
@@ -104,13 +104,8 @@ class PictureWatcher:
     def _denoise(self, start: int) -> Pictures:
         prompts = list(self._prompts[start : start + self._settings.sampling_batch])
         first = self._settings.seed + SEED_OFFSET + start
-        call = Call(
-            tuple(prompts),
-            tuple(range(first, first + len(prompts))),
-            self._settings.sampling_steps,
-            self._settings.guidance,
-            "np" if self._has_vae else "latent",
-        )
+        call = self._teacher.call(prompts, range(first, first + len(prompts)))
+        call = replace(call, output="np" if self._has_vae else "latent")
         images: Any = self._teacher.pipe(**call.arguments(self._teacher.pipe)).images
         values = images.float().cpu().numpy() if isinstance(images, Tensor) else images
         return np.asarray(values, dtype=np.float32)
