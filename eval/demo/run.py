@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from quantkit.eval.backbones import load_backbones
-from quantkit.eval.evaluation import Baseline, evaluate, measure_baseline, open_pair
+from quantkit.eval.evaluation import (
+    Baseline,
+    evaluate,
+    measure_baseline,
+    open_pair,
+    rehearse_original,
+)
 from quantkit.eval.gates import Limits, State
 from quantkit.eval.generation import GenerationSettings, make_settings
 from quantkit.eval.methods import Method, write_methods
@@ -122,13 +128,16 @@ def _run(
     assets, prompts, steps = demo_assets(), len(settings.prompts), settings.steps
     context.say(f"kernels: {describe_kernels(context.device)}")
     context.say(f"attention on codes: {describe_attention(context.device)}")
-    errors = _make(context, plan, assets / "pipeline")
+    # Before the long work: a pipeline or network that does not run here is not found out last.
+    model = open_model(str(assets / "pipeline"))
     with context.step("load the networks of LPIPS and CLIP score"):
         backbones = load_backbones(assets / "alexnet", str(assets / "clip"), device=context.device)
+        rehearse_original(model, settings, context.device)
+    errors = _make(context, plan, assets / "pipeline")
     runs = f"{3 if noise_floor else 1} x {prompts} pictures of {steps} steps"
     with context.step(f"original pipeline{' and its noise floor' * noise_floor}: {runs}"):
         baseline = measure_baseline(
-            open_model(str(assets / "pipeline")),
+            model,
             settings,
             backbones=backbones,
             device=context.device,

@@ -16,7 +16,7 @@ from quantkit.calibration import hessian
 from quantkit.calibration.statistics import load_calibration
 from quantkit.eval import evaluation
 from quantkit.eval import report as reports
-from quantkit.eval.evaluation import Background, open_pair, require_pipeline
+from quantkit.eval.evaluation import Background, open_pair, rehearse_original, require_pipeline
 from quantkit.eval.gates import Limits
 from quantkit.eval.generation import GenerationSettings, choose_unseen
 from quantkit.eval.range_map import map_ranges
@@ -163,6 +163,7 @@ def run(
     for line in plan.lines("goes on with" if resumed else "writes"):
         tell(line)
     started = perf_counter()
+    rehearse_original(task.model, pictures, place)
     with translated(task.output):
         make_folders(task.output)
         record.write(task.output)
