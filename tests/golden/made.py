@@ -30,8 +30,8 @@ from quantkit.storage.digest import sha256_of
 from tests.support.denoiser_classes import ROWS
 from tests.support.denoisers import tiny_sd15, tiny_sdxl
 from tests.support.pipelines import (
-    _flux_transformer,
     _sd3_transformer,
+    flux_transformer,
     tiny_sd15_pipeline,
     tiny_transformer_pipeline,
 )
@@ -86,7 +86,7 @@ DENOISERS = {
     "sd15": tiny_sd15,
     "sdxl": tiny_sdxl,
     "sd3": _sd3_transformer,
-    "flux": _flux_transformer,
+    "flux": flux_transformer,
     "flux2": lambda: _row("Flux2Transformer2DModel"),
     "chroma": lambda: _row("ChromaTransformer2DModel"),
     "pixart": lambda: _row("PixArtTransformer2DModel"),
