@@ -92,7 +92,7 @@ def ranks_of(columns: int) -> tuple[int, ...]:
     They are half and three quarters, up to what a matrix instruction takes at once.
     """
     found = {padded(int(columns * part)) for part in _PARTS}
-    return tuple(sorted(rank for rank in found if 0 < rank < columns))
+    return tuple(sorted(rank for rank in found if rank < columns))
 
 
 def is_rank(rank: int) -> bool:
@@ -137,7 +137,7 @@ def _largest(size: Tensor, columns: int) -> Tensor:
 
 def with_rank(codes: Tensor, rank: int | None) -> Tensor:
     """Return codes of queries whose columns from ``rank`` on are zero; None: as they are."""
-    if rank is None or rank >= codes.shape[-1]:
+    if rank is None:
         return codes
     counts = torch.arange(codes.shape[-1], device=codes.device) < rank
     return torch.where(counts, codes, torch.zeros_like(codes))

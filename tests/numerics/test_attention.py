@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit.errors import RecipeError
 from quantkit.numerics.attention import (
     attention_codes,
     cut_to_float16,
@@ -16,8 +17,9 @@ from quantkit.numerics.attention import (
     unit_factors,
     value_codes,
 )
+from quantkit.numerics.attention_formats import ATTENTION_FORMATS, attention_format
 from quantkit.numerics.attention_limits import takes_heads
-from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.numerics.attention_scales import AttentionScales, scales_of_ranges
 
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 
@@ -143,6 +145,26 @@ def test_float32_is_cut_to_the_next_float16_towards_zero():
     assert (ends[0], bool(ends[1].isnan())) == (torch.inf, True)
 
 
+@pytest.mark.parametrize("margin", [1.0, 2.0])
+def test_scales_are_those_of_ranges_and_one_for_none(margin):
+    q, k, v = torch.tensor([0.0, 1e-3]), torch.tensor([0.5, 0.0]), torch.tensor([[0.0, 1e-3, 3.0]])
+    k_mean, v_mean = torch.full((2, 3), 4.0), torch.full((2, 3), 5.0)
+    found = scales_of_ranges(q=q, k=k, k_mean=k_mean, v=v, v_mean=v_mean, margin=margin)
+    assert torch.equal(found.query_range, torch.tensor([1.0, 1e-3 * margin]))
+    assert torch.equal(found.key_range, torch.tensor([0.5 * margin, 1.0]))
+    steps = torch.tensor([[1.0, 1e-3 * margin / LARGEST, 3.0 * margin / LARGEST]])
+    torch.testing.assert_close(found.value_scale, steps, rtol=1e-6, atol=0)
+    assert (found.key_mean is k_mean, found.value_mean is v_mean) == (True, True)
+
+
+def test_every_pair_of_formats_has_its_row():
+    assert [attention_format(row.qk, row.pv) for row in ATTENTION_FORMATS] == [*ATTENTION_FORMATS]
+    names = {"e4m3fn", "int8", "e4m3fn-pv16", "int8-pv16"}
+    assert {row.name for row in ATTENTION_FORMATS} == names
+    with pytest.raises(RecipeError, match="qk 'int8' with pv 'int8', wanted one of e4m3fn, int8"):
+        attention_format("int8", "int8")
+
+
 def scales_of_heads(columns):
     ones = torch.ones(HEADS, columns)
     return AttentionScales(
@@ -151,7 +173,7 @@ def scales_of_heads(columns):
 
 
 @pytest.mark.parametrize("columns", [24, 32])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("scale", [None, 3.0])
 @pytest.mark.parametrize("fmt", ["e4m3fn", "int8"])
 def test_factors_of_heads_are_those_of_each_head(fmt, scale, columns):
     given, tau = scales_of_heads(columns), score_factor(columns, scale)

@@ -8,6 +8,7 @@ import torch
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention_basis import (
     basis_of,
+    is_rank,
     largest_two_of_four,
     ranks_of,
     turned,
@@ -108,6 +109,13 @@ def test_weights_of_other_heads_are_refused():
 )  # fmt: skip
 def test_ranks_are_multiples_of_what_is_multiplied_at_once(columns, wanted):
     assert ranks_of(columns) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rank", "wanted"), [(-16, False), (0, False), (8, False), (16, True), (17, False), (48, True)]
+)
+def test_matrix_instructions_have_ranks_of_sixteens(rank, wanted):
+    assert is_rank(rank) is wanted
 
 
 def test_the_largest_two_of_four_stay_by_token():
