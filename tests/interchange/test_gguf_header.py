@@ -10,6 +10,7 @@ import pytest
 
 from quantkit.errors import ModelError
 from quantkit.interchange.gguf_file import read_gguf
+from quantkit.interchange.gguf_header import walk_header
 
 ARRAY, STRING, UINT8, UINT32, INT32, FLOAT32, UINT64 = 9, 8, 0, 4, 5, 6, 10
 F32, Q8_0 = 0, 8
@@ -106,6 +107,24 @@ DAMAGED = {
         header([entry("general.alignment", UINT32, bytes(4))]),
         "general.alignment 0, expected a power of two",
     ),
+    "alignment below zero": (
+        header([entry("general.alignment", INT32, struct.pack("<i", -32))]),
+        "general.alignment -32, expected a power of two",
+    ),
+    "alignment by a list": (
+        header([entry("general.alignment", ARRAY, array(UINT32, 1, struct.pack("<I", 32)))]),
+        r"general.alignment \(32,\), expected a power of two",
+    ),
+    "one element more than all lists may have": (
+        header([entry("k", ARRAY, array(UINT8, 999_999, bytes(999_999))),
+                entry("l", ARRAY, array(UINT8, 2, bytes(2)))]),
+        "more than 1000000 elements of lists",
+    ),
+    "true shapes of nine sizes": (
+        whole(header([entry("comfy.gguf.orig_shape.a", ARRAY, array(INT32, 9, bytes(36)))],
+                     TWO), 160),
+        "'comfy.gguf.orig_shape.a': expected at most 8 integers",
+    ),
     "alignment by a text": (
         header([entry("general.alignment", STRING, text("32"))]),
         "general.alignment b'32', expected a power of two",
@@ -158,6 +177,28 @@ DAMAGED = {
 def test_a_header_that_lies_is_refused_at_once(name, tmp_path):
     data, match = DAMAGED[name]
     refused(tmp_path / "m.gguf", data, match)
+
+
+def at_bounds(version):
+    """A header that has all that a header may have, but for numbers of entries and tensors."""
+    entries = [
+        entry("k" * 65_535, UINT8, b"\0"),
+        entry("l", ARRAY, array(UINT8, 999_990, bytes(999_990))),
+        entry("comfy.gguf.orig_shape.a", ARRAY, array(INT32, 8, struct.pack("<8i", *range(8)))),
+    ]
+    # The last text ends where the bytes do.
+    words = entry("m", ARRAY, array(STRING, 2, text("x") + text("")))
+    return header([*entries, words], version=version)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_header_may_have_what_the_bounds_say(version):
+    found = walk_header(at_bounds(version))
+    assert found.true_shapes == {"a": tuple(range(8))}
+    assert found.stop == len(at_bounds(version))
+    assert (found.architecture, found.alignment, found.tensors) == ("", 32, ())
+    row = info("t", (1,) * 8, F32, 0)
+    assert walk_header(header([], [row])).tensors[0].shape == (1,) * 8
 
 
 def test_a_header_beyond_its_limit_is_refused(tmp_path):

@@ -40,6 +40,11 @@ def nearest(exact):
 TIES = [
     (1.0 + 2.0**-12, 1.0 + 2.0**-12, sign * 2.0**-at) for sign in (1, -1) for at in (60, 80, 120)
 ] + [(1.0 + 2.0**-23, 1.0 + 2.0**-1, sign * 2.0**-100) for sign in (1, -1)]
+#: and two whose sum in float64 is odd, a last place beside the tie, and nearer to it
+TIES += [
+    (2.0**-12 * (1 + m * 2.0**-23), 2.0**-12 * (1 - n * 2.0**-23), c)
+    for m, n, c in ((500, 500, 1.0 + 2.0**-23), (2852, 2851, 1.0))
+]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
