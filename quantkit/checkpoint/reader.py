@@ -50,18 +50,16 @@ def read_packed(path: Path) -> Packed:
     Raises:
         CheckpointError: not a diffusers directory, or a file that cannot be read at all.
     """
-    components = (_open_component(name, folder) for name, folder in _find_components(path))
+    components = (_open_component(name, folder) for name, folder in find_components(path))
     return Packed(path, tuple(components))
 
 
-def _cheap_breaches(component: PackedComponent) -> Iterator[str]:
-    """Yield what headers break, or else what scales break: those need good headers."""
-    structure = list(broken_rules(component.config, component.shards, component.index))
-    yield from structure or broken_scales(component)
+def find_components(path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the packed components of a directory: sub-folder, path.
 
-
-def _find_components(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the packed components of a directory: sub-folder, path."""
+    Raises:
+        CheckpointError: no directory, or a config.json that is none.
+    """
     refuse_no_directory(path)
     if (path / "model_index.json").is_file():
         for config in sorted(path.glob("*/config.json")):
@@ -69,6 +67,12 @@ def _find_components(path: Path) -> Iterator[tuple[str, Path]]:
                 yield config.parent.name, config.parent
     elif _is_packed(path / "config.json"):
         yield "", path
+
+
+def _cheap_breaches(component: PackedComponent) -> Iterator[str]:
+    """Yield what headers break, or else what scales break: those need good headers."""
+    structure = list(broken_rules(component.config, component.shards, component.index))
+    yield from structure or broken_scales(component)
 
 
 def _is_packed(config: Path) -> bool:

@@ -18,6 +18,7 @@ from quantkit.checkpoint.spec import QUANT_METHOD
 from quantkit.errors import InputError
 from quantkit.inference import restoring, saving
 from quantkit.inference.layers import iterate_packed, modules_of
+from quantkit.inference.size_limits import limited_to_files
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
 def register(module: ModuleType) -> None:
     """Let ``DiffusionPipeline.from_pretrained`` end with ``agree``; twice does no harm.
 
+    And build nothing that is larger than the files of a packed directory.
+
     Args:
         module: ``diffusers.pipelines.pipeline_utils``.
     """
@@ -86,7 +89,9 @@ def register(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        pipe = original(cls, *args, **kwargs)
+        given = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        with limited_to_files(given):
+            pipe = original(cls, *args, **kwargs)
         passed = frozenset(name for name, v in kwargs.items() if isinstance(v, nn.Module))
         asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
         # A dtype per component was meant to be kept: say that it is not.

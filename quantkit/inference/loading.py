@@ -17,15 +17,11 @@ from quantkit.inference.dtypes import check_dtype
 from quantkit.inference.layers import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.saving import variant_of
 from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
-from quantkit.models.sizes import at_most, most_modules, refuse_oversized, tensors_below
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.pipelines.replay import replay as replay_steps
 from quantkit.pipelines.running import loading_by_diffusers
 from quantkit.storage.digest import Hashing
 from quantkit.storage.jsonfile import short
-
-#: How often loading registers a module or parameter: built, replaced by a packed one, filled.
-_REGISTERED = 4
 
 __all__ = ["LayerInfo", "load_pipeline", "packed_layers"]
 
@@ -69,7 +65,8 @@ def load_pipeline(
     variants = {variant_of(c.headers[0].path) or "" for c in packed.components}
     variant = max(variants) or None
     hashing = hash_directory(packed) if checksums else Hashing(())
-    with checking(wanted=checksums), _joined(hashing), _limited(folder):
+    loading = loading_by_diffusers(folder, cure="download it or pack the model again")
+    with checking(wanted=checksums), _joined(hashing), loading:
         for misfit in misfits_of_copies(folder, {c.name for c in packed.components}):
             raise CheckpointError(misfit)
         pipe = diffusers.DiffusionPipeline.from_pretrained(
@@ -110,16 +107,6 @@ def _folder(path: str | Path) -> Path:
             "with its class, as UNet2DConditionModel.from_pretrained"
         )
     return folder
-
-
-@contextmanager
-def _limited(folder: Path) -> Iterator[None]:
-    """Let the body load a pipeline: nothing larger than its files, and errors in one line."""
-    with loading_by_diffusers(folder, cure="download it or pack the model again"):
-        for config in sorted(folder.glob("*/config.json")):
-            refuse_oversized(config)
-        with at_most(_REGISTERED * most_modules(tensors_below(folder))):
-            yield
 
 
 @contextmanager

@@ -71,11 +71,16 @@ def refuse_oversized(config: Path) -> None:
 
 
 @contextlib.contextmanager
-def at_most(count: int) -> Iterator[None]:
+def at_most(count: int, *, of: Path | None = None) -> Iterator[None]:
     """Let the body build so many modules, and as many parameters, in this thread.
 
+    Args:
+        count: of them.
+        of: whose files they are, for the message.
+
     Raises:
-        ValueError: from the constructor that wants one more.
+        ValueError: from the constructor that wants one more, where it is not said of what.
+        CheckpointError: from it, else.
     """
     from torch.nn.modules.module import (
         register_module_module_registration_hook,
@@ -91,7 +96,10 @@ def at_most(count: int) -> Iterator[None]:
                 return
             built[what] += 1
             if built[what] > count:
-                raise ValueError(f"more than {count:,} {what}, which its files have no tensors for")
+                problem = f"more than {count:,} {what}, which its files have no tensors for"
+                if of is None:
+                    raise ValueError(problem)
+                raise CheckpointError(f"{of}: {problem}; download it or pack the model again")
 
         return hook
 
