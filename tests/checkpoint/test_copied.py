@@ -160,7 +160,7 @@ def test_what_a_loader_takes_is_taken(copy, change):
 
 def pipeline_of(folder, models):
     """Write a directory whose components are these models: name -> (library, model)."""
-    index = {"_class_name": "DiffusionPipeline"}
+    index: dict[str, str | list[str]] = {"_class_name": "DiffusionPipeline"}
     for name, (library, model) in models.items():
         model.save_pretrained(folder / name)
         index[name] = [library, type(model).__name__]
