@@ -16,6 +16,8 @@ from tests.support.kernel_cases import need
 
 #: Variants that are compiled of each target.
 SAMPLED = 4
+#: Both read the fixture, which one worker of several is to make.
+TOGETHER = pytest.mark.xdist_group("golden")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +40,13 @@ def changed(found, *, sums):
     return differences(expected, {name: found[name] for name in expected}, artefacts.RENEW)
 
 
+@TOGETHER
 def test_what_is_written_stays_as_it_is(found):
     said = changed(found, sums=False)
     assert not said, said
 
 
+@TOGETHER
 def test_what_sums_of_floats_decide_stays_as_it_is(found):
     here, then = artefacts.made_with(), artefacts.read().made_with
     if here != then:
