@@ -173,11 +173,14 @@ def test_clip_sentence_says_what_is_shown(shift, noise, limit, wanted):
     assert re.sub("p = [^)]*", "p", found).endswith(re.sub("p = [^)]*", "p", wanted))
 
 
-def test_four_prompts_are_never_called_equivalent():
-    scores = clip_scores(SCORES[:4], SCORES[:4])
+@pytest.mark.parametrize("count", [4, 7, 8, 16])
+def test_fewer_than_eight_prompts_are_never_called_equivalent(count):
+    before = [*SCORES, *SCORES][:count]
     gate = Gate("clip_loss", "CLIP score loss", Better.LOWER, 1.0, "%", None)
-    assert describe_clip(scores, gate).endswith(
-        "; 4 prompts show neither a change nor that there is none."
+    told = describe_clip(clip_scores(before, before), gate)
+    few = f"; {count} prompts show neither a change nor that there is none."
+    assert told.endswith(
+        few if count < 8 else ": equivalent within 1 % (two one-sided tests, p = 0)."
     )
 
 
