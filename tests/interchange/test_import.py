@@ -365,6 +365,16 @@ def test_numbers_that_are_none_are_refused(dtype, value, config, tmp_path):
     refused(path, config("sd3"), f"{LAYER}.weight: NaN or infinity", NonFiniteError)
 
 
+def test_a_scale_of_zero_makes_a_row_of_zeros(config, tmp_path):
+    """What amax over the largest code is where a whole row is zero."""
+    scale = torch.ones(256, 1)
+    scale[7] = 0.0
+    state = _changed(weight=torch.ones(256, 64).to(E4M3), weight_scale=scale)(in_16_bit("sd3"))
+    _, found = imported(write(tmp_path / "m.safetensors", state), config("sd3"))
+    weight = back_in_original("sd3", found)[f"{LAYER}.weight"]
+    assert torch.equal(weight, scale.expand(256, 64))
+
+
 def test_products_beyond_float16_are_refused(config, tmp_path):
     state = _changed(weight=torch.full((256, 64), 448.0).to(E4M3), weight_scale=torch.tensor(1e3))(
         in_16_bit("sd3", torch.float16)
