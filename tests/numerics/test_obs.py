@@ -187,6 +187,15 @@ def test_refit_is_scipys_least_squares_given_the_mask(rank):
     assert not values[~mask].any()
 
 
+def test_columns_that_do_not_correlate_are_refitted_in_one_step():
+    """The preconditioner is the diagonal: of a diagonal matrix it is the inverse. One is dead."""
+    moment = torch.logspace(-3, 3, 16).index_fill(0, torch.tensor([5]), 0.0).diag()
+    rows = weights(3, 16)
+    mask = choose_mask(rows.abs(), TWO_OF_FOUR)
+    found = refit_rows(rows, torch.zeros_like(rows), mask, moment, damping=1e-2, steps=1)
+    torch.testing.assert_close(found, rows * mask)
+
+
 def test_every_step_of_the_refit_lowers_the_error():
     moment, rows = correlated(64), weights(8, 64)
     mask = choose_mask(rows.abs(), TWO_OF_FOUR)
