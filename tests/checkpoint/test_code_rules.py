@@ -114,6 +114,7 @@ def test_the_largest_codes_are_weights(edit):
 ZEROS = {
     "both scales": (0x00, [0.5, 0.25], 0.5),
     "the second": (0x00, [1.0, 0.5], 0.5),
+    "a scale above one": (0x00, [1.0, 2.0], 2.0),
     "neither": (0x00, [1.0, 1.0], None),
     "one code is not zero": (0x01, [0.5, 0.25], None),
 }
@@ -143,6 +144,16 @@ def test_groups_of_zeros_have_scale_one(edit, monkeypatch, chunk, name):
         if named is not None:
             wanted.append(f"{layer}.weight_scale: found {named} for an all-zero group, wanted 1")
     assert lines_of(edit) == wanted
+
+
+def test_a_read_that_gives_less_goes_on_where_it_ended(edit, monkeypatch):
+    read = code_rules.read_into
+    monkeypatch.setattr(code_rules, "read_into", lambda file, view, at: read(file, view[:50], at))
+    layer = "int8.channel.dense"
+    part(edit, layer, "weight")[ROWS - 1, -1] = 0x80
+    assert lines_of(edit) == [
+        f"{layer}.weight: a code is -128, which no weight has; pack the model again"
+    ]
 
 
 @pytest.mark.parametrize("factor", [0, 16, -16, 127, -128])

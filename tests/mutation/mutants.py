@@ -70,6 +70,8 @@ def mutants_of(path: str, root: Path) -> list[Mutant]:
 
 
 def _is_left_out(node):
+    if node.type == "if_stmt" and getattr(node.children[1], "value", "") == "TYPE_CHECKING":
+        return True
     while node.parent is not None:
         above = node.parent
         if above.type in _LEFT_OUT or (above.type == "decorator" and node.type != "operator"):
