@@ -13,6 +13,7 @@ from quantkit.models.source import open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
+from quantkit.storage.system import read_into
 from tests.support.packed_edit import Edit
 
 pytestmark = pytest.mark.usefixtures("any_model", "either_core")
@@ -147,8 +148,9 @@ def test_groups_of_zeros_have_scale_one(edit, monkeypatch, chunk, name):
 
 
 def test_a_read_that_gives_less_goes_on_where_it_ended(edit, monkeypatch):
-    read = code_rules.read_into
-    monkeypatch.setattr(code_rules, "read_into", lambda file, view, at: read(file, view[:50], at))
+    monkeypatch.setattr(
+        code_rules, "read_into", lambda file, view, at: read_into(file, view[:50], at)
+    )
     layer = "int8.channel.dense"
     part(edit, layer, "weight")[ROWS - 1, -1] = 0x80
     assert lines_of(edit) == [
