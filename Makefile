@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 FAST := project/test_architecture.py storage/test_files.py storage/test_inputfile.py numerics \
-	recipe/test_recipe.py models calibration/test_rescaling.py calibration/test_shifting.py sparsity/test_sparsity.py \
+	recipe/test_recipe.py models calibration/test_rescaling.py sparsity/test_sparsity.py \
 	checkpoint/test_layout.py checkpoint/test_spec.py checkpoint/test_validate.py \
-	checkpoint/test_malformed.py inference/test_terms.py eval/test_verdict.py eval/test_statistics.py
+	checkpoint/test_malformed.py eval/test_verdict.py eval/test_statistics.py
 # Of the oldest versions that pyproject.toml allows: their Python, their environment, and what runs there.
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest

@@ -62,12 +62,12 @@ def main() -> None:
     scale = torch.tensor([0.02], device="cuda")
 
     def codes(x: Tensor) -> Tensor:
-        made: Tensor = call.call(OPS["quantize_fp8_static"], x, None, None, scale, "e4m3fn")
+        made: Tensor = call.call(OPS["quantize_fp8_static"], x, None, scale, "e4m3fn")
         return made
 
     def activated(x: Tensor, beside: Tensor | None = None) -> object:
         op = OPS["gelu_codes_fp8"]
-        return call.call(op, x, beside, None, None, scale, "tanh", "e4m3fn")
+        return call.call(op, x, beside, None, scale, "tanh", "e4m3fn")
 
     def apart(x: Tensor) -> Tensor:
         return codes(functional.gelu(x, approximate="tanh"))
@@ -98,7 +98,7 @@ def _print_norm(m: int, k: int, scale: Tensor) -> None:
         return normal(m, k), normal(m, k), normal(1, k), *(normal(k) for _ in range(2))
 
     def rest(w: Tensor, b: Tensor) -> tuple[object, ...]:
-        return w, b, None, None, None, None, scale, 1e-6, True, "e4m3fn"
+        return w, b, None, None, None, scale, 1e-6, True, "e4m3fn"
 
     def fused(x: Tensor, a: Tensor, g: Tensor, w: Tensor, b: Tensor) -> object:
         return call.call(OPS["sum_norm_codes_fp8"], x, a, g, *rest(w, b))

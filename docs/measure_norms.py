@@ -65,11 +65,11 @@ def _rows(m: int, k: int, batch: int, scale: Tensor) -> tuple[Callable[..., obje
         return normal(m, k), *normal(2, max(batch, 1), k).unbind()
 
     def affine(x: Tensor, w: Tensor, b: Tensor) -> object:
-        numbers = (w[0], b[0], None, None, None, None, scale)
+        numbers = (w[0], b[0], None, None, None, scale)
         return call.call(OPS["layer_norm_codes_fp8"], x, *numbers, 1e-6, True, FORMAT)
 
     def modulated(x: Tensor, up: Tensor, by: Tensor) -> object:
-        numbers = (None, None, up, by, None, None, scale)
+        numbers = (None, None, up, by, None, scale)
         return call.call(OPS["layer_norm_codes_fp8"], x, *numbers, 1e-6, True, FORMAT)
 
     return modulated if batch else affine, make
@@ -85,7 +85,7 @@ def _pictures(n: int, m: int, k: int, scale: Tensor) -> tuple[Callable[..., obje
         return normal(n, m, k), normal(n, k), normal(k), normal(k)
 
     def norm(x: Tensor, added: Tensor, w: Tensor, b: Tensor) -> object:
-        operands = (x, added, _partials(x, added), w, b, None, None, scale)
+        operands = (x, added, _partials(x, added), w, b, None, scale)
         return call.call(OPS["group_norm_codes_fp8"], *operands, 1e-5, "silu", FORMAT)
 
     return norm, make

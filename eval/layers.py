@@ -69,8 +69,6 @@ def describe(scheme: Scheme) -> str:
     parts.append(_INPUTS[scheme.activation])
     if scheme.buckets:
         parts[-1] += f" ({len(scheme.buckets) + 1} buckets)"
-    if scheme.terms > 1:
-        parts[-1] += f" in {scheme.terms} terms"
     if scheme.smooth:
         parts.append("smoothed")
     return ", ".join(parts)

@@ -12,10 +12,10 @@
 // v_scale f32 [scales, D]: row n has n % scales  v_mean  f32 [scales, D] or null
 // y       io [N / heads, M, heads, d], d <= D a multiple of 8; q, k, v are zero from column d on
 //
-// With QK_Y_FORMAT y is codes of ((y rounded to io) - shift) * smooth / y_scale, as
+// With QK_Y_FORMAT y is codes of (y rounded to io) * smooth / y_scale, as
 // quantize_static.hip makes them:
 //
-// y_scale f32 [1], read                          smooth, shift  f32 [heads, d] or null
+// y_scale f32 [1], read                          smooth         f32 [heads, d] or null
 //
 // The product of FP8 codes is the score in powers of two (softmax scale and log2 e are in the
 // codes' factors); that of int8 codes times q_scale and k_scale is. M, keys >= 1; base pointers
@@ -143,8 +143,8 @@ QK_DEVICE void write(const qk::Ends& ends, const Loop& loop) {
 QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
           const float* k_scale, const float* v_scale, const float* v_mean,
-          QK_IF_CODES(const float* smooth, const float* shift, const float* y_scale, ) void* y,
-          int m, int n, int keys, int pitch, int heads, int d, int scales) {
+          QK_IF_CODES(const float* smooth, const float* y_scale, ) void* y, int m, int n, int keys,
+          int pitch, int heads, int d, int scales) {
   QK_SHARED(lds, Loop::kLdsBytes);
   qk::start();
   const int row = qk::block_y();
@@ -161,7 +161,7 @@ QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scal
   loop.run(head, lds, first_query());
   const int scale = row % scales * kHead;
   write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row,
-         d QK_IF_CODES(, smooth, shift, y_scale)},
+         d QK_IF_CODES(, smooth, y_scale)},
         loop);
 }
 

@@ -90,8 +90,8 @@ QK_DEVICE void write(const qk::Ends& ends, const Loop& loop, int first) {
 extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
     QK_SYMBOL(const qk::u8* q, const qk::u8* k, const qk::u8* v, const float* q_scale,
               const float* k_scale, const float* v_scale, const float* v_mean,
-              QK_IF_CODES(const float* smooth, const float* shift, const float* y_scale, ) void* y,
-              int m, int n, int keys, int pitch, int heads, int d, int scales QK_MAP_ARGUMENTS) {
+              QK_IF_CODES(const float* smooth, const float* y_scale, ) void* y, int m, int n,
+              int keys, int pitch, int heads, int d, int scales QK_MAP_ARGUMENTS) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   const qk::HopperHeads all{q, k, v, q_scale, k_scale, n, m, keys, pitch, QK_MAP_NAMES};
   Loop loop{all, qk::shared_address(shared), qk::thread_index() % qk::kWave,
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(Loop::kThreads, 1)
       tile += loop.tiles;
       const int scale = row % scales * kHead;
       write({v_scale + scale, v_mean == nullptr ? nullptr : v_mean + scale, y, m, heads, row,
-             d QK_IF_CODES(, smooth, shift, y_scale)},
+             d QK_IF_CODES(, smooth, y_scale)},
             loop, first);
     }
   }

@@ -1,8 +1,8 @@
-// q[i, j] = code(clamp((y[i, j] - shift[j]) * smooth[j] / scale, -max, max)), with
+// q[i, j] = code(clamp(y[i, j] * smooth[j] / scale, -max, max)), with
 // y[i] = beside[i], then act(x[i]): two rows side by side
 //
 // x       io [m, k - n]                      beside  io [m, n] or null: n is 0
-// scale   f32 [1], read                      smooth, shift  f32 [k], read with QK_INPUT alone
+// scale   f32 [1], read                      smooth         f32 [k], read with QK_SMOOTH alone
 // q       codes [m, k]
 // act is silu, gelu or gelu with tanh (activation.h), rounded to io, as a tensor between is. Any m
 // and k without `beside`; with it n and k are multiples of 16. Base pointers 16-byte aligned.
@@ -23,7 +23,7 @@ constexpr int kBlockValues = kThreads * kRuns * kRun;
 constexpr qk::Io kIo = qk::Io(QK_IO);
 using Run = qk::RunOf<kIo, kRun>;
 using Memory = typename Run::Memory;
-using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
+using Input = qk::Input<QK_SMOOTH != 0>;
 static_assert(kBlockValues == 8192, "launch.json divides M * K by this number");
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
@@ -51,10 +51,10 @@ struct Place {
 }  // namespace
 
 QK_KERNEL(kThreads)
-QK_SYMBOL(const void* x, const void* beside, const float* smooth, const float* shift,
-          const float* scale, qk::u8* q, int m, int n, int k) {
+QK_SYMBOL(const void* x, const void* beside, const float* smooth, const float* scale, qk::u8* q,
+          int m, int n, int k) {
   qk::start();
-  const Input input{shift, smooth};
+  const Input input{smooth};
   const qk::i64 total = static_cast<qk::i64>(m) * k;
   const qk::i64 first = static_cast<qk::i64>(qk::block_x()) * kBlockValues;
   const qk::Divisor<qk::Format(QK_X_FORMAT)> divisor(scale[0]);

@@ -1,10 +1,10 @@
-// q[n, t, c] = code(clamp((act(norm) - shift[c]) * smooth[c] * (1 / scale), -max, max)),
+// q[n, t, c] = code(clamp(act(norm) * smooth[c] * (1 / scale), -max, max)),
 // with norm = (x[n, t, c] + added[n, c] - mean) * (inverse * weight[c]) + bias[c], fused
 //
 // x       io [n, m, k], channels last        partials       f32 [n, groups, chunks,
 //                                                           2], of group_partials
 // added   io [n, k] or null: zeros           weight, bias   io [k] or null: ones, zeros
-// scale   f32 [1]                            smooth, shift  f32 [k], read with QK_INPUT alone
+// scale   f32 [1]                            smooth         f32 [k], read with QK_SMOOTH alone
 // q       codes [n, m, k]
 // mean, inverse, act and what is rounded: as group_norm.h says. Any m and n, k a multiple of 8 and
 // of groups, at most 4096; base pointers 16-byte aligned; eps are the bits of a float32. NaN
@@ -16,18 +16,18 @@
 namespace {
 
 constexpr qk::Format kFormat = qk::Format(QK_X_FORMAT);
-using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
+using Input = qk::Input<QK_SMOOTH != 0>;
 
 }  // namespace
 
 QK_KERNEL(QK_THREADS)
 QK_SYMBOL(const void* x, const void* added, const float* partials, const void* weight,
-          const void* bias, const float* smooth, const float* shift, const float* scale, qk::u8* q,
-          int m, int n, int k, int groups, int eps) {
+          const void* bias, const float* smooth, const float* scale, qk::u8* q, int m, int n, int k,
+          int groups, int eps) {
   QK_SHARED(lds, kLdsBytes);
   qk::start();
   const qk::Reciprocal<kFormat> reciprocal(scale[0]);
-  const Input input{shift, smooth};
+  const Input input{smooth};
   const Picture picture{x, added, partials, weight, bias, m, k, groups, eps};
   for_each_normed(picture, lds, [&](Values& values, int channel, qk::i64 at) {
     input.apply(values, channel, true, qk::kSlabRun);

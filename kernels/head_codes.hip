@@ -47,7 +47,7 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
     side.finish(values[i], roots[i], row, turn);
     const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
-    qk::shift_and_scale<1>(values[i], means, columns, factors[i]);
+    qk::centre_and_scale<1>(values[i], means, columns, factors[i]);
     if (place.exists && start + i < n) {
       const qk::i64 at = static_cast<qk::i64>(row.row) * m + place.token;
       qk::store(q + at * width + place.column, qk::encode_there(values[i], columns.there[0]));

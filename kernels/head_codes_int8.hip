@@ -59,7 +59,7 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
     side.finish(values[i], roots[i], row, turn);
     const float* const means = mean == nullptr ? nullptr : mean + row.numbers * width;
-    qk::shift_and_scale<kRuns>(values[i], means, columns, factors[i]);
+    qk::centre_and_scale<kRuns>(values[i], means, columns, factors[i]);
     QK_UNROLL for (int e = 0; e < kColumns; ++e)
       values[i][e] = columns.there[e / qk::kRun] ? values[i][e] : 0.0f;
     row.advance(all, n);

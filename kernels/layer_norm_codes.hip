@@ -1,8 +1,8 @@
-// q[i, j] = code(clamp((y[i, j] - shift[j]) * smooth[j] * (1 / scale), -max, max)), with
+// q[i, j] = code(clamp(y[i, j] * smooth[j] * (1 / scale), -max, max)), with
 // y = ((x[i, j] - mean_i) * inverse_i * weight[j] + bias[j]) * (1 + up[b, j]) + by[b, j]
 //
 // x       io [m, k]                          weight, bias   io [k] or null: ones, zeros
-// up, by  io [m / rows, k] or null           smooth, shift  f32 [k], read with QK_INPUT alone
+// up, by  io [m / rows, k] or null           smooth         f32 [k], read with QK_SMOOTH alone
 // scale   f32 [1]                            q              codes [m, k]
 // mean_i is the row's mean where `centred`, else 0 (RMSNorm); inverse_i = 1 / sqrt(mean of squared
 // distances from it + eps). A weight and its bias are one fused step; then norm, 1 + up, products
@@ -19,10 +19,10 @@
 
 QK_KERNEL_SHARING(QK_THREADS, kBlocks)
 QK_SYMBOL(const void* x, const void* weight, const void* bias, const void* up, const void* by,
-          const float* smooth, const float* shift, const float* scale, qk::u8* q, int m, int n,
-          int k, int rows, int centred, int eps) {
+          const float* smooth, const float* scale, qk::u8* q, int m, int n, int k, int rows,
+          int centred, int eps) {
   QK_SHARED(lds, kLdsBytes);
-  write_norms({x, weight, bias, up, by, smooth, shift, scale, q}, lds, m, n, k, rows, centred, eps);
+  write_norms({x, weight, bias, up, by, smooth, scale, q}, lds, m, n, k, rows, centred, eps);
 }
 
 QK_HOST_ENTRY(QK_THREADS, kLdsBytes)

@@ -1,11 +1,11 @@
-// q[i, left + j] = code(clamp((act(y[i, j]) - shift) * smooth / scale, -max, max)),
+// q[i, left + j] = code(clamp(act(y[i, j]) * smooth / scale, -max, max)),
 // y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], and left of it the codes of
 // beside[i]
 //
 // x       8-bit codes [M, K], K contiguous          x_scale  f32 [1], or [M] with per_token 1
 // w       8-bit codes [N, K], K contiguous          w_scale  f32 [1], or [N] with per_channel 1
 // bias    io [N] or null                            beside   io [M, left] or null: left is 0
-// smooth, shift  f32 [left + N] or null             scale    f32 [1]
+// smooth         f32 [left + N] or null             scale    f32 [1]
 // q       8-bit codes [M, left + N]
 // act     of QK_ACT: silu, gelu or gelu with tanh (activation.h)
 // M, N any size >= 1, with left multiples of 16; K a multiple of 16; base pointers 16-byte aligned.
@@ -28,13 +28,12 @@ static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of ev
 
 QK_KERNEL(Tile::kThreads)
 QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w, const float* w_scale,
-          const void* bias, const void* beside, const float* smooth, const float* shift,
-          const float* scale, qk::u8* q, int m, int n, int k, int left, int act, int per_token,
-          int per_channel) {
+          const void* bias, const void* beside, const float* smooth, const float* scale, qk::u8* q,
+          int m, int n, int k, int left, int act, int per_token, int per_channel) {
   QK_SHARED(lds, Loop::kLdsBytes);
   qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
-  const qk::ActivatedArgs args{x_scale, w_scale, bias, beside, smooth, shift, scale, q, m, n, left};
+  const qk::ActivatedArgs args{x_scale, w_scale, bias, beside, smooth, scale, q, m, n, left};
   qk::share_beside<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO)>(args, origin);
   typename Loop::Accumulators acc = {};
   Loop loop;

@@ -1,4 +1,4 @@
-// q[i, left + j] = code(clamp((act(y[i, j]) - shift) * smooth / scale, -max, max)),
+// q[i, left + j] = code(clamp(act(y[i, j]) * smooth / scale, -max, max)),
 // y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], w int4 codes and
 // their scales, and left of it the codes of beside[i]; on Hopper (sm_90a)
 //
@@ -6,7 +6,7 @@
 // w_map   tensor map of the codes u8 [N, K/2]: box kN x 64 bytes, 64-byte swizzle
 // w_group i8 [N, K/32], factors
 // x_scale f32 [1] or [M]       w_scale f32 [1] or [N]       bias io [N] or null
-// beside  io [M, left] or null: left is 0                  smooth, shift f32 [left + N] or null
+// beside  io [M, left] or null: left is 0                  smooth        f32 [left + N] or null
 // scale   f32 [1]              q u8 [M, left + N]
 // group   token tiles that are walked together, at least 1
 // M, N any size >= 1, with left multiples of 16; K a multiple of 32; base pointers 16-byte aligned.
@@ -30,14 +30,14 @@ static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper/gemm.py counts the 
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           const __grid_constant__ qk::TensorMap w_map, const qk::u8* w_group, const float* w_scale,
-          const void* bias, const void* beside, const float* smooth, const float* shift,
-          const float* scale, qk::u8* q, int m, int n, int k, int left, int group) {
+          const void* bias, const void* beside, const float* smooth, const float* scale, qk::u8* q,
+          int m, int n, int k, int left, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   Gemm::run({x_map,
              w_map,
              x_map,
              w_group,
-             {x_scale, w_scale, bias, beside, smooth, shift, scale, q, m, n, left},
+             {x_scale, w_scale, bias, beside, smooth, scale, q, m, n, left},
              k,
              group,
              {}},

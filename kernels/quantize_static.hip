@@ -1,10 +1,10 @@
-// q[m, k] = fp8(clamp((x[m, k] - shift[k]) * smooth[k] / scale, -max, max)), one scale for all
+// q[m, k] = fp8(clamp(x[m, k] * smooth[k] / scale, -max, max)), one scale for all
 //
-// x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH in QK_INPUT
-// scale   f32 [1], read                      shift   f32 [K]; read only with QK_SHIFT in QK_INPUT
+// x       io [M, K]                          smooth  f32 [K]; read with QK_SMOOTH alone
+// scale   f32 [1], read
 // q       fp8 codes [M, K]
 // Any M and K; base pointers 16-byte aligned. Rounds to nearest even after a true f32 division
-// (vector_io.h); the bytes equal torch's `((x.float() - shift) * smooth / scale).clamp(-max,
+// (vector_io.h); the bytes equal torch's `(x.float() * smooth / scale).clamp(-max,
 // max).to(fp8)`. NaN becomes the NaN code, never a number.
 //
 // Launch: 256 threads, grid (ceil(M * K / 8192), 1, 1). The tensor is one flat array: run r of a
@@ -18,17 +18,16 @@ constexpr int kThreads = QK_THREADS;
 constexpr int kRuns = 2;
 constexpr int kRun = 16;  // values: one 16-byte store of codes
 constexpr int kBlockValues = kThreads * kRuns * kRun;
-using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
+using Input = qk::Input<QK_SMOOTH != 0>;
 static_assert(kBlockValues == 8192, "launch.json divides M * K by this number");
 
 }  // namespace
 
 QK_KERNEL(kThreads)
-QK_SYMBOL(const void* x, const float* smooth, const float* shift, const float* scale, qk::u8* q,
-          int m, int k) {
+QK_SYMBOL(const void* x, const float* smooth, const float* scale, qk::u8* q, int m, int k) {
   qk::start();
   using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
-  const Input input{shift, smooth};
+  const Input input{smooth};
   const qk::i64 total = static_cast<qk::i64>(m) * k;
   const qk::Divisor<qk::Format(QK_X_FORMAT)> divisor(scale[0]);
   QK_UNROLL for (int run = 0; run < kRuns; ++run) {

@@ -1,8 +1,8 @@
-// scale[m] = max_k |(x[m, k] - shift[k]) * smooth[k]| / max, 1 where that is zero
-// q[m, k]  = fp8(clamp((x[m, k] - shift[k]) * smooth[k] / scale[m], -max, max))
+// scale[m] = max_k |x[m, k] * smooth[k]| / max, 1 where that is zero
+// q[m, k]  = fp8(clamp(x[m, k] * smooth[k] / scale[m], -max, max))
 //
-// x       io [M, K]                          smooth  f32 [K]; read only with QK_SMOOTH in QK_INPUT
-// scale   f32 [M], written                   shift   f32 [K]; read only with QK_SHIFT in QK_INPUT
+// x       io [M, K]                          smooth  f32 [K]; read with QK_SMOOTH alone
+// scale   f32 [M], written
 // q       fp8 codes [M, K]
 // Any M and K; base pointers 16-byte aligned. True f32 divisions and round to nearest even, as
 // torch's. A NaN in a row makes its scale NaN and with it all its codes: it is passed on visibly,
@@ -27,7 +27,7 @@ static_assert(kRows == 8, "launch.json divides M by this number");
 static_assert(kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 
 using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
-using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
+using Input = qk::Input<QK_SMOOTH != 0>;
 // Runs that a lane keeps: 32 registers.
 constexpr int kHeld = 128 / static_cast<int>(sizeof(Run::Raw));
 
@@ -139,14 +139,13 @@ QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float
 }  // namespace
 
 // Three blocks are 24 waves of 80 registers; with two, large inputs took a tenth longer on an H200.
-// Shift and smooth need more registers.
+// Smoothing needs more registers.
 QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2)
-QK_SYMBOL(const void* x, const float* smooth, const float* shift, float* scale, qk::u8* q, int m,
-          int k) {
+QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, int k) {
   QK_SHARED(lds, kLdsBytes);
   qk::start();
   const auto* const rows = static_cast<const typename Run::Memory*>(x);
-  const Input input{shift, smooth};
+  const Input input{smooth};
   if (k % kRun != 0) {
     quantize<false, 1>(rows, input, scale, q, m, k, lds);
   } else {

@@ -72,8 +72,8 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
     QK_UNROLL for (int p = 0; p < 2; ++p) {
       sides[p].finish(values[p], roots[p], row, turn);
       const bool shifted = p == 1 && k_mean != nullptr;
-      qk::shift_and_scale<1>(values[p], shifted ? k_mean + row.numbers * width : nullptr, columns,
-                             factors[p]);
+      qk::centre_and_scale<1>(values[p], shifted ? k_mean + row.numbers * width : nullptr, columns,
+                              factors[p]);
       const auto codes = qk::encode_there(values[p], columns.there[0]);
       if (there) qk::store((p == 0 ? q_codes : k_codes) + at, codes);
     }

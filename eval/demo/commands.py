@@ -112,7 +112,7 @@ _STATIC_ATTENTION = DemoRow(
     "FP8 alone should hold its gates: please report this.",
 )
 _GPTQ = DemoRow(
-    "FP8, static by timestep, shifted, GPTQ",
+    "FP8, static by timestep, GPTQ",
     "fp8-gptq",
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
@@ -207,7 +207,7 @@ FULL = DemoPlan(
     rows=(
         DemoRow("FP8, per token", "fp8", "pack {model} -r fp8 -o {out}/fp8"),
         DemoRow(
-            "FP8, per token, shifted by timestep, GPTQ",
+            "FP8, per token, GPTQ",
             "fp8-token-gptq",
             """
             calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration

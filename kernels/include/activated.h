@@ -1,7 +1,7 @@
 // A product behind which an activation stands, as codes for the next product: what gelu_codes.hip
 // makes of what gemm.hip writes, to the last bit.
 //
-// q[i, left + j] = code((act(y[i, j]) - shift) * smooth / scale), y = sum * x_scale * w_scale +
+// q[i, left + j] = code(act(y[i, j]) * smooth / scale), y = sum * x_scale * w_scale +
 // bias rounded to io, act(y) likewise; left of it the codes of what stands beside.
 #pragma once
 
@@ -17,7 +17,6 @@ struct ActivatedArgs {
   const void* bias;    // io [N] or null
   const void* beside;  // io [M, left] or null: left is 0
   const f32* smooth;   // [left + N] or null
-  const f32* shift;    // likewise
   const f32* scale;    // [1]
   u8* q;               // [M, left + N]
   int m, n;
@@ -57,10 +56,7 @@ QK_DEVICE void quantize_beside(const ActivatedArgs& args, int first_row, int row
     const int row = i / per_row, column = (i - row * per_row) * kRun;
     f32 values[kRun];
     Run::widen(values, Run::raw_of(held));
-    if (args.shift != nullptr)
-      Input<true, false>{args.shift, nullptr}.apply(values, column, true, kRun);
-    if (args.smooth != nullptr)
-      Input<false, true>{nullptr, args.smooth}.apply(values, column, true, kRun);
+    if (args.smooth != nullptr) Input<true>{args.smooth}.apply(values, column, true, kRun);
     store(args.q + static_cast<i64>(first_row + row) * args.pitch() + column,
           divisor.encode(values));
   }
@@ -133,7 +129,7 @@ struct ActivatedEpilogue {
   /// What is done to kCount columns of sums times scales of tokens.
   template <int kCount>
   struct Columns {
-    f32 scale[kCount], bias[kCount], smooth[kCount], shift[kCount];
+    f32 scale[kCount], bias[kCount], smooth[kCount];
 
     QK_DEVICE Columns(const ActivatedArgs& args, Scales scales, int column) {
       QK_UNROLL for (int e = 0; e < kCount; ++e) {
@@ -144,12 +140,11 @@ struct ActivatedEpilogue {
                       : 0.0f;
       }
       load_columns(smooth, args.smooth, args.left + column, args.pitch(), 1.0f);
-      load_columns(shift, args.shift, args.left + column, args.pitch(), 0.0f);
     }
     template <int kAct>
     QK_DEVICE f32 apply(f32 value, int e) const {
       const f32 y = rounded<kIo>(add_rounded(value * scale[e], bias[e]));
-      return add_rounded(rounded<kIo>(activate<kAct>(y)), -shift[e]) * smooth[e];
+      return rounded<kIo>(activate<kAct>(y)) * smooth[e];
     }
   };
 

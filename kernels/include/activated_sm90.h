@@ -90,11 +90,11 @@ struct HopperActivatedEpilogue {
   /// What a lane's outputs of a block are multiplied with, what is added, and what is done to the
   /// activation: two halves of 16 rows.
   struct Lane {
-    f32 weight[2], bias[2], smooth[2], shift[2];
+    f32 weight[2], bias[2], smooth[2];
     u32 target;  // where the lane's row of its first turned tokens goes
 
     QK_DEVICE f32 changed(f32 value, int half) const {
-      return kChanges ? add_rounded(value, -shift[half]) * smooth[half] : value;
+      return kChanges ? value * smooth[half] : value;
     }
   };
 
@@ -109,7 +109,6 @@ struct HopperActivatedEpilogue {
       const bool inside = at.n + row < args.n;
       const int column = args.left + at.n + row;
       mine.smooth[half] = inside && args.smooth != nullptr ? args.smooth[column] : 1.0f;
-      mine.shift[half] = inside && args.shift != nullptr ? args.shift[column] : 0.0f;
     }
     return mine;
   }

@@ -21,7 +21,6 @@ struct Ends {
   int queries, heads, row, d;
 #ifdef QK_Y_FORMAT
   const f32* smooth;  // [heads, d] or null
-  const f32* shift;   // [heads, d] or null
   const f32* y_scale;
 #endif
 
@@ -40,14 +39,13 @@ struct CodedEnd {
   static constexpr Format kFormat = Format(QK_Y_FORMAT);
   Divisor<kFormat> divisor;
   FastDivisor<kFormat> fast;
-  const f32 *smooth, *shift;  // of the head's columns, or null
+  const f32* smooth;  // of the head's columns, or null
   int d;
 
   /// scale: ends.y_scale's number.
   QK_DEVICE CodedEnd(const Ends& ends, f32 scale) : divisor(scale), fast(scale), d(ends.d) {
     const int first = ends.row % ends.heads * d;
     smooth = ends.smooth == nullptr ? nullptr : ends.smooth + first;
-    shift = ends.shift == nullptr ? nullptr : ends.shift + first;
   }
 
   /// Makes of neighbouring values what is divided by the scale. The numbers of columns behind the
@@ -60,11 +58,6 @@ struct CodedEnd {
     const int at = column < d ? column : 0;
     QK_UNROLL for (int e = 0; e < kCount; ++e)
       values[e] = rounded<kIo>(values[e]);
-    if (shift != nullptr) {
-      const auto numbers = load<Numbers>(shift + at);
-      QK_UNROLL for (int e = 0; e < kCount; ++e)
-        values[e] = add_rounded(values[e], -numbers.v[e]);
-    }
     if (smooth != nullptr) {
       const auto numbers = load<Numbers>(smooth + at);
       QK_UNROLL for (int e = 0; e < kCount; ++e)

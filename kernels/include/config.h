@@ -21,9 +21,6 @@
 #define QK_GFX12 0
 #define QK_GFX11 1
 #define QK_SM89 2
-// Bits of QK_INPUT: what is done to x before it is quantized.
-#define QK_SMOOTH 1
-#define QK_SHIFT 2
 // Of QK_ACT: what stands between a norm or a product and its codes.
 #define QK_IDENTITY 0
 #define QK_SILU 1

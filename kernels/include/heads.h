@@ -242,8 +242,8 @@ struct Side {
 
 /// (values - mean) * factor.
 template <int kRuns>
-QK_DEVICE void shift_and_scale(f32 (&values)[kRuns * kRun], const f32* mean,
-                               const Columns<kRuns>& columns, f32 factor) {
+QK_DEVICE void centre_and_scale(f32 (&values)[kRuns * kRun], const f32* mean,
+                                const Columns<kRuns>& columns, f32 factor) {
   if (mean != nullptr) {
     f32 means[kRuns * kRun];
     load_columns<Io::kF32, kRuns>(means, mean, columns);

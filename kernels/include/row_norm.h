@@ -13,7 +13,7 @@ constexpr qk::Format kFormat = qk::Format(QK_X_FORMAT);
 using Run = qk::RunOf<kIo, kRun>;
 using Raw = typename Run::Raw;
 using Memory = typename Run::Memory;
-using Input = qk::Input<(QK_INPUT & QK_SHIFT) != 0, (QK_INPUT & QK_SMOOTH) != 0>;
+using Input = qk::Input<QK_SMOOTH != 0>;
 using Values = float[kRun];
 // Runs that a lane keeps: all of its own, in rows of at most 6144 values.
 constexpr int kHeld = 3;
@@ -74,7 +74,7 @@ struct Place {
 /// What a launch reads and writes; see layer_norm_codes.hip and sum_norm_codes.hip.
 struct Operands {
   const void *x, *weight, *bias, *up, *by;
-  const float *smooth, *shift, *scale;
+  const float *smooth, *scale;
   qk::u8* q;
 #if QK_SUM
   const void *added, *gate;
@@ -281,7 +281,7 @@ QK_DEVICE void write_norms(const Operands& operands, qk::u8* lds, int m, int n, 
   const float inverse =
       1.0f / qk::sqrt_rounded(qk::add_rounded(variance, qk::bits_float(static_cast<qk::u32>(eps))));
   if (!row.exists) return;
-  const Input input{operands.shift, operands.smooth};
+  const Input input{operands.smooth};
   const bool affine = operands.weight != nullptr && operands.bias != nullptr;
   const bool modulated = operands.up != nullptr && operands.by != nullptr;
   if (affine && operands.up == nullptr && operands.by == nullptr) {

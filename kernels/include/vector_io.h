@@ -329,26 +329,20 @@ QK_DEVICE void write_codes(u8* q, const Codes<kCount>& codes, bool aligned, int 
   }
 }
 
-/// What is done to a row of x before it is quantized: (x - shift) * smooth, one number per column
-/// each.
-template <bool kShift, bool kSmooth>
+/// What is done to a row of x before it is quantized: x * smooth, one number per column.
+template <bool kSmooth>
 struct Input {
-  static constexpr bool kPlain = !kShift && !kSmooth;
-  const f32* shift;
+  static constexpr bool kPlain = !kSmooth;
   const f32* smooth;
 
   /// kCount columns from `column`, which is a multiple of kCount where `whole`; `count` of them
   /// exist.
   template <int kCount>
   QK_DEVICE void apply(f32 (&values)[kCount], int column, bool whole, int count) const {
-    f32 numbers[kCount];
-    if constexpr (kShift) {
-      read(numbers, shift + column, whole, count);
-      QK_UNROLL for (int e = 0; e < kCount; ++e)
-        values[e] = add_rounded(values[e], -numbers[e]);
-    }
     if constexpr (kSmooth) {
-      read(numbers, smooth + column, whole, count);
+      using Run = RunOf<Io::kF32, kCount>;
+      f32 numbers[kCount];
+      Run::widen(numbers, Run::load_raw(smooth + column, whole, count));
       QK_UNROLL for (int e = 0; e < kCount; ++e)
         values[e] *= numbers[e];
     }
@@ -358,17 +352,9 @@ struct Input {
   template <int kCount>
   QK_DEVICE void apply_across_rows(f32 (&values)[kCount], int column, int k) const {
     QK_UNROLL for (int e = 0; e < kCount; ++e) {
-      if constexpr (kShift) values[e] = add_rounded(values[e], -shift[column]);
       if constexpr (kSmooth) values[e] *= smooth[column];
       column = column + 1 < k ? column + 1 : 0;
     }
-  }
-
- private:
-  template <int kCount>
-  static QK_DEVICE void read(f32 (&numbers)[kCount], const f32* source, bool whole, int count) {
-    using Run = RunOf<Io::kF32, kCount>;
-    Run::widen(numbers, Run::load_raw(source, whole, count));
   }
 };
 

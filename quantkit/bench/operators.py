@@ -100,13 +100,13 @@ def _gemm_of_sparse(problem: BenchProblem) -> Call:
 def _quantize_token(problem: BenchProblem) -> Call:
     need_kernel("quantize_fp8_token", problem)
     x = problem.x16
-    return lambda: _QUANTIZE_TOKEN(x, None, None, FORMAT)
+    return lambda: _QUANTIZE_TOKEN(x, None, FORMAT)
 
 
 def _quantize_static(problem: BenchProblem) -> Call:
     need_kernel("quantize_fp8_static", problem)
     x, scale = problem.x16, problem.static_scale
-    return lambda: _QUANTIZE_STATIC(x, None, None, scale, FORMAT)
+    return lambda: _QUANTIZE_STATIC(x, None, scale, FORMAT)
 
 
 def _linear(problem: BenchProblem) -> Call:
@@ -114,7 +114,7 @@ def _linear(problem: BenchProblem) -> Call:
     x, (w, w_scale) = problem.x16, problem.w
 
     def call() -> object:
-        scale, codes = _QUANTIZE_TOKEN(x, None, None, FORMAT)
+        scale, codes = _QUANTIZE_TOKEN(x, None, FORMAT)
         return _MULTIPLY(codes, scale, w, w_scale, None, *_HOW)
 
     return call
@@ -125,7 +125,7 @@ def _linear_static(problem: BenchProblem) -> Call:
     x, (w, w_scale), scale = problem.x16, problem.w, problem.static_scale
 
     def call() -> object:
-        codes = _QUANTIZE_STATIC(x, None, None, scale, FORMAT)
+        codes = _QUANTIZE_STATIC(x, None, scale, FORMAT)
         return _MULTIPLY(codes, scale, w, w_scale, None, *_HOW)
 
     return call
@@ -136,7 +136,7 @@ def _linear_sparse(problem: BenchProblem) -> Call:
     x, (w, meta, w_scale) = problem.x16, problem.w_packed
 
     def call() -> object:
-        scale, codes = _QUANTIZE_TOKEN(x, None, None, FORMAT)
+        scale, codes = _QUANTIZE_TOKEN(x, None, FORMAT)
         return _MULTIPLY_SPARSE(codes, scale, w, meta, w_scale, None, *_HOW)
 
     return call

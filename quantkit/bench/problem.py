@@ -68,7 +68,7 @@ class BenchProblem:
     def x_static(self) -> tuple[Tensor, Tensor]:
         """(M, K) uint8 codes of the inputs with one scale, and that."""
         scale = self.static_scale
-        return quantize_static(self.x16, None, None, scale, FORMAT), scale
+        return quantize_static(self.x16, None, scale, FORMAT), scale
 
     @cached_property
     def w(self) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class BenchProblem:
     def exact_static_int8(self) -> Tensor:
         """(M, N) float64: the same with one input scale."""
         scale = self.static_scale_int8
-        coded = quantize_static(self.x16, None, None, scale, INT8.name), scale
+        coded = quantize_static(self.x16, None, scale, INT8.name), scale
         x, w = (self._decoded(given, INT8.name) for given in (coded, self.w_int8))
         return self._product(x, w)
 
@@ -211,7 +211,7 @@ class BenchProblem:
 
 def _coded(rows: Tensor, fmt: str = FORMAT) -> tuple[Tensor, Tensor]:
     """Return uint8 codes and a float32 scale per row."""
-    scale, codes = quantize_token(rows, None, None, fmt)
+    scale, codes = quantize_token(rows, None, fmt)
     return codes, scale
 
 

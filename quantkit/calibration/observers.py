@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.rescaled_statistics import refuse_without_samples, rescaled
-from quantkit.calibration.shifting import shifted
 from quantkit.calibration.statistics import LayerStatistics
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import choose_edges
@@ -132,7 +131,6 @@ def static_scale(
     smooth: Tensor | None = None,
     *,
     edges: Sequence[float] = (),
-    shift: Tensor | None = None,
 ) -> Tensor:
     """Return the static scale of a layer's input, one per timestep bucket.
 
@@ -142,7 +140,6 @@ def static_scale(
         fmt: the format of the layer's weight.
         smooth: (C,) factor the input is multiplied by, or None.
         edges: of the calibration.
-        shift: (C,) or (buckets, C) that the input is lessened by, before ``smooth``; or None.
 
     Returns:
         float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen, the largest of the
@@ -154,8 +151,6 @@ def static_scale(
     """
     wanted = choose_edges(activation, tuple(edges))
     pooled = statistics.rebucketed(edges, wanted)
-    if shift is not None:
-        pooled, smooth = shifted(pooled, shift.reshape(len(pooled.amax), -1), smooth), None
     if smooth is None:
         clip = OBSERVERS[activation.observer](pooled, fmt, activation.percentile)
     else:
@@ -174,16 +169,14 @@ def clip_after(
     activation: ActivationRecipe,
     fmt: NumberFormat,
     factor: Tensor,
-    channels: slice = slice(None),
 ) -> Tensor:
-    """Return where some channels of an input are clipped after all were rescaled.
+    """Return where an input is clipped after its channels were rescaled.
 
     Args:
         statistics: of the input before that.
         activation: observer and percentile are read.
         fmt: the format of the layer's weight.
-        factor: (C,), of all channels.
-        channels: those that are asked for.
+        factor: (C,).
 
     Returns:
         float32 (B,).
@@ -192,9 +185,9 @@ def clip_after(
         ArtefactError: the observer reads the histogram, and there are no samples to estimate it.
     """
     if activation.observer == "amax":
-        return (statistics.channel_amax * factor)[:, channels].amax(dim=1)
+        return (statistics.channel_amax * factor).amax(dim=1)
     refuse_without_samples(statistics, f"activation.observer {activation.observer} after smoothing")
-    observed = rescaled(statistics, factor, channels)
+    observed = rescaled(statistics, factor)
     return OBSERVERS[activation.observer](observed, fmt, activation.percentile)
 
 
@@ -203,7 +196,6 @@ def agreeing_edges(
     activation: ActivationRecipe,
     fmt: NumberFormat,
     edges: Sequence[float],
-    smooth: Tensor | None = None,
 ) -> tuple[float, ...]:
     """Return the edges left when neighbouring buckets whose scales agree are poured together.
 
@@ -215,12 +207,11 @@ def agreeing_edges(
         activation: mode static; observer and percentile choose the scales.
         fmt: the format of the layer's weight.
         edges: of the calibration.
-        smooth: (C,) factor the input is multiplied by, or None.
 
     Returns:
         ascending, some of ``edges``; () when all agree.
     """
-    scales = static_scale(statistics, activation, fmt, smooth, edges=edges).reshape(-1).tolist()
+    scales = static_scale(statistics, activation, fmt, edges=edges).reshape(-1).tolist()
     starts = (float("-inf"), *edges)
     kept: list[float] = []
     run: list[float] = []

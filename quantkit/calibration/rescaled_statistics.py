@@ -22,18 +22,15 @@ def refuse_without_samples(statistics: LayerStatistics, why: str) -> None:
         )
 
 
-def rescaled(
-    statistics: LayerStatistics, factor: Tensor, channels: slice = slice(None)
-) -> LayerStatistics:
-    """Return the statistics that some channels have after a multiplication.
+def rescaled(statistics: LayerStatistics, factor: Tensor) -> LayerStatistics:
+    """Return the statistics that an input has after a multiplication.
 
     Largest values are exact. The histogram is an estimate: the stored rows stand for all values,
     and every channel's largest value, which is rarely among them, for itself.
 
     Args:
         statistics: of the input as it was, with samples.
-        factor: (C,) positive float32, of all channels.
-        channels: those that are asked for.
+        factor: (C,) positive float32.
 
     Returns:
         amax, histogram and channel_amax; the rest is not of use after this.
@@ -41,14 +38,14 @@ def rescaled(
     samples, counts = statistics.samples, statistics.sample_count
     assert samples is not None, "callers refuse statistics without samples"
     assert counts is not None
-    loud = (statistics.channel_amax * factor)[:, channels]
+    loud = statistics.channel_amax * factor
     histogram = torch.zeros_like(statistics.histogram)
     for bucket, (rows, known, largest) in enumerate(
         zip(samples, counts.tolist(), loud, strict=True)
     ):
         taps = rows[:known].float().reshape(-1, len(factor))
         # Rounding to bfloat16 may have lifted a value over the largest one.
-        values = ((taps * factor)[:, channels].abs()).minimum(largest)
+        values = (taps * factor).abs().minimum(largest)
         stands_for = float(statistics.count[bucket]) * len(largest) / max(values.numel(), 1)
         histogram[bucket] = count_bins(values) * max(stands_for, 1.0) + count_bins(largest)
     return replace(statistics, amax=loud.amax(dim=1), histogram=histogram, channel_amax=loud)

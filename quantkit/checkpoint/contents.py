@@ -15,17 +15,16 @@ from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import ITEM_BYTES, TensorInfo
 
 _SCALES = ("weight_scale", "input_scale", "input_smooth")
-_SHIFTS = ("input_shift", "output_shift")
 
 #: Bytes that are looked at together; a multiple of every item size.
 _CHUNK_BYTES = 1 << 20
 
 
 def broken_scales(component: PackedComponent) -> Iterator[str]:
-    """Yield a line for every scale or factor that is not finite and positive, and every shift."""
+    """Yield a line for every scale or factor that is not finite and positive."""
     for layer, scheme in component.config.layers.items():
-        for part in (*_SCALES, *_SHIFTS):
-            any_sign = part in _SHIFTS or (part == "weight_scale" and bool(scheme.weight.block))
+        for part in _SCALES:
+            any_sign = part == "weight_scale" and bool(scheme.weight.block)
             yield from _broken_values(component, f"{layer}.{part}", any_sign=any_sign)
     if component.config.attention is None:
         return

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.schemes import check_keys
-from quantkit.checkpoint.spec import Kind, check_version, kind_of
+from quantkit.checkpoint.spec import FORMAT_VERSION, Kind, check_version, kind_of
 from quantkit.errors import CheckpointError
 from quantkit.storage.digest import is_digest
 from quantkit.storage.jsonfile import DAMAGE, parse_json, short
@@ -36,7 +36,6 @@ class LayerRecord:
 class ShardMetadata:
     """The ``quantkit`` entry of one shard's header metadata."""
 
-    format_version: int
     #: the recipe as JSON, for people: nothing reads it back
     recipe: dict[str, Any]
     layers: dict[str, LayerRecord]
@@ -46,7 +45,7 @@ class ShardMetadata:
     def to_text(self) -> str:
         """Return the canonical text: compact JSON, ASCII, names ascending."""
         value = {
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             "recipe": self.recipe,
             "layers": {
                 name: {"shape": list(record.shape), "source_sha256": record.source_sha256}
@@ -61,7 +60,7 @@ def parse_metadata(text: str) -> ShardMetadata:
     """Return the ``quantkit`` entry of a shard's header metadata as a value.
 
     Raises:
-        CheckpointError: not JSON, a newer version, a missing or unknown key, a damaged record.
+        CheckpointError: not JSON, another version, a missing or unknown key, a damaged record.
     """
     where = "header metadata"
     try:
@@ -78,7 +77,7 @@ def parse_metadata(text: str) -> ShardMetadata:
         recipe = dict(value["recipe"])
     except DAMAGE as error:
         raise CheckpointError(f"{where}: damaged ({short(error)}); pack the model again") from error
-    return ShardMetadata(int(value["format_version"]), recipe, layers, tensors)
+    return ShardMetadata(recipe, layers, tensors)
 
 
 def _parse_record(layer: str, item: dict[str, Any]) -> LayerRecord:

@@ -12,8 +12,8 @@ from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.jsonfile import DAMAGE, short
 
 _SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
-#: Written where they say something, so that other checkpoints stay of the first version.
-_OPTIONAL_KEYS = ("activation_format", "shift", "terms")
+#: Written where it says something.
+_OPTIONAL_KEYS = ("activation_format",)
 
 
 def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
@@ -26,8 +26,6 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
         "buckets": list(scheme.buckets) or None,
         "smooth": scheme.smooth,
         **({"activation_format": scheme.input.name} if _says_format(scheme) else {}),
-        **({"shift": True} if scheme.shift else {}),
-        **({"terms": scheme.terms} if scheme.terms > 1 else {}),
     }
 
 
@@ -66,9 +64,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         granularity = parse_granularity(_text(item["granularity"]))
         weight = find_format(_text(item["weight"]))
         activation = Activation(item["activation"])
-        shift = _parse_shift(item.get("shift"), activation)
-        buckets = _parse_buckets(item["buckets"], activation, shift=shift)
-        terms = _parse_terms(item.get("terms"), activation)
+        buckets = _parse_buckets(item["buckets"], activation)
     except (InputError, *DAMAGE) as error:
         raise CheckpointError(f"{where}: {short(error)}") from error
     if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
@@ -77,7 +73,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         raise CheckpointError(f"{where}: smooth {item['smooth']!r:.80}, wanted true or false")
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
     smooth: bool = item["smooth"]
-    scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth, shift, terms)
+    scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth)
     try:
         _check_format(item.get("activation_format"), scheme)
         check_blocks(scheme)
@@ -124,25 +120,7 @@ def _check_format(found: object, scheme: Scheme) -> None:
         )
 
 
-def _parse_shift(value: object, activation: Activation) -> bool:
-    if value is not None and value is not True:
-        raise CheckpointError(f"shift {value!r:.80}, wanted true, or no such key")
-    if value and activation is Activation.NONE:
-        raise CheckpointError("shift with activation 'none', wanted 'static' or 'token'")
-    return bool(value)
-
-
-def _parse_terms(value: object, activation: Activation) -> int:
-    if value is None:
-        return 1
-    if type(value) is not int or value != 2:
-        raise CheckpointError(f"terms {value!r:.80}, wanted 2, or no such key")
-    if activation is Activation.NONE:
-        raise CheckpointError("terms with activation 'none', wanted 'static' or 'token'")
-    return value
-
-
-def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tuple[float, ...]:
+def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not value or not all(type(v) in (int, float) for v in value):
@@ -152,10 +130,8 @@ def _parse_buckets(value: object, activation: Activation, *, shift: bool) -> tup
         raise CheckpointError(
             f"buckets {value!r:.80}, wanted ascending, distinct, finite timesteps"
         )
-    if activation is not Activation.STATIC and not shift:
-        raise CheckpointError(
-            f"buckets with activation {activation.value!r} and no shift, wanted 'static' or a shift"
-        )
+    if activation is not Activation.STATIC:
+        raise CheckpointError(f"buckets with activation {activation.value!r}, wanted 'static'")
     return edges
 
 

@@ -1,7 +1,7 @@
 """FORMAT.md as types, for reader, writer and loaders: the config and the tensors of a layer."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -19,31 +19,16 @@ from quantkit.numerics.granularity import scale_shape
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.storage.tensorfile import ITEM_BYTES
 
-#: The newest version. Each checkpoint is written as the first that holds it, for older readers.
-FORMAT_VERSION = 7
-#: What versions brought: shifts and terms, integers, attention, its static scales, its ranks, its
-#: values in 16 bit, its formats by module and other bases of its queries and keys.
-_SHIFTS, _INTEGERS, _ATTENTION, _STATIC_ATTENTION, _FEWER_COLUMNS = 2, 3, 4, 5, 6
-_WIDE_VALUES = _OTHER_BASES = 7
-FIRST_VERSION = 1
+#: Files of another version are refused.
+FORMAT_VERSION = 1
 QUANT_METHOD = "quantkit"
 
 #: The tensors that a packed layer may own besides its bias.
 PACKED_PARTS = (
     "weight", "weight_meta", "weight_group", "weight_scale", "input_scale", "input_smooth",
-    "input_shift", "output_shift",
 )  # fmt: skip
 
 Kind = Literal["linear", "conv2d"]
-
-_BROUGHT = {
-    _SHIFTS: "a shift or terms",
-    _INTEGERS: "integers",
-    _ATTENTION: "attention",
-    _STATIC_ATTENTION: "static scales of attention",
-    _FEWER_COLUMNS: "fewer columns of queries and keys",
-    _WIDE_VALUES: "probabilities and values in 16 bit, formats by module, or another basis",
-}
 
 _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
 
@@ -76,7 +61,6 @@ class SchemeEntry:
 class PackedConfig:
     """The quantization_config of a packed component."""
 
-    format_version: int
     quantkit_version: str
     schemes: tuple[SchemeEntry, ...]
     #: None: in 16 bit
@@ -98,7 +82,7 @@ class PackedConfig:
         attention = {} if self.attention is None else {ATTENTION_KEY: self.attention.to_json()}
         return {
             "quant_method": QUANT_METHOD,
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             "quantkit_version": self.quantkit_version,
             **attention,
             **rotated_to_json(self.rotated),
@@ -126,45 +110,15 @@ def make_config(
     for layer, scheme in sorted(schemes.items()):
         gathered.setdefault(scheme, []).append(layer)
     entries = tuple(SchemeEntry(scheme, tuple(layers)) for scheme, layers in gathered.items())
-    needed = max(
-        attention_version(attention), needed_version(schemes.values()), _rotated_version(rotated)
-    )
-    return PackedConfig(needed, __version__, entries, attention, rotated)
-
-
-def attention_version(attention: PackedAttention | None) -> int:
-    """Return the first format version that holds this attention."""
-    if attention is None:
-        return FIRST_VERSION
-    if attention.pv is None or attention.formats:
-        return _WIDE_VALUES
-    if attention.fewer_columns:
-        return _FEWER_COLUMNS
-    return _STATIC_ATTENTION if attention.static else _ATTENTION
-
-
-def _rotated_version(rotated: tuple[str, ...]) -> int:
-    # A reader that ignored the key would let adapters in, which know the basis before.
-    return _OTHER_BASES if rotated else FIRST_VERSION
-
-
-def needed_version(schemes: Iterable[Scheme]) -> int:
-    """Return the first format version that holds these treatments."""
-    return max((_version_of(scheme) for scheme in schemes), default=FIRST_VERSION)
-
-
-def _version_of(scheme: Scheme) -> int:
-    if scheme.weight.is_integer:
-        return _INTEGERS
-    return _SHIFTS if scheme.shift or scheme.terms > 1 else FIRST_VERSION
+    return PackedConfig(__version__, entries, attention, rotated)
 
 
 def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     """Return the quantization_config as a value.
 
     Raises:
-        CheckpointError: a newer version (both are named), an unknown or missing key, an unknown
-            value, a layer with two schemes.
+        CheckpointError: another version, an unknown or missing key, an unknown value, a layer with
+            two schemes.
     """
     check_version(config.get("format_version"), CONFIG_KEY)
     check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY, ROTATED_KEY))
@@ -183,41 +137,25 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
         for index, item in enumerate(schemes)
     )
     _check_distinct(entries)
-    format_version = int(config["format_version"])
     attention = None
     if ATTENTION_KEY in config:
         attention = parse_attention(config[ATTENTION_KEY], CONFIG_KEY)
     rotated: tuple[str, ...] = ()
     if ROTATED_KEY in config:
         rotated = parse_rotated(config[ROTATED_KEY], CONFIG_KEY)
-    needed = max(
-        attention_version(attention),
-        needed_version(entry.scheme for entry in entries),
-        _rotated_version(rotated),
-    )
-    if format_version < needed:
-        what = _BROUGHT[needed]
-        raise CheckpointError(
-            f"{CONFIG_KEY}: format_version {format_version} with {what}, which came with "
-            f"{needed}; pack the model again"
-        )
-    return PackedConfig(format_version, version, entries, attention, rotated)
+    return PackedConfig(version, entries, attention, rotated)
 
 
 def check_version(found: object, where: str) -> None:
-    """Refuse a format version that this quantkit does not read.
+    """Refuse another version of the format.
 
     Raises:
-        CheckpointError: newer (naming both versions), or no positive integer.
+        CheckpointError: naming both.
     """
-    if type(found) is not int or found < 1:
+    if type(found) is not int or found != FORMAT_VERSION:
         raise CheckpointError(
-            f"{where}: format_version {found!r:.80}, wanted 1 to {FORMAT_VERSION}"
-        )
-    if found > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{where}: format_version {found!s:.80} is newer than {FORMAT_VERSION}, the newest "
-            f"that quantkit {__version__} reads; upgrade quantkit"
+            f"{where}: format_version {found!r:.80}, expected {FORMAT_VERSION}: made by a "
+            "development version or a newer quantkit; pack the model again, or upgrade"
         )
 
 
@@ -250,7 +188,7 @@ def layer_tensors(
 
     Returns:
         weight, weight_meta (sparse), weight_group (int4), weight_scale, input_scale (static),
-        input_smooth, input_shift and output_shift, bias.
+        input_smooth, bias.
 
     Raises:
         CheckpointError: the shape does not fit the kind, or does not divide as the scheme wants.
@@ -273,9 +211,6 @@ def layer_tensors(
         specs.append(TensorSpec(f"{layer}.input_scale", "F32", buckets))
     if scheme.smooth:
         specs.append(TensorSpec(f"{layer}.input_smooth", "F32", (shape[1],)))
-    if scheme.shift:
-        specs.append(TensorSpec(f"{layer}.input_shift", "F32", (*buckets, shape[1])))
-        specs.append(TensorSpec(f"{layer}.output_shift", "F32", (*buckets, n)))
     if bias_dtype is not None:
         specs.append(TensorSpec(f"{layer}.bias", bias_dtype, (n,)))
     return tuple(specs)

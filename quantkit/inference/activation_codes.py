@@ -107,12 +107,12 @@ def activated(activation: Any, reader: Any, x: Tensor, beside: Tensor | None = N
         x: (..., K), or what is right of ``beside``.
         beside: is quantized as it is, and stands left.
     """
-    smooth, shift, scale = reader.changes_of_input
+    smooth, scale = reader.smooth_and_scale
     name = reader.scheme.input.name
     rows = x.reshape(-1, x.shape[-1])
     left = None if beside is None else beside.reshape(-1, beside.shape[-1])
     codes: Tensor = operator_for("gelu_codes", name)(
-        rows, left, smooth, shift, scale, word_of(activation), name
+        rows, left, smooth, scale, word_of(activation), name
     )
     return Normed(codes, scale, x.shape[:-1] + codes.shape[1:], x.dtype)
 

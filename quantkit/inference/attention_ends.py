@@ -46,8 +46,8 @@ class HeadProduct(NamedTuple):
         if not self._ends_in_codes_of(layer):
             return self.wide().flatten(2)
         attend = operator_for("attention_codes", self._qk_format)
-        smooth, shift, scale = layer.changes_of_input
-        codes: Tensor = attend(*self.operands, smooth, shift, scale, *self.options)
+        smooth, scale = layer.smooth_and_scale
+        codes: Tensor = attend(*self.operands, smooth, scale, *self.options)
         shape, dtype = codes.flatten(2).shape, self.options[4]
         return Normed(codes.reshape(-1, layer.k), scale, shape, dtype)
 

@@ -91,11 +91,7 @@ def _folded(module: Any, scales: AttentionScales) -> Folds | None:
 
 def _is_joint(layer: PackedLinear) -> bool:
     """Tell whether a layer is one that an operation projects jointly, the same at each step."""
-    scheme = layer.scheme
-    moves = bool(scheme.buckets) and layer.output_shift is not None
-    return (
-        layer.writes_codes and not moves and is_operation(*_kind(layer), sparse=_is_sparse(layer))
-    )
+    return layer.writes_codes and is_operation(*_kind(layer), sparse=_is_sparse(layer))
 
 
 def _operation(layer: PackedLinear) -> str:

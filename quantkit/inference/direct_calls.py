@@ -92,14 +92,14 @@ class _Tensors:
         # One by one: loops, of C functions too, take twice as long.
         try:
             bias, codes, meta, factors, scale = layer._parameters.values()  # noqa: SLF001  as below
-            static, smooth, shift, back = layer._buffers.values()  # noqa: SLF001
-            a, b, c, d, e, f, g, h, i = self._all
+            static, smooth = layer._buffers.values()  # noqa: SLF001
+            a, b, c, d, e, f, g = self._all
         except ValueError:
             # Somebody gave the layer more than FORMAT.md knows.
             return False
         return (
             (bias is a and codes is b and meta is c and factors is d and scale is e)
-            and (static is f and smooth is g and shift is h and back is i)
+            and (static is f and smooth is g)
         )  # fmt: skip
 
     def have(self, call: Direct) -> bool:

@@ -28,7 +28,6 @@ from quantkit.inference.modules import PackedLinear, is_watched
 from quantkit.inference.normed import Normed
 from quantkit.inference.one_pass import has_kernel
 from quantkit.numerics.granularity import PerGroup
-from quantkit.numerics.scheme import Activation
 
 
 class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own class is untyped
@@ -85,9 +84,8 @@ def _fits_gated(module: FeedForward) -> bool:
     up, down = getattr(module.net[0], "proj", None), module.net[2]
     if type(module.net[0]) is not GEGLU or type(up) is not PackedLinear:
         return False
-    one_term = up.scheme.activation is not Activation.NONE and up.scheme.terms == 1
     grouped = isinstance(up.scheme.granularity, PerGroup)
-    if not one_term or grouped or type(down) is not PackedLinear or not down.takes_codes:
+    if not up.quantizes_input or grouped or type(down) is not PackedLinear or not down.takes_codes:
         return False
     # A kernel writes codes of the kind that it reads.
     same_kind: bool = up.scheme.input.is_integer is down.scheme.input.is_integer

@@ -23,10 +23,10 @@ from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.buckets import TimestepBuckets
 from quantkit.inference.direct_calls import addresses_of, key_of
 from quantkit.inference.head_scales import Folds
+from quantkit.inference.input_codes import Coded, quantize_input
 from quantkit.inference.normed import Normed
 from quantkit.inference.operators import OPERATORS, operator_for
 from quantkit.inference.packed_layer import PackedLayer
-from quantkit.inference.terms import Term, split
 from quantkit.inference.weight_only import are_few, why_dequantized
 from quantkit.models.skeleton import why_not_packed
 from quantkit.numerics.granularity import PerGroup
@@ -73,11 +73,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
         if isinstance(x, Normed):
-            return self._multiply([x[:2]], x.dtype).reshape(*x.shape[:-1], self.n)
+            return self._multiply(x[:2], x.dtype).reshape(*x.shape[:-1], self.n)
         if self.scheme.activation is Activation.NONE:
             return self._weight_only_forward(_smoothed(x, self.input_smooth))
         rows = x.reshape(-1, self.k).contiguous()
-        y = self._multiply(self._terms(rows), x.dtype).reshape(*x.shape[:-1], self.n)
+        y = self._multiply(self._quantize(rows), x.dtype).reshape(*x.shape[:-1], self.n)
         if key is not None:
             self.direct.learn(self, x, key, partial(self._two_kernels, x))
         return y
@@ -86,11 +86,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         """Return the calls of ``forward``; None where it has more, or others than kernels."""
         scheme, bias = self.scheme, self._parameters["bias"]
         cast = bias is not None and bias.dtype is not x.dtype
-        if scheme.terms > 1 or scheme.shift or self.buckets[0] is not None or cast:
+        if self.buckets[0] is not None or cast:
             return None
         kind, rows = scheme.input.name, x.reshape(-1, self.k)
         scale = self._part("input_scale") if self.takes_parts else None
-        given = (self._part("input_smooth"), None, *(() if scale is None else (scale,)))
+        given = (self._part("input_smooth"), *(() if scale is None else (scale,)))
         family = "quantize_token" if scale is None else "quantize_static"
         quantize = prepared(name_for(family, kind), (rows, *given), (kind,))
         # Of what is made in between, shapes and dtypes alone are looked at.
@@ -114,7 +114,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return y.reshape(*x.shape[:-1], self.n)
 
     def add_to(self, x: Tensor | Normed, residual: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Return ``residual + gate * forward(x)``, rounded once, of a layer that ``takes_term``.
+        """Return ``residual + gate * forward(x)``, rounded once, where ``quantizes_input``.
 
         Args:
             x: (B, ..., K).
@@ -122,43 +122,39 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             gate: (B, N); None for ones.
         """
         rows = residual.reshape(-1, self.n)
-        return self.add_product(self._term(x), rows, gate).reshape(residual.shape)
+        return self.add_product(self._coded(x), rows, gate).reshape(residual.shape)
 
     @property
     def takes_codes(self) -> bool:
         """True when an input is nothing but codes in units of one given scale."""
-        changed = self.input_smooth is not None or self.input_shift is not None
-        return (
-            self.scheme.activation is Activation.STATIC and self.scheme.terms == 1 and not changed
-        )
+        return self.scheme.activation is Activation.STATIC and self.input_smooth is None
 
     @property
-    def takes_term(self) -> bool:
-        """True when an input is nothing but codes and their scale."""
-        return self.scheme.activation is not Activation.NONE and self.scheme.terms == 1
+    def quantizes_input(self) -> bool:
+        """True when inputs become codes."""
+        return self.scheme.activation is not Activation.NONE
 
     def as_codes(self, x: Tensor) -> Normed:
-        """Return the codes of an input (..., K), of a layer that ``takes_term``."""
-        return Normed(*self._term(x), x.shape, x.dtype)
+        """Return the codes of an input (..., K), of a layer that ``quantizes_input``."""
+        return Normed(*self._coded(x), x.shape, x.dtype)
 
-    def _term(self, x: Tensor | Normed) -> Term:
-        """Return the codes of an input (..., K) that is one term."""
+    def _coded(self, x: Tensor | Normed) -> Coded:
+        """Return the codes of an input (..., K), and their scale."""
         if isinstance(x, Normed):
             return x[:2]
-        (term,) = self._terms(x.reshape(-1, self.k).contiguous())
-        return term
+        return self._quantize(x.reshape(-1, self.k).contiguous())
 
     def gated_codes(self, x: Tensor | Normed, target: "PackedLinear") -> Tensor:
         """Return ``target``'s input of what GEGLU makes of this layer's output.
 
         Args:
-            x: (..., K); its codes have to be one term.
+            x: (..., K).
             target: a layer that ``takes_codes``, of K = N / 2.
 
         Returns:
             (M, N / 2) uint8 codes of h * gelu(g), h and g the halves of the output.
         """
-        codes, x_scale = self._term(x)
+        codes, x_scale = self._coded(x)
         stored = self.stored()
         weights = (*stored, self._weight("weight_scale"), self._bias(x.dtype))
         scheme, scale = self.scheme, target.static_scale
@@ -187,7 +183,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         kinds = (self.scheme.input.name, self.scheme.codes.name)
         project = operator_for("project_gelu", *kinds, sparse=self.scheme.sparsity is not None)
         codes: Tensor = project(
-            *self._term(x), *weights, rows, *target.changes_of_input,
+            *self._coded(x), *weights, rows, *target.smooth_and_scale,
             activation, *kinds, target.scheme.input.name, x.dtype,
         )  # fmt: skip
         return codes
@@ -195,26 +191,24 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
     @property
     def takes_parts(self) -> bool:
         """True when each column's codes depend on that column alone: of one given scale."""
-        return self.takes_term and self.scheme.activation is Activation.STATIC
+        return self.scheme.activation is Activation.STATIC
 
     @property
-    def changes_of_input(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Smoothing, shift and scale of a static input: float32 (K,), (K,) and () or (1,)."""
-        return self._part("input_smooth"), self._shift(), self.static_scale
+    def smooth_and_scale(self) -> tuple[Tensor | None, Tensor]:
+        """Smoothing and scale of a static input: float32 (K,), and () or (1,)."""
+        return self._part("input_smooth"), self.static_scale
 
     def codes_of_parts(self, parts: Sequence[Tensor]) -> Normed:
         """Return the codes of inputs (..., .) side by side, of a layer that ``takes_parts``."""
-        smooth, shift, scale = self.changes_of_input
+        smooth, scale = self.smooth_and_scale
         ends = list(accumulate(part.shape[-1] for part in parts))
         codes = [
-            split(
+            quantize_input(
                 x.reshape(-1, x.shape[-1]).contiguous(),
                 scale,
                 None if smooth is None else smooth[end - x.shape[-1] : end],
-                None if shift is None else shift[end - x.shape[-1] : end],
                 self.scheme.input,
-                1,
-            )[0][0]
+            )[0]
             for x, end in zip(parts, ends, strict=True)
         ]
         shape = torch.Size((*parts[0].shape[:-1], self.k))
@@ -222,12 +216,12 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
-        return self._multiply([(codes, self.static_scale)], dtype)
+        return self._multiply((codes, self.static_scale), dtype)
 
     @property
     def writes_codes(self) -> bool:
-        """True when a product may end in codes: of one term, with a scale for each output."""
-        return self.takes_term and not isinstance(self.scheme.granularity, PerGroup)
+        """True when a product may end in codes: with a scale for each output."""
+        return self.quantizes_input and not isinstance(self.scheme.granularity, PerGroup)
 
     def head_codes(
         self, x: Tensor | Normed, family: str, heads: int, mean: Tensor | None, factor: Tensor
@@ -241,7 +235,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             mean: float32 (N,), or None.
             factor: float32 (N,).
         """
-        codes, x_scale = self._term(x)
+        codes, x_scale = self._coded(x)
         scheme = self.scheme
         project = operator_for(
             family, scheme.input.name, scheme.codes.name, sparse=scheme.sparsity is not None
@@ -275,7 +269,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             folds: scales and biases of the three, with factors and means of heads.
             heads: H, of N / H outputs.
         """
-        codes, x_scale = self._term(x)
+        codes, x_scale = self._coded(x)
         scheme = self.scheme
         kinds = (scheme.input.name, scheme.codes.name)
         weights = (part for layer in (self, *others) for part in layer.stored())
@@ -328,32 +322,23 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
             y = self._convolve(pixels, x.dtype)
         else:
             windows = self.windows.unfold(pixels.contiguous())
-            terms = self._terms(windows.reshape(-1, self.k), self.windows.taps)
-            y = self._multiply(terms, x.dtype).reshape(*windows.shape[:3], self.n)
+            rows = self._quantize(windows.reshape(-1, self.k), self.windows.taps)
+            y = self._multiply(rows, x.dtype).reshape(*windows.shape[:3], self.n)
         y = y.permute(0, 3, 1, 2)
         return y.contiguous() if x.is_contiguous() else y
 
     def _convolve(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return (B, OH, OW, N) of (B, H, W, C), each pixel quantized once."""
-        windows = self.windows
-        if self.input_shift is not None:
-            # What stands outside of the picture is zero before the shift, and not the mean.
-            pixels, windows = windows.pad(pixels), windows.without_padding()
-        pixels = pixels.contiguous()
-        terms = [
-            (codes.reshape(pixels.shape), scale)
-            for codes, scale in self._terms(pixels.reshape(-1, pixels.shape[-1]))
-        ]
-        return self._multiply(terms, dtype, windows)
+        return self.convolve_codes(self.codes_of_pixels(pixels), dtype)
 
     def codes_of_pixels(self, pixels: Tensor) -> Tensor:
-        """Return the codes (B, H, W, C) of an input of one term in the static scale, unshifted."""
-        ((codes, _),) = self._terms(pixels.reshape(-1, pixels.shape[-1]).contiguous())
+        """Return the codes (B, H, W, C) of an input in the static scale."""
+        codes, _ = self._quantize(pixels.reshape(-1, pixels.shape[-1]).contiguous())
         return codes.reshape(pixels.shape)
 
     def convolve_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the convolution (B, OH, OW, N) of codes (B, H, W, C) in the static scale."""
-        return self._multiply([(codes, self.static_scale)], dtype, self.windows)
+        return self._multiply((codes, self.static_scale), dtype, self.windows)
 
     def add_convolved(self, codes: Tensor, residual: Tensor) -> Tensor:
         """Return ``residual + convolve_codes(codes)``, rounded once: (B, OH, OW, N)."""

@@ -24,7 +24,7 @@ from quantkit.inference.one_pass import has_kernel
 from quantkit.inference.operators import operator_for
 
 #: Parts that belong to a layer's input.
-_OF_INPUT = ("input_scale", "input_smooth", "input_shift")
+_OF_INPUT = ("input_scale", "input_smooth")
 #: Columns come in runs of so many.
 _ALIGNED = 8
 
@@ -54,9 +54,9 @@ class Branch(NamedTuple):
 
 
 def read_alike(layers: Sequence[Any]) -> bool:
-    """Tell whether layers read an input as the same codes: packed, of one term, of one scale."""
+    """Tell whether layers read an input as the same codes: packed, of one scale."""
     first = layers[0]
-    if not all(isinstance(layer, PackedLinear) and layer.takes_term for layer in layers):
+    if not all(isinstance(layer, PackedLinear) and layer.quantizes_input for layer in layers):
         return False
     return all(
         layer.scheme.input is first.scheme.input
@@ -150,7 +150,7 @@ def _between(
 ) -> tuple[Any, ...]:
     """Return the operands behind what is normed, and the options."""
     up, by = modulation or (None, None)
-    numbers = (norm.weight, norm.bias, up, by, *reader.changes_of_input)
+    numbers = (norm.weight, norm.bias, up, by, *reader.smooth_and_scale)
     return *numbers, norm.eps, True, reader.scheme.input.name
 
 

@@ -23,8 +23,8 @@ from quantkit.inference.buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.codes import Codes
 from quantkit.inference.dense_weight import DenseWeight, refusal
 from quantkit.inference.direct_calls import DirectCalls, addresses_of, key_of
+from quantkit.inference.input_codes import Coded, quantize_input
 from quantkit.inference.operators import OPERATORS, operator_for
-from quantkit.inference.terms import Term, split
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packing import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import dequantize
@@ -46,8 +46,6 @@ class PackedLayer(nn.Module):
     weight_scale: Codes
     input_scale: Tensor | None
     input_smooth: Tensor | None
-    input_shift: Tensor | None
-    output_shift: Tensor | None
     bias: nn.Parameter | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -168,15 +166,15 @@ class PackedLayer(nn.Module):
 
     def add_product(
         self,
-        term: Term,
+        coded: Coded,
         residual: Tensor,
         gate: Tensor | None = None,
         windows: Windows | None = None,
     ) -> Tensor:
-        """Return ``residual + gate * product`` of an input of one term, rounded once.
+        """Return ``residual + gate * product`` of an input, rounded once.
 
         Args:
-            term: (M, K); with windows (B, H, W, C).
+            coded: the input, (M, K); with windows (B, H, W, C).
             residual: (M, N); with windows (B, OH, OW, N).
             gate: a row of N for as many of M; None, and of a convolution: ones.
             windows: of a convolution.
@@ -186,7 +184,7 @@ class PackedLayer(nn.Module):
         family, last = ("gemm", gate) if windows is None else ("conv", windows.numbers)
         add = operator_for(f"{family}_residual", *kinds, sparse=sparse)
         weights = (*self.stored(), self._weight("weight_scale"), self._bias(dtype))
-        y: Tensor = add(*term, *weights, residual, last, *kinds, dtype)
+        y: Tensor = add(*coded, *weights, residual, last, *kinds, dtype)
         return y
 
     def extra_repr(self) -> str:
@@ -220,11 +218,6 @@ class PackedLayer(nn.Module):
         """The scale of a static input at the current step: float32, () or (1,)."""
         return self._of_bucket(self._part("input_scale"))
 
-    @property
-    def shift(self) -> Tensor | None:
-        """What is taken from the columns of an input at the current step: float32, (K,)."""
-        return self._shift()
-
     def stored(self) -> tuple[Tensor, ...]:
         """Return the weight's codes, and behind them a sparse one's positions, or factors."""
         meta, factors = self._weight("weight_meta"), self._weight("weight_group")
@@ -234,79 +227,58 @@ class PackedLayer(nn.Module):
             return self._weight("weight").flatten(1), factors.view(torch.uint8)
         return (self.row_codes,)
 
-    def _shift(self, taps: int = 1) -> Tensor | None:
-        """Return what is taken from the columns of rows (M, taps * C): (taps * C,), or None."""
-        table = self._part("input_shift")
-        if table is None:
-            return None
-        shift = self._of_bucket(table).reshape(-1)
-        return shift if taps == 1 else shift.repeat(taps)
-
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias, with what the shift of the input takes from the output put back."""
-        bias, table = self._parameters["bias"], self._part("output_shift")
-        if table is None:
-            return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
-        shift = self._of_bucket(table).reshape(-1)
-        return (shift if bias is None else shift + bias.float()).to(dtype)
+        bias = self._parameters["bias"]
+        return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
 
-    def _terms(self, x: Tensor, taps: int = 1) -> list[Term]:
-        """Return what inputs (M, taps * C) become: FP8 values that add up to them."""
-        scheme, smooth = self.scheme, self._part("input_smooth")
+    def _quantize(self, x: Tensor, taps: int = 1) -> Coded:
+        """Return the codes of inputs (M, taps * C), and their scale."""
+        smooth = self._part("input_smooth")
         if smooth is not None and taps > 1:
             smooth = smooth.repeat(taps)
-        static = scheme.activation is Activation.STATIC
-        scale = self.static_scale if static else None
-        return split(x, scale, smooth, self._shift(taps), scheme.input, scheme.terms)
+        static = self.scheme.activation is Activation.STATIC
+        return quantize_input(x, self.static_scale if static else None, smooth, self.scheme.input)
 
-    def _multiply(
-        self, terms: list[Term], dtype: torch.dtype, windows: Windows | None = None
-    ) -> Tensor:
-        """Return the sum of the terms' products in ``dtype``.
+    def _multiply(self, coded: Coded, dtype: torch.dtype, windows: Windows | None = None) -> Tensor:
+        """Return the product and the bias in ``dtype``.
 
         Args:
-            terms: of the input, (M, K); with windows (B, H, W, C).
+            coded: the input, (M, K); with windows (B, H, W, C).
+            dtype: of the result.
             windows: of a convolution.
 
         Returns:
             (M, N); with windows (B, OH, OW, N).
         """
         bias = self._bias(dtype)
-        y = self._product(terms[0], bias, dtype, windows)
-        for term in terms[1:]:
-            y = y + self._product(term, None, dtype, windows)
-        return y
-
-    def _product(
-        self, term: Term, bias: Tensor | None, dtype: torch.dtype, windows: Windows | None
-    ) -> Tensor:
-        # A bias that was cast, or shifted, is another one at each call.
+        # A bias that was cast is another one at each call.
         own = bias is self._parameters["bias"]
-        key = key_of(term[0], term[1].shape, dtype, windows) if own else None
+        key = key_of(coded[0], coded[1].shape, dtype, windows) if own else None
         if key is not None and (direct := self.direct.find(self, key)) is not None:
-            found: Tensor = direct(*term)
+            found: Tensor = direct(*coded)
             return found
         name, options = self._operation(dtype, windows)
         weights = (*self.stored(), self._weight("weight_scale"), bias)
-        y: Tensor = OPERATORS[name](*term, *weights, *options)
+        y: Tensor = OPERATORS[name](*coded, *weights, *options)
         if key is not None:
-            self.direct.learn(self, term[0], key, partial(self._product_call, term, dtype, windows))
+            call = partial(self._product_call, coded, dtype, windows)
+            self.direct.learn(self, coded[0], key, call)
         return y
 
     def _product_call(
-        self, term: Term, dtype: torch.dtype, windows: Windows | None = None
+        self, coded: Coded, dtype: torch.dtype, windows: Windows | None = None
     ) -> Product | None:
-        """Return what ``_product`` has run for such a term; None where it was no kernel."""
-        call, weights = self._prepared_product(term, dtype, windows)
+        """Return what ``_multiply`` has run for such an input; None where it was no kernel."""
+        call, weights = self._prepared_product(coded, dtype, windows)
         return None if call is None else Product(call, weights)
 
     def _prepared_product(
-        self, term: Term, dtype: torch.dtype, windows: Windows | None = None
+        self, coded: Coded, dtype: torch.dtype, windows: Windows | None = None
     ) -> tuple[Call | None, Addresses]:
         """Return the prepared call of a product, and where its weights lie."""
         name, options = self._operation(dtype, windows)
         weights = (*self.stored(), self._weight("weight_scale"), self._parameters["bias"])
-        return prepared(name, (*term, *weights), options), addresses_of(weights)
+        return prepared(name, (*coded, *weights), options), addresses_of(weights)
 
     def _operation(
         self, dtype: torch.dtype, windows: Windows | None

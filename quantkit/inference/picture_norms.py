@@ -32,11 +32,7 @@ def reads_codes(layer: Any) -> bool:
     """Tell whether codes of a given scale are all that a layer reads of a picture."""
     if type(layer) not in (PackedConv2d, PackedLinear):
         return False
-    scheme = layer.scheme
-    one_term = scheme.activation is Activation.STATIC and scheme.terms == 1
-    # What stands outside of a picture is zero before a convolution's shift.
-    shifted = scheme.shift and type(layer) is PackedConv2d
-    return one_term and not shifted
+    return layer.scheme.activation is Activation.STATIC
 
 
 def _is_computed(norm: nn.GroupNorm) -> bool:
@@ -104,7 +100,7 @@ def norm_codes(
     fmt = layer.scheme.input.name
     write = operator_for("group_norm_codes", fmt)
     codes: Tensor = write(
-        x, added, partials, norm.weight, norm.bias, layer.input_smooth, layer.shift,
+        x, added, partials, norm.weight, norm.bias, layer.input_smooth,
         layer.static_scale, norm.eps, activation, fmt,
     )  # fmt: skip
     return codes

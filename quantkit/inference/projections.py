@@ -27,8 +27,8 @@ JOINED = {
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
 #: Parts with a row or an entry per output, and those that belong to the input.
-_OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale", "output_shift")
-_OF_INPUT = ("input_scale", "input_smooth", "input_shift")
+_OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale")
+_OF_INPUT = ("input_scale", "input_smooth")
 
 
 class _Joined(nn.Module):
@@ -186,7 +186,7 @@ def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
             continue
         if part == "weight_scale" and per_tensor:
             parts = [scale.expand(layer.n) for scale, layer in zip(parts, layers, strict=True)]
-        joined.fill(part, _cat(parts, dim=-1 if part == "output_shift" else 0))
+        joined.fill(part, _cat(parts, dim=0))
     joined.bias = _biases(layers)
     _share(joined, layers)
     keep_as(joined, layers)

@@ -32,7 +32,7 @@ def adds(layer: Any, x: Tensor, gate: Tensor | None = None) -> bool:
     if is_watched(layer) if is_conv else not is_plain(layer):
         return False
     scheme = layer.scheme
-    if scheme.activation is Activation.NONE or scheme.terms > 1:
+    if scheme.activation is Activation.NONE:
         return False
     if x.dtype not in IO_DTYPES.values() or isinstance(scheme.granularity, PerGroup):
         return False

@@ -100,11 +100,6 @@ def is_copied(denoiser: Denoiser, planned: PlannedTensor) -> bool:
 def _refuse_codes(denoiser: Denoiser, *, requantize: bool) -> None:
     for name, scheme in denoiser.schemes.items():
         layer = name.removesuffix(".weight")
-        if scheme.shift:
-            raise CheckpointError(
-                f"{denoiser.path}: {layer}: a shifted input, which GGUF does not hold; export the "
-                "16-bit model"
-            )
         if not scheme.weight.block and not requantize:
             raise CheckpointError(
                 f"{denoiser.path}: {layer}: packed in {scheme.weight.name}, which would be "

@@ -9,14 +9,13 @@ from quantkit.interchange.targets import Target
 from quantkit.interchange.tensor_export import FilePlan
 from quantkit.interchange.tensor_plan import plan_tensors
 
-SINGLE_FILE = Target("a 16-bit file", cure="pack without activation.shift")
+SINGLE_FILE = Target("a 16-bit file")
 
 
 def plan_single_file(source: Denoiser) -> FilePlan:
     """Return the plan of the file.
 
     Raises:
-        CheckpointError: inputs that are shifted, which weights alone do not say.
         ModelError: of no known layout.
     """
     layout = layout_of_model(source.class_name, source.shapes)

@@ -36,16 +36,7 @@ class Target:
     cure: str = ""
 
 
-@dataclass(frozen=True)
-class Obstacle:
-    """What a target does not hold of a layer."""
-
-    feature: str
-    #: a conversion does without it, at the price of some error
-    convertible: bool = True
-
-
-def obstacles(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]:
+def obstacles(source: Denoiser, name: str, target: Target) -> Iterator[str]:
     """Yield what a target does not hold of a packed weight.
 
     Args:
@@ -53,9 +44,6 @@ def obstacles(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]
         name: of the weight.
         target: where it is to go.
     """
-    scheme = source.schemes[name]
-    if scheme.shift:
-        yield Obstacle("a shifted input", convertible=False)
     if target.formats:
         yield from _of_input(source, name, target)
         yield from _of_weight(source, name, target)
@@ -66,16 +54,14 @@ def holds_as_convolution(source: Denoiser, name: str, target: Target) -> bool:
     return target.convolutions or len(source.shapes[name]) != _CONVOLUTION
 
 
-def _of_input(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]:
+def _of_input(source: Denoiser, name: str, target: Target) -> Iterator[str]:
     scheme = source.schemes[name]
-    if scheme.terms > 1:
-        yield Obstacle("an input of two terms")
     if scheme.buckets:
-        yield Obstacle("input scales by timestep")
+        yield "input scales by timestep"
     if scheme.smooth:
-        yield Obstacle("a smoothed input")
+        yield "a smoothed input"
     if target.static == "pow2" and _has_odd_input_scale(source, name, scheme):
-        yield Obstacle("a static input scale that is no power of two")
+        yield "a static input scale that is no power of two"
 
 
 def _has_odd_input_scale(source: Denoiser, name: str, scheme: Scheme) -> bool:
@@ -84,18 +70,18 @@ def _has_odd_input_scale(source: Denoiser, name: str, scheme: Scheme) -> bool:
     return not are_powers_of_two(source.part(name, "input_scale"))
 
 
-def _of_weight(source: Denoiser, name: str, target: Target) -> Iterator[Obstacle]:
+def _of_weight(source: Denoiser, name: str, target: Target) -> Iterator[str]:
     scheme = source.schemes[name]
     fmt = scheme.weight.byte_format
     if not holds_as_convolution(source, name, target):
-        yield Obstacle("a quantized convolution")
+        yield "a quantized convolution"
     elif scheme.weight.block or isinstance(scheme.granularity, PerGroup):
-        yield Obstacle(f"scales of groups ({scheme.weight.name})")
+        yield f"scales of groups ({scheme.weight.name})"
     elif fmt not in target.formats:
-        yield Obstacle(f"format {fmt.name}")
+        yield f"format {fmt.name}"
     elif (
         fmt in target.one_scale
         and isinstance(scheme.granularity, PerChannel)
         and not are_powers_of_two(source.part(name, "weight_scale"))
     ):
-        yield Obstacle("scales by channel that are no powers of two")
+        yield "scales by channel that are no powers of two"

@@ -20,7 +20,7 @@ from quantkit.interchange.layer_codes import (
     under_one_scale,
 )
 from quantkit.interchange.layout_names import OriginalTensor
-from quantkit.interchange.targets import Obstacle, Target, holds_as_convolution, obstacles
+from quantkit.interchange.targets import Target, holds_as_convolution, obstacles
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.scales import power_of_two
@@ -135,7 +135,7 @@ def _planned(
         return Entry(original, Treatment.COPIED, shape)
     found = list(_found(source, original, packed, target))
     for part, obstacle in found:
-        if not (requantize and obstacle.convertible):
+        if not requantize:
             raise _refusal(source, part, obstacle, target)
     sparse = any(source.schemes[part].sparsity is not None for part in packed)
     whole = len(packed) == len(original.parts)
@@ -163,7 +163,7 @@ def _keeps_static_scale(source: Denoiser, part: str) -> bool:
 
 def _found(
     source: Denoiser, original: OriginalTensor, packed: Sequence[str], target: Target
-) -> Iterator[tuple[str, Obstacle]]:
+) -> Iterator[tuple[str, str]]:
     for part in packed:
         for obstacle in obstacles(source, part, target):
             yield part, obstacle
@@ -171,22 +171,21 @@ def _found(
         return
     for part in original.parts:
         if part not in packed:
-            yield packed[0], Obstacle(f"joined with {part}, which is not packed")
+            yield packed[0], f"joined with {part}, which is not packed"
     formats = {source.schemes[part].weight.byte_format for part in packed}
     if len(formats) > 1:
         names = ", ".join(sorted(fmt.name for fmt in formats))
-        yield packed[0], Obstacle(f"joined with layers of another format ({names})")
+        yield packed[0], f"joined with layers of another format ({names})"
     elif formats <= set(target.one_scale) and len(packed) > 1:
         scales = torch.cat([source.part(part, "weight_scale").reshape(-1) for part in packed])
         if bool((scales != scales[0]).any()) and not are_powers_of_two(scales):
-            yield packed[0], Obstacle("joined under one scale, and its own is no power of two")
+            yield packed[0], "joined under one scale, and its own is no power of two"
 
 
-def _refusal(source: Denoiser, part: str, obstacle: Obstacle, target: Target) -> CheckpointError:
+def _refusal(source: Denoiser, part: str, obstacle: str, target: Target) -> CheckpointError:
     cure = target.cure or "export the 16-bit model"
-    other = ", or set requantize, which converts it at a loss" if obstacle.convertible else ""
     return CheckpointError(
-        f"{source.path}: {part.removesuffix('.weight')}: {obstacle.feature}, which "
-        f"{target.program} does not hold; {cure}{other}",
-        fields=("requantize",) if obstacle.convertible else (),
+        f"{source.path}: {part.removesuffix('.weight')}: {obstacle}, which "
+        f"{target.program} does not hold; {cure}, or set requantize, which converts it at a loss",
+        fields=("requantize",),
     )

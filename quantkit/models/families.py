@@ -18,7 +18,6 @@ from quantkit.models.family import (
     UNKNOWN,
     Family,
     Keep,
-    Skips,
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -38,14 +37,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         # With num_class_embeds set, class_embedding is an nn.Embedding; kept either way.
         not_layers=("class_embedding",),
-        skips=Skips(
-            readers=("up_blocks.*.resnets.*.conv1", "up_blocks.*.resnets.*.conv_shortcut"),
-            writers=(
-                "down_blocks.*.resnets.*.conv2",
-                "mid_block.resnets.*.conv2",
-                "up_blocks.*.resnets.*.conv2",
-            ),
-        ),
     ),
     Family(
         "sd3",

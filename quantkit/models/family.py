@@ -47,17 +47,6 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Skips:
-    """Layers that read a skip concatenation: what came before, then what the skip brought."""
-
-    #: globs on the layers that read one
-    readers: tuple[str, ...]
-    #: globs on the layers whose output channels flow on, stage after stage as the model runs them:
-    #: the last one before a reader gives the channels of its first half
-    writers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Family:
     """The denoisers that share a module structure."""
 
@@ -69,7 +58,6 @@ class Family:
     #: globs on modules whose 2-D or 4-D weight is not that of a Linear or a dense Conv2d:
     #: embedding tables, grouped convolutions
     not_layers: tuple[str, ...] = ()
-    skips: Skips | None = None
     #: what is a layer is asked of the model that diffusers builds, not told by the weights' shapes
     by_structure: bool = False
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from quantkit.errors import RecipeError, ShapeError
 from quantkit.models.family import Family
 from quantkit.models.layers import Layer, list_layers
-from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import Component, StoredBlocks
 from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity
@@ -61,9 +60,8 @@ def plan_layers(
         ShapeError: a group size that does not divide a layer's K (or C).
     """
     layers = list_layers(component)
-    split = frozenset(concat_boundaries(component.family, layers) if recipe.split_concat else ())
     kept = frozenset(masked)
-    context = _Context(component.family, recipe, calibrated, kept, edges, split, component.blocks)
+    context = _Context(component.family, recipe, calibrated, kept, edges, component.blocks)
     return tuple(context.treat(layer) for layer in layers)
 
 
@@ -201,8 +199,6 @@ class _Context:
     calibrated: bool
     masked: frozenset[str]
     edges: tuple[float, ...]
-    #: layers whose input halves are brought to one range
-    split: frozenset[str]
     #: layers that a .gguf file holds in blocks
     stored: Mapping[str, StoredBlocks]
 
@@ -228,8 +224,6 @@ class _Context:
             activation=activation,
             buckets=self._buckets(layer, settings.activation),
             smooth=self._smooth(layer, activation),
-            shift=settings.activation.shift,
-            terms=settings.activation.terms,
         )
         return LayerPlan(layer, scheme, why_dense or why_wider, settings.weight)
 
@@ -256,11 +250,6 @@ class _Context:
             )
         if not fmt.is_integer or activation.mode == "none":
             return
-        if activation.terms > 1:
-            raise RecipeError(
-                f"{layer.name}: activation.terms 2 with weight.format {fmt.name}: an input is the "
-                "sum of two FP8 values; drop terms"
-            )
         if not self.calibrated and not self.recipe.data_free:
             raise RecipeError(
                 f"{layer.name}: {fmt.name} without statistics: one channel that is far larger than "
@@ -286,25 +275,22 @@ class _Context:
         return pattern, ""
 
     def _buckets(self, layer: Layer, activation: ActivationRecipe) -> tuple[float, ...]:
-        if activation.mode != "static" and not activation.shift:
+        if activation.mode != "static":
             return ()
         if not self.calibrated:
-            what = "shift" if activation.shift else "mode static"
             raise RecipeError(
-                f"{layer.name}: activation.{what} needs statistics; give a calibration, or "
-                "set activation.mode: token without shift",
+                f"{layer.name}: activation.mode static needs statistics; give a calibration, or "
+                "set activation.mode: token",
                 fields=("calibration",),
             )
         return choose_edges(activation, self.edges)
 
     def _smooth(self, layer: Layer, activation: Activation) -> bool:
-        smooth, split = self.recipe.smooth is not None, layer.name in self.split
-        if not (smooth or split) or activation is Activation.NONE:
+        if self.recipe.smooth is None or activation is Activation.NONE:
             return False
         if not self.calibrated:
-            key = "smooth" if smooth else "split_concat"
             raise RecipeError(
-                f"{layer.name}: {key} needs statistics; give a calibration, or drop {key}",
+                f"{layer.name}: smooth needs statistics; give a calibration, or drop smooth",
                 fields=("calibration",),
             )
         return True

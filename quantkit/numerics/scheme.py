@@ -27,14 +27,10 @@ class Scheme:
     granularity: Granularity
     sparsity: Pattern | None
     activation: Activation
-    #: ascending timesteps that split the schedule; empty when one scale and shift serve all of it
+    #: ascending timesteps that split the schedule; empty when one scale serves all of it
     buckets: tuple[float, ...] = ()
     #: True when the layer carries an input_smooth vector
     smooth: bool = False
-    #: True when the layer carries input_shift and output_shift: it quantizes x - shift
-    shift: bool = False
-    #: FP8 values whose sum an input is: the second holds what the first leaves
-    terms: int = 1
 
     @property
     def codes(self) -> NumberFormat:

@@ -50,10 +50,6 @@ class Windows:
         """Return (B, H, W, C) with zeros around it."""
         return functional.pad(pixels, (0, 0, *self.padding)) if any(self.padding) else pixels
 
-    def without_padding(self) -> "Windows":
-        """Return the windows of a picture that is padded already."""
-        return Windows(self.kernel, self.stride, self.dilation)
-
     def unfold(self, pixels: Tensor) -> Tensor:
         """Return (B, OH, OW, kh, kw, C) of (B, H, W, C): a view where nothing is padded."""
         (sh, sw), (dh, dw) = self.stride, self.dilation

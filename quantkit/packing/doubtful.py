@@ -16,7 +16,6 @@ from quantkit.numerics.threads import one_torch_thread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from quantkit.calibration.smoothing import Smoothing
     from quantkit.packing.inputs import Inputs
 
 #: Share of its output's power that a doubtful layer may lose. FP8 takes 0.0011 of numbers that are
@@ -26,7 +25,7 @@ MOST_LOST = 0.005
 
 
 def judge_doubtful(
-    treatments: Sequence[LayerPlan], smoothing: Mapping[str, Smoothing], inputs: Inputs
+    treatments: Sequence[LayerPlan], smoothing: Mapping[str, float], inputs: Inputs
 ) -> tuple[LayerPlan, ...]:
     """Return the plans, of which doubtful layers that lose too much stay in 16 bit.
 
@@ -41,7 +40,7 @@ def judge_doubtful(
     return tuple(_judged(t, smoothing.get(t.layer.name), inputs) for t in treatments)
 
 
-def _judged(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -> LayerPlan:
+def _judged(treatment: LayerPlan, alpha: float | None, inputs: Inputs) -> LayerPlan:
     layer, scheme = treatment.layer, treatment.scheme
     family, recipe = inputs.component.family, inputs.recipe
     if scheme is None or not is_judged(layer, family, recipe):
@@ -52,12 +51,9 @@ def _judged(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -
     kept = replace(treatment, scheme=None)
     if known is None or known.samples is None:
         return replace(kept, reason=family.keep_reason(layer.name, layer.shape) or "")
-    from quantkit.calibration.smoothing import Smoothing
     from quantkit.packing.output_error import Candidate, output_errors
 
-    plain = Smoothing(None, inputs.boundaries.get(layer.name))
-    # A shift only lessens the error.
-    candidate = Candidate(replace(scheme, shift=False), smoothing or plain)
+    candidate = Candidate(scheme, alpha)
     with one_torch_thread():
         errors = output_errors(layer, (candidate,), inputs, asked_by="a doubtful layer")
     lost = float(errors.squares[0]) / errors.power if errors.power else 0.0

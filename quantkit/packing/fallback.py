@@ -16,7 +16,6 @@ from quantkit.numerics.threads import one_torch_thread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from quantkit.calibration.smoothing import Smoothing
     from quantkit.models.layer_plan import LayerPlan
     from quantkit.packing.inputs import Inputs
     from quantkit.packing.output_error import OutputErrors
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 def choose_formats(
     treatments: Sequence[LayerPlan],
-    smoothing: Mapping[str, Smoothing],
+    smoothing: Mapping[str, float],
     inputs: Inputs,
     *,
     step: str,
@@ -72,21 +71,15 @@ def _may_fall_back(treatment: LayerPlan) -> bool:
     return scheme.weight.is_integer and scheme.activation is not Activation.NONE
 
 
-def _nearer(treatment: LayerPlan, smoothing: Smoothing | None, inputs: Inputs) -> LayerPlan:
-    from quantkit.calibration.smoothing import Smoothing
+def _nearer(treatment: LayerPlan, alpha: float | None, inputs: Inputs) -> LayerPlan:
     from quantkit.packing.output_error import Candidate, output_errors
 
     layer, scheme = treatment.layer, treatment.scheme
     assert scheme is not None
     assert treatment.weight.fallback is not None
-    plain = Smoothing(None, inputs.boundaries.get(layer.name))
     integer = replace(scheme, weight=scheme.weight.byte_format)
-    other = replace(
-        scheme,
-        weight=find_format(treatment.weight.fallback),
-        smooth=plain.boundary is not None,
-    )
-    candidates = (Candidate(integer, smoothing or plain), Candidate(other, plain))
+    other = replace(scheme, weight=find_format(treatment.weight.fallback), smooth=False)
+    candidates = (Candidate(integer, alpha), Candidate(other, None))
     errors = output_errors(layer, candidates, inputs, asked_by="weight.fallback")
     as_integer, as_float = errors.squares.tolist()
     if as_integer <= as_float:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quantkit.errors import ArtefactError
-from quantkit.models.skip_connections import concat_boundaries
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR
 from quantkit.packing.masks import ChosenMask, stored_mask
 
@@ -41,8 +40,6 @@ class Inputs:
     unseen: frozenset[str]
     #: None: masks are chosen while packing
     masks: Mapping[str, LayerMask] | None
-    #: channels of the first half, of layers whose input halves the recipe brings to one range
-    boundaries: Mapping[str, int]
     #: None without second moments
     hessians: Hessians | None
 
@@ -50,7 +47,6 @@ class Inputs:
     def of(
         cls,
         component: Component,
-        layers: tuple[Layer, ...],
         recipe: Recipe,
         *,
         calibration: Calibration | None,
@@ -70,7 +66,6 @@ class Inputs:
             {} if calibration is None else calibration.digests_of(component),
             frozenset() if calibration is None else calibration.unseen_of(component),
             None if masks is None else masks.of(component),
-            concat_boundaries(component.family, layers) if recipe.split_concat else {},
             hessians,
         )
 

@@ -1,6 +1,6 @@
 """One weight through the compiled core: the bytes of ``torch_encode``, several times as fast.
 
-What it does not take (GPTQ, shifts, means for biases, GGML's blocks, small groups) PyTorch does,
+What it does not take (GPTQ, means for biases, GGML's blocks, small groups) PyTorch does,
 and everything where no compiler is.
 """
 
@@ -46,7 +46,6 @@ def takes(plan: WeightPlan, info: TensorInfo) -> bool:
     """Tell whether the core does all that a plan asks for, and is there."""
     return (
         plan.mean is None
-        and plan.shift is None
         and plan.rounder is None
         and plan.blocks is None
         and info.dtype in encoder.SOURCES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.calibration.observers import static_scale
 from quantkit.calibration.rescaled_statistics import refuse_without_samples
-from quantkit.calibration.smoothing import Smoothing, input_factor
+from quantkit.calibration.smoothing import input_factor
 from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.models.layers import Layer
@@ -28,7 +28,8 @@ class Candidate:
     """One way to quantize a layer."""
 
     scheme: Scheme
-    smoothing: Smoothing
+    #: SmoothQuant's strength; None: none of it
+    alpha: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ def output_errors(
 
     Args:
         layer: any with statistics.
-        candidates: at least one; none of them shifts its input.
+        candidates: at least one.
         inputs: with statistics.
         asked_by: key of the recipe, for messages.
 
@@ -104,7 +105,7 @@ def _try(
 ) -> _Trial:
     (layer, inputs), scheme = case, candidate.scheme
     statistics, activation = inputs.statistics(layer), inputs.activation(layer, scheme)
-    factor = input_factor(candidate.smoothing, statistics, columns, activation, scheme.input)
+    factor = input_factor(candidate.alpha, statistics, columns)
     wide = per_column(factor, layer.area)
     smoothed = rows * wide
     if scheme.activation is Activation.STATIC:

@@ -229,7 +229,7 @@ def _summarize_layer(plan: ComponentPlan, treatment: LayerPlan) -> LayerSummary:
         layer.shape,
         treatment.scheme,
         treatment.reason,
-        plan.smoothing[layer.name].alpha if layer.name in plan.smoothing else None,
+        plan.smoothing.get(layer.name),
         layer.bias if plan.bias_correction and treatment.scheme is not None else None,
         layer.weight.nbytes,
         sum(spec.nbytes for spec in shard.specs_of(layer.weight).values()),

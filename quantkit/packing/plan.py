@@ -26,13 +26,12 @@ from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
 from quantkit.storage.copying import is_weight, list_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from quantkit.calibration.hessian import Hessians
-    from quantkit.calibration.smoothing import Smoothing
     from quantkit.calibration.statistics import Calibration, LayerStatistics
     from quantkit.models.source import Component
     from quantkit.numerics.formats import NumberFormat
@@ -51,7 +50,7 @@ class ComponentPlan:
     #: of every layer, packed or kept
     treatments: tuple[LayerPlan, ...]
     #: of the layers whose input is rescaled
-    smoothing: Mapping[str, Smoothing]
+    smoothing: Mapping[str, float]
     bias_correction: bool
     config: PackedConfig
     shards: tuple[ShardPlan, ...]
@@ -86,9 +85,7 @@ def plan_component(
     """
     refuse_bare_masks(masks, recipe)
     layers = list_layers(component)
-    inputs = Inputs.of(
-        component, layers, recipe, calibration=calibration, masks=masks, hessians=hessians
-    )
+    inputs = Inputs.of(component, recipe, calibration=calibration, masks=masks, hessians=hessians)
     planned = plan_layers(
         component,
         recipe,
@@ -101,7 +98,7 @@ def plan_component(
     step = f"formats of {component.name or component.class_name}"
     chosen = choose_formats(agreed, tried, inputs, step=step, progress=progress)
     judged = judge_doubtful(chosen, tried, inputs)
-    smoothing = dict(_kept_smoothing(judged, tried))
+    smoothing = _kept_smoothing(judged, tried)
     treatments = tuple(_if_smooth(treatment, smoothing) for treatment in judged)
     refuse_nothing(component, recipe, treatments)
     packed = {
@@ -138,7 +135,7 @@ def assemble_plan(
     packed: Mapping[str, PlannedLayer],
     attention: PlannedAttention,
     *,
-    smoothing: Mapping[str, Smoothing],
+    smoothing: Mapping[str, float],
     told: Mapping[str, Any],
 ) -> ComponentPlan:
     """Return the plan of a component, its layers decided; ``told`` is the header's JSON."""
@@ -170,7 +167,7 @@ def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
     activation = inputs.recipe.settings(layer.name).activation
     if scheme is None or activation.mode != "static" or activation.buckets != "auto":
         return treatment
-    if scheme.smooth and inputs.recipe.smooth is not None:
+    if scheme.smooth:
         raise RecipeError(
             f"{layer.name}: activation.buckets auto cannot be used with smooth, which changes the "
             "scales; give a number of buckets, or drop smooth"
@@ -179,27 +176,19 @@ def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
 
 
 def _agreed(layer: Layer, scheme: Scheme, inputs: Inputs) -> tuple[float, ...]:
-    import torch
-
     from quantkit.calibration.observers import agreeing_edges
-    from quantkit.calibration.smoothing import Smoothing
 
     activation = inputs.recipe.settings(layer.name).activation
-    statistics, factor = inputs.statistics(layer), None
-    if scheme.smooth:
-        halves = Smoothing(None, inputs.boundaries[layer.name])
-        factor = _factor(halves, statistics, activation, scheme.input, torch.empty(0))
-    return agreeing_edges(statistics, activation, scheme.input, inputs.edges, factor)
+    return agreeing_edges(inputs.statistics(layer), activation, scheme.input, inputs.edges)
 
 
 def _smoothing(
     component: Component, treatments: Sequence[LayerPlan], inputs: Inputs, progress: Progress
-) -> dict[str, Smoothing]:
+) -> dict[str, float]:
     """Return how inputs are rescaled, of the layers where they are."""
     smooth = [t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth]
     if not smooth:
         return {}
-    from quantkit.calibration.smoothing import Smoothing
     from quantkit.packing.smoothing_strength import choose_strengths
 
     wanted = inputs.recipe.smooth
@@ -208,23 +197,18 @@ def _smoothing(
         alphas = choose_strengths(treatments, inputs, step=step, progress=progress)
     else:
         alphas = dict.fromkeys(smooth, wanted)
-    chosen = {name: Smoothing(alphas[name], inputs.boundaries.get(name)) for name in smooth}
-    return {name: s for name, s in chosen.items() if s != Smoothing(None, None)}
+    return {name: alpha for name in smooth if (alpha := alphas[name]) is not None}
 
 
 def _kept_smoothing(
-    treatments: Sequence[LayerPlan], tried: Mapping[str, Smoothing]
-) -> Iterator[tuple[str, Smoothing]]:
-    """Yield how inputs are rescaled; a layer that took its fallback has no strength."""
-    for treatment in treatments:
-        smoothing, scheme = tried.get(treatment.layer.name), treatment.scheme
-        if smoothing is None or scheme is None or not scheme.smooth:
-            continue
-        alpha = None if fell_back(treatment) else smoothing.alpha
-        yield treatment.layer.name, replace(smoothing, alpha=alpha)
+    treatments: Sequence[LayerPlan], tried: Mapping[str, float]
+) -> Mapping[str, float]:
+    """Return the strengths of the layers that are still smoothed; a fallback is not."""
+    smooth = {t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth}
+    return {name: alpha for name, alpha in tried.items() if name in smooth}
 
 
-def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, Smoothing]) -> LayerPlan:
+def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, float]) -> LayerPlan:
     """Return the treatment without smoothing where none of it was chosen."""
     if treatment.scheme is None or treatment.layer.name in smoothing:
         return treatment
@@ -241,7 +225,7 @@ def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
 def _told(
     recipe: Recipe,
     treatments: Sequence[LayerPlan],
-    smoothing: Mapping[str, Smoothing],
+    smoothing: Mapping[str, float],
     attention: PlannedAttention,
 ) -> dict[str, Any]:
     """Return the recipe for the header, with what was chosen for each layer."""
@@ -249,7 +233,7 @@ def _told(
     if fallen := {t.layer.name: t.reason for t in treatments if fell_back(t)}:
         told["fallback_chosen"] = fallen
     if recipe.smooth == "auto":
-        told["smooth_chosen"] = {name: s.alpha for name, s in sorted(smoothing.items())}
+        told["smooth_chosen"] = dict(sorted(smoothing.items()))
     if attention.columns:
         columns = sorted(attention.columns.items())
         told[SPARSE_K] = {name: asdict(decision.told) for name, decision in columns}
@@ -260,23 +244,20 @@ def _told(
 
 
 def _plan_layer(
-    treatment: LayerPlan, scheme: Scheme, inputs: Inputs, smoothing: Smoothing | None
+    treatment: LayerPlan, scheme: Scheme, inputs: Inputs, alpha: float | None
 ) -> PlannedLayer:
     layer, activation = treatment.layer, inputs.activation(treatment.layer, scheme)
-    smooth, input_scale, mean, shift = None, None, None, None
-    if scheme.shift:
-        shift = _shift(layer, scheme, inputs)
-    if smoothing is not None:
-        smooth = _smooth(layer, scheme, inputs, activation, smoothing)
+    smooth, input_scale, mean = None, None, None
+    if alpha is not None:
+        smooth = _smooth(layer, scheme, inputs, activation, alpha)
     if scheme.activation is Activation.STATIC:
-        input_scale = _input_scale(layer, scheme, inputs, activation, shift)
-    # What is shifted has no mean, and what packing takes from it none either.
-    if inputs.recipe.bias_correction and layer.bias and not scheme.shift:
+        input_scale = _input_scale(layer, scheme, inputs, activation)
+    if inputs.recipe.bias_correction and layer.bias:
         mean = _mean(layer, inputs)
     mask = None if scheme.sparsity is None else inputs.mask_source(layer)
     rounder = None
     if treatment.weight.rounding == "gptq":
-        rounder = _rounder(layer, inputs, centred=scheme.shift or mean is not None)
+        rounder = _rounder(layer, inputs, centred=mean is not None)
     blocks = inputs.component.blocks.get(layer.name) if scheme.weight.block else None
     if blocks is not None:
         # Copied as they are: nothing is lost that a bias could make up for, nothing is rounded.
@@ -289,17 +270,10 @@ def _plan_layer(
         smooth=smooth,
         input_scale=input_scale,
         mean=mean,
-        shift=shift,
         rounder=rounder,
         blocks=blocks,
     )
     return PlannedLayer(plan, tuple(inputs.expected(layer)))
-
-
-def _shift(layer: Layer, scheme: Scheme, inputs: Inputs) -> Tensor:
-    from quantkit.calibration.shifting import input_shift
-
-    return input_shift(inputs.statistics(layer), inputs.edges, scheme.buckets)
 
 
 def _smooth(
@@ -307,14 +281,14 @@ def _smooth(
     scheme: Scheme,
     inputs: Inputs,
     activation: ActivationRecipe,
-    smoothing: Smoothing,
+    alpha: float,
 ) -> Callable[[Tensor], Tensor]:
     from quantkit.calibration.rescaled_statistics import refuse_without_samples
 
     statistics = inputs.statistics(layer)
     if scheme.activation is Activation.STATIC and activation.observer != "amax":
         refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
-    return partial(_factor, smoothing, statistics, activation, scheme.input)
+    return partial(_factor, alpha, statistics)
 
 
 def _input_scale(
@@ -322,13 +296,12 @@ def _input_scale(
     scheme: Scheme,
     inputs: Inputs,
     activation: ActivationRecipe,
-    shift: Tensor | None,
 ) -> Callable[[Tensor | None], Tensor]:
     from quantkit.calibration.observers import refuse_without_average
 
     statistics = inputs.statistics(layer)
     refuse_without_average(statistics, activation.observer)
-    return partial(_static, statistics, activation, scheme.input, inputs.edges, shift=shift)
+    return partial(_static, statistics, activation, scheme.input, inputs.edges)
 
 
 def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
@@ -365,16 +338,10 @@ def _mean(layer: Layer, inputs: Inputs) -> Tensor:
     return per_column(mean[0], layer.area)
 
 
-def _factor(
-    smoothing: Smoothing,
-    statistics: LayerStatistics,
-    activation: ActivationRecipe,
-    fmt: NumberFormat,
-    columns: Tensor,
-) -> Tensor:
+def _factor(alpha: float, statistics: LayerStatistics, columns: Tensor) -> Tensor:
     from quantkit.calibration.smoothing import input_factor
 
-    return input_factor(smoothing, statistics, columns, activation, fmt)
+    return input_factor(alpha, statistics, columns)
 
 
 def _static(
@@ -383,9 +350,7 @@ def _static(
     fmt: NumberFormat,
     edges: tuple[float, ...],
     factor: Tensor | None,
-    *,
-    shift: Tensor | None,
 ) -> Tensor:
     from quantkit.calibration.observers import static_scale
 
-    return static_scale(statistics, activation, fmt, factor, edges=edges, shift=shift)
+    return static_scale(statistics, activation, fmt, factor, edges=edges)

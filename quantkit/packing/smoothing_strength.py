@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from quantkit.calibration.smoothing import Smoothing
 from quantkit.models.layer_plan import LayerPlan
 from quantkit.models.layers import Layer
 from quantkit.numerics.scheme import Scheme
@@ -42,8 +41,7 @@ def choose_strengths(
 
 
 def _best(layer: Layer, scheme: Scheme, inputs: Inputs) -> float | None:
-    boundary = inputs.boundaries.get(layer.name)
-    candidates = [Candidate(scheme, Smoothing(alpha, boundary)) for alpha in ALPHAS]
+    candidates = [Candidate(scheme, alpha) for alpha in ALPHAS]
     errors = output_errors(layer, candidates, inputs, asked_by="smooth auto")
     # argmin takes the first of equals.
     return ALPHAS[int(errors.squares.argmin())]

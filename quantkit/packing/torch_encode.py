@@ -79,8 +79,6 @@ class Encoder:
         self._factor: Tensor | None = None
         self._columns: Tensor | None = None
         self._lost: list[Tensor] = []
-        #: first row -> float32 (buckets, R), what the shift takes from the output
-        self._taken: dict[int, Tensor] = {}
         self._rounding: Rounding | None = None
 
     def run(self, sinks: Mapping[str, Sink]) -> Encoded:
@@ -99,9 +97,6 @@ class Encoder:
             _append(sinks["weight_scale"], scale)
         for block in self._blocks():
             self._encode(block, scale, sinks)
-        if self._plan.shift is not None:
-            _append(sinks["input_shift"], self._plan.shift)
-            _append(sinks["output_shift"], torch.cat(list(self._taken.values()), dim=1))
         record = LayerRecord(self._source.info.shape, self._digest.hexdigest())
         return Encoded(record, torch.cat(self._lost) if self._lost else None)
 
@@ -151,8 +146,6 @@ class Encoder:
             output = None if self._plan.mean is None else rows @ self._plan.mean
             # Chosen before smoothing: |w| is compared with its neighbours as the source has it.
             mask = None if self._plan.mask is None else self._plan.mask(rows, first)
-            if self._plan.shift is not None:
-                self._taken[first] = self._output_shift(rows, self._plan.shift)
             if self._columns is not None:
                 rows.div_(self._columns)
                 if not bool(torch.isfinite(rows).all()):
@@ -179,11 +172,6 @@ class Encoder:
     def _per_column(self, factor: Tensor) -> Tensor:
         """Return (..., C) repeated for each tap: columns are channels last."""
         return per_column(factor, prod(self._source.info.shape[2:]))
-
-    def _output_shift(self, rows: Tensor, shift: Tensor) -> Tensor:
-        """Return what the dense weight makes of the shift: what packing loses of it comes back."""
-        columns = self._per_column(shift.reshape(-1, shift.shape[-1]).double())
-        return (columns @ rows.double().T).float()
 
     def tensor_scale(self) -> Tensor:
         """Return the one scale of the weight, shape []."""

@@ -53,7 +53,7 @@ def _reads_statistics(treatment: LayerPlan, inputs: Inputs) -> bool:
     corrected = recipe.bias_correction and treatment.layer.bias
     if chooses_mask or corrected or scheme.activation is Activation.STATIC:
         return True
-    if scheme.shift or scheme.smooth:
+    if scheme.smooth:
         return True
     return scheme.activation is not Activation.NONE and _is_risky(treatment, recipe)
 

@@ -35,8 +35,6 @@ class WeightPlan:
     input_scale: Callable[[Tensor | None], Tensor] | None = None
     #: E[x] of each column (K,), when the bias is to be corrected
     mean: Tensor | None = None
-    #: (C,) or (buckets, C) that inputs are lessened by
-    shift: Tensor | None = None
     #: None: every weight becomes its nearest code, and dropped ones are not made up for
     rounder: Rounder | None = None
     #: float32 [], of the whole weight, when others share it; None: its own is chosen

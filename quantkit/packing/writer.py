@@ -16,7 +16,6 @@ from quantkit.checkpoint.spec import (
     TensorSpec,
     kind_of,
     layer_tensors,
-    needed_version,
 )
 from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor
 from quantkit.device.host import checker
@@ -111,8 +110,7 @@ class ShardPlan:
         infos = {name: self.source.tensors[f"{name}.weight"] for name in self.layers}
         layers = {n: records.get(n, LayerRecord(i.shape, _BLANK)) for n, i in infos.items()}
         tensors = {spec.name: digests.get(spec.name, _BLANK) for spec in self.specs}
-        version = needed_version(layer.plan.scheme for layer in self.layers.values())
-        metadata = ShardMetadata(version, dict(self.recipe), layers, tensors)
+        metadata = ShardMetadata(dict(self.recipe), layers, tensors)
         text = {"format": "pt", **self.source.metadata, METADATA_KEY: metadata.to_text()}
         return encode_header(self.specs, text)
 

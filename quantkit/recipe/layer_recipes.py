@@ -80,35 +80,14 @@ class ActivationRecipe(Strict):
     #: pow2: static scales are rounded up to powers of two, which programs that multiply by their
     #: reciprocal in 16 bit (ComfyUI) apply exactly
     scale: Literal["any", "pow2"] = "any"
-    #: subtract each channel's mean before quantizing; the output gets it back
-    shift: bool = False
-    #: 2: an input is the sum of two FP8 values, the second holding what the first leaves; the layer
-    #: multiplies twice, and its input's error falls to a sixteenth
-    terms: Literal[1, 2] = 1
-    #: timestep buckets that have a static scale and a shift of their own: how many, their edges,
-    #: or auto
+    #: timestep buckets that have a static scale of their own: how many, their edges, or auto
     buckets: Annotated[Buckets, AfterValidator(ascending)] = 1
 
     @model_validator(mode="after")
-    def _shift_goes_with_the_rest(self) -> "ActivationRecipe":
+    def _powers_of_two_are_stored(self) -> "ActivationRecipe":
         if self.scale == "pow2" and self.mode != "static":
             raise RecipeError(
                 f"activation.scale pow2 with mode {self.mode}: only static scales are stored; set "
                 "mode: static, or drop scale"
-            )
-        for name, given in (("shift", self.shift), ("terms", self.terms > 1)):
-            if given and self.mode == "none":
-                raise RecipeError(
-                    f"activation.{name} with mode none: nothing is quantized; drop {name}"
-                )
-        if self.shift and self.observer == "moving_average":
-            raise RecipeError(
-                "activation.shift: cannot be used with observer moving_average, which is "
-                "measured before the shift; use mse, kl, percentile or amax"
-            )
-        if self.shift and self.buckets == "auto":
-            raise RecipeError(
-                "activation.buckets auto: cannot be used with shift, because buckets of equal "
-                "scale may have different shifts; give a number of buckets"
             )
         return self

@@ -107,7 +107,6 @@ class EncoderRecipe(Strict):
         refused = {
             "weight.fallback": any(w.fallback for w in self._weights),
             "activation.mode static": any(a.mode == "static" for a in inputs),
-            "activation.shift": any(a.shift for a in inputs),
         }
         for key, asked in refused.items():
             if asked:
@@ -142,8 +141,6 @@ class Recipe(Strict):
     sparsity: SparsityRecipe | None = None
     #: SmoothQuant's alpha: at 1 all of the input's range moves into the weight; auto: by layer
     smooth: Annotated[Smooth, AfterValidator(alpha_or_auto)] | None = None
-    #: bring both halves of skip concatenations to one range
-    split_concat: bool = False
     #: add what quantizing a weight takes from its layer's mean output to the bias
     bias_correction: bool = False
     #: how weights are packed that the family keeps in 16 bit, alone: their inputs stay in 16 bit,
@@ -180,9 +177,8 @@ class Recipe(Strict):
         rule = self.sparsity
         return (
             self.budget is not None
-            or any(a.mode == "static" or a.shift for a in self._activations)
+            or any(a.mode == "static" for a in self._activations)
             or self.smooth is not None
-            or self.split_concat
             or self.bias_correction
             or self._integer_inputs
             or (self.attention is not None and self.attention.needs_calibration)
@@ -215,29 +211,13 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _smoothing_has_a_scale(self) -> "Recipe":
-        key = "smooth" if self.smooth is not None else "split_concat"
-        if (self.smooth is not None or self.split_concat) and any(
+        if self.smooth is not None and any(
             a.mode == "static" and a.observer == "moving_average" for a in self._activations
         ):
             raise RecipeError(
-                f"{key}: cannot be used with activation.observer moving_average, which is "
+                "smooth: cannot be used with activation.observer moving_average, which is "
                 "measured before channels are rescaled; choose another observer, or "
                 "activation.mode: token"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shifts_are_not_rescaled_by_layer(self) -> "Recipe":
-        judges = {
-            "smooth auto": self.smooth == "auto",
-            "split_concat": self.split_concat,
-            "weight.fallback": any(weight.fallback for weight in self._weights),
-        }
-        if any(a.shift for a in self._activations) and any(judges.values()):
-            key = next(name for name, used in judges.items() if used)
-            raise RecipeError(
-                f"{key}: cannot be used with activation.shift, because it judges inputs before "
-                "the shift; set smooth to a number, or drop one of the two"
             )
         return self
 

@@ -16,7 +16,7 @@ from quantkit.errors import ModelError, RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.source import Component
 from quantkit.numerics.scales import scale_of_amax
-from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.scheme import Activation
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.straight_through_estimator import (
     LayerQuant,
@@ -43,8 +43,7 @@ def plan_quants(
         masked: module paths of the layers that have a mask.
 
     Raises:
-        RecipeError: smoothing, whose factors would be those of other weights; shifts or inputs in
-            two terms; nothing to pack.
+        RecipeError: smoothing, whose factors would be those of other weights; nothing to pack.
     """
     if recipe.smooth is not None:
         raise RecipeError(
@@ -53,7 +52,6 @@ def plan_quants(
             fields=("quantize",),
         )
     planned = plan_layers(component, _one_bucket(recipe), calibrated=True, masked=masked)
-    _refuse_changed_inputs(recipe, [t.scheme for t in planned if t.scheme is not None])
     quants = {
         t.layer.name: LayerQuant(
             t.scheme,
@@ -189,21 +187,6 @@ class FakeQuantConv2d(FakeQuantLayer):
         how = QuantizedInput(self.quant.scheme.input, scale, self.stride, self.dilation)
         y: Tensor = QuantizedConv2d.apply(padded, weight, self.bias, how)
         return y
-
-
-def _refuse_changed_inputs(recipe: Recipe, schemes: Collection[Scheme]) -> None:
-    """Refuse what the layers below do not compute.
-
-    Raises:
-        RecipeError: shifts, which a calibration of the trained model sets, or inputs in two terms.
-    """
-    found = "shift" if any(s.shift for s in schemes) else "terms: 2"
-    if any(s.shift or s.terms > 1 for s in schemes):
-        raise RecipeError(
-            f"recipe {recipe.name}: training cannot imitate activation.{found}; train with a "
-            "recipe without it and pack with this one, or do not quantize",
-            fields=("quantize",),
-        )
 
 
 def _one_bucket(recipe: Recipe) -> Recipe:

@@ -112,9 +112,6 @@ def activation_recipe(
     if treatment.activation is not _STATIC:
         buckets = 1
     values = {**base.model_dump(), "mode": treatment.activation.value, "buckets": buckets}
-    if treatment.format is not None and treatment.format.is_integer:
-        # A sum of two FP8 values is FP8's.
-        values["terms"] = 1
     return ActivationRecipe.model_validate(values)
 
 

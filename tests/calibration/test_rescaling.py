@@ -8,10 +8,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.observers import OBSERVERS, clip_after, static_scale
+from quantkit.calibration.observers import static_scale
 from quantkit.calibration.rescaled_statistics import rescaled
 from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.smoothing import smooth_factor, split_factor
+from quantkit.calibration.smoothing import smooth_factor
 from quantkit.calibration.statistics import (
     Calibration,
     CalibrationProvenance,
@@ -24,7 +24,6 @@ from quantkit.cli.inspect import inspect as inspect_command
 from quantkit.cli.pack import pack as pack_command
 from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
 from quantkit.models.layers import list_layers
-from quantkit.models.skip_connections import concat_boundaries
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.histogram import count_bins
@@ -37,7 +36,6 @@ from quantkit.progress import silent
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.digest import sha256_of
-from tests.support.headers import golden_keys, write_component
 
 pytestmark = pytest.mark.usefixtures("any_model")
 
@@ -45,92 +43,6 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 E4M3 = FORMATS["e4m3fn"]
 READER, SHORTCUT = "up_blocks.0.resnets.0.conv1", "up_blocks.0.resnets.0.conv_shortcut"
 BOUNDARY = 16
-
-# Where concatenations are
-
-
-def tall_unet():
-    import diffusers
-
-    return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        block_out_channels=(16, 32, 48),
-        layers_per_block=2,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=8,
-        cross_attention_dim=32,
-        attention_head_dim=2,
-    )
-
-
-def unet(name):
-    if name == "tall":
-        return tall_unet()
-    if name == "tiny":
-        from tests.support.pipelines import tiny_unet
-
-        return tiny_unet()
-    import diffusers
-
-    return diffusers.UNet2DConditionModel.from_config(
-        {**tall_unet().config, "mid_block_type": None, "layers_per_block": 1}
-    )
-
-
-@pytest.mark.parametrize("name", ["tiny", "tall", "without a middle"])
-def test_boundaries_are_where_the_model_concatenates(name, tmp_path, monkeypatch):
-    torch.manual_seed(0)
-    model, joined, wanted = unet(name), {}, {}
-    cat = torch.cat
-
-    def noting(tensors, dim=0, **options):
-        result = cat(tensors, dim=dim, **options)
-        joined[id(result)] = result, tensors[0].shape[1]
-        return result
-
-    def look(path):
-        def listen(module, args):
-            if id(args[0]) in joined:
-                wanted[f"{path}.conv1"] = joined[id(args[0])][1]
-                if module.conv_shortcut is not None:
-                    wanted[f"{path}.conv_shortcut"] = joined[id(args[0])][1]
-
-        return listen
-
-    for path, module in model.named_modules():
-        if type(module).__name__ == "ResnetBlock2D":
-            module.register_forward_pre_hook(look(path))
-    monkeypatch.setattr(torch, "cat", noting)
-    with torch.no_grad():
-        model(torch.randn(1, 4, 16, 16), 7, torch.randn(1, 3, 32))
-    monkeypatch.undo()
-    model.half().save_pretrained(tmp_path)
-    component = open_model(str(tmp_path)).components[0]
-    assert len(wanted) >= 4
-    assert concat_boundaries(component.family, list_layers(component)) == wanted
-
-
-#: Input channels are hidden + skip. Source: the configs of the published models.
-PUBLISHED = {
-    "sd15": (24, {"up_blocks.1.resnets.2.conv1": 1280, "up_blocks.3.resnets.0.conv_shortcut": 640}),
-    "sdxl": (18, {"up_blocks.0.resnets.2.conv1": 1280, "up_blocks.2.resnets.0.conv_shortcut": 640}),
-    "flux1_dev": (0, {}),
-}
-
-
-@pytest.mark.parametrize(("name", "counts"), PUBLISHED.items())
-def test_boundaries_of_published_models(name, counts, tmp_path):
-    keys = golden_keys(name)
-    path = write_component(tmp_path / name, keys["class_name"], keys["tensors"])
-    component = open_model(str(path)).components[0]
-    found = concat_boundaries(component.family, list_layers(component))
-    count, some = counts
-    assert len(found) == count
-    assert {layer: found[layer] for layer in some} == some
-
 
 # Statistics after rescaling
 
@@ -185,9 +97,6 @@ def test_rescaled_maxima_are_exact_and_every_value_is_counted():
     near = (x.bfloat16().float() * factor).abs().minimum(found.channel_amax)
     wanted = count_bins(near) + count_bins(found.channel_amax[0])
     assert torch.equal(found.histogram[0], wanted)
-    half = rescaled(statistics_of([x]), factor, slice(5, None))
-    assert torch.equal(half.channel_amax, found.channel_amax[:, 5:])
-    assert half.histogram.sum() == 3 * SAMPLE_ROWS + 3
 
 
 @pytest.mark.parametrize("observer", ["percentile", "mse", "kl"])
@@ -214,48 +123,6 @@ def test_scale_after_smoothing_needs_samples():
     with pytest.raises(ArtefactError, match=r"mse after smoothing: the calibration has no samples"):
         static_scale(statistics, static("mse"), E4M3, torch.ones(8))
     assert static_scale(statistics, static("amax"), E4M3, torch.ones(8)) > 0
-
-
-@pytest.mark.parametrize("observer", [o for o in OBSERVERS if o != "moving_average"])
-@pytest.mark.parametrize("smooth", [False, True])
-def test_halves_are_clipped_at_the_same_value(observer, smooth):
-    x = draw(2, 3000, 12) * torch.cat((torch.full((5,), 0.3), torch.full((7,), 40.0)))
-    statistics, recipe = statistics_of([x]), static(observer)
-    before = torch.linspace(0.5, 2, 12) if smooth else torch.ones(12)
-    factor = split_factor(statistics, 5, recipe, E4M3, before)
-    assert torch.equal(factor[:5], before[:5])
-    ratio = factor[5:] / before[5:]
-    torch.testing.assert_close(ratio, ratio[:1].expand(7))
-    clips = [clip_after(statistics, recipe, E4M3, factor, h) for h in (slice(5), slice(5, None))]
-    # Bins and the grid of clips do not move with the factor; the minimum of kl is flat.
-    tolerance = {"amax": 1e-5, "kl": 0.35}.get(observer, 0.1)
-    torch.testing.assert_close(*clips, rtol=tolerance, atol=0)
-
-
-def test_halves_of_several_buckets_agree_on_average():
-    x = draw(3, 500, 6)
-    buckets = [x * torch.tensor([1, 1, 1, 10, 10, 10]), x * torch.tensor([1, 1, 1, 40, 40, 40])]
-    factor = split_factor(statistics_of(buckets), 3, static(), E4M3, torch.ones(6))
-    loud = [b.abs().amax(0) for b in buckets]
-    ratios = torch.stack([r[:3].amax() / r[3:].amax() for r in loud])
-    assert float(factor[4]) == pytest.approx(float(ratios.prod().sqrt()), rel=1e-5)
-    silent_half = [torch.cat((x[:, :3], 0 * x[:, 3:]), dim=1)]
-    assert torch.equal(
-        split_factor(statistics_of(silent_half), 3, static(), E4M3, torch.ones(6)), torch.ones(6)
-    )
-
-
-def test_one_scale_over_both_halves_serves_the_quiet_one():
-    # Beside a half 100,000 times as loud, the quiet one falls among e4m3fn's subnormals.
-    x = draw(4, 2000, 6) * torch.tensor([1, 1, 1, 1e5, 1e5, 1e5])
-    statistics, errors = statistics_of([x]), []
-    for factor in (torch.ones(6), split_factor(statistics, 3, static(), E4M3, torch.ones(6))):
-        scale = static_scale(statistics, static(), E4M3, factor)
-        near = cast(x * factor / scale, E4M3).float() * scale / factor
-        errors.append((near - x).square().mean(0) / x.square().mean(0))
-    plain, split = errors
-    assert bool((split[:3] < 0.1 * plain[:3]).all())
-    torch.testing.assert_close(split[3:], plain[3:])
 
 
 # Packing
@@ -330,56 +197,12 @@ def run(source, output, calibration, *, threads=1, **recipe):
     )
 
 
-@pytest.mark.parametrize("buckets", [1, 2, "auto"])
-@pytest.mark.parametrize("observer", ["amax", "mse"])
-def test_split_concatenation_is_a_factor_per_half(source, calibration, tmp_path, buckets, observer):
-    activation = {"mode": "static", "observer": observer, "buckets": buckets}
-    run(source, tmp_path / "packed", calibration, activation=activation, split_concat=True)
-    verify(tmp_path / "packed", progress=silent)
-    packed = open_packed(tmp_path / "packed").components[0]
-    smooth = {name for name, scheme in packed.config.layers.items() if scheme.smooth}
-    assert smooth == {READER, SHORTCUT}
-    found = load_file(tmp_path / "packed" / WEIGHTS)
-    for name in smooth:
-        statistics, recipe = calibration.layers[""][name], static(observer)
-        factor = found[f"{name}.input_smooth"]
-        assert set(factor[:BOUNDARY].tolist()) == {1.0}
-        assert len(set(factor[BOUNDARY:].tolist())) == 1
-        assert torch.equal(factor, split_factor(statistics, 16, recipe, E4M3, torch.ones(48)))
-        # Bucket 1 is twice as loud as bucket 0: two scales, also where the statistics decide.
-        edges = packed.config.layers[name].buckets
-        assert edges == (() if buckets == 1 else (500.0,))
-        scale = static_scale(
-            statistics, static(observer, buckets=edges or 1), E4M3, factor, edges=(500.0,)
-        )
-        assert torch.equal(found[f"{name}.input_scale"], scale)
-        weight = load_file(source / WEIGHTS)[f"{name}.weight"].float()
-        near = packed.dequantized(name)
-        assert float((near - weight).norm() / weight.norm()) < 0.04
-
-
 def _layers(source):
     return list_layers(open_model(str(source)).components[0])
 
 
-def test_split_concatenation_goes_with_tokens_and_with_smoothing(source, calibration, tmp_path):
-    run(source, tmp_path / "token", calibration, split_concat=True)
-    found = load_file(tmp_path / "token" / WEIGHTS)
-    loud = calibration.layers[""][READER].channel_amax
-    ratio = (loud[:, :BOUNDARY].amax(1) / loud[:, BOUNDARY:].amax(1)).prod().sqrt()
-    assert float(found[f"{READER}.input_smooth"][-1]) == pytest.approx(float(ratio), rel=1e-5)
-    run(source, tmp_path / "both", calibration, split_concat=True, smooth=0.5)
-    both = load_file(tmp_path / "both" / WEIGHTS)[f"{READER}.input_smooth"]
-    rows = to_rows(load_file(source / WEIGHTS)[f"{READER}.weight"].float())
-    alone = smooth_factor(calibration.layers[""][READER], rows, 0.5)
-    torch.testing.assert_close(both[:BOUNDARY], alone[:BOUNDARY])
-    ratio = both[BOUNDARY:] / alone[BOUNDARY:]
-    torch.testing.assert_close(ratio, ratio[:1].expand(32))
-    assert abs(float(ratio[0]) - 1) > 0.01
-
-
 REFUSED = {
-    "no calibration": ({"split_concat": True}, RecipeError, "split_concat needs statistics"),
+    "no calibration": ({"smooth": 0.5}, RecipeError, "smooth needs statistics"),
     "no calibration, bias": (
         {"bias_correction": True},
         RecipeError,
@@ -396,7 +219,6 @@ def test_recipe_without_a_calibration_is_refused(source, tmp_path, recipe, kind,
 
 
 OLD = {
-    "split": ({"split_concat": True, "activation": {"mode": "static"}}, "no samples"),
     "smooth": ({"smooth": 0.5, "activation": {"mode": "static"}}, "static scales after smoothing"),
     "auto": ({"smooth": "auto"}, "smooth auto: the calibration has no samples"),
     "bias": ({"bias_correction": True}, "bias_correction: the calibration has no means"),
@@ -414,7 +236,7 @@ def test_calibration_of_an_older_version_is_refused(source, tmp_path, recipe, me
 # Smoothing chosen by layer
 
 
-def best_alpha(rows, weight, statistics, recipe, *, boundary, sparse):
+def best_alpha(rows, weight, statistics, recipe, *, sparse):
     """Return the strength of least output error, on the whole weight, in plain torch."""
     settings = Recipe.model_validate({"name": "t", **recipe})
     wide, errors = to_rows(weight.float()), {}
@@ -424,8 +246,6 @@ def best_alpha(rows, weight, statistics, recipe, *, boundary, sparse):
         factor = torch.ones(statistics.channel_amax.shape[1])
         if alpha is not None:
             factor = smooth_factor(statistics, wide, alpha)
-        if boundary:
-            factor = split_factor(statistics, boundary, settings.activation, E4M3, factor)
         columns = per_column(factor, area)
         found = []
         for bucket, x in enumerate(rows):
@@ -451,7 +271,6 @@ AUTO = {
     "static": {"activation": {"mode": "static", "observer": "mse"}},
     "buckets": {"activation": {"mode": "static", "observer": "amax", "buckets": 2}},
     "sparse": {"sparsity": {}, "activation": {"mode": "static", "observer": "amax"}},
-    "split": {"split_concat": True, "activation": {"mode": "static", "observer": "amax"}},
     "one scale": {"weight": {"granularity": "tensor"}},
 }
 
@@ -463,20 +282,16 @@ def test_strength_is_that_of_least_output_error(source, calibration, tmp_path, r
     assert set(chosen.values()) <= set(ALPHAS)
     packed = open_packed(tmp_path / "packed").components[0]
     told = packed.metadata[0].recipe["smooth_chosen"]
-    split = {READER: BOUNDARY, SHORTCUT: BOUNDARY} if "split_concat" in recipe else {}
     for layer in _layers(source):
         name, statistics = layer.name, calibration.layers[""][layer.name]
         smooth = packed.config.layers[name].smooth
-        assert smooth == (chosen[name] is not None or name in split)
+        assert smooth == (chosen[name] is not None)
         assert told.get(name) == chosen[name]
         if "weight" not in recipe:
             rows = [x.float() for x in statistics.samples]
             weight = load_file(source / WEIGHTS)[layer.weight.name]
-            kind = {
-                "boundary": split.get(name),
-                "sparse": packed.config.layers[name].sparsity is not None,
-            }
-            wanted = best_alpha(rows, weight, statistics, recipe, **kind)
+            sparse = packed.config.layers[name].sparsity is not None
+            wanted = best_alpha(rows, weight, statistics, recipe, sparse=sparse)
             assert chosen[name] == wanted, name
     # A channel sixty times as loud as the others is what smoothing is for.
     assert any(alpha is not None for alpha in chosen.values())

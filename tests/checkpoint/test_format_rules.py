@@ -18,7 +18,7 @@ SCHEME = {
     "buckets": [250.0, 500.0], "smooth": False, "layers": ["a", "b"],
 }  # fmt: skip
 WHOLE = {
-    "quant_method": "quantkit", "format_version": 7, "quantkit_version": "0", "schemes": [SCHEME],
+    "quant_method": "quantkit", "format_version": 1, "quantkit_version": "0", "schemes": [SCHEME],
     "rotated": ["m"],
     "attention": {
         "exclude": ["*.x"], "min_keys": 512, "qk": "int8", "pv": "none",
@@ -82,38 +82,7 @@ ENTRIES = {
     "buckets: ascending": (scheme(buckets=[500.0, 250.0]), "wanted ascending, distinct, finite"),
     "buckets: edges differ": (scheme(buckets=[250.0, 250.0]), "wanted ascending, distinct"),
     "buckets: finite": (scheme(buckets=[250.0, float("inf")]), "finite timesteps"),
-    "buckets: static or shift": (scheme(activation="token"), "buckets with activation 'token'"),
-    "shift: true": (scheme(shift=False), "shift False, wanted true"),
-    "shift: of an input": (scheme(shift=True, activation="none"), "shift with activation 'none'"),
-    "terms: 2": (scheme(terms=3), "terms 3, wanted 2"),
-    "terms: of an input": (scheme(terms=2, activation="none", buckets=None), "terms with act"),
-    "shift: since 2": (
-        lambda c: (scheme(shift=True)(c), c.update(format_version=1), c.pop("attention"),
-                   c.pop("rotated")),
-        "format_version 1 with a shift or terms, which came with 2",
-    ),
-    "integers: since 3": (
-        lambda c: (scheme(**INT8)(c), c.update(format_version=2), c.pop("attention"),
-                   c.pop("rotated")),
-        "which came with 3",
-    ),
-    "attention: since 4": (
-        lambda c: (c.update(format_version=3, attention={
-            "exclude": [], "min_keys": 1, "qk": "e4m3fn"}), c.pop("rotated")),
-        "which came with 4",
-    ),
-    "static: since 5": (
-        lambda c: (c.update(format_version=4), c.pop("rotated"), [
-            c["attention"].pop(k) for k in ("rank", "two_of_four", "formats", "pv")],
-            c["attention"].update(qk="e4m3fn")),
-        "which came with 5",
-    ),
-    "rank: since 6": (
-        lambda c: (c.update(format_version=5), c.pop("rotated"), [
-            c["attention"].pop(k) for k in ("formats", "pv")], c["attention"].update(qk="e4m3fn")),
-        "which came with 6",
-    ),
-    "pv, formats, rotated: since 7": (put("format_version", 6), "which came with 7"),
+    "buckets: static": (scheme(activation="token"), "buckets with activation 'token'"),
     "layers: at least one": (scheme(layers=[]), "no layers"),
     "layers: paths": (scheme(layers=["a", ""]), "not a list of module paths"),
     "layers: each once": (scheme(layers=["a", "a"]), "'a' is listed 2 times"),

@@ -302,7 +302,7 @@ def test_newer_version(refused, packed, command):
     config = json.loads((packed / "config.json").read_text())
     config[CONFIG_KEY]["format_version"] = 9
     (packed / "config.json").write_text(json.dumps(config))
-    match = r"config\.json: .*format_version 9 is newer than 7, .*upgrade quantkit"
+    match = r"config\.json: .*format_version 9, expected 1: .*pack the model again, or upgrade"
     refused(command, packed, match=match)
 
 

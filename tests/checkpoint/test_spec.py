@@ -10,7 +10,6 @@ from quantkit.checkpoint.spec import (
     TensorSpec,
     layer_tensors,
     make_config,
-    needed_version,
     parse_config,
 )
 from quantkit.errors import CheckpointError
@@ -93,7 +92,6 @@ BLOCKS = {
 def test_blocks_are_weights_alone(weight):
     item = {**BLOCKS, "weight": weight}
     scheme, _ = parse_scheme(item, "scheme 0")
-    assert needed_version([scheme]) == 3
     scales = layer_tensors("a", scheme, "linear", (8, 64), bias_dtype=None)[1]
     assert scales == TensorSpec("a.weight_scale", "F16", (8, 2))
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import FIRST_VERSION
+from quantkit.checkpoint.spec import FORMAT_VERSION
 from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError
 from quantkit.models.quantizers import CONFIG_KEY
@@ -120,7 +120,7 @@ ZERO = "0" * 64
 
 #: name -> (how to break the rule, what the reader says); found without reading all bytes
 CHEAP = {
-    "config-newer": (of_config(lambda c: c.update(format_version=8)), "8 is newer than 7.*upgrade"),
+    "config-newer": (of_config(lambda c: c.update(format_version=8)), "format_version 8, exp"),
     "config-version": (of_config(lambda c: c.update(format_version="1")), "format_version '1'"),
     "config-unknown-key": (of_config(lambda c: c.update(zero_point=1)), "unknown key 'zero_point'"),
     "config-missing-key": (of_config(lambda c: c.pop("quantkit_version")), "is missing"),
@@ -146,7 +146,7 @@ CHEAP = {
         of_config(lambda c: c["schemes"][1]["layers"].append(c["schemes"][0]["layers"][0])),
         "is listed 2 times",
     ),
-    "metadata-newer": (of_metadata(lambda m: m.update(format_version=8)), "8 is newer than 7"),
+    "metadata-newer": (of_metadata(lambda m: m.update(format_version=8)), "format_version 8, exp"),
     "metadata-unknown-key": (of_metadata(lambda m: m.update(note="")), "unknown key 'note'"),
     "metadata-missing-key": (of_metadata(lambda m: m.pop("recipe")), "'recipe' is missing"),
     "metadata-damaged": (of_metadata(lambda m: m.update(layers=[1])), "header metadata: damaged"),
@@ -394,9 +394,8 @@ def test_dequantized_is_near_the_source(packed):
 
 def test_version_is_in_both_places(packed):
     edit = Edit(packed)
-    # Without a shift, older readers can read it.
-    assert edit.config[CONFIG_KEY]["format_version"] == FIRST_VERSION
-    assert all(m["format_version"] == FIRST_VERSION for m in edit.metadata.values())
+    assert edit.config[CONFIG_KEY]["format_version"] == FORMAT_VERSION
+    assert all(m["format_version"] == FORMAT_VERSION for m in edit.metadata.values())
 
 
 def test_an_unknown_dtype_is_refused(edit):

@@ -63,13 +63,13 @@ def test_run_writes_every_artefact_and_the_report_it_prints(ran):
 
 
 def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prompt_file, tmp_path):
-    """All that is chosen from activations at once: GPTQ, SparseGPT, shifts per bucket."""
+    """All that is chosen from activations at once: GPTQ, SparseGPT, scales per bucket."""
     from quantkit.cli.run import run
 
     recipe, folder = tmp_path / "all.yaml", tmp_path / "out"
     recipe.write_text(
         "name: all\nweight: {observer: mse, rounding: gptq}\n"
-        "activation: {mode: static, shift: true, buckets: 2}\n"
+        "activation: {mode: static, buckets: 2}\n"
         'keep: ["*"]\noverrides: [{layers: ["mid_block.attentions.*"], keep: false}]\n'
         "sparsity: {method: sparsegpt}\ngates: {ssim: -1.0}\n"
         "calibration: {prompts: 2, steps: 2, buckets: 2}\n"
@@ -84,8 +84,8 @@ def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prom
     }  # fmt: skip
     config = json.loads((folder / "packed" / "unet" / "config.json").read_text())
     schemes = config["quantization_config"]["schemes"]
-    assert config["quantization_config"]["format_version"] == 2
-    assert all(s["shift"] and len(s["buckets"]) == 1 for s in schemes)
+    assert config["quantization_config"]["format_version"] == 1
+    assert all(len(s["buckets"]) == 1 for s in schemes)
     assert any(s["sparsity"] == "2:4" for s in schemes)
     # What it was given back through kernels is what reference makes of it.
     assert json.loads(result.stdout)["kernels"]["worst_deviation"] < 1e-4

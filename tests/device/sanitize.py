@@ -155,11 +155,9 @@ def quantize(variant, layout, m, k):
 
     from tests.support.kernel_cases import DTYPES, launch
 
-    words = variant.word("QK_INPUT").split("_")
     tensors = {
         "x": torch.randn(m, k).to(DTYPES[variant.word("QK_IO")]),
-        "smooth": torch.rand(k) if "smooth" in words else None,
-        "shift": torch.rand(k) if "shift" in words else None,
+        "smooth": torch.rand(k) if variant.word("QK_SMOOTH") else None,
         "scale": torch.ones(1) if variant.op.name.endswith("static") else torch.empty(m),
         "q": torch.empty(m, k, dtype=torch.uint8),
     }

@@ -24,21 +24,19 @@ from tests.support.kernel_cases import DTYPES, launch, need, same_codes
 FORMATS = ("e4m3fn", "int8")
 #: Scales: of an ordinary result, of one that saturates, and two that division needs care with.
 SCALES = (0.013, 1e-3, 1e-38, 3e30)
-CHANGES = {"plain": (False, False), "smooth": (True, False), "shift": (False, True), "both": (1, 1)}
+CHANGES = ("plain", "smooth")
 
 
-def numbers_of(heads, columns, changes="both", scale=0.013):
-    """Return smooth, shift and scale of a layer that reads heads."""
+def numbers_of(heads, columns, changes="smooth", scale=0.013):
+    """Return smooth and scale of a layer that reads heads."""
     generator = torch.Generator().manual_seed(heads * columns)
-    smooth, shift = (torch.rand(heads * columns, generator=generator) + 0.25 for _ in range(2))
-    smoothed, shifted = CHANGES[changes]
-    return smooth if smoothed else None, shift if shifted else None, torch.tensor([scale])
+    smooth = torch.rand(heads * columns, generator=generator) + 0.25
+    return smooth if changes == "smooth" else None, torch.tensor([scale])
 
 
-def quantized(y, smooth, shift, scale):
+def quantized(y, smooth, scale):
     """Return the codes of (P, M, H, D) by torch alone."""
     x = y.flatten(2).float()
-    x = x if shift is None else x - shift
     x = x if smooth is None else x * smooth
     codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).view(y.shape)
@@ -66,7 +64,7 @@ def host():
 def test_codes_are_those_of_the_16_bit(columns, fmt):
     for index, sizes in enumerate(SIZES):
         heads = Heads.draw(sizes, columns, pictures=2, heads=3, seed=sum(sizes))
-        changes = list(CHANGES)[index % len(CHANGES)]
+        changes = CHANGES[index % len(CHANGES)]
         check_same(heads.call(fmt), numbers_of(3, columns, changes))
 
 
@@ -132,10 +130,10 @@ def run_emulated(op, operands, options, layout):
     ("place", "value", "error", "text"),
     [
         (0, torch.ones(95), ShapeError, "smooth has shape (95,), wanted (96,)"),
-        (1, torch.ones(2, 48), ShapeError, "shift has shape (2, 48), wanted (96,)"),
-        (1, torch.ones(96).half(), KernelError, "shift is torch.float16, wanted torch.float32"),
-        (2, torch.ones(2), ShapeError, "y_scale has shape (2,), wanted one element"),
-        (2, torch.ones(1).double(), KernelError, "y_scale is torch.float64"),
+        (0, torch.ones(2, 48), ShapeError, "smooth has shape (2, 48), wanted (96,)"),
+        (0, torch.ones(96).half(), KernelError, "smooth is torch.float16, wanted torch.float32"),
+        (1, torch.ones(2), ShapeError, "y_scale has shape (2,), wanted one element"),
+        (1, torch.ones(1).double(), KernelError, "y_scale is torch.float64"),
         (0, torch.ones(96, device="meta"), KernelError, "smooth is on meta"),
     ],
 )

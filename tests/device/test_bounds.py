@@ -50,7 +50,7 @@ variant = Variant(OPS[op], tuple(words))
 if op.startswith("quantize"):
     for m, k in ((4, 20), (1, 36), (8, 2068)):
         scale = torch.ones(4 if op.endswith("static") else -(-m // 4) * 4)
-        tensors = {"x": torch.randn(m, k), "smooth": torch.rand(k), "shift": torch.rand(k),
+        tensors = {"x": torch.randn(m, k), "smooth": torch.rand(k),
                    "scale": scale, "q": torch.empty(-(-m * k // 16) * 16, dtype=torch.uint8)}
         launch(variant, tensors, {"m": m, "k": k})
 else:
@@ -60,8 +60,8 @@ else:
 """
 WORDS = ("e4m3fn", "e4m3fn", "token", "channel", "f32")
 VARIANTS = [
-    ("quantize_fp8_static", "f32", "e4m3fn", "shift_smooth"),
-    ("quantize_fp8_token", "f32", "e4m3fn", "shift_smooth"),
+    ("quantize_fp8_static", "f32", "e4m3fn", "smooth"),
+    ("quantize_fp8_token", "f32", "e4m3fn", "smooth"),
     *(("gemm_fp8", *WORDS, tile) for tile in ("t1", "t4")),
     *(("gemm_fp8_sparse", *WORDS, tile) for tile in ("t2", "t4")),
 ]

@@ -63,11 +63,8 @@ def test_words_have_the_numbers_of_the_header():
             assert numbers[f"PV_{word.upper() or 'E4M3FN'}"] == number
         elif macro == "QK_RESIDUAL":
             assert numbers[(word or "added").upper()] == number
-        elif macro not in {"QK_INPUT", "QK_MOMENTS"}:
+        elif macro not in {"QK_SMOOTH", "QK_MOMENTS"}:
             assert (numbers[word.upper()] if word else 0) == number, (macro, word)
-    bits = {"smooth": numbers["SMOOTH"], "shift": numbers["SHIFT"], "": 0}
-    for word, number in ((w, n) for (macro, w), n in words.items() if macro == "QK_INPUT"):
-        assert sum(bits[part] for part in word.split("_")) == number
     assert [numbers[layout.upper()] for layout in HOST_LAYOUTS] == [0, 1, 2]
 
 
@@ -272,9 +269,9 @@ def test_a_forced_kernel_that_cannot_run_is_an_error():
 
 def operands(m, n, k, *, sparse=False, seed=0):
     torch.manual_seed(seed)
-    x_scale, x = quantize_token(torch.randn(m, k), None, None, "e4m3fn")
+    x_scale, x = quantize_token(torch.randn(m, k), None, "e4m3fn")
     rows = torch.randn(n, k // 2 if sparse else k)
-    w_scale, w = quantize_token(rows, None, None, "e4m3fn")
+    w_scale, w = quantize_token(rows, None, "e4m3fn")
     meta = (torch.full((n, k // 8), 0x9C, dtype=torch.uint8),) if sparse else ()
     return x, x_scale, (w, *meta), w_scale, torch.randn(n)
 
@@ -315,7 +312,7 @@ def test_operands_that_are_not_plain_memory_are_not_misread(m, sparse):
         s, q = operate(
             "quantize_fp8_token", change(values), strided(torch.ones(64)), None, "e4m3fn"
         )
-        s_right, q_right = quantize_token(values, None, None, "e4m3fn")
+        s_right, q_right = quantize_token(values, None, "e4m3fn")
         assert torch.equal(q, q_right)
         assert torch.equal(s, s_right)
 
@@ -342,7 +339,7 @@ def test_nothing_to_do_gives_nothing(m, n):
     x, x_scale, w, w_scale, _ = operands(max(m, 1), max(n, 1), 32)
     y = run(x[:m], x_scale[:m] if m else torch.ones(1), (w[0][:n],), w_scale[:n], None)
     assert y.shape == (m, n)
-    scale, q = operate("quantize_fp8_token", torch.empty(0, 32), None, None, "e5m2")
+    scale, q = operate("quantize_fp8_token", torch.empty(0, 32), None, "e5m2")
     assert (q.shape, scale.shape) == ((0, 32), (0,))
 
 
@@ -398,13 +395,13 @@ def test_operands_that_do_not_fit_are_refused(error, text, change):
 
 def test_quantize_refuses_what_it_cannot_read():
     with pytest.raises(ShapeError, match=r"x has shape \(2, 3, 4\), wanted \(M, K\)"):
-        operate("quantize_fp8_token", torch.ones(2, 3, 4), None, None, "e4m3fn")
+        operate("quantize_fp8_token", torch.ones(2, 3, 4), None, "e4m3fn")
     with pytest.raises(ShapeError, match=r"smooth has shape \(3,\), wanted \(4,\)"):
         operate("quantize_fp8_token", torch.ones(2, 4), torch.ones(3), None, "e4m3fn")
     with pytest.raises(ShapeError, match=r"scale has shape \(2,\), wanted one element"):
-        operate("quantize_fp8_static", torch.ones(2, 4), None, None, torch.ones(2), "e4m3fn")
+        operate("quantize_fp8_static", torch.ones(2, 4), None, torch.ones(2), "e4m3fn")
     with pytest.raises(KernelError, match=r"torch\.int32, wanted float16"):
-        operate("quantize_fp8_token", torch.ones(2, 4, dtype=torch.int32), None, None, "e4m3fn")
+        operate("quantize_fp8_token", torch.ones(2, 4, dtype=torch.int32), None, "e4m3fn")
 
 
 @pytest.mark.usefixtures("_host")

@@ -27,7 +27,7 @@ LAUNCH = """
 import torch
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
-given = (torch.ones(4, 16), None, None, torch.tensor([0.5]), "e4m3fn")
+given = (torch.ones(4, 16), None, torch.tensor([0.5]), "e4m3fn")
 q = execute.call(OPS["quantize_fp8_static"], *given)
 print(int(q.sum()))
 """
@@ -227,8 +227,8 @@ def test_without_a_compiler_the_reference_runs_and_says_so(fresh_host, monkeypat
     monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
     x = torch.randn(3, 16)
     with caplog.at_level(logging.INFO), log.record() as seen:
-        _, q = operate("quantize_fp8_token", x, None, None, "e4m3fn")
-    assert torch.equal(q, quantize_token(x, None, None, "e4m3fn")[1])
+        _, q = operate("quantize_fp8_token", x, None, "e4m3fn")
+    assert torch.equal(q, quantize_token(x, None, "e4m3fn")[1])
     assert list(seen.calls) == [("quantize_fp8_token", "f32_e4m3fn", Backend.REFERENCE)]
     assert "runs on the reference: host kernels: CXX='/nowhere/c++ -O2' does not run" in caplog.text
     assert not fresh_host.exists()

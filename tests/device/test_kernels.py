@@ -236,12 +236,10 @@ def test_the_measure_sees_a_mistake(op, mistake, generator):
     assert deviation(case, case.run("gfx12")).within(op.budget)
 
 
-def changes_of(variant, k):
-    """Return smooth and shift, None where the variant has none."""
-    generator, words = torch.Generator().manual_seed(k), variant.word("QK_INPUT").split("_")
-    smooth = torch.rand(k, generator=generator) * 2 + 0.01
-    shift = torch.randn(k, generator=generator)
-    return smooth if "smooth" in words else None, shift if "shift" in words else None
+def smooth_of(variant, k):
+    """Return factors of columns, None where the variant has none."""
+    drawn = torch.rand(k, generator=torch.Generator().manual_seed(k)) * 2 + 0.01
+    return drawn if variant.word("QK_SMOOTH") else None
 
 
 @pytest.mark.parametrize("layout", ["gfx12", "sm89"])
@@ -289,21 +287,20 @@ def test_a_row_too_small_for_a_scale_keeps_the_scale_one(fmt):
 
 def check_quantize(variant, x, scale, fmt, layout="gfx12"):
     m, k = x.shape
-    smooth, shift = changes_of(variant, k)
+    smooth = smooth_of(variant, k)
     given = torch.tensor([scale])
     static = variant.op.family == "quantize_static"
     tensors = {
         "x": x,
         "smooth": smooth,
-        "shift": shift,
         "scale": given if static else torch.empty(m),
         "q": torch.empty(m, k, dtype=torch.uint8),
     }
     out = launch(variant, layout, tensors, {"m": m, "k": k})
     if static:
-        same_codes(out["q"], quantize_static(x, smooth, shift, given, fmt), fmt)
+        same_codes(out["q"], quantize_static(x, smooth, given, fmt), fmt)
     else:
-        scales, q = quantize_token(x, smooth, shift, fmt)
+        scales, q = quantize_token(x, smooth, fmt)
         assert torch.equal(out["scale"].nan_to_num(-1), scales.nan_to_num(-1))
         same_codes(out["q"], q, fmt)
 

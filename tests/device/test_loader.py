@@ -161,7 +161,7 @@ def test_a_kernel_is_loaded_once_per_device_and_logged(hip):
 def test_operands_that_are_not_plain_memory_are_copied(hip):
     hip.provide(SMALL)
     x = torch.randn(6, 40)
-    right = quantize_token(x, None, None, "e4m3fn")
+    right = quantize_token(x, None, "e4m3fn")
     padded = torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
     strided = torch.stack((x, -x), dim=-1)[..., 0]
     assert padded.data_ptr() % 16
@@ -206,9 +206,9 @@ def test_threads_do_not_mix_their_arguments(hip):
 
     def work(seed):
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
-        scale, q = quantize_token(x, None, None, "e4m3fn")
+        scale, q = quantize_token(x, None, "e4m3fn")
         for _ in range(150):
-            found = call(x, None, None)
+            found = call(x, None)
             if not (torch.equal(found[1], q) and torch.equal(found[0], scale)):
                 wrong.append(seed)
 
@@ -311,7 +311,7 @@ def test_nothing_is_loaded_while_a_graph_is_captured(hip):
     outputs = [((1,), torch.float32), ((1, 16), torch.uint8)]
     call = Call(loaded, SMALL, {"m": 1, "k": 16}, outputs, [1, 2])
     object.__setattr__(loaded, "capturing", lambda: True)
-    call(torch.randn(1, 16), None, None)
+    call(torch.randn(1, 16), None)
 
 
 MISSING = """

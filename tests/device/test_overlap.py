@@ -215,7 +215,7 @@ def test_an_overlapping_launch_follows_the_stream(hip, overlapping_device):
     sizes, outputs = {"m": 5, "k": 48}, [((5,), torch.float32), ((5, 48), torch.uint8)]
     call = Call(device, SMALL, sizes, outputs, [1, 2])
     for _ in range(3):
-        call(torch.randn(5, 48), None, None)
+        call(torch.randn(5, 48), None)
     assert [launch["stream"] for launch in hip.launches()] == [str(STREAM), "0", str(STREAM + 16)]
 
 
@@ -244,16 +244,16 @@ def chain(x, operands, turns):
     for _ in range(turns):
         q = operate("layer_norm_codes_fp8", x, *NO_NORM_OPERANDS, scale, 1e-5, True, "e4m3fn")
         x = operate("gemm_fp8_residual", q, scale, *plain, x, None, *FMT)
-        s, q = operate("quantize_fp8_token", x, None, None, "e4m3fn")
+        s, q = operate("quantize_fp8_token", x, None, "e4m3fn")
         h = operate("geglu_fp8", q, s, *gated, scale, "e4m3fn", *FMT)
         x = operate("gemm_fp8_residual", h, scale, *down, x, None, *FMT) * 0.5
         pictures = x.view(2, -1, x.shape[1])
         parts = operate("group_partials", pictures, None, 8)
-        norm = (pictures, None, parts, None, None, None, None, scale, 1e-5, "silu", "e4m3fn")
+        norm = (pictures, None, parts, None, None, None, scale, 1e-5, "silu", "e4m3fn")
         q, shape = operate("group_norm_codes_fp8", *norm), (2, 8, -1, x.shape[1])
         added = (pictures.view(shape), SAME.numbers)
         y = operate("conv_fp8_residual", q.view(shape), scale, *conv, *added, *FMT).view_as(x)
-        q = operate("quantize_fp8_static", y, None, None, scale, "e4m3fn")
+        q = operate("quantize_fp8_static", y, None, scale, "e4m3fn")
         x = operate("gemm_fp8_residual", q, scale, *plain, y, None, *FMT)
     return x
 

@@ -67,7 +67,7 @@ _OWN = (
     ),
     Kind(
         "nan/scale",
-        contents.forged(partial(contents.packed_nan, parts=("_scale", "_smooth", "_shift"))),
+        contents.forged(partial(contents.packed_nan, parts=("_scale", "_smooth"))),
         refuse=True,
         resealed=True,
     ),

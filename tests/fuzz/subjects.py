@@ -16,14 +16,13 @@ RECIPES = {
     "static": """\
 name: static
 smooth: 0.5
-activation: {mode: static, buckets: 2, shift: true, observer: amax}
+activation: {mode: static, buckets: 2, observer: amax}
 keep: ["up_blocks.0.attentions.1.*"]
 calibration: {steps: 4, buckets: 4, prompts: 1, batch: 1}
 """,
     "sparse": """\
 name: sparse
 weight: {granularity: "group:16"}
-activation: {terms: 2}
 sparsity: {method: magnitude}
 keep: ["up_blocks.0.attentions.1.*"]
 overrides:

@@ -71,22 +71,10 @@ def recipe_for(model: str, generic: str) -> Recipe | None:
     """
     own = f"{model}-{_SHORT.get(generic, generic)}"
     if own in recipe_names():
-        return without_shifts(load_recipe(own))
+        return load_recipe(own)
     if model in _GENERAL or (model in _EXPORTED and generic in _FOR_EXPORT):
-        return without_shifts(load_recipe(generic))
+        return load_recipe(generic)
     return None
-
-
-def without_shifts(recipe: Recipe) -> Recipe:
-    """Return a recipe without shifted inputs, second terms and balanced concatenations."""
-    values = recipe.model_dump(exclude_unset=True)
-    values.pop("split_concat", None)
-    for section in (values, *values.get("overrides", ())):
-        activation = section.get("activation") or {}
-        activation.pop("terms", None)
-        if activation.pop("shift", False) and activation["mode"] == "token":
-            activation.pop("buckets")
-    return Recipe.model_validate(values)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Digests of what compilers make of the kernels: instructions and constants, no names or notes.
 
-A table per target holds a share of the variants, chosen by name: see ``SHARES``. Those with a shift
-are not held.
+A table per target holds a share of the variants, chosen by name: see ``SHARES``.
 """
 
 import gzip
@@ -67,8 +66,7 @@ def _all_of(target: str) -> Sequence[Kernel]:
         modules = (test_hopper, test_hopper_conv, test_hopper_gated, test_hopper_projections)
         return [*(k for module in modules for k in module.KERNELS), *test_hopper_attention.EVERY]
     every = tuple(variant for op in OPS.values() for variant in all_variants(op))
-    found = variants_for(ARCHS[target], every)
-    return [variant for variant in found if "shift" not in variant.word("QK_INPUT")]
+    return variants_for(ARCHS[target], every)
 
 
 def compiler_of(target: str) -> str:

@@ -26,11 +26,9 @@ CODED = {
     "static": STATIC,
     "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, Activation.STATIC),
     "smooth": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, smooth=True),
-    "shift": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, smooth=True, shift=True),
 }
 WIDE = {
     "token": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN),
-    "two terms": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, terms=2),
     "int8": Scheme(INT8, PerChannel(), None, Activation.STATIC),
     "no codes": Scheme(E4M3FN, PerChannel(), None, Activation.NONE),
 }

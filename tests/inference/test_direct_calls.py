@@ -37,8 +37,6 @@ SCHEMES = {
 }
 #: More than that at every call.
 OTHERS = {
-    "shift": Scheme(E4M3FN, PerChannel(), None, STATIC, shift=True),
-    "terms": Scheme(E4M3FN, PerChannel(), None, STATIC, terms=2),
     "buckets": Scheme(E4M3FN, PerChannel(), None, STATIC, (300.5,)),
     "sparse int4": Scheme(INT4, PerChannel(), TWO_OF_FOUR, STATIC),
 }

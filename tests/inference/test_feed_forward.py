@@ -34,18 +34,14 @@ FUSED = {
     "tensor e5m2": Scheme(E5M2, PerTensor(), None, STATIC),
     "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, STATIC),
     "smooth": Scheme(E4M3FN, PerChannel(), None, STATIC, smooth=True),
-    "shift": Scheme(E4M3FN, PerChannel(), None, STATIC, shift=True),
 }
 APART = {
     "up 16 bit": (Scheme(E4M3FN, PerChannel(), None, NONE), PLAIN),
     "up groups": (Scheme(E4M3FN, PerGroup(16), None, STATIC), PLAIN),
-    "up terms": (Scheme(E4M3FN, PerChannel(), None, STATIC, terms=2), PLAIN),
     "up dense": (None, PLAIN),
     "down dense": (PLAIN, None),
     "down token": (PLAIN, Scheme(E4M3FN, PerChannel(), None, TOKEN)),
     "down smooth": (PLAIN, Scheme(E4M3FN, PerChannel(), None, STATIC, smooth=True)),
-    "down shift": (PLAIN, Scheme(E4M3FN, PerChannel(), None, STATIC, shift=True)),
-    "down terms": (PLAIN, Scheme(E4M3FN, PerChannel(), None, STATIC, terms=2)),
 }
 
 
@@ -183,7 +179,7 @@ def test_it_compiles_without_a_graph_break():
 ACTIVATED = ("gelu", "gelu-approximate", "linear-silu")
 #: Of the layer behind the activation; the one before it is PLAIN.
 READERS = {
-    **{name: FUSED[name] for name in ("static", "sparse", "smooth", "shift")},
+    **{name: FUSED[name] for name in ("static", "sparse", "smooth")},
     "int8": Scheme(INT8, PerChannel(), None, STATIC),
     "groups": Scheme(E4M3FN, PerGroup(16), None, STATIC),
 }
@@ -194,11 +190,10 @@ _INT8 = Scheme(INT8, PerChannel(), None, STATIC)
 BEFORE = {
     "dense": (None, PLAIN, "gelu_codes_fp8"),
     "token": (Scheme(E4M3FN, PerChannel(), None, TOKEN), PLAIN, "project_gelu_fp8"),
-    "sparse": (FUSED["sparse"], FUSED["shift"], "project_gelu_fp8_sparse"),
+    "sparse": (FUSED["sparse"], FUSED["smooth"], "project_gelu_fp8_sparse"),
     "smooth": (FUSED["smooth"], FUSED["smooth"], "project_gelu_fp8"),
     "int8": (_INT8, _INT8, "project_gelu_int8"),
     "groups": (READERS["groups"], PLAIN, "gelu_codes_fp8"),
-    "terms": (APART["up terms"][0], PLAIN, "gelu_codes_fp8"),
 }
 
 
@@ -241,12 +236,8 @@ def test_any_layer_may_stand_before_an_activation(name):
 
 @pytest.mark.parametrize(
     "down",
-    [
-        scheme
-        for name, (_, scheme) in APART.items()
-        if name in {"down dense", "down token", "down terms"}
-    ],
-    ids=["dense", "token", "terms"],
+    [scheme for name, (_, scheme) in APART.items() if name in {"down dense", "down token"}],
+    ids=["dense", "token"],
 )
 def test_readers_that_take_no_static_codes_stay_apart(down):
     model = network(PLAIN, down, activation="gelu")

@@ -41,15 +41,7 @@ SCHEMES = {
     "static-smooth-sparse": Scheme(E4M3FN, PerTensor(), TWO_OF_FOUR, STATIC, smooth=True),
     "static-e5m2": Scheme(E5M2, PerChannel(), None, STATIC),
     "group": Scheme(E4M3FN, PerGroup(16), None, TOKEN),
-    "token-shift": Scheme(E4M3FN, PerChannel(), None, TOKEN, shift=True),
-    "static-shift": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, STATIC, smooth=True, shift=True),
-    "token-terms": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, TOKEN, smooth=True, terms=2),
-    "static-terms": Scheme(E5M2, PerChannel(), None, STATIC, terms=2),
-    "static-shift-terms": Scheme(
-        E4M3FN, PerChannel(), None, STATIC, smooth=True, shift=True, terms=2
-    ),
     "int8-token": Scheme(INT8, PerChannel(), None, TOKEN, smooth=True),
-    "int8-static-shift": Scheme(INT8, PerTensor(), None, STATIC, shift=True),
     "int8-static-sparse": Scheme(INT8, PerChannel(), TWO_OF_FOUR, STATIC),
     "int4-token": Scheme(INT4, PerChannel(), None, TOKEN, smooth=True),
     "int4-static": Scheme(INT4, PerChannel(), None, STATIC),
@@ -82,18 +74,11 @@ def dtype(request):
 
 
 def rounded(values, scheme, scale, dim):
-    """What FP8 makes of float32 values, in float64: one term, or the sum of two."""
-    total = torch.zeros_like(values, dtype=torch.float64)
-    for term in range(scheme.terms):
-        if scale is None:
-            amax = values.abs().amax(dim, keepdim=True)
-            own = torch.where(amax > 0, amax / scheme.input.max, 1.0)
-        else:
-            own = scale / 2.0 ** (term * (scheme.input.mantissa_bits + 1))
-        codes = cast(values / own, scheme.input)
-        total += codes.double() * own
-        values = values - codes.float() * own
-    return total
+    """What quantizing makes of float32 values, in float64."""
+    if scale is None:
+        amax = values.abs().amax(dim, keepdim=True)
+        scale = torch.where(amax > 0, amax / scheme.input.max, 1.0)
+    return cast(values / scale, scheme.input).double() * scale
 
 
 def oracle(layer, x):
@@ -102,15 +87,11 @@ def oracle(layer, x):
     shape = (-1, 1, 1) if layer.kind == "conv2d" else (-1,)
     if layer.kind == "conv2d":
         wide = functional.pad(wide, layer.windows.padding)
-    if layer.input_shift is not None:
-        wide = wide - layer.input_shift.reshape(shape)
     if layer.input_smooth is not None:
         wide = wide * layer.input_smooth.reshape(shape)
     if scheme.activation is STATIC:
         wide = rounded(wide, scheme, layer.input_scale, dim=-1)
     weight, bias = layer.dequantized().double(), layer.bias.double()
-    if layer.output_shift is not None:
-        bias = (bias + layer.output_shift).to(x.dtype).double()
     if layer.kind == "linear":
         if scheme.activation is TOKEN:
             wide = rounded(wide, scheme, None, dim=-1)
@@ -127,7 +108,7 @@ def oracle(layer, x):
 
 
 def rounds_twice(scheme):
-    return scheme.activation is NONE or scheme.terms > 1
+    return scheme.activation is NONE
 
 
 def assert_near(y, wanted, dtype, rounded_twice=False):

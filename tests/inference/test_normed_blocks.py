@@ -34,7 +34,6 @@ SCHEMES = {
     "int8": Scheme(INT8, PerChannel(), None, Activation.STATIC),
     "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, Activation.STATIC),
     "smooth": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, smooth=True),
-    "shift": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, smooth=True, shift=True),
 }
 
 
@@ -400,13 +399,12 @@ def test_gated_networks_read_codes(monkeypatch):
     "change",
     [
         {"to_k": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)},
-        {"to_v": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, terms=2)},
         {"to_k": Scheme(E4M3FN, PerChannel(), None, Activation.NONE)},
         {"to_q": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, smooth=True)},
         {"to_q": Scheme(INT8, PerChannel(), None, Activation.STATIC)},
         {"to_v": None},
     ],
-    ids=["token", "terms", "16 bit", "smooth", "int8", "dense"],
+    ids=["token", "16 bit", "smooth", "int8", "dense"],
 )
 @torch.no_grad()
 def test_layers_that_read_otherwise_share_nothing(change):

@@ -27,9 +27,7 @@ SCHEMES = {
     "group": Scheme(E4M3FN, PerGroup(16), None, TOKEN),
     "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, STATIC),
     "smooth": Scheme(E4M3FN, PerChannel(), None, STATIC, smooth=True),
-    "shift": Scheme(E4M3FN, PerChannel(), None, STATIC, shift=True),
-    "terms": Scheme(E4M3FN, PerChannel(), None, TOKEN, terms=2),
-    "buckets": Scheme(E4M3FN, PerChannel(), None, STATIC, (300.5, 600.5), shift=True),
+    "buckets": Scheme(E4M3FN, PerChannel(), None, STATIC, (300.5, 600.5)),
     "16 bit": Scheme(E4M3FN, PerChannel(), None, NONE),
 }
 PROJECTIONS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")

@@ -35,7 +35,6 @@ SCHEMES = {
     "token": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN),
     "int8": Scheme(INT8, PerChannel(), None, Activation.STATIC),
     "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, Activation.STATIC),
-    "shift": Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, smooth=True, shift=True),
 }
 #: Sums that end a product: both attentions and the network; of both streams attention and network.
 SUMS = {"basic": 3, "joint": 4, "joint, last": 2, "joint, dual": 0, "flux": 4, "flux, single": 1}
@@ -144,12 +143,11 @@ def test_who_looks_at_a_part_gets_what_it_gave(path, change, left):
 @pytest.mark.parametrize(
     ("path", "scheme"),
     [
-        ("attn1.to_out.0", Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, terms=2)),
         ("attn2.to_out.0", Scheme(E4M3FN, PerChannel(), None, Activation.NONE)),
         ("ff.net.2", Scheme(E4M3FN, PerGroup(16), None, Activation.STATIC)),
         ("ff.net.2", None),
     ],
-    ids=["terms", "16 bit", "groups", "dense"],
+    ids=["16 bit", "groups", "dense"],
 )
 def test_layers_that_no_kernel_computes_add_as_ever(path, scheme):
     model, inputs = packed("basic")

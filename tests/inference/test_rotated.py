@@ -75,7 +75,6 @@ def test_both_models_name_their_modules(folders, name):
     assert list(rotated_modules(rotated / name / "config.json")) == modules
     (component,) = open_packed(packed).components
     assert list(component.config.rotated) == modules
-    assert component.config.format_version == 7
     assert not quantkit.verify(packed).breaches
 
 
@@ -216,10 +215,7 @@ def test_entries_that_are_no_list_of_modules_are_refused(value, tmp_path):
 def test_the_key_has_a_version_and_only_where_it_stands():
     config = make_config({"a": SCHEME}, rotated=("b", "c"))
     assert parse_config(json.loads(json.dumps(config.to_json()))) == config
-    with pytest.raises(CheckpointError, match=r"6 with .*another basis, which came with 7"):
-        parse_config({**config.to_json(), "format_version": 6})
     without = make_config({"a": SCHEME})
-    assert without.format_version == 1
     assert KEY not in without.to_json()
     assert parse_config(without.to_json()).rotated == ()
 

@@ -68,7 +68,7 @@ def packed_by_hand(name, folder, treatment, layers=None):
     path.mkdir()
     (path / "config.json").write_text((folder / "dense" / "config.json").read_text())
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    metadata = ShardMetadata(1, {"name": "t"}, records, {})
+    metadata = ShardMetadata({"name": "t"}, records, {})
     shard = Shard(read_header(path / "model.safetensors"), metadata)
     config = make_config(dict.fromkeys(chosen, scheme))
     return PackedComponent("", path, type(model).__name__, config, (shard,), None)

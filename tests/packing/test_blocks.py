@@ -194,20 +194,6 @@ def test_every_bias_gains_what_its_own_row_lost(packed, dense, calibration, reci
         assert float(error.max()) < 1e-6
 
 
-@pytest.mark.parametrize("mode", ["static", "token"])
-def test_every_output_shift_is_that_of_its_own_row(packed, dense, mode):
-    activation = {"mode": mode, "observer": "mse", "buckets": 2, "shift": True}
-    folder = packed({"activation": activation})
-    for name in SHAPES:
-        found = parts_of(folder, name)
-        rows = to_rows(dense[f"{name}.weight"]).double()
-        shift = found["input_shift"].double()
-        wanted = per_column(shift, rows.shape[1] // shift.shape[1]) @ rows.T
-        assert found["output_shift"].shape == (2, len(rows))
-        error = (found["output_shift"].double() - wanted).abs() / rows.norm(dim=1)
-        assert float(error.max()) < 1e-5
-
-
 class _Bytes(Sink):
     """A sink that keeps what it is given."""
 

@@ -1,7 +1,6 @@
 """Which modules multiply fewer columns, and a packed model that does."""
 
 import json
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import quantkit
 from quantkit.checkpoint.attention import HeadShape, PackedAttention, parse_attention
 from quantkit.checkpoint.column_decisions import column_decisions
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.spec import attention_version, parse_config
 from quantkit.cli.inspect import inspect
 from quantkit.device import compilers, log
 from quantkit.device.ops.attention import ranks
@@ -32,7 +30,6 @@ from quantkit.recipe.attention import AttentionRecipe
 from quantkit.recipe.load import parse_recipe
 from tests.support.artefacts import attention_statistics
 from tests.support.kernel_cases import need
-from tests.support.packed_edit import Edit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,7 +245,6 @@ def test_the_checkpoint_says_how_many(rotated, packed):
     (component,) = open_packed(packed).components
     entry = component.config.to_json()["attention"]
     assert entry["rank"] == [{"modules": sorted(rotated.rotation.bases), "rank": 16}]
-    assert attention_version(component.config.attention) == 6
     chosen = component.metadata[0].recipe["sparse_k_chosen"]
     assert set(chosen) == set(rotated.rotation.bases)
     for name, row in chosen.items():
@@ -322,7 +318,7 @@ def test_damaged_decisions_are_named(told):
 def test_a_budget_that_nothing_meets_leaves_attention_as_it_is(rotated, tmp_path):
     folder = packed_with(rotated, tmp_path / "p", sparse_k="auto", error_budget=1e-6)
     (component,) = open_packed(folder).components
-    assert attention_version(component.config.attention) == 4
+    assert not component.config.attention.fewer_columns
     chosen = component.metadata[0].recipe["sparse_k_chosen"]
     assert {row["chosen"] for row in chosen.values()} == {None}
     for name, row in chosen.items():
@@ -394,11 +390,3 @@ def test_modules_that_the_model_has_not_are_refused(pipeline_dir, fewer, message
     unet = UNet2DConditionModel.from_pretrained(pipeline_dir / "unet")
     with pytest.raises(CheckpointError, match=message):
         install(unet, PackedAttention("e4m3fn", 1, **fewer))
-
-
-def test_an_older_version_cannot_hold_them(packed, tmp_path):
-    shutil.copytree(packed / "unet", tmp_path / "unet")
-    config = Edit(tmp_path / "unet").config["quantization_config"]
-    del config["rotated"]
-    with pytest.raises(CheckpointError, match=r"5 with fewer columns .* which came with 6"):
-        parse_config({**config, "format_version": 5})

@@ -114,7 +114,6 @@ def test_a_fallback_wants_samples(source, tmp_path):
 REFUSED = {
     "of a float": ({"weight": {"fallback": "e5m2"}}, "a float stands in for an integer"),
     "an integer": ({"weight": {"format": "int4", "fallback": "int8"}}, "set e4m3fn"),
-    "shifted": ({**INT8, "activation": {"shift": True}}, "fallback: cannot be used with .*shift"),
     "blind": ({**INT8, "data_free": True}, "weight.fallback with data_free"),
     "of kept layers": ({"kept": INT8["weight"]}, r"kept\.fallback: no input is quantized"),
 }

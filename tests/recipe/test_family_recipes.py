@@ -37,7 +37,7 @@ FAMILIES = {
 }
 RECIPES = [name for name in recipe_names() if name.partition("-")[0] in FAMILIES]
 CALIBRATED = [name for name in RECIPES if load_recipe(name).needs_calibration]
-#: Bytes of the result, as shares of those of 16 bit: codes, and scales, shifts and 16-bit layers.
+#: Bytes of the result, as shares of those of 16 bit: codes, and scales and 16-bit layers.
 SHARES = {"int4": (0.25, 0.29)}
 
 
@@ -54,7 +54,7 @@ def layers_of(name):
 
 
 PROMPTS = ("a cat", "a red dog")
-#: Random weights say little: what is wrong, as a shift that is not put back, is of the order of 1.
+#: Random weights say little: what is wrong, is of the order of 1.
 LATENTS_NMSE = 0.1
 
 
@@ -161,9 +161,7 @@ def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):
             if ".norm1" in layer["name"] and layer["scheme"]
         }
         assert schemes
-        assert {(s["activation"], s["smooth"], "shift" in s) for s in schemes.values()} == {
-            ("none", False, False)
-        }
+        assert {(s["activation"], s["smooth"]) for s in schemes.values()} == {("none", False)}
 
 
 # For real, on the same blocks, narrow

@@ -189,10 +189,6 @@ BAD = {
         "{name: t, smooth: 0.5, activation: {mode: static, observer: moving_average}}",
         "smooth: cannot be used with activation.observer moving_average.* choose another observer",
     ),
-    "split and average": (
-        "{name: t, split_concat: true, activation: {mode: static, observer: moving_average}}",
-        "split_concat: cannot be used with activation.observer moving_average",
-    ),
     "budget": ("{name: t, sparsity: {error_budget: 0}}", "error_budget: .*greater than 0"),
     "twice": ("name: t\nsmooth: 1\nname: u", "line 3: the key 'name' is there twice"),
     "twice inside": ("{name: t, weight: {format: e5m2, format: e5m2}}", "'format' is there twice"),

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
-from quantkit.checkpoint.spec import make_config, needed_version
+from quantkit.checkpoint.spec import make_config
 from quantkit.inference.modules import pack_module
 from quantkit.numerics.block_scales import choose_block_scales
 from quantkit.numerics.masks import choose_mask
@@ -58,13 +58,6 @@ def packed_tensors(weight, scheme, *, input_amax=4.0):
         # no ratio is a power of two, which would change no FP8 result
         ramp = torch.linspace(1.0, 1.7, count) * (input_amax / scheme.input.max)
         parts["input_scale"] = ramp if scheme.buckets else ramp[0]
-    if scheme.shift:
-        count = len(scheme.buckets) + 1
-        shift = torch.linspace(-0.6, 1.0, count * channels).reshape(count, channels)
-        kept = to_rows(weight.detach().double()).reshape(len(weight), -1, channels).sum(1)
-        lost = (shift.double() @ kept.T).float()
-        parts["input_shift"] = shift if scheme.buckets else shift[0]
-        parts["output_shift"] = lost if scheme.buckets else lost[0]
     return parts
 
 
@@ -102,8 +95,7 @@ def pack_component(folder, schemes, *, shards=1, recipe=None):
     config["quantization_config"] = make_config(schemes).to_json()
     config_path.write_text(json.dumps(config, indent=2))
     source.unlink()
-    version = needed_version(schemes.values())
-    _write_shards(folder, tensors, records, shards, (version, recipe or {}))
+    _write_shards(folder, tensors, records, shards, recipe or {})
     relist(folder)
 
 
@@ -119,7 +111,7 @@ def _is_packed(file):
         return METADATA_KEY in (opened.metadata() or {})
 
 
-def _write_shards(folder, tensors, records, shards, about):
+def _write_shards(folder, tensors, records, shards, recipe):
     # A layer's tensors stay together: cut between modules.
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     size = -(-len(modules) // shards)
@@ -130,9 +122,8 @@ def _write_shards(folder, tensors, records, shards, about):
         cut = f"-{i + 1:05}-of-{shards:05}" if shards > 1 else ""
         name = f"diffusion_pytorch_model{cut}.safetensors"
         layers = {n: r for n, r in records.items() if n in part}
-        version, recipe = about
         digests = {n: digest(t) for n, t in own.items()}
-        meta = ShardMetadata(version, recipe, layers, digests)
+        meta = ShardMetadata(recipe, layers, digests)
         save_file(own, folder / name, metadata={"format": "pt", METADATA_KEY: meta.to_text()})
         index |= dict.fromkeys(own, name)
     if shards > 1:

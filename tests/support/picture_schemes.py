@@ -15,7 +15,5 @@ CODED = {
 }
 APART = {
     "token": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN),
-    "terms": Scheme(E4M3FN, PerChannel(), None, _STATIC, terms=2),
-    "shift": Scheme(E4M3FN, PerChannel(), None, _STATIC, shift=True),
     "dense": None,
 }

@@ -167,7 +167,7 @@ class HopperKernel:
     y_format: str = "e4m3fn"
     #: behind a product of Family.GELU: of ACTIVATIONS
     activation: str = ""
-    #: the activation is smoothed or shifted
+    #: the activation is smoothed
     changes: bool = False
     residual: Residual = Residual.NONE
 
@@ -344,7 +344,7 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
 def _activating_arguments(kernel: HopperKernel) -> tuple[str, ...]:
     product = ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias")
     numbers = ("m", "n", "k", "left", "group")
-    return (*product, "beside", "smooth", "shift", "scale", "q", *numbers)
+    return (*product, "beside", "smooth", "scale", "q", *numbers)
 
 
 def _projecting_arguments(kernel: HopperKernel) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from quantkit.device.ops.checks import (
     given,
     io_word,
 )
-from quantkit.device.ops.norm_rows import INPUT_AXIS, codes_of, input_word, sample_input
+from quantkit.device.ops.norm_rows import codes_of, sample_input
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -30,6 +30,7 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import CODES, IO, K, M, N, formats
+from quantkit.device.ops.quantize import SMOOTHING, smooth_word
 from quantkit.errors import KernelError, ShapeError
 
 
@@ -51,7 +52,6 @@ def gelu_codes(
     x: Tensor,
     beside: Tensor | None,
     smooth: Tensor | None,
-    shift: Tensor | None,
     scale: Tensor,
     activation: str,
     fmt: str,
@@ -61,7 +61,7 @@ def gelu_codes(
     Args:
         x: (M, K - N) float16, bfloat16 or float32.
         beside: (M, N) of the same dtype, quantized as it is, or None; then N is 0.
-        smooth, shift: (K,), as ``quantize_static`` takes them.
+        smooth: (K,), as ``quantize_static`` takes them.
         scale: float32 with one element.
         activation: of ACTIVATIONS.
         fmt: of the codes.
@@ -71,14 +71,14 @@ def gelu_codes(
     """
     y = ACTIVATIONS[activation](x.float()).to(x.dtype)
     y = y if beside is None else torch.cat([beside, y], dim=1)
-    return codes_of(y, smooth, shift, scale, fmt)
+    return codes_of(y, smooth, scale, fmt)
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
     x, (activation, fmt) = given(operands[0]), options
     n = check_changes(op.name, x, operands[1:], activation)
-    smooth, shift = operands[2:4]
-    words = (io_word(op.name, x.dtype), fmt, activation, input_word(smooth, shift))
+    smooth = operands[2]
+    words = (io_word(op.name, x.dtype), fmt, activation, smooth_word(smooth))
     return Problem(words, {"m": x.shape[0], "n": n, "k": n + x.shape[1]})
 
 
@@ -88,7 +88,7 @@ def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
     Args:
         op: its name.
         x: what is activated.
-        others: beside, smooth, shift and scale.
+        others: beside, smooth and scale.
         activation: of ACTIVATIONS, else it is refused.
 
     Raises:
@@ -96,7 +96,7 @@ def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
         KernelError: a dtype that is not the operation's, operands on several devices, or an
             activation that there is not.
     """
-    beside, smooth, shift, scale = others
+    beside, smooth, scale = others
     if activation not in ACTIVATIONS:
         wanted = ", ".join(ACTIVATIONS)
         raise KernelError(f"{op}: activation {activation!r}, wanted one of {wanted}")
@@ -104,7 +104,7 @@ def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
         raise ShapeError(f"{op}: x has shape {tuple(x.shape)}, wanted (M, K)")
     io_word(op, x.dtype)
     n = _check_beside(op, x, beside)
-    check_smoothing(op, smooth, shift, n + x.shape[1], x)
+    check_smoothing(op, smooth, n + x.shape[1], x)
     check_scalar(op, "scale", given(scale), x)
     return n
 
@@ -154,19 +154,18 @@ def _op(kind: str) -> Op:
         family="gelu_codes",
         source="gelu_codes.hip",
         formula=(
-            f"q[i, j] = {kind}(clamp((y[i, j] - shift[j]) * smooth[j] / scale[0], -max, max)), "
+            f"q[i, j] = {kind}(clamp(y[i, j] * smooth[j] / scale[0], -max, max)), "
             "y[i, j] = beside[i, j] where j < n, else act(x[i, j - n])"
         ),
         schema=(
-            "(Tensor x, Tensor? beside, Tensor? smooth, Tensor? shift, Tensor scale, "
+            "(Tensor x, Tensor? beside, Tensor? smooth, Tensor scale, "
             "str activation, str x_format) -> Tensor"
         ),
-        axes=(IO, formats("X", kind), Axis("QK_ACT", tuple(ACTIVATIONS), first=1), INPUT_AXIS),
+        axes=(IO, formats("X", kind), Axis("QK_ACT", tuple(ACTIVATIONS), first=1), SMOOTHING),
         args=(
             Argument("x", "io", "[m, k - n]"),
             Argument("beside", "io", "[m, n]", null="nothing beside: n is 0"),
             Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)"),
-            Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)"),
             Argument("scale", "f32", "[1]"),
             *(Argument("q", "u8", "[m, k]", written=True), M, N, K),
         ),

@@ -18,8 +18,8 @@ from quantkit.numerics.formats import E4M3FN
 SUFFIX = "_codes"
 #: Of the codes that are written.
 Y_FORMAT = E4M3FN.name
-#: Operands that attention has not: smoothing and shift of columns, and the scale.
-_ADDED = 3
+#: Operands that attention has not: smoothing of columns, and the scale.
+_ADDED = 2
 
 _Sample = Callable[[Variant, tuple[int, int, int], torch.Generator], tuple[Operands, Options]]
 
@@ -29,7 +29,6 @@ def _with_codes(plain: Op) -> Op:
     (place,) = (i for i, argument in enumerate(plain.args) if argument.written)
     added = (
         Argument("smooth", "f32", "[heads * d]", null="not smoothed"),
-        Argument("shift", "f32", "[heads * d]", null="not shifted"),
         Argument("y_scale", "f32", "[1]"),
         replace(plain.args[place], element="u8"),
     )
@@ -38,11 +37,11 @@ def _with_codes(plain: Op) -> Op:
         name=plain.name + SUFFIX,
         family=plain.family + SUFFIX,
         formula=(
-            f"y = {Y_FORMAT}(clamp((io(z) - shift[j]) * smooth[j] / y_scale[0], -max, max)), "
+            f"y = {Y_FORMAT}(clamp(io(z) * smooth[j] / y_scale[0], -max, max)), "
             f"z {plain.name}'s y before it is rounded, j its column among those of all heads"
         ),
         schema=plain.schema.replace(
-            "Tensor? v_mean,", "Tensor? v_mean, Tensor? smooth, Tensor? shift, Tensor y_scale,"
+            "Tensor? v_mean,", "Tensor? v_mean, Tensor? smooth, Tensor y_scale,"
         ),
         axes=(*plain.axes, format_axis("Y", (Y_FORMAT,))),
         args=(*plain.args[:place], *added, *plain.args[place + 1 :]),
@@ -62,9 +61,9 @@ def _with_codes(plain: Op) -> Op:
 def _checking(plain: Op) -> Callable[[Op, Operands, Options], Problem]:
     def check(op: Op, operands: Operands, options: Options) -> Problem:
         problem = plain.check(op, operands[:-_ADDED], options)
-        (smooth, shift, scale), q = operands[-_ADDED:], given(operands[0])
+        (smooth, scale), q = operands[-_ADDED:], given(operands[0])
         _, heads, head_size, *_ = options
-        check_smoothing(op.name, smooth, shift, heads * head_size, q)
+        check_smoothing(op.name, smooth, heads * head_size, q)
         check_scalar(op.name, "y_scale", given(scale), q)
         return replace(problem, words=(*problem.words, Y_FORMAT))
 
@@ -83,10 +82,10 @@ def _quantizing(plain: Op) -> Callable[..., Tensor]:
 
     def quantized(*arguments: Any, precision: torch.dtype = torch.float32) -> Tensor:
         operands, options = arguments[:inputs], arguments[inputs + _ADDED :]
-        smooth, shift, scale = arguments[inputs : inputs + _ADDED]
+        smooth, scale = arguments[inputs : inputs + _ADDED]
         y: Tensor = plain.reference(*operands, *options, precision=precision)
         rows = y.flatten(2).flatten(0, 1)
-        return quantize_static(rows, smooth, shift, scale, Y_FORMAT).view(y.shape)
+        return quantize_static(rows, smooth, scale, Y_FORMAT).view(y.shape)
 
     return quantized
 
@@ -97,8 +96,8 @@ def _sampling(plain: _Sample) -> _Sample:
     ) -> tuple[Operands, Options]:
         operands, options = plain(variant, sizes, generator)
         _, heads, head_size, *_ = options
-        smooth, shift = (torch.rand(heads * head_size, generator=generator) for _ in range(2))
-        return (*operands, smooth + 0.5, shift, torch.tensor([0.013])), options
+        smooth = torch.rand(heads * head_size, generator=generator) + 0.5
+        return (*operands, smooth, torch.tensor([0.013])), options
 
     return sample
 

@@ -24,27 +24,24 @@ def given(operand: Tensor | None) -> Tensor:
     return operand
 
 
-def check_quantize(op: str, x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> None:
+def check_quantize(op: str, x: Tensor, smooth: Tensor | None) -> None:
     """Refuse inputs of a quantize operation that no back end computes.
 
     Raises:
-        ShapeError: x is not two-dimensional, or smooth or shift is not one number per column.
+        ShapeError: x is not two-dimensional, or smooth is not one number per column.
         KernelError: a dtype, or a device that differs.
     """
     if x.ndim != 2:
         raise ShapeError(f"{op}: x has shape {_shape(x)}, wanted (M, K); flatten the tokens first")
     io_word(op, x.dtype)
-    check_smoothing(op, smooth, shift, x.shape[1], x)
+    check_smoothing(op, smooth, x.shape[1], x)
 
 
-def check_smoothing(
-    op: str, smooth: Tensor | None, shift: Tensor | None, columns: int, x: Tensor
-) -> None:
-    """Refuse numbers that are not one float32 for each column, where ``x`` is."""
-    for name, numbers in (("smooth", smooth), ("shift", shift)):
-        if numbers is not None:
-            expect(op, name, numbers, torch.float32, (columns,))
-            check_device(op, name, numbers, x)
+def check_smoothing(op: str, smooth: Tensor | None, columns: int, x: Tensor) -> None:
+    """Refuse factors that are not one float32 for each column, where ``x`` is."""
+    if smooth is not None:
+        expect(op, "smooth", smooth, torch.float32, (columns,))
+        check_device(op, "smooth", smooth, x)
 
 
 def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:

@@ -8,11 +8,9 @@ from torch import Tensor
 from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
 from quantkit.device.ops.norm_rows import (
     INPUT_ARGS,
-    INPUT_AXIS,
     check_columns,
     check_input,
     codes_of,
-    input_word,
     sample_input,
 )
 from quantkit.device.ops.op import (
@@ -27,6 +25,7 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import CODES, IO, K, M, N, formats
+from quantkit.device.ops.quantize import SMOOTHING, smooth_word
 from quantkit.errors import ShapeError
 from quantkit.numerics import norms
 
@@ -84,7 +83,6 @@ def group_norm_codes(
     weight: Tensor | None,
     bias: Tensor | None,
     smooth: Tensor | None,
-    shift: Tensor | None,
     scale: Tensor,
     eps: float,
     activation: str,
@@ -94,12 +92,12 @@ def group_norm_codes(
 
     Args:
         x, added, partials, weight, bias, eps, activation: as ``group_norm`` takes them.
-        smooth, shift: as ``quantize_static`` takes them.
+        smooth: as ``quantize_static`` takes them.
         scale: float32 with one element.
         fmt: of the codes.
     """
     y = group_norm(x, added, partials, weight, bias, eps, activation)
-    return codes_of(y, smooth, shift, scale, fmt)
+    return codes_of(y, smooth, scale, fmt)
 
 
 def _sum(x: Tensor, added: Tensor | None) -> Tensor:
@@ -145,11 +143,11 @@ def _check_norm(op: Op, operands: Operands, options: Options) -> Problem:
 
 
 def _check_codes(op: Op, operands: Operands, options: Options) -> Problem:
-    x, *_, smooth, shift, scale = operands
+    x, *_, smooth, scale = operands
     (eps, activation, fmt), x = options, given(x)
     word, numbers = _check_normed(op, operands[:5], eps)
-    check_input(op.name, x, (None, None, smooth, shift), given(scale))
-    return Problem((word, fmt, activation, input_word(smooth, shift)), numbers)
+    check_input(op.name, x, (None, None, smooth), given(scale))
+    return Problem((word, fmt, activation, smooth_word(smooth)), numbers)
 
 
 def _check_normed(op: Op, operands: Operands, eps: float) -> tuple[str, dict[str, int]]:
@@ -247,15 +245,15 @@ def _codes(kind: str) -> Op:
         family="group_norm_codes",
         source="group_norm_codes.hip",
         formula=(
-            f"q[n, t, c] = {kind}(clamp((act({_NORM}) - shift[c]) * smooth[c] * (1 / scale[0]), "
+            f"q[n, t, c] = {kind}(clamp(act({_NORM}) * smooth[c] * (1 / scale[0]), "
             f"-max, max)), {_MERGED}"
         ),
         schema=(
             "(Tensor x, Tensor? added, Tensor partials, Tensor? weight, Tensor? bias, "
-            "Tensor? smooth, Tensor? shift, Tensor scale, float eps, str activation, "
+            "Tensor? smooth, Tensor scale, float eps, str activation, "
             "str x_format) -> Tensor"
         ),
-        axes=(IO, formats("X", kind), _ACT, INPUT_AXIS),
+        axes=(IO, formats("X", kind), _ACT, SMOOTHING),
         args=(
             *(_X, _ADDED, _MOMENTS, *INPUT_ARGS),
             *(Argument("q", "u8", "[n, m, k]", written=True), M, N, K, _GROUPED, _EPS_BITS),

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
-from quantkit.device.ops.norm_rows import (
-    INPUT_ARGS,
-    INPUT_AXIS,
-    check_input,
-    codes_of,
-    input_word,
-    sample_input,
-)
+from quantkit.device.ops.norm_rows import INPUT_ARGS, check_input, codes_of, sample_input
 from quantkit.device.ops.op import (
     Argument,
     Budget,
@@ -29,6 +22,7 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import CODES, IO, K, M, N, formats
+from quantkit.device.ops.quantize import SMOOTHING, smooth_word
 from quantkit.errors import ShapeError
 from quantkit.numerics import norms
 
@@ -43,7 +37,6 @@ def layer_norm_codes(
     up: Tensor | None,
     by: Tensor | None,
     smooth: Tensor | None,
-    shift: Tensor | None,
     scale: Tensor,
     eps: float,
     centred: bool,  # noqa: FBT001  the schema's
@@ -55,7 +48,7 @@ def layer_norm_codes(
         x: (M, K) float16, bfloat16 or float32.
         weight, bias: (K,) of x's dtype, or None.
         up, by: (B, K) of x's dtype, or None; each for M / B rows.
-        smooth, shift: as ``quantize_static`` takes them.
+        smooth: as ``quantize_static`` takes them.
         scale: float32 with one element.
         eps: added to variances.
         centred: LayerNorm; else RMSNorm.
@@ -67,7 +60,7 @@ def layer_norm_codes(
         y = y * (1 + _for_rows(up, x))
     if by is not None:
         y = y + _for_rows(by, x)
-    return codes_of(y, smooth, shift, scale, fmt)
+    return codes_of(y, smooth, scale, fmt)
 
 
 def sum_norm_codes(
@@ -108,15 +101,15 @@ def _check_sum(op: Op, operands: Operands, options: Options) -> Problem:
 def _check_norm(
     op: Op, x: Tensor, gate: Tensor | None, operands: Operands, options: Options
 ) -> Problem:
-    (weight, bias, up, by, smooth, shift, scale), (eps, centred, fmt) = operands, options
+    (weight, bias, up, by, smooth, scale), (eps, centred, fmt) = operands, options
     word = io_word(op.name, x.dtype)
     if x.ndim != 2 or x.shape[1] % _ALIGNED:
         raise ShapeError(
             f"{op.name}: x is {tuple(x.shape)}, wanted (M, K), K a multiple of {_ALIGNED}"
         )
-    check_input(op.name, x, (weight, bias, smooth, shift), given(scale))
+    check_input(op.name, x, (weight, bias, smooth), given(scale))
     batch = _check_modulation(op.name, x, {"gate": gate, "up": up, "by": by})
-    words = (word, fmt, input_word(smooth, shift))
+    words = (word, fmt, smooth_word(smooth))
     m, k = x.shape
     sizes = {"m": m, "n": norms.row_lanes(k), "k": k, "rows": m // batch or 1}
     return Problem(words, sizes | {"centred": int(centred), "eps": eps_bits(op.name, eps)})
@@ -183,11 +176,11 @@ _ADDED = (
     Argument("gate", "io", "[m // rows, k]", null="ones"),
 )
 _SCHEMA = (
-    "Tensor? weight, Tensor? bias, Tensor? up, Tensor? by, Tensor? smooth, Tensor? shift, "
+    "Tensor? weight, Tensor? bias, Tensor? up, Tensor? by, Tensor? smooth, "
     "Tensor scale, float eps, bool centred, str x_format)"
 )
 _FORMULA = (
-    "(clamp((y - shift[j]) * smooth[j] * (1 / scale[0]), -max, max)), y = ((x[i, j] - mean_i) / "
+    "(clamp(y * smooth[j] * (1 / scale[0]), -max, max)), y = ((x[i, j] - mean_i) / "
     "sqrt(variance_i + eps) * weight[j] + bias[j]) * (1 + up[i / rows, j]) + by[i / rows, j]"
 )
 
@@ -199,7 +192,7 @@ def _norm(kind: str) -> Op:
         source="layer_norm_codes.hip",
         formula=f"q[i, j] = {kind}{_FORMULA}",
         schema=f"(Tensor x, {_SCHEMA} -> Tensor",
-        axes=(IO, formats("X", kind), INPUT_AXIS),
+        axes=(IO, formats("X", kind), SMOOTHING),
         args=(_X, *_BETWEEN, _CODES, *_NUMBERS),
         k_multiple=_ALIGNED,
         check=_check,

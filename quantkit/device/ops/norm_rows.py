@@ -4,24 +4,15 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops.checks import check_device, check_scalar, expect
-from quantkit.device.ops.op import Argument, Axis, Operands, Variant
+from quantkit.device.ops.op import Argument, Operands, Variant
 from quantkit.device.ops.quantize import quantize_static
 
-#: What is done to a norm before it is quantized: bit 0 of the index smooths, bit 1 shifts.
-INPUT_AXIS = Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth"))
 INPUT_ARGS = (
     Argument("weight", "io", "[k]", null="ones"),
     Argument("bias", "io", "[k]", null="zeros"),
     Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)"),
-    Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)"),
     Argument("scale", "f32", "[1]"),
 )
-
-
-def input_word(smooth: Tensor | None, shift: Tensor | None) -> str:
-    """Return the word of INPUT_AXIS."""
-    changes = (word for word, t in (("shift", shift), ("smooth", smooth)) if t is not None)
-    return "_".join(changes)
 
 
 def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
@@ -30,7 +21,7 @@ def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
     Args:
         op: its name.
         x: what the norm reads.
-        numbers: weight and bias, of x's dtype; smooth and shift, float32.
+        numbers: weight and bias, of x's dtype; smooth, float32.
         scale: of the codes.
     """
     check_columns(op, x, numbers)
@@ -38,7 +29,7 @@ def check_input(op: str, x: Tensor, numbers: Operands, scale: Tensor) -> None:
 
 
 def check_columns(op: str, x: Tensor, numbers: Operands) -> None:
-    """Refuse numbers per column that do not fit x (..., K): weight, bias, smooth and shift."""
+    """Refuse numbers per column that do not fit x (..., K): weight, bias and smooth."""
     for argument, tensor in zip(INPUT_ARGS, numbers, strict=False):
         if tensor is not None:
             name, dtype = argument.name, x.dtype if argument.element == "io" else torch.float32
@@ -46,21 +37,16 @@ def check_columns(op: str, x: Tensor, numbers: Operands) -> None:
             check_device(op, name, tensor, x)
 
 
-def codes_of(
-    y: Tensor, smooth: Tensor | None, shift: Tensor | None, scale: Tensor, fmt: str
-) -> Tensor:
-    """Return the codes of ``(y - shift) * smooth * (1 / scale)``, of any shape (..., K)."""
+def codes_of(y: Tensor, smooth: Tensor | None, scale: Tensor, fmt: str) -> Tensor:
+    """Return the codes of ``y * smooth * (1 / scale)``, of any shape (..., K)."""
     rows = y.float().reshape(-1, y.shape[-1])
-    rows = rows if shift is None else rows - shift
     rows = rows if smooth is None else rows * smooth
     factor = (1 / scale).clamp(max=torch.finfo(torch.float32).max)
-    codes = quantize_static(rows * factor, None, None, torch.ones_like(scale), fmt)
+    codes = quantize_static(rows * factor, None, torch.ones_like(scale), fmt)
     return codes.reshape(y.shape)
 
 
 def sample_input(variant: Variant, columns: int, generator: torch.Generator) -> Operands:
-    """Return smooth, shift and scale of a variant."""
-    words = variant.word("QK_INPUT").split("_")
-    smooth = torch.rand(columns, generator=generator) + 0.5 if "smooth" in words else None
-    shift = torch.randn(columns, generator=generator) if "shift" in words else None
-    return smooth, shift, torch.tensor([0.013])
+    """Return smooth and scale of a variant."""
+    smooth = torch.rand(columns, generator=generator) + 0.5 if variant.word("QK_SMOOTH") else None
+    return smooth, torch.tensor([0.013])

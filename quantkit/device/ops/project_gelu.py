@@ -37,7 +37,7 @@ from quantkit.device.ops.products import (
 #: Few tokens are a product's and an activation's, and the tiles made for them not compiled.
 TILE = Axis("QK_TILE", ("t0", "t1"))
 #: Operands behind the product's.
-_OTHERS = 4
+_OTHERS = 3
 
 
 def project_gelu(
@@ -48,7 +48,6 @@ def project_gelu(
     bias: Tensor | None,
     beside: Tensor | None,
     smooth: Tensor | None,
-    shift: Tensor | None,
     scale: Tensor,
     activation: str,
     x_format: str,
@@ -65,7 +64,7 @@ def project_gelu(
         w_scale: float32, one element, (N,), or (N, K / G) with a scale per group along K.
         bias: (N,) any float dtype, or None.
         beside: (M, L) in ``dtype``, whose codes stand left, or None; then L is 0.
-        smooth, shift: (L + N,), as ``quantize_static`` takes them.
+        smooth: (L + N,), as ``quantize_static`` takes them.
         scale: float32 with one element.
         activation: of ACTIVATIONS.
         x_format: of x.
@@ -77,7 +76,7 @@ def project_gelu(
         (M, L + N) uint8.
     """
     y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
-    return gelu_codes(y, beside, smooth, shift, scale, activation, y_format)
+    return gelu_codes(y, beside, smooth, scale, activation, y_format)
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
@@ -97,8 +96,8 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         "act": 1 + list(ACTIVATIONS).index(activation),
         "per_token": int(x_scale.numel() > 1),
         "per_channel": int(w_scale.numel() > 1),
-        # Hopper has kernels of their own where nothing is smoothed or shifted.
-        "changes": int(any(number is not None for number in others[1:3])),
+        # Hopper has kernels of their own where nothing is smoothed.
+        "changes": int(others[1] is not None),
     }
     words = (x_format, w_format, io_word(op.name, dtype), y_format)
     return Problem(words, sizes, group_scales=w_scale.ndim == 2)
@@ -122,9 +121,8 @@ def _sample(
     product = sample_product(variant, (m, k), columns, k, generator, per_row=m % 3 > 0)
     beside = torch.randn(m, left, generator=generator).to(dtype) if left else None
     smooth = torch.rand(left + columns, generator=generator) + 0.5 if m % 2 else None
-    shift = torch.randn(left + columns, generator=generator) if m % 4 == 1 else None
     activation = list(ACTIVATIONS)[(m + k) % len(ACTIVATIONS)]
-    return (*product, beside, smooth, shift, torch.tensor([0.013])), (activation, *kinds, dtype)
+    return (*product, beside, smooth, torch.tensor([0.013])), (activation, *kinds, dtype)
 
 
 _NEAR = Budget(
@@ -143,12 +141,12 @@ def _on(kind: str) -> tuple[Op, Op]:
         family="project_gelu",
         source="project_gelu.hip",
         formula=(
-            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, left + j] = {kind}(clamp((act(y[i, j]) - "
-            "shift[left + j]) * smooth[left + j] / scale[0], -max, max)), y and act(y) rounded"
+            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, left + j] = {kind}(clamp(act(y[i, j]) * "
+            "smooth[left + j] / scale[0], -max, max)), y and act(y) rounded"
         ),
         schema=(
             "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? beside, "
-            "Tensor? smooth, Tensor? shift, Tensor scale, str activation, str x_format, "
+            "Tensor? smooth, Tensor scale, str activation, str x_format, "
             "str w_format, str y_format, ScalarType dtype) -> Tensor"
         ),
         axes=(formats("X", kind), formats("W", kind), IO, formats("Y", kind), TILE),
@@ -156,7 +154,6 @@ def _on(kind: str) -> tuple[Op, Op]:
             *(X_CODES, X_SCALE, Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
             Argument("beside", "io", "[m, left]", null="nothing beside: left is 0"),
             Argument("smooth", "f32", "[left + n]", null="not smoothed"),
-            Argument("shift", "f32", "[left + n]", null="not shifted"),
             Argument("scale", "f32", "[1]"),
             *(Argument("q", "u8", "[m, left + n]", written=True), M, N, K),
             *(Argument(number, "i32") for number in ("left", "act", "per_token", "per_channel")),

@@ -21,40 +21,37 @@ from quantkit.device.ops.products import CODES, IO, K, M, formats
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scales import cast
 
+#: Whether columns are smoothed before they are quantized.
+SMOOTHING = Axis("QK_SMOOTH", ("", "smooth"))
 
-def quantize_static(
-    x: Tensor, smooth: Tensor | None, shift: Tensor | None, scale: Tensor, fmt: str
-) -> Tensor:
-    """Return the codes of ``(x - shift) * smooth / scale``, saturated; NaN stays NaN.
+
+def quantize_static(x: Tensor, smooth: Tensor | None, scale: Tensor, fmt: str) -> Tensor:
+    """Return the codes of ``x * smooth / scale``, saturated; NaN stays NaN.
 
     Args:
         x: (M, K) float16, bfloat16 or float32.
         smooth: (K,) float32, or None for ones.
-        shift: (K,) float32, or None for zeros.
         scale: float32 with one element.
         fmt: of the codes.
 
     Returns:
         (M, K) uint8.
     """
-    return cast(_changed(x, smooth, shift) / scale.reshape(()), find_format(fmt)).view(torch.uint8)
+    return cast(_smoothed(x, smooth) / scale.reshape(()), find_format(fmt)).view(torch.uint8)
 
 
-def quantize_token(
-    x: Tensor, smooth: Tensor | None, shift: Tensor | None, fmt: str
-) -> tuple[Tensor, Tensor]:
-    """Return a scale per row, amax(|(x - shift) * smooth|) / max or 1.0 where that is 0, and codes.
+def quantize_token(x: Tensor, smooth: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    """Return a scale per row, amax(|x * smooth|) / max or 1.0 where that is 0, and codes.
 
     Args:
         x: (M, K) float16, bfloat16 or float32. NaN makes its row's scale NaN, and all its codes.
         smooth: (K,) float32, or None for ones.
-        shift: (K,) float32, or None for zeros.
         fmt: of the codes.
 
     Returns:
         (M,) float32 and (M, K) uint8.
     """
-    values, target = _changed(x, smooth, shift), find_format(fmt)
+    values, target = _smoothed(x, smooth), find_format(fmt)
     amax = values.abs().amax(dim=1)
     # By a tensor: a GPU multiplies by the reciprocal of a Python number, which rounds otherwise.
     scale = amax / torch.full_like(amax, target.max)
@@ -62,19 +59,22 @@ def quantize_token(
     return scale, cast(values / scale.unsqueeze(1), target).view(torch.uint8)
 
 
-def _changed(x: Tensor, smooth: Tensor | None, shift: Tensor | None) -> Tensor:
-    x = x.float() if shift is None else x.float() - shift
-    return x if smooth is None else x * smooth
+def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:
+    return x.float() if smooth is None else x.float() * smooth
+
+
+def smooth_word(smooth: Tensor | None) -> str:
+    """Return the word of SMOOTHING."""
+    return "" if smooth is None else "smooth"
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
-    (x, smooth, shift, *scale), (fmt,) = operands, options
+    (x, smooth, *scale), (fmt,) = operands, options
     x = given(x)
-    check_quantize(op.name, x, smooth, shift)
+    check_quantize(op.name, x, smooth)
     for tensor in scale:
         check_scalar(op.name, "scale", given(tensor), x)
-    changes = (word for word, t in (("shift", shift), ("smooth", smooth)) if t is not None)
-    words = (io_word(op.name, x.dtype), fmt, "_".join(changes))
+    words = (io_word(op.name, x.dtype), fmt, smooth_word(smooth))
     return Problem(words, {"m": x.shape[0], "k": x.shape[1]})
 
 
@@ -92,12 +92,11 @@ def _scales_and_codes(operands: Operands, options: Options) -> tuple[Output, ...
 def _sample(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
-    (m, _, k), changes = sizes, variant.word("QK_INPUT").split("_")
+    m, _, k = sizes
     x = torch.randn(m, k, generator=generator).to(IO_DTYPES[variant.word("QK_IO")])
-    smooth = torch.rand(k, generator=generator) + 0.5 if "smooth" in changes else None
-    shift = torch.randn(k, generator=generator) if "shift" in changes else None
+    smooth = torch.rand(k, generator=generator) + 0.5 if variant.word("QK_SMOOTH") else None
     scale = (torch.tensor([0.013]),) if variant.op.family == "quantize_static" else ()
-    return (x, smooth, shift, *scale), (variant.word("QK_X_FORMAT"),)
+    return (x, smooth, *scale), (variant.word("QK_X_FORMAT"),)
 
 
 _EXACT = Budget(
@@ -105,7 +104,6 @@ _EXACT = Budget(
 )
 _X = Argument("x", "io", "[m, k]")
 _SMOOTH = Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)")
-_SHIFT = Argument("shift", "f32", "[k]", null="not shifted (variants without _shift)")
 _Q = Argument("q", "u8", "[m, k]", written=True)
 
 
@@ -114,8 +112,8 @@ def _static(kind: str) -> Op:
         family="quantize_static",
         kind=kind,
         scale=Argument("scale", "f32", "[1]"),
-        schema="(Tensor x, Tensor? smooth, Tensor? shift, Tensor scale, str x_format) -> Tensor",
-        formula=f"q[i, j] = {kind}(clamp((x[i, j] - shift[j]) * smooth[j] / scale[0], -max, max))",
+        schema="(Tensor x, Tensor? smooth, Tensor scale, str x_format) -> Tensor",
+        formula=f"q[i, j] = {kind}(clamp(x[i, j] * smooth[j] / scale[0], -max, max))",
         outputs=_codes,
         reference=quantize_static,
     )
@@ -126,10 +124,10 @@ def _token(kind: str) -> Op:
         family="quantize_token",
         kind=kind,
         scale=Argument("scale", "f32", "[m]", written=True),
-        schema="(Tensor x, Tensor? smooth, Tensor? shift, str x_format) -> (Tensor, Tensor)",
+        schema="(Tensor x, Tensor? smooth, str x_format) -> (Tensor, Tensor)",
         formula=(
-            "scale[i] = amax_j(|(x[i, j] - shift[j]) * smooth[j]|) / max, or 1 if that is 0; "
-            f"q[i, j] = {kind}(clamp((x[i, j] - shift[j]) * smooth[j] / scale[i], -max, max))"
+            "scale[i] = amax_j(|x[i, j] * smooth[j]|) / max, or 1 if that is 0; "
+            f"q[i, j] = {kind}(clamp(x[i, j] * smooth[j] / scale[i], -max, max))"
         ),
         outputs=_scales_and_codes,
         reference=quantize_token,
@@ -156,10 +154,9 @@ def _op(
         axes=(
             IO,
             formats("X", kind),
-            # What is done to x before: bit 0 of the index smooths, bit 1 shifts.
-            Axis("QK_INPUT", ("", "smooth", "shift", "shift_smooth")),
+            SMOOTHING,
         ),
-        args=(_X, _SMOOTH, _SHIFT, scale, _Q, M, K),
+        args=(_X, _SMOOTH, scale, _Q, M, K),
         k_multiple=1,
         check=_check,
         outputs=outputs,

@@ -1,7 +1,7 @@
 """How far packed layers shift the mean of their output, on inputs that calibration did not see.
 
-python docs/measure_shift.py MODEL PACKED... --prompts FILE: the last four prompts of FILE run
-through MODEL, and every packed layer is called with what the original's layer was called with.
+python docs/measure_bias_correction.py MODEL PACKED... --prompts FILE: the last four prompts of
+FILE run through MODEL, and every packed layer is called with what the original's layer was.
 """
 
 from collections import defaultdict
