@@ -150,7 +150,7 @@ def _broken_component(folder: Path, library: str, class_name: str) -> Iterator[s
         return
     # A folder may hold more than one config; a model's says that there must be weights.
     found = [name for name in _CONFIGS if (folder / name).is_file()]
-    if not any(folder.glob("*.json")):
+    if not any(path.is_file() for path in folder.glob("*.json")):
         yield f"{folder}: no config, as {', '.join(_CONFIGS[:3])}; {_CURE}"
     for name in found:
         try:

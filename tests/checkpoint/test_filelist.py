@@ -66,3 +66,12 @@ def test_every_config_of_a_component_is_judged(tmp_path):
     first, second = broken_pipeline(tmp_path, {})
     assert "vae/config.json" in first
     assert "'Other', model_index.json says AutoencoderKL" in second
+
+
+def test_a_directory_in_place_of_a_config_is_no_config(tmp_path):
+    """It is not copied, so what is packed of it would have none."""
+    index = {"_class_name": "P", "vae": ["diffusers", "AutoencoderKL"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "vae" / "config.json").mkdir(parents=True)
+    (line,) = broken_pipeline(tmp_path, {})
+    assert f"{tmp_path / 'vae'}: no config, as config.json" in line
