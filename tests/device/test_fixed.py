@@ -32,10 +32,10 @@ class Pair:
         hip.provide(*kernels)
         tensors = gemm_case(GEMM, M, N, K, torch.Generator().manual_seed(4), bias=bias).tensors
         self.weights = [tensors[name] for name in ("w", "w_scale", "bias")]
-        self.given = [torch.linspace(0.5, 2, K), None, *([torch.ones(1) / 64] if static else [])]
+        self.given = [torch.linspace(0.5, 2, K), *([torch.ones(1) / 64] if static else [])]
         codes = [((M, K), torch.uint8)]
         made = codes if static else [((M,), torch.float32), *codes]
-        self.quantize = Call(device, kernels[0], {"m": M, "k": K}, made, [2])
+        self.quantize = Call(device, kernels[0], {"m": M, "k": K}, made, [])
         output, nulls = ((M, N), torch.float16), [] if bias else [4]
         self.multiply = Call(device, kernels[1], {"m": M, "n": N, "k": K}, [output], nulls)
         places = [t.data_ptr() for t in self.weights if t is not None]

@@ -174,8 +174,8 @@ def test_codes_do_not_depend_on_threads():
         ({1: torch.zeros(9, 32)}, KernelError, "beside is torch.float32, wanted torch.float16"),
         ({1: torch.zeros(9, 24).half()}, ShapeError, "24 columns beside 80, wanted"),
         ({2: torch.zeros(80)}, ShapeError, r"smooth has shape \(80,\), wanted \(112,\)"),
-        ({4: torch.ones(2)}, ShapeError, r"scale has shape \(2,\), wanted one element"),
-        ({5: "relu"}, KernelError, "activation 'relu', wanted one of silu, gelu, tanh"),
+        ({3: torch.ones(2)}, ShapeError, r"scale has shape \(2,\), wanted one element"),
+        ({4: "relu"}, KernelError, "activation 'relu', wanted one of silu, gelu, tanh"),
     ],
 )  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(change, error, text):

@@ -80,7 +80,7 @@ def drawn(variant, sizes, *, seed=0):
     """Return a case of a variant: which operands there are follows from the sizes."""
     generator = torch.Generator().manual_seed(seed + sum(sizes))
     operands, (activation, *formats, dtype) = variant.op.sample(variant, sizes, generator)
-    return Case(operands[:-4], operands[-4:], activation, tuple(formats), dtype)
+    return Case(operands[:-3], operands[-3:], activation, tuple(formats), dtype)
 
 
 def on_host(case, variant, layout, threads=2):

@@ -23,9 +23,9 @@ def operands(dtype, m=6, k=264, *, pictures=2, gated=True, device="cpu"):
     x, added = torch.randn(2, m, k, device=device).to(dtype).unbind()
     gate, up, by = torch.randn(3, pictures, k, device=device).to(dtype).unbind()
     weight, bias = torch.randn(2, k, device=device).to(dtype).unbind()
-    changes = (torch.rand(k, device=device) + 0.5, torch.randn(k, device=device))
+    smooth = torch.rand(k, device=device) + 0.5
     scale = torch.tensor([0.02], device=device)
-    return [x, added, gate if gated else None, weight, bias, up, by, *changes, scale]
+    return [x, added, gate if gated else None, weight, bias, up, by, smooth, scale]
 
 
 def summed(x, added, gate):
