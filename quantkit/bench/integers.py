@@ -47,7 +47,7 @@ def _linear(problem: BenchProblem) -> Call:
     x, (w, w_scale) = problem.x16, problem.w_int8
 
     def call() -> object:
-        scale, codes = _QUANTIZE_TOKEN(x, None, None, "int8")
+        scale, codes = _QUANTIZE_TOKEN(x, None, "int8")
         return _MULTIPLY(codes, scale, w, w_scale, None, *_INT8)
 
     return call
@@ -58,7 +58,7 @@ def _linear_static(problem: BenchProblem) -> Call:
     x, (w, w_scale), scale = problem.x16, problem.w_int8, problem.static_scale_int8
 
     def call() -> object:
-        codes = _QUANTIZE_STATIC(x, None, None, scale, "int8")
+        codes = _QUANTIZE_STATIC(x, None, scale, "int8")
         return _MULTIPLY(codes, scale, w, w_scale, None, *_INT8)
 
     return call
@@ -69,7 +69,7 @@ def _linear_int4(problem: BenchProblem) -> Call:
     x, (w, group, w_scale) = problem.x16, problem.w_int4
 
     def call() -> object:
-        scale, codes = _QUANTIZE_TOKEN(x, None, None, "int8")
+        scale, codes = _QUANTIZE_TOKEN(x, None, "int8")
         return _MULTIPLY_INT4(codes, scale, w, group, w_scale, None, *_INT4)
 
     return call
