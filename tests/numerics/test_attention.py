@@ -117,7 +117,7 @@ def test_codes_of_values_are_those_of_numpy(pv, centred):
     scale[0, :2] = np.finfo(np.float32).smallest_subnormal, 1e-5
     t[0, 1, 2] = np.nan
     found = value_codes(tensor(t), tensor(mean), tensor(scale), pv)
-    inverse = np.minimum(np.float64(1) / scale, np.finfo(np.float32).max).astype(np.float32)
+    inverse = np.minimum(1 / scale.astype(np.float64), np.finfo(np.float32).max).astype(np.float32)
     by_picture = t.reshape(2, HEADS, *t.shape[1:])
     with np.errstate(over="ignore"):
         values = (by_picture if mean is None else by_picture - mean[:, None]) * inverse[:, None]
