@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.numerics.formats import NumberFormat, find_format
-from quantkit.numerics.granularity import Granularity, PerChannel, PerGroup, PerTensor, scale_shape
+from quantkit.numerics.granularity import Granularity, PerChannel, PerTensor, scale_shape
 
 
 def cast(values: Tensor, fmt: NumberFormat) -> Tensor:
@@ -35,13 +35,12 @@ def decode(codes: Tensor, fmt: str, precision: torch.dtype = torch.float32) -> T
 
 def expand_scale(scale: Tensor, granularity: Granularity, k: int) -> Tensor:
     """Return the scale broadcastable against (N, K) rows."""
-    match granularity:
-        case PerTensor():
-            return scale
-        case PerChannel():
-            return scale.reshape(-1, 1)
-        case PerGroup(size):
-            return scale.reshape(-1, k // size).repeat_interleave(size, dim=1)
+    # No match: Dynamo of Python 3.10 has no handler for its bytecode.
+    if isinstance(granularity, PerTensor):
+        return scale
+    if isinstance(granularity, PerChannel):
+        return scale.reshape(-1, 1)
+    return scale.reshape(-1, k // granularity.size).repeat_interleave(granularity.size, dim=1)
 
 
 def quantize(rows: Tensor, scale: Tensor, fmt: NumberFormat, granularity: Granularity) -> Tensor:
