@@ -210,10 +210,8 @@ FULL = DemoPlan(
             "FP8, per token, GPTQ",
             "fp8-token-gptq",
             """
-            calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
             calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
-            pack {model} -r fp8-token-gptq -c {out}/calibration --hessians {out}/hessians \
--o {out}/fp8-token-gptq
+            pack {model} -r fp8-token-gptq --hessians {out}/hessians -o {out}/fp8-token-gptq
             """,
         ),
         _STATIC,

@@ -186,7 +186,7 @@ def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
             continue
         if part == "weight_scale" and per_tensor:
             parts = [scale.expand(layer.n) for scale, layer in zip(parts, layers, strict=True)]
-        joined.fill(part, _cat(parts, dim=0))
+        joined.fill(part, _cat(parts))
     joined.bias = _biases(layers)
     _share(joined, layers)
     keep_as(joined, layers)
@@ -207,11 +207,11 @@ def _biases(layers: Sequence[PackedLinear | nn.Linear]) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts), requires_grad=False) if parts else None
 
 
-def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+def _cat(parts: Sequence[Tensor]) -> Tensor:
     # torch concatenates no FP8 on some devices.
     dtype = parts[0].dtype
     bits = torch.uint8 if dtype.itemsize == 1 else dtype
-    return torch.cat([part.view(bits) for part in parts], dim).view(dtype)
+    return torch.cat([part.view(bits) for part in parts]).view(dtype)
 
 
 def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
