@@ -6,14 +6,15 @@ names survivors; with ``--sample 0`` a group or a module is tried to the end.
 
 import argparse
 import functools
+import itertools
 import json
+import os
 import random
 import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from math import inf
 from pathlib import Path
 from time import monotonic
 
@@ -29,7 +30,7 @@ NOT_NOTICED = {"passed": "survived", "unrun": "no test runs it"}
 #: Share of mutants that must be noticed.
 WANTED = 0.95
 #: What a trial may take: so many times as long as its tests took, and so many seconds more.
-_TIMES, _MORE = 4, 30
+_TIMES, _MORE = 4, 60
 _BASELINE_SECONDS = 3600
 
 
@@ -43,24 +44,37 @@ class Baseline:
     #: test -> fixtures
     fixtures: dict
 
+    def files(self):
+        """Return the files of the tests."""
+        return sorted({test.split("::")[0] for test in self.seconds})
+
+    def is_imported(self, mutant):
+        """Tell whether the changed statement runs while a module is imported."""
+        return "" in self._contexts(mutant.path, range(mutant.first, mutant.line + 1))
+
     def tests_of(self, mutant):
-        """Return the tests that run the changed statement, quick ones first; None: none does."""
-        known = self.lines.get(mutant.path, {})
-        contexts = {
-            name
-            for line in range(mutant.first, mutant.line + 1)
-            for name in known.get(str(line), ())
-        }
-        if "" in contexts and len(contexts) == 1:
-            chosen = set(self.seconds)
-        else:
-            shared = {name.removeprefix("fixture:") for name in contexts}
-            chosen = {
-                test
-                for test in self.seconds
-                if test in contexts or shared & set(self.fixtures.get(test, ()))
-            }
-        return sorted(chosen, key=self.seconds.__getitem__)
+        """Return the tests that run the changed statement, quick ones first.
+
+        Of what runs while it is imported: those that run another line of the module, or else all.
+        """
+        imported = self.is_imported(mutant)
+        lines = self.lines[mutant.path] if imported else range(mutant.first, mutant.line + 1)
+        contexts = self._contexts(mutant.path, lines)
+        shared = {name.removeprefix("fixture:") for name in contexts}
+        chosen = [
+            test
+            for test in self.seconds
+            if test in contexts or shared & set(self.fixtures.get(test, ()))
+        ]
+        return sorted(chosen or (self.seconds if imported else ()), key=self.seconds.__getitem__)
+
+    def _contexts(self, path, lines):
+        known = self.lines.get(path, {})
+        return {name for line in lines for name in known.get(str(line), ())}
+
+    def limit(self, tests):
+        """Return the seconds that a trial of these tests may take."""
+        return _MORE + _TIMES * sum(map(self.seconds.__getitem__, tests))
 
 
 def main():
@@ -77,7 +91,6 @@ def _parse():
     parser.add_argument("--sample", type=int, default=200, help="mutants of a group; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--only", default="*", help="modules, as '*/obs.py'")
-    parser.add_argument("--seconds", type=float, default=inf, help="of a group; no trial after it")
     parser.add_argument("--processes", type=int, default=2, help="trials at the same time")
     return parser.parse_args()
 
@@ -89,7 +102,6 @@ def _try_group(name, group, options):
     paths = [path for path in paths if fnmatch(path, options.only)]
     everything = [mutant for path in paths for mutant in mutants_of(path, ROOT)]
     count = min(options.sample or len(everything), len(everything))
-    # In the order of the draw: what a limit of time leaves out is drawn at random, too.
     sample = random.Random(options.seed).sample(everything, count)
     print(f"{name}: {count} of {len(everything)} mutants in {len(paths)} modules", flush=True)
     known = {(e["path"], *e["change"]): e["why"] for e in TABLE["equivalent"]}
@@ -98,12 +110,12 @@ def _try_group(name, group, options):
     tried = [m for m in sample if m not in equivalent]
     baseline = _baseline(name, group["tests"], paths)
     started = monotonic()
-    outcomes = _outcomes(tried, baseline, options, diffs)
+    outcomes = _outcomes(tried, baseline, options.processes, diffs)
     return _score(name, outcomes, len(equivalent), monotonic() - started)
 
 
 def _baseline(name, files, paths):
-    """Run the tests of a group on the code as it is, and load what they loaded."""
+    """Run the tests of a group on the code as it is."""
     tests = [f"tests/{file}" for file in files]
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder) / "told.json", Path(folder) / "log.txt"
@@ -112,62 +124,73 @@ def _baseline(name, files, paths):
         if not output.exists():
             sys.exit(f"{name}: its tests do not run:\n{log.read_text()[-5000:]}")
         told = json.loads(output.read_text(encoding="utf-8"))
-        for module in told["loaded"]:
-            _load(module)
         # What fails as the code is would notice every mutant.
         for test in told["failed"]:
             print(f"{name}: left out, for it fails on the code as it is: {test}", flush=True)
             told["seconds"].pop(test, None)
-        # As a mutant is tried, but for the change.
-        unchanged = (paths[0], (ROOT / paths[0]).read_text(encoding="utf-8"))
-        process = trial.start(
-            list(told["seconds"]), ROOT, seconds=_BASELINE_SECONDS, log=log, change=unchanged
-        )
-        if trial.wait({process}) != (process, "passed"):
-            sys.exit(f"{name}: its tests fail where nothing changes:\n{log.read_text()[-5000:]}")
     return Baseline(told["lines"], told["seconds"], told["fixtures"])
 
 
-def _load(module):
-    """Import what a trial would import again, unless it is of the tests."""
-    import importlib
-
-    if module.split(".")[0] in {"torch", "numpy", "scipy", "diffusers", "transformers", "skimage"}:
-        try:
-            importlib.import_module(module)
-        except Exception:  # noqa: BLE001  what cannot be loaded here is loaded there
-            return
-
-
-def _outcomes(mutants: list[Mutant], baseline, options, diffs):
+def _outcomes(mutants: list[Mutant], baseline, processes, diffs):
     """Return mutant -> "passed", "failed", "timeout" or "unrun"; name those that survive."""
-    outcomes, running, start = {}, {}, monotonic()
-
-    def took(mutant, outcome):
+    run = [mutant for mutant in mutants if baseline.tests_of(mutant)]
+    unrun = [(mutant, "unrun") for mutant in mutants if mutant not in run]
+    inside = {m: codes for m in run if (codes := _inside(m, baseline)) is not None}
+    anew = [mutant for mutant in run if mutant not in inside]
+    outcomes = {}
+    tried = (_try_inside(inside, baseline, processes), _try_anew(anew, baseline, processes))
+    for mutant, outcome in itertools.chain(unrun, *tried):
         outcomes[mutant] = outcome
         if outcome in NOT_NOTICED:
             print(f"{mutant.path}:{mutant.line}: {NOT_NOTICED[outcome]} ({mutant.operator})")
             print(*(f"    {line}" for line in diffs[mutant]), sep="\n", flush=True)
-
-    def collect():
-        process, outcome = trial.wait(running)
-        took(running.pop(process), outcome)
-
-    for mutant in mutants:
-        if monotonic() > start + options.seconds:
-            break
-        tests = baseline.tests_of(mutant)
-        if not tests:
-            took(mutant, "unrun")
-            continue
-        if len(running) == options.processes:
-            collect()
-        seconds = _MORE + _TIMES * sum(map(baseline.seconds.__getitem__, tests))
-        change = (mutant.path, mutant.text(ROOT))
-        running[trial.start(tests, ROOT, seconds=seconds, change=change)] = mutant
-    while running:
-        collect()
     return outcomes
+
+
+def _inside(mutant, baseline):
+    """Return code -> changed code; None: what changes is no function, or runs while imported."""
+    if baseline.is_imported(mutant):
+        return None
+    before = (ROOT / mutant.path).read_text(encoding="utf-8")
+    return trial.replacements(before, mutant.text(ROOT))
+
+
+def _try_inside(codes, baseline, processes):
+    """Yield (mutant, outcome) of changes inside functions, mutant -> code -> changed code."""
+    # The first trial changes nothing.
+    trials = [(list(baseline.seconds), {}, _BASELINE_SECONDS)]
+    for mutant, changed in codes.items():
+        tests = baseline.tests_of(mutant)
+        trials.append((tests, changed, baseline.limit(tests)))
+    paths = sorted({mutant.path for mutant in codes})
+    read, write = os.pipe()
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(read) as told:
+        log = Path(folder) / "log.txt"
+        plugin = functools.partial(trial.Forks, trials, paths, processes, write)
+        process = trial.start(baseline.files(), ROOT, seconds=0, log=log, plugin=plugin)
+        os.close(write)
+        for line in told:
+            number, outcome = json.loads(line)
+            if number:
+                yield list(codes)[number - 1], outcome
+            elif outcome != "passed":
+                sys.exit(f"tests fail where nothing changes:\n{log.read_text()[-5000:]}")
+        if trial.wait({process}) != (process, "passed"):
+            sys.exit(f"tests cannot be collected:\n{log.read_text()[-5000:]}")
+
+
+def _try_anew(mutants, baseline, processes):
+    """Yield (mutant, outcome) of changes of what runs while a module is imported."""
+    running = {}
+    for mutant in [*mutants, *[None] * processes]:
+        if running and (mutant is None or len(running) == processes):
+            process, outcome = trial.wait(running)
+            yield running.pop(process), outcome
+        if mutant is not None:
+            tests = baseline.tests_of(mutant)
+            change = (mutant.path, mutant.text(ROOT))
+            process = trial.start(tests, ROOT, seconds=baseline.limit(tests), change=change)
+            running[process] = mutant
 
 
 def _score(name, outcomes, equivalent, seconds):

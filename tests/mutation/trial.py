@@ -1,12 +1,13 @@
-"""Tests in a process of their own, over a package in which one module may be changed.
+"""Tests over a package in which one function or one module is changed.
 
-The process is a fork of one that has torch loaded: a trial costs what its tests cost. Nothing is
-written to the checkout, so neither Ctrl-C nor a second trial meets a changed file; tests that start
-processes of their own see the package unchanged.
+A change inside a function is put into a fork of the process that collected the tests: a trial costs
+what its tests cost. What runs while a module is imported is changed before that, in a process that
+collects its tests anew. Nothing is written to the checkout, so neither Ctrl-C nor a second trial
+meets a changed file; tests that start processes of their own see the package unchanged.
 """
 
 import contextlib
-import importlib.abc
+import gc
 import importlib.machinery
 import importlib.util
 import json
@@ -16,6 +17,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from types import CodeType, FunctionType
 
 #: Bytes that a trial may allocate: a change that asks for more is noticed. Files that are mapped do
 #: not count.
@@ -23,25 +25,19 @@ _MEMORY = 8 << 30
 
 
 class _Changed(importlib.machinery.SourceFileLoader):
-    """Loads a module from another text than its file's, and leaves no bytecode behind."""
+    """Finds and loads one module from another text than its file's; leaves no bytecode behind."""
 
-    def __init__(self, name, path, text):
-        super().__init__(name, path)
+    def __init__(self, path, text, root):
+        super().__init__(module_name(path), str(root / path))
         self._text = text
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
 
     def get_code(self, fullname):
         return compile(self._text, self.path, "exec", dont_inherit=True)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name, path, text):
-        self._name, self._path, self._text = name, path, text
-
-    def find_spec(self, fullname, path, target=None):
-        if fullname != self._name:
-            return None
-        loader = _Changed(fullname, self._path, self._text)
-        return importlib.util.spec_from_file_location(fullname, self._path, loader=loader)
 
 
 def module_name(path):
@@ -50,14 +46,29 @@ def module_name(path):
     return name if name.startswith("quantkit") else f"quantkit.{name}"
 
 
+def replacements(before, after):
+    """Return code -> changed code of a module's functions; None: their closures differ."""
+    old, new = ([*_codes(compile(text, "", "exec", dont_inherit=True))] for text in (before, after))
+    if [code.co_freevars for code in old] != [code.co_freevars for code in new]:
+        return None
+    return {a: b for a, b in zip(old, new, strict=True) if a != b}
+
+
+def _codes(code):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
 def start(tests, root, *, seconds, change=None, plugin=None, log=os.devnull):
     """Start a trial and return its process id.
 
     Args:
         tests: arguments of pytest.
         root: of the repository.
-        seconds: after which the process is killed by SIGALRM.
-        change: (path, text) of the changed module.
+        seconds: after which the process is killed by SIGALRM; 0: never.
+        change: (path, text) of a module that is changed before it is imported.
         plugin: what returns a plugin of pytest.
         log: the file that takes what pytest says.
     """
@@ -66,13 +77,10 @@ def start(tests, root, *, seconds, change=None, plugin=None, log=os.devnull):
         return process
     status = 3
     try:
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
         said = os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         for stream in (0, 1, 2):
             os.dup2(said, stream)
+        _limit(seconds)
         status = _run(tests, root, change, plugin)
     except BaseException:  # noqa: BLE001  nothing may run twice: the process is a copy
         traceback.print_exc()
@@ -82,19 +90,24 @@ def start(tests, root, *, seconds, change=None, plugin=None, log=os.devnull):
         os._exit(status)
 
 
+def _limit(seconds):
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+
+
 def _run(tests, root, change, plugin):
     import pytest
 
     os.chdir(root)
     if change is not None:
-        path, text = change
-        sys.meta_path.insert(0, _Finder(module_name(path), str(root / path), text))
-    # pytest-timeout would take the alarm.
-    options = ["-q", "-n0", "--timeout=0", "-pno:cacheprovider"]
-    options += [] if plugin else ["-x"]
-    # Of plugins that the parent has loaded.
-    options += ["-Wignore::pytest.PytestAssertRewriteWarning"]
-    return int(pytest.main([*options, *tests], plugins=[plugin()] if plugin else []))
+        sys.meta_path.insert(0, _Changed(*change, root))
+    plugins = [plugin()] if plugin else []
+    # pytest-timeout would take the alarm; captured output would go to files that forks share.
+    options = ["-q", "-s", "-n0", "--timeout=0", "-pno:cacheprovider"]
+    options += [] if any(isinstance(x, Recorder) for x in plugins) else ["-x"]
+    return int(pytest.main([*options, *tests], plugins=plugins))
 
 
 def wait(running):
@@ -108,6 +121,49 @@ def wait(running):
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
         return process, "timeout"
     return process, "failed" if status else "passed"
+
+
+class Forks:
+    """A plugin of pytest that runs tests in forks of the process that collected them.
+
+    Args:
+        trials: (names of tests, replaced code, seconds after which SIGALRM kills the fork).
+        paths: of the changed modules.
+        processes: forks at the same time.
+        told: the descriptor that takes a line for each trial: its number and what came of it.
+    """
+
+    def __init__(self, trials, paths, processes, told):
+        self._trials, self._paths, self._processes, self._told = trials, paths, processes, told
+
+    def pytest_runtestloop(self, session):
+        """Return True; in a fork None, so that pytest goes on and runs the fork's tests."""
+        files = {importlib.import_module(module_name(path)).__file__ for path in self._paths}
+        items = {item.nodeid: item for item in session.items}
+        functions = [x for x in gc.get_objects() if isinstance(x, FunctionType)]
+        functions = [x for x in functions if x.__code__.co_filename in files]
+        gc.freeze()
+        running = {}
+        for number, (tests, codes, seconds) in enumerate(self._trials):
+            if len(running) == self._processes:
+                self._tell(running)
+            sys.stdout.flush()
+            process = os.fork()
+            if not process:
+                _limit(seconds)
+                for function in functions:
+                    if function.__code__ in codes:
+                        function.__code__ = codes[function.__code__]
+                session.items = [items[test] for test in tests]
+                return None
+            running[process] = number
+        while running:
+            self._tell(running)
+        return True
+
+    def _tell(self, running):
+        process, outcome = wait(running)
+        os.write(self._told, f"{json.dumps([running.pop(process), outcome])}\n".encode())
 
 
 class Recorder:
@@ -127,6 +183,13 @@ class Recorder:
         self._seconds, self._fixtures = {}, {}
         self._failed = []
         self._coverage.start()
+        self._paths = paths
+
+    def pytest_collection_finish(self):
+        # What a module runs while it is imported belongs to no test.
+        for path in self._paths:
+            importlib.import_module(module_name(path))
+        self._switch("between tests")
 
     def pytest_runtest_logreport(self, report):
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
@@ -141,13 +204,13 @@ class Recorder:
         self._switch(f"fixture:{fixturedef.argname}" if shared else request.node.nodeid)
 
     def pytest_fixture_post_finalizer(self, fixturedef, request):
-        self._switch("")
+        self._switch("between tests")
 
     def pytest_runtest_call(self, item):
         self._switch(item.nodeid)
 
     def pytest_runtest_teardown(self, item):
-        self._switch("")
+        self._switch("between tests")
 
     def pytest_sessionfinish(self):
         self._coverage.stop()
@@ -156,13 +219,11 @@ class Recorder:
             str(Path(file).relative_to(self._root)): data.contexts_by_lineno(file)
             for file in data.measured_files()
         }
-        loaded = [name for name in sys.modules if "quantkit" not in name]
         told = {
             "lines": lines,
             "seconds": self._seconds,
             "fixtures": self._fixtures,
             "failed": self._failed,
-            "loaded": loaded,
         }
         Path(self._output).write_text(json.dumps(told), encoding="utf-8")
 
