@@ -53,7 +53,6 @@ from .quantized_pipeline import (
 )
 from .range_map import RangeMap
 from .report_facts import (
-    attention_columns,
     attention_formats,
     describe_environment,
     kernel_facts,
@@ -314,7 +313,6 @@ def evaluate(
         environment=describe_environment(device, by),
         commands=tuple(commands),
         quantized_by=by,
-        attention_columns=attention_columns(pair.packed),
         attention_formats=attention_formats(pair.packed),
     )
     warnings = (*warn(pair.model, pair.packed, report), *_seen(settings, background))

@@ -23,7 +23,7 @@ from .statistics import Summary
 from .tiles import Tile, picture_tile, size_share
 
 #: 2: gates have a state, as in report.json.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 #: What the marker calls the output.
 KIND = "comparison of reports"
 COLUMNS = (

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from quantkit.checkpoint.column_decisions import column_decisions
 from quantkit.checkpoint.format_decisions import format_decisions
 from quantkit.checkpoint.reader import Packed
 from quantkit.device.log import KernelLog
@@ -21,7 +20,6 @@ from .generation import Generated
 from .layers import Place, foreign_layers
 from .noise_floor import Original
 from .result import (
-    AttentionColumns,
     AttentionFormats,
     GenerationFacts,
     KernelCalls,
@@ -56,19 +54,6 @@ def kernel_facts(calls: KernelLog, deviations: Mapping[Place, LayerDeviation]) -
         return Kernels(rows, None, "", words)
     worst = max(watched, key=lambda place: watched[place].kernel)
     return Kernels(rows, watched[worst].kernel, ".".join(filter(None, worst)), words)
-
-
-def attention_columns(packed: Packed) -> tuple[AttentionColumns, ...]:
-    """Return what was decided for each attention module, where the recipe asks for fewer columns.
-
-    Raises:
-        CheckpointError: a header that is damaged.
-    """
-    return tuple(
-        AttentionColumns(component.name, module, decision)
-        for component in packed.components
-        for module, decision in column_decisions(component).items()
-    )
 
 
 def attention_formats(packed: Packed) -> tuple[AttentionFormats, ...]:

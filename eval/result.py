@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from quantkit.checkpoint.column_decisions import ColumnDecision
 from quantkit.checkpoint.format_decisions import FormatDecision
 
 from .comparison import Comparison
@@ -19,7 +18,7 @@ from .verdict import write_verdict
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 #: 2: the verdict's text is a paragraph, and noise_floor, timesteps and packing are there.
 #: 3: gates have a state, of three; "passed" is null where a gate is open or was not measured.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,6 @@ class LayerRow:
     deviation: float | None
     bytes_before: int
     bytes_after: int
-
-
-@dataclass(frozen=True)
-class AttentionColumns:
-    """How many columns of queries and keys an attention module multiplies, and why."""
-
-    component: str
-    module: str
-    decision: ColumnDecision
 
 
 @dataclass(frozen=True)
@@ -220,8 +210,6 @@ class Report:
     calibrated_on: int | None = None
     #: what would help, the cheapest first; empty when the gates pass
     next_steps: tuple[NextStep, ...] = ()
-    #: empty where the recipe asks for all columns
-    attention_columns: tuple[AttentionColumns, ...] = ()
     #: empty where the recipe gives the formats of attention
     attention_formats: tuple[AttentionFormats, ...] = ()
     #: what calibration saw of the layers' inputs; None: not known, or not by timestep

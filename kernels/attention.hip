@@ -2,8 +2,6 @@
 //
 // of the row n = b * heads + h; p is e4m3fn of 2^(score - m + 8), or with QK_PV 1 float16, cut; its
 // sum is that of what it became: softmax.h.
-// Of q and k the first QK_RANK * 16 columns are multiplied, or all (QK_RANK 0); others are not
-// read.
 //
 // q       codes [N, M, D], D = 16 * QK_HEAD      q_scale f32 [N, M], int8 codes alone
 // k       codes [N, keys, D]                     k_scale f32 [N, ceil(keys / 16)], int8 codes alone
@@ -37,8 +35,8 @@
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kValueBytes = qk::Pv(QK_PV) == qk::Pv::kF16 ? 2 : 1;
 constexpr int kWaves = QK_THREADS / qk::kWave;
-constexpr int kHead = 16 * QK_HEAD, kRank = QK_RANK == 0 ? kHead : 16 * QK_RANK;
-using Loop = qk::Attention<kHead, kRank, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS,
+constexpr int kHead = 16 * QK_HEAD;
+using Loop = qk::Attention<kHead, QK_TILE_M / (16 * kWaves), QK_TILE_N, QK_THREADS,
                            qk::Format(QK_X_FORMAT), qk::Pv(QK_PV)>;
 
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");

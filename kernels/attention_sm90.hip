@@ -2,9 +2,9 @@
 // on Hopper (sm_90a): operands, formula, codes with QK_Y_FORMAT and what may be NaN are those of
 // attention.hip.
 //
-// q_map   with QK_MAPS (keys a multiple of 16), tensor map of q as [N M, QK_RANK * 16 columns]: box
+// q_map   with QK_MAPS (keys a multiple of 16), tensor map of q as [N M, QK_HEAD * 16 columns]: box
 //         64 rows
-// k_map   of k as [N keys / 16, 2, 4, 2, QK_RANK * 16 columns], whose dimensions change places: box
+// k_map   of k as [N keys / 16, 2, 4, 2, QK_HEAD * 16 columns], whose dimensions change places: box
 //         QK_KEYS rows in the order of a tile
 // v_map   of v as [N D, pitch]: box D rows. Boxes are one panel wide (attend_sm90.h), swizzled
 // alike
@@ -17,9 +17,9 @@
 #include "attend_sm90.h"
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
-constexpr int kHead = 16 * QK_HEAD, kRank = 16 * QK_RANK;
+constexpr int kHead = 16 * QK_HEAD;
 using Loop =
-    qk::HopperAttention<kHead, kRank, QK_GROUPS, QK_KEYS, qk::Format(QK_X_FORMAT), QK_MAPS == 1>;
+    qk::HopperAttention<kHead, QK_GROUPS, QK_KEYS, qk::Format(QK_X_FORMAT), QK_MAPS == 1>;
 static_assert(Loop::kSharedBytes == QK_SHARED_BYTES,
               "hopper/attention.py counts the shared memory");
 

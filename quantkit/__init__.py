@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from quantkit.workflow.optimize import optimize as optimize
     from quantkit.workflow.pack import pack as pack
     from quantkit.workflow.recover import recover as recover
-    from quantkit.workflow.rotate import rotate as rotate
     from quantkit.workflow.run import run as run
     from quantkit.workflow.sensitivity import measure_sensitivity as measure_sensitivity
     from quantkit.workflow.single_file import import_file as import_file
@@ -66,7 +65,6 @@ _HOMES = {
     "pack": "workflow.pack",
     "recover": "workflow.recover",
     "replay": "pipelines.replay",
-    "rotate": "workflow.rotate",
     "run": "workflow.run",
     "sparsify": "workflow.sparsify",
     "verify": "workflow.verify",
@@ -99,7 +97,6 @@ __all__ = [
     "pack",
     "recover",
     "replay",
-    "rotate",
     "run",
     "sparsify",
     "verify",

@@ -67,17 +67,17 @@ struct RowsCopy {
 /// What two buffers of keys and values may take.
 constexpr int kLdsLimit = 32 * 1024;
 
-template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk, Pv kPv>
+template <int kD, int kQueryBlocks, int kKeys, int kThreads, Format kQk, Pv kPv>
 struct Attention {
   using Scores = DenseMma<kQk, kQk>;
   using Values = ValuesOf<kPv>;
   static constexpr bool kInt8 = kQk == Format::kInt8;
   static constexpr int kWaveQueries = 16 * kQueryBlocks;
   static constexpr int kKeyBlocks = kKeys / 16, kHeadBlocks = kD / 16;
-  static constexpr int kChunks = kRank / Scores::kChunk;      // whole ones of a row of K
-  static constexpr bool kHalf = kRank % Scores::kChunk != 0;  // and a half
+  static constexpr int kChunks = kD / Scores::kChunk;      // whole ones of a row of K
+  static constexpr bool kHalf = kD % Scores::kChunk != 0;  // and a half
   // Odd numbers of 16 bytes: rows then begin in different banks.
-  static constexpr int kPitchK = kRank + (kHalf ? 0 : 16), kRowV = kKeys * Values::kBytes;
+  static constexpr int kPitchK = kD + (kHalf ? 0 : 16), kRowV = kKeys * Values::kBytes;
   static constexpr int kBytesK = kKeys * kPitchK;
   // Where two padded buffers do not fit, two rows of V^T share banks.
   static constexpr bool kPadV = 2 * (kBytesK + kD * (kRowV + 16)) <= kLdsLimit;
@@ -85,8 +85,7 @@ struct Attention {
   static constexpr int kBufferBytes = kBytesK + kD * kPitchV;
   static constexpr int kLdsBytes = 2 * kBufferBytes;
   static_assert(kKeys % 32 == 0, "a tile must be a whole number of fragments of V^T");
-  static_assert(kD % 16 == 0 && kRank % 16 == 0, "a head must be a whole number of instructions");
-  static_assert(kRank <= kD, "there are no more columns");
+  static_assert(kD % 16 == 0, "a head must be a whole number of instructions");
 
   // What a lane has of the result: its queries, and runs of neighbouring columns of each.
   static constexpr int kLaneQueries = kQueryBlocks, kRuns = kHeadBlocks, kRun = 8;
@@ -272,7 +271,7 @@ struct Attention {
   /// All keys for the queries of the calling wave; `first` is its first one.
   QK_DEVICE void run(const Head& head, u8* lds, int first) {
     const int thread = thread_index(), lane = thread % kWave;
-    RowsCopy<kKeys, kRank / 16, kThreads> k;
+    RowsCopy<kKeys, kD / 16, kThreads> k;
     RowsCopy<kD, kRowV / 16, kThreads> v;
     QK_UNROLL for (int d = 0; d < kHeadBlocks; ++d) {
       QK_UNROLL for (int j = 0; j < kQueryBlocks; ++j)
@@ -285,7 +284,7 @@ struct Attention {
     const int whole = (head.keys - 1) / kKeys * kKeys;
     const int pitch = head.pitch * Values::kBytes;
     load_queries(head, first, lane);
-    k.load_part(head.k + static_cast<i64>(whole) * kD, kD, head.keys - whole, kRank, thread);
+    k.load_part(head.k + static_cast<i64>(whole) * kD, kD, head.keys - whole, kD, thread);
     v.load_part(head.v + whole * Values::kBytes, pitch, kD, pitch - whole * Values::kBytes, thread);
     k.set_offsets(kD, thread);
     v.set_offsets(pitch, thread);

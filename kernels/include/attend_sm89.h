@@ -27,22 +27,21 @@
 
 namespace qk {
 
-template <int kD, int kRank, int kQueryBlocks, int kKeys, int kThreads, Format kQk, Pv kPv>
+template <int kD, int kQueryBlocks, int kKeys, int kThreads, Format kQk, Pv kPv>
 struct Attention {
   static_assert(kPv == Pv::kE4M3FN, "there are no others here");
   using Scores = DenseMma<kQk, kQk>;
   using Values = DenseMma<Format::kE4M3FN, Format::kE4M3FN>;
   static constexpr bool kInt8 = kQk == Format::kInt8;
   static constexpr int kWaveQueries = 16 * kQueryBlocks;
-  static constexpr int kPieces = kRank / 16, kRankSteps = (kPieces + 1) / 2;
+  static constexpr int kPieces = kD / 16, kHeadSteps = (kPieces + 1) / 2;
   static constexpr int kKeySteps = kKeys / 32, kScores = kKeys / 2;
   static constexpr int kValuePieces = kKeys / 16, kValueBlocks = kD / 8;
-  static constexpr int kPitchK = kRank + (kPieces % 2 != 0 ? 0 : 16), kPitchV = kKeys + 16;
+  static constexpr int kPitchK = kD + (kPieces % 2 != 0 ? 0 : 16), kPitchV = kKeys + 16;
   static constexpr int kBytesK = kKeys * kPitchK, kBufferBytes = kBytesK + kD * kPitchV;
   static constexpr int kLdsBytes = 2 * kBufferBytes;
   static_assert(kKeys == 32 || kKeys == 64, "four pieces of V^T are one or two blocks of columns");
-  static_assert(kD % 16 == 0 && kRank % 16 == 0, "a head must be a whole number of pieces");
-  static_assert(kRank <= kD, "there are no more columns");
+  static_assert(kD % 16 == 0, "a head must be a whole number of pieces");
 
   // What a lane has of the result: its queries, and runs of neighbouring columns of each.
   static constexpr int kLaneQueries = 2 * kQueryBlocks, kRuns = kValueBlocks, kRun = 2;
@@ -64,14 +63,14 @@ struct Attention {
 
   f32 out[kQueryBlocks][kValueBlocks][4];
   f32 bias[kQueryBlocks][2], sum[kQueryBlocks][2], q_scale[kQueryBlocks][2];
-  u32 q[kQueryBlocks][kRankSteps][4];
+  u32 q[kQueryBlocks][kHeadSteps][4];
   QK_DEVICE void load_queries(const Head& head, int first, int lane) {
     QK_UNROLL for (int b = 0; b < kQueryBlocks; ++b) {
       QK_UNROLL for (int r = 0; r < 2; ++r) {
         int query = first + 16 * b + 8 * r + lane / 4;
         query = query < head.queries ? query : head.queries - 1;
         const u8* const row = head.q + static_cast<i64>(query) * kD + 4 * (lane % 4);
-        QK_UNROLL for (int i = 0; i < 2 * kRankSteps; ++i)
+        QK_UNROLL for (int i = 0; i < 2 * kHeadSteps; ++i)
           q[b][i / 2][i % 2 * 2 + r] = i < kPieces ? load<u32>(row + 16 * i) : 0;
         if constexpr (kInt8) q_scale[b][r] = head.q_scale[query];
       }
@@ -100,7 +99,7 @@ struct Attention {
   static QK_DEVICE void fetch(const Head& head, Shared buffer, int key) {
     const u8* const k = head.k + static_cast<i64>(key) * kD;
     const u8* const v = head.v + key;
-    share<kKeys, kRank>([&](int row, int byte) {
+    share<kKeys, kD>([&](int row, int byte) {
       copy_piece(buffer + row * kPitchK + byte, k + static_cast<u32>(key_of(row) * kD + byte));
     });
     share<kD, kKeys>([&](int row, int byte) {
@@ -113,7 +112,7 @@ struct Attention {
   static QK_DEVICE void fetch_last(const Head& head, Shared buffer, int key) {
     const u8* const k = head.k + static_cast<i64>(key) * kD;
     const int last = head.keys - key - 1, columns = head.pitch - key;
-    share<kKeys, kRank>([&](int row, int byte) {
+    share<kKeys, kD>([&](int row, int byte) {
       const int from = key_of(row) < last ? key_of(row) : last;
       copy_piece(buffer + row * kPitchK + byte, k + from * kD + byte);
     });
@@ -125,8 +124,8 @@ struct Attention {
     });
   }
 
-  /// The j-th eight rows of K as the matrix instruction's columns; what is behind kRank is zero.
-  static QK_DEVICE void load_keys(u32 (&words)[2 * kRankSteps], Shared rows, int j) {
+  /// The j-th eight rows of K as the matrix instruction's columns; columns from kD on are zero.
+  static QK_DEVICE void load_keys(u32 (&words)[2 * kHeadSteps], Shared rows, int j) {
     const Shared address = rows + 8 * j * kPitchK;
     constexpr int kWhole = kPieces / 4 * 4;
     QK_UNROLL for (int i = 0; i < kWhole; i += 4)
@@ -141,10 +140,10 @@ struct Attention {
   /// Scores of the blocks of queries from `first` on, plus 8 - m, in powers of two.
   QK_DEVICE void score(Tile& s, int first, Shared rows, const KeyScales& k_scale) const {
     QK_UNROLL for (int j = 0; j < kKeys / 8; ++j) {
-      u32 keys[2 * kRankSteps];
+      u32 keys[2 * kHeadSteps];
       load_keys(keys, rows, j);
       typename Scores::Sum sums[kTogether][4] = {};
-      QK_UNROLL for (int step = 0; step < kRankSteps; ++step) {
+      QK_UNROLL for (int step = 0; step < kHeadSteps; ++step) {
         QK_UNROLL for (int b = 0; b < kTogether; ++b)
           Scores::multiply_step(sums[b], q[first + b][step], keys + 2 * step);
       }

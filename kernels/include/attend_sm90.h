@@ -41,16 +41,16 @@ struct HopperHeads {
 
 /// kGroups: warpgroups that multiply, each with 64 queries. kMaps: the copy engine fetches, which
 /// it can where heads have a multiple of 16 keys; else a warpgroup does.
-template <int kD, int kRank, int kGroups, int kKeys, Format kQk, bool kMaps>
+template <int kD, int kGroups, int kKeys, Format kQk, bool kMaps>
 struct HopperAttention {
   static constexpr bool kInt8 = kQk == Format::kInt8;
-  static constexpr int kRow = (kRank + 31) / 32 * 32;
+  static constexpr int kRow = (kD + 31) / 32 * 32;
   using QueryTile = Panels<64, kRow>;
   using KeyTile = Panels<kKeys, kRow>;
   using ValueTile = Panels<kD + 8, kKeys>;
   using Score = Sum<kQk, kQk>;
   static constexpr int kThreads = 128 * (kGroups + 1), kQueries = 64 * kGroups;
-  static constexpr int kRankSteps = kRow / 32, kKeySteps = kKeys / 32;
+  static constexpr int kHeadSteps = kRow / 32, kKeySteps = kKeys / 32;
   static constexpr int kScores = kKeys / 2, kOut = (kD + 8) / 2;
   static constexpr int kGroupsOfKeys = kKeys / 16;  // that share a scale, of int8 codes
   static constexpr int kQueryBytes = kGroups * QueryTile::kTotal;
@@ -110,11 +110,11 @@ struct HopperAttention {
             Vec16{{kOnes, kOnes, kOnes, kOnes}});
     }
     // A row that fills no whole number of instructions: what stands behind it stays zero.
-    if constexpr (kRank % 32 != 0 && !kMaps) {
+    if constexpr (kD % 32 != 0 && !kMaps) {
       for (int i = thread; i < kKeys * kStages; i += kThreads)
-        store(ring + i / kKeys * kStageBytes + KeyTile::offset(i % kKeys, kRank), Vec16{});
+        store(ring + i / kKeys * kStageBytes + KeyTile::offset(i % kKeys, kD), Vec16{});
       for (int i = thread; i < 2 * kQueries; i += kThreads)
-        store(shared + i / 64 * QueryTile::kTotal + QueryTile::offset(i % 64, kRank), Vec16{});
+        store(shared + i / 64 * QueryTile::kTotal + QueryTile::offset(i % 64, kD), Vec16{});
     }
     store_fence();
     __syncthreads();
@@ -188,7 +188,7 @@ struct HopperAttention {
 
   QK_DEVICE void fetch_queries(i64 row, int first, u32 piece, int thread) const {
     const u8* const q = heads.q + row * heads.queries * kD;
-    const PieceOf<kRank> part(thread);
+    const PieceOf<kD> part(thread);
     QK_NO_UNROLL for (int i = part.row; i < kQueries && part.exists(); i += part.kRows) {
       const int query = first + i < heads.queries ? first + i : heads.queries - 1;
       copy_piece(
@@ -199,7 +199,7 @@ struct HopperAttention {
 
   /// All tiles but the last; says which one comes next.
   QK_DEVICE u32 fetch_whole(i64 row, u32 tile, int thread) const {
-    const PieceOf<kRank> keys(thread);
+    const PieceOf<kD> keys(thread);
     const PieceOf<kKeys> values(thread);
     const u8* k = heads.k + row * heads.keys * kD + key_of(keys.row) * kD + keys.byte;
     const u8* v = heads.v + (row * kD + values.row) * heads.pitch + values.byte;
@@ -237,7 +237,7 @@ struct HopperAttention {
   QK_DEVICE void fetch_last(i64 row, u32 tile, int thread) const {
     const int first = (tiles - 1) * kKeys;
     const u32 stage = stage_at(tile);
-    const PieceOf<kRank> keys(thread);
+    const PieceOf<kD> keys(thread);
     const u8* const k = heads.k + row * heads.keys * kD + keys.byte;
     QK_NO_UNROLL for (int at = keys.row; at < kKeys && keys.exists(); at += keys.kRows) {
       int key = first + key_of(at);
@@ -272,7 +272,7 @@ struct HopperAttention {
     take(tile);
     wgmma_fence();
     const u32 keys = stage_at(tile);
-    QK_UNROLL for (int step = 0; step < kRankSteps; ++step) {
+    QK_UNROLL for (int step = 0; step < kHeadSteps; ++step) {
       Wgmma<kKeys>::template dense<kQk, kQk>(sums, QueryTile::operand(queries, step),
                                              KeyTile::operand(keys, step), step > 0);
     }

@@ -3,10 +3,8 @@
 As those of layers, sums of a call are added all at once.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,13 +21,6 @@ from quantkit.numerics.attention_limits import takes_heads
 #: A module's sums by name, on the CPU.
 AttentionSums = dict[str, Tensor]
 
-#: Rows of q of every picture and call whose probabilities are computed; all would cost what
-#: attention does.
-ROWS = 32
-#: A key is near a query that is at most so small a part of all keys away, on either side: about a
-#: tenth of them.
-_NEAR = 20
-
 
 @dataclass(frozen=True, eq=False)
 class Attended:
@@ -40,17 +31,13 @@ class Attended:
     high: list[Tensor]
     #: the same, float32
     sums: list[Tensor]
-    #: float64 (2, H), over sampled rows, of entropy and locality
-    shares: Tensor
-    #: float64 (H, D, D), of q and k: sums of x x'; none where no use is made of them
-    second: list[Tensor]
     #: of formats, where their errors are measured: float64 (F, H), and (H,) of what is exact
     errors: tuple[Tensor, ...]
     counts: "Counts"
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
-        return [*self.low, *self.high, *self.sums, self.shares, *self.second, *self.errors]
+        return [*self.low, *self.high, *self.sums, *self.errors]
 
 
 class Counts(NamedTuple):
@@ -61,9 +48,6 @@ class Counts(NamedTuple):
     #: the most in a call
     call_queries: int = 0
     call_keys: int = 0
-    #: sampled rows, and those of which locality is measured
-    rows: int = 0
-    local_rows: int = 0
 
     def plus(self, call: "Counts") -> "Counts":
         """Return the counts with one more call."""
@@ -86,7 +70,6 @@ class AttentionAccumulators:
         buckets: int,
         device: torch.device,
         *,
-        bare: bool,
         errors_from: int | None = None,
     ) -> None:
         """Begin with nothing seen.
@@ -96,7 +79,6 @@ class AttentionAccumulators:
             columns: of each.
             buckets: how many.
             device: of q, k and v.
-            bare: q and k come straight from their projections, so second moments are of use.
             errors_from: measure the errors of formats in calls with so many keys; None: in none.
         """
 
@@ -107,38 +89,28 @@ class AttentionAccumulators:
         self._low = zeros(buckets, 3, heads, columns, dtype=torch.float32).fill_(torch.inf)
         self._high = -self._low
         self._values = zeros(buckets, 3, heads, columns)
-        #: of entropies and localities
-        self._shares = zeros(buckets, 2, heads)
         self._counts = [Counts()] * buckets
-        #: of q and k
-        self._second = zeros(2 if bare else 0, heads, columns, columns)
         self._errors_from = errors_from
         self.errors = FormatErrors(heads, device)
-        parts = (self._low, self._high, self._values, self._shares)
+        parts = (self._low, self._high, self._values)
         self.parts = [ModuleSums(*views) for views in zip(*parts, strict=True)]
-        self.second = list(self._second)
 
-    def look(self, heads: Heads, scale: float | None, *, cross: bool) -> Attended:
+    def look(self, heads: Heads, scale: float | None) -> Attended:
         """Return what is to be added of one call, without waiting for the device.
 
         Args:
             heads: what it multiplies, (B, H, N, D).
             scale: of q k'; None: 1 / sqrt(D).
-            cross: keys are not the queries' own sequence.
         """
         q, k, v = (t.detach() for t in heads)
-        wide = [_rows_together(t) for t in (q, k)]
-        shares, rows = _shares(wide[0], wide[1], scale, cross=cross)
         least = self._errors_from
         measured = least is not None and k.shape[2] >= least and takes_heads(k.shape[3])
         return Attended(
             low=[t.amin(dim=(0, 2)) for t in (q, k, v)],
             high=[t.amax(dim=(0, 2)) for t in (q, k, v)],
             sums=[t.sum(dim=(0, 2), dtype=torch.float32) for t in (q, k, v)],
-            shares=shares,
-            second=[_second(t) for t in wide] if self.second else [],
             errors=lost_power(heads, scale, ATTENTION_FORMATS, None) if measured else (),
-            counts=_counts(q, k, rows, cross=cross),
+            counts=_counts(q, k),
         )
 
     def count(self, bucket: int, call: Attended) -> None:
@@ -155,9 +127,7 @@ class AttentionAccumulators:
             "low": low[:, 1:].contiguous(),
             "high": high[:, 1:].contiguous(),
             "values": self._values.cpu(),
-            "shares": self._shares.cpu(),
             "counts": torch.tensor(self._counts),
-            "second": self._second.cpu(),
             "format_lost": self.errors.lost.cpu(),
             "format_power": self.errors.power.cpu(),
         }
@@ -179,8 +149,6 @@ class AttentionAccumulators:
         self._low[seen, 1:] = sums["low"][seen].to(amax.device)
         self._high[seen, 1:] = sums["high"][seen].to(amax.device)
         self._values.copy_(sums["values"])
-        self._shares.copy_(sums["shares"])
-        self._second.copy_(sums["second"])
         self.errors.lost.copy_(sums["format_lost"])
         self.errors.power.copy_(sums["format_power"])
 
@@ -194,8 +162,6 @@ class ModuleSums:
     high: Tensor
     #: float64 (3, H, D)
     values: Tensor
-    #: float64 (2, H)
-    shares: Tensor
 
 
 def add_attended(bucket: int, calls: Sequence[tuple[AttentionAccumulators, Attended]]) -> Tensor:
@@ -213,15 +179,10 @@ def add_attended(bucket: int, calls: Sequence[tuple[AttentionAccumulators, Atten
     low = _joined([call.low for call in found], shapes, torch.float32)
     high = _joined([call.high for call in found], shapes, torch.float32)
     values = _joined([call.sums for call in found], shapes, torch.float64)
-    shares = [call.shares for call in found]
     torch._foreach_minimum_([sums.low for sums in mine], low)
     torch._foreach_maximum_([sums.high for sums in mine], high)
     torch._foreach_add_([sums.values for sums in mine], values)
-    torch._foreach_add_([sums.shares for sums in mine], shares)
-    second = [part for sums, _ in calls for part in sums.second]
-    if second:
-        torch._foreach_add_(second, [part for call in found for part in call.second])
-    finite = [largest_of(parts).isfinite() for parts in (low, high, shares)]
+    finite = [largest_of(parts).isfinite() for parts in (low, high)]
     return torch.stack(finite).all(dim=0)
 
 
@@ -234,16 +195,14 @@ def _joined(
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-#: Of ``AttentionSums``; axes: B buckets, H heads, D columns, P k and v, T q, k and v, S entropy and
-#: locality, C counts, M second moments: q's and k's, or none, F formats.
+#: Of ``AttentionSums``; axes: B buckets, H heads, D columns, P k and v, T q, k and v, C counts, F
+#: formats.
 SUMS = {
     "q_amax": Field(torch.float32, "BH"),
     "low": Field(torch.float32, "BPHD", signed=True),
     "high": Field(torch.float32, "BPHD", signed=True),
     "values": Field(torch.float64, "BTHD", signed=True),
-    "shares": Field(torch.float64, "BSH"),
     "counts": Field(torch.int64, "BC"),
-    "second": Field(torch.float64, "MHDD", signed=True),
     "format_lost": Field(torch.float64, "FH"),
     "format_power": Field(torch.float64, "H"),
 }
@@ -256,11 +215,9 @@ def check_attention_sums(where: str, tensors: Mapping[str, Tensor], buckets: int
         LookupError, ValueError: a field that is missing or unknown, or of a wrong dtype, shape or
             value.
     """
-    moments, heads, columns, _ = tensors["second"].shape
-    if moments not in (0, 2):
-        raise ValueError(f"{where}/second: of {moments}, wanted 0 or 2")
-    sizes = {"B": buckets, "H": heads, "D": columns, "M": moments}
-    sizes |= {"P": 2, "T": 3, "S": 2, "C": len(Counts._fields), "F": len(ATTENTION_FORMATS)}
+    heads, columns = tensors["values"].shape[2:]
+    sizes = {"B": buckets, "H": heads, "D": columns, "P": 2, "T": 3}
+    sizes |= {"C": len(Counts._fields), "F": len(ATTENTION_FORMATS)}
     check_fields(where, tensors, SUMS, sizes)
     statistics = attention_statistics_of(tensors)
     check_attention(where, statistics.tensors(), buckets)
@@ -270,18 +227,10 @@ def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
     """Return what sums that were taken come to."""
     counts = dict(zip(Counts._fields, sums["counts"].unbind(dim=1), strict=True))
     values, (low, high) = sums["values"], (sums["low"], sums["high"])
-    entropy, locality = (
-        (total / counts[rows].clamp(min=1).unsqueeze(1)).clamp(0, 1).float()
-        for total, rows in zip(sums["shares"].unbind(1), ("rows", "local_rows"), strict=True)
-    )
     q_mean, k_mean, v_mean = (
         (values[:, i] / counts[of].clamp(min=1).reshape(-1, 1, 1)).float()
         for i, of in enumerate(("queries", "keys", "keys"))
     )
-    second = [
-        (total / counts[of].sum().clamp(min=1)).float()
-        for total, of in zip(sums["second"], ("queries", "keys"), strict=False)
-    ]
     measured = bool(sums["format_power"].any())
     return AttentionStatistics(
         q_amax=sums["q_amax"],
@@ -292,67 +241,12 @@ def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
         q_mean=q_mean,
         k_mean=k_mean,
         v_mean=v_mean,
-        entropy=entropy,
-        locality=locality,
-        q_second=second[0] if second else None,
-        k_second=second[1] if second else None,
         format_lost=sums["format_lost"] if measured else None,
         format_power=sums["format_power"] if measured else None,
         **counts,
     )
 
 
-def _counts(q: Tensor, k: Tensor, rows: int, *, cross: bool) -> Counts:
+def _counts(q: Tensor, k: Tensor) -> Counts:
     pictures, queries, keys = len(q), q.shape[2], k.shape[2]
-    sampled = pictures * rows
-    return Counts(
-        pictures * queries, pictures * keys, queries, keys, sampled, 0 if cross else sampled
-    )
-
-
-def _shares(q: Tensor, k: Tensor, scale: float | None, *, cross: bool) -> tuple[Tensor, int]:
-    """Return sums over sampled rows of q of entropy and locality, float64 (2, H), and how many.
-
-    Args:
-        q, k: float32 (B, H, N, D).
-        scale: of q k'; None: 1 / sqrt(D).
-        cross: locality is 0.
-    """
-    queries, (keys, columns) = q.shape[2], k.shape[2:]
-    rows = min(ROWS, queries)
-    scale = 1 / math.sqrt(columns) if scale is None else scale
-    scores = (q[:, :, _places(queries, q.device)] * scale) @ k.transpose(2, 3)
-    log = scores.log_softmax(dim=3)
-    shares = log.exp()
-    # Sums along keys are short enough for float32. All on one key may come out a rounding below.
-    bits = log.mul_(shares).sum(dim=3).neg().clamp(min=0)
-    entropy = bits.sum(dim=(0, 2), dtype=torch.float64) / (math.log(keys) or 1.0)
-    if cross:
-        return torch.stack([entropy, torch.zeros_like(entropy)]), rows
-    near = shares.mul_(_near(queries, keys, q.device)).sum(dim=3)
-    return torch.stack([entropy, near.sum(dim=(0, 2), dtype=torch.float64)]), rows
-
-
-@lru_cache(maxsize=64)
-def _places(queries: int, device: torch.device) -> Tensor:
-    """Return which rows of q are sampled."""
-    rows = min(ROWS, queries)
-    # Made where it is used: copying it there would wait for the device.
-    return torch.arange(1, 2 * rows, 2, device=device) * queries // (2 * rows)
-
-
-@lru_cache(maxsize=64)
-def _near(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return 1 where a key is near a sampled query, float32 (rows, keys)."""
-    places = _places(queries, device).unsqueeze(1)
-    return ((places - torch.arange(keys, device=device)).abs() <= keys // _NEAR).float()
-
-
-def _rows_together(t: Tensor) -> Tensor:
-    """Return heads in float32 that lie one behind another: a CPU multiplies others row by row."""
-    return t.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-
-
-def _second(t: Tensor) -> Tensor:
-    """Return the sum of x x' over all rows x of each head, float64 (H, D, D)."""
-    return (t.transpose(2, 3) @ t).sum(dim=0, dtype=torch.float64)
+    return Counts(pictures * queries, pictures * keys, queries, keys)

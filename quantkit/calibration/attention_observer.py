@@ -20,16 +20,6 @@ from quantkit.models.attention import (
     why_kept,
 )
 
-#: Processors that multiply what q's and k's projections return, where the module has no norms.
-BARE = (
-    "AttnProcessor2_0",
-    "FusedAttnProcessor2_0",
-    "FusedJointAttnProcessor2_0",
-    "JointAttnProcessor2_0",
-    "SanaAttnProcessor2_0",
-)
-_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-
 #: Told the module, what it multiplies, and how.
 Tell = Callable[[str, Heads, AttentionCall], None]
 
@@ -41,19 +31,6 @@ def observed_modules(denoiser: nn.Module) -> dict[str, Any]:
         for name, module in attention_modules(denoiser)
         if not why_kept(module.processor)
     }
-
-
-def is_bare(module: Any) -> bool:
-    """Tell whether q and k are products with weights and nothing else."""
-    normed = any(getattr(module, name, None) is not None for name in _NORMS)
-    return type(module.processor).__name__ in BARE and not normed
-
-
-def is_cross(module: Any, heads: Heads) -> bool:
-    """Tell whether keys are of another sequence than queries."""
-    return bool(getattr(module, "is_cross_attention", False)) or (
-        heads.q.shape[2] != heads.k.shape[2]
-    )
 
 
 def listening(modules: Mapping[str, Any], tell: Tell) -> AbstractContextManager[None]:

@@ -67,7 +67,7 @@ def _rounded(
         q, k, q_scale, k_scale = by_qk[row.qk]
         y = compute(
             q, k, values[row.pv], q_scale, k_scale, wide.value_scale, wide.value_mean,
-            keys, count, columns, row.qk, torch.float32, q.shape[2],
+            keys, count, columns, row.qk, torch.float32,
         )  # fmt: skip
         yield y.transpose(1, 2)
 

@@ -27,7 +27,7 @@ INDEX = "index.json"
 KIND = "directory of second moments"
 _KIND = "quantkit_hessian"
 _FORMAT = "quantkit.hessians"
-_VERSION = 2
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -240,8 +240,8 @@ def _read_index(path: Path) -> HessianIndex:
     version = entry.pop("format_version", None)
     if version != _VERSION:
         raise ArtefactError(
-            f"{path / INDEX}: format_version {version!r:.40}, wanted {_VERSION}; take them again, "
-            "or update quantkit"
+            f"{path / INDEX}: format_version {version!r:.40}, expected {_VERSION}: made by a "
+            "development version or a newer quantkit; take them again, or upgrade"
         )
     with parsing(path / INDEX, cure="take them again"):
         index = as_type(HessianIndex, entry)

@@ -18,12 +18,7 @@ from quantkit.calibration.attention_accumulators import (
     AttentionSums,
     add_attended,
 )
-from quantkit.calibration.attention_observer import (
-    is_bare,
-    is_cross,
-    listening,
-    observed_modules,
-)
+from quantkit.calibration.attention_observer import listening, observed_modules
 from quantkit.calibration.batch_peaks import Sizes
 from quantkit.calibration.layer_modules import find_modules
 from quantkit.calibration.observed_step import replaying
@@ -374,9 +369,8 @@ class Collector:
 
     def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
         sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)
-        cross = is_cross(self._attention_modules[name], heads)
         self._settle_before(name, self._found.attended)
-        self._found.attended[name] = sums.look(heads, call.scale, cross=cross)
+        self._found.attended[name] = sums.look(heads, call.scale)
 
     def _attention_sums_of(
         self, name: str, shape: Sequence[int], device: torch.device
@@ -389,7 +383,6 @@ class Collector:
                 shape[3],
                 len(self.calls),
                 device,
-                bare=is_bare(self._attention_modules[name]),
                 errors_from=self._errors_from,
             )
         return self._attention_sums[name]

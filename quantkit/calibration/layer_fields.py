@@ -9,10 +9,6 @@ from torch import Tensor
 from quantkit.calibration.sampling import SAMPLE_ROWS
 from quantkit.numerics.histogram import BINS
 
-#: Fields that came with version 2, and with version 3: all of a version, or none.
-AVERAGE = ("moving_amax", "updates")
-SAMPLES = ("mean", "samples", "sample_priority", "sample_count")
-
 
 @dataclass(frozen=True)
 class Field:
@@ -55,7 +51,7 @@ SUMS = {
 
 
 def check_statistics(where: str, tensors: Mapping[str, Tensor], buckets: int) -> None:
-    """Hold the tensors of one layer against ``LayerStatistics``, of whatever version.
+    """Hold the tensors of one layer against ``LayerStatistics``.
 
     Args:
         where: what messages call the layer.
@@ -66,12 +62,8 @@ def check_statistics(where: str, tensors: Mapping[str, Tensor], buckets: int) ->
         LookupError, ValueError: a field that is missing or unknown, or of a wrong dtype, shape or
             value.
     """
-    absent = {
-        name for later in (AVERAGE, SAMPLES) if not set(later) & set(tensors) for name in later
-    }
-    wanted = {name: field for name, field in STATISTICS.items() if name not in absent}
-    _check(where, tensors, wanted, buckets)
-    if "sample_count" in wanted and bool((tensors["sample_count"] > SAMPLE_ROWS).any()):
+    _check(where, tensors, STATISTICS, buckets)
+    if bool((tensors["sample_count"] > SAMPLE_ROWS).any()):
         raise ValueError(f"{where}/sample_count: above {SAMPLE_ROWS}")
 
 
@@ -89,7 +81,7 @@ def _check(
 ) -> None:
     _refuse_odd(where, tensors, wanted)
     channels = tensors["channel_amax"].shape[-1]
-    columns = tensors["samples"].shape[-1] if "samples" in tensors else channels
+    columns = tensors["samples"].shape[-1]
     if not channels or columns % channels:
         raise ValueError(f"{where}: samples of {columns} columns do not fit {channels} channels")
     sizes = {"B": buckets, "C": channels, "H": BINS, "R": SAMPLE_ROWS, "K": columns}

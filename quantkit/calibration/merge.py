@@ -114,24 +114,16 @@ def merge_layer(first: LayerStatistics, second: LayerStatistics) -> LayerStatist
 
 
 def _averages(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tensor]:
-    if first.moving_amax is None or second.moving_amax is None:
-        return {}
-    assert first.updates is not None
-    assert second.updates is not None
     average = continued(first.moving_amax, first.updates, second.moving_amax, second.updates)
     return {"moving_amax": average, "updates": first.updates + second.updates}
 
 
 def _samples(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tensor]:
-    parts = []
-    for s in (first, second):
-        if s.mean is None or s.samples is None or s.sample_priority is None:
-            return {}
-        parts.append((s.samples, s.sample_priority, s.mean.double() * s.count.unsqueeze(1)))
-    rows, priority = join_samples([part[:2] for part in parts])
+    rows, priority = join_samples([(s.samples, s.sample_priority) for s in (first, second)])
+    one, two = (s.mean.double() * s.count.unsqueeze(1) for s in (first, second))
     count = (first.count + second.count).clamp(min=1)
     return {
-        "mean": ((parts[0][2] + parts[1][2]) / count.unsqueeze(1)).float(),
+        "mean": ((one + two) / count.unsqueeze(1)).float(),
         "samples": rows,
         "sample_priority": priority,
         "sample_count": (priority > 0).sum(dim=1),

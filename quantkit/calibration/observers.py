@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quantkit.calibration.rescaled_statistics import refuse_without_samples, rescaled
+from quantkit.calibration.rescaled_statistics import rescaled
 from quantkit.calibration.statistics import LayerStatistics
-from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import choose_edges
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.histogram import bin_edges
@@ -88,28 +87,10 @@ def clip_at_moving_average(
 ) -> Tensor:
     """Clip at the moving average of the largest |x| of each call.
 
-    Raises:
-        ArtefactError: the statistics come from a file that did not hold it.
-
     Source: Jacob et al. 2018, arXiv:1712.05877, section 3.1.
     """
     del fmt, percentile
-    refuse_without_average(statistics, "moving_average")
-    assert statistics.moving_amax is not None
     return statistics.moving_amax.float()
-
-
-def refuse_without_average(statistics: LayerStatistics, observer: str) -> None:
-    """Refuse an observer that reads what the statistics do not hold, before any work is done.
-
-    Raises:
-        ArtefactError: they come from a file of version 1, and the observer is moving_average.
-    """
-    if observer == "moving_average" and statistics.moving_amax is None:
-        raise ArtefactError(
-            "activation.observer moving_average: the calibration has no moving average "
-            "(format_version 1); calibrate again, or choose another observer"
-        )
 
 
 #: (statistics, format, percentile) -> clip value per bucket, float32 (B,)
@@ -180,13 +161,9 @@ def clip_after(
 
     Returns:
         float32 (B,).
-
-    Raises:
-        ArtefactError: the observer reads the histogram, and there are no samples to estimate it.
     """
     if activation.observer == "amax":
         return (statistics.channel_amax * factor).amax(dim=1)
-    refuse_without_samples(statistics, f"activation.observer {activation.observer} after smoothing")
     observed = rescaled(statistics, factor)
     return OBSERVERS[activation.observer](observed, fmt, activation.percentile)
 

@@ -6,20 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.statistics import LayerStatistics
-from quantkit.errors import ArtefactError
 from quantkit.numerics.histogram import count_bins
-
-
-def refuse_without_samples(statistics: LayerStatistics, why: str) -> None:
-    """Refuse what reads the samples, before any work is done.
-
-    Raises:
-        ArtefactError: they come from a file of version 1 or 2.
-    """
-    if statistics.samples is None:
-        raise ArtefactError(
-            f"{why}: the calibration has no samples (format_version 1 or 2); calibrate again"
-        )
 
 
 def rescaled(statistics: LayerStatistics, factor: Tensor) -> LayerStatistics:
@@ -29,19 +16,16 @@ def rescaled(statistics: LayerStatistics, factor: Tensor) -> LayerStatistics:
     and every channel's largest value, which is rarely among them, for itself.
 
     Args:
-        statistics: of the input as it was, with samples.
+        statistics: of the input as it was.
         factor: (C,) positive float32.
 
     Returns:
         amax, histogram and channel_amax; the rest is not of use after this.
     """
-    samples, counts = statistics.samples, statistics.sample_count
-    assert samples is not None, "callers refuse statistics without samples"
-    assert counts is not None
     loud = statistics.channel_amax * factor
     histogram = torch.zeros_like(statistics.histogram)
     for bucket, (rows, known, largest) in enumerate(
-        zip(samples, counts.tolist(), loud, strict=True)
+        zip(statistics.samples, statistics.sample_count.tolist(), loud, strict=True)
     ):
         taps = rows[:known].float().reshape(-1, len(factor))
         # Rounding to bfloat16 may have lifted a value over the largest one.

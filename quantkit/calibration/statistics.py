@@ -10,33 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.attention_statistics import (
-    ERRORS,
-    FORMATS,
-    AttentionStatistics,
-    check_attention,
-)
+from quantkit.calibration.attention_statistics import AttentionStatistics, check_attention
 from quantkit.calibration.buckets import bucket_groups, targets_of
-from quantkit.calibration.layer_fields import AVERAGE, SAMPLES, check_statistics
+from quantkit.calibration.layer_fields import check_statistics
 from quantkit.calibration.sampling import join_samples
 from quantkit.errors import ArtefactError
 from quantkit.models.source import Component
 from quantkit.numerics.histogram import BINS, quantiles
-from quantkit.storage.artefact import (
-    FIRST_VERSION,
-    pack_name,
-    read_artefact,
-    split_name,
-    write_artefact,
-)
+from quantkit.storage.artefact import pack_name, read_artefact, split_name, write_artefact
 from quantkit.storage.jsonfile import as_type, parsing
 
 _KIND = "quantkit_calibration"
-#: Version 2 added the moving average, version 3 the mean and the samples, version 4 attention,
-#: version 5 the errors of fewer columns, version 6 those of formats; a calibration without them is
-#: still written as the version that has all of it.
-_NEWEST = 6
-_WITH_ATTENTION, _WITH_COLUMNS = 4, 5
 #: What the fields of attention modules begin with in the file.
 _ATTENTION = "attention."
 
@@ -58,19 +42,19 @@ class LayerStatistics:
     channel_amax: Tensor
     #: int64 (B,), values seen per channel
     count: Tensor
-    #: float64 (B,), exponential moving average of each call's largest |x|; None in version 1
-    moving_amax: Tensor | None = None
-    #: int64 (B,), the calls it averages; None in version 1
-    updates: Tensor | None = None
-    #: float32 (B, C), mean of x; None before version 3, like all below
-    mean: Tensor | None = None
+    #: float64 (B,), exponential moving average of each call's largest |x|
+    moving_amax: Tensor
+    #: int64 (B,), the calls it averages
+    updates: Tensor
+    #: float32 (B, C), mean of x
+    mean: Tensor
     #: bfloat16 (B, R, K), rows as the kernels read them, drawn uniformly from all that were seen;
     #: by priority, zeros where fewer were seen
-    samples: Tensor | None = None
+    samples: Tensor
     #: float64 (B, R), what each of them was drawn by; those of the largest stay
-    sample_priority: Tensor | None = None
+    sample_priority: Tensor
     #: int64 (B,), how many there are, the first ones
-    sample_count: Tensor | None = None
+    sample_count: Tensor
 
     def pooled(self) -> "LayerStatistics":
         """Return the statistics of all buckets as one (B = 1)."""
@@ -97,16 +81,12 @@ class LayerStatistics:
         )
 
     def _regrouped_average(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
-        if self.moving_amax is None or self.updates is None:
-            return {}
         weighted = self.moving_amax * self.updates
         updates = torch.stack([self.updates[g].sum() for g in groups])
         total = torch.stack([weighted[g].sum() for g in groups])
         return {"moving_amax": total / updates.clamp(min=1), "updates": updates}
 
     def _regrouped_samples(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
-        if self.mean is None or self.samples is None or self.sample_priority is None:
-            return {}
         joined = [
             join_samples(
                 [(self.samples[b : b + 1], self.sample_priority[b : b + 1]) for b in g.tolist()]
@@ -180,7 +160,7 @@ class Calibration:
     #: ascending timesteps between buckets, in the unit the denoiser is called with
     edges: tuple[float, ...]
     metadata: CalibrationProvenance
-    #: of every attention module with a known processor; empty before version 4
+    #: of every attention module with a known processor
     attention: AttentionByComponent = field(default_factory=dict)
 
     def of(self, component: Component) -> Mapping[str, LayerStatistics]:
@@ -194,7 +174,7 @@ class Calibration:
         return self.layers[find_component(component.name, tuple(self.layers), "calibration")]
 
     def attention_of(self, component: Component) -> Mapping[str, AttentionStatistics]:
-        """Return the statistics of a component's attention modules; empty before version 4.
+        """Return the statistics of a component's attention modules.
 
         Raises:
             ArtefactError: the calibration has no such component.
@@ -262,19 +242,16 @@ def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> No
         **_tensors_of(calibration.attention, _ATTENTION),
     }
     about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
-    version = _oldest_with({split_name(name)[2] for name in tensors})
-    write_artefact(path, _KIND, tensors, about, force=force, version=version)
+    write_artefact(path, _KIND, tensors, about, force=force)
 
 
 def load_calibration(path: Path) -> Calibration:
     """Read what ``save_calibration`` wrote.
 
-    What a file of an older version does not hold is None; everything else serves as ever.
-
     Raises:
-        ArtefactError: missing, damaged, or of a newer version.
+        ArtefactError: missing, damaged, or of another version.
     """
-    tensors, about = read_artefact(path, _KIND, newest=_NEWEST)
+    tensors, about = read_artefact(path, _KIND)
     with parsing(path, cure="calibrate again"):
         edges = edges_of(about["edges"])
         layers, attention = _tables_of(tensors, len(edges) + 1)
@@ -340,15 +317,3 @@ def _grouped(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str, bool], dict[
         key = (component, name, field.startswith(_ATTENTION))
         grouped.setdefault(key, {})[field.removeprefix(_ATTENTION)] = tensor
     return grouped
-
-
-def _oldest_with(stored: set[str]) -> int:
-    if any(f"{_ATTENTION}{name}" in stored for name in FORMATS):
-        return _NEWEST
-    if any(f"{_ATTENTION}{name}" in stored for name in ERRORS):
-        return _WITH_COLUMNS
-    if any(name.startswith(_ATTENTION) for name in stored):
-        return _WITH_ATTENTION
-    if stored.issuperset(SAMPLES):
-        return 3
-    return 2 if stored.issuperset(AVERAGE) else FIRST_VERSION

@@ -10,8 +10,6 @@ from typing import Any, Literal
 from quantkit._version import __version__
 from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
 from quantkit.checkpoint.attention import PackedAttention, parse_attention
-from quantkit.checkpoint.rotated import KEY as ROTATED_KEY
-from quantkit.checkpoint.rotated import parse_rotated, rotated_to_json
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.models.quantizers import CONFIG_KEY
@@ -65,8 +63,6 @@ class PackedConfig:
     schemes: tuple[SchemeEntry, ...]
     #: None: in 16 bit
     attention: PackedAttention | None = None
-    #: attention modules whose queries and keys have another basis than the published model's
-    rotated: tuple[str, ...] = ()
 
     @cached_property
     def layers(self) -> dict[str, Scheme]:
@@ -85,7 +81,6 @@ class PackedConfig:
             "format_version": FORMAT_VERSION,
             "quantkit_version": self.quantkit_version,
             **attention,
-            **rotated_to_json(self.rotated),
             "schemes": [
                 {**scheme_to_json(entry.scheme), "layers": list(entry.layers)}
                 for entry in self.schemes
@@ -94,23 +89,19 @@ class PackedConfig:
 
 
 def make_config(
-    schemes: Mapping[str, Scheme],
-    attention: PackedAttention | None = None,
-    *,
-    rotated: tuple[str, ...] = (),
+    schemes: Mapping[str, Scheme], attention: PackedAttention | None = None
 ) -> PackedConfig:
     """Return the config of layers and their treatments, equal treatments gathered.
 
     Args:
         schemes: module path to treatment.
         attention: None: in 16 bit.
-        rotated: attention modules with another basis.
     """
     gathered: dict[Scheme, list[str]] = {}
     for layer, scheme in sorted(schemes.items()):
         gathered.setdefault(scheme, []).append(layer)
     entries = tuple(SchemeEntry(scheme, tuple(layers)) for scheme, layers in gathered.items())
-    return PackedConfig(__version__, entries, attention, rotated)
+    return PackedConfig(__version__, entries, attention)
 
 
 def parse_config(config: Mapping[str, Any]) -> PackedConfig:
@@ -121,7 +112,7 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
             two schemes.
     """
     check_version(config.get("format_version"), CONFIG_KEY)
-    check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY, ROTATED_KEY))
+    check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY,))
     if config["quant_method"] != QUANT_METHOD:
         raise CheckpointError(
             f"{CONFIG_KEY}: quant_method {config['quant_method']!r:.80}, wanted {QUANT_METHOD!r}"
@@ -140,10 +131,7 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     attention = None
     if ATTENTION_KEY in config:
         attention = parse_attention(config[ATTENTION_KEY], CONFIG_KEY)
-    rotated: tuple[str, ...] = ()
-    if ROTATED_KEY in config:
-        rotated = parse_rotated(config[ROTATED_KEY], CONFIG_KEY)
-    return PackedConfig(version, entries, attention, rotated)
+    return PackedConfig(version, entries, attention)
 
 
 def check_version(found: object, where: str) -> None:

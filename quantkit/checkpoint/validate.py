@@ -63,7 +63,6 @@ def broken_rules(
         yield from _scheme_owns_packed_tensors(config, shard)
     yield from _layers_agree(config, shards)
     yield from _attention_agrees(config, shards)
-    yield from _rotated_agrees(config, shards)
 
 
 def _tensors_are_unique(shards: Sequence[Shard]) -> Iterator[str]:
@@ -129,16 +128,6 @@ def _layers_agree(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str
             shard = records[name]
             record = shard.metadata.layers[name]
             yield from _layer_agrees(config, shard, name, record, biases.get(f"{name}.bias"))
-
-
-def _rotated_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str]:
-    """Look for the projections of modules that have another basis."""
-    found = {name for shard in shards for name in shard.header.tensors}
-    for module in config.rotated:
-        for name in (f"{module}.to_q.weight", f"{module}.to_k.weight"):
-            if name not in found:
-                where = shards[0].header.path.parent
-                yield f"{where}: rotated: {module:.80}: no {name:.80}; pack the model again"
 
 
 def _attention_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str]:

@@ -31,7 +31,6 @@ from quantkit.cli import (
     pack,
     recipes,
     recover,
-    rotate,
     run,
     sensitivity,
     sparsify,
@@ -71,7 +70,6 @@ calibrate.calibrate.add_command(optimize.optimize)
 calibrate.calibrate.add_command(hessian.hessian)
 quantkit.add_command(calibrate.calibrate)
 quantkit.add_command(sparsify.sparsify)
-quantkit.add_command(rotate.rotate)
 quantkit.add_command(recover.recover)
 quantkit.add_command(pack.pack)
 quantkit.add_command(export.export)

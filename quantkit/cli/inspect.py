@@ -9,7 +9,6 @@ from quantkit.cli import options
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from quantkit.checkpoint.column_decisions import ColumnDecision
     from quantkit.checkpoint.format_decisions import FormatDecision
     from quantkit.workflow.inspect import InspectedLayer
     from quantkit.workflow.inspect_calibration import InspectedAttention
@@ -25,17 +24,8 @@ _COLUMNS = (
     "before",
     "after",
 )
-_ATTENTION_COLUMNS = (
-    "attention module",
-    "heads",
-    "columns",
-    "keys",
-    "largest |q|",
-    "entropy",
-    "locality",
-)
+_ATTENTION_COLUMNS = ("attention module", "heads", "columns", "keys", "largest |q|")
 _FORMAT_COLUMNS = ("attention module", "format", "why")
-_COLUMN_COLUMNS = ("attention module", "heads", "entropy", "locality", "columns", "why")
 
 
 @click.command()
@@ -64,9 +54,6 @@ def inspect(packed: Path, quiet: bool, as_json: bool) -> None:
     if found.formats:
         formats = [_format_row(*place, decision) for place, decision in found.formats.items()]
         print_table("Formats of attention", _FORMAT_COLUMNS, formats)
-    if found.columns:
-        rows = [_column_row(*place, decision) for place, decision in found.columns.items()]
-        print_table("Columns of queries and keys", _COLUMN_COLUMNS, rows)
     echo(found)
 
 
@@ -88,28 +75,11 @@ def _attention_row(module: "InspectedAttention") -> tuple[object, ...]:
         module.statistics.columns,
         module.keys,
         module.q_amax,
-        module.entropy,
-        "" if module.locality is None else f"{module.locality:.4g}",
-    )
-
-
-def _column_row(component: str, module: str, found: "ColumnDecision") -> tuple[object, ...]:
-    return (
-        "/".join(filter(None, (component, module))),
-        len(found.entropy),
-        _between(found.entropy),
-        _between(found.locality),
-        found.chosen or "all",
-        found.reason,
     )
 
 
 def _format_row(component: str, module: str, found: "FormatDecision") -> tuple[object, ...]:
     return "/".join(filter(None, (component, module))), found.chosen or "16 bit", found.reason
-
-
-def _between(values: tuple[float, ...]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}" if values else ""
 
 
 def _row(layer: "InspectedLayer") -> tuple[object, ...]:

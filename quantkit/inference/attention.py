@@ -101,12 +101,10 @@ def install(model: Any, packed: PackedAttention | None) -> None:
     """Give a packed model the attention that its config asks for; None: its own.
 
     Raises:
-        CheckpointError: a format, or fewer columns, of a module that the model has not, or that has
-            no more.
+        CheckpointError: a format of a module that the model has not.
     """
     if packed is not None:
         _refuse_unknown(model, packed)
-        _refuse_ranks(model, packed)
     changed = _quantize(model, packed)
     if (changed or packed is not None) and hasattr(type(model), _SET):
         setattr(model, _SET, partial(_set_attn_processor, model, packed))
@@ -127,9 +125,8 @@ def _quantize(model: nn.Module, packed: PackedAttention | None) -> bool:
     def settings_of(name: str) -> AttentionSettings | None:
         if packed is None or matches(name, packed.exclude):
             return None
-        found, rank = packed.format_of(name), packed.ranks.get(name)
-        fewer = name in packed.two_of_four
-        return AttentionSettings(found.qk, packed.min_keys, rank, fewer, found.pv)
+        found = packed.format_of(name)
+        return AttentionSettings(found.qk, packed.min_keys, found.pv)
 
     _set_all(model, settings_of, ())
     return any(isinstance(m.processor, _Quantized) for _, m in attention_modules(model))
@@ -140,22 +137,6 @@ def _refuse_unknown(model: Any, packed: PackedAttention) -> None:
         raise CheckpointError(
             f"attention: {name:.80}: a format, but no such module; pack the model again"
         )
-
-
-def _refuse_ranks(model: Any, packed: PackedAttention) -> None:
-    columns = {
-        name: getattr(module, "inner_dim", 0) // module.heads
-        for name, module in attention_modules(model)
-        if getattr(module, "heads", 0)
-    }
-    least = {**packed.ranks, **dict.fromkeys(packed.two_of_four, 1)}
-    for name, rank in least.items():
-        if columns.get(name, 0) <= rank:
-            found = f"heads of {columns[name]} columns" if name in columns else "no such module"
-            raise CheckpointError(
-                f"attention: {name:.80}: {found}, wanted more than {rank} columns; pack the model "
-                "again"
-            )
 
 
 def _set_attn_processor(

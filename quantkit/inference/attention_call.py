@@ -27,10 +27,6 @@ class AttentionSettings:
     qk_format: str = E4M3FN.name
     #: with fewer keys torch's attention is used: making codes would cost more than they save
     min_keys: int = 512
-    #: columns of queries and keys that are multiplied, of a model with a basis; None: all
-    rank: int | None = None
-    #: multiply the largest two of every four columns of each key
-    two_of_four: bool = False
     #: of probabilities and values: e4m3fn; None: float16
     pv: str | None = E4M3FN.name
 
@@ -66,8 +62,6 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
         scales,
         settings.qk_format,
         scale=call.scale,
-        rank=settings.rank,
-        two_of_four=settings.two_of_four,
         pv=settings.pv,
     )
     return product.wide().transpose(1, 2)

@@ -76,8 +76,7 @@ def _launch_of(
     """Return what can make all codes of a module in one launch."""
     shapes, found = skeleton.tensors, settings.format_of(module)
     q, k = (shapes.get(f"{module}.{name}.weight") for name in ("to_q", "to_k"))
-    static = module in settings.static and module not in settings.two_of_four
-    if not static or not found.qk == found.pv == E4M3FN.name or q != k:
+    if module not in settings.static or not found.qk == found.pv == E4M3FN.name or q != k:
         return None
     if any(f"{module}.{name}.weight" in shapes for name in ("norm_q", "add_q_proj")):
         return OneLaunch.STREAMS if skeleton.class_name in _OF_STREAMS else None
@@ -98,10 +97,6 @@ def _of_module(
 ) -> tuple[str, str, str]:
     shape, found = settings.static.get(module), settings.format_of(module)
     words = found.qk if shape is None else f"{found.qk}, static"
-    if module in settings.ranks:
-        words += f", {settings.ranks[module]} columns"
-    if module in settings.two_of_four:
-        words += ", 2:4"
     if found.pv is None:
         words += ", values in 16 bit"
     columns = COLUMNS if shape is None else padded(shape.head_size)

@@ -25,7 +25,7 @@ class HeadProduct(NamedTuple):
 
     #: of attention's operation
     operands: tuple[Tensor | None, ...]
-    #: keys, heads, columns of a head, format of queries and keys, dtype of the result, rank
+    #: keys, heads, columns of a head, format of queries and keys, dtype of the result
     options: tuple[Any, ...]
     #: of probabilities and values: e4m3fn; None: float16
     pv: str | None = E4M3FN.name

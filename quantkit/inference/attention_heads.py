@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
-from quantkit.device.ops.attention import ranks
 from quantkit.device.ops.table import is_operation, name_for
 from quantkit.inference.attention_ends import HeadProduct
 from quantkit.inference.modules import is_watched
@@ -17,7 +16,6 @@ from quantkit.inference.operators import OPERATORS
 from quantkit.inference.prompts import is_plain
 from quantkit.models.attention import Heads
 from quantkit.numerics.attention import KEYS, HeadFactors, head_factors
-from quantkit.numerics.attention_basis import two_of_four_codes, with_rank
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN, INT8
 
@@ -80,8 +78,6 @@ def product_of_streams(
     *,
     scale: float | None = None,
     rotation: Rotation | None = None,
-    rank: int | None = None,
-    two_of_four: bool = False,
     pv: str | None = E4M3FN.name,
     factors: HeadFactors | None = None,
 ) -> HeadProduct:
@@ -94,8 +90,6 @@ def product_of_streams(
         qk_format: e4m3fn or int8.
         scale: of q k'; None: 1 / sqrt(D).
         rotation: of all tokens.
-        rank: columns of queries and keys that are multiplied, the first; None: all.
-        two_of_four: multiply the largest two of every four columns of each key.
         pv: of probabilities and values: e4m3fn; None: float16.
         factors: that follow from ``scales`` and ``scale``; None: they are made.
 
@@ -104,32 +98,13 @@ def product_of_streams(
     """
     made = factors or head_factors(scales, shape.head_size, qk_format, scale)
     qc, kc, vc, q_scale, k_scale = _codes(streams, shape, made, (qk_format, pv), rotation)
-    qc, multiplied = first_columns(qc, rank)
-    # No kernel leaves the zeros out.
-    kc = two_of_four_codes(kc, qk_format, shape.head_size) if two_of_four else kc
     keys = sum(s.k.x.shape[1] for s in streams)
     factors_of_values = (made.scales.value_scale, made.scales.value_mean)
     return HeadProduct(
         (qc, kc, vc, q_scale, k_scale, *factors_of_values),
-        (keys, *shape, qk_format, streams[0].q.x.dtype, multiplied),
+        (keys, *shape, qk_format, streams[0].q.x.dtype),
         pv,
     )
-
-
-def first_columns(codes: Tensor, rank: int | None) -> tuple[Tensor, int]:
-    """Return codes of queries, and how many of their columns are multiplied.
-
-    Where no kernel multiplies so few, zeros stand for the others.
-    """
-    columns = codes.shape[2]
-    if rank is None or _is_multiplied(rank, columns):
-        return codes, rank or columns
-    return with_rank(codes, rank), columns
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_multiplied(rank: int, columns: int) -> bool:
-    return rank in ranks(columns)
 
 
 def computed(part: Part) -> Projection:

@@ -101,7 +101,7 @@ class _CodedAttention(NamedTuple):
         joint = joint_of(self.module, self.folds, x.device)
         if joint is None or why_not_sizes(settings, x.shape[1], size, x, OneLaunch.PROJECTIONS):
             return None
-        product = joint_product(joint, x, Shape(self.scales.heads, size), settings.rank)
+        product = joint_product(joint, x, Shape(self.scales.heads, size))
         return product.read_by(self.module.to_out[0])
 
     def takes(
@@ -114,8 +114,7 @@ class _CodedAttention(NamedTuple):
 
     @property
     def _is_plain_fp8(self) -> bool:
-        settings = self.settings
-        return settings.qk_format == settings.pv == E4M3FN.name and not settings.two_of_four
+        return self.settings.qk_format == self.settings.pv == E4M3FN.name
 
     def _has_streams(self, like: Tensor, rotary: Any) -> bool:
         """Tell whether one launch makes all codes, where another makes the heads in 16 bit."""
@@ -159,8 +158,6 @@ class _CodedAttention(NamedTuple):
             self.scales,
             self.settings.qk_format,
             rotation=rotation,
-            rank=self.settings.rank,
-            two_of_four=self.settings.two_of_four,
             pv=self.settings.pv,
             factors=factors_of(self.module, self.scales, self.settings.qk_format),
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.attention import CHILD
 from quantkit.device.ops.table import is_operation, name_for
 from quantkit.inference.attention_ends import HeadProduct
-from quantkit.inference.attention_heads import Shape, first_columns, has_kernel
+from quantkit.inference.attention_heads import Shape, has_kernel
 from quantkit.inference.head_scales import Folds, HeadScales
 from quantkit.inference.modules import PackedLinear
 from quantkit.inference.normed import Normed
@@ -53,15 +53,13 @@ def joint_of(module: Any, folds: Folds | None, device: torch.device) -> Joint | 
     return Joint(q, k, v, folds)
 
 
-def joint_product(joint: Joint, x: Tensor | Normed, shape: Shape, rank: int | None) -> HeadProduct:
+def joint_product(joint: Joint, x: Tensor | Normed, shape: Shape) -> HeadProduct:
     """Return attention of an input (B, T, K) to itself on e4m3fn codes."""
     q, k, v, folds = joint
     codes, keys, values = q.codes_of_heads(x, (k, v), folds, shape.heads)
-    codes, multiplied = first_columns(codes, rank)
-    name, tokens = E4M3FN.name, x.shape[1]
     return HeadProduct(
         (codes, keys, values, None, None, folds.value_scale, folds.value_mean),
-        (tokens, *shape, name, x.dtype, multiplied),
+        (x.shape[1], *shape, E4M3FN.name, x.dtype),
     )
 
 

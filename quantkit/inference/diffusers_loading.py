@@ -175,7 +175,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         self._hashing = Hashing(())
         # Says to diffusers that to(dtype) may be called: packed layers keep their codes themselves.
         model.is_quantized = False  # type: ignore[assignment]  # ModelMixin's own attribute
-        installing.install(model, self.packed.attention, self.packed.rotated)
+        installing.install(model, self.packed.attention)
         return model
 
     def _dequantize(self, model: Any) -> nn.Module:

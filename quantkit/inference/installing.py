@@ -1,7 +1,5 @@
 """What loading gives a packed model beside its layers: methods, networks, norms, attention."""
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from quantkit.checkpoint.attention import PackedAttention
@@ -15,7 +13,6 @@ from quantkit.inference import (
     methods,
     projections,
     prompts,
-    rotated,
     unet_ends,
 )
 
@@ -32,15 +29,12 @@ _LASTING = (
 )
 
 
-def install(
-    model: nn.Module, packed: PackedAttention | None = None, modules: Iterable[str] = ()
-) -> None:
+def install(model: nn.Module, packed: PackedAttention | None = None) -> None:
     """Let the modules of a packed model compute as its layers allow it.
 
     Args:
         model: with all packed layers in place.
         packed: attention as the checkpoint has it; None: diffusers' own.
-        modules: of attention, whose queries and keys have another basis.
     """
     # The classes that it replaces import diffusers' quantizers, which import this.
     from quantkit.inference import normed_blocks, up_blocks
@@ -55,7 +49,6 @@ def install(
     up_blocks.install(model)
     attention.install(model, packed)
     coded_projections.install(model)
-    rotated.install(model, modules)
 
 
 def uninstall(model: nn.Module) -> None:

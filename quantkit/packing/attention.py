@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from quantkit.checkpoint.format_decisions import FormatDecision
     from quantkit.models.source import Component
     from quantkit.numerics.attention_scales import AttentionScales
-    from quantkit.packing.fewer_columns import Decision
     from quantkit.recipe.attention import AttentionRecipe
 
 
@@ -34,8 +33,6 @@ class PlannedAttention:
     packed: PackedAttention | None = None
     #: float32, by name
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    #: how many columns modules multiply, and why, by path
-    columns: Mapping[str, Decision] = field(default_factory=dict)
     #: what modules are multiplied in, and why, by path, where errors decided
     formats: Mapping[str, FormatDecision] = field(default_factory=dict)
 
@@ -53,38 +50,30 @@ def plan_attention(
         statistics: by module; None: they are not there yet, and no scales are stored.
 
     Raises:
-        RecipeError: scales from a calibration that did not observe attention, formats from one that
-            did not measure their errors, or fewer columns from one of a model without a basis.
+        RecipeError: scales from a calibration that did not observe attention, or formats from one
+            that did not measure their errors.
     """
     if section is None or section.is_off:
         return PlannedAttention()
     from quantkit.numerics.attention_scales import SHAPES
-    from quantkit.packing.fewer_columns import decide
 
     if section.needs_calibration and statistics is not None:
         _refuse_none(component, section, statistics)
     base, decided = _formats(component, section, statistics)
     if base is None:
         return PlannedAttention(formats=decided)
-    scales, columns = {}, {}
-    if section.needs_calibration and statistics is not None:
+    scales = {}
+    if section.scales == "static" and statistics is not None:
         on_codes = _on_codes(base, statistics)
-        columns = decide(section, on_codes, {name: base.format_of(name) for name in on_codes})
-        if section.scales == "static":
-            scales = {name: static_scales(s, section.margin) for name, s in on_codes.items()}
-    chosen = {name: d.chosen for name, d in columns.items() if d.chosen is not None}
-    packed = replace(
-        base,
-        static={name: HeadShape(s.heads, s.head_size) for name, s in scales.items()},
-        ranks={name: t.rank for name, t in chosen.items() if t.rank is not None},
-        two_of_four=tuple(name for name, t in chosen.items() if t.rank is None),
-    )
+        scales = {name: static_scales(s, section.margin) for name, s in on_codes.items()}
+    static = {name: HeadShape(s.heads, s.head_size) for name, s in scales.items()}
+    packed = replace(base, static=static)
     tensors = {
         f"{module}.{CHILD}.{part}": getattr(of_module, part)
         for module, of_module in scales.items()
         for part in SHAPES
     }
-    return PlannedAttention(packed, tensors, columns, decided)
+    return PlannedAttention(packed, tensors, decided)
 
 
 def _formats(
@@ -121,10 +110,8 @@ def _refuse_none(
         return
     if section.scales == "static":
         asked, cure = "scales static", "set attention.scales to dynamic"
-    elif section.chooses_formats:
-        asked, cure = "qk or pv auto", "give formats"
     else:
-        asked, cure = f"sparse_k {section.sparse_k}", "set attention.sparse_k to none"
+        asked, cure = "qk or pv auto", "give formats"
     raise RecipeError(
         f"attention.{asked}: the calibration has no attention; calibrate again with this "
         f"quantkit, or {cure}",

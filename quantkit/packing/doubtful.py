@@ -49,13 +49,13 @@ def _judged(treatment: LayerPlan, alpha: float | None, inputs: Inputs) -> LayerP
         return treatment
     known = None if inputs.table is None else inputs.table.get(layer.name)
     kept = replace(treatment, scheme=None)
-    if known is None or known.samples is None:
+    if known is None:
         return replace(kept, reason=family.keep_reason(layer.name, layer.shape) or "")
     from quantkit.packing.output_error import Candidate, output_errors
 
     candidate = Candidate(scheme, alpha)
     with one_torch_thread():
-        errors = output_errors(layer, (candidate,), inputs, asked_by="a doubtful layer")
+        errors = output_errors(layer, (candidate,), inputs)
     lost = float(errors.squares[0]) / errors.power if errors.power else 0.0
     if lost <= MOST_LOST:
         return treatment

@@ -80,7 +80,7 @@ def _nearer(treatment: LayerPlan, alpha: float | None, inputs: Inputs) -> LayerP
     integer = replace(scheme, weight=scheme.weight.byte_format)
     other = replace(scheme, weight=find_format(treatment.weight.fallback), smooth=False)
     candidates = (Candidate(integer, alpha), Candidate(other, None))
-    errors = output_errors(layer, candidates, inputs, asked_by="weight.fallback")
+    errors = output_errors(layer, candidates, inputs)
     as_integer, as_float = errors.squares.tolist()
     if as_integer <= as_float:
         return treatment

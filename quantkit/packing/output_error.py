@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.observers import static_scale
-from quantkit.calibration.rescaled_statistics import refuse_without_samples
 from quantkit.calibration.smoothing import input_factor
 from quantkit.calibration.statistics import LayerStatistics, per_column
 from quantkit.checkpoint.weight_reader import SourceTensor
@@ -42,9 +41,7 @@ class OutputErrors:
     power: float
 
 
-def output_errors(
-    layer: Layer, candidates: Sequence[Candidate], inputs: Inputs, *, asked_by: str
-) -> OutputErrors:
+def output_errors(layer: Layer, candidates: Sequence[Candidate], inputs: Inputs) -> OutputErrors:
     """Return the errors of a layer's output over the rows that the calibration stored.
 
     The weight streams by in blocks; what is held is the stored rows once per candidate. Every code
@@ -54,14 +51,11 @@ def output_errors(
         layer: any with statistics.
         candidates: at least one.
         inputs: with statistics.
-        asked_by: key of the recipe, for messages.
 
     Raises:
-        ArtefactError: statistics without samples.
         NonFiniteError: NaN or Inf in a weight.
     """
     statistics = inputs.statistics(layer)
-    refuse_without_samples(statistics, f"{layer.name}: {asked_by}")
     descriptor = open_to_read(layer.shard)
     try:
         source = SourceTensor(layer.shard, descriptor, layer.weight)
@@ -88,8 +82,6 @@ class _Trial:
 
 def _stored_rows(statistics: LayerStatistics) -> tuple[Tensor, Tensor]:
     """Return the rows of all buckets, float32 (S, K), and the bucket of each, int64 (S,)."""
-    assert statistics.samples is not None
-    assert statistics.sample_count is not None
     counts = statistics.sample_count.tolist()
     rows = [x[:known] for x, known in zip(statistics.samples, counts, strict=True)]
     buckets = torch.arange(len(counts)).repeat_interleave(statistics.sample_count)

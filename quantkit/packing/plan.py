@@ -6,10 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quantkit.checkpoint.column_decisions import KEY as SPARSE_K
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.format_decisions import KEY as FORMATS
-from quantkit.checkpoint.rotated import rotated_modules
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.layer_plan import LayerPlan, plan_layers
@@ -26,7 +24,7 @@ from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
 from quantkit.storage.copying import is_weight, list_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -153,7 +151,6 @@ def assemble_plan(
         make_config(
             {name: layer.plan.scheme for name, layer in packed.items()},
             attention.packed,
-            rotated=rotated_modules(component.path / "config.json"),
         ),
         plan_shards(component, told, packed, attention.tensors),
         tuple(file for file in others if is_weight(file)),
@@ -234,9 +231,6 @@ def _told(
         told["fallback_chosen"] = fallen
     if recipe.smooth == "auto":
         told["smooth_chosen"] = dict(sorted(smoothing.items()))
-    if attention.columns:
-        columns = sorted(attention.columns.items())
-        told[SPARSE_K] = {name: asdict(decision.told) for name, decision in columns}
     if attention.formats:
         formats = sorted(attention.formats.items())
         told[FORMATS] = {name: asdict(decision) for name, decision in formats}
@@ -249,9 +243,11 @@ def _plan_layer(
     layer, activation = treatment.layer, inputs.activation(treatment.layer, scheme)
     smooth, input_scale, mean = None, None, None
     if alpha is not None:
-        smooth = _smooth(layer, scheme, inputs, activation, alpha)
+        smooth = partial(_factor, alpha, inputs.statistics(layer))
     if scheme.activation is Activation.STATIC:
-        input_scale = _input_scale(layer, scheme, inputs, activation)
+        input_scale = partial(
+            _static, inputs.statistics(layer), activation, scheme.input, inputs.edges
+        )
     if inputs.recipe.bias_correction and layer.bias:
         mean = _mean(layer, inputs)
     mask = None if scheme.sparsity is None else inputs.mask_source(layer)
@@ -274,34 +270,6 @@ def _plan_layer(
         blocks=blocks,
     )
     return PlannedLayer(plan, tuple(inputs.expected(layer)))
-
-
-def _smooth(
-    layer: Layer,
-    scheme: Scheme,
-    inputs: Inputs,
-    activation: ActivationRecipe,
-    alpha: float,
-) -> Callable[[Tensor], Tensor]:
-    from quantkit.calibration.rescaled_statistics import refuse_without_samples
-
-    statistics = inputs.statistics(layer)
-    if scheme.activation is Activation.STATIC and activation.observer != "amax":
-        refuse_without_samples(statistics, f"{layer.name}: static scales after smoothing")
-    return partial(_factor, alpha, statistics)
-
-
-def _input_scale(
-    layer: Layer,
-    scheme: Scheme,
-    inputs: Inputs,
-    activation: ActivationRecipe,
-) -> Callable[[Tensor | None], Tensor]:
-    from quantkit.calibration.observers import refuse_without_average
-
-    statistics = inputs.statistics(layer)
-    refuse_without_average(statistics, activation.observer)
-    return partial(_static, statistics, activation, scheme.input, inputs.edges)
 
 
 def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
@@ -329,13 +297,7 @@ def _mean(layer: Layer, inputs: Inputs) -> Tensor:
             f"{layer.name}: bias_correction needs statistics; give a calibration, or drop it",
             fields=("calibration",),
         )
-    mean = inputs.statistics(layer).pooled().mean
-    if mean is None:
-        raise ArtefactError(
-            f"{layer.name}: bias_correction: the calibration has no means (format_version 1 or "
-            "2); calibrate again"
-        )
-    return per_column(mean[0], layer.area)
+    return per_column(inputs.statistics(layer).pooled().mean[0], layer.area)
 
 
 def _factor(alpha: float, statistics: LayerStatistics, columns: Tensor) -> Tensor:

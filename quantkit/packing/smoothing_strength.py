@@ -42,6 +42,6 @@ def choose_strengths(
 
 def _best(layer: Layer, scheme: Scheme, inputs: Inputs) -> float | None:
     candidates = [Candidate(scheme, alpha) for alpha in ALPHAS]
-    errors = output_errors(layer, candidates, inputs, asked_by="smooth auto")
+    errors = output_errors(layer, candidates, inputs)
     # argmin takes the first of equals.
     return ALPHAS[int(errors.squares.argmin())]

@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from quantkit.errors import RecipeError
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
-from quantkit.numerics.attention_limits import COLUMNS, MARGIN
+from quantkit.numerics.attention_limits import MARGIN
 from quantkit.recipe.fields import Patterns, Strict, matches
 
 #: auto: what is fastest within error_budget
@@ -15,15 +14,11 @@ Pv = Literal["e4m3fn", "none", "auto"]
 
 #: What a strategy sets; keys that the recipe gives win.
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "aggressive": {"qk": "e4m3fn", "pv": "e4m3fn", "scales": "static", "sparse_k": "auto"},
+    "aggressive": {"qk": "e4m3fn", "pv": "e4m3fn", "scales": "static"},
     "conservative": {"qk": "int8", "pv": "e4m3fn"},
     "hybrid": {"qk": "int8", "pv": "none"},
     "adaptive": {"qk": "auto", "pv": "auto", "scales": "static"},
 }
-
-
-def _either_way_round(text: object) -> object:
-    return "2:4" if text == "4:2" else text
 
 
 class AttentionOverride(Strict):
@@ -57,21 +52,13 @@ class AttentionRecipe(Strict):
     #: modules whose attention stays in 16 bit
     exclude: Patterns = ()
     overrides: tuple[AttentionOverride, ...] = ()
-    #: what is left out of models that ``quantkit rotate`` wrote: last columns of queries and keys,
-    #: two of every four columns of each key, or what is faster
-    sparse_k: Annotated[
-        Literal["none", "rank", "2:4", "auto"], BeforeValidator(_either_way_round)
-    ] = "none"
-    #: columns that every head keeps; None: by module, the fewest within error_budget
-    rank: Annotated[int, Field(ge=COLUMNS, multiple_of=COLUMNS)] | None = None
-    #: relative error of a module's output that formats, and fewer columns, may cost
+    #: relative error of a module's output that formats may cost
     error_budget: Annotated[float, Field(gt=0, lt=1)] = 0.02
 
     @property
     def needs_calibration(self) -> bool:
         """True when something is chosen from what was observed."""
-        asked = self.scales == "static" or self.sparse_k != "none" or self.chooses_formats
-        return asked and not self.is_off
+        return (self.scales == "static" or self.chooses_formats) and not self.is_off
 
     @property
     def is_off(self) -> bool:
@@ -115,12 +102,3 @@ class AttentionRecipe(Strict):
             return values
         # What is not known is refused with the others, by its field.
         return {**STRATEGIES.get(str(values.get("strategy")), {}), **values}
-
-    @model_validator(mode="after")
-    def _rank_is_asked_for(self) -> "AttentionRecipe":
-        if self.rank is not None and self.sparse_k != "rank":
-            raise RecipeError(
-                f"attention.rank {self.rank}: found sparse_k {self.sparse_k}, wanted rank; set "
-                "sparse_k: rank, or drop rank"
-            )
-        return self

@@ -1,6 +1,5 @@
 """Writing a recovered model: the pipeline as it was, with other weights in its denoiser."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.checkpoint.rotated import write_rotated_modules
 from quantkit.errors import ModelError, NonFiniteError, OutputError
 from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model, open_model
@@ -59,7 +57,6 @@ def write_recovered(
     masks_output: Path | None,
     *,
     force: bool,
-    rotated: Collection[str] = (),
 ) -> MaskSet | None:
     """Write the recovered pipeline, and the masks for it.
 
@@ -73,7 +70,6 @@ def write_recovered(
         output: the directory to make.
         masks_output: the mask file to make; None exactly where there are no masks.
         force: replace existing outputs.
-        rotated: attention modules that got another basis, which the config is to name.
 
     Returns:
         the masks with the digests of the recovered weights, of which they take nothing away; None
@@ -90,8 +86,6 @@ def write_recovered(
         copy_files(model.path, stage, _copied(model, component))
         for shard in component.shards:
             _write_shard(shard, stage / component.name / shard.name, recovered)
-        if rotated:
-            write_rotated_modules(stage / component.name / "config.json", rotated)
         written = open_model(str(stage), family=component.family.name).components[0]
         updated = {
             layer.name: replace(

@@ -38,8 +38,6 @@ class StoredInputs:
         A row stands for as many as its bucket saw for each that it kept.
         """
         samples, kept = self.statistics.samples, self.statistics.sample_count
-        assert samples is not None
-        assert kept is not None
         # Any timestep of the bucket will do: its lower edge is inside.
         starts = (float("-inf"), *self.edges)
         for start, rows, seen, count in zip(
@@ -91,10 +89,10 @@ def local_errors(
             then measured on.
 
     Raises:
-        ArtefactError: the calibration stored no inputs.
+        ArtefactError: the calibration stored inputs of another length.
         NonFiniteError: NaN or Inf in the weight.
     """
-    refuse_without_samples(layer, inputs.statistics)
+    _refuse_other_rows(layer, inputs.statistics)
     weight = read_weight(layer, device)
     powers = column_moments(inputs.statistics, layer.area).to(device)
     possible = [
@@ -116,17 +114,7 @@ def local_errors(
     return {treatment.name: errors[treatment.name] for treatment in possible}
 
 
-def refuse_without_samples(layer: Layer, statistics: LayerStatistics) -> None:
-    """Refuse a calibration from before inputs were stored, and one of another layer.
-
-    Raises:
-        ArtefactError: no samples, or rows of another length.
-    """
-    if statistics.samples is None or statistics.sample_count is None:
-        raise ArtefactError(
-            f"calibration: no stored inputs of {layer.name}, which sensitivity needs; calibrate "
-            "again with this version"
-        )
+def _refuse_other_rows(layer: Layer, statistics: LayerStatistics) -> None:
     if statistics.samples.shape[-1] != layer.k:
         raise ArtefactError(
             f"calibration: {layer.name}: stored inputs have {statistics.samples.shape[-1]} "

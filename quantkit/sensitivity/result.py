@@ -12,7 +12,7 @@ from quantkit.storage.files import staged_file
 from quantkit.storage.jsonfile import as_type, read_measured
 
 #: Version 2 added attention modules; a result without them is still written as version 1.
-SCHEMA, VERSION = "quantkit.sensitivity", 2
+SCHEMA, VERSION = "quantkit.sensitivity", 1
 #: The kind of attention modules.
 ATTENTION = "attention"
 
@@ -128,7 +128,7 @@ def to_json(sensitivity: Sensitivity) -> dict[str, Any]:
     values = {name: getattr(sensitivity, name) for name in ("component", "fixed_bytes")}
     return {
         "schema": SCHEMA,
-        "schema_version": VERSION if sensitivity.attention else 1,
+        "schema_version": VERSION,
         **values,
         "bytes_before": sensitivity.bytes_before,
         "edges": list(sensitivity.edges),
@@ -145,7 +145,7 @@ def load_sensitivity(path: Path) -> Sensitivity:
     Raises:
         ArtefactError: missing, not such a file, of another version, or damaged.
     """
-    return read_measured(path, SCHEMA, VERSION, _parsed, command="calibrate sensitivity", oldest=1)
+    return read_measured(path, SCHEMA, VERSION, _parsed, command="calibrate sensitivity")
 
 
 def _parsed(values: dict[str, Any]) -> Sensitivity:

@@ -16,8 +16,8 @@ from quantkit.storage.files import staged_file
 from quantkit.storage.jsonfile import parse_json, parsing
 from quantkit.storage.tensorfile import read_header
 
-#: The version of a kind that never changed.
-FIRST_VERSION = 1
+#: Of every kind.
+_VERSION = 1
 
 
 def write_artefact(
@@ -27,7 +27,6 @@ def write_artefact(
     about: Mapping[str, Any],
     *,
     force: bool,
-    version: int = FIRST_VERSION,
 ) -> None:
     """Write an artefact, whole or not at all.
 
@@ -37,46 +36,41 @@ def write_artefact(
         tensors: by name.
         about: JSON values that go with them.
         force: replace an existing file.
-        version: the oldest that holds all of it, so that older programs read what they can.
 
     Raises:
         OutputError: the file exists without ``force``, or cannot be written.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(about, sort_keys=True)
-    entry = {"format_version": version, "sha256": _digest(plain, text), "about": text}
+    entry = {"format_version": _VERSION, "sha256": _digest(plain, text), "about": text}
     with staged_file(path, force=force) as stage:
         save_file(plain, stage, metadata={kind: json.dumps(entry)})
 
 
-def read_about(path: Path, kind: str, *, newest: int = FIRST_VERSION) -> dict[str, Any]:
+def read_about(path: Path, kind: str) -> dict[str, Any]:
     """Return what is said about the tensors, which are not read: no checksum is looked at.
 
     Args:
         path: the file.
         kind: the metadata key.
-        newest: the last version that the caller understands, as it does all before it.
 
     Raises:
-        ArtefactError: missing, damaged, of another kind, or of a newer version.
+        ArtefactError: missing, damaged, of another kind or version.
     """
-    return _about(path, kind, newest)[1]
+    return _about(path, kind)[1]
 
 
-def read_artefact(
-    path: Path, kind: str, *, newest: int = FIRST_VERSION
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and what was said about them.
 
     Args:
         path: the file.
         kind: the metadata key.
-        newest: the last version that the caller understands, as it does all before it.
 
     Raises:
-        ArtefactError: missing, damaged, of another kind, or of a newer version.
+        ArtefactError: missing, damaged, of another kind or version.
     """
-    entry, about = _about(path, kind, newest)
+    entry, about = _about(path, kind)
     with parsing(path, cure="write it again"):
         tensors = _load(path)
         if _digest(tensors, entry["about"]) != entry["sha256"]:
@@ -84,7 +78,7 @@ def read_artefact(
         return tensors, about
 
 
-def _about(path: Path, kind: str, newest: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _about(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a header's entry, and what is said in it about the tensors."""
     metadata = read_header(path, error=ArtefactError).metadata
     if kind not in metadata:
@@ -92,10 +86,10 @@ def _about(path: Path, kind: str, newest: int) -> tuple[dict[str, Any], dict[str
     with parsing(path, cure="write it again"):
         entry = parse_json(metadata[kind])
         version = entry["format_version"]
-        if type(version) is not int or not FIRST_VERSION <= version <= newest:
+        if type(version) is not int or version != _VERSION:
             raise ArtefactError(
-                f"{path}: format_version {version!r:.40}, wanted {_range(newest)}; update quantkit "
-                "or write the file again"
+                f"{path}: format_version {version!r:.40}, expected {_VERSION}: made by a "
+                "development version or a newer quantkit; write the file again, or upgrade"
             )
         about = parse_json(entry["about"])
         if not isinstance(about, dict):
@@ -110,10 +104,6 @@ def _load(path: Path) -> dict[str, Tensor]:
         # The header was in order: a dtype that torch has not, or a file that changed meanwhile.
         raise ValueError(str(error)) from error
     return tensors
-
-
-def _range(newest: int) -> str:
-    return str(newest) if newest == FIRST_VERSION else f"{FIRST_VERSION} to {newest}"
 
 
 def _digest(tensors: Mapping[str, Tensor], about: str) -> str:

@@ -94,7 +94,6 @@ def read_measured(
     parse: Callable[[dict[str, Any]], Result],
     *,
     command: str,
-    oldest: int | None = None,
 ) -> Result:
     """Return what a command of quantkit measured and wrote as JSON.
 
@@ -104,8 +103,6 @@ def read_measured(
         version: the value of its "schema_version".
         parse: makes the result; what ``DAMAGE`` holds means damage.
         command: what writes such a file, for the messages.
-        oldest: the first version that ``parse`` understands, besides those up to ``version``; None:
-            that one alone.
 
     Raises:
         ArtefactError: missing, not such a file, of another version, or damaged.
@@ -113,11 +110,9 @@ def read_measured(
     values = read_json(path, error=ArtefactError, cure="measure again")
     if values.get("schema") != schema:
         raise ArtefactError(f"{path}: not a {schema} file; make it with {command!r}")
-    versions = range(version if oldest is None else oldest, version + 1)
-    if values.get("schema_version") not in versions:
-        wanted = " or ".join(map(str, versions))
+    if values.get("schema_version") != version:
         raise ArtefactError(
-            f"{path}: schema_version {values.get('schema_version')!r:.40}, wanted {wanted}; "
+            f"{path}: schema_version {values.get('schema_version')!r:.40}, expected {version}; "
             "measure again with this quantkit"
         )
     with parsing(path, cure="measure again"):

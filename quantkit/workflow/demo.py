@@ -46,7 +46,7 @@ class Demo:
         """Return it as JSON values."""
         return {
             "schema": "quantkit.demo",
-            "schema_version": 3,
+            "schema_version": 1,
             "output": str(self.output),
             "seconds": self.seconds,
             "reports": {o.row.compared: o.report.to_json() for o in self.outcomes},

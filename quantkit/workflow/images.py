@@ -51,7 +51,7 @@ class ComparedImages:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         values = comparison_json(self.comparison)
-        about = {"schema": "quantkit.images", "schema_version": 2}
+        about = {"schema": "quantkit.images", "schema_version": 1}
         return {**about, **values, "state": self.state.value, "gates": gates_json(self.gates)}
 
 

@@ -1,12 +1,10 @@
 """What is inside a packed directory."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.attention import PackedAttention
-from quantkit.checkpoint.column_decisions import ColumnDecision, column_decisions
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.format_decisions import FormatDecision, format_decisions
 from quantkit.checkpoint.reader import Packed, open_packed
@@ -78,15 +76,6 @@ class Inspection:
         return {name: attention for name, attention in asked if attention is not None}
 
     @property
-    def columns(self) -> dict[tuple[str, str], ColumnDecision]:
-        """How many columns of queries and keys are multiplied, by component and module."""
-        return {
-            (component.name, module): decision
-            for component in self.packed.components
-            for module, decision in column_decisions(component).items()
-        }
-
-    @property
     def formats(self) -> dict[tuple[str, str], FormatDecision]:
         """What attention is multiplied in, by component and module, where errors decided."""
         return {
@@ -115,19 +104,12 @@ class Inspection:
         return {
             "components": components,
             "layers": layers,
-            "attention_columns": _decisions_json(self.columns),
-            "attention_formats": _decisions_json(self.formats),
+            "attention_formats": [
+                {"component": component, "module": module, **asdict(decision)}
+                for (component, module), decision in self.formats.items()
+            ],
             "totals": totals,
         }
-
-
-def _decisions_json(
-    decisions: Mapping[tuple[str, str], ColumnDecision] | Mapping[tuple[str, str], FormatDecision],
-) -> list[dict[str, Any]]:
-    return [
-        {"component": component, "module": module, **asdict(decision)}
-        for (component, module), decision in decisions.items()
-    ]
 
 
 def inspect(packed: str | Path) -> Inspection:

@@ -29,21 +29,9 @@ class InspectedAttention:
         """Largest |q| of any head."""
         return float(self.statistics.q_amax.amax())
 
-    @property
-    def entropy(self) -> float:
-        """Mean over heads."""
-        return float(self.statistics.entropy.mean())
-
-    @property
-    def locality(self) -> float | None:
-        """Mean over heads; None for cross attention."""
-        seen = int(self.statistics.local_rows[0])
-        return float(self.statistics.locality.mean()) if seen else None
-
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, with a list over heads where heads differ."""
         known = self.statistics
-        local = self.locality is not None
         return {
             "component": self.component,
             "name": self.name,
@@ -54,9 +42,6 @@ class InspectedAttention:
             "q_amax": known.q_amax[0].tolist(),
             "k_amax": _amax(known.k_low, known.k_high),
             "v_amax": _amax(known.v_low, known.v_high),
-            "entropy": known.entropy[0].tolist(),
-            "locality": known.locality[0].tolist() if local else None,
-            "second_moments": known.q_second is not None,
         }
 
 

@@ -124,7 +124,7 @@ def test_exact_results_of_codes_are_near_the_reference(problem, name):
     y = reference(
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
         SMALL.keys, SMALL.heads, SMALL.head_size, codes.qk_format, torch.float64,
-        codes.q.shape[2], precision=torch.float64,
+        precision=torch.float64,
     )  # fmt: skip
     exact = getattr(problem, name.replace("codes", "exact"))
     # The reference rounds probabilities, by 0.026 of each, and the mean of a hundred by a tenth.

@@ -4,19 +4,16 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-import scipy.special
-import scipy.stats
 import torch
 import torch.nn.functional as torch_functional
 from diffusers import UNet2DConditionModel
 
 import quantkit
 from quantkit.calibration import hooks
-from quantkit.calibration.attention_accumulators import ROWS, attention_statistics_of
+from quantkit.calibration.attention_accumulators import attention_statistics_of
 from quantkit.calibration.attention_statistics import (
     AttentionStatistics,
     largest_about,
-    merge_attention,
 )
 from quantkit.calibration.collect import calibrate
 from quantkit.calibration.hooks import Collector
@@ -59,12 +56,12 @@ def record(monkeypatch, denoiser, modules, bucket):
     return seen
 
 
-def wanted_of(calls, buckets, *, cross, bare):
-    """Return the statistics of recorded calls, by numpy and scipy."""
+def wanted_of(calls, buckets):
+    """Return the statistics of recorded calls, by numpy."""
     shape = (buckets, *calls[0][2].shape[1::2])
     found = {name: np.zeros(shape) for name in FIELDS[1:8]}
-    found |= {name: np.zeros(shape[:2]) for name in ("q_amax", "entropy", "locality")}
-    counts = ("queries", "keys", "call_queries", "call_keys", "rows", "local_rows")
+    found["q_amax"] = np.zeros(shape[:2])
+    counts = ("queries", "keys", "call_queries", "call_keys")
     found |= {name: np.zeros(buckets, dtype=int) for name in counts}
     for b in range(buckets):
         q, k, v = (
@@ -78,29 +75,10 @@ def wanted_of(calls, buckets, *, cross, bare):
         for name, x in (("q", q), ("k", k), ("v", v)):
             found[f"{name}_mean"][b] = x.mean(0)
         found["queries"][b], found["keys"][b] = len(q), len(k)
-        entropies, near = [], []
         for _, q1, k1, _ in (c for c in calls if c[0] == b):
             m, n = q1.shape[2], k1.shape[2]
             found["call_queries"][b] = max(found["call_queries"][b], m)
             found["call_keys"][b] = max(found["call_keys"][b], n)
-            places = [(2 * i + 1) * m // (2 * min(ROWS, m)) for i in range(min(ROWS, m))]
-            scores = np.einsum("bhmd,bhnd->bhmn", q1[:, :, places].double(), k1.double())
-            p = scipy.special.softmax(scores / q1.shape[3] ** 0.5, axis=3)
-            entropies.append(scipy.stats.entropy(p, axis=3) / np.log(n))
-            away = np.abs(np.array(places)[:, None] - np.arange(n))
-            near.append((p * (away <= n // 20)).sum(3))
-        for name, parts in (("entropy", entropies), ("locality", near)):
-            flat = np.concatenate([np.moveaxis(part, 1, 2).reshape(-1, shape[1]) for part in parts])
-            found[name][b] = 0 if cross and name == "locality" else flat.mean(0)
-            found["local_rows" if name == "locality" else "rows"][b] = len(flat)
-        if cross:
-            found["local_rows"][b] = 0
-    if bare:
-        for i, name in ((1, "q_second"), (2, "k_second")):
-            rows = np.concatenate(
-                [np.moveaxis(c[i].numpy(), 1, 2).reshape(-1, *shape[1:]) for c in calls]
-            ).astype(float)
-            found[name] = np.einsum("nhd,nhe->hde", rows, rows) / len(rows)
     return found
 
 
@@ -125,11 +103,7 @@ def flux_dir(tmp_path_factory):
         yield tiny_flux_pipeline(tmp_path_factory.mktemp("tiny") / "flux")
 
 
-#: pipeline -> whether its products are of bare projections
-BARE = {"sd": True, "sd3": True, "flux": False}
-
-
-@pytest.mark.parametrize("family", BARE)
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
 def test_statistics_are_those_of_what_is_multiplied(
     request, monkeypatch, family, pipeline_dir, transformer_pipeline_dir
 ):
@@ -153,8 +127,7 @@ def test_statistics_are_those_of_what_is_multiplied(
     names = {n for n, m in denoiser.named_modules() if hasattr(m, "processor")}
     assert set(table) == names
     for name, calls in seen.items():
-        cross = name.endswith("attn2") and family == "sd"
-        assert_is(table[name], wanted_of(calls, 2, cross=cross, bare=BARE[family]), name)
+        assert_is(table[name], wanted_of(calls, 2), name)
 
 
 def test_the_largest_distance_from_any_mean_follows():
@@ -283,19 +256,17 @@ def test_nan_and_inf_are_refused_where_they_come_up(unet, projection, value):
         observe(unet)
 
 
-def test_one_key_is_even_and_empty_buckets_are_zero(unet):
+def test_empty_buckets_are_zero(unet):
     collector = Collector("unet", unet, (), 2)
     with torch.no_grad(), collector.attached(Scheduler(900.0, 100.0), lambda calls: None):
         unet(torch.randn(1, 4, 8, 8), torch.tensor(900.0), torch.randn(1, 1, 32))
-    for name, sums in collector.taken_attention().items():
+    for sums in collector.taken_attention().values():
         statistics = attention_statistics_of(sums)
         assert all(bool(t.isfinite().all()) for f in FIELDS[:8] for t in [getattr(statistics, f)])
         assert statistics.queries[0] == 0
         assert not statistics.k_high[0].any()
-        if name.endswith("attn2"):
-            assert not statistics.entropy.any()
         whole = statistics.pooled()
-        for field in ("k_low", "k_high", "v_low", "q_mean", "entropy"):
+        for field in ("k_low", "k_high", "v_low", "q_mean"):
             assert torch.equal(getattr(whole, field)[0], getattr(statistics, field)[1]), field
 
 
@@ -307,7 +278,7 @@ def assert_close(found, wanted, name=""):
         one, two = getattr(found, field), getattr(wanted, field)
         if one is None or two is None:
             assert one is two, (name, field)
-        elif field.endswith(("mean", "entropy", "locality", "second")):
+        elif field.endswith("mean"):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6, msg=f"{name} {field}")
         else:
             assert torch.equal(one, two), (name, field)
@@ -349,16 +320,7 @@ def test_merged_halves_are_the_whole_run(sd, sd_calibration):
         merge({**halves, "b": odd})
 
 
-def test_parts_without_second_moments_merge_to_none():
-    one = attention_statistics()
-    other = replace(one, q_second=None, k_second=None)
-    assert merge_attention(one, other).k_second is None
-    both = merge_attention(one, one)
-    assert torch.equal(both.k_second, one.k_second)
-    assert both.keys.tolist() == [80, 80]
-
-
-def test_attention_survives_its_file_and_older_versions_have_none(sd_calibration, tmp_path):
+def test_attention_survives_its_file(sd_calibration, tmp_path):
     path = tmp_path / "c.safetensors"
     save_calibration(sd_calibration, path, force=False)
     loaded = load_calibration(path).attention["unet"]
@@ -367,10 +329,7 @@ def test_attention_survives_its_file_and_older_versions_have_none(sd_calibration
         wanted = statistics.tensors()
         assert loaded[name].tensors().keys() == wanted.keys()
         assert all(torch.equal(getattr(loaded[name], field), wanted[field]) for field in wanted)
-    with pytest.raises(ArtefactError, match="format_version 4, wanted 1 to 3; update"):
-        read_artefact(path, "quantkit_calibration", newest=3)
     save_calibration(replace(sd_calibration, attention={}), path, force=True)
-    assert read_artefact(path, "quantkit_calibration", newest=3)
     assert load_calibration(path).attention == {}
 
 
@@ -379,18 +338,14 @@ WRONG = {
     "missing": ("q_amax", None, "b/q_amax: missing"),
     "dtype": ("k_mean", lambda t: t.double(), "b/k_mean: torch.float64, wanted torch.float32"),
     "shape": ("v_low", lambda t: t[:, :2], r"b/v_low: shape \(2, 2, 8\), wanted \(2, 3, 8\)"),
-    "buckets": ("rows", lambda t: t[:1], r"b/rows: shape \(1,\), wanted \(2,\)"),
+    "buckets": ("keys", lambda t: t[:1], r"b/keys: shape \(1,\), wanted \(2,\)"),
     "nan": ("v_mean", lambda t: t * torch.nan, "b/v_mean: NaN or Inf"),
     "negative": ("q_amax", lambda t: -t, "b/q_amax: below 0"),
-    "entropy": ("entropy", lambda t: t + 1, "b/entropy: above 1"),
     "mean": ("k_mean", lambda t: t + 1, "b/k_mean: not between k_low and k_high"),
     "order": ("v_low", lambda t: t + 1, "b/v_mean: not between v_low and v_high"),
     "loud": ("q_mean", lambda t: t + 1, "b/q_mean: larger than q_amax"),
-    "rows": ("rows", lambda t: t + 100, "b/rows: more than queries"),
+    "rows": ("call_queries", lambda t: t + 100, "b/call_queries: more than queries"),
     "calls": ("call_keys", lambda t: t + 100, "b/call_keys: more than keys"),
-    "half": ("q_second", None, "b/q_second: missing"),
-    "power": ("k_second", lambda t: -t, "b/k_second: below 0 on its diagonal"),
-    "symmetry": ("k_second", lambda t: t * torch.ones(8, 8).triu(), "b/k_second: not symmetric"),
 }
 
 
@@ -400,10 +355,10 @@ def test_wrong_tensors_are_refused(sd_calibration, tmp_path, field, change, mess
     made = replace(sd_calibration, attention={"unet": {"b": attention_statistics()}})
     save_calibration(made, path, force=False)
     load_calibration(path)
-    tensors, about = read_artefact(path, "quantkit_calibration", newest=4)
+    tensors, about = read_artefact(path, "quantkit_calibration")
     tensor = tensors.pop(f"unet/b/attention.{field}")
     if change is not None:
         tensors[f"unet/b/attention.{field}"] = change(tensor)
-    write_artefact(path, "quantkit_calibration", tensors, about, force=True, version=4)
+    write_artefact(path, "quantkit_calibration", tensors, about, force=True)
     with pytest.raises(ArtefactError, match=message):
         load_calibration(path)

@@ -399,8 +399,8 @@ def test_a_damaged_file_is_refused(model, taken, tmp_path):
     [
         ("{", "not JSON"),
         ('{"format": "other"}', "not an index of hessians"),
-        ('{"format": "quantkit.hessians", "format_version": 3}', "format_version 3, wanted 2"),
-        ('{"format": "quantkit.hessians", "format_version": 2}', "damaged"),
+        ('{"format": "quantkit.hessians", "format_version": 2}', "format_version 2, expected 1"),
+        ('{"format": "quantkit.hessians", "format_version": 1}', "damaged"),
     ],
 )
 def test_a_malformed_index_is_refused(tmp_path, text, words):

@@ -16,7 +16,6 @@ from quantkit.errors import ArtefactError, OutputError
 from quantkit.progress import silent
 from tests.support.observed import (
     FIELDS,
-    OLDER,
     PROMPTS,
     RECIPE,
     SAMPLES,
@@ -77,17 +76,6 @@ def test_three_parts_merge_as_two_and_one():
         if "sample" not in field and field not in {"moving_amax", "updates"}:
             torch.testing.assert_close(getattr(found, field), getattr(wanted, field))
     assert float(found.moving_amax) == pytest.approx(filtered([float(p.amax) for p in parts]))
-
-
-@pytest.mark.parametrize("missing", OLDER.values(), ids=OLDER)
-def test_what_a_part_does_not_have_is_left_out(halves, missing):
-    table = {
-        name: replace(statistics, **dict.fromkeys(missing))
-        for name, statistics in halves["b"].layers["unet"].items()
-    }
-    merged = merge({**halves, "b": replace(halves["b"], layers={"unet": table})})
-    for statistics in merged.layers["unet"].values():
-        assert {f for f in FIELDS if getattr(statistics, f) is None} == set(missing)
 
 
 def renamed(part):

@@ -268,11 +268,11 @@ def reload(tmp_path):
     def reload(field=None, change=None, **about):
         calibration = Calibration({"unet": {"a": statistics()}}, (500.0,), ABOUT)
         save_calibration(calibration, path, force=True)
-        tensors, entry = read_artefact(path, "quantkit_calibration", newest=3)
+        tensors, entry = read_artefact(path, "quantkit_calibration")
         if field is not None:
             tensors[f"unet/a/{field}"] = change(tensors[f"unet/a/{field}"])
         entry |= about
-        write_artefact(path, "quantkit_calibration", tensors, entry, force=True, version=3)
+        write_artefact(path, "quantkit_calibration", tensors, entry, force=True)
         return load_calibration(path)
 
     return reload

@@ -19,12 +19,9 @@ SCHEME = {
 }  # fmt: skip
 WHOLE = {
     "quant_method": "quantkit", "format_version": 1, "quantkit_version": "0", "schemes": [SCHEME],
-    "rotated": ["m"],
     "attention": {
         "exclude": ["*.x"], "min_keys": 512, "qk": "int8", "pv": "none",
         "static": [{"head_size": 64, "heads": 10, "modules": ["m", "n"]}],
-        "rank": [{"rank": 48, "modules": ["m", "o"]}, {"rank": 16, "modules": ["p"]}],
-        "two_of_four": ["n", "q"],
         "formats": [{"qk": "e4m3fn", "modules": ["m"]}],
     },
 }  # fmt: skip
@@ -100,21 +97,11 @@ ENTRIES = {
     "static: in one entry": (
         add(*ATTENTION, "static", {"head_size": 32, "heads": 1, "modules": ["n"]}), "each once"
     ),
-    "rank: a multiple of 16": (put(*ATTENTION, "rank", 0, "rank", 24), "wanted a multiple of 16"),
-    "rank: below the head's size": (put(*ATTENTION, "rank", 0, "rank", 64), "64 of 64 columns"),
-    "rank: each once": (put(*ATTENTION, "rank", 0, "modules", ["o", "o"]), "each once"),
-    "rank: in one entry": (put(*ATTENTION, "rank", 1, "modules", ["o"]), "each once"),
-    "rank: modules": (put(*ATTENTION, "rank", 1, "modules", []), "wanted paths"),
-    "two_of_four: each once": (put(*ATTENTION, "two_of_four", ["q", "q"]), "each once"),
-    "two_of_four: none with a rank": (put(*ATTENTION, "two_of_four", ["m"]), "without a rank"),
-    "two_of_four: not empty": (put(*ATTENTION, "two_of_four", []), "wanted paths"),
     "formats: each once": (put(*ATTENTION, "formats", 0, "modules", ["m", "m"]), "each once"),
     "formats: in one entry": (
         add(*ATTENTION, "formats", {"qk": "int8", "modules": ["m"]}), "each once"
     ),
     "formats: known": (put(*ATTENTION, "formats", 0, "qk", "int4"), "qk 'int4'"),
-    "rotated: each once": (put("rotated", ["m", "m"]), "each once"),
-    "rotated: left out": (put("rotated", []), "wanted a list of modules"),
 }  # fmt: skip
 
 

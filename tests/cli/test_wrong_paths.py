@@ -20,7 +20,7 @@ WRONG = [
     *(
         (f"{command} {{}} -o out", NOWHERE)
         for command in (
-            "pack", "sparsify", "recover", "rotate", "calibrate model",
+            "pack", "sparsify", "recover", "calibrate model",
             "calibrate hessian", "calibrate sensitivity", "export", "run fp8",
         )
     ),

@@ -10,10 +10,9 @@ from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import OPS, ranks
+from quantkit.device.ops.attention import OPS
 from quantkit.device.ops.op import all_variants
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import COLUMNS
 from quantkit.numerics.attention_limits import LARGEST_HEAD
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.kernel_cases import need
@@ -66,41 +65,6 @@ def test_codes_cost_what_their_format_does(columns, fmt):
         op, arguments = heads.call(fmt, dtype=torch.float32)
         found = op.reference(*arguments)
         assert rms(found - heads.exact()) < ERRORS[fmt] * rms(heads.exact())
-
-
-@pytest.mark.parametrize(
-    ("columns", "rank", "fmt"),
-    [
-        *((columns, rank, "e4m3fn") for columns in (32, 64, 128) for rank in ranks(columns)[1:]),
-        (64, 32, "int8"),
-        (128, 96, "int8"),
-    ],
-)
-def test_columns_beyond_the_rank_do_not_count(columns, rank, fmt):
-    for sizes in SIZES:
-        heads = Heads.draw(sizes, columns, pictures=2, seed=sum(sizes))
-        codes = heads.codes(fmt)
-        # NaN in e4m3fn, and the largest in int8.
-        codes.q[..., rank:], codes.k[..., rank:] = 0x7F, 0x7F
-        found, wanted = both(heads.call(fmt, codes, rank=rank))
-        check_same(found, wanted)
-        assert rms(found - heads.exact(rank)) < ERRORS[fmt] * rms(heads.exact(rank))
-
-
-def test_nan_in_the_last_column_of_the_rank_counts():
-    heads = Heads.draw((37, 101), 64)
-    codes = heads.codes("e4m3fn")
-    codes.q[0, 5, 31], codes.k[1, 100, 31] = 0x7F, 0x7F
-    found, wanted = both(heads.call("e4m3fn", codes, rank=32))
-    check_same(found, wanted)
-    assert found[0, :, 0].isnan().any(1).nonzero().flatten().tolist() == [5]
-    assert found[0, :, 1].isnan().all()
-
-
-def test_every_rank_is_one_that_the_matrix_instructions_have():
-    every = {d: ranks(d) for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)}
-    assert all(found[0] == d for d, found in every.items())
-    assert {d: r[1:] for d, r in every.items() if r[1:]} == {32: (16,), 64: (32, 48), 128: (64, 96)}
 
 
 @pytest.mark.parametrize("columns", [64, 128])
@@ -193,7 +157,7 @@ def test_factors_of_all_pictures_or_of_every_row():
 
 def changed(arguments, **new):
     names = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "keys", "heads",
-             "columns", "fmt", "dtype", "rank")  # fmt: skip
+             "columns", "fmt", "dtype")  # fmt: skip
     return tuple(new.get(name, value) for name, value in zip(names, arguments, strict=True))
 
 
@@ -211,9 +175,6 @@ def changed(arguments, **new):
         ({"q_scale": torch.ones(2, 9)}, KernelError, "q_scale belongs to int8 codes"),
         ({"q": torch.zeros(2, 9, 47, dtype=torch.uint8)}, ShapeError, "heads of 47 columns"),
         ({"q": torch.zeros(2, 9, 48)}, ShapeError, "wanted uint8 codes"),
-        ({"rank": 0}, ShapeError, "rank 0 of heads of 48 columns, wanted one of 48"),
-        ({"rank": 64}, ShapeError, "rank 64 of heads of 48 columns"),
-        ({"rank": 32}, ShapeError, "rank 32 of heads of 48 columns"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(new, error, text):
@@ -245,13 +206,6 @@ def test_radeons_without_fp8_keep_torchs():
 
 #: Words of a variant's head -> least share of the peak, most issue slots per matrix instruction.
 BARS = {"d64": (0.65, 5.5), "d128": (0.72, 4.0)}
-#: Words of head and rank -> least part of the whole head's time that it saves.
-GAINS = {
-    ("d64", "r32"): 0.16,
-    ("d64", "r48"): 0.05,
-    ("d128", "r64"): 0.19,
-    ("d128", "r96"): 0.09,
-}
 
 
 @pytest.mark.parametrize("target", ["gfx1200", "gfx1201"])
@@ -267,24 +221,14 @@ def test_gfx12_code_keeps_its_bars(target, tmp_path):
     if target == "gfx1200":
         variants = [v for v in variants if v.words[2] in BARS]
     build(target, tmp_path / "objects", variants)
-    findings = check_folder(tmp_path / "objects").findings
-    for finding in findings:
+    for finding in check_folder(tmp_path / "objects").findings:
         assert not finding.problems, finding.kernel.symbol
         assert finding.kernel.spills == 0
         assert finding.kernel.lds_bytes <= 32 * 1024
         assert finding.loop is not None
-        choices = finding.kernel.choices
-        if finding.kernel.op != fp8.name or choices["head"] not in BARS:
+        head = finding.kernel.choices["head"]
+        if finding.kernel.op != fp8.name or head not in BARS:
             continue
-        if choices["rank"] == "no":
-            share, slots = BARS[choices["head"]]
-            issued = sum(finding.loop.issued.values())
-            assert finding.loop.share >= share
-            assert issued / finding.loop.matrix <= slots
-    cycles = {
-        (f.kernel.choices["head"], f.kernel.choices["rank"]): f.loop.matrix / f.loop.share
-        for f in findings
-        if f.kernel.op == fp8.name
-    }
-    for (head, rank), gain in GAINS.items():
-        assert cycles[head, rank] <= (1 - gain) * cycles[head, "no"]
+        share, slots = BARS[head]
+        assert finding.loop.share >= share
+        assert sum(finding.loop.issued.values()) / finding.loop.matrix <= slots

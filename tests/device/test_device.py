@@ -57,8 +57,6 @@ def test_words_have_the_numbers_of_the_header():
     for (macro, word), number in named.items():
         if macro == "QK_HEAD":
             assert f"d{COLUMNS * number}" == word
-        elif macro == "QK_RANK":
-            assert word == (f"r{COLUMNS * number}" if number else "")
         elif macro == "QK_PV":
             assert numbers[f"PV_{word.upper() or 'E4M3FN'}"] == number
         elif macro == "QK_RESIDUAL":

@@ -15,7 +15,6 @@ from quantkit.device.gpu import nvrtc
 from quantkit.device.hopper.attention import HopperAttention, has_maps, plan_attention
 from quantkit.device.hopper.gemm import SHARED_LIMIT
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import ranks
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError
 from quantkit.numerics.attention import COLUMNS
@@ -35,22 +34,22 @@ SCORES, VALUES = {"e4m3fn": 0x9F3, "int8": 0x9F1}, 0xDF3
 ERRORS = {"e4m3fn": 0.015, "int8": 0.005}
 
 
-def kernel_of(head, fmt="e4m3fn", *, rank=None, io="f16", maps=False):
-    return HopperAttention(OPS[name_for("attention", fmt)], io, fmt, head, rank or head, maps)
+def kernel_of(head, fmt="e4m3fn", *, io="f16", maps=False):
+    return HopperAttention(OPS[name_for("attention", fmt)], io, fmt, head, maps)
 
 
 def sizes_of(m, n, keys):
     return {"m": m, "n": n, "keys": keys, "pitch": -(-keys // 16) * 16}
 
 
-EVERY = tuple(kernel_of(d, fmt, rank=r) for d in HEADS for fmt in FORMATS for r in ranks(d))
+EVERY = tuple(kernel_of(d, fmt) for d in HEADS for fmt in FORMATS)
 COMPILED = (
     *(kernel_of(d) for d in (16, 48, 64, 80, 96, 112, 128, 144)),
     *(kernel_of(d, "int8") for d in (64, 128)),
     *(kernel_of(d, maps=True) for d in (48, 64, 96, 128)),
-    kernel_of(64, rank=48, io="bf16"),
-    kernel_of(64, rank=32, io="f32", maps=True),
-    kernel_of(128, "int8", rank=64, io="f32"),
+    kernel_of(64, io="bf16"),
+    kernel_of(64, io="f32", maps=True),
+    kernel_of(128, "int8", io="f32"),
 )
 
 
@@ -165,17 +164,6 @@ def test_results_of_every_dtype(dtype):
             error
             < (0.015 if dtype == torch.bfloat16 else 5e-3) * wanted.double().square().mean().sqrt()
         )
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("columns", "rank"), [(32, 16), (64, 32), (64, 48), (128, 64), (128, 96)])
-def test_columns_beyond_the_rank_do_not_count(columns, rank, fmt):
-    for sizes in SIZES:
-        heads = Heads.draw(sizes, columns, pictures=2, seed=sum(sizes))
-        codes = heads.codes(fmt)
-        codes.q[..., rank:], codes.k[..., rank:] = 0x7F, 0x7F
-        check_close(heads.call(fmt, codes, rank=rank), fmt)
 
 
 @pytest.mark.usefixtures("hopper")

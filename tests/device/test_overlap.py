@@ -60,7 +60,7 @@ def _hopper():
     yield kernel_of(TILES["c128x96"], Sums.ACCURATE, sparse=True, family=Family.HEADS, io="f32")
     for residual in (Residual.ADDED, Residual.GATED):
         yield kernel_of(TILES["c128x160"], Sums.ACCURATE, residual=residual)
-    attention = HopperAttention(OPS["attention_fp8"], "f16", "e4m3fn", 64, 64)
+    attention = HopperAttention(OPS["attention_fp8"], "f16", "e4m3fn", 64)
     yield from (attention, replace(attention, maps=True))
 
 

@@ -50,7 +50,7 @@ def test_compare_writes_one_page_and_a_report_each(compared):
         ".quantkit", "index.html", "methods.md", "methods.json", "fp8", "sparse",
     }  # fmt: skip
     assert json.loads((output / "methods.json").read_text()) == printed
-    assert (printed["schema"], printed["schema_version"]) == ("quantkit.methods", 2)
+    assert (printed["schema"], printed["schema_version"]) == ("quantkit.methods", 1)
     assert [row["report"] for row in printed["methods"]] == [
         "fp8/report.json", "sparse/report.json",
     ]  # fmt: skip

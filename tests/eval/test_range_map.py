@@ -6,18 +6,13 @@ import pytest
 import torch
 from quantkit.eval.range_map import map_ranges
 
-from quantkit.calibration.statistics import Calibration, LayerStatistics
+from quantkit.calibration.statistics import Calibration
+from tests.support.artefacts import statistics as layer_statistics
 
 
 def statistics(*amax):
     buckets = len(amax)
-    return LayerStatistics(
-        torch.tensor(amax, dtype=torch.float32),
-        torch.zeros(buckets, 4, dtype=torch.float64),
-        torch.ones(buckets, 2),
-        torch.ones(buckets, 2),
-        torch.ones(buckets, dtype=torch.int64),
-    )
+    return replace(layer_statistics(2, buckets), amax=torch.tensor(amax, dtype=torch.float32))
 
 
 def calibration(edges, **layers):

@@ -38,51 +38,50 @@ def placed(name: str) -> Callable[[Scene], None]:
 
 
 def _reopened(path: Path):
-    """Return what an artefact holds, by quantkit's own reader: kind, version, tensors, about."""
+    """Return what an artefact holds, by quantkit's own reader: kind, tensors, about."""
     from quantkit.storage.artefact import read_artefact
 
     entries, _ = headers.load_header(path)
     (kind,) = entries["__metadata__"]
-    version = json.loads(entries["__metadata__"][kind])["format_version"]
-    return kind, version, *read_artefact(path, kind, newest=version)
+    return kind, *read_artefact(path, kind)
 
 
-def _resealed(path: Path, kind: str, version: int, tensors, about) -> None:
+def _resealed(path: Path, kind: str, tensors, about) -> None:
     from quantkit.storage.artefact import write_artefact
 
     path.unlink()
-    write_artefact(path, kind, tensors, about, force=True, version=version)
+    write_artefact(path, kind, tensors, about, force=True)
 
 
 def not_finite(scene: Scene) -> None:
     """Put NaN or infinity into a tensor, the checksum redone."""
     path = any_tensors(scene)
-    kind, version, tensors, about = _reopened(path)
+    kind, tensors, about = _reopened(path)
     name = scene.rng.choice(sorted(n for n, t in tensors.items() if t.is_floating_point()))
     flat = tensors[name].reshape(-1)
     value = scene.rng.choice((float("nan"), float("inf"), float("-inf")))
     place = scene.rng.randrange(flat.numel())
     flat[place] = value
     scene.say(f"{path.name}: {name}[{place}] is {value}")
-    _resealed(path, kind, version, {**tensors, name: flat.reshape(tensors[name].shape)}, about)
+    _resealed(path, kind, {**tensors, name: flat.reshape(tensors[name].shape)}, about)
 
 
 def odd_moments(scene: Scene) -> None:
     """Write numbers that are finite and no moments: negative, huge, tiny; the checksum redone."""
     path = any_tensors(scene)
-    kind, version, tensors, about = _reopened(path)
+    kind, tensors, about = _reopened(path)
     name = scene.rng.choice(sorted(n for n, t in tensors.items() if t.is_floating_point()))
     factor = scene.rng.choice((-1.0, 0.0, 1e30, 1e-38))
     scene.say(f"{path.name}: {name} times {factor}")
-    _resealed(path, kind, version, {**tensors, name: tensors[name] * factor}, about)
+    _resealed(path, kind, {**tensors, name: tensors[name] * factor}, about)
 
 
 def about(scene: Scene) -> None:
     """Change what an artefact says of its tensors, the checksum redone."""
     path = any_tensors(scene)
-    kind, version, tensors, said = _reopened(path)
+    kind, tensors, said = _reopened(path)
     scene.rng.choice(text.MEANINGS)(scene, said)
-    _resealed(path, kind, version, tensors, said)
+    _resealed(path, kind, tensors, said)
 
 
 def illegal_bits(scene: Scene) -> None:
@@ -90,7 +89,7 @@ def illegal_bits(scene: Scene) -> None:
     import torch
 
     path = any_tensors(scene)
-    kind, version, tensors, said = _reopened(path)
+    kind, tensors, said = _reopened(path)
     name = scene.rng.choice(sorted(tensors))
     bits = tensors[name].clone()
     bits.view(-1)[scene.rng.randrange(bits.numel())] = scene.rng.choice(
@@ -98,7 +97,7 @@ def illegal_bits(scene: Scene) -> None:
     )
     scene.say(f"{name}: a byte of other bits")
     assert bits.dtype == torch.uint8
-    _resealed(path, kind, version, {**tensors, name: bits}, said)
+    _resealed(path, kind, {**tensors, name: bits}, said)
 
 
 def other_layer(scene: Scene) -> None:

@@ -198,10 +198,6 @@ def _of_module(name: str, buckets: int, heads: int = 2, columns: int = 16) -> At
         keys=each(_KEYS),
         call_queries=each(_KEYS),
         call_keys=each(_KEYS),
-        entropy=torch.full((buckets, heads), 0.5),
-        rows=each(32),
-        locality=torch.full((buckets, heads), 0.25),
-        local_rows=each(32),
         format_lost=lost,
         format_power=torch.ones(heads, dtype=torch.float64),
     )

@@ -103,9 +103,9 @@ def test_most_modules_decide_what_the_others_differ_from():
 
 @pytest.mark.parametrize(("columns", "measured"), [(20, False), (160, True), (168, False)])
 def test_errors_are_measured_of_heads_that_kernels_take(columns, measured):
-    sums = AttentionAccumulators(2, columns, 1, torch.device("cpu"), bare=False, errors_from=8)
+    sums = AttentionAccumulators(2, columns, 1, torch.device("cpu"), errors_from=8)
     heads = Heads(*torch.randn(3, 1, 2, 8, columns).unbind())
-    assert bool(sums.look(heads, None, cross=False).errors) == measured
+    assert bool(sums.look(heads, None).errors) == measured
 
 
 def test_errors_are_relative_to_the_exact_output():
@@ -289,12 +289,10 @@ def test_a_calibration_without_errors_is_refused(pipeline_dir, calibrated, tmp_p
     assert not (tmp_path / "p").exists()
 
 
-def test_aggressive_takes_a_model_without_a_basis(pipeline_dir, calibrated, tmp_path):
+def test_aggressive_has_static_scales(pipeline_dir, calibrated, tmp_path):
     component = packed_with(pipeline_dir, calibrated, tmp_path / "p", strategy="aggressive")
     assert component.config.attention.format_of("anything") == E4M3FN
     assert component.config.attention.static
-    chosen = component.metadata[0].recipe["sparse_k_chosen"]
-    assert {row["chosen"] for row in chosen.values()} == {None}
 
 
 # Files

@@ -11,7 +11,6 @@ from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from tests.packing.test_formats import outlying
-from tests.support.packing import calibration_of
 
 pytestmark = pytest.mark.usefixtures("any_model")
 INT8 = {"weight": {"format": "int8"}}
@@ -38,15 +37,6 @@ def test_statistics_decide_of_layers_outside_of_the_blocks(tmp_path):
     # FP8 holds what is far above the rest.
     layers, _ = packed(source, tmp_path / "fp8", {}, calibration)
     assert "a.fc" in layers
-
-
-def test_without_samples_they_stay_in_16_bit(tmp_path):
-    source, _ = outlying(tmp_path / "model", "a.fc", 1)
-    recipe = {"overrides": [{"layers": ["a.point"], "keep": False}]}
-    layers, kept = packed(source, tmp_path / "packed", recipe, calibration_of(source))
-    assert layers == {"a.point"}
-    (reason,) = [reason for reason, names in kept.items() if "a.fc" in names]
-    assert reason.startswith("outside of the blocks, of no role")
 
 
 def test_calibration_observes_them(tmp_path):

@@ -253,14 +253,6 @@ def test_automatic_buckets_are_each_layers_own(tmp_path):
         run(folder, tmp_path / "smooth", {**recipe, "smooth": 0.5}, calibration=calibration)
 
 
-def test_average_that_was_not_stored_is_refused_before_anything_is_written(tmp_path):
-    folder = component(tmp_path / "source", small_tensors())
-    recipe = {"activation": {"mode": "static", "observer": "moving_average"}}
-    with pytest.raises(ArtefactError, match=r"has no moving average .* choose another observer"):
-        run(folder, tmp_path / "packed", recipe, calibration=calibration_of(folder))
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
 def test_smoothing_that_overflows_is_named(tmp_path):
     tensors = {"a.fc.weight": torch.full((16, 32), 1e30)}
     folder = component(tmp_path / "source", tensors)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from quantkit.calibration.collect import observed_layers
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
-from quantkit.errors import ArtefactError, RecipeError
+from quantkit.errors import RecipeError
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.scheme import Activation
@@ -104,11 +104,6 @@ def test_a_layer_that_falls_back_is_not_smoothed(tmp_path):
     assert (layers["a.fc"].weight.name, layers["a.fc"].smooth) == ("e4m3fn", False)
     assert (layers["a.point"].weight.name, layers["a.point"].smooth) == ("int8", True)
     verify(tmp_path / "packed", progress=silent)
-
-
-def test_a_fallback_wants_samples(source, tmp_path):
-    with pytest.raises(ArtefactError, match=r"weight\.fallback: the calibration has no samples"):
-        run(source, tmp_path / "packed", INT8, calibration=calibration_of(source))
 
 
 REFUSED = {

@@ -18,7 +18,7 @@ from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity.local_error import StoredInputs, local_errors, read_weight
 from quantkit.sensitivity.treated_layer import PrunedWeight, treat_input
 from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS
-from tests.support.components import statistics_of
+from tests.support.observed import statistics_of
 from tests.support.packed import packed_module
 from tests.support.sensitivities import CPU, SHAPES, layer_in, settings_of
 
@@ -34,7 +34,16 @@ def stored_inputs(rows, buckets=1, channels=None):
         stats[0],
         **{
             name: torch.cat([getattr(s, name) for s in stats])
-            for name in ("amax", "histogram", "second_moment", "channel_amax", "count")
+            for name in (
+                "amax",
+                "histogram",
+                "second_moment",
+                "channel_amax",
+                "count",
+                "moving_amax",
+                "updates",
+                "mean",
+            )
         },
         samples=torch.stack(parts),
         sample_priority=torch.rand(buckets, len(parts[0])).sort(dim=1, descending=True).values,
@@ -126,12 +135,8 @@ def test_layer_that_cannot_be_sparse_has_no_masks(tmp_path):
     assert not [name for name in errors if name.startswith("2:4")]
 
 
-def test_calibration_without_stored_inputs_is_refused(tmp_path):
+def test_calibration_of_other_inputs_is_refused(tmp_path):
     layer = layer_in(tmp_path, SHAPES["linear"])
-    inputs = stored_inputs(random_rows(8, layer.k))
-    bare = replace(inputs, statistics=replace(inputs.statistics, samples=None))
-    with pytest.raises(ArtefactError, match=r"no stored inputs of layer, .*; calibrate again"):
-        local_errors(layer, settings_of(), bare, CPU)
     with pytest.raises(ArtefactError, match="stored inputs have 32 columns, wanted 64"):
         local_errors(layer, settings_of(), stored_inputs(random_rows(8, 32)), CPU)
 

@@ -33,7 +33,10 @@ BAD_FILES = {
     "not json": ("{", "not JSON"),
     "list": ("[]", "found list, wanted a JSON object"),
     "other": ('{"schema": "x"}', "not a quantkit.sensitivity file"),
-    "newer": ('{"schema": "quantkit.sensitivity", "schema_version": 3}', "schema_version 3, want"),
+    "newer": (
+        '{"schema": "quantkit.sensitivity", "schema_version": 3}',
+        "schema_version 3, exp",
+    ),
     "empty": ('{"schema": "quantkit.sensitivity", "schema_version": 1}', "damaged .*component"),
 }
 

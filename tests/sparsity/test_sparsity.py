@@ -23,7 +23,8 @@ from quantkit.sparsity import choose
 from quantkit.sparsity.choose import choose_mask_of, choose_masks, read_blocks
 from quantkit.sparsity.maskfile import LayerMask, load_masks, pack_mask, save_masks
 from quantkit.storage.digest import sha256_of
-from tests.support.components import component_with, statistics_of
+from tests.support.components import component_with
+from tests.support.observed import statistics_of
 
 
 def with_sparsity(**settings):

@@ -54,22 +54,17 @@ def attention_sums(buckets=2, heads=3, columns=8):
     values = torch.ones(buckets, 3, heads, columns, dtype=torch.float64)
     values[:, 0] *= 64
     values[:, 1:] *= 40
-    shares = torch.zeros(buckets, 2, heads, dtype=torch.float64)
-    shares[:, 0] = 32
-    second = torch.ones(2, heads, columns, columns, dtype=torch.float64) * buckets
     return {
         "q_amax": torch.ones(buckets, heads),
         "low": torch.ones(shape),
         "high": torch.ones(shape),
         "values": values,
-        "shares": shares,
-        "counts": torch.tensor([[64, 40, 64, 40, 32, 0]] * buckets),
-        "second": second * torch.tensor([64, 40]).reshape(2, 1, 1, 1),
+        "counts": torch.tensor([[64, 40, 64, 40]] * buckets),
         "format_lost": torch.zeros(len(ATTENTION_FORMATS), heads, dtype=torch.float64),
         "format_power": torch.zeros(heads, dtype=torch.float64),
     }
 
 
 def attention_statistics(buckets=2, heads=3, columns=8):
-    """Return what those come to: all ones, and even."""
+    """Return what those come to: all ones."""
     return attention_statistics_of(attention_sums(buckets, heads, columns))

@@ -35,18 +35,17 @@ class Heads:
     def codes(self, fmt, pv="e4m3fn") -> AttentionCodes:
         return attention_codes(self.q, self.k, self.v, qk_format=fmt, pv=pv)
 
-    def exact(self, rank=None):
-        """Return torch's own attention in float64, of ``rank`` columns, (pictures, M, heads, D)."""
-        q, k = (t[..., :rank].double() for t in (self.q, self.k))
+    def exact(self):
+        """Return torch's own attention in float64, (pictures, M, heads, D)."""
         y = torch.nn.functional.scaled_dot_product_attention(
-            q, k, self.v.double(), scale=self.q.shape[2] ** -0.5
+            self.q.double(), self.k.double(), self.v.double()
         )
         return y.unflatten(0, (-1, self.heads)).transpose(1, 2)
 
-    def call(self, fmt, codes=None, *, dtype=torch.float16, rank=None, pv="e4m3fn"):
+    def call(self, fmt, codes=None, *, dtype=torch.float16, pv="e4m3fn"):
         """Return the operation and the arguments of its call."""
         c = codes or self.codes(fmt, pv)
         operands = (c.q, c.k, c.v, c.q_scale, c.k_scale, c.v_scale, c.v_mean)
         keys, columns = self.k.shape[1:]
-        options = (keys, self.heads, columns, fmt, dtype, rank or c.q.shape[2])
+        options = (keys, self.heads, columns, fmt, dtype)
         return OPS[attention_for(fmt, pv)], (*operands, *options)

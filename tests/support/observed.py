@@ -72,12 +72,6 @@ def sample(name, rows=4000, channels=8):
     raise AssertionError(name)
 
 
-#: Fields that files of an older version do not have.
-OLDER = {
-    2: ("mean", "samples", "sample_priority", "sample_count"),
-    1: ("mean", "samples", "sample_priority", "sample_count", "moving_amax", "updates"),
-}
-
 FIELDS = tuple(field.name for field in fields(LayerStatistics))
 
 SAMPLES = ("gaussian", "heavy", "relu", "tiny", "outlier")

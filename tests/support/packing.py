@@ -67,6 +67,12 @@ def calibration_of(folder):
             second_moment=channel.square() / 3,
             channel_amax=channel,
             count=torch.tensor([10, 30]),
+            moving_amax=channel.amax(dim=1).double(),
+            updates=torch.ones(2, dtype=torch.int64),
+            mean=channel / 8,
+            samples=torch.zeros(2, SAMPLE_ROWS, layer.k, dtype=torch.bfloat16),
+            sample_priority=torch.zeros(2, SAMPLE_ROWS, dtype=torch.float64),
+            sample_count=torch.zeros(2, dtype=torch.int64),
         )
         digests[layer.name] = sha256_of(layer.shard, layer.weight)
     provenance = CalibrationProvenance(

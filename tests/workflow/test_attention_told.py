@@ -165,7 +165,6 @@ def test_doctor_says_from_how_many_keys_streams_are_on_codes(
     assert ask() == {(backend, few)}
     assert ask(static={}) == {("torch", "slower")}
     assert ask(qk="int8") == {("torch", "slower")}
-    assert ask(two_of_four=tuple(modules)) == {("torch", "slower")}
 
 
 def test_operations_say_torch_where_attention_has_no_kernel():

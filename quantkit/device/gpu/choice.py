@@ -165,10 +165,9 @@ def _projection(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -
 
 def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
     assert isinstance(sizes, dict)
-    io, qk_format, head, rank, _, *codes = words
-    columns = int(head[1:])
+    io, qk_format, head, _, *codes = words
     maps = wanted.maps and has_maps(qk_format, sizes["keys"])
-    return HopperAttention(op, io, qk_format, columns, int(rank[1:] or columns), maps, *codes)
+    return HopperAttention(op, io, qk_format, int(head[1:]), maps, *codes)
 
 
 _Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | HopperAttention | None]

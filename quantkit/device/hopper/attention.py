@@ -33,8 +33,6 @@ class HopperAttention:
     qk_format: str
     #: columns of a head, padded to 16
     head: int
-    #: columns of queries and keys that are multiplied
-    rank: int
     #: the copy engine fetches
     maps: bool = False
     #: of codes of the result; empty: it is written in the io type
@@ -52,11 +50,10 @@ class HopperAttention:
 
     @property
     def name(self) -> str:
-        """What was chosen, as ``f16_e4m3fn_d64`` or ``f16_e4m3fn_d64_r32``."""
-        rank = (f"r{self.rank}",) if self.rank < self.head else ()
+        """What was chosen, as ``f16_e4m3fn_d64`` or ``f16_e4m3fn_d64_maps``."""
         maps = ("maps",) if self.maps else ()
         codes = (self.y_format,) if self.y_format else ()
-        return "_".join((self.io, self.qk_format, f"d{self.head}", *rank, *maps, *codes))
+        return "_".join((self.io, self.qk_format, f"d{self.head}", *maps, *codes))
 
     @property
     def symbol(self) -> str:
@@ -68,7 +65,6 @@ class HopperAttention:
         """The macros of the command line."""
         values = {
             "HEAD": self.head // 16,
-            "RANK": self.rank // 16,
             "GROUPS": GROUPS,
             "KEYS": self.keys,
             "MAPS": int(self.maps),
@@ -90,7 +86,7 @@ class HopperAttention:
     @property
     def row(self) -> int:
         """Bytes of a row of queries or keys in shared memory: whole matrix instructions."""
-        return 32 * ceil_div(self.rank, 32)
+        return 32 * ceil_div(self.head, 32)
 
     @property
     def threads(self) -> int:
@@ -137,15 +133,15 @@ def plan_attention(
 
 
 def _maps(kernel: HopperAttention, sizes: dict[str, int]) -> tuple[TensorMap, TensorMap, TensorMap]:
-    m, n, keys, head, rank = sizes["m"], sizes["n"], sizes["keys"], kernel.head, kernel.rank
+    m, n, keys, head = sizes["m"], sizes["n"], sizes["keys"], kernel.head
     wide, deep = _panel(kernel.row), _panel(kernel.keys)
-    # Columns from the rank on are outside, and become zeros.
-    q = TensorMap("q", "u8", (rank, n * m), (wide, 64), wide, strides=(head,))
+    # Columns that a panel has beyond the head are outside, and become zeros.
+    q = TensorMap("q", "u8", (head, n * m), (wide, 64), wide)
     groups = (2, 4, 2, n * keys // 16)
     # Rows of a tile in their order: key_of in attend_sm90.h.
     strides = tuple(head * rows for rows in (1, 4, 2, 16))
     box = (wide, *groups[:3], kernel.keys // 16)
-    k = TensorMap("k", "u8", (rank, *groups), box, wide, strides=strides)
+    k = TensorMap("k", "u8", (head, *groups), box, wide, strides=strides)
     v = TensorMap("v", "u8", (sizes["pitch"], n * head), (deep, head), deep)
     return q, k, v
 

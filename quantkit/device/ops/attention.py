@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.device.geometry import has_tile, own_tile
+from quantkit.device.geometry import own_tile
 from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -37,9 +37,6 @@ from quantkit.numerics.scales import cast, decode
 SOURCE = "attention.hip"
 
 _HEAD = Axis("QK_HEAD", tuple(f"d{d}" for d in range(COLUMNS, LARGEST_HEAD + 1, COLUMNS)), first=1)
-#: Columns of queries and keys that are multiplied; the first word: all. launch.json says of which
-#: heads there is which.
-_RANK = Axis("QK_RANK", ("", *(f"r{r}" for r in range(COLUMNS, LARGEST_HEAD, COLUMNS))))
 
 #: Probabilities and values: e4m3fn, or float16.
 PV_AXES = {E4M3FN.name: Axis("QK_PV", ("",)), None: Axis("QK_PV", ("f16",), first=1)}
@@ -61,7 +58,6 @@ def attention(
     head_size: int,
     qk_format: str,
     dtype: torch.dtype,
-    rank: int,
     *,
     precision: torch.dtype = torch.float32,
     tile: int | None = None,
@@ -83,7 +79,6 @@ def attention(
         head_size: columns of the result, at most D.
         qk_format: of q and k.
         dtype: of the result.
-        rank: columns of q and k that count, from the first on; D: all.
         precision: of products and sums; float64 makes them exact enough to judge the others by.
         tile: keys of a step; None: the kernel's. Of float16 probabilities it only changes which of
             the smallest are rounded to nothing.
@@ -91,7 +86,7 @@ def attention(
     Returns:
         (N / heads, M, heads, head_size).
     """
-    queries = decode(q[..., :rank], qk_format, precision)
+    queries = decode(q, qk_format, precision)
     pv = None if v.dtype == torch.float16 else E4M3FN.name
     values = v.to(precision) if pv is None else decode(v, pv, precision)
     tile = _tile_of(q.shape[2]) if tile is None else tile
@@ -101,7 +96,7 @@ def attention(
     # As the kernel: the tile that the keys do not fill comes first.
     for start in (whole, *range(0, whole, tile)):
         part = slice(start, min(start + tile, keys))
-        s = queries @ decode(k[:, part, :rank], qk_format, precision).transpose(1, 2)
+        s = queries @ decode(k[:, part], qk_format, precision).transpose(1, 2)
         if k_scale is not None:
             s = s * (given(q_scale).to(precision)[:, :, None] * _by_key(k_scale, part)[:, None])
         s = s + bias
@@ -121,15 +116,8 @@ def attention(
     return pictures.transpose(1, 2)[..., :head_size].contiguous()
 
 
-def ranks(columns: int) -> tuple[int, ...]:
-    """Return the ranks that kernels have for heads of ``columns``, all of them first."""
-    head = f"d{columns}"
-    words = (w for w in _RANK.words if has_tile(SOURCE, f"{head}_{w}" if w else head))
-    return tuple(COLUMNS * _RANK.value(word) or columns for word in words)
-
-
 def _tile_of(columns: int) -> int:
-    """Return the keys of a step of the kernel's loop, which all ranks and formats share."""
+    """Return the keys of a step of the kernel's loop, which all formats share."""
     tile = own_tile(SOURCE, f"d{columns}")
     assert tile is not None
     return tile.n
@@ -145,7 +133,7 @@ def _of_heads(numbers: Tensor, rows: int, precision: torch.dtype) -> Tensor:
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
     (q, k, v, q_scale, k_scale, v_scale, v_mean) = operands
-    keys, heads, head_size, qk_format, dtype, rank = options
+    keys, heads, head_size, qk_format, dtype = options
     q, k, v, v_scale = given(q), given(k), given(v), given(v_scale)
     if qk_format not in op.words("QK_X_FORMAT"):
         wanted = ", ".join(op.words("QK_X_FORMAT"))
@@ -161,9 +149,6 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
             f"{op.name}: heads of {d} columns, wanted a multiple of {COLUMNS} up to {LARGEST_HEAD}"
         )
     _check_sizes(op.name, n, keys=keys, heads=heads, head_size=head_size, columns=d, scales=scales)
-    if rank not in ranks(d):
-        wanted = ", ".join(str(r) for r in ranks(d))
-        raise ShapeError(f"{op.name}: rank {rank} of heads of {d} columns, wanted one of {wanted}")
     pitch = padded(keys, RUN)
     expect(op.name, "k", k, torch.uint8, (n, keys, d))
     (value_word,) = op.words("QK_PV")
@@ -180,8 +165,7 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         "m": m, "n": n, "k": d, "keys": keys, "pitch": pitch, "heads": heads, "d": head_size,
         "scales": scales,
     }  # fmt: skip
-    rank_word = "" if rank == d else f"r{rank}"
-    return Problem((word, qk_format, f"d{d}", rank_word, value_word), sizes)
+    return Problem((word, qk_format, f"d{d}", value_word), sizes)
 
 
 def _check_sizes(
@@ -211,7 +195,7 @@ def _check_scales(
 
 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
-    _, heads, head_size, _, dtype, _ = options
+    _, heads, head_size, _, dtype = options
     n, m, _ = given(operands[0]).shape
     return (((n // heads, m, heads, head_size), dtype),)
 
@@ -227,14 +211,13 @@ def _sample(
     operands = (
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
     )  # fmt: skip
-    dtype, rank = IO_DTYPES[variant.word("QK_IO")], int(variant.word("QK_RANK")[1:] or columns)
-    return operands, (keys, heads, columns - 8, fmt, dtype, rank)
+    return operands, (keys, heads, columns - 8, fmt, IO_DTYPES[variant.word("QK_IO")])
 
 
 _FORMULA = (
     "p[n, i, j] = exp2({score}), {rounded} after the largest of i became 2^8; y = "
     "sum_j(p[n, i, j] * v[n, c, j]) / sum_j(p[n, i, j]) * v_scale[n % scales, c] + "
-    "v_mean[n % scales, c]; a rank is the number of columns of q and k that count"
+    "v_mean[n % scales, c]"
 )
 _BUDGET = Budget(
     1e-6,
@@ -261,10 +244,10 @@ def _op(name: str, qk_format: str, score: str, pv: str | None = E4M3FN.name) -> 
         formula=_FORMULA.format(score=score, rounded=f"rounded to {pv}" if pv else "cut to f16"),
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor v_scale, "
-            "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype, "
-            "int rank) -> Tensor"
+            "Tensor? v_mean, int keys, int heads, int head_size, str qk_format, ScalarType dtype) "
+            "-> Tensor"
         ),
-        axes=(IO, format_axis("X", (qk_format,)), _HEAD, _RANK, PV_AXES[pv]),
+        axes=(IO, format_axis("X", (qk_format,)), _HEAD, PV_AXES[pv]),
         args=(
             Argument("q", "u8", "[n, m, QK_HEAD * 16]"),
             Argument("k", "u8", "[n, keys, QK_HEAD * 16]"),

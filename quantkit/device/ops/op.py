@@ -207,7 +207,7 @@ class Variant:
         """The word that says what a block computes."""
         if not self.word("QK_HEAD"):
             return self.word("QK_TILE")
-        own = (self.word("QK_HEAD"), self.word("QK_RANK"), self.word("QK_PV"))
+        own = (self.word("QK_HEAD"), self.word("QK_PV"))
         return "_".join(word for word in own if word)
 
     def word(self, macro: str) -> str:
