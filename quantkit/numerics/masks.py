@@ -27,11 +27,6 @@ class Pattern:
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
 
-    @property
-    def density(self) -> float:
-        """Share of weights kept."""
-        return self.n / self.m
-
 
 TWO_OF_FOUR = Pattern(2, 4)
 

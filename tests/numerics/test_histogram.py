@@ -72,6 +72,15 @@ def test_percentile_is_torchs_within_a_bin(name, percent):
         assert found == float(x.abs().amax())
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 9])
+def test_ranks_of_few_values_are_torchs(count):
+    x = 2.0 ** torch.arange(count).double()
+    for rank in range(count):
+        share = rank / (count - 1)
+        found = float(quantiles(count_bins(x.float())[None], x[-1:].float(), share))
+        assert found == pytest.approx(float(torch.quantile(x, share)), rel=1 / 16)
+
+
 def test_percentiles_of_several_inputs_are_those_of_each():
     counts = torch.stack([count_bins(sample(name)) for name in SAMPLES])
     amax = torch.stack([sample(name).abs().amax() for name in SAMPLES])
