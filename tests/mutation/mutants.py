@@ -70,15 +70,18 @@ def mutants_of(path: str, root: Path) -> list[Mutant]:
 
 
 def _is_left_out(node):
-    if node.type == "if_stmt" and getattr(node.children[1], "value", "") == "TYPE_CHECKING":
+    if node.type in {"if_stmt", "while_stmt"}:
+        condition = node.children[1]
+        if getattr(condition, "value", "") == "TYPE_CHECKING" or condition.type == "namedexpr_test":
+            return True
+    # Of f(*values), {**values} or f(a, /): with another operator it would not compile.
+    if getattr(node, "value", "") in {"*", "**", "/"} and node.parent.type not in {"term", "power"}:
         return True
     while node.parent is not None:
         above = node.parent
         if above.type in _LEFT_OUT or (above.type == "decorator" and node.type != "operator"):
             return True
-        if above.type == "param" and node is above.annotation:
-            return True
-        if above.type == "funcdef" and node is above.annotation:
+        if above.type in {"param", "funcdef"} and node is above.annotation:
             return True
         if _names_a_type(node):
             return True

@@ -13,8 +13,10 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -91,10 +93,17 @@ def start(tests, root, *, seconds, change=None, plugin=None, log=os.devnull):
 
 
 def _limit(seconds):
+    """Bound what this process takes; its temporary files are removed after it."""
+    _folder(os.getpid()).mkdir()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_folder(os.getpid()))
     os.setpgid(0, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+
+
+def _folder(process):
+    return Path(tempfile.gettempdir()) / f"mutant-{process}"
 
 
 def _run(tests, root, change, plugin):
@@ -118,6 +127,7 @@ def wait(running):
     # What a test started, and did not end.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
+    shutil.rmtree(_folder(process), ignore_errors=True)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
         return process, "timeout"
     return process, "failed" if status else "passed"
@@ -195,6 +205,8 @@ class Recorder:
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             self._failed.append(report.nodeid)
+            # They hold what the failed test held, a model for one.
+            sys.last_value = sys.last_traceback = None
 
     def pytest_runtest_setup(self, item):
         self._fixtures[item.nodeid] = sorted(item.fixturenames)
