@@ -122,7 +122,7 @@ ZEROS = {
 
 
 @pytest.mark.parametrize("name", ZEROS)
-@pytest.mark.parametrize("chunk", [1, 1 << 20], ids=["row", "whole"])
+@pytest.mark.parametrize("chunk", [1, 150, 1 << 20], ids=["row", "rows", "whole"])
 def test_groups_of_zeros_have_scale_one(edit, monkeypatch, chunk, name):
     last, scales, named = ZEROS[name]
     monkeypatch.setattr(code_rules, "_CHUNK_BYTES", chunk)

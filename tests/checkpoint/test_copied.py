@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.copied import misfits_of_copies
+from quantkit.checkpoint.directory import broken_index
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models import building
@@ -241,3 +242,19 @@ def test_one_child_process_builds_all_that_is_copied(whole, monkeypatch):
     building._built_by_child.cache_clear()
     assert list(misfits_of_copies(whole, {"unet"})) == []
     assert said == [2]
+
+
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("damage", ["shard", "index", "no shard"])
+def test_an_index_that_cannot_be_followed_is_told(tmp_path, damage):
+    save_file({"a": torch.zeros(1)}, tmp_path / "x.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    assert not list(broken_index(tmp_path / INDEX))
+    if damage == "no shard":
+        (tmp_path / "x.safetensors").unlink()
+    else:
+        (tmp_path / ("x.safetensors" if damage == "shard" else INDEX)).write_bytes(b"{")
+    (told,) = broken_index(tmp_path / INDEX)
+    assert told.startswith(str(tmp_path))

@@ -154,6 +154,18 @@ def test_a_broken_list_is_refused(name, tmp_path):
         find_file_list(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"schema": "quantkit.x"}, *({"schema_version": n} for n in (0, 2, 1.5, None))],
+    ids=str,
+)
+def test_a_list_of_another_schema_is_refused(changed, tmp_path):
+    about = {"schema": "quantkit.files", "schema_version": 1, "files": {"ok": ENTRY}}
+    (tmp_path / FILE_LIST).write_text(json.dumps(about | changed))
+    with pytest.raises(CheckpointError, match=r"found .* wanted 'quantkit\.files' 1"):
+        find_file_list(tmp_path)
+
+
 #: Numbered rule -> examples, by their names in the tables
 RULES = {
     1: ["config-newer", "config-unknown-key", "config-missing-key", "metadata-newer",

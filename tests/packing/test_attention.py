@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
 import quantkit
 from quantkit.calibration.statistics import load_calibration
 from quantkit.checkpoint.attention import CHILD
 from quantkit.checkpoint.reader import open_packed
-from quantkit.checkpoint.verification import verify
+from quantkit.checkpoint.verification import contents_of, verify
 from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, RecipeError
@@ -86,6 +87,12 @@ def test_stored_scales_are_those_of_the_calibration(made, calibration):
         assert (shape.heads, shape.head_size) == tuple(wanted.key_mean.shape)
         for part in SHAPES:
             assert torch.equal(component.read(f"{name}.{CHILD}.{part}"), getattr(wanted, part))
+
+
+def test_what_it_holds_for_the_model_are_the_models_tensors(made):
+    (component,) = open_packed(made / "packed" / "unet").components
+    model = UNet2DConditionModel.from_config(component.path / "config.json").state_dict()
+    assert contents_of(component).tensors == {n: tuple(t.shape) for n, t in model.items()}
 
 
 def test_ranges_are_those_of_all_buckets_times_the_margin(calibration):

@@ -135,6 +135,19 @@ def check_factors(rows, scale, parts):
             assert factor_loss(group, step, factor) <= np.square(group.astype(float)).sum()
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "group:32"])
+@pytest.mark.parametrize("fmt", OF_A_BYTE)
+def test_scales_are_the_next_power_of_two(tmp_path, either_core, granularity, fmt):
+    for exponent in (-30, 0, 3):
+        exact = np.float32(LIMITS[fmt][0]) * np.float32(2.0**exponent)
+        for amax in (exact, np.nextafter(exact, np.float32(0)), exact * np.float32(1.001)):
+            rows = np.full((2, 64), amax, dtype=np.float32)
+            plan = replace(plan_of(fmt, granularity), observer="amax_pow2")
+            _, parts = packed(plan, source_of(tmp_path, torch.from_numpy(rows)))
+            wanted = tried_scales(rows, fmt, "amax_pow2")
+            assert set(np.frombuffer(parts["weight_scale"], "<f4")) == set(wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("fmt", [*OF_A_BYTE, "int4"])
 def test_the_ends_of_a_dtype_have_codes_and_scales(tmp_path, either_core, dtype, fmt):
