@@ -136,7 +136,7 @@ def modules(
     one, (three, together) = torch.ones(heads, padded(d), device="cuda"), products(layers)
 
     def attend() -> object:
-        numbers = (tokens, heads, d, "e4m3fn", torch.float16, padded(d))
+        numbers = (tokens, heads, d, "e4m3fn", torch.float16)
         return call(OPS["attention_fp8"], *made, None, None, one, one, *numbers)
 
     def torchs(parts: list[Tensor]) -> object:

@@ -17,7 +17,7 @@ from quantkit.bench.compiling import captured
 from quantkit.bench.timing import Stopwatch, TimingPlan
 from quantkit.device.ops.call import call
 from quantkit.device.ops.table import OPS
-from quantkit.numerics.attention import HeadFactors, head_factors, measured_scales, padded
+from quantkit.numerics.attention import HeadFactors, head_factors, measured_scales
 
 PLAN = TimingPlan(warmup=2, repeats=9, seconds=1)
 #: pictures, heads, tokens of the first stream and of the second, columns, norms, rotation
@@ -100,7 +100,7 @@ def calls_of(streams: Streams) -> dict[str, Callable[[], Tensor]]:
     scales, codes = factors.scales, streams.codes(factors)
 
     def attend(made: tuple[Tensor, ...]) -> Tensor:
-        sizes = (t1 + t2, h, d, "e4m3fn", torch.float16, padded(d))
+        sizes = (t1 + t2, h, d, "e4m3fn", torch.float16)
         numbers = (None, None, scales.value_scale, scales.value_mean)
         y: Tensor = call(OPS["attention_fp8"], *made, *numbers, *sizes)
         return y

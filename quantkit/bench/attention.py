@@ -127,7 +127,7 @@ def _product(codes: AttentionCodes, problem: AttentionProblem) -> Tensor:
     shape, fmt = problem.shape, codes.qk_format
     y: Tensor = OPERATORS[name_for("attention", fmt)](
         codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        shape.keys, shape.heads, shape.head_size, fmt, torch.float16, codes.q.shape[2],
+        shape.keys, shape.heads, shape.head_size, fmt, torch.float16,
     )  # fmt: skip
     return y
 

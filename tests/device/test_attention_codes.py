@@ -186,7 +186,7 @@ def test_hoppers_code_does_not_spill_for_it(kernel):
 @pytest.mark.parametrize("head", ["d48", "d64", "d128"])
 def test_adas_code_does_not_spill_for_it(head, fmt):
     need(nvrtc.load_nvrtc)
-    variant = Variant(OPS[name_for("attention_codes", fmt)], ("f16", fmt, head, "", "", "e4m3fn"))
+    variant = Variant(OPS[name_for("attention_codes", fmt)], ("f16", fmt, head, "", "e4m3fn"))
     sources = kernel_sources()
     options = [*nvrtc.nvrtc_options("sm_89"), f"-I{sources / 'include'}", *variant.defines]
     text = (sources / variant.source).read_text(encoding="utf-8")
