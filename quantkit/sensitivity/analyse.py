@@ -4,7 +4,7 @@ Attention modules are measured in the pipeline, in the run that is made of it as
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -58,6 +58,7 @@ def measure_sensitivity(
     measure: int,
     device: str,
     calibration_digest: str,
+    keep: Callable[[Sensitivity], None],
     progress: Progress,
 ) -> Sensitivity:
     """Return the error of every layer under every treatment, and the gains of some.
@@ -69,6 +70,7 @@ def measure_sensitivity(
         measure: most layers to run in the pipeline; 0 runs none.
         device: auto, cpu or cuda[:N].
         calibration_digest: SHA-256 of the calibration's file, for the record.
+        keep: given the layers' errors before the pipeline runs, which takes long and may fail.
         progress: told of layers done.
 
     Raises:
@@ -105,6 +107,7 @@ def measure_sensitivity(
     )
     if rehearsed is None:
         return result
+    keep(result)
     with quiet_libraries():
         errors = AttentionErrors(subject.attention_scales(target))
         probe = Probing.start(rehearsed, errors)

@@ -1,6 +1,7 @@
 """From a pipeline to a packed directory in one call: calibrate, sparsify, pack."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -181,9 +182,10 @@ def adapt(
         measure=MEASURED,
         device=device,
         calibration_digest=sha256_of_file(output / CALIBRATION),
+        keep=partial(save_sensitivity, path=output / SENSITIVITY, force=force),
         progress=progress,
     )
-    save_sensitivity(found, output / SENSITIVITY, force=force)
+    save_sensitivity(found, output / SENSITIVITY, force=True)
     chosen = choose(found, recipe, recipe.budget)
     save_recipe(chosen.recipe, chosen.remarks, output / CHOSEN, force=force)
     return chosen.recipe

@@ -111,16 +111,25 @@ def measure_sensitivity(
     texts = as_prompts(prompts)[: sampling.count or chosen.calibration.batch]
     statistics = load_calibration(Path(calibration))
     subject = MeasuredModel.of(source, chosen, statistics, surgeon_of(hessians, device))
+
+    def keep(found: Sensitivity) -> None:
+        if output is not None:
+            # What is replaced the second time is its own.
+            replaced = force or Path(output) in written
+            write_or_keep(partial(save_sensitivity, found, force=replaced), Path(output))
+            written.append(Path(output))
+
+    written: list[Path] = []
     found = analyse.measure_sensitivity(
         subject,
         texts,
         measure=measure,
         device=device,
         calibration_digest=sha256_of_file(Path(calibration)),
+        keep=keep,
         progress=progress,
     )
-    if output is not None:
-        write_or_keep(partial(save_sensitivity, found, force=force), Path(output))
+    keep(found)
     if plot is not None:
         write_or_keep(partial(save_plot, found, force=force), Path(plot))
     return MeasuredSensitivity(found, as_path(output))

@@ -34,7 +34,14 @@ from quantkit.recovery.distill.early_stopping import (
     ValidationScore,
 )
 from quantkit.recovery.distill.optimizer import Offloaded, Resident
-from quantkit.recovery.distill.recover import Keeping, Look, RecoveryTask, ignore, recover
+from quantkit.recovery.distill.recover import (
+    Keeping,
+    Look,
+    RecoveryTask,
+    _Gallery,
+    ignore,
+    recover,
+)
 from quantkit.recovery.distill.resume import refuse_others, refuse_unfinished
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
@@ -114,6 +121,23 @@ def test_resumed_training_goes_on_as_if_it_had_not_ended(model, masks, tmp_path,
     assert [p.step for p in resumed.points] == [1, 2, 4, 6, 8]
     assert [p.loss for p in resumed.points] == [p.loss for p in whole.points]
     assert resumed.aside > 0
+    assert all(torch.equal(resumed.weights[n], whole.weights[n]) for n in whole.weights)
+
+
+def test_a_last_look_that_fails_costs_no_training(model, masks, tmp_path, monkeypatch):
+    keeping = Keeping(tmp_path / "training.safetensors", every=1e9)
+
+    def fail(gallery, watcher, weights):
+        if gallery.trainer.step == SHORT.steps:
+            raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(_Gallery, "look", fail)
+        run(model, masks, SHORT, keeping=keeping)
+    whole = run(model, masks, SHORT)
+    monkeypatch.setattr(training.Trainer, "_train", None)
+    resumed = run(model, masks, SHORT, keeping=replace(keeping, resume=True))
+    assert [p.loss for p in resumed.points] == [p.loss for p in whole.points]
     assert all(torch.equal(resumed.weights[n], whole.weights[n]) for n in whole.weights)
 
 

@@ -7,6 +7,7 @@ from quantkit.eval.demo import run as demo_run
 import quantkit
 from quantkit.errors import ModelError
 from quantkit.sensitivity import analyse
+from quantkit.sensitivity.result import load_sensitivity
 from quantkit.workflow import run as running
 from quantkit.workflow.demo import make_demo
 from tests.support.picture_pipelines import (
@@ -123,6 +124,25 @@ def test_a_sensitivity_whose_pipeline_does_not_run_ends_before_it_measures(
             prompts=PROMPTS,
             sampling=quantkit.Sampling(steps=TOO_MANY),
         )
+
+
+def test_a_sensitivity_whose_pipeline_fails_leaves_the_errors_of_layers(
+    pipeline_dir, recipe, tmp_path, monkeypatch
+):
+    calibration, output = tmp_path / "c.safetensors", tmp_path / "s.json"
+    quantkit.calibrate(pipeline_dir, recipe=recipe, output=calibration, prompts=PROMPTS)
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(analyse.Rehearsed, "latents", fail)
+    with pytest.raises(MemoryError):
+        quantkit.measure_sensitivity(
+            pipeline_dir, recipe=recipe, calibration=calibration, prompts=PROMPTS, output=output
+        )
+    kept = load_sensitivity(output)
+    assert kept.layers
+    assert not any(layer.measured for layer in kept.layers)
 
 
 def test_a_demo_whose_pictures_cannot_be_made_runs_no_command(tmp_path, monkeypatch):

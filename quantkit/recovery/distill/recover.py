@@ -196,6 +196,9 @@ class _Recruit:
             # One that goes on holds the look of its first step.
             trainer.first_look = trainer.first_look or start
             best = trainer.run(report if ranks.writes else ignore, watcher, saver)
+            if saver is not None:
+                # A last look that fails, or a full disk, should not cost the training.
+                saver.save(trainer)
             written = trainer.written_look or gallery.look(watcher, best)
             progress("recovering", 100, 100)
             weights = {name: value.cpu() for name, value in best.items()}
