@@ -20,15 +20,18 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test fast nightly oldest sanitize fuzz mutants golden check format docs clean
+.PHONY: help demo test test-all fast nightly oldest sanitize fuzz mutants golden check format docs clean
 
 help: ## list these targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(INSTALLED) ## the whole job on the bundled pipeline; opens as demo-output/index.html
 	$(BIN)/quantkit demo -o demo-output
 
-test: $(INSTALLED) ## all tests
+test: $(INSTALLED) ## all tests but exhaustive ones
+	$(PYTEST) -m "not exhaustive" tests
+
+test-all: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
 fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
