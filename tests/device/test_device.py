@@ -117,9 +117,7 @@ def test_symbols_follow_the_naming_rule_and_are_unique():
     assert "quantize_fp8_token_bf16_e5m2_smooth" in symbols
     assert "gemm_fp8_sparse_e4m3fn_e5m2_token_channel_f16_t2" in symbols
     found = {name: len(variants_for(ARCHS[name], default_variants())) for name in ARCHS}
-    assert (
-        found["gfx1201"] == 2 * 200 + 80 + 20 + 3 * 40 + 20 + 28 + 20 + 26 + 32 + 4 + 4 + 464 + 20
-    )
+    assert found["gfx1201"] == 2 * 200 + 80 + 20 + 3 * 40 + 28 + 20 + 26 + 32 + 4 + 4 + 464 + 20
     assert found["gfx1100"] == 2 * 128 + 60 + 20 + 28 + 20 + 26 + 32 + 4 + 4 + 300 + 20
 
 
