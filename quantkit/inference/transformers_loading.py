@@ -4,6 +4,7 @@ transformers builds the model on the meta device, renames the tensors of the fil
 and sets them one by one. Layers are replaced before that, and codes and scales keep their dtype.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from quantkit.models.encoder_skeleton import encoder_skeleton, loaded_names
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
-#: The first transformers whose loader asks a quantizer what dtype a tensor is to have.
+#: The first transformers that loads as stands above.
 TRANSFORMERS = 5
 
 
@@ -62,6 +63,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self.names: dict[str, str] = {}
         self._device = torch.device("cpu")
         self._layers: dict[str, PackedLayer] = {}
+        #: of the model's tensors, as it was built
+        self._dtypes: dict[str, torch.dtype] = {}
         self._ahead = ReadAhead({})
         self._hashing = Hashing(())
 
@@ -85,6 +88,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self._hashing = hash_component(component, besides=self._ahead.names)
         weakref.finalize(self, self._ahead.cancel)
         weakref.finalize(self, self._hashing.cancel)
+        self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         schemes = self.packed.layers
         weights = loaded_names(model, [f"{name}.weight" for name in schemes])
         self._layers = replace_layers(
@@ -126,10 +130,19 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 layer.fill(part, self._own(name, tensor.detach()))
             model.set_submodule(path, layer)
         self._layers = {}
+        self._cast(model)
         self._hashing.join()
         self._hashing = Hashing(())
         methods.install(model)
         return model
+
+    def _cast(self, model: nn.Module) -> None:
+        """Cast what is no code: transformers before 5.21 leaves as stored what it renames."""
+        is_wide = _widened(model, self.compute_dtype)
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            built = self._dtypes.get(name)
+            if built is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(torch.float32 if is_wide(name) else built)
 
     def _own(self, name: str, value: Tensor) -> Tensor:
         """Return what transformers has set, in memory of its own."""

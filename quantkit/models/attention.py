@@ -116,10 +116,13 @@ def call_with(processor_class: type, attend: Attend) -> FunctionType:
     # What is written again names the call that it stands for, which ends in that one function.
     original: Any = inspect.unwrap(processor_class.__call__)
     functions = {**original.__globals__, **_functions(attend, original.__globals__)}
+    # Dynamo of torch 2.11 looks names up in the module of that name, which has the former ones.
+    functions.pop("__name__", None)
     call = FunctionType(
         original.__code__, functions, original.__name__, original.__defaults__, original.__closure__
     )
     call.__kwdefaults__ = original.__kwdefaults__
+    call.__module__ = original.__module__
     # Among it the signature that attention modules ask for.
     call.__dict__.update(original.__dict__)
     return call

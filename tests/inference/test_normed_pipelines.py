@@ -69,7 +69,9 @@ def test_pictures_are_the_same_to_the_bit(make, component, tmp_path, monkeypatch
     wanted = draw(pipe, height=64, width=64)
     assert torch.equal(found, wanted)
     assert wanted.std() > 0.01
-    assert float((one_pass - wanted).abs().mean()) < 2e-3
+    # A code that is a place off moves others: .0007 or .007 with the weights that transformers'
+    # versions draw. Columns that are one off move .04.
+    assert float((one_pass - wanted).abs().mean()) < 0.02
 
 
 def with_ranges(pipe, dense):
