@@ -40,10 +40,11 @@ fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
 nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the seed
 	$(PYTEST) -m hypothesis --hypothesis-profile drawn --hypothesis-seed $(shell date +%Y%m%d%H%M) tests
 
-oldest: $(INSTALLED) ## tests of files, numbers and pipelines on the oldest versions allowed
+oldest: $(INSTALLED) ## tests of numbers, files, pipelines, loading and torch.compile on the oldest versions allowed
 	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu" $(FAST:%=tests/%) tests/pipelines
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu" $(FAST:%=tests/%) \
+		tests/pipelines tests/inference
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
 	$(BIN)/python -m tests.device.sanitize
