@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.copied import misfits_of_copies
-from quantkit.checkpoint.directory import broken_index
+from quantkit.checkpoint.directory import broken_index, broken_pipeline
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models import building
@@ -258,3 +258,11 @@ def test_an_index_that_cannot_be_followed_is_told(tmp_path, damage):
         (tmp_path / ("x.safetensors" if damage == "shard" else INDEX)).write_bytes(b"{")
     (told,) = broken_index(tmp_path / INDEX)
     assert told.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]", None], ids=str)
+def test_a_pipeline_without_a_sound_index_is_told(tmp_path, damage):
+    if damage is not None:
+        (tmp_path / "model_index.json").write_bytes(damage)
+    (told,) = broken_pipeline(tmp_path, {})
+    assert told.startswith(f"{tmp_path / 'model_index.json'}: ")

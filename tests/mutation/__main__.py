@@ -55,18 +55,19 @@ class Baseline:
     def tests_of(self, mutant):
         """Return the tests that run the changed statement, quick ones first.
 
-        Of what runs while it is imported: those that run another line of the module, or else all.
+        Of what runs while it is imported: all, first those that run another line of the module.
         """
         imported = self.is_imported(mutant)
         lines = self.lines[mutant.path] if imported else range(mutant.first, mutant.line + 1)
         contexts = self._contexts(mutant.path, lines)
         shared = {name.removeprefix("fixture:") for name in contexts}
-        chosen = [
+        chosen = {
             test
             for test in self.seconds
             if test in contexts or shared & set(self.fixtures.get(test, ()))
-        ]
-        return sorted(chosen or (self.seconds if imported else ()), key=self.seconds.__getitem__)
+        }
+        asked = self.seconds if imported else chosen
+        return sorted(asked, key=lambda test: (test not in chosen, self.seconds[test]))
 
     def _contexts(self, path, lines):
         known = self.lines.get(path, {})

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.packing.pack import pack, plan_pack, summarize
+from quantkit.packing.plan import recipe_for_header
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
@@ -59,6 +61,21 @@ def test_a_pipeline_is_copied_but_for_its_denoiser(request, fixture, tmp_path):
     assert config["quant_method"] == "quantkit"
     assert (tmp_path / "packed" / "model_index.json").stat().st_mode & 0o044 == 0o044
     verify(tmp_path / "packed", progress=silent)
+
+
+def test_the_summary_counts_the_layers_of_each_scheme(source, tmp_path):
+    summary = run(source, tmp_path / "packed")
+    (config,) = (c.config for c in open_packed(tmp_path / "packed").components)
+    assert max(summary.by_scheme().values()) > 2
+    assert summary.by_scheme() == Counter(config.layers.values())
+
+
+def test_the_header_tells_of_a_recipe_what_was_asked_for():
+    plain = {"name": "t", "data_free": True}
+    told = recipe_for_header(Recipe.model_validate({**plain, "unmatched": "ignore"}))
+    assert not told.keys() & {"unmatched", "attention", "text_encoders"}
+    asked = recipe_for_header(Recipe.model_validate({**plain, "text_encoders": {}}))
+    assert asked.keys() - told.keys() == {"text_encoders"}
 
 
 def test_config_keeps_an_unsorted_order(tmp_path):

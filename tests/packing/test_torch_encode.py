@@ -17,7 +17,15 @@ from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.encode import encode_weight
 from quantkit.packing.weight_plan import WeightPlan
 from tests.packing.test_native import Bytes, packed, plan_of, source_of
-from tests.support.brute_force import LIMITS, codes_of, factor_loss, tried_scales
+from tests.support.brute_force import (
+    LIMITS,
+    RULES,
+    codes_of,
+    factor_loss,
+    least_loss,
+    loss_of,
+    tried_scales,
+)
 from tests.support.packing import finish
 
 OF_A_BYTE = ["e4m3fn", "e5m2", "int8"]
@@ -146,6 +154,22 @@ def test_scales_are_the_next_power_of_two(tmp_path, either_core, granularity, fm
             _, parts = packed(plan, source_of(tmp_path, torch.from_numpy(rows)))
             wanted = tried_scales(rows, fmt, "amax_pow2")
             assert set(np.frombuffer(parts["weight_scale"], "<f4")) == set(wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fmt", OF_A_BYTE)
+def test_the_one_scale_of_a_weight_loses_least(tmp_path, either_core, fmt, rule):
+    chosen = set()
+    for amax in (1.01, 1.2, 1.5, 1.9):
+        rows = np.random.default_rng(2).standard_normal((4, 64)).astype(np.float32)
+        rows *= np.float32(amax * LIMITS[fmt][0]) / np.abs(rows).max()
+        plan = replace(plan_of(fmt, "tensor"), observer=rule)
+        _, parts = packed(plan, source_of(tmp_path, torch.from_numpy(rows)))
+        (scale,) = np.frombuffer(parts["weight_scale"], "<f4")
+        chosen.add(tried_scales(rows, fmt, rule).index(scale))
+        assert loss_of(rows, scale, fmt) == pytest.approx(least_loss(rows, fmt, rule), rel=1e-6)
+    # A float loses by clipping what it wins among its subnormals.
+    assert (fmt, rule) != ("int8", "mse_pow2") or chosen == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
