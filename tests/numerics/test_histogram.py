@@ -81,6 +81,16 @@ def test_ranks_of_few_values_are_torchs(count):
         assert found == pytest.approx(float(torch.quantile(x, share)), rel=1 / 16)
 
 
+def test_values_of_a_bin_are_spread_over_it():
+    edges, place = bin_edges(), 200
+    counts = torch.zeros(1, BINS, dtype=torch.int64)
+    counts[0, place] = 10
+    low, high = edges[place], edges[place + 1]
+    for rank in range(10):
+        found = quantiles(counts, edges[-1:], rank / 9)
+        assert found.item() == pytest.approx(float(low + (high - low) * (rank + 1) / 10), rel=1e-12)
+
+
 def test_percentiles_of_several_inputs_are_those_of_each():
     counts = torch.stack([count_bins(sample(name)) for name in SAMPLES])
     amax = torch.stack([sample(name).abs().amax() for name in SAMPLES])
