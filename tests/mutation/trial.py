@@ -111,7 +111,8 @@ def _run(tests, root, change, plugin):
 
     os.chdir(root)
     if change is not None:
-        sys.meta_path.insert(0, _Changed(*change, root))
+        path, text = change
+        sys.meta_path.insert(0, _Changed(path, text, root))
     plugins = [plugin()] if plugin else []
     # pytest-timeout would take the alarm; captured output would go to files that forks share.
     options = ["-q", "-s", "-n0", "--timeout=0", "-pno:cacheprovider"]
