@@ -464,7 +464,7 @@ def spoiled(path, change):
     ("change", "match"),
     [
         (lambda v: v.update(schema="other"), "not a quantkit.kernels.bench file"),
-        (lambda v: v.update(schema_version=9), "schema_version 9, wanted 1"),
+        (lambda v: v.update(schema_version=9), "schema_version 9, expected 1"),
         (lambda v: v.pop("machine"), "damaged"),
         (lambda v: v["rows"][0].pop("shape"), "damaged"),
         (lambda v: v["rows"][0].update(timing=[1]), "damaged"),
