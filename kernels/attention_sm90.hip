@@ -18,8 +18,7 @@
 
 constexpr qk::Io kIo = qk::Io(QK_IO);
 constexpr int kHead = 16 * QK_HEAD;
-using Loop =
-    qk::HopperAttention<kHead, QK_GROUPS, QK_KEYS, qk::Format(QK_X_FORMAT), QK_MAPS == 1>;
+using Loop = qk::HopperAttention<kHead, QK_GROUPS, QK_KEYS, qk::Format(QK_X_FORMAT), QK_MAPS == 1>;
 static_assert(Loop::kSharedBytes == QK_SHARED_BYTES,
               "hopper/attention.py counts the shared memory");
 
