@@ -35,7 +35,7 @@ from quantkit.models.encoder_skeleton import encoder_skeleton, loaded_names
 from quantkit.models.skeleton import some
 from quantkit.storage.digest import Hashing
 
-#: The first transformers that loads as stands above.
+#: The first transformers whose loader works as described above.
 TRANSFORMERS = 5
 
 

@@ -70,7 +70,7 @@ def measure_sensitivity(
         measure: most layers to run in the pipeline; 0 runs none.
         device: auto, cpu or cuda[:N].
         calibration_digest: SHA-256 of the calibration's file, for the record.
-        keep: given the layers' errors before the pipeline runs, which takes long and may fail.
+        keep: given the layers' errors as soon as they are known: what follows may fail.
         progress: told of layers done.
 
     Raises:
@@ -105,9 +105,9 @@ def measure_sensitivity(
         subject.recipe,
         about,
     )
+    keep(result)
     if rehearsed is None:
         return result
-    keep(result)
     with quiet_libraries():
         errors = AttentionErrors(subject.attention_scales(target))
         probe = Probing.start(rehearsed, errors)

@@ -112,24 +112,21 @@ def measure_sensitivity(
     statistics = load_calibration(Path(calibration))
     subject = MeasuredModel.of(source, chosen, statistics, surgeon_of(hessians, device))
 
-    def keep(found: Sensitivity) -> None:
+    def keep(found: Sensitivity, *, force: bool) -> None:
         if output is not None:
-            # What is replaced the second time is its own.
-            replaced = force or Path(output) in written
-            write_or_keep(partial(save_sensitivity, found, force=replaced), Path(output))
-            written.append(Path(output))
+            write_or_keep(partial(save_sensitivity, found, force=force), Path(output))
 
-    written: list[Path] = []
     found = analyse.measure_sensitivity(
         subject,
         texts,
         measure=measure,
         device=device,
         calibration_digest=sha256_of_file(Path(calibration)),
-        keep=keep,
+        keep=partial(keep, force=force),
         progress=progress,
     )
-    keep(found)
+    # What is replaced now is its own.
+    keep(found, force=True)
     if plot is not None:
         write_or_keep(partial(save_plot, found, force=force), Path(plot))
     return MeasuredSensitivity(found, as_path(output))
