@@ -3,10 +3,12 @@
 Packing writes it into the recipe of a shard's header; what is computed stands in config.json.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.checkpoint.decisions import read_decisions
+from quantkit.errors import CheckpointError
+from quantkit.storage.jsonfile import DAMAGE, as_type, short
 
 #: The entry of the recipe in the header.
 KEY = "attention_formats_chosen"
@@ -32,4 +34,13 @@ def format_decisions(component: PackedComponent) -> dict[str, FormatDecision]:
     Raises:
         CheckpointError: the entry is damaged.
     """
-    return read_decisions(component, KEY, FormatDecision)
+    told = component.metadata[0].recipe.get(KEY, {})
+    try:
+        if not isinstance(told, Mapping):
+            raise TypeError(f"{told!r:.80}, wanted an object")
+        return {str(name): as_type(FormatDecision, row) for name, row in told.items()}
+    except DAMAGE as error:
+        raise CheckpointError(
+            f"{component.path}: {KEY} in the header is damaged ({short(error)}); pack the model "
+            "again"
+        ) from error
